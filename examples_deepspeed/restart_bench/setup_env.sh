@@ -1,0 +1,151 @@
+#!/usr/bin/env bash
+# Create or update the virtual environment; returns at once when it is up to date.
+#
+#   VENV_DIR         where it goes (default: .venv in the repository)
+#   PYTHON           the interpreter to create it with, 3.10 to 3.12 (default: the first that is found)
+#   TORCH_VARIANT    cpu | cuda (default: cuda where an NVIDIA GPU answers, else cpu)
+#   TORCH_INDEX_URL  package index with CPU builds of torch (default: PyTorch's own, unless pip is already
+#                    told of a package source; an empty value adds none)
+#   EXTRAS           extras of setup.py to install (default: dev,analysis)
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+VENV_DIR=${VENV_DIR:-$ROOT/.venv}
+EXTRAS=${EXTRAS:-dev,analysis}
+STAMP=$VENV_DIR/.setup_stamp
+LOG=$VENV_DIR/setup.log
+
+# Everything whose change makes an installed environment stale.
+fingerprint() {
+    { cat "$ROOT/setup.py" "$ROOT/constraints.txt" && echo "$EXTRAS $ROOT"; } | cksum
+}
+
+up_to_date() {
+    [[ -x $VENV_DIR/bin/python && -f $STAMP ]] || return 1
+    local installed_variant installed_fingerprint
+    { read -r installed_fingerprint && read -r installed_variant; } <"$STAMP" || return 1
+    [[ $installed_fingerprint == "$(fingerprint)" ]] || return 1
+    [[ ${TORCH_VARIANT:-$installed_variant} == "$installed_variant" ]]
+}
+
+say() { printf '[set-up %3ds] %s\n' "$SECONDS" "$*" >&2; }
+
+die() {
+    printf 'setup_env.sh: %s\n' "$*" >&2
+    exit 1
+}
+
+# Some launchers put commands on PATH that exist but do not run, so each candidate is asked for its version.
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3.10 python3 python; do
+        if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+        [[ $candidate != "${PYTHON:-}" ]] || die "PYTHON=$PYTHON is not a working Python 3.10 to 3.12"
+    done
+    die "no Python 3.10 to 3.12 found; install one or set PYTHON=/path/to/python3.11"
+}
+
+create_venv() {
+    if [[ -d $VENV_DIR && -n $(ls -A "$VENV_DIR") && ! -f $VENV_DIR/pyvenv.cfg ]]; then
+        die "VENV_DIR=$VENV_DIR is not empty and no virtual environment; name another directory"
+    fi
+    local python
+    python=$(find_python)
+    say "creating $VENV_DIR with $("$python" --version)"
+    if "$python" -c 'import ensurepip' 2>/dev/null; then
+        "$python" -m venv --clear "$VENV_DIR"
+    else
+        # Distributions that keep ensurepip in a package of its own: let the system's pip install one.
+        "$python" -m venv --clear --without-pip "$VENV_DIR"
+        "$python" -m pip --python "$VENV_DIR/bin/python" install --quiet pip ||
+            die "$python has neither ensurepip nor a pip of version 22.3 or later; install its venv package"
+    fi
+}
+
+# Run pip, showing what it downloads and builds; the whole output is in the log.
+pip_install() {
+    local status=0
+    "$VENV_DIR/bin/python" -m pip install --no-input --disable-pip-version-check --progress-bar off \
+        -c "$ROOT/constraints.txt" "$@" 2>&1 | tee -a "$LOG" |
+        grep --line-buffered -E '^ *(Downloading .*\([0-9.]+ (MB|GB)\)|Building|Installing collected|ERROR)' |
+        cut -c1-110 >&2 || status=${PIPESTATUS[0]}
+    if ((status != 0)); then
+        tail -n 25 "$LOG" >&2
+        die "pip failed with status $status; the whole log is $LOG"
+    fi
+}
+
+# The package index to take a CPU build of torch from; empty: pip's configured sources.
+cpu_torch_index() {
+    local default_url=https://download.pytorch.org/whl/cpu pip_settings
+    pip_settings=$("$VENV_DIR/bin/python" -m pip config list)
+    # Whoever configured a mirror or local wheels wants those asked, and only those.
+    if [[ $pip_settings =~ (find-links|index-url)= ]]; then
+        default_url=
+    fi
+    echo "${TORCH_INDEX_URL-$default_url}"
+}
+
+# Torch goes first and alone, so that only torch is looked for on its own index.
+install_torch() {
+    local variant=$1 index=
+    if [[ $variant == cpu ]]; then
+        index=$(cpu_torch_index)
+    fi
+    say "installing torch ($variant build${index:+ from $index})"
+    if [[ -n $index ]]; then
+        pip_install --no-deps --index-url "$index" torch
+    else
+        pip_install --no-deps torch
+    fi
+    if [[ $variant == cpu ]] && "$VENV_DIR/bin/python" -c '
+import sys; from importlib.metadata import distribution
+torch = distribution("torch")
+sys.exit("+cpu" in torch.version or not any("nvidia" in need for need in torch.requires or []))'; then
+        say "note: no GPU here, but this torch is a CUDA build and brings gigabytes of libraries;" \
+            "TORCH_INDEX_URL=<index with CPU builds> avoids that"
+    fi
+}
+
+install_everything() {
+    : >"$LOG"
+    install_torch "$1"
+    say "installing deepspeed, the other dependencies and this project"
+    pip_install setuptools
+    # Without isolation, because a build environment of its own would fetch unpinned build tools.
+    # No op is compiled ahead of time: none is needed, and a compiler for one may be missing.
+    DS_BUILD_OPS=0 pip_install --no-build-isolation -e "$ROOT[$EXTRAS]"
+}
+
+main() {
+    up_to_date && return
+    mkdir -p "$(dirname "$VENV_DIR")"
+    if command -v flock >/dev/null; then
+        exec 9>"$VENV_DIR.lock"
+        flock 9
+        up_to_date && return
+    fi
+
+    local variant=${TORCH_VARIANT:-}
+    if [[ -z $variant ]]; then
+        if nvidia-smi -L >/dev/null 2>&1; then variant=cuda; else variant=cpu; fi
+    fi
+    [[ $variant == cpu || $variant == cuda ]] || die "TORCH_VARIANT=$variant: use cpu or cuda"
+
+    # Of another checkout or with another torch: an update in place would leave parts of the old one.
+    local old_variant=
+    [[ ! -f $STAMP ]] || old_variant=$(sed -n 2p "$STAMP")
+    if [[ -n $old_variant && $old_variant != "$variant" ]] || ! "$VENV_DIR/bin/python" -m pip --version >/dev/null 2>&1; then
+        create_venv
+    fi
+    rm -f "$STAMP"
+    install_everything "$variant"
+    printf '%s\n%s\n' "$(fingerprint)" "$variant" >"$STAMP.tmp"
+    mv "$STAMP.tmp" "$STAMP"
+    say "ready: $VENV_DIR ($(du -sh "$VENV_DIR" 2>/dev/null | cut -f1))"
+}
+
+main

@@ -1,0 +1,73 @@
+"""Is a checkpoint of this model and this layout? Asked before any tensor is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron import checkpoint_layout as names
+from megatron.checkpoint_commit import Candidate
+from megatron.checkpoint_engines.errors import CheckpointDamagedError, CheckpointMismatchError
+from megatron.config import Config
+from megatron.topology import Layout
+
+_SHAPE = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "kv_channels",
+    "normalization", "swiglu", "use_rotary_position_embeddings", "untie_embeddings_and_output_weights",
+    "add_bias_linear", "add_position_embedding",
+)  # fmt: skip
+
+
+def model_identity(config: Config, padded_vocab_size: int) -> dict[str, Any]:
+    """What must be equal for the tensors of a checkpoint to fit."""
+    identity = {name: getattr(config.model, name) for name in _SHAPE}
+    if config.model.add_position_embedding:
+        identity["max_position_embeddings"] = config.model.max_position_embeddings
+    return identity | {"padded_vocab_size": padded_vocab_size, "params_dtype": config.model.params_dtype}
+
+
+def check_candidate(candidate: Candidate, config: Config, layout: Layout, padded_vocab_size: int) -> None:
+    """Raises CheckpointMismatchError naming every difference of shape or layout.
+
+    A checkpoint without manifest is judged by the arguments in its mp_rank_00 file, as upstream wrote them.
+    """
+    mine = model_identity(config, padded_vocab_size)
+    if candidate.manifest is not None:
+        theirs, their_layout = candidate.manifest.model, Layout(**candidate.manifest.layout)
+    else:
+        theirs, their_layout = _foreign_identity(candidate, mine)
+    different = [
+        f"{name} is {theirs[name]} in the checkpoint and {mine[name]} here"
+        for name in mine
+        if name in theirs and theirs[name] != mine[name]
+    ]
+    if different:
+        raise CheckpointMismatchError(
+            f"{candidate.directory}: another model: " + "; ".join(different) + "; give the flags of the run that "
+            "saved it, or another --load"
+        )
+    if their_layout != layout:
+        raise CheckpointMismatchError(
+            f"{candidate.directory}: saved on {their_layout}, but this run is {layout}; redistribution is needed, "
+            "which this version does not do: start with --tensor-model-parallel-size "
+            f"{their_layout.tp} --pipeline-model-parallel-size {their_layout.pp} on {their_layout.world_size} ranks"
+        )
+
+
+def _foreign_identity(candidate: Candidate, mine: dict[str, Any]) -> tuple[dict[str, Any], Layout]:
+    import torch
+
+    from megatron.checkpoint_engines.safe_unpickling import known_classes
+
+    path = candidate.directory / names.model_states_file(Layout(1, 1, 1), Layout(1, 1, 1).coordinates(0))
+    try:
+        with known_classes():
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError) as exc:
+        raise CheckpointDamagedError(f"{path}: cannot be read ({exc})") from exc
+    if "args" not in state:
+        raise CheckpointMismatchError(f"{path}: no `args` in it, so it is not a Megatron-DeepSpeed checkpoint")
+    args = state["args"]
+    theirs = {name: getattr(args, name) for name in mine if hasattr(args, name)}
+    theirs["params_dtype"] = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    return theirs, Layout(tp=tp, pp=pp, dp=state["dp_world_size"])

@@ -1,0 +1,1 @@
+"""Interchangeable checkpoint engines: one file per engine, named in `registry`."""

@@ -1,0 +1,45 @@
+"""The classes that a checkpoint of ours, of DeepSpeed's or of upstream's may hold. Nothing else is unpickled."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import enum
+from contextlib import AbstractContextManager
+from typing import Any
+
+
+class ModelType(enum.Enum):
+    """Stands for megatron.core.enums.ModelType in upstream's `args`; the numbers are those it pickles."""
+
+    encoder_or_decoder = 1
+    encoder_and_decoder = 2
+    retro_encoder = 3
+    retro_decoder = 4
+
+
+def known_classes() -> AbstractContextManager[None]:
+    """Within it, torch.load(weights_only=True) accepts the classes of checkpoints, and only those."""
+    import numpy as np
+    import torch
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    numpy_types = [np.ndarray, np.dtype, type(np.dtype(np.uint32)), type(np.dtype(np.int64))]
+    numpy_types += [type(np.dtype(np.float64)), type(np.dtype(np.uint8))]
+    reconstruct = np.zeros(1).__reduce__()[0]
+    known: list[Any] = [
+        argparse.Namespace,
+        collections.OrderedDict,
+        DynamicLossScaler,
+        LossScaler,
+        ZeroStageEnum,
+        fragment_address,
+        (ModelType, "megatron.core.enums.ModelType"),
+        *numpy_types,
+        (reconstruct, "numpy.core.multiarray._reconstruct"),  # its place in NumPy 1
+        (reconstruct, "numpy._core.multiarray._reconstruct"),  # and in NumPy 2
+        torch.Size,
+    ]
+    return torch.serialization.safe_globals(known)

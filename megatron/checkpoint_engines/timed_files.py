@@ -1,0 +1,139 @@
+"""File objects for torch.save and torch.load that time their own I/O apart from the caller's work."""
+
+from __future__ import annotations
+
+import bisect
+import os
+from pathlib import Path
+from typing import Any
+
+from isal import isal_zlib
+
+from megatron.checkpoint_engines.errors import CheckpointDamagedError
+from megatron.checkpoint_engines.zip_records import Record, read_records
+from megatron.restart_trace.clock import now_ns
+
+_SMALL_WRITE = 1 << 16
+
+
+class TimedWriter:
+    """Unbuffered file for torch.save; small pieces (headers, padding) are joined with what follows.
+
+    Raises FileExistsError if the file exists: overwriting would hide a name used twice.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self.write_ns = 0
+        self.num_bytes = 0
+        self._pending = bytearray()
+
+    def write(self, data: Any) -> int:
+        size = len(data)
+        if size < _SMALL_WRITE:
+            self._pending += data
+            if len(self._pending) >= _SMALL_WRITE:
+                self.flush()
+            return size
+        self.flush()
+        self._write_all(memoryview(data))
+        return size
+
+    def flush(self) -> None:
+        if self._pending:
+            pending, self._pending = self._pending, bytearray()
+            self._write_all(memoryview(pending))
+
+    def _write_all(self, view: memoryview) -> None:
+        start = now_ns()
+        while view:
+            written = os.write(self.fd, view)
+            self.num_bytes += written
+            view = view[written:]
+        self.write_ns += now_ns() - start
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class VerifyingReader:
+    """Seekable file for torch.load that checks the CRC-32 of every record as it is read.
+
+    Records that were not read whole and in order are read again by `finish`. Raises CheckpointDamagedError
+    there if a record differs, and zipfile.BadZipFile on opening if the archive's headers are damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("rb", buffering=0)
+        self.read_ns = 0
+        self.verify_ns = 0
+        self._records = read_records(self._file)
+        self._starts = [record.offset for record in self._records]
+        self._done = [0] * len(self._records)
+        self._crcs = [0] * len(self._records)
+        self._file.seek(0)
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        position = self._file.tell()
+        start = now_ns()
+        total = 0
+        while total < len(view):  # the kernel caps one read at 2 GiB
+            count = self._file.readinto(view[total:])
+            if not count:
+                break
+            total += count
+        middle = now_ns()
+        self._account(position, view[:total])
+        self.read_ns += middle - start
+        self.verify_ns += now_ns() - middle
+        return total
+
+    def read(self, size: int = -1) -> bytes:
+        if size < 0:
+            size = os.fstat(self._file.fileno()).st_size - self._file.tell()
+        buffer = bytearray(size)
+        return bytes(buffer[: self.readinto(buffer)])
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def _account(self, position: int, view: memoryview) -> None:
+        """Feed what was read at `position` to the checksum of the record it belongs to."""
+        index = bisect.bisect_right(self._starts, position) - 1
+        if index < 0:
+            return
+        record = self._records[index]
+        if position != record.offset + self._done[index]:
+            return
+        mine = view[: record.size - self._done[index]]
+        self._crcs[index] = isal_zlib.crc32(mine, self._crcs[index])
+        self._done[index] += len(mine)
+
+    def finish(self) -> None:
+        """Check all records; raises CheckpointDamagedError naming file and record."""
+        for index, record in enumerate(self._records):
+            if self._done[index] != record.size:
+                self._read_again(index, record)
+            if self._crcs[index] != record.crc32:
+                raise CheckpointDamagedError(
+                    f"{self.path}: record {record.name} does not have the checksum it was saved with"
+                )
+
+    def _read_again(self, index: int, record: Record) -> None:
+        self._done[index] = self._crcs[index] = 0
+        self._file.seek(record.offset)
+        self.readinto(bytearray(record.size))
+
+    def close(self) -> None:
+        self._file.close()

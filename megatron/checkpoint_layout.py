@@ -1,0 +1,60 @@
+"""Every file and directory name of a checkpoint, as pure functions. Names are DeepSpeed's, so upstream reads them.
+
+    SAVE/latest                                          tag of the newest checkpoint
+    SAVE/latest_checkpointed_iteration.txt               its iteration
+    SAVE/global_step5/manifest.json                      written last: with it, the checkpoint is complete
+    SAVE/global_step5/layer_01-model_00-model_states.pt  weights of pipeline layer 1, TP rank 0
+    SAVE/global_step5/mp_rank_00_model_states.pt         everything else that DP replicas share
+    SAVE/global_step5/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt   ZeRO-1 shard of one rank
+"""
+
+from __future__ import annotations
+
+import re
+
+from megatron.topology import Coordinates, Layout
+
+LATEST = "latest"
+TRACKER = "latest_checkpointed_iteration.txt"
+MANIFEST = "manifest.json"
+TEMPORARY_PREFIX = ".incomplete_"
+REPLACED_SUFFIX = ".replaced"
+
+
+def tag_of(step: int) -> str:
+    """Tag, and directory name, of the checkpoint after iteration `step`."""
+    return f"global_step{step}"
+
+
+def step_of(tag: str) -> int | None:
+    """Iteration in a tag of the form global_stepN; None for any other tag."""
+    match = re.fullmatch(r"global_step(\d+)", tag)
+    return int(match.group(1)) if match else None
+
+
+def temporary_directory(tag: str, attempt: str) -> str:
+    """Where a checkpoint is written until it is committed; `attempt` is unique to this save."""
+    return f"{TEMPORARY_PREFIX}{tag}_{attempt}"
+
+
+def model_parallel_rank(layout: Layout, at: Coordinates) -> int:
+    """DeepSpeed's mp_rank: stages count first, TP ranks within them."""
+    return at.pp * layout.tp + at.tp
+
+
+def layer_file(layer_number: int, tp_rank: int) -> str:
+    return f"layer_{layer_number:02d}-model_{tp_rank:02d}-model_states.pt"
+
+
+def model_states_file(layout: Layout, at: Coordinates) -> str:
+    return f"mp_rank_{model_parallel_rank(layout, at):02d}_model_states.pt"
+
+
+def optimizer_file(layout: Layout, at: Coordinates, params_dtype: str) -> str:
+    prefix = "bf16_zero" if params_dtype == "bf16" else "zero"
+    return f"{prefix}_pp_rank_{at.dp}_mp_rank_{model_parallel_rank(layout, at):02d}_optim_states.pt"
+
+
+def tensor_hashes_file(rank: int) -> str:
+    """Hashes of every tensor of a rank, for --verify-restored-state."""
+    return f"tensor_hashes_rank_{rank:05d}.json"

@@ -1,0 +1,207 @@
+"""What a checkpoint holds: from the live DeepSpeed engine to one state per file, and back.
+
+The content is that of DeepSpeed's own save_checkpoint (a test compares the two), collected here without its
+collectives and without writing anything, so that engines are free in how they write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed import __version__ as deepspeed_version
+
+from megatron import checkpoint_layout as names
+from megatron.arguments import namespace_from_config
+from megatron.checkpoint_engines.base import FileState
+from megatron.config import Config
+from megatron.tensor_parallel.random import get_rng_state, set_rng_state
+from megatron.topology import Coordinates, Layout
+
+
+@dataclass
+class Progress:
+    """How far training has come: all that a resume needs beside tensors and random state."""
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    # Samples that the training index was built for; kept over resumes so that the data order stays.
+    indexed_train_samples: int = 0
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where this rank stands, as the names of its files need it."""
+
+    layout: Layout
+    at: Coordinates
+    params_dtype: str
+
+
+def layer_modules(engine: PipelineEngine) -> list[tuple[int, torch.nn.Module]]:
+    """(number, module) of the pipeline layers of this stage that have files of their own."""
+    module = engine.module
+    first = module._local_start
+    funcs = enumerate(module.forward_funcs)
+    return [(first + i, layer) for i, layer in funcs if isinstance(layer, torch.nn.Module)]
+
+
+def file_names(engine: PipelineEngine, place: RankPlace, with_optimizer: bool) -> list[str]:
+    """Files that this rank reads back."""
+    mine = [names.layer_file(number, place.at.tp) for number, _ in layer_modules(engine)]
+    mine.append(names.model_states_file(place.layout, place.at))
+    if with_optimizer:
+        mine.append(names.optimizer_file(place.layout, place.at, place.params_dtype))
+    return mine
+
+
+def collect_state(
+    engine: PipelineEngine, place: RankPlace, config: Config, padded_vocab_size: int, progress: Progress
+) -> list[FileState]:
+    """The files of this rank with the live state they are to hold: tensors are not copied.
+
+    The first DP replica writes weights and shared state; every rank its ZeRO-1 shard, which also carries the
+    random state of the rank.
+    """
+    files: list[FileState] = []
+    rng = get_rng_state()
+    if place.at.dp == 0:
+        for number, layer in layer_modules(engine):
+            files.append(FileState(names.layer_file(number, place.at.tp), layer.state_dict()))
+        client = client_state(config, padded_vocab_size, progress)
+        if not config.checkpoint.no_save_rng:
+            client["rng_state"] = [rng]
+        common = engine._common_checkpoint_state(None, True, False)
+        files.append(FileState(names.model_states_file(place.layout, place.at), common | client))
+    if not config.checkpoint.no_save_optim:
+        shard: dict[str, Any] = {
+            "optimizer_state_dict": engine.optimizer.state_dict(),
+            "ds_config": engine.config,
+            "ds_version": deepspeed_version,
+        }
+        if not config.checkpoint.no_save_rng:
+            shard["rng_state"] = rng
+        files.append(FileState(names.optimizer_file(place.layout, place.at, place.params_dtype), shard))
+    return files
+
+
+def client_state(config: Config, padded_vocab_size: int, progress: Progress) -> dict[str, Any]:
+    """What upstream keeps beside DeepSpeed's own state, under upstream's names."""
+    args = namespace_from_config(config)
+    args.padded_vocab_size = padded_vocab_size
+    args.iteration = progress.iteration
+    args.consumed_train_samples = progress.consumed_train_samples
+    args.consumed_valid_samples = progress.consumed_valid_samples
+    args.consumed_train_tokens = progress.consumed_train_samples * config.model.seq_length
+    args.indexed_train_samples = progress.indexed_train_samples
+    return {
+        "args": args,
+        "checkpoint_version": 3.0,
+        "iteration": progress.iteration,
+        "tokens": args.consumed_train_tokens,
+        "universal_checkpoint_info": universal_checkpoint_info(config, padded_vocab_size),
+    }
+
+
+def universal_checkpoint_info(config: Config, padded_vocab_size: int) -> dict[str, Any]:
+    """Patterns by which DeepSpeed's universal checkpoint knows how each parameter is split."""
+    model = config.model
+    tied = not model.untie_embeddings_and_output_weights
+    vocabulary = (
+        ["tied_modules.embed.word_embeddings.weight"]
+        if tied
+        else [r"\d+.word_embeddings.weight", r"\d+.lm_head.weight"]
+    )
+    info: dict[str, Any] = {
+        "universal_checkpoint_version": 0.4,
+        "original_vocab_size": config.data.vocab_size or padded_vocab_size,
+        "padded_vocab_size": padded_vocab_size,
+        "vocabulary_parameter_patterns": vocabulary,
+        "pipeline_replicated_parameter_patterns": vocabulary if tied else [],
+        "parameter_with_2_sub_params_cat_dim_0": [r"\d+.mlp.dense_h_to_4h.weight"] if model.swiglu else [],
+    }
+    if config.parallel.tensor_model_parallel_size > 1:
+        parts = ["weight", "bias"] if model.normalization == "layernorm" else ["weight"]
+        replicated = [
+            rf"\d+.{prefix}{part}"
+            for part in parts
+            for prefix in ("input_layernorm.", "post_attention_layernorm.", "")
+        ]
+        if model.add_bias_linear:
+            replicated += [r"\d+.self_attention.dense.bias", r"\d+.mlp.dense_4h_to_h.bias"]
+        if model.add_position_embedding:
+            replicated.append(r"(tied_modules.embed|\d+).position_embeddings.weight")
+        info["tp_replicated_parameter_patterns"] = replicated
+        info["parameter_with_row_parallelism_patterns"] = [
+            r"\d+.mlp.dense_4h_to_h.weight",
+            r"\d+.self_attention.dense.weight",
+        ]
+    return info
+
+
+def restore_state(
+    engine: PipelineEngine, place: RankPlace, states: Mapping[str, Any], config: Config
+) -> Progress:
+    """Put the loaded files of this rank into the live engine; returns the progress they record.
+
+    Raises RuntimeError from torch if a tensor's shape does not fit.
+    """
+    options = config.checkpoint
+    common = states[names.model_states_file(place.layout, place.at)]
+    for number, layer in layer_modules(engine):
+        layer.load_state_dict(states[names.layer_file(number, place.at.tp)], strict=True)
+    with_optimizer = not (options.no_load_optim or options.finetune)
+    shard = states.get(names.optimizer_file(place.layout, place.at, place.params_dtype))
+    if with_optimizer and shard is not None:
+        _restore_optimizer(engine, place, shard["optimizer_state_dict"])
+    else:
+        engine.optimizer._restore_from_bit16_weights()
+    if options.finetune:
+        return Progress()
+    if not options.no_load_lr_state and common.get("lr_scheduler") is not None:
+        engine.lr_scheduler.load_state_dict(common["lr_scheduler"])
+    engine.global_steps = common["global_steps"]
+    engine.global_samples = common["global_samples"]
+    engine.skipped_steps = common["skipped_steps"]
+    if not options.no_load_rng:
+        _restore_rng(common, shard)
+    return progress_of(common)
+
+
+def progress_of(common: Mapping[str, Any]) -> Progress:
+    """Progress recorded in an mp_rank file, ours or upstream's."""
+    args = common["args"]
+    consumed = args.consumed_train_samples
+    indexed = getattr(args, "indexed_train_samples", None)
+    if indexed is None:  # upstream: the index was built for all iterations of the run that saved
+        indexed = args.train_iters * args.global_batch_size
+    return Progress(common["iteration"], consumed, args.consumed_valid_samples, indexed)
+
+
+def _restore_optimizer(engine: PipelineEngine, place: RankPlace, shard: dict[str, Any]) -> None:
+    shards: list[Any] = [None] * place.layout.dp
+    shards[place.at.dp] = shard
+    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints a line of debugging here
+        engine.optimizer.load_state_dict(
+            state_dict_list=shards, load_optimizer_states=True, load_from_fp32_weights=True
+        )
+
+
+def _restore_rng(common: Mapping[str, Any], shard: Mapping[str, Any] | None) -> None:
+    """The rank's own random state where its shard has it, else that of the first DP replica (upstream)."""
+    if shard is not None and "rng_state" in shard:
+        set_rng_state(shard["rng_state"])
+    elif "rng_state" in common:
+        set_rng_state(common["rng_state"][0])
+
+
+def start_over(engine: PipelineEngine, seed: int) -> None:
+    """Give a model that was built without values its initial ones, and its optimizer the same."""
+    engine.module.initialize_parameters(seed)
+    engine.optimizer._restore_from_bit16_weights()

@@ -1,0 +1,33 @@
+"""The one exception of the configuration layer, and the helpers that raise it."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+
+class ConfigError(ValueError):
+    """A flag, a file or a combination that cannot be run; the message says which, its value and the fix."""
+
+
+def refuse(flag: str, value: object, why: str) -> NoReturn:
+    """Raise ConfigError "<flag> <value>: <why>"."""
+    shown = " ".join(str(item) for item in value) if isinstance(value, (tuple, list)) else value
+    raise ConfigError(f"{flag} {shown}: {why}")
+
+
+def require_at_least(flag: str, value: float | None, least: float) -> None:
+    """Raise ConfigError unless `value` is None or at least `least`."""
+    if value is not None and not value >= least:
+        refuse(flag, value, f"must be at least {least}")
+
+
+def require_positive(flag: str, value: float | None) -> None:
+    """Raise ConfigError unless `value` is None or greater than zero."""
+    if value is not None and not value > 0:
+        refuse(flag, value, "must be greater than 0")
+
+
+def require_one_of(flag: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise ConfigError unless `value` is one of `choices`."""
+    if value not in choices:
+        refuse(flag, value, f"choose one of {', '.join(choices)}")

@@ -1,0 +1,164 @@
+"""The model: sizes, variants, numerics."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.config.errors import ConfigError, refuse, require_at_least, require_one_of, require_positive
+from megatron.config.flags import REQUIRED, flag, flag_name
+
+PARAMS_DTYPES = ("bf16", "fp16", "fp32")
+
+
+def default_ffn_hidden_size(hidden_size: int, swiglu: bool) -> int:
+    """Upstream's default: 4h, or with SwiGLU 2/3 of it rounded down to a multiple of 64."""
+    return int((4 * hidden_size * 2 / 3) / 64) * 64 if swiglu else 4 * hidden_size
+
+
+def padded_vocab_size(
+    vocab_size: int, make_vocab_size_divisible_by: int, tensor_model_parallel_size: int
+) -> int:
+    """The smallest multiple of (make_vocab_size_divisible_by x TP) that holds `vocab_size` tokens.
+
+    The result is divisible by the tensor parallel size by construction.
+    """
+    multiple = make_vocab_size_divisible_by * tensor_model_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Model: sizes and variants of the GPT."""
+
+    num_layers: int = flag(REQUIRED, "number of transformer layers")
+    hidden_size: int = flag(REQUIRED, "width of the residual stream")
+    ffn_hidden_size: int = flag(
+        None, "width of the MLP (default: 4h; with --swiglu 8/3 h, down to a multiple of 64)"
+    )
+    num_attention_heads: int = flag(REQUIRED, "number of query heads")
+    num_key_value_heads: int = flag(None, "number of key/value heads (default: as many as query heads)")
+    kv_channels: int = flag(None, "size of one attention head (default: hidden size / attention heads)")
+    seq_length: int = flag(REQUIRED, "tokens per sample")
+    max_position_embeddings: int = flag(None, "rows of the position table (default: --seq-length)")
+    use_rotary_position_embeddings: bool = flag(False, "rotary instead of learned position embeddings")
+    rotary_percent: float = flag(1.0, "part of each head that is rotated, in (0, 1]")
+    rope_theta: int = flag(
+        10000, "base of the rotary frequencies", names=("--rotary-position-embeddings-theta",)
+    )
+    add_position_embedding: bool = flag(
+        True, "no learned position embeddings; implied by rotary ones", names=("--no-position-embedding",)
+    )
+    normalization: str = flag("layernorm", "kind of normalization", choices=("layernorm", "rmsnorm"))
+    layernorm_epsilon: float = flag(1e-5, "epsilon of the normalization, of either kind")
+    swiglu: bool = flag(False, "gated SiLU in the MLP instead of GELU")
+    bias_gelu_fusion: bool = flag(
+        True,
+        "exact GELU. Upstream's fused bias+GELU, its default, computes the tanh approximation, and so does "
+        "this fork: the flag changes the function, not the kernel",
+        names=("--no-bias-gelu-fusion",),
+    )
+    untie_embeddings_and_output_weights: bool = flag(False, "separate weights for the LM head")
+    add_bias_linear: bool = flag(True, "no biases in linear layers", names=("--disable-bias-linear",))
+    attention_dropout: float = flag(0.1, "dropout of the attention probabilities")
+    hidden_dropout: float = flag(0.1, "dropout of the embeddings and of each residual branch")
+    init_method_std: float = flag(0.02, "standard deviation of the initial weights")
+    make_vocab_size_divisible_by: int = flag(128, "the vocabulary is padded to a multiple of this times TP")
+    checkpoint_activations: bool = flag(False, "recompute activations in the backward pass")
+    checkpoint_num_layers: int = flag(1, "layers per recomputed chunk; needs --checkpoint-activations")
+    params_dtype: str = "fp32"  # from --bf16 and --fp16, which exclude each other
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
+            require_at_least(flag_name(name), getattr(self, name), 1)
+        self._fill_defaults()
+        self._check_sizes()
+        self._check_positions()
+        self._check_numerics()
+
+    @property
+    def bf16(self) -> bool:
+        return self.params_dtype == "bf16"
+
+    @property
+    def fp16(self) -> bool:
+        return self.params_dtype == "fp16"
+
+    @property
+    def gelu_approximate(self) -> str:
+        """What `torch.nn.functional.gelu(approximate=...)` takes: "tanh" or "none"."""
+        return "tanh" if self.bias_gelu_fusion else "none"
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of each head that are rotated; 0 without rotary embeddings."""
+        return int(self.kv_channels * self.rotary_percent) if self.use_rotary_position_embeddings else 0
+
+    def _fill_defaults(self) -> None:
+        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
+            refuse(
+                "--hidden-size",
+                self.hidden_size,
+                f"not divisible by --num-attention-heads {self.num_attention_heads}; "
+                "change one or give --kv-channels",
+            )
+        defaults = {
+            "ffn_hidden_size": default_ffn_hidden_size(self.hidden_size, self.swiglu),
+            "num_key_value_heads": self.num_attention_heads,
+            "kv_channels": self.hidden_size // self.num_attention_heads,
+            "max_position_embeddings": self.seq_length,
+        }
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        if self.use_rotary_position_embeddings:
+            object.__setattr__(self, "add_position_embedding", False)
+        if self.swiglu or not self.add_bias_linear:
+            object.__setattr__(self, "bias_gelu_fusion", False)
+
+    def _check_sizes(self) -> None:
+        for name in ("ffn_hidden_size", "num_key_value_heads", "kv_channels", "make_vocab_size_divisible_by"):
+            require_at_least(flag_name(name), getattr(self, name), 1)
+        if self.num_attention_heads % self.num_key_value_heads:
+            refuse(
+                "--num-key-value-heads",
+                self.num_key_value_heads,
+                f"must divide --num-attention-heads {self.num_attention_heads}",
+            )
+        require_at_least("--checkpoint-num-layers", self.checkpoint_num_layers, 1)
+        if self.checkpoint_num_layers > 1 and not self.checkpoint_activations:
+            refuse("--checkpoint-num-layers", self.checkpoint_num_layers, "add --checkpoint-activations")
+
+    def _check_positions(self) -> None:
+        if self.max_position_embeddings < self.seq_length:
+            refuse(
+                "--max-position-embeddings",
+                self.max_position_embeddings,
+                f"is less than --seq-length {self.seq_length}; raise it or shorten the samples",
+            )
+        if not 0.0 < self.rotary_percent <= 1.0:
+            refuse("--rotary-percent", self.rotary_percent, "must be in (0, 1]")
+        require_at_least("--rotary-position-embeddings-theta", self.rope_theta, 1)
+        if not self.use_rotary_position_embeddings:
+            if self.rotary_percent != 1.0:
+                refuse("--rotary-percent", self.rotary_percent, "add --use-rotary-position-embeddings")
+            if self.rope_theta != 10000:
+                refuse(
+                    "--rotary-position-embeddings-theta",
+                    self.rope_theta,
+                    "add --use-rotary-position-embeddings",
+                )
+        elif self.rotary_dim < 2 or self.rotary_dim % 2:
+            raise ConfigError(
+                f"--rotary-percent {self.rotary_percent} of --kv-channels {self.kv_channels} rotates "
+                f"{self.rotary_dim} channels: rotary embeddings need an even number, at least 2; change one"
+            )
+
+    def _check_numerics(self) -> None:
+        require_one_of("params_dtype", self.params_dtype, PARAMS_DTYPES)
+        require_one_of("--normalization", self.normalization, ("layernorm", "rmsnorm"))
+        require_positive("--layernorm-epsilon", self.layernorm_epsilon)
+        require_positive("--init-method-std", self.init_method_std)
+        for name in ("attention_dropout", "hidden_dropout"):
+            value = getattr(self, name)
+            if not 0.0 <= value < 1.0:
+                refuse(flag_name(name), value, "must be in [0, 1)")

@@ -1,0 +1,107 @@
+"""Who computes what: the process layout, the backend, ZeRO and the placement of saved activations."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.config.errors import ConfigError, refuse, require_at_least, require_one_of
+from megatron.config.flags import flag, flag_name
+
+_UNSUPPORTED_BACKENDS = ("ccl", "hccl")
+_ACTIVATION_FLAGS = (
+    "partition_activations",
+    "contigious_checkpointing",
+    "checkpoint_in_cpu",
+    "synchronize_each_layer",
+    "profile_backward",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Parallelism: layout of the processes, DeepSpeed and ZeRO."""
+
+    tensor_model_parallel_size: int = flag(1, "ranks that share each layer (TP)")
+    pipeline_model_parallel_size: int = flag(1, "pipeline stages (PP)")
+    distributed_backend: str | None = flag(
+        None, "torch.distributed backend: nccl or gloo (default: nccl where CUDA is there, else gloo)"
+    )
+    distributed_timeout_minutes: int = flag(10, "how long a collective may wait for the other ranks")
+    zero_stage: int = flag(1, "ZeRO stage: 1 partitions the optimizer state over DP, 0 does not")
+    deepspeed_config: str | None = flag(
+        None,
+        "DeepSpeed configuration, a JSON file; optional. A flag that was not given takes the file's value, "
+        "one that was given must agree with it",
+        names=("--deepspeed_config", "--deepspeed-config"),
+    )
+    deepspeed_activation_checkpointing: bool = flag(
+        False, "recompute through DeepSpeed's activation checkpointing; needs --checkpoint-activations"
+    )
+    partition_activations: bool = flag(False, "split saved activations over the TP ranks")
+    contigious_checkpointing: bool = flag(
+        False, "keep split activations in one buffer; needs --partition-activations"
+    )
+    checkpoint_in_cpu: bool = flag(False, "keep saved activations in host memory")
+    synchronize_each_layer: bool = flag(False, "synchronize the device around each recomputed layer")
+    profile_backward: bool = flag(False, "time the backward pass of each recomputed layer")
+    local_rank: int = flag(
+        0, "index of this process on its node; launchers give it", names=("--local-rank", "--local_rank")
+    )
+    world_size: int = 1  # WORLD_SIZE
+    rank: int = 0  # RANK
+
+    def __post_init__(self) -> None:
+        require_at_least("--tensor-model-parallel-size", self.tensor_model_parallel_size, 1)
+        require_at_least("--pipeline-model-parallel-size", self.pipeline_model_parallel_size, 1)
+        require_at_least("--distributed-timeout-minutes", self.distributed_timeout_minutes, 1)
+        require_at_least("--local-rank", self.local_rank, 0)
+        require_at_least("WORLD_SIZE", self.world_size, 1)
+        if not 0 <= self.rank < self.world_size:
+            refuse("RANK", self.rank, f"must be in [0, WORLD_SIZE {self.world_size})")
+        self._check_layout()
+        self._check_backend()
+        if self.zero_stage not in (0, 1):
+            refuse(
+                "--zero-stage",
+                self.zero_stage,
+                "stages 2 and 3 do not run with pipelines; use --zero-stage 1",
+            )
+        self._check_activation_flags()
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Replicas of the model: world size / (TP x PP)."""
+        return self.world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)
+
+    def _check_layout(self) -> None:
+        tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        if self.world_size % (tp * pp):
+            raise ConfigError(
+                f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} = {tp * pp} does "
+                f"not divide the world size {self.world_size}: start a multiple of {tp * pp} processes, or "
+                "change TP or PP"
+            )
+
+    def _check_backend(self) -> None:
+        if self.distributed_backend is None:
+            return
+        if self.distributed_backend in _UNSUPPORTED_BACKENDS:
+            refuse("--distributed-backend", self.distributed_backend, "not supported; use nccl or gloo")
+        require_one_of("--distributed-backend", self.distributed_backend, ("nccl", "gloo"))
+
+    def _check_activation_flags(self) -> None:
+        for name in _ACTIVATION_FLAGS:
+            if getattr(self, name) and not self.deepspeed_activation_checkpointing:
+                raise ConfigError(
+                    f"{flag_name(name)} does nothing without --deepspeed-activation-checkpointing: "
+                    "add that flag or drop this one"
+                )
+        if self.contigious_checkpointing and not self.partition_activations:
+            raise ConfigError(
+                "--contigious-checkpointing keeps split activations: add --partition-activations"
+            )
+        if self.partition_activations and self.tensor_model_parallel_size == 1:
+            raise ConfigError(
+                "--partition-activations splits over the TP ranks, and --tensor-model-parallel-size is 1: "
+                "drop it or raise TP"
+            )

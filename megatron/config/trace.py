@@ -1,0 +1,43 @@
+"""The restart trace: whether and where the phases of saves, loads and start-ups are recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.config.errors import refuse
+from megatron.config.flags import flag, on_off
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TraceConfig:
+    """Restart trace: recording where saves and restarts spend their time."""
+
+    restart_trace: bool = flag(
+        True, "record the phases of every save, load and start-up: on or off", parse=on_off
+    )
+    restart_trace_dir: str | None = flag(
+        None,
+        "directory of the trace files (default: restart_trace in --save; without either, none are written)",
+    )
+    trace_probes: bool = flag(
+        True,
+        "sample memory, I/O and device counters at the ends of operations: on or off",
+        names=("--restart-trace-probes",),
+        parse=on_off,
+    )
+    trace_nvtx: bool | None = flag(
+        None,
+        "mark the phases as NVTX ranges: on or off (default: on where CUDA is there)",
+        names=("--restart-trace-nvtx",),
+        parse=on_off,
+    )
+
+    def __post_init__(self) -> None:
+        if self.restart_trace_dir == "":
+            refuse("--restart-trace-dir", "''", "is empty; give a directory")
+        if not self.restart_trace and self.restart_trace_dir is not None:
+            refuse(
+                "--restart-trace-dir",
+                self.restart_trace_dir,
+                "does nothing with --restart-trace off; drop one of them",
+            )

@@ -1,0 +1,124 @@
+"""First and last layers of the pipeline: embedding, and the head that turns hidden states into logits."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.config import ModelConfig
+from megatron.tensor_parallel.init import init_normal_
+from megatron.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
+from megatron.tensor_parallel.mappings import copy_to_tensor_parallel_region
+from megatron.topology import TensorParallelGroup
+
+
+class PositionEmbedding(nn.Module):
+    """Learned positions [max_position_embeddings, hidden], replicated over TP. Input ids [b, s] -> [b, s, hidden]."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.init_std = config.init_method_std
+        shape = (config.max_position_embeddings, config.hidden_size)
+        self.weight = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+
+    def reset_parameters(self, seed: int, prefix: str) -> None:
+        name = f"{prefix}.weight"
+        init_normal_(
+            self.weight, std=self.init_std, seed=seed, name=name, tp=TensorParallelGroup(), split_dim=None
+        )
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.weight)
+
+
+class EmbeddingPipe(nn.Module):
+    """Word embedding, plus learned positions in the GPT-2-style model.
+
+    Input (ids [b, s], position_ids [b, s]); output [b, s, hidden].
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        padded_vocab_size: int,
+        tp: TensorParallelGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.hidden_dropout = config.hidden_dropout
+        self.word_embeddings = VocabParallelEmbedding(
+            padded_vocab_size,
+            config.hidden_size,
+            init_std=config.init_method_std,
+            tp=tp,
+            dtype=dtype,
+            device=device,
+        )
+        self.position_embeddings = (
+            PositionEmbedding(config, dtype, device)
+            if config.add_position_embedding
+            else None
+        )
+
+    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        ids, position_ids = inputs
+        x = self.word_embeddings(ids)
+        if self.position_embeddings is not None:
+            x = x + self.position_embeddings(position_ids)
+        return F.dropout(x, self.hidden_dropout, self.training)
+
+
+class TiedHead(nn.Module):
+    """The last stage's copy of the word embedding, where embedding and head are tied but stages apart."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        padded_vocab_size: int,
+        tp: TensorParallelGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.word_embeddings = VocabParallelEmbedding(
+            padded_vocab_size,
+            config.hidden_size,
+            init_std=config.init_method_std,
+            tp=tp,
+            dtype=dtype,
+            device=device,
+        )
+
+
+def tied_logits(module: EmbeddingPipe | TiedHead, hidden: torch.Tensor) -> torch.Tensor:
+    """Logits [b, s, padded_vocab / TP] of hidden states [b, s, hidden] by the tied word embedding."""
+    embedding = module.word_embeddings
+    return F.linear(copy_to_tensor_parallel_region(hidden, embedding.tp), embedding.weight)
+
+
+class LMHeadPipe(nn.Module):
+    """Untied head: hidden states [b, s, hidden] to logits [b, s, padded_vocab / TP]."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        padded_vocab_size: int,
+        tp: TensorParallelGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.lm_head = ColumnParallelLinear(
+            config.hidden_size,
+            (padded_vocab_size,),
+            bias=False,
+            init_std=config.init_method_std,
+            tp=tp,
+            dtype=dtype,
+            device=device,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(x)

@@ -1,0 +1,94 @@
+"""GPT as a DeepSpeed PipelineModule.
+
+Pipeline layers are numbered as upstream numbers them: 0 nothing, 1 embedding, 2..L+1 transformer blocks,
+L+2 final norm, L+3 head. The numbers are part of the checkpoint's file names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+from megatron.config import ModelConfig
+from megatron.model.embedding import EmbeddingPipe, LMHeadPipe, TiedHead, tied_logits
+from megatron.model.norms import LayerNorm, RMSNorm
+from megatron.model.transformer import ParallelTransformerLayerPipe
+from megatron.topology import Layout, TensorParallelGroup
+
+LossFunction = Callable[[torch.Tensor, Any, TensorParallelGroup], torch.Tensor]
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def _pass_through(inputs: Any) -> Any:
+    """Layer 0: upstream casts here; our inputs are token ids, so only its number is needed."""
+    return inputs
+
+
+class GPTModelPipe(PipelineModule):
+    """The model of one pipeline stage; parameters are zero until initialize_parameters or a load.
+
+    `loss_func(logits, labels, tensor-parallel group)` runs on the last stage. Raises ValueError from DeepSpeed if the layers cannot be spread over the stages.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        padded_vocab_size: int,
+        layout: Layout,
+        tp_rank: int,
+        device: torch.device,
+        loss_func: LossFunction,
+    ) -> None:
+        self.tp = TensorParallelGroup(rank=tp_rank, size=layout.tp)
+        self.model_config = config
+        dtype = TORCH_DTYPES[config.params_dtype]
+        super().__init__(
+            layers=_layer_specs(config, padded_vocab_size, self.tp, dtype, device),
+            loss_fn=lambda logits, labels: loss_func(logits, labels, self.tp),
+            topology=PipeModelDataParallelTopology(num_pp=layout.pp, num_mp=layout.tp, num_dp=layout.dp),
+            activation_checkpoint_interval=config.checkpoint_num_layers if config.checkpoint_activations else 0,
+            partition_method="type:transformer",
+        )
+        self.tp.group = self._grid.get_slice_parallel_group()
+
+    def initialize_parameters(self, seed: int) -> None:
+        """Draw all parameters of this stage; the same values for the same seed on every layout."""
+        for index, layer in self.numbered_layers():
+            for name, module in layer.named_modules():
+                reset = getattr(module, "reset_parameters", None)
+                # torch's own modules have a method of that name without our arguments
+                if reset is not None and type(module).__module__.startswith("megatron."):
+                    reset(seed, f"{index}.{name}".rstrip("."))
+
+    def numbered_layers(self) -> list[tuple[int, torch.nn.Module]]:
+        """(pipeline layer number, module) of this stage; a tied copy counts under the embedding's number."""
+        layers = [
+            (self._local_start + i, layer)
+            for i, layer in enumerate(self.forward_funcs)
+            if isinstance(layer, torch.nn.Module)
+        ]
+        seen = {id(layer) for _, layer in layers}
+        tied = [(1, module) for module in self.tied_modules.values() if id(module) not in seen]
+        return layers + tied
+
+
+def _layer_specs(
+    config: ModelConfig, padded_vocab_size: int, tp: TensorParallelGroup, dtype: torch.dtype, device: torch.device
+) -> list[Any]:
+    ends = (config, padded_vocab_size, tp, dtype, device)
+    blocks = [
+        LayerSpec(ParallelTransformerLayerPipe, config, number, tp, dtype, device)
+        for number in range(config.num_layers)
+    ]
+    norm_class = RMSNorm if config.normalization == "rmsnorm" else LayerNorm
+    norm = LayerSpec(norm_class, config.hidden_size, config.layernorm_epsilon, dtype, device)
+    if config.untie_embeddings_and_output_weights:
+        return [_pass_through, LayerSpec(EmbeddingPipe, *ends), *blocks, norm, LayerSpec(LMHeadPipe, *ends)]
+    weight = "word_embeddings.weight"
+    first = TiedLayerSpec("embed", EmbeddingPipe, *ends, tied_weight_attr=weight)
+    last = TiedLayerSpec("embed", TiedHead, *ends, forward_fn=tied_logits, tied_weight_attr=weight)
+    return [_pass_through, first, *blocks, norm, last]

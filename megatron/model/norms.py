@@ -1,0 +1,48 @@
+"""Normalisation layers; computed in float32, weights in the parameter dtype."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467)."""
+
+    def __init__(self, hidden_size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(hidden_size, dtype=dtype, device=device))
+
+    def reset_parameters(self, seed: int, prefix: str) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype) * self.weight
+
+
+class LayerNorm(nn.Module):
+    """Layer normalisation over the last dimension (arXiv:1607.06450)."""
+
+    def __init__(self, hidden_size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(hidden_size, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=dtype, device=device))
+
+    def reset_parameters(self, seed: int, prefix: str) -> None:
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # The kernel accumulates in float32 whatever the dtype of its input.
+        return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
+
+
+def build_norm(
+    normalization: str, hidden_size: int, eps: float, dtype: torch.dtype, device: torch.device
+) -> RMSNorm | LayerNorm:
+    """The layer that --normalization names: rmsnorm or layernorm."""
+    cls = RMSNorm if normalization == "rmsnorm" else LayerNorm
+    return cls(hidden_size, eps, dtype, device)

@@ -1,0 +1,148 @@
+"""One transformer block: pre-norm attention and MLP with tensor parallelism."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.config import ModelConfig
+from megatron.model.norms import build_norm
+from megatron.model.rotary import apply_rotary, rotary_cos_sin
+from megatron.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.tensor_parallel.random import model_parallel_rng
+from megatron.topology import TensorParallelGroup
+
+
+def output_layer_std(config: ModelConfig) -> float:
+    """Standard deviation of layers that write to the residual stream: std / sqrt(2 L) (GPT-2)."""
+    return config.init_method_std / (2.0 * config.num_layers) ** 0.5
+
+
+class ParallelAttention(nn.Module):
+    """Causal self-attention with grouped key/value heads; heads split over TP.
+
+    The rows of query_key_value.weight on a rank are its query heads, then its key heads, then its value heads.
+    Input and output [b, s, hidden].
+    """
+
+    def __init__(
+        self, config: ModelConfig, tp: TensorParallelGroup, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.config = config
+        self.head_dim = config.kv_channels
+        self.num_heads = config.num_attention_heads // tp.size
+        self.num_kv_heads = config.num_key_value_heads // tp.size
+        query_size = config.num_attention_heads * self.head_dim
+        kv_size = config.num_key_value_heads * self.head_dim
+        self.query_key_value = ColumnParallelLinear(
+            config.hidden_size,
+            (query_size, kv_size, kv_size),
+            bias=config.add_bias_linear,
+            init_std=config.init_method_std,
+            tp=tp,
+            dtype=dtype,
+            device=device,
+        )
+        self.dense = RowParallelLinear(
+            query_size,
+            config.hidden_size,
+            bias=config.add_bias_linear,
+            init_std=output_layer_std(config),
+            tp=tp,
+            dtype=dtype,
+            device=device,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, seq, _ = x.shape
+        heads = self.query_key_value(x).view(batch, seq, -1, self.head_dim)
+        query, key, value = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
+        if self.config.use_rotary_position_embeddings:
+            rotary_dim = int(self.head_dim * self.config.rotary_percent)
+            cos, sin = rotary_cos_sin(seq, rotary_dim, self.config.rope_theta, x.dtype, x.device)
+            query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
+        context = self._attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        return self.dense(context.transpose(1, 2).reshape(batch, seq, -1))
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """[b, heads, s, head_dim] each, kv with fewer heads; returns the shape of `query`."""
+        dropout = self.config.attention_dropout if self.training else 0.0
+        grouped = self.num_kv_heads != self.num_heads
+        if dropout == 0.0:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        with model_parallel_rng():  # heads are split, so each TP rank draws its own mask
+            return F.scaled_dot_product_attention(
+                query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=grouped
+            )
+
+
+class ParallelMLP(nn.Module):
+    """hidden -> ffn -> hidden; SwiGLU (arXiv:2002.05202) or GELU. Input and output [b, s, hidden].
+
+    With SwiGLU the rows of dense_h_to_4h.weight on a rank are its gate rows, then its up rows.
+    """
+
+    def __init__(
+        self, config: ModelConfig, tp: TensorParallelGroup, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.swiglu = config.swiglu
+        self.gelu_approximate = config.gelu_approximate
+        ffn = config.ffn_hidden_size
+        self.dense_h_to_4h = ColumnParallelLinear(
+            config.hidden_size,
+            (ffn, ffn) if config.swiglu else (ffn,),
+            bias=config.add_bias_linear,
+            init_std=config.init_method_std,
+            tp=tp,
+            dtype=dtype,
+            device=device,
+        )
+        self.dense_4h_to_h = RowParallelLinear(
+            ffn,
+            config.hidden_size,
+            bias=config.add_bias_linear,
+            init_std=output_layer_std(config),
+            tp=tp,
+            dtype=dtype,
+            device=device,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.dense_h_to_4h(x)
+        if self.swiglu:
+            gate, up = h.chunk(2, dim=-1)
+            h = F.silu(gate) * up
+        else:
+            h = F.gelu(h, approximate=self.gelu_approximate)
+        return self.dense_4h_to_h(h)
+
+
+class ParallelTransformerLayerPipe(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)). Input and output [b, s, hidden]."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer_number: int,
+        tp: TensorParallelGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.layer_number = layer_number
+        self.hidden_dropout = config.hidden_dropout
+        norm = (config.normalization, config.hidden_size, config.layernorm_epsilon, dtype, device)
+        self.input_layernorm = build_norm(*norm)
+        self.self_attention = ParallelAttention(config, tp, dtype, device)
+        self.post_attention_layernorm = build_norm(*norm)
+        self.mlp = ParallelMLP(config, tp, dtype, device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        attention = self.self_attention(self.input_layernorm(x))
+        x = x + F.dropout(attention, self.hidden_dropout, self.training)
+        mlp = self.mlp(self.post_attention_layernorm(x))
+        return x + F.dropout(mlp, self.hidden_dropout, self.training)

@@ -1,0 +1,1 @@
+"""Optimizer choice, parameter groups and schedules."""

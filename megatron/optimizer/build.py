@@ -1,0 +1,72 @@
+"""Builds the inner optimizer that DeepSpeed's ZeRO-1 wraps."""
+
+from __future__ import annotations
+
+import logging
+from importlib import util
+from typing import Any
+
+import torch
+
+from megatron.config import OptimizerConfig
+
+logger = logging.getLogger(__name__)
+
+
+def parameter_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Two groups, with upstream's names and order: weights that decay, then biases and norms that do not."""
+    decayed = [p for n, p in model.named_parameters() if p.requires_grad and not _no_weight_decay(n, p)]
+    plain = [p for n, p in model.named_parameters() if p.requires_grad and _no_weight_decay(n, p)]
+    groups = [
+        {"name": "wd_no_scale_lr", "params": decayed, "wd_mult": 1.0, "lr_mult": 1.0},
+        {"name": "no_wd_no_scale_lr", "params": plain, "wd_mult": 0.0, "lr_mult": 1.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _no_weight_decay(name: str, param: torch.Tensor) -> bool:
+    return name.endswith(".bias") or param.dim() == 1
+
+
+def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer that --optimizer names, for all parameters of `model`.
+
+    adam is Adam with decoupled weight decay (AdamW, arXiv:1711.05101) on every device, as apex's FusedAdam is:
+    apex's where apex is installed and CUDA is there, else torch's fused one.
+    Raises ValueError for a name that is not supported.
+    """
+    groups = parameter_groups(model)
+    if config.optimizer == "sgd":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(
+            groups, lr=config.lr, weight_decay=config.weight_decay, momentum=config.sgd_momentum
+        )
+    elif config.optimizer == "adam":
+        optimizer = _adam_class()(
+            groups,
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_eps,
+            **_adam_options(),
+        )
+    else:
+        raise ValueError(f"--optimizer {config.optimizer}: not supported; use adam or sgd")
+    cls = type(optimizer)
+    logger.info("optimizer: %s.%s", cls.__module__, cls.__qualname__)
+    return optimizer
+
+
+def _apex_here() -> bool:
+    return torch.cuda.is_available() and util.find_spec("apex") is not None
+
+
+def _adam_class() -> Any:
+    if not _apex_here():
+        return torch.optim.AdamW
+    from apex.optimizers import FusedAdam  # pyright: ignore[reportMissingImports]
+
+    return FusedAdam
+
+
+def _adam_options() -> dict[str, Any]:
+    return {"adam_w_mode": True} if _apex_here() else {"fused": True}

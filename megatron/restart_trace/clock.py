@@ -1,0 +1,64 @@
+"""Clocks of the trace: a monotonic clock for spans, anchored once per process to Unix time.
+
+Processes of one boot of one host share CLOCK_MONOTONIC, so their spans compare exactly; the boot id in the
+first record tells which do. Between hosts the anchors are compared, as good as the hosts' time service is.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+now_ns = time.monotonic_ns  # CLOCK_MONOTONIC on Linux: system-wide, not stepped by time services
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """Unix time `wall_ns` was read at monotonic time `monotonic_ns`, give or take `error_ns`."""
+
+    wall_ns: int
+    monotonic_ns: int
+    error_ns: int
+
+
+def read_anchor() -> Anchor:
+    """Read wall and monotonic clocks together; the tightest of three tries bounds the error, ns."""
+    best: Anchor | None = None
+    for _ in range(3):
+        before = time.monotonic_ns()
+        wall = time.time_ns()
+        after = time.monotonic_ns()
+        if best is None or after - before < best.error_ns:
+            best = Anchor(wall, (before + after) // 2, after - before)
+    assert best is not None
+    return best
+
+
+def boot_id() -> str:
+    """Kernel boot id; empty where the kernel does not tell."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else ""
+
+
+def process_start_ticks(pid: int | None = None) -> int | None:
+    """Start of a process in clock ticks since boot: field 22 of /proc/PID/stat (proc(5)).
+
+    None where there is no /proc or no such process.
+    """
+    try:
+        stat = Path(f"/proc/{pid or 'self'}/stat").read_text()
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[19])  # the command name may hold spaces and parentheses
+
+
+def process_start_ns(pid: int | None = None) -> int | None:
+    """Start of a process on the monotonic clock, ns; resolution one clock tick (10 ms). None as above."""
+    ticks = process_start_ticks(pid)
+    if ticks is None:
+        return None
+    since_boot_ns = ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+    suspended_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - time.monotonic_ns()
+    return since_boot_ns - suspended_ns

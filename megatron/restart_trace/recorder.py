@@ -1,0 +1,292 @@
+"""Spans, operations and events of one process. `NullRecorder` has the same interface and does nothing.
+
+    with recorder.operation("save", tag="global_step5", step=5) as op:
+        with op.span("serialize", file="mp_rank_00_model_states.pt") as span:
+            span.bytes = write_it()
+
+Instrumentation adds no collective, no device synchronisation and no fsync.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron.restart_trace.clock import now_ns, read_anchor
+from megatron.restart_trace.schema import SCHEMA_VERSION, check_phase
+
+Probe = Callable[[], Mapping[str, float]]
+
+
+class Sink(Protocol):
+    """Where records go."""
+
+    def write(self, record: dict[str, Any]) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+class NvtxRanges(Protocol):
+    """The part of torch.cuda.nvtx that the recorder uses."""
+
+    def range_push(self, msg: str) -> Any: ...
+
+    def range_pop(self) -> Any: ...
+
+
+@dataclass
+class SpanHandle:
+    """What the body of a span may fill in while it runs."""
+
+    bytes: int | None = None
+
+
+class Operation:
+    """One save, load or start-up in progress. Spans may be added from any thread."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        name: str,
+        op_id: int,
+        start_ns: int,
+        labels: dict[str, Any],
+        engine: str | None,
+    ) -> None:
+        self._recorder = recorder
+        self._labels = {"operation": name, "op_id": op_id} | labels
+        self._engine = {"engine": engine} if engine else {}
+        self.start_ns = start_ns
+        self.bytes: int | None = None
+        self.num_files: int | None = None
+        self.durable: bool | None = None
+        self.failure: str | None = None
+        recorder.write("operation_begin", **self._labels, **self._engine, start_ns=start_ns)
+
+    def relabel(self, *, tag: str | None = None, step: int | None = None) -> None:
+        """Set what was not known at the begin: a load learns its tag and step in its `discover` phase."""
+        self._labels |= {k: v for k, v in (("tag", tag), ("step", step)) if v is not None}
+
+    def label(self, *, tag: str | None = None, step: int | None = None) -> None:
+        """Name the checkpoint, where it is only found out while the operation runs."""
+        self._labels |= {k: v for k, v in (("tag", tag), ("step", step)) if v is not None}
+
+    @contextmanager
+    def span(
+        self, phase: str, detail: str | None = None, *, file: str | None = None, blocking: bool = True
+    ) -> Iterator[SpanHandle]:
+        """Measure the body as one span. An exception is recorded in the span and passed on."""
+        handle = SpanHandle()
+        nvtx = self._recorder.nvtx
+        if nvtx is not None:
+            nvtx.range_push(f"{self._labels['operation']}/{phase}" + (f"/{detail}" if detail else ""))
+        error: str | None = None
+        start = now_ns()
+        try:
+            yield handle
+        except BaseException as exc:
+            error = f"{type(exc).__name__}: {exc}"
+            raise
+        finally:
+            end = now_ns()
+            if nvtx is not None:
+                nvtx.range_pop()
+            self.add(
+                phase, detail, start, end, file=file, num_bytes=handle.bytes, blocking=blocking, error=error
+            )
+
+    def add(
+        self,
+        phase: str,
+        detail: str | None,
+        start_ns: int,
+        end_ns: int,
+        *,
+        duration_ns: int | None = None,
+        file: str | None = None,
+        num_bytes: int | None = None,
+        blocking: bool = True,
+        error: str | None = None,
+    ) -> None:
+        """Record a span that was measured elsewhere.
+
+        `duration_ns` is given where several phases alternate within one window (a serializer that calls the
+        writer): then each states the time it really took, and together they are at most the window.
+        Raises ValueError for a phase or detail that the schema does not have.
+        """
+        problems = check_phase(self._labels["operation"], phase, detail)
+        if problems:
+            raise ValueError(problems[0])
+        optional = {"detail": detail, "file": file, "bytes": num_bytes, "error": error}
+        self._recorder.write(
+            "span",
+            **self._labels,
+            phase=phase,
+            **{k: v for k, v in optional.items() if v is not None},
+            start_ns=start_ns,
+            end_ns=end_ns,
+            duration_ns=end_ns - start_ns if duration_ns is None else duration_ns,
+            thread=threading.current_thread().name,
+            blocking=blocking,
+        )
+
+    def end(self, error: str | None = None) -> None:
+        """Write the closing record. `bytes`, `num_files` and `durable` are taken as they stand."""
+        error = error or self.failure
+        optional = {"bytes": self.bytes, "num_files": self.num_files, "durable": self.durable, "error": error}
+        end_ns = now_ns()
+        self._recorder.write(
+            "operation_end",
+            **self._labels,
+            **self._engine,
+            start_ns=self.start_ns,
+            end_ns=end_ns,
+            outcome="failed" if error else "ok",
+            **{k: v for k, v in optional.items() if v is not None},
+        )
+        self._recorder.probe(self._labels["operation"], self._labels["op_id"], "end")
+
+
+class Recorder:
+    """Writes the records of one process to a sink.
+
+    `common` holds the fields that every record carries: run_id, cycle, rank, tp, pp, dp.
+    """
+
+    enabled = True
+
+    def __init__(self, sink: Sink, common: Mapping[str, Any], probe: Probe | None = None) -> None:
+        self._sink = sink
+        self._common = {"v": SCHEMA_VERSION, "type": ""} | dict(common)
+        self._probe = probe
+        self._next_op_id = 0
+        self._lost = 0
+        self.nvtx: NvtxRanges | None = None  # torch.cuda.nvtx, once it is imported and CUDA is there
+
+    def write(self, record_type: str, **fields: Any) -> None:
+        """Write one record. Those that a full disk refused are counted in a later `records_lost` event."""
+        if not self._sink.write(self._common | {"type": record_type} | fields):
+            self._lost += 1
+        elif self._lost:
+            lost, self._lost = self._lost, 0
+            self.event("failure", "records_lost", f"{lost} records before this one could not be written")
+
+    def begin(
+        self,
+        name: str,
+        *,
+        tag: str | None = None,
+        step: int | None = None,
+        engine: str | None = None,
+        start_ns: int | None = None,
+    ) -> Operation:
+        """Open an operation; the caller ends it. Prefer `operation`, which cannot be left open."""
+        op_id = self._next_op_id
+        self._next_op_id += 1
+        labels = {k: v for k, v in (("tag", tag), ("step", step)) if v is not None}
+        self.probe(name, op_id, "start")
+        return Operation(self, name, op_id, now_ns() if start_ns is None else start_ns, labels, engine)
+
+    @contextmanager
+    def operation(
+        self, name: str, *, tag: str | None = None, step: int | None = None, engine: str | None = None
+    ) -> Iterator[Operation]:
+        op = self.begin(name, tag=tag, step=step, engine=engine)
+        error: str | None = None
+        try:
+            yield op
+        except BaseException as exc:
+            error = f"{type(exc).__name__}: {exc}"
+            raise
+        finally:
+            op.end(error)
+
+    def iteration(self, step: int, start_ns: int, end_ns: int, loss: float | None = None) -> None:
+        optional = {} if loss is None or not math.isfinite(loss) else {"loss": loss}
+        self.write("iteration", step=step, start_ns=start_ns, end_ns=end_ns, **optional)
+
+    def event(self, operation: str, phase: str, detail: str | None = None, step: int | None = None) -> None:
+        anchor = read_anchor()
+        optional = {k: v for k, v in (("detail", detail), ("step", step)) if v is not None}
+        self.write(
+            "event",
+            operation=operation,
+            phase=phase,
+            **optional,
+            time_ns=anchor.monotonic_ns,
+            wall_ns=anchor.wall_ns,
+        )
+
+    def probe(self, operation: str, op_id: int, at: str) -> None:
+        """Sample memory and I/O counters; outside the operation's own wall time."""
+        if self._probe is not None:
+            values = dict(self._probe())
+            self.write("probe", operation=operation, op_id=op_id, at=at, time_ns=now_ns(), values=values)
+
+    def close(self) -> None:
+        self._sink.close()
+
+
+class _NullSpan:
+    bytes: int | None = None
+
+    def __enter__(self) -> _NullSpan:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+
+class NullOperation(Operation):
+    """Takes everything, records nothing."""
+
+    def __init__(self) -> None:
+        self.start_ns = 0
+        self.bytes = self.num_files = self.durable = self.failure = None
+
+    def relabel(self, **_: Any) -> None:
+        return None
+
+    def label(self, *, tag: str | None = None, step: int | None = None) -> None:
+        return None
+
+    def span(self, phase: str, detail: str | None = None, **_: Any) -> Any:  # type: ignore[override]
+        return _NullSpan()
+
+    def add(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def end(self, error: str | None = None) -> None:
+        return None
+
+
+class NullRecorder(Recorder):
+    """`--restart-trace off`: the interface of Recorder, no file, no clock reads."""
+
+    enabled = False
+
+    def __init__(self) -> None:
+        self.nvtx = None
+
+    def write(self, record_type: str, **fields: Any) -> None:
+        return None
+
+    def begin(self, name: str, **_: Any) -> Operation:
+        return NullOperation()
+
+    @contextmanager
+    def operation(self, name: str, **_: Any) -> Iterator[Operation]:
+        yield NullOperation()
+
+    def event(self, operation: str, phase: str, detail: str | None = None, step: int | None = None) -> None:
+        return None
+
+    def probe(self, operation: str, op_id: int, at: str) -> None:
+        return None
+
+    def close(self) -> None:
+        return None

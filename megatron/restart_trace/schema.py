@@ -1,0 +1,219 @@
+"""Record types, fields and phase names of the restart trace: the contract that docs/log_format.md describes.
+
+This module is the only part of the project that the offline tools import; it imports nothing but the
+standard library. A change to a name, a type or a meaning here raises SCHEMA_VERSION.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+RANK_FILE_PATTERN = "rank_{rank:05d}_cycle_{cycle:03d}.jsonl"
+RANK_FILE_REGEX = r"^rank_(\d{5,})_cycle_(\d{3,})\.jsonl$"
+SUPERVISOR_FILE_PATTERN = "supervisor_{index:03d}.jsonl"
+SUPERVISOR_FILE_REGEX = r"^supervisor_(\d{3,})\.jsonl$"
+CYCLE_FILE_PATTERN = "cycle_{cycle:03d}.json"
+CYCLE_FILE_REGEX = r"^cycle_(\d{3,})\.json$"
+
+# operation -> phase -> details. A phase without details has the empty tuple; a span of a phase that has
+# details always names one, so that the phases of an operation can be summed from its spans alone.
+PHASES: dict[str, dict[str, tuple[str, ...]]] = {
+    "save": {
+        "wait_previous": (),
+        "collect": (),
+        "device_to_host": (),
+        "serialize": (),
+        "flush": ("write", "fsync"),
+        "barrier": (),
+        "commit": ("manifest", "publish", "prune"),
+    },
+    "load": {
+        "discover": (),
+        "load": ("read", "verify", "deserialize", "host_to_device"),
+        "redistribute": ("reshard", "broadcast", "all_gather"),
+        "barrier": (),
+    },
+    "startup": {
+        "process_start": (),
+        "imports": (),
+        "rendezvous": (),
+        "communicators": (),
+        "model_build": (),
+        "data_build": (),
+        "engine_init": (),
+        "first_step": (),
+        "caught_up": (),
+    },
+    "failure": {"injected": (), "detected": (), "stopped": (), "relaunched": ()},
+}
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a record: JSON type, whether every record of the type has it, and what it means."""
+
+    json_type: str  # "int" | "float" | "str" | "bool" | "object" | "list"
+    required: bool
+    meaning: str
+
+
+_COMMON = {
+    "v": Field("int", True, "schema version"),
+    "type": Field("str", True, "record type"),
+    "run_id": Field("str", True, "the same for all ranks and all cycles (restarts) of one run"),
+    "cycle": Field("int", True, "0 for the first launch of the run, then one more per relaunch"),
+    "rank": Field("int", True, "global rank; -1 for a supervisor"),
+    "tp": Field("int", True, "tensor-parallel coordinate; -1 for a supervisor"),
+    "pp": Field("int", True, "pipeline-parallel coordinate; -1 for a supervisor"),
+    "dp": Field("int", True, "data-parallel coordinate; -1 for a supervisor"),
+}
+
+_OPERATION = {
+    "operation": Field("str", True, "save, load, startup or failure"),
+    "op_id": Field("int", True, "number of the operation within this process, from 0"),
+    "tag": Field("str", False, "checkpoint tag, such as global_step5"),
+    "step": Field("int", False, "training iteration the operation belongs to"),
+}
+
+RECORD_FIELDS: dict[str, dict[str, Field]] = {
+    # Always the first line of a file.
+    "process": _COMMON
+    | {
+        "role": Field("str", True, "rank or supervisor"),
+        "host": Field("str", True, "host name"),
+        "boot_id": Field("str", True, "kernel boot id: equal boot ids share one monotonic clock"),
+        "pid": Field("int", True, "process id"),
+        "world_size": Field("int", True, "number of ranks"),
+        "layout": Field("object", True, "{tp, pp, dp} sizes"),
+        "process_start_ns": Field("int", True, "start of the process on the monotonic clock, ns"),
+        "process_start_source": Field("str", True, "os (10 ms resolution) or python (first line run)"),
+        "wall_ns": Field("int", True, "clock anchor: Unix time, ns ..."),
+        "monotonic_ns": Field("int", True, "... read at this moment of the monotonic clock, ns"),
+        "anchor_error_ns": Field("int", True, "upper bound on the error of the anchor, ns"),
+        "engine_asked": Field("str", False, "value of --checkpoint-engine"),
+        "durability": Field("str", False, "value of --checkpoint-durability"),
+        "versions": Field("object", True, "versions of Python and of the packages that matter"),
+        "environment": Field("object", True, "allow-listed environment variables"),
+        "argv": Field("list", True, "command line of the process"),
+    },
+    # Written once the heavy imports and the engine are there: what really runs.
+    "runtime": _COMMON
+    | {
+        "engine_used": Field("str", True, "class name of the checkpoint engine that runs"),
+        "engine_asked": Field("str", True, "value of --checkpoint-engine"),
+        "optimizer": Field("str", False, "class name of the inner optimizer that runs"),
+        "accelerator": Field("str", False, "device name, such as cpu or cuda"),
+        "backend": Field("str", False, "torch.distributed backend"),
+        "parameters": Field("int", False, "number of parameters held by this rank"),
+        "save_dir": Field("str", False, "checkpoint directory"),
+    },
+    "operation_begin": _COMMON
+    | _OPERATION
+    | {
+        "engine": Field("str", False, "class name of the engine that carries the operation out"),
+        "start_ns": Field("int", True, "monotonic, ns"),
+    },
+    "span": _COMMON
+    | _OPERATION
+    | {
+        "phase": Field("str", True, "see PHASES"),
+        "detail": Field("str", False, "see PHASES"),
+        "file": Field("str", False, "file name relative to the checkpoint directory"),
+        "bytes": Field("int", False, "bytes that this span moved, counted where they were moved"),
+        "start_ns": Field("int", True, "monotonic, ns"),
+        "end_ns": Field("int", True, "monotonic, ns"),
+        "duration_ns": Field(
+            "int",
+            True,
+            "time spent in this phase, ns: end_ns - start_ns, or less where phases alternate in one window",
+        ),
+        "thread": Field("str", True, "thread name"),
+        "blocking": Field("bool", True, "whether the training thread waited for it"),
+        "error": Field("str", False, "exception that ended the span"),
+    },
+    "operation_end": _COMMON
+    | _OPERATION
+    | {
+        "engine": Field("str", False, "class name of the engine that carried the operation out"),
+        "start_ns": Field("int", True, "monotonic, ns"),
+        "end_ns": Field("int", True, "monotonic, ns"),
+        "outcome": Field("str", True, "ok or failed"),
+        "bytes": Field("int", False, "bytes this rank wrote or read"),
+        "num_files": Field("int", False, "files this rank wrote or read"),
+        "durable": Field("bool", False, "whether every file was synchronised to storage before the end"),
+        "error": Field("str", False, "why it failed"),
+    },
+    # One per training iteration.
+    "iteration": _COMMON
+    | {
+        "step": Field("int", True, "iteration number, from 1"),
+        "start_ns": Field("int", True, "monotonic, ns"),
+        "end_ns": Field("int", True, "monotonic, ns"),
+        "loss": Field("float", False, "training loss, mean over the global batch; absent if not finite"),
+    },
+    # A moment: what a supervisor saw, or a notice of the trainer.
+    "event": _COMMON
+    | {
+        "operation": Field("str", True, "failure, save, load or startup"),
+        "phase": Field("str", True, "see PHASES, or the name of a notice"),
+        "detail": Field("str", False, "kind of fault, or the text of a notice"),
+        "step": Field("int", False, "training iteration"),
+        "time_ns": Field("int", True, "monotonic, ns"),
+        "wall_ns": Field("int", True, "Unix time, ns"),
+    },
+    # Samples at the boundaries of operations.
+    "probe": _COMMON
+    | {
+        "operation": Field("str", True, "operation sampled"),
+        "op_id": Field("int", True, "number of the operation within this process"),
+        "at": Field("str", True, "start or end"),
+        "time_ns": Field("int", True, "monotonic, ns"),
+        "values": Field("object", True, "name -> number; the unit is the end of the name"),
+    },
+}
+
+_PYTHON_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "str": (str,),
+    "bool": (bool,),
+    "object": (dict,),
+    "list": (list,),
+}
+
+
+def check_record(record: dict[str, Any]) -> list[str]:
+    """Return what is wrong with one decoded record: an empty list if nothing is."""
+    fields = RECORD_FIELDS.get(record.get("type", ""))
+    if fields is None:
+        return [f"unknown record type {record.get('type')!r}"]
+    problems = [f"missing field {name}" for name, f in fields.items() if f.required and name not in record]
+    for name, value in record.items():
+        field = fields.get(name)
+        if field is None:
+            problems.append(f"unknown field {name}")
+        elif not isinstance(value, _PYTHON_TYPES[field.json_type]) or (
+            field.json_type == "int" and isinstance(value, bool)
+        ):
+            problems.append(f"field {name} is not {field.json_type}: {value!r}")
+    if record.get("type") == "span":
+        problems += check_phase(record.get("operation"), record.get("phase"), record.get("detail"))
+    return problems
+
+
+def check_phase(operation: str | None, phase: str | None, detail: str | None) -> list[str]:
+    """Return what is wrong with an (operation, phase, detail) triple: an empty list if nothing is."""
+    phases = PHASES.get(operation or "")
+    if phases is None:
+        return [f"unknown operation {operation!r}"]
+    if phase not in phases:
+        return [f"unknown phase {phase!r} of {operation}"]
+    details = phases[phase]
+    if details and detail not in details:
+        return [f"phase {phase} of {operation} needs one of the details {details}, got {detail!r}"]
+    if not details and detail is not None:
+        return [f"phase {phase} of {operation} has no details, got {detail!r}"]
+    return []

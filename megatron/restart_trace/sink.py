@@ -1,0 +1,61 @@
+"""One JSONL file per process. Each record is one write(2), so what a killed process wrote stays readable."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class JsonlSink:
+    """Append-only record file.
+
+    A record is handed to the kernel as soon as it is made: SIGKILL loses none that was written (a power cut
+    may, since nothing is fsynced: the trace must not add an fsync to what it measures).
+
+    Raises OSError if the file exists already or the directory cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        self._fd = os.open(path, flags, 0o644)
+        self._lock = threading.Lock()
+        self._torn = False  # the file ends within a line
+        self._told = False
+
+    def write(self, record: dict[str, Any]) -> bool:
+        """Append one record; False if it could not be written.
+
+        A full disk is not allowed to end the training that is traced: the failed save is reported by the
+        checkpointing code, and the instrument loses records, says so once, and goes on.
+        """
+        line = (json.dumps(record, separators=(",", ":"), default=str) + "\n").encode()
+        with self._lock:
+            try:
+                # A line cut short by a full disk must not swallow the next record.
+                written = os.write(self._fd, b"\n" + line if self._torn else line)
+            except OSError as exc:
+                self._tell(str(exc))
+                return False
+            complete = written == len(line) + self._torn
+            if not complete:
+                self._tell(f"only {written} of {len(line)} bytes were written")
+            if written:
+                self._torn = not complete
+            return complete
+
+    def _tell(self, reason: str) -> None:
+        if not self._told:
+            self._told = True
+            logger.error("%s: trace records are being lost: %s", self.path, reason)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

@@ -1,0 +1,82 @@
+"""The start of a process as one operation: from its start in the OS to the end of its first optimizer step.
+
+    startup = Startup(recorder, trace_dir, rank, cycle)
+    with startup.phase("imports"):
+        import torch
+    ...
+    startup.iteration_done(step, start_ns, end_ns)   # after every iteration
+
+The first iteration ends the operation. In a relaunched run `caught_up` is recorded when the iteration that
+the run had reached before it failed is passed again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from megatron.restart_trace import clock
+from megatron.restart_trace.recorder import Operation, Recorder, SpanHandle
+from megatron.restart_trace.schema import RANK_FILE_PATTERN
+
+_TAIL_BYTES = 1 << 16
+
+
+class Startup:
+    """Start-up phases of one process. `entered_ns` is when its main function was entered (monotonic, ns)."""
+
+    def __init__(
+        self, recorder: Recorder, trace_dir: Path | None, rank: int, cycle: int, entered_ns: int
+    ) -> None:
+        self._recorder = recorder
+        started = clock.process_start_ns()
+        start_ns = entered_ns if started is None else started
+        self._operation: Operation | None = recorder.begin("startup", start_ns=start_ns)
+        self._operation.add("process_start", None, start_ns, clock.now_ns())
+        self._reached = reached_iteration(trace_dir, rank, cycle) if trace_dir else None
+        self._first_step_end_ns = 0
+        self._op = self._operation
+
+    def phase(self, name: str) -> AbstractContextManager[SpanHandle]:
+        """Measure one phase of the start-up."""
+        return self._op.span(name)
+
+    def iteration_done(self, step: int, loop_start_ns: int, end_ns: int) -> None:
+        """Tell that iteration `step` ended at `end_ns`; the training loop was entered at `loop_start_ns`."""
+        if self._operation is not None:
+            self._op.add("first_step", None, loop_start_ns, end_ns)
+            self._op.end()
+            self._operation = None
+            self._first_step_end_ns = end_ns
+        if self._reached is not None and step >= self._reached:
+            self._op.add("caught_up", None, self._first_step_end_ns, end_ns)
+            self._reached = None
+
+
+def reached_iteration(trace_dir: Path, rank: int, cycle: int) -> int | None:
+    """Last iteration that earlier cycles of this run finished; None if none did.
+
+    Read from the end of this rank's own files, else of rank 0's (the layout may have changed).
+    """
+    for previous in range(cycle - 1, -1, -1):
+        for candidate in (rank, 0):
+            path = trace_dir / RANK_FILE_PATTERN.format(rank=candidate, cycle=previous)
+            if path.exists():
+                step = _last_iteration(path)
+                if step is not None:
+                    return step
+                break
+    return None
+
+
+def _last_iteration(path: Path) -> int | None:
+    with path.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - _TAIL_BYTES))
+        lines = file.read().splitlines()
+    for line in reversed(lines):
+        if b'"type":"iteration"' in line and line.endswith(b"}"):
+            return int(json.loads(line)["step"])
+    return None

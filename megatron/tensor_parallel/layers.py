@@ -1,0 +1,141 @@
+"""Column-, row- and vocabulary-parallel layers.
+
+Parameters split over TP carry `tensor_model_parallel = True`: DeepSpeed's gradient norm counts replicated
+parameters once by it. Layers are created without values; `reset_parameters(seed, prefix)` draws them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.tensor_parallel.init import init_normal_
+from megatron.tensor_parallel.mappings import (
+    copy_to_tensor_parallel_region,
+    reduce_from_tensor_parallel_region,
+)
+from megatron.topology import TensorParallelGroup
+
+
+def _parameter(shape: Sequence[int], dtype: torch.dtype, device: torch.device, split: bool) -> nn.Parameter:
+    param = nn.Parameter(torch.zeros(*shape, dtype=dtype, device=device))
+    param.tensor_model_parallel = split  # type: ignore[attr-defined]
+    return param
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T + b with W split along its output rows.
+
+    `output_sizes` are the full row counts of the matrices fused into W ([sum/TP, input_size] here).
+    Input [..., input_size], replicated; output [..., sum(output_sizes) / TP], split.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_sizes: Sequence[int],
+        *,
+        bias: bool,
+        init_std: float,
+        tp: TensorParallelGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.output_sizes = tuple(output_sizes)
+        self.init_std = init_std
+        rows = sum(self.output_sizes) // tp.size
+        self.weight = _parameter((rows, input_size), dtype, device, split=True)
+        self.bias = _parameter((rows,), dtype, device, split=True) if bias else None
+
+    def reset_parameters(self, seed: int, prefix: str) -> None:
+        init_normal_(
+            self.weight,
+            std=self.init_std,
+            seed=seed,
+            name=f"{prefix}.weight",
+            tp=self.tp,
+            split_dim=0,
+            block_sizes=self.output_sizes,
+        )
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(copy_to_tensor_parallel_region(x, self.tp), self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Module):
+    """y = x W^T + b with W split along its input columns; b is replicated and added after the sum.
+
+    Input [..., input_size / TP], split; output [..., output_size], replicated.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        bias: bool,
+        init_std: float,
+        tp: TensorParallelGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.init_std = init_std
+        self.weight = _parameter((output_size, input_size // tp.size), dtype, device, split=True)
+        self.bias = _parameter((output_size,), dtype, device, split=False) if bias else None
+
+    def reset_parameters(self, seed: int, prefix: str) -> None:
+        init_normal_(
+            self.weight, std=self.init_std, seed=seed, name=f"{prefix}.weight", tp=self.tp, split_dim=1
+        )
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = reduce_from_tensor_parallel_region(F.linear(x, self.weight), self.tp)
+        return y if self.bias is None else y + self.bias
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Word embedding [padded_vocab / TP, hidden] with the vocabulary split over TP.
+
+    Input ids [b, s]; output [b, s, hidden], replicated.
+    """
+
+    def __init__(
+        self,
+        padded_vocab_size: int,
+        hidden_size: int,
+        *,
+        init_std: float,
+        tp: TensorParallelGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.init_std = init_std
+        rows = padded_vocab_size // tp.size
+        self.first_id = tp.rank * rows
+        self.weight = _parameter((rows, hidden_size), dtype, device, split=True)
+
+    def reset_parameters(self, seed: int, prefix: str) -> None:
+        init_normal_(
+            self.weight, std=self.init_std, seed=seed, name=f"{prefix}.weight", tp=self.tp, split_dim=0
+        )
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.tp.size == 1:
+            return F.embedding(ids, self.weight)
+        local = ids - self.first_id
+        foreign = (local < 0) | (local >= self.weight.shape[0])
+        out = F.embedding(local.masked_fill(foreign, 0), self.weight)
+        return reduce_from_tensor_parallel_region(out.masked_fill(foreign.unsqueeze(-1), 0.0), self.tp)

@@ -1,0 +1,59 @@
+"""Rank <-> (tp, pp, dp) coordinates, by arithmetic alone: known before torch is imported.
+
+The order is DeepSpeed's PipeModelDataParallelTopology: axes (pipe, data, model), the last varying fastest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class Coordinates(NamedTuple):
+    """Where a rank stands in the layout."""
+
+    tp: int
+    pp: int
+    dp: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the tensor-, pipeline- and data-parallel dimensions."""
+
+    tp: int
+    pp: int
+    dp: int
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Coordinates of global rank `rank`. Raises ValueError outside [0, world_size)."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside the layout TP{self.tp} PP{self.pp} DP{self.dp}")
+        return Coordinates(tp=rank % self.tp, pp=rank // (self.dp * self.tp), dp=rank // self.tp % self.dp)
+
+    def rank(self, tp: int, pp: int, dp: int) -> int:
+        """Global rank at these coordinates."""
+        return (pp * self.dp + dp) * self.tp + tp
+
+    def as_dict(self) -> dict[str, int]:
+        return {"tp": self.tp, "pp": self.pp, "dp": self.dp}
+
+    def __str__(self) -> str:
+        return f"TP{self.tp} PP{self.pp} DP{self.dp}"
+
+
+@dataclass
+class TensorParallelGroup:
+    """Rank and size within the tensor-parallel group, and the process group once it exists.
+
+    Layers are built from rank and size; `group` (a torch.distributed.ProcessGroup) is only needed when they
+    run, and DeepSpeed's pipeline grid creates it, so it is filled in after that.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: Any = field(default=None, repr=False)

@@ -1,0 +1,358 @@
+"""pretrain(): set-up, restore, the loop, and where to save. The phases of the start-up are recorded here."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.arguments import exit_with, parse_or_exit
+from megatron.config import Config, ConfigError, padded_vocab_size
+from megatron.restart_trace.clock import now_ns
+from megatron.restart_trace.process import RankIdentity, open_rank_trace
+from megatron.restart_trace.recorder import Recorder
+from megatron.restart_trace.startup import Startup
+from megatron.topology import Layout
+
+if TYPE_CHECKING:
+    from megatron.checkpoint_state import Progress
+    from megatron.checkpointing import Checkpointer
+    from megatron.exit_conditions import ExitConditions
+    from megatron.training_data import DataIterators
+    from megatron.training_log import TrainingLog
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Trainer:
+    """Everything the loop works with."""
+
+    config: Config
+    engine: Any
+    data: DataIterators
+    progress: Progress
+    recorder: Recorder
+    startup: Startup
+    checkpointer: Checkpointer
+    exits: ExitConditions
+    log: TrainingLog
+    save_failed: bool = False
+
+
+def pretrain(
+    datasets_provider: Callable[..., Any],
+    model_provider: Callable[..., Any],
+    batch_fn: Callable[..., Any],
+    *,
+    entered_ns: int,
+) -> int:
+    """Train as the command line says; returns the exit code.
+
+    0: trained to the end; 1: trained, but the last checkpoint could not be saved; 2: the command line, the
+    data or the checkpoint do not fit, as the message says. `entered_ns` is when the program's own code began
+    (monotonic, ns).
+    """
+    config = parse_or_exit()
+    rank = config.parallel.rank
+    try:
+        vocab_size, eod = _check_before_imports(config)
+        recorder, startup, cycle = _open_trace(config, entered_ns)
+    except (ConfigError, OSError, ValueError) as error:
+        exit_with(error, rank)
+    with startup.phase("imports"):
+        _heavy_imports()
+    from megatron.checkpoint_engines.errors import CheckpointError
+    from megatron.training_log import set_up_logging
+
+    set_up_logging(config.training.log_level, rank)
+    config.log_notes(logger)
+    try:
+        trainer = _set_up(
+            config, recorder, startup, cycle, (vocab_size, eod), datasets_provider, model_provider, batch_fn
+        )
+        train(trainer)
+    except (CheckpointError, ConfigError) as error:
+        recorder.close()
+        exit_with(error, rank)
+    _shut_down(trainer)
+    return 1 if trainer.save_failed else 0
+
+
+def _check_before_imports(config: Config) -> tuple[int, int]:
+    """(vocabulary size, end-of-document id). Cheap checks of flags and files, before anything heavy."""
+    from megatron.checkpoint_engines.registry import check_engine_name
+    from megatron.preflight import check_inputs
+    from megatron.tokenizer import tokenizer_info
+
+    check_engine_name(config.checkpoint.checkpoint_engine)
+    if config.parallel.rank == 0:
+        check_inputs(config)
+    data = config.data
+    return tokenizer_info(
+        data.tokenizer_type,
+        tokenizer_model=data.tokenizer_model,
+        vocab_file=data.vocab_file,
+        merge_file=data.merge_file,
+        vocab_size=data.vocab_size,
+    )
+
+
+def _layout(config: Config) -> Layout:
+    parallel = config.parallel
+    return Layout(
+        tp=parallel.tensor_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        dp=parallel.data_parallel_size,
+    )
+
+
+def _open_trace(config: Config, entered_ns: int) -> tuple[Recorder, Startup, int]:
+    parallel, layout = config.parallel, _layout(config)
+    directory = config.trace.restart_trace_dir if config.trace.restart_trace else None
+    trace_dir = Path(directory) if directory else None
+    identity = RankIdentity(
+        rank=parallel.rank,
+        world_size=parallel.world_size,
+        local_rank=parallel.local_rank,
+        coordinates=layout.coordinates(parallel.rank),
+        layout=(layout.tp, layout.pp, layout.dp),
+    )
+    recorder, cycle = open_rank_trace(
+        trace_dir,
+        identity,
+        os.environ,
+        engine_asked=config.checkpoint.checkpoint_engine,
+        durability=config.checkpoint.checkpoint_durability,
+        probes=config.trace.trace_probes,
+    )
+    return recorder, Startup(recorder, trace_dir, parallel.rank, cycle, entered_ns), cycle
+
+
+def _heavy_imports() -> None:
+    """All that is slow to import, at once, so that no later phase pays for it."""
+    gc.disable()  # imports make half a million objects and no garbage: collecting between them is wasted
+    from megatron.initialize import freeze_imported_objects, import_heavy
+
+    import_heavy()
+    import megatron.checkpointing
+    import megatron.engine_setup
+    import megatron.model.gpt_model  # noqa: F401
+
+    freeze_imported_objects()
+    gc.enable()
+
+
+def _set_up(
+    config: Config,
+    recorder: Recorder,
+    startup: Startup,
+    cycle: int,
+    vocabulary: tuple[int, int],
+    datasets_provider: Callable[..., Any],
+    model_provider: Callable[..., Any],
+    batch_fn: Callable[..., Any],
+) -> Trainer:
+    """Bring everything up to the first iteration; collective."""
+    from megatron.checkpoint_state import Progress
+    from megatron.control_plane import ControlPlane
+    from megatron.engine_setup import build_engine, runtime_facts
+    from megatron.exit_conditions import ExitConditions
+    from megatron.initialize import initialize_megatron
+    from megatron.training_data import build_data_iterators
+    from megatron.training_log import TrainingLog
+
+    runtime = initialize_megatron(config, startup)
+    control = ControlPlane(runtime.rank, runtime.layout.world_size, runtime.control_group)
+    vocab = padded_vocab_size(
+        vocabulary[0], config.model.make_vocab_size_divisible_by, runtime.layout.tp
+    )
+    with startup.phase("model_build"):
+        model = model_provider(config, vocab, runtime)
+    eod = vocabulary[1] if config.data.eod_mask_loss else None
+    with startup.phase("engine_init"):
+        engine = build_engine(config, model, functools.partial(batch_fn, eod_token=eod))
+        checkpointer = _checkpointer(config, runtime, control, recorder, cycle, vocab)
+    facts = runtime_facts(engine, runtime, config)
+    recorder.write(
+        "runtime",
+        engine_used=checkpointer.engine_class,
+        engine_asked=config.checkpoint.checkpoint_engine,
+        **facts,
+    )
+    if runtime.device.type == "cuda" and config.trace.trace_nvtx is not False and recorder.enabled:
+        import torch
+
+        recorder.nvtx = torch.cuda.nvtx
+    progress = _restore(checkpointer, engine, startup) if config.checkpoint.load else None
+    if progress is None:
+        with startup.phase("model_build"):
+            _initialize(engine, config)
+        progress = Progress()
+    with startup.phase("data_build"):
+        data = build_data_iterators(
+            datasets_provider, config, control, runtime.layout, runtime.coordinates, progress
+        )
+    logger.info(
+        "%s on %s: %d parameters on this rank, padded vocabulary %d, optimizer %s, checkpoint engine %s",
+        runtime.layout, runtime.device.type, facts["parameters"], vocab, facts["optimizer"],
+        checkpointer.engine_class,
+    )  # fmt: skip
+    return Trainer(
+        config, engine, data, progress, recorder, startup, checkpointer,
+        ExitConditions(config, control), TrainingLog(config, vocab),
+    )  # fmt: skip
+
+
+def _checkpointer(
+    config: Config, runtime: Any, control: Any, recorder: Recorder, cycle: int, vocab: int
+) -> Checkpointer:
+    from megatron.checkpoint_engines.base import EngineOptions
+    from megatron.checkpoint_engines.registry import create_engine
+    from megatron.checkpoint_state import RankPlace
+    from megatron.checkpointing import Checkpointer
+
+    options = EngineOptions(
+        fsync=config.checkpoint.checkpoint_durability == "fsync",
+        verify_checksums=config.checkpoint.verify_checkpoint == "checksum",
+    )
+    # One name for the temporary directories of this launch, whether it is traced or not.
+    attempt = control.broadcast(f"{cycle:03d}_{time.time_ns():x}")
+    return Checkpointer(
+        config=config,
+        place=RankPlace(runtime.layout, runtime.coordinates, config.model.params_dtype),
+        padded_vocab_size=vocab,
+        control=control,
+        recorder=recorder,
+        checkpoint_engine=create_engine(config.checkpoint.checkpoint_engine, options),
+        attempt=attempt,
+    )
+
+
+def _initialize(engine: Any, config: Config) -> None:
+    from megatron.checkpoint_state import start_over
+
+    start_over(engine, config.training.seed)
+
+
+def _restore(checkpointer: Checkpointer, engine: Any, startup: Startup) -> Progress | None:
+    """The progress of the checkpoint that was loaded; None to start from iteration 0."""
+    from megatron.checkpoint_engines.errors import CheckpointNotFoundError
+    from megatron.checkpointing import load_checkpoint
+
+    options = checkpointer.config.checkpoint
+    try:
+        progress = load_checkpoint(checkpointer, engine)
+    except CheckpointNotFoundError as error:
+        if not options.allow_start_over:
+            raise
+        logger.warning("%s; starting from iteration 0, as --allow-start-over says", error)
+        return None
+    if progress is None and options.exit_on_missing_checkpoint:
+        raise CheckpointNotFoundError(
+            f"--load {options.load}: no checkpoint there, and --exit-on-missing-checkpoint is given; "
+            "give the directory of a run, or drop the flag to start from iteration 0"
+        )
+    if progress is None:
+        logger.info("--load %s: no checkpoint there; starting from iteration 0", options.load)
+    elif not options.finetune:
+        logger.info("resumed from iteration %d of %s", progress.iteration, options.load)
+        checkpointer.last_saved_step = progress.iteration if options.load == options.save else None
+    return progress
+
+
+def train(trainer: Trainer) -> None:
+    """Iterate until --train-iters or an exit condition; evaluate and save on the way and at the end."""
+    config, progress = trainer.config, trainer.progress
+    training = config.training
+    loop_start = now_ns()
+    trainer.exits.start()
+    while progress.iteration < training.train_iters:
+        _train_step(trainer, loop_start)
+        if training.eval_interval and progress.iteration % training.eval_interval == 0:
+            _evaluate(trainer, "validation")
+        interval = config.checkpoint.save_interval
+        if interval and progress.iteration % interval == 0:
+            _save(trainer)
+        reason = trainer.exits.reason(progress.iteration)
+        if reason is not None:
+            logger.info("stopping after iteration %d: %s", progress.iteration, reason)
+            _save(trainer)
+            return
+    _evaluate(trainer, "validation")
+    _evaluate(trainer, "test")
+    _save(trainer)
+
+
+def _train_step(trainer: Trainer, loop_start: int) -> None:
+    config, progress, engine = trainer.config, trainer.progress, trainer.engine
+    start = now_ns()
+    skipped_before = engine.skipped_steps
+    loss_tensor = engine.train_batch(data_iter=trainer.data.train)
+    progress.iteration += 1
+    progress.consumed_train_samples += config.training.global_batch_size
+    # Reading the loss waits for the device; DeepSpeed has broadcast it to all stages already.
+    loss = float(loss_tensor)
+    end = now_ns()
+    trainer.startup.iteration_done(progress.iteration, loop_start, end)
+    trainer.recorder.iteration(progress.iteration, start, end, loss)
+    skipped = engine.skipped_steps > skipped_before
+    trainer.log.iteration(engine, progress, loss, (end - start) / 1e9, skipped)
+
+
+def _evaluate(trainer: Trainer, split: str) -> None:
+    """Mean loss over --eval-iters batches of `split`; nothing if there are none."""
+    data, training, progress = trainer.data, trainer.config.training, trainer.progress
+    iterator, there = (data.valid, data.has_valid) if split == "validation" else (data.test, data.has_test)
+    if not there:
+        return
+    total = 0.0
+    for _ in range(training.eval_iters):
+        total += float(trainer.engine.eval_batch(iterator))
+        if split == "validation":
+            progress.consumed_valid_samples += training.global_batch_size
+    trainer.log.evaluation(
+        f"iteration {progress.iteration}", total / training.eval_iters, progress.iteration, split
+    )
+
+
+def _save(trainer: Trainer) -> None:
+    """Save unless this iteration is saved already. A failed save is reported, and training goes on."""
+    from megatron.checkpoint_engines.errors import CheckpointSaveError
+    from megatron.checkpointing import save_checkpoint
+
+    checkpointer, progress = trainer.checkpointer, trainer.progress
+    if trainer.config.checkpoint.save is None or checkpointer.last_saved_step == progress.iteration:
+        return
+    start = time.monotonic()
+    try:
+        save_checkpoint(checkpointer, trainer.engine, progress)
+    except CheckpointSaveError as error:
+        trainer.save_failed = True
+        if checkpointer.control.rank == 0:
+            logger.error("%s; the previous checkpoint is untouched and training goes on", error)
+        return
+    trainer.save_failed = False
+    logger.info(
+        "saved checkpoint at iteration %d to %s in %.2f s",
+        progress.iteration, trainer.config.checkpoint.save, time.monotonic() - start,
+    )  # fmt: skip
+
+
+def _shut_down(trainer: Trainer) -> None:
+    """Leave together, so that no rank's exit breaks another's connection."""
+    import torch.distributed as dist
+
+    trainer.log.close()
+    trainer.recorder.close()
+    sys.stdout.flush()
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

@@ -1,0 +1,45 @@
+"""Numbers as people read them. Decimal units throughout: GB is 1e9 bytes."""
+
+from __future__ import annotations
+
+NOT_RECORDED = "-"
+
+
+def seconds(value: float | None, digits: int = 3) -> str:
+    return NOT_RECORDED if value is None else f"{value:.{digits}f}"
+
+
+def digits_for(longest_s: float) -> int:
+    """Decimals that show the phases of an operation of this length."""
+    return 3 if longest_s >= 1 else 4
+
+
+def size(num_bytes: int | None) -> str:
+    """Bytes with a decimal unit, such as 12.3 MB."""
+    if num_bytes is None:
+        return NOT_RECORDED
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.1f} {unit}"
+    return f"{num_bytes} B"
+
+
+def rate(GBps: float | None) -> str:
+    """GB per second with three significant digits."""
+    return NOT_RECORDED if GBps is None else f"{GBps:#.3g}"
+
+
+def count(value: int | None) -> str:
+    return NOT_RECORDED if value is None else str(value)
+
+
+def percent(share: float | None) -> str:
+    """A share of 1. Never rounded up to 100 %."""
+    if share is None:
+        return NOT_RECORDED
+    return f"{min(share, 0.9999) * 100 if share < 1 else 100:.2f} %"
+
+
+def plural(number: int, noun: str) -> str:
+    """1 host, 2 hosts."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

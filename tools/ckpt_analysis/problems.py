@@ -1,0 +1,66 @@
+"""What was found wrong with a trace or with the run that it shows; docs/metrics.md lists the kinds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+ERROR, WARNING, NOTE = "error", "warning", "note"
+SEVERITIES = (ERROR, WARNING, NOTE)
+
+# kind -> severity. Errors: data is missing or contradicts itself, or an operation failed. Warnings: numbers
+# are right but incomplete, or the run had trouble. Notes: what a reader of the numbers must know.
+KINDS: dict[str, str] = {
+    "missing_ranks": ERROR,
+    "missing_cycle": ERROR,
+    "empty_file": ERROR,
+    "unreadable_file": ERROR,
+    "no_process_record": ERROR,
+    "unknown_schema_version": ERROR,
+    "invalid_record": ERROR,
+    "wrong_file_name": ERROR,
+    "mixed_runs": ERROR,
+    "failed_operation": ERROR,
+    "unfinished_operation": WARNING,
+    "ranks_without_operation": WARNING,
+    "torn_line": WARNING,
+    "notice": WARNING,
+    "ranks_disagree": ERROR,
+    "bytes_disagree": ERROR,
+    "low_coverage": WARNING,
+    "clock_step": WARNING,
+    "several_clocks": NOTE,
+    "layout_changed": NOTE,
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One finding. `data` holds the same facts as the message, for programs."""
+
+    kind: str
+    message: str
+    data: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def severity(self) -> str:
+        return KINDS[self.kind]
+
+
+def by_severity(problems: list[Problem]) -> list[Problem]:
+    """The problems with the gravest first, else in the order in which they were found."""
+    return sorted(problems, key=lambda problem: SEVERITIES.index(problem.severity))
+
+
+def number_list(numbers: list[int]) -> str:
+    """Sorted numbers as text with runs folded: [0, 1, 2, 5] is "0-2, 5"."""
+    parts: list[str] = []
+    ordered = sorted(set(numbers))
+    first = 0
+    for index, number in enumerate(ordered):
+        if index + 1 < len(ordered) and ordered[index + 1] == number + 1:
+            continue
+        start = ordered[first]
+        parts.append(str(start) if start == number else f"{start}-{number}")
+        first = index + 1
+    return ", ".join(parts)

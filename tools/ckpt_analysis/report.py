@@ -1,0 +1,56 @@
+"""A trace to everything that is known about it. Renderers (terminal, JSON) take the Report from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.ckpt_analysis.checks import check_events, check_operations, check_results
+from tools.ckpt_analysis.frame import make_frames
+from tools.ckpt_analysis.load import Trace
+from tools.ckpt_analysis.operations import measure
+from tools.ckpt_analysis.problems import NOTE, Problem, by_severity
+from tools.ckpt_analysis.results import OperationStats, StartStats
+from tools.ckpt_analysis.run_info import CycleInfo, describe_cycles
+from tools.ckpt_analysis.starts import measure_starts
+
+PER_RANK_UP_TO = 16  # ranks; above, numbers rank by rank are made on request only
+
+
+@dataclass(frozen=True)
+class Report:
+    """All results of one run."""
+
+    directory: Path
+    run_id: str
+    cycles: list[CycleInfo]
+    saves: list[OperationStats]
+    loads: list[OperationStats]
+    starts: list[StartStats]
+    problems: list[Problem]
+
+    @property
+    def restarts(self) -> list[StartStats]:
+        return [start for start in self.starts if start.is_restart]
+
+    @property
+    def first_launches(self) -> list[StartStats]:
+        return [start for start in self.starts if not start.is_restart]
+
+    @property
+    def has_findings(self) -> bool:
+        """Whether anything graver than a note was found."""
+        return any(problem.severity != NOTE for problem in self.problems)
+
+
+def analyse(trace: Trace, *, per_rank: bool = False) -> Report:
+    """Run every analysis on a trace. Numbers rank by rank are included for small runs, or if asked for."""
+    frames = make_frames(trace)
+    cycles, found = describe_cycles(trace, frames)
+    problems = [*trace.problems, *found]
+    per_rank = per_rank or max(info.expected for info in cycles) <= PER_RANK_UP_TO
+    saves = measure(frames, "save", per_rank=per_rank)
+    loads = measure(frames, "load", per_rank=per_rank)
+    starts = measure_starts(frames, per_rank=per_rank)
+    problems += check_operations(frames) + check_events(frames) + check_results(saves, loads, starts)
+    return Report(trace.directory, trace.run_id, cycles, saves, loads, starts, by_severity(problems))

@@ -1,0 +1,101 @@
+"""Starts of cycles, restarts above all: from process start, or from the failure, to the first step."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from tools.ckpt_analysis.failures import failure_of
+from tools.ckpt_analysis.frame import Frames
+from tools.ckpt_analysis.lost_work import lost_work_s, reached_step
+from tools.ckpt_analysis.phases import phase_stats, rank_stats
+from tools.ckpt_analysis.results import StartStats
+from tools.ckpt_analysis.startup_spans import loads_inside, startup_spans, startups_to_first_step
+from tools.ckpt_analysis.walls import finished_spread, lowest_coverage, rank_walls, with_critical
+
+
+def measure_starts(frames: Frames, *, per_rank: bool) -> list[StartStats]:
+    """Statistics of the start of every cycle that recorded one, in order."""
+    startups = startups_to_first_step(frames)
+    loads = loads_inside(frames, startups)
+    phase_spans, detail_spans = startup_spans(frames, startups, loads)
+    # Catching up happens after the first step, so it is no part of the time up to it.
+    walls = rank_walls(startups, phase_spans.filter(pl.col("phase") != "caught_up"))
+    phases = phase_stats(phase_spans, detail_spans, with_critical(walls), "startup")
+    ranks = rank_stats(phase_spans, detail_spans, walls) if per_rank else {}
+    to_first_step = finished_spread(walls, pl.col("wall_ns"))
+    rest = finished_spread(walls, pl.col("wall_ns") - pl.col("covered_ns"))
+    lowest = lowest_coverage(walls)
+    results = []
+    for group in sorted(startups["group"].unique()):
+        mine = startups.filter(pl.col("group") == group)
+        coverage_min, coverage_rank = lowest.get(group, (None, None))
+        results.append(
+            StartStats(
+                **_course(frames, mine, loads.filter(pl.col("startup") == group)),
+                ranks=mine.height,
+                finished_ranks=mine["end_ns"].count(),
+                time_to_first_step=to_first_step.get(group),
+                coverage_min=coverage_min,
+                coverage_rank=coverage_rank,
+                unattributed=rest.get(group),
+                phases=phases.get(group, []),
+                per_rank=ranks.get(group, []),
+            )
+        )
+    return results
+
+
+def _course(frames: Frames, startups: pl.DataFrame, loads: pl.DataFrame) -> dict:
+    """What happened around one start: the fields of StartStats that are not statistics over ranks."""
+    cycle: int = startups["cycle"][0]
+    # A load that found no checkpoint also ends well.
+    something = (pl.col("bytes") > 0) | (pl.col("bytes").is_null() & pl.col("tag").is_not_null())
+    loaded = loads.filter((pl.col("outcome") == "ok") & something)
+    is_restart = cycle > 0 or not loaded.is_empty()
+    resumed = _resumed_step(frames, loaded, cycle)
+    reached = reached_step(frames.iterations, cycle)
+    lost_steps = lost_s = None
+    if is_restart and resumed is not None and reached is not None:
+        lost_steps = max(0, reached - resumed)
+        lost_s = lost_work_s(frames.iterations, cycle, resumed, reached)
+    caught_up = frames.spans.filter((pl.col("cycle") == cycle) & (pl.col("phase") == "caught_up"))
+    times = caught_up.select("rank", "end_ns").join(startups.select("rank", "start_ns"), on="rank")
+    failure = failure_of(frames.events, cycle - 1)
+    return {
+        "cycle": cycle,
+        "is_restart": is_restart,
+        "resumed_step": resumed,
+        "reached_step": reached,
+        "lost_steps": lost_steps,
+        "lost_work_s": lost_s,
+        "down_s": _seconds(_last_sign_of_life_ns(frames, cycle), startups["start_ns"].min()),
+        "restart_s": _seconds(failure and failure.injected_ns, startups["end_ns"].max()),
+        "caught_up_s": _seconds(0, (times["end_ns"] - times["start_ns"]).max()),
+        "failure_to_caught_up_s": _seconds(failure and failure.injected_ns, times["end_ns"].max()),
+        "failure": failure and failure.times,
+    }
+
+
+def _resumed_step(frames: Frames, loaded: pl.DataFrame, cycle: int) -> int | None:
+    """Step of the checkpoint loaded, else the one before the cycle's first iteration; 0 is a fresh start."""
+    steps = loaded["step"].drop_nulls()
+    if not steps.is_empty():
+        return int(steps.mode().sort()[0])
+    first = frames.iterations.filter(pl.col("cycle") == cycle)["step"].min()
+    return None if first is None else int(str(first)) - 1
+
+
+def _last_sign_of_life_ns(frames: Frames, cycle: int) -> int | None:
+    """Time of the last record of a rank in the newest cycle before `cycle` that has one (Unix ns)."""
+    moments = pl.concat(
+        frame.select("cycle", pl.col("end_ns"))
+        for frame in (frames.operations, frames.spans, frames.iterations)
+    ).filter((pl.col("cycle") < cycle) & pl.col("end_ns").is_not_null())
+    newest = moments.filter(pl.col("cycle") == pl.col("cycle").max())
+    return None if newest.is_empty() else newest.select(pl.col("end_ns").max()).item()
+
+
+def _seconds(start_ns: int | None, end_ns: object) -> float | None:
+    if start_ns is None or not isinstance(end_ns, int):
+        return None
+    return (end_ns - start_ns) / 1e9
