@@ -95,6 +95,10 @@ def initialize_megatron(config: Config, startup: Startup) -> Runtime:
     backend = parallel.distributed_backend or ("nccl" if on_cuda else "gloo")
     if backend == "nccl" and not on_cuda:
         raise ValueError("--distributed-backend nccl: no CUDA device here; use gloo, or leave the flag out")
+    if config.model.params_dtype == "fp16" and not on_cuda and not accelerator.is_fp16_supported():
+        # DeepSpeed refuses on CPUs without half-precision instructions, though torch computes there too.
+        accelerator.is_fp16_supported = lambda: True
+        logger.warning("--fp16: this CPU has no half-precision instructions; torch emulates them, slowly")
     if on_cuda:
         accelerator.set_device(parallel.local_rank)
     device = torch.device(accelerator.device_name(), parallel.local_rank) if on_cuda else torch.device("cpu")

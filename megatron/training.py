@@ -246,6 +246,7 @@ def _restore(checkpointer: Checkpointer, engine: Any, startup: Startup) -> Progr
     """The progress of the checkpoint that was loaded; None to start from iteration 0."""
     from megatron.checkpoint_engines.errors import CheckpointNotFoundError
     from megatron.checkpointing import load_checkpoint
+    from megatron.optimizer.build import warn_of_l2_weight_decay
 
     options = checkpointer.config.checkpoint
     try:
@@ -264,6 +265,7 @@ def _restore(checkpointer: Checkpointer, engine: Any, startup: Startup) -> Progr
         logger.info("--load %s: no checkpoint there; starting from iteration 0", options.load)
     elif not options.finetune:
         logger.info("resumed from iteration %d of %s", progress.iteration, options.load)
+        warn_of_l2_weight_decay(engine.basic_optimizer)
         checkpointer.last_saved_step = progress.iteration if options.load == options.save else None
     return progress
 

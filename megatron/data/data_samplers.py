@@ -133,9 +133,16 @@ def _in_process_batches(
 def _worker_batches(
     dataset: Any, sampler: PretrainingSampler, num_workers: int, pin_memory: bool
 ) -> Iterator[dict[str, torch.Tensor]]:
+    import torch
     from torch.utils.data import DataLoader
 
     loader = DataLoader(
-        dataset, batch_sampler=sampler, num_workers=num_workers, pin_memory=pin_memory, collate_fn=collate
+        dataset,
+        batch_sampler=sampler,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        collate_fn=collate,
+        # The loader draws a seed for its workers; from the default stream, a restart would shift all dropout.
+        generator=torch.Generator(),
     )
     yield from loader

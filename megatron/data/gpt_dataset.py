@@ -50,7 +50,7 @@ class GPTDataset:
         seed: 0 to 2**32 - 1.
         cache: where index arrays are stored; None keeps them in memory.
 
-    Raises ValueError when the documents hold no token.
+    Raises ValueError when the documents hold no token, IndexedDatasetError when they hold no integers.
     """
 
     def __init__(
@@ -67,6 +67,11 @@ class GPTDataset:
             raise ValueError(
                 f"{name} dataset: num_samples {num_samples} and seq_length {seq_length} must be at least 1, "
                 f"seed {seed} from 0 to 2**32 - 1"
+            )
+        if indexed_dataset.dtype.kind not in "iu":
+            raise IndexedDatasetError(
+                f"{data_file_path(indexed_dataset.path_prefix)}: holds {indexed_dataset.dtype}, no token ids:"
+                " make it with tools/preprocess_data.py"
             )
         tokens_per_epoch = indexed_dataset.tokens_in(*documents)
         if tokens_per_epoch == 0:

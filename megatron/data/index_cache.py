@@ -53,19 +53,26 @@ class IndexCache:
             directories.append(Path(data_cache_path))
         return cls(tuple(directories))
 
-    def is_complete(self, description: str, specs: Mapping[str, ArraySpec]) -> bool:
-        """Whether a whole entry, right in form and checksums, is in one of the directories."""
-        return any(_verified(directory, description, specs) for directory in self.directories)
-
     def ensure(
         self, description: str, specs: Mapping[str, ArraySpec], build: Callable[[], Mapping[str, Array]]
     ) -> None:
-        """Build and store the entry unless it is complete; a damaged one is written anew.
+        """Build and store the entry unless one that is whole, in form and checksums, is there.
 
+        A damaged entry is taken away first, so that no process reads it.
         Raises IndexCacheError naming --data-cache-path when the directory cannot be written.
         """
-        if not self.is_complete(description, specs):
-            self.store(description, build())
+        for directory in self.directories:
+            if _verified(directory, description, specs):
+                return
+            damaged = directory / f"{_key(description)}.dsc"
+            try:
+                if damaged.is_file():
+                    damaged.unlink()
+            except OSError as error:
+                raise IndexCacheError(
+                    f"the sample index {damaged} is damaged and cannot be removed: {error}: delete it"
+                ) from error
+        self.store(description, build())
 
     def store(self, description: str, arrays: Mapping[str, Array]) -> None:
         """Write an entry to the last directory. Raises IndexCacheError naming --data-cache-path."""

@@ -62,11 +62,22 @@ def _apex_here() -> bool:
 
 def _adam_class() -> Any:
     if not _apex_here():
-        return torch.optim.AdamW
+        return torch.optim.Adam
     from apex.optimizers import FusedAdam  # pyright: ignore[reportMissingImports]
 
     return FusedAdam
 
 
 def _adam_options() -> dict[str, Any]:
-    return {"adam_w_mode": True} if _apex_here() else {"fused": True}
+    # torch's AdamW is its Adam with this option, except that it ignores what a checkpoint says about it:
+    # a run that was started with L2 weight decay (upstream on CPU) must go on with it.
+    return {"adam_w_mode": True} if _apex_here() else {"fused": True, "decoupled_weight_decay": True}
+
+
+def warn_of_l2_weight_decay(optimizer: Any) -> None:
+    """Tell, after a load, that the checkpoint goes on with L2 instead of decoupled weight decay."""
+    if any(group.get("decoupled_weight_decay") is False for group in optimizer.param_groups):
+        logger.warning(
+            "the checkpoint was trained with L2 weight decay added to the gradient (upstream on CPU), not with "
+            "decoupled weight decay; training goes on with L2"
+        )

@@ -67,10 +67,6 @@ class Operation:
         self.failure: str | None = None
         recorder.write("operation_begin", **self._labels, **self._engine, start_ns=start_ns)
 
-    def relabel(self, *, tag: str | None = None, step: int | None = None) -> None:
-        """Set what was not known at the begin: a load learns its tag and step in its `discover` phase."""
-        self._labels |= {k: v for k, v in (("tag", tag), ("step", step)) if v is not None}
-
     def label(self, *, tag: str | None = None, step: int | None = None) -> None:
         """Name the checkpoint, where it is only found out while the operation runs."""
         self._labels |= {k: v for k, v in (("tag", tag), ("step", step)) if v is not None}
@@ -247,9 +243,6 @@ class NullOperation(Operation):
     def __init__(self) -> None:
         self.start_ns = 0
         self.bytes = self.num_files = self.durable = self.failure = None
-
-    def relabel(self, **_: Any) -> None:
-        return None
 
     def label(self, *, tag: str | None = None, step: int | None = None) -> None:
         return None

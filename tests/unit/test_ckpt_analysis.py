@@ -119,6 +119,8 @@ def test_phase_volumes(sound: dict[str, Any]) -> None:
     phases = sound["saves"][0]["phases"]
     write = phases["flush"]["details"]["write"]
     assert (write["bytes"], write["num_files"]) == (TOTAL_BYTES, 16)
+    # fsync counts the same bytes again: they are those of the phase once
+    assert phases["flush"]["details"]["fsync"]["bytes"] == phases["flush"]["bytes"] == TOTAL_BYTES
     assert write["GBps"] == pytest.approx(TOTAL_BYTES / 1e9 / 0.060)
     assert phases["commit"]["ranks"] == 1 and phases["collect"]["ranks"] == RANKS
     assert phases["collect"]["bytes"] is None and phases["collect"]["GBps"] is None
@@ -482,6 +484,21 @@ def test_notices_are_problems(tmp_path: Path) -> None:
     assert "rank_0_0.pt has 12 of 500000 bytes" in found["message"]
 
 
+def test_losses_of_repeated_steps(tmp_path: Path, sound: dict[str, Any]) -> None:
+    (restart,) = sound["restarts"]
+    assert (restart["repeated_steps"], restart["equal_losses"]) == (3, 3)
+    write_trace(tmp_path)
+    path = file_of(tmp_path, 0, 1)  # the lowest rank speaks for all
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    for record in records:
+        if record["type"] == "iteration" and record["step"] == 7:
+            record["loss"] += 1e-12
+    dump(path, records)
+    report = result(tmp_path)
+    assert problem(report, "losses_differ")["data"] == {"cycle": 1, "steps": [7]}
+    assert report["restarts"][0]["equal_losses"] == 2
+
+
 def test_bytes_that_disagree(tmp_path: Path) -> None:
     write_trace(tmp_path)
     records = [json.loads(line) for line in file_of(tmp_path, 0, 0).read_text().splitlines()]
@@ -570,7 +587,19 @@ def test_terminal_report(tmp_path: Path) -> None:
         assert f"\n{heading}" in done.stdout
     assert "\nSave global_step5" not in done.stdout
     row = next(line for line in done.stdout.splitlines() if re.match(r"\s+fsync ", line))
-    assert row.split() == ["fsync", "0.2400", "5", "0.0400", "0.0400", "0.2000", "0.2400", "yes"]
+    assert row.split() == [
+        "fsync",
+        "0.2400",
+        "5",
+        "0.0400",
+        "0.0400",
+        "0.2000",
+        "0.2400",
+        "36.0",
+        "MB",
+        "0.150",
+        "yes",
+    ]
     assert "\nSave global_step5" in run_cli("--all", str(trace)).stdout
 
 

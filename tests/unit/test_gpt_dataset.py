@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from megatron.data.gpt_dataset import GPTDataset, build_train_valid_test_datasets
@@ -142,6 +142,8 @@ def test_sample_idx_beyond_2_to_31_tokens() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(tokens=st.integers(1, 400), seq_length=st.integers(1, 60), num_samples=st.integers(1, 300))
+@example(tokens=1001, seq_length=10, num_samples=179)  # 79 of 100 samples of the last epoch
+@example(tokens=1001, seq_length=10, num_samples=180)
 def test_plan_follows_upstreams_rule(tokens: int, seq_length: int, num_samples: int) -> None:
     epochs = 1
     while (epochs * tokens - 1) // seq_length < num_samples:
@@ -287,6 +289,19 @@ def test_a_rebuilt_dataset_does_not_get_the_old_index(tmp_path: Path) -> None:
     dataset, *_ = build(data_path=[prefix], train_valid_test_num_samples=(4, 0, 0), seq_length=10)
     fresh = GPTDataset("train", MMapIndexedDataset(prefix), (0, 3), 4, 10, 1234)
     assert [s["text"].tolist() for s in dataset] == [s["text"].tolist() for s in fresh]
+
+
+def test_a_damaged_entry_in_the_first_directory_is_not_read(tmp_path: Path) -> None:
+    prefix = dataset_of(tmp_path, [70] * 40)
+    expected = [sample["text"].tolist() for sample in build(data_path=[prefix])[0]]
+    (path,) = (tmp_path / "index-cache").glob("*_shuffle_idx.npy")
+    content = path.read_bytes()
+    path.unlink()
+    path.write_bytes(content[:-40] + bytes(4) + content[-36:])
+    other = str(tmp_path / "other")
+    for is_builder in (True, False):
+        dataset, *_ = build(data_path=[prefix], data_cache_path=other, is_builder=is_builder)
+        assert [sample["text"].tolist() for sample in dataset] == expected
 
 
 def test_an_unwritable_cache_directory_is_named(tmp_path: Path) -> None:
@@ -448,6 +463,14 @@ def test_an_empty_dataset_is_refused(tmp_path: Path, lengths: list[int]) -> None
 def test_bad_arguments_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(**changes)
+
+
+def test_data_that_are_no_tokens_are_refused(tmp_path: Path) -> None:
+    builder = MMapIndexedDatasetBuilder(tmp_path / "d.bin", np.float32)
+    builder.add_doc(np.ones(50), [50])
+    builder.finalize(tmp_path / "d.idx")
+    with pytest.raises(IndexedDatasetError, match=r"d\.bin: holds float32, no token ids"):
+        build(data_path=[str(tmp_path / "d")])
 
 
 def test_data_of_their_own_for_each_split(tmp_path: Path) -> None:

@@ -150,7 +150,8 @@ class RankLog:
     def iteration(self, step: int) -> None:
         start = self.now_ms
         self.now_ms += SLOW_ITERATION_MS.get(self.rank, ITERATION_MS)
-        self.write("iteration", step=step, start_ns=self.ns(start), end_ns=self.ns(self.now_ms))
+        loss = 6.0 - step / 7
+        self.write("iteration", step=step, start_ns=self.ns(start), end_ns=self.ns(self.now_ms), loss=loss)
 
 
 @dataclass
@@ -221,10 +222,10 @@ def save(log: RankLog, step: int) -> None:
     if step == 10 and rank in options.save_killed_on:
         return
     if options.background_flush:
-        op.at(log.now_ms, FSYNC_MS[rank], "flush", "fsync", blocking=False)
+        op.at(log.now_ms, FSYNC_MS[rank], "flush", "fsync", blocking=False, bytes=2 * file_bytes(rank))
         log.now_ms += FSYNC_MS[rank]
     else:
-        op.span("flush", "fsync", FSYNC_MS[rank])
+        op.span("flush", "fsync", FSYNC_MS[rank], bytes=2 * file_bytes(rank))
     if step == 10 and options.save_fails_on:
         reason = f"rank {options.save_fails_on[0]}: OSError: [Errno 28] No space left on device"
         op.span("barrier", None, 241 - FSYNC_MS[rank])

@@ -67,6 +67,8 @@ def _lost(start: StartStats) -> list[str]:
         text += f", and it had caught up {seconds(start.caught_up_s)} s after process start"
     else:
         text += ", and it has not caught up yet"
+    if start.repeated_steps and start.equal_losses == start.repeated_steps:
+        text += "; their losses were the same as before to the last digit"
     return [f"{text}."]
 
 

@@ -7,6 +7,7 @@ import polars as pl
 from megatron.restart_trace.schema import PHASES
 from tools.ckpt_analysis.formatting import percent
 from tools.ckpt_analysis.frame import Frames
+from tools.ckpt_analysis.lost_work import repeated_losses
 from tools.ckpt_analysis.problems import Problem, number_list
 from tools.ckpt_analysis.results import OperationStats, StartStats
 
@@ -107,6 +108,28 @@ def check_results(
             wall_s = start.time_to_first_step.max_s
             name = f"start-up of cycle {start.cycle}"
             problems += _coverage(name, start.cycle, wall_s, start.coverage_min, start.coverage_rank)
+    return problems
+
+
+def check_losses(frames: Frames, layouts: dict[int, dict[str, int]]) -> list[Problem]:
+    """Steps trained again whose loss differs from before, though nothing of the layout changed.
+
+    `layouts` maps each cycle to its parallel sizes: another layout sums in another order.
+    """
+    problems: list[Problem] = []
+    for cycle in sorted(layouts):
+        repeated = repeated_losses(frames.iterations, cycle)
+        differing = repeated.filter(pl.col("loss") != pl.col("loss_before"))
+        if differing.is_empty() or any(layouts[c] != layouts[cycle] for c in layouts if c < cycle):
+            continue
+        step, loss, before = differing.row(0)
+        message = (
+            f"cycle {cycle}: {differing.height} of {repeated.height} steps trained again gave another loss "
+            f"than before (step {step}: {loss!r}, before {before!r}): the restart was not exact"
+        )
+        problems.append(
+            Problem("losses_differ", message, {"cycle": cycle, "steps": differing["step"].to_list()})
+        )
     return problems
 
 

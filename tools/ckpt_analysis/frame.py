@@ -23,7 +23,7 @@ class Frames:
                 num_files, durable, error; end_ns is null and outcome "unfinished" without a closing record
     spans       group, operation, cycle, rank, phase, detail, file, bytes, start_ns, end_ns, duration_ns,
                 blocking, error, operation_start_ns, operation_end_ns
-    iterations  cycle, rank, step, start_ns, end_ns
+    iterations  cycle, rank, step, start_ns, end_ns, loss
     events      cycle, rank, operation, phase, detail, step, time_ns
     runtimes    cycle, rank and the fields of the runtime record
     """
@@ -57,7 +57,7 @@ def make_frames(trace: Trace) -> Frames:
         operations=operations,
         spans=spans,
         iterations=records.filter(pl.col("type") == "iteration").select(
-            "cycle", "rank", "step", "start_ns", "end_ns"
+            "cycle", "rank", "step", "start_ns", "end_ns", "loss"
         ),
         events=records.filter(pl.col("type") == "event").select(
             "cycle", "rank", "operation", "phase", "detail", "step", "time_ns"

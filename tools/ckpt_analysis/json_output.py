@@ -99,6 +99,8 @@ def _start(start: StartStats) -> dict[str, Any]:
         "reached_step": start.reached_step,
         "lost_steps": start.lost_steps,
         "lost_work_s": start.lost_work_s,
+        "repeated_steps": start.repeated_steps,
+        "equal_losses": start.equal_losses,
         "down_s": start.down_s,
         "restart_s": start.restart_s,
         "failure_to_caught_up_s": start.failure_to_caught_up_s,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_MATCHES = {"int": int, "str": str, "bool": bool}
+_MATCHES = {"int": int, "float": (int, float), "str": str, "bool": bool}
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class LineFault:
 def read_lines(path: Path, column_types: dict[str, str]) -> tuple[list[dict[str, Any]], list[LineFault]]:
     """Return (records cut down to the columns of `column_types`, faults).
 
-    `column_types` maps a field name to "int", "str" or "bool". Raises OSError if the file cannot be read.
+    `column_types` maps a field name to "int", "float", "str" or "bool". Raises OSError if the file cannot be
+    read.
     """
     records: list[dict[str, Any]] = []
     faults: list[LineFault] = []

@@ -1,4 +1,4 @@
-"""Training that a failure undid: iterations after the checkpoint that the next cycle loaded."""
+"""Training that a failure undid: the iterations after the checkpoint that the next cycle loaded."""
 
 from __future__ import annotations
 
@@ -26,3 +26,23 @@ def lost_work_s(iterations: pl.DataFrame, cycle: int, resumed_step: int, reached
     newest = lost.filter(pl.col("cycle") == pl.col("cycle").max().over("rank", "step"))
     per_rank = newest.group_by("rank").agg((pl.col("end_ns") - pl.col("start_ns")).sum().alias("spent_ns"))
     return 0.0 if per_rank.is_empty() else per_rank.select(pl.col("spent_ns").max()).item() / 1e9
+
+
+def repeated_losses(iterations: pl.DataFrame, cycle: int) -> pl.DataFrame:
+    """Steps of `cycle` that an earlier cycle had trained: step, loss, loss_before (in the newest such cycle).
+
+    Of each cycle the lowest rank that recorded a loss counts: a loss is the same on all ranks.
+    """
+    known = (
+        iterations.filter(pl.col("loss").is_not_null())
+        .sort("cycle", "step", "rank")
+        .unique(["cycle", "step"], keep="first", maintain_order=True)
+        .select("cycle", "step", "loss")
+    )
+    before = (
+        known.filter(pl.col("cycle") < cycle)
+        .unique("step", keep="last", maintain_order=True)
+        .select("step", pl.col("loss").alias("loss_before"))
+    )
+    now = known.filter(pl.col("cycle") == cycle)
+    return now.join(before, on="step", how="inner").select("step", "loss", "loss_before").sort("step")

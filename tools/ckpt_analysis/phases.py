@@ -68,7 +68,7 @@ def phase_stats(
     present = {
         tuple(row[:3]): row[3] for row in seconds.group_by(_KEY).agg(pl.col("rank").n_unique()).iter_rows()
     }
-    volumes = _volumes(phase_spans.with_columns(pl.lit("").alias("detail"))) | _volumes(detail_spans)
+    volumes = _phase_volumes(phase_spans) | _volumes(detail_spans)
     stats: dict[int, dict[str, PhaseStats]] = {}
     for key in sorted(spreads, key=lambda k: (k[0], *_place(order, k[1], k[2]))):
         group, phase, detail = key
@@ -122,6 +122,15 @@ def coverage(covered_ns: int, wall_ns: int) -> float:
 def throughput_GBps(num_bytes: int | None, seconds: float | None) -> float | None:
     """GB (1e9 bytes) per second; None if nothing was moved or no time was measured."""
     return num_bytes / 1e9 / seconds if num_bytes and seconds else None
+
+
+def _phase_volumes(spans: pl.DataFrame) -> dict[tuple[Any, ...], tuple[int | None, int | None, str]]:
+    """Volumes of whole phases: the bytes of the largest detail, since the same ones pass through several."""
+    whole = _volumes(spans.with_columns(pl.lit("").alias("detail")))
+    by_detail = spans.group_by("group", "phase", "detail").agg(pl.col("bytes").sum())
+    largest = by_detail.group_by("group", "phase").agg(pl.col("bytes").max())
+    most = {(group, phase, ""): num_bytes for group, phase, num_bytes in largest.iter_rows()}
+    return {key: (None if old is None else most[key], files, b) for key, (old, files, b) in whole.items()}
 
 
 def _volumes(spans: pl.DataFrame) -> dict[tuple[Any, ...], tuple[int | None, int | None, str]]:

@@ -27,6 +27,7 @@ KINDS: dict[str, str] = {
     "notice": WARNING,
     "ranks_disagree": ERROR,
     "bytes_disagree": ERROR,
+    "losses_differ": WARNING,
     "low_coverage": WARNING,
     "clock_step": WARNING,
     "several_clocks": NOTE,

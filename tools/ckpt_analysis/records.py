@@ -17,7 +17,7 @@ from tools.ckpt_analysis.head import Head
 from tools.ckpt_analysis.lines import LineFault, read_lines
 from tools.ckpt_analysis.problems import Problem
 
-_POLARS_TYPES = {"int": pl.Int64(), "str": pl.String(), "bool": pl.Boolean()}
+_POLARS_TYPES = {"int": pl.Int64(), "float": pl.Float64(), "str": pl.String(), "bool": pl.Boolean()}
 # Fields that hold objects are read elsewhere (process records) or not at all yet (probes).
 COLUMN_TYPES: dict[str, str] = {
     name: field.json_type

@@ -98,6 +98,8 @@ class StartStats:
     reached_step: int | None
     lost_steps: int | None
     lost_work_s: float | None
+    repeated_steps: int  # trained in an earlier cycle too, with both losses recorded
+    equal_losses: int  # of these, the ones whose loss was the same to the last digit
     down_s: float | None
     restart_s: float | None
     failure_to_caught_up_s: float | None

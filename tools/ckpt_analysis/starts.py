@@ -6,7 +6,7 @@ import polars as pl
 
 from tools.ckpt_analysis.failures import failure_of
 from tools.ckpt_analysis.frame import Frames
-from tools.ckpt_analysis.lost_work import lost_work_s, reached_step
+from tools.ckpt_analysis.lost_work import lost_work_s, reached_step, repeated_losses
 from tools.ckpt_analysis.phases import phase_stats, rank_stats
 from tools.ckpt_analysis.results import StartStats
 from tools.ckpt_analysis.startup_spans import loads_inside, startup_spans, startups_to_first_step
@@ -60,6 +60,7 @@ def _course(frames: Frames, startups: pl.DataFrame, loads: pl.DataFrame) -> dict
         lost_s = lost_work_s(frames.iterations, cycle, resumed, reached)
     caught_up = frames.spans.filter((pl.col("cycle") == cycle) & (pl.col("phase") == "caught_up"))
     times = caught_up.select("rank", "end_ns").join(startups.select("rank", "start_ns"), on="rank")
+    repeated = repeated_losses(frames.iterations, cycle)
     failure = failure_of(frames.events, cycle - 1)
     return {
         "cycle": cycle,
@@ -68,6 +69,8 @@ def _course(frames: Frames, startups: pl.DataFrame, loads: pl.DataFrame) -> dict
         "reached_step": reached,
         "lost_steps": lost_steps,
         "lost_work_s": lost_s,
+        "repeated_steps": repeated.height,
+        "equal_losses": repeated.filter(pl.col("loss") == pl.col("loss_before")).height,
         "down_s": _seconds(_last_sign_of_life_ns(frames, cycle), startups["start_ns"].min()),
         "restart_s": _seconds(failure and failure.injected_ns, startups["end_ns"].max()),
         "caught_up_s": _seconds(0, (times["end_ns"] - times["start_ns"]).max()),

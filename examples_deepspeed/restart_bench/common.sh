@@ -1,0 +1,160 @@
+# What all run_*.sh scripts share; to be sourced. A script calls `run_preset MODEL TP PP`.
+#
+# Settings, all from the environment:
+#   ENGINE SAVE_INTERVAL SAVE_DIR TRACE_DIR        checkpoints and their trace
+#   DP ITERS MICRO_BATCH GLOBAL_BATCH SEQ_LENGTH   the training
+#   DATA_PATH TOKENIZER_TYPE TOKENIZER_MODEL VOCAB_FILE MERGE_FILE VOCAB_SIZE
+#                                                  the data; random tokens are made where DATA_PATH is unset
+#   EXTRA_ARGS                                     more flags of pretrain_gpt.py, split at white space
+#   WORK_DIR                                       where everything goes (default: runs/NAME in the repository)
+#   LAUNCHER=torchrun|deepspeed HOSTFILE NNODES NODE_RANK GPUS_PER_NODE MASTER_ADDR MASTER_PORT
+#   DEVICE=cuda|cpu                                cpu: for the tiny preset only
+#   SKIP_SETUP=1 PYTHON                            run with this interpreter instead of the repository's .venv
+#   DRY_RUN=1                                      print the command of each node, one per line; touch nothing
+
+BENCH_DIR=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+ROOT=$(cd "$BENCH_DIR/../.." && pwd)
+source "$BENCH_DIR/launch/nodes.sh"
+source "$BENCH_DIR/launch/torchrun.sh"
+source "$BENCH_DIR/launch/deepspeed.sh"
+source "$BENCH_DIR/data.sh"
+
+say() { printf '[%s] %s\n' "${RUN_NAME:-restart_bench}" "$*" >&2; }
+
+die() {
+    printf '%s: error: %s\n' "$(basename "$0")" "$*" >&2
+    exit 2
+}
+
+require_whole_number() {
+    local name
+    for name in "$@"; do
+        [[ ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name=${!name}: give a whole number, at least 1"
+    done
+}
+
+# Sets every variable that the functions below read; the preset's values and the environment's come together here.
+load_settings() {
+    MODEL=$1 TP=$2 PP=$3
+    DP=${DP:-1}
+    require_whole_number DP
+    RUNS_ON_CPU=
+    source "$BENCH_DIR/models/$MODEL.sh"
+    : "${SEQ_LENGTH:=2048}" "${MICRO_BATCH:=16}" "${ITERS:=15}" "${SAVE_INTERVAL:=5}"
+    : "${GLOBAL_BATCH:=$((MICRO_BATCH * DP))}" "${ENGINE:=torch}" "${LAUNCHER:=torchrun}"
+    require_whole_number SEQ_LENGTH MICRO_BATCH ITERS SAVE_INTERVAL GLOBAL_BATCH
+    [[ $LAUNCHER == torchrun || $LAUNCHER == deepspeed ]] || die "LAUNCHER=$LAUNCHER: use torchrun or deepspeed"
+
+    WORLD_SIZE=$((TP * PP * DP))
+    RUN_NAME=${MODEL}_tp${TP}_pp${PP}_dp${DP}
+    : "${WORK_DIR:=$ROOT/runs/$RUN_NAME}"
+    : "${SAVE_DIR:=$WORK_DIR/checkpoints}"
+    : "${TRACE_DIR:=$SAVE_DIR/restart_trace}"
+    if [[ -n ${SKIP_SETUP:-} ]]; then
+        PYTHON=${PYTHON:-python3}
+    else
+        VENV_PYTHON=${VENV_DIR:-$ROOT/.venv}/bin/python
+    fi
+    settle_device
+    settle_nodes
+    settle_data
+}
+
+# The interpreter that training runs with. PYTHON is also what setup_env.sh creates .venv with.
+python_path() { printf '%s' "${VENV_PYTHON:-${PYTHON:-}}"; }
+
+ensure_environment() {
+    [[ -n ${SKIP_SETUP:-} ]] || "$BENCH_DIR/setup_env.sh"
+}
+
+# Sets TRAINING_ARGS, the command line of pretrain_gpt.py.
+build_training_args() {
+    local extra=() data=() backend=nccl
+    [[ $DEVICE == cuda ]] || backend=gloo
+    # read returns non-zero at the end of its input, which is where it is meant to stop
+    read -r -d '' -a extra <<<"${EXTRA_ARGS:-}" || true
+    read -r -d '' -a data <<<"$DATA_PATH" || true
+    TRAINING_ARGS=(
+        --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP"
+        --distributed-backend "$backend"
+        --num-layers "$NUM_LAYERS" --hidden-size "$HIDDEN_SIZE" --ffn-hidden-size "$FFN_HIDDEN_SIZE"
+        --num-attention-heads "$NUM_ATTENTION_HEADS" --num-key-value-heads "$NUM_KEY_VALUE_HEADS"
+        --seq-length "$SEQ_LENGTH" --max-position-embeddings "$SEQ_LENGTH"
+        --use-rotary-position-embeddings --untie-embeddings-and-output-weights --swiglu
+        --normalization rmsnorm --disable-bias-linear --no-query-key-layer-scaling
+        --attention-dropout 0 --hidden-dropout 0
+        --micro-batch-size "$MICRO_BATCH" --global-batch-size "$GLOBAL_BATCH" --train-iters "$ITERS"
+        --optimizer adam --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0
+        --lr 3e-4 --lr-decay-style cosine --min-lr 3e-5 --lr-warmup-iters 1
+        --bf16 --deepspeed --zero-stage 1
+        --checkpoint-activations --deepspeed-activation-checkpointing
+        --data-path "${data[@]}" --data-impl mmap --split 949,50,1 --num-workers 0
+        "${TOKENIZER_ARGS[@]}"
+        --log-interval 1 --eval-interval 1000 --eval-iters 0
+        --save "$SAVE_DIR" --load "$SAVE_DIR" --save-interval "$SAVE_INTERVAL"
+        --checkpoint-engine "$ENGINE" --restart-trace-dir "$TRACE_DIR"
+        "${extra[@]}"
+    )
+}
+
+# Sets LAUNCH_ENV: what every rank needs in its environment, as NAME=VALUE.
+build_launch_env() {
+    LAUNCH_ENV=(PYTHONUNBUFFERED=1)
+    if [[ $DEVICE == cpu ]]; then
+        LAUNCH_ENV+=(DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" CUDA_VISIBLE_DEVICES=)
+        if ((NNODES == 1)) && [[ -e /sys/class/net/lo ]]; then
+            LAUNCH_ENV+=(GLOO_SOCKET_IFNAME=lo)
+        fi
+    fi
+}
+
+# Same on all nodes of a launch and new in each: the trace numbers its cycles by it. Left to the trace's own
+# rule where each node's command is started by hand, as no common value can be made up there.
+set_launch_id() {
+    local id=${RESTART_TRACE_LAUNCH_ID:-}
+    if [[ -z $id && -z ${NODE_RANK:-} ]]; then
+        id=$(date +%Y%m%dT%H%M%S)-$$-$RANDOM
+    fi
+    [[ -z $id ]] || LAUNCH_ENV+=(RESTART_TRACE_LAUNCH_ID="$id")
+}
+
+# Sets COMMAND to the command of node $1 and prints nothing.
+node_command() {
+    "${LAUNCHER}_command" "$1"
+}
+
+print_quoted() {
+    local quoted
+    printf -v quoted '%q ' "$@"
+    printf '%s\n' "${quoted% }"
+}
+
+print_commands() {
+    local node
+    for ((node = 0; node < $("${LAUNCHER}_num_commands"); node++)); do
+        node_command "$node"
+        print_quoted "${COMMAND[@]}"
+    done
+}
+
+run_preset() {
+    load_settings "$@"
+    build_training_args
+    build_launch_env
+    set_launch_id
+    if [[ -n ${DRY_RUN:-} ]]; then
+        print_commands
+        return
+    fi
+    check_devices
+    ensure_environment
+    check_torch_build
+    prepare_data
+    mkdir -p "$SAVE_DIR"
+    if [[ -e $SAVE_DIR/latest ]]; then
+        say "resuming from $(<"$SAVE_DIR/latest") in $SAVE_DIR"
+    fi
+    say "training $ITERS iterations on $WORLD_SIZE ranks (TP $TP x PP $PP x DP $DP), saving to $SAVE_DIR"
+    say "afterwards: $(python_path) -m tools.ckpt_analysis $TRACE_DIR"
+    "${LAUNCHER}_launch"
+}

@@ -1,0 +1,119 @@
+# Devices and nodes; sourced by common.sh.
+
+# GPUs of this machine that a process started here would see.
+count_gpus() {
+    local gpus visible=()
+    gpus=$({ nvidia-smi -L 2>/dev/null || true; } | { grep -c '^GPU ' || true; })
+    if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
+        IFS=, read -r -a visible <<<"$CUDA_VISIBLE_DEVICES"
+        gpus=$((gpus < ${#visible[@]} ? gpus : ${#visible[@]}))
+    fi
+    echo "$gpus"
+}
+
+# Sets DEVICE. Only a preset made for it runs on CPUs, and does so where GPUs are too few.
+settle_device() {
+    LOCAL_GPUS=$(count_gpus)
+    if [[ -z ${DEVICE:-} ]]; then
+        DEVICE=cuda
+        if [[ -n $RUNS_ON_CPU && -z ${HOSTFILE:-} ]] && ((LOCAL_GPUS < WORLD_SIZE)); then
+            DEVICE=cpu
+        fi
+    fi
+    [[ $DEVICE == cuda || $DEVICE == cpu ]] || die "DEVICE=$DEVICE: use cuda or cpu"
+    if [[ $DEVICE == cpu && -z $RUNS_ON_CPU ]]; then
+        die "DEVICE=cpu: the $MODEL preset needs GPUs; run_tiny_tp2_pp2_dp2.sh runs on CPUs"
+    fi
+}
+
+# Sets HOSTS and HOST_SLOTS from HOSTFILE: lines `HOST slots=N`, or host names alone.
+read_hostfile() {
+    HOSTS=() HOST_SLOTS=()
+    [[ -n ${HOSTFILE:-} ]] || return 0
+    [[ -r $HOSTFILE ]] || die "HOSTFILE=$HOSTFILE: cannot be read"
+    local host rest
+    while read -r host rest || [[ -n $host ]]; do
+        [[ -n $host && $host != \#* ]] || continue
+        HOSTS+=("$host")
+        if [[ $rest =~ slots=([0-9]+) ]]; then
+            HOST_SLOTS+=("${BASH_REMATCH[1]}")
+        else
+            HOST_SLOTS+=("${GPUS_PER_NODE:-8}")
+        fi
+    done <"$HOSTFILE"
+    ((${#HOSTS[@]} > 0)) || die "HOSTFILE=$HOSTFILE: names no host; write lines like: node01 slots=4"
+}
+
+# Sets NNODES, GPUS_PER_NODE, MASTER_ADDR and GPUS_SEEN.
+settle_nodes() {
+    read_hostfile
+    if [[ -z ${GPUS_PER_NODE:-} ]]; then
+        if ((${#HOSTS[@]} > 0)); then
+            GPUS_PER_NODE=${HOST_SLOTS[0]}
+        elif [[ $DEVICE == cpu ]]; then
+            GPUS_PER_NODE=$WORLD_SIZE
+        elif ((LOCAL_GPUS > 0)); then
+            GPUS_PER_NODE=$LOCAL_GPUS
+        else
+            GPUS_PER_NODE=8
+        fi
+    fi
+    require_whole_number GPUS_PER_NODE
+    ((GPUS_PER_NODE <= WORLD_SIZE)) || GPUS_PER_NODE=$WORLD_SIZE
+    count_seen
+    local nodes_given=${NNODES:-}
+    NNODES=$(((WORLD_SIZE + GPUS_PER_NODE - 1) / GPUS_PER_NODE))
+    if ((WORLD_SIZE % GPUS_PER_NODE)); then
+        die "$WORLD_SIZE ranks (TP $TP x PP $PP x DP $DP) do not fill nodes of $GPUS_PER_NODE GPUs;" \
+            "set GPUS_PER_NODE to a divisor of $WORLD_SIZE"
+    fi
+    if [[ -n $nodes_given && $nodes_given != "$NNODES" ]]; then
+        die "NNODES=$nodes_given: $WORLD_SIZE ranks (TP $TP x PP $PP x DP $DP) with $GPUS_PER_NODE per node" \
+            "take $NNODES nodes; set NNODES=$NNODES or GPUS_PER_NODE=$((WORLD_SIZE / nodes_given))"
+    fi
+    if [[ -z ${MASTER_ADDR:-} ]]; then
+        if ((NNODES == 1 && ${#HOSTS[@]} == 0)); then MASTER_ADDR=127.0.0.1; else MASTER_ADDR=${HOSTS[0]:-$(hostname)}; fi
+    fi
+}
+
+# GPUS_SEEN: of the hostfile, or of this node, taken to be like the others where NNODES says how many there are.
+count_seen() {
+    GPUS_SEEN=0
+    local slots
+    if ((${#HOSTS[@]} > 0)); then
+        for slots in "${HOST_SLOTS[@]}"; do
+            GPUS_SEEN=$((GPUS_SEEN + (slots < GPUS_PER_NODE ? slots : GPUS_PER_NODE)))
+        done
+        SEEN_WHERE="${#HOSTS[@]} hosts in $HOSTFILE"
+    else
+        local nodes=${NNODES:-1}
+        require_whole_number nodes
+        GPUS_SEEN=$((nodes * LOCAL_GPUS))
+        SEEN_WHERE="NNODES=$nodes x $LOCAL_GPUS on $(hostname)"
+    fi
+}
+
+check_devices() {
+    [[ $DEVICE == cuda ]] || return 0
+    if ((GPUS_SEEN < WORLD_SIZE)); then
+        die "needs $WORLD_SIZE GPUs (TP $TP x PP $PP x DP $DP), sees $GPUS_SEEN ($SEEN_WHERE). Name the nodes in" \
+            "HOSTFILE=<file of 'HOST slots=N' lines>, or start this script on every node with NNODES, NODE_RANK and" \
+            "MASTER_ADDR set. DRY_RUN=1 prints the commands; run_tiny_tp2_pp2_dp2.sh needs no GPU."
+    fi
+    if ((NNODES > 1 && ${#HOSTS[@]} == 0)) && [[ -z ${NODE_RANK:-} || $MASTER_ADDR == "$(hostname)" && $NODE_RANK != 0 ]]; then
+        die "$NNODES nodes without HOSTFILE: start this script on each with NODE_RANK=0..$((NNODES - 1)) and" \
+            "MASTER_ADDR=<host of node 0>"
+    fi
+}
+
+# A set-up made on a machine without GPUs, as a login node, has a torch that cannot use those of this one.
+check_torch_build() {
+    local stamp=${VENV_DIR:-$ROOT/.venv}/.setup_stamp
+    [[ $DEVICE == cuda && -z ${SKIP_SETUP:-} ]] || return 0
+    [[ $(sed -n 2p "$stamp") == cuda ]] ||
+        die "the installed torch is a CPU build; run TORCH_VARIANT=cuda $BENCH_DIR/setup_env.sh first"
+}
+
+free_port() {
+    "$(python_path)" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
+}

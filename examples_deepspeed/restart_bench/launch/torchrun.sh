@@ -1,0 +1,57 @@
+# Launching with torchrun; sourced by common.sh. One command per node; over HOSTFILE they are started through ssh.
+
+torchrun_num_commands() { echo "$NNODES"; }
+
+# Sets COMMAND for node $1. Static rendezvous: the quickest to come up, and a failed rank ends the launch.
+torchrun_command() {
+    COMMAND=(
+        env "${LAUNCH_ENV[@]}"
+        "$(python_path)" -m torch.distributed.run
+        --nnodes "$NNODES" --node_rank "$1" --nproc_per_node "$GPUS_PER_NODE"
+        --rdzv_backend static --master_addr "$MASTER_ADDR" --master_port "${MASTER_PORT:-29500}"
+        --max_restarts 0
+        "$ROOT/pretrain_gpt.py" "${TRAINING_ARGS[@]}"
+    )
+}
+
+torchrun_launch() {
+    if ((${#HOSTS[@]} > 0 && NNODES > 1)) && [[ -z ${NODE_RANK:-} ]]; then
+        torchrun_launch_over_hosts
+        return
+    fi
+    if ((NNODES == 1)); then
+        : "${MASTER_PORT:=$(free_port)}"
+    fi
+    torchrun_command "${NODE_RANK:-0}"
+    exec "${COMMAND[@]}"
+}
+
+is_this_host() { [[ $1 == localhost || $1 == 127.0.0.1 || $1 == "$(hostname)" || $1 == "$(hostname -s)" ]]; }
+
+# Node 0 is the first host. When one node's command ends badly, those of the others are stopped.
+torchrun_launch_over_hosts() {
+    local node pid pids=() status=0
+    trap 'kill $(jobs -pr) 2>/dev/null' EXIT
+    for ((node = 0; node < NNODES; node++)); do
+        torchrun_command "$node"
+        if is_this_host "${HOSTS[node]}"; then
+            "${COMMAND[@]}" &
+        else
+            # A terminal of its own makes the remote processes end with the connection.
+            ssh -tt -o BatchMode=yes "${HOSTS[node]}" \
+                "cd $(printf '%q' "$PWD") && exec $(print_quoted "${COMMAND[@]}")" </dev/null &
+        fi
+        pids+=($!)
+    done
+    while [[ -n $(jobs -pr) ]] && ((status == 0)); do
+        wait -n || status=$?
+    done
+    if ((status == 0)); then
+        # Those that had ended before they were waited for
+        for pid in "${pids[@]}"; do
+            wait "$pid" || status=$?
+            ((status != 127)) || status=0
+        done
+    fi
+    return "$status"
+}
