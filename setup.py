@@ -37,7 +37,7 @@ DEV = [
 setup(
     name="megatron-restart",
     version="0.1.0",
-    description="Megatron-DeepSpeed pretraining with 3D parallelism that measures its own checkpoints and restarts",
+    description="3D-parallel GPT pretraining that measures its own checkpoints and restarts",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

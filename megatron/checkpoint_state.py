@@ -31,8 +31,8 @@ class Progress:
     iteration: int = 0
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
-    # Samples that the training index was built for; kept over resumes so that the data order stays.
-    indexed_train_samples: int = 0
+    # (train, valid, test) samples that the index was built for: kept over resumes, they keep the data order.
+    indexed_samples: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def client_state(config: Config, padded_vocab_size: int, progress: Progress) -> 
     args.consumed_train_samples = progress.consumed_train_samples
     args.consumed_valid_samples = progress.consumed_valid_samples
     args.consumed_train_tokens = progress.consumed_train_samples * config.model.seq_length
-    args.indexed_train_samples = progress.indexed_train_samples
+    args.indexed_samples = progress.indexed_samples
     return {
         "args": args,
         "checkpoint_version": 3.0,
@@ -177,11 +177,19 @@ def restore_state(
 def progress_of(common: Mapping[str, Any]) -> Progress:
     """Progress recorded in an mp_rank file, ours or upstream's."""
     args = common["args"]
-    consumed = args.consumed_train_samples
-    indexed = getattr(args, "indexed_train_samples", None)
+    indexed = getattr(args, "indexed_samples", None)
     if indexed is None:  # upstream: the index was built for all iterations of the run that saved
-        indexed = args.train_iters * args.global_batch_size
-    return Progress(common["iteration"], consumed, args.consumed_valid_samples, indexed)
+        indexed = samples_of_run(args.train_iters, args.eval_interval, args.eval_iters, args.global_batch_size)
+    return Progress(common["iteration"], args.consumed_train_samples, args.consumed_valid_samples, tuple(indexed))
+
+
+def samples_of_run(
+    train_iters: int, eval_interval: int, eval_iters: int, global_batch_size: int
+) -> tuple[int, int, int]:
+    """(train, valid, test) samples that a run of this length reads; upstream's count."""
+    evaluations = train_iters // eval_interval + 1 if eval_interval else 1
+    batches = (train_iters, evaluations * eval_iters, eval_iters)
+    return batches[0] * global_batch_size, batches[1] * global_batch_size, batches[2] * global_batch_size
 
 
 def _restore_optimizer(engine: PipelineEngine, place: RankPlace, shard: dict[str, Any]) -> None:

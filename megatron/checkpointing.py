@@ -203,11 +203,24 @@ def _load_candidate(ctx: Checkpointer, engine: Any, candidate: commit.Candidate,
     with op.span("redistribute", "broadcast"):
         engine.module._synchronize_tied_weights()
     if options.verify_restored_state and not options.finetune:
-        with op.span("load", "verify"):
-            compare_hashes(engine, candidate.directory / names.tensor_hashes_file(ctx.control.rank))
+        _verify_restored(ctx, engine, candidate, op)
     if manifest is None:
         logger.info("%s has no manifest (upstream wrote it): its checksums cannot be verified", candidate.tag)
     return progress
+
+
+def _verify_restored(ctx: Checkpointer, engine: Any, candidate: commit.Candidate, op: Operation) -> None:
+    """Compare the live state bit for bit with what was saved; CheckpointDamagedError on all ranks if any differs."""
+    error: str | None = None
+    with op.span("load", "verify"):
+        try:
+            compare_hashes(engine, candidate.directory / names.tensor_hashes_file(ctx.control.rank))
+        except CheckpointDamagedError as exc:
+            error = str(exc)
+    with op.span("barrier"):
+        failed = ctx.control.agree(error)
+    if failed:
+        raise CheckpointDamagedError("; ".join(f"rank {rank}: {reason}" for rank, reason in failed))
 
 
 def _report_rejected(ctx: Checkpointer, problem: str) -> None:

@@ -45,8 +45,11 @@ def _configure_activation_checkpointing(config: Config, engine: Any) -> None:
     import deepspeed
 
     parallel = config.parallel
+    grid = engine.grid
+    # DeepSpeed takes the grid for a newer mpu by one of its methods, and then asks it for this one, which it lacks.
+    grid.get_tensor_model_parallel_group = grid.get_slice_parallel_group
     deepspeed.checkpointing.configure(
-        mpu_=engine.grid,
+        mpu_=grid,
         partition_activations=parallel.partition_activations,
         contiguous_checkpointing=parallel.contigious_checkpointing,
         num_checkpoints=config.model.num_layers,

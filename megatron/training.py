@@ -70,6 +70,7 @@ def pretrain(
     with startup.phase("imports"):
         _heavy_imports()
     from megatron.checkpoint_engines.errors import CheckpointError
+    from megatron.training_data import DataError
     from megatron.training_log import set_up_logging
 
     set_up_logging(config.training.log_level, rank)
@@ -79,7 +80,7 @@ def pretrain(
             config, recorder, startup, cycle, (vocab_size, eod), datasets_provider, model_provider, batch_fn
         )
         train(trainer)
-    except (CheckpointError, ConfigError) as error:
+    except (CheckpointError, ConfigError, DataError) as error:
         recorder.close()
         exit_with(error, rank)
     _shut_down(trainer)
@@ -167,17 +168,17 @@ def _set_up(
     from megatron.exit_conditions import ExitConditions
     from megatron.initialize import initialize_megatron
     from megatron.training_data import build_data_iterators
-    from megatron.training_log import TrainingLog
+    from megatron.training_log import TrainingLog, printed_as_debug
 
     runtime = initialize_megatron(config, startup)
     control = ControlPlane(runtime.rank, runtime.layout.world_size, runtime.control_group)
     vocab = padded_vocab_size(
         vocabulary[0], config.model.make_vocab_size_divisible_by, runtime.layout.tp
     )
-    with startup.phase("model_build"):
+    with startup.phase("model_build"), printed_as_debug():
         model = model_provider(config, vocab, runtime)
     eod = vocabulary[1] if config.data.eod_mask_loss else None
-    with startup.phase("engine_init"):
+    with startup.phase("engine_init"), printed_as_debug():
         engine = build_engine(config, model, functools.partial(batch_fn, eod_token=eod))
         checkpointer = _checkpointer(config, runtime, control, recorder, cycle, vocab)
     facts = runtime_facts(engine, runtime, config)

@@ -6,13 +6,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.checkpoint_state import Progress
+from megatron.checkpoint_state import Progress, samples_of_run
 from megatron.config import Config
 from megatron.control_plane import ControlPlane
 from megatron.data.data_samplers import PretrainingSampler, build_pretraining_data_loader
 from megatron.topology import Coordinates, Layout
 
 SplitDatasets = tuple[Any, Any, Any]
+
+
+class DataError(RuntimeError):
+    """The data cannot be read or indexed; the message names file or flag."""
 
 
 @dataclass(frozen=True)
@@ -51,25 +55,22 @@ def build_data_iterators(
 ) -> DataIterators:
     """Build the datasets and position them at `progress`, in constant time; collective.
 
-    Sets `progress.indexed_train_samples` if it is not set yet. Raises RuntimeError on every rank, with the
-    reason, if any rank fails.
+    Sets `progress.indexed_samples` if it is not set yet. Raises DataError on every rank, with the reason, if any
+    rank fails.
     """
     training = config.training
-    train_samples = training.train_iters * training.global_batch_size
-    evaluations = training.train_iters // training.eval_interval + 1 if training.eval_interval else 1
-    eval_samples = training.eval_iters * training.global_batch_size
-    needed = (train_samples, evaluations * eval_samples, eval_samples)
-    progress.indexed_train_samples = progress.indexed_train_samples or train_samples
+    needed = samples_of_run(
+        training.train_iters, training.eval_interval, training.eval_iters, training.global_batch_size
+    )
+    progress.indexed_samples = progress.indexed_samples or needed
 
     def agree(error: Exception | None) -> None:
-        failed = control.agree(None if error is None else f"{type(error).__name__}: {error}")
-        if failed and error is None:
-            raise RuntimeError("; ".join(f"rank {rank}: {reason}" for rank, reason in failed))
+        failed = control.agree(None if error is None else str(error))
+        if failed:
+            raise DataError("; ".join(dict.fromkeys(reason for _, reason in failed)))
 
     train, valid, test = provider(
-        DataRequest(
-            config, (progress.indexed_train_samples, *needed[1:]), needed, control.rank == 0, agree
-        )
+        DataRequest(config, progress.indexed_samples, needed, control.rank == 0, agree)
     )
 
     def loader(dataset: Any, consumed: int) -> Iterator[Any] | None:

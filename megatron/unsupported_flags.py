@@ -24,6 +24,7 @@ _OPTIMIZER = "the fastest Adam that is installed for the device is used and name
 _INDEX = "the sample index is built and cached; use --data-cache-path to say where"
 _DDP = "gradients are reduced by DeepSpeed; drop it"
 _PIPELINE = "the schedule is DeepSpeed's 1F1B; use --pipeline-model-parallel-size alone"
+_WARMUP = "samples are read from the memory map as they are needed; drop it"
 _INIT = "weights are initialized on the device that they live on; drop it"
 _VARIANT = "this variant of the model is not implemented; use --normalization, --swiglu or the default GELU"
 _FP32_PARTS = "parameters and activations stay in the dtype that --bf16 or --fp16 choose; drop it"
@@ -36,6 +37,7 @@ _ATTENTION = "attention runs through scaled_dot_product_attention; use --use-fla
 _KILL = "send SIGTERM with --exit-signal-handler given"
 
 _REASONS: dict[str, str] = {
+    _WARMUP: "--mmap-warmup",
     _MOE: """
         --num-experts --mlp-type --topk --expert-interval --num-experts-switch
         --disable-moe-token-dropping --moe-train-capacity-factor --moe-eval-capacity-factor

@@ -56,7 +56,8 @@ def source_files(source: Path) -> list[Path]:
         found += [Path(directory, name) for name in names if name.endswith(".py")]
     if not found:
         raise ValueError(
-            f"--source {source}: holds no .py files (a Python without its sources?); name a directory that does"
+            f"--source {source}: holds no .py files (a Python without its sources?); "
+            "name a directory that does"
         )
     return sorted(found, key=lambda path: _path_hash(path.relative_to(source)))
 
@@ -66,7 +67,11 @@ def _path_hash(path: Path) -> str:
 
 
 def read_documents(source: Path, max_bytes: int) -> list[str]:
-    """Texts of the source files, until the next would pass `max_bytes`; empty and undecodable files left out."""
+    """Texts of the source files, `max_bytes` of UTF-8 at most.
+
+    Files that are empty, cannot be decoded or would pass the bound are left out.
+    Raises ValueError if none is left.
+    """
     documents: list[str] = []
     total = 0
     for path in source_files(source):
@@ -76,13 +81,12 @@ def read_documents(source: Path, max_bytes: int) -> list[str]:
         except (SyntaxError, UnicodeDecodeError, OSError) as error:
             logger.info("left out %s: %s", path, error)
             continue
-        total += len(text.encode("utf-8", errors="surrogatepass"))
-        if total > max_bytes:
-            break
-        if text.strip():
+        size = len(text.encode("utf-8", errors="surrogatepass"))
+        if text.strip() and total + size <= max_bytes:
             documents.append(text)
+            total += size
     if not documents:
-        raise ValueError(f"--max-bytes {max_bytes}: not even the first file of {source} fits; raise it")
+        raise ValueError(f"--max-bytes {max_bytes}: no file of {source} fits; raise it")
     return documents
 
 
@@ -118,7 +122,9 @@ def train_tokenizer(documents: list[str], vocab_size: int, model_type: str) -> b
             minloglevel=2,
         )
     except (RuntimeError, OSError) as error:
-        raise ValueError(f"--vocab-size {vocab_size}: no tokenizer of this size from this corpus: {error}") from error
+        raise ValueError(
+            f"--vocab-size {vocab_size}: no tokenizer of this size from this corpus: {error}"
+        ) from error
     return model.getvalue()
 
 

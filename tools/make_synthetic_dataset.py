@@ -2,9 +2,9 @@
 
     python -m tools.make_synthetic_dataset --output-prefix P --tokens 1000000 --vocab-size 50256
 
-writes P.bin and P.idx in Megatron's mmap format: documents of random tokens below --vocab-size, each ended by the
-token --vocab-size itself, as NullTokenizer of that size would. Where a dataset of at least that many tokens is
-there, nothing is done.
+writes P.bin and P.idx in Megatron's mmap format: documents of random tokens below --vocab-size, each ended by
+the token --vocab-size itself, as NullTokenizer of that size would. Where a dataset of at least that many
+tokens is there, nothing is done.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output-prefix", required=True, help="path of the files without .bin and .idx")
     parser.add_argument("--tokens", type=int, required=True)
-    parser.add_argument("--vocab-size", type=int, required=True, help="ids besides the one that ends documents")
+    parser.add_argument(
+        "--vocab-size", type=int, required=True, help="ids beside the one that ends documents"
+    )
     parser.add_argument("--seed", type=int, default=1234)
     args = parser.parse_args(argv)
     for name in ("tokens", "vocab_size"):
@@ -97,7 +99,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         write_dataset(args.output_prefix, args.tokens, args.vocab_size, args.seed)
     except OSError as error:
-        print(f"make_synthetic_dataset: error: --output-prefix {args.output_prefix}: {error}", file=sys.stderr)
+        message = f"make_synthetic_dataset: error: --output-prefix {args.output_prefix}: {error}"
+        print(message, file=sys.stderr)
         return 2
     return 0
 

@@ -37,8 +37,7 @@ from megatron.tokenizer import TOKENIZER_TYPES, Tokenizer, TokenizerError, build
 
 logger = logging.getLogger("preprocess_data")
 
-# Lines are handed to workers in chunks of about this many bytes, and so many chunks for each worker at once:
-# the input is never held in memory as a whole.
+# Workers get chunks of lines, only so many at once: the input is never held in memory as a whole.
 _CHUNK_BYTES = 1 << 20
 _CHUNK_LINES = 1000
 _CHUNKS_PER_WORKER = 4

@@ -1,4 +1,4 @@
-"""Reading upstream's iteration lines:  ` iteration        8/      12 | consumed samples: ... | lm loss: ... |`."""
+"""Read iteration lines in upstream's form: ` iteration  8/  12 | consumed samples: ... | lm loss: ... |`"""
 
 from __future__ import annotations
 

@@ -2,12 +2,12 @@
 
     python kill_at_iteration.py --iteration 8 --log-dir DIR [--trace-dir DIR] -- COMMAND...
 
-Each launch's output is passed through and kept as DIR/cycle_000.log, DIR/cycle_001.log. The fault and what
-followed from it go into the trace directory as failure records. Every process that is left of a launch when it
-should have ended, or when a time limit passes, is killed; no other process is touched.
+Each launch's output is passed through and kept as DIR/cycle_000.log and DIR/cycle_001.log. The fault and what
+followed from it go into the trace directory as failure records. Every process that is left of a launch when
+it should have ended, or when a time limit passes, is killed; no other process is touched.
 
-Exit code 0: the fault was injected and the second launch ended with 0. 1: something else happened, and the last
-line says what.
+Exit code 0: the fault was injected and the second launch ended with 0. 1: something else happened, and the
+last line says what.
 """
 
 from __future__ import annotations
@@ -78,7 +78,10 @@ class Launch:
                     self._reported.put(reported.iteration)
 
     def wait_for_iteration(self, iteration: int, time_limit_s: float) -> None:
-        """Return when `iteration` is reported. Raises DrillError if the command ends or the time passes first."""
+        """Return when `iteration` is reported.
+
+        Raises DrillError if the command ends or the time passes first.
+        """
         deadline = time.monotonic() + time_limit_s
         while time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
@@ -86,9 +89,10 @@ class Launch:
                     return
                 continue  # what was printed before the end is looked at before the end is
             if self._launcher.poll() is not None and not self._reader.is_alive() and self._reported.empty():
+                code = self._launcher.returncode
+                fix = "see its output above" if code else "choose an iteration that it reaches"
                 raise DrillError(
-                    f"the command ended with exit code {self._launcher.returncode} before it reported "
-                    f"iteration {iteration}; choose an iteration that it reaches"
+                    f"the command ended with exit code {code} before it reported iteration {iteration}; {fix}"
                 )
         raise DrillError(
             f"iteration {iteration} was not reported within {time_limit_s:g} s; raise --time-limit"
@@ -113,7 +117,8 @@ class Launch:
         try:
             return self._launcher.wait(time_limit_s)
         except subprocess.TimeoutExpired:
-            raise DrillError(f"the command had not ended after {time_limit_s:g} s; raise --time-limit") from None
+            message = f"the command had not ended after {time_limit_s:g} s; raise --time-limit"
+            raise DrillError(message) from None
 
     def wait_until_gone(self, time_limit_s: float) -> None:
         """Return when no process of the launch is left. Raises DrillError if the time passes first."""
@@ -121,7 +126,7 @@ class Launch:
         while left := self._processes():
             if time.monotonic() > deadline:
                 shown = ", ".join(f"{process.pid} ({process.name()})" for process in left[:8])
-                raise DrillError(f"{len(left)} processes outlived the launcher by {time_limit_s:g} s: {shown}")
+                raise DrillError(f"{len(left)} processes outlived it by {time_limit_s:g} s: {shown}")
             time.sleep(POLL_S)
         self._reader.join(time_limit_s)
 
@@ -181,7 +186,9 @@ def launched(command: list[str], log_path: Path) -> Iterator[Launch]:
         launch.clean_up()
 
 
-def run_drill(command: list[str], iteration: int, log_dir: Path, trace_dir: Path | None, limit_s: float) -> None:
+def run_drill(
+    command: list[str], iteration: int, log_dir: Path, trace_dir: Path | None, limit_s: float
+) -> None:
     """Launch, kill at `iteration`, launch again. Raises DrillError."""
     log_dir.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
@@ -217,7 +224,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--iteration", type=int, required=True, help="kill when this iteration is reported")
     parser.add_argument("--log-dir", type=Path, required=True, help="where the output of each launch is kept")
     parser.add_argument("--trace-dir", type=Path, help="restart trace directory of the command")
-    parser.add_argument("--time-limit", type=float, default=300.0, help="seconds for each step of the drill (300)")
+    parser.add_argument("--time-limit", type=float, default=300.0, help="seconds for each step (300)")
     parser.add_argument("command", nargs="+", help="the training command, after --")
     args = parser.parse_args(argv)
     if args.iteration < 1:

@@ -73,21 +73,10 @@ class Config:
         new = {
             "data_parallel_size": parallel.data_parallel_size,
             "global_batch_size": old.global_batch_size or old.micro_batch_size * parallel.data_parallel_size,
-            # DeepSpeed accumulates bf16 gradients in fp32 through ZeRO-1 only.
             "accumulate_allreduce_grads_in_fp32": old.accumulate_allreduce_grads_in_fp32
-            or self.model.params_dtype == "fp32"
-            or (self.model.bf16 and parallel.zero_stage == 1),
+            or self.model.params_dtype in ("fp32", "bf16"),
         }
         object.__setattr__(self, "training", dataclasses.replace(old, **new))
-        if (
-            self.training.accumulate_allreduce_grads_in_fp32
-            and self.model.params_dtype != "fp32"
-            and not parallel.zero_stage
-        ):
-            raise ConfigError(
-                f"--accumulate-allreduce-grads-in-fp32 with --zero-stage 0 and --{self.model.params_dtype}: "
-                "DeepSpeed does this with ZeRO-1 only; use --zero-stage 1"
-            )
 
     def _check_divisible(self) -> None:
         tp = self.parallel.tensor_model_parallel_size
@@ -133,13 +122,6 @@ class Config:
             Note(logging.WARNING, f"{shown} is not read by --tokenizer-type {self.data.tokenizer_type}")
             for shown in self.data.unread_tokenizer_files
         ]
-        if self.model.bf16 and not self.parallel.zero_stage:
-            notes.append(
-                Note(
-                    logging.WARNING,
-                    "--zero-stage 0 with --bf16 accumulates gradients in bf16; --zero-stage 1 in fp32",
-                )
-            )
         if self.trace.restart_trace and self.trace.restart_trace_dir is None:
             notes.append(
                 Note(

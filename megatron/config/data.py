@@ -80,7 +80,6 @@ class DataConfig:
         "infer", "dataset format; mmap is the only one there is, infer finds it", choices=DATA_IMPLS
     )
     data_cache_path: str | None = flag(None, "directory for sample index files (default: beside the dataset)")
-    mmap_warmup: bool = flag(False, "read the dataset through once at start, to warm the page cache")
     num_workers: int = flag(2, "data-loading processes per rank; 0: load in the training process")
     eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens")
     tokenizer_type: str | None = flag(None, "tokenizer", choices=TOKENIZER_TYPES)

@@ -27,7 +27,7 @@ class ParallelConfig:
         None, "torch.distributed backend: nccl or gloo (default: nccl where CUDA is there, else gloo)"
     )
     distributed_timeout_minutes: int = flag(10, "how long a collective may wait for the other ranks")
-    zero_stage: int = flag(1, "ZeRO stage: 1 partitions the optimizer state over DP, 0 does not")
+    zero_stage: int = flag(1, "ZeRO stage; 1, which partitions the optimizer state over DP, is the only one")
     deepspeed_config: str | None = flag(
         None,
         "DeepSpeed configuration, a JSON file; optional. A flag that was not given takes the file's value, "
@@ -60,11 +60,12 @@ class ParallelConfig:
             refuse("RANK", self.rank, f"must be in [0, WORLD_SIZE {self.world_size})")
         self._check_layout()
         self._check_backend()
-        if self.zero_stage not in (0, 1):
+        if self.zero_stage != 1:
             refuse(
                 "--zero-stage",
                 self.zero_stage,
-                "stages 2 and 3 do not run with pipelines; use --zero-stage 1",
+                "checkpoints are made of ZeRO-1 shards, and stages 2 and 3 do not run with pipelines; "
+                "use --zero-stage 1",
             )
         self._check_activation_flags()
 

@@ -45,7 +45,8 @@ def boot_id() -> str:
 def process_start_ticks(pid: int | None = None) -> int | None:
     """Start of a process in clock ticks since boot: field 22 of /proc/PID/stat (proc(5)).
 
-    None where there is no /proc or no such process.
+    The same number for whoever asks, so it tells processes with a reused pid apart. None where there is no
+    /proc or no such process.
     """
     try:
         stat = Path(f"/proc/{pid or 'self'}/stat").read_text()
@@ -55,10 +56,15 @@ def process_start_ticks(pid: int | None = None) -> int | None:
 
 
 def process_start_ns(pid: int | None = None) -> int | None:
-    """Start of a process on the monotonic clock, ns; resolution one clock tick (10 ms). None as above."""
+    """Start of a process on the monotonic clock in ns, with a resolution of one clock tick (10 ms).
+
+    None where there is no /proc or no such process.
+    """
     ticks = process_start_ticks(pid)
     if ticks is None:
         return None
     since_boot_ns = ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+    # Ticks count while the machine is suspended, the monotonic clock does not. Two clocks cannot be read at
+    # once: rounding keeps that jitter out, so that every call gives the same answer.
     suspended_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - time.monotonic_ns()
-    return since_boot_ns - suspended_ns
+    return since_boot_ns - round(suspended_ns / 1e6) * 1_000_000

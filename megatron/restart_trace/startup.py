@@ -13,7 +13,6 @@ the run had reached before it failed is passed again.
 from __future__ import annotations
 
 import json
-import os
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -72,11 +71,16 @@ def reached_iteration(trace_dir: Path, rank: int, cycle: int) -> int | None:
 
 
 def _last_iteration(path: Path) -> int | None:
-    with path.open("rb") as file:
-        file.seek(0, os.SEEK_END)
-        file.seek(max(0, file.tell() - _TAIL_BYTES))
-        lines = file.read().splitlines()
-    for line in reversed(lines):
-        if b'"type":"iteration"' in line and line.endswith(b"}"):
-            return int(json.loads(line)["step"])
-    return None
+    """Step of the last whole iteration record. The spans of a large save may lie between it and the end."""
+    size = path.stat().st_size
+    tail = _TAIL_BYTES
+    while True:
+        with path.open("rb") as file:
+            file.seek(max(0, size - tail))
+            lines = file.read().splitlines()
+        for line in reversed(lines):
+            if b'"type":"iteration"' in line and line.endswith(b"}") and line.startswith(b"{"):
+                return int(json.loads(line)["step"])
+        if tail >= size:
+            return None
+        tail *= 8

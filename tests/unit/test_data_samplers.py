@@ -96,6 +96,17 @@ def test_going_on_from_consumed_samples_gives_the_same_batches(num_workers: int)
     assert all(torch.equal(batch, next(resumed)["text"]) for batch in batches[3:])
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_loading_draws_no_random_numbers_of_the_training_process(num_workers: int) -> None:
+    """A restart makes its loader anew: drawing from the default stream would shift all dropout after it."""
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    loader = build_pretraining_data_loader(Counting(), PretrainingSampler(None, 0, 2, 0, 1), num_workers)
+    assert loader is not None
+    next(loader)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_no_dataset_no_loader() -> None:
     assert build_pretraining_data_loader(None, PretrainingSampler(None, 0, 1, 0, 1)) is None
 

@@ -60,14 +60,14 @@ def test_golden_bf16() -> None:
 
 
 def test_golden_fp16() -> None:
-    config = configure(BATCH + "--fp16 --hysteresis 3 --loss-scale-window 500 --clip-grad 0.5 --zero-stage 0")
+    config = configure(BATCH + "--fp16 --hysteresis 3 --loss-scale-window 500 --clip-grad 0.5")
     assert build_deepspeed_config(config) == {
         "train_batch_size": 8,
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 4,
         "steps_per_print": 2147483647,
         "wall_clock_breakdown": False,
-        "zero_optimization": {"stage": 0},
+        "zero_optimization": {"stage": 1},
         "fp16": {
             "enabled": True,
             "loss_scale": 0,
@@ -93,7 +93,7 @@ def test_golden_fp32() -> None:
     [
         ("--fp16 --accumulate-allreduce-grads-in-fp32", "fp32"),
         ("--fp16", "fp16"),
-        ("--bf16 --zero-stage 0", "bf16"),
+        ("--bf16", "fp32"),
     ],
 )
 def test_gradient_accumulation_dtype(flags: str, dtype: str) -> None:
@@ -115,13 +115,13 @@ def test_file_and_flags_agree_with_flags_alone(tmp_path: Path) -> None:
 
 
 def test_file_fills_flags_that_were_not_given(tmp_path: Path) -> None:
-    content = UPSTREAM_FILE | {"gradient_clipping": 0.25, "zero_optimization": {"stage": 0}, "data_types": {}}
+    content = UPSTREAM_FILE | {"gradient_clipping": 0.25, "data_types": {}}
     config = with_file(tmp_path, content, extra="")
     assert (config.training.micro_batch_size, config.training.global_batch_size) == (2, 8)
     assert (config.model.params_dtype, config.optimizer.clip_grad, config.parallel.zero_stage) == (
         "bf16",
         0.25,
-        0,
+        1,
     )
 
 
@@ -210,7 +210,7 @@ BAD_FILES = [
     ('{"bf16": {"enabled": true}, "fp16": {"enabled": true}}', "bf16 and fp16 are both enabled"),
     ('{"train_batch_size": "8"}', "train_batch_size is '8'; it must be a number"),
     ('{"train_batch_size": 8.5}', "train_batch_size is 8.5; it must be a whole number"),
-    ('{"zero_optimization": {"stage": 3}}', "--zero-stage 3: stages 2 and 3 do not run with pipelines"),
+    ('{"zero_optimization": {"stage": 3}}', "stages 2 and 3 do not run with pipelines"),
     ('{"zero_optimization": {"reduce_bucket_size": "auto"}}', "zero_optimization.reduce_bucket_size is auto"),
     (
         '{"checkpoint": {"writer": {"type": "fast"}}}',
@@ -245,7 +245,7 @@ def test_unreadable_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
 def test_deepspeed_takes_what_is_built() -> None:
     built = [
         build_deepspeed_config(configure(BATCH + flags))
-        for flags in ("--bf16", "--fp16", "", "--zero-stage 0")
+        for flags in ("--bf16", "--fp16", "")
     ]
     code = (
         "import json, sys\n"
@@ -264,5 +264,4 @@ def test_deepspeed_takes_what_is_built() -> None:
         "result 4 1 1.0 fp32",
         "result 4 1 1.0 fp16",
         "result 4 1 1.0 fp32",
-        "result 4 0 1.0 fp32",
     ]
