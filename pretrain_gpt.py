@@ -1,4 +1,4 @@
-"""Pretrain GPT: what is particular to the model and its data. `python pretrain_gpt.py --help` lists the flags."""
+"""Pretrain GPT: what is particular to the model and its data; --help lists the flags."""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ def rank_of(env: Mapping[str, str]) -> int:
         return 0
 
 
-def exit_with(error: ConfigError, rank: int, wait_s: float = _OTHER_RANKS_WAIT_S) -> NoReturn:
+def exit_with(error: Exception, rank: int, wait_s: float = _OTHER_RANKS_WAIT_S) -> NoReturn:
     """End the process with exit code 2; rank 0 prints the error, the others keep silent and go later."""
     if rank == 0:
         print(f"error: {error}", file=sys.stderr, flush=True)

@@ -175,8 +175,6 @@ def _wrong_files(directory: Path, manifest: Manifest) -> list[str]:
     return wrong
 
 
-
-
 def discard(temporary: Path) -> None:
     """Remove an unfinished checkpoint after a failed save."""
     shutil.rmtree(temporary, ignore_errors=True)

@@ -42,7 +42,9 @@ def check_candidate(candidate: Candidate, config: Config, layout: Layout, padded
     ]
     if different:
         raise CheckpointMismatchError(
-            f"{candidate.directory}: another model: " + "; ".join(different) + "; give the flags of the run that "
+            f"{candidate.directory}: another model: "
+            + "; ".join(different)
+            + "; give the flags of the run that "
             "saved it, or another --load"
         )
     if their_layout != layout:
@@ -65,7 +67,9 @@ def _foreign_identity(candidate: Candidate, mine: dict[str, Any]) -> tuple[dict[
     except (OSError, RuntimeError, EOFError) as exc:
         raise CheckpointDamagedError(f"{path}: cannot be read ({exc})") from exc
     if "args" not in state:
-        raise CheckpointMismatchError(f"{path}: no `args` in it, so it is not a Megatron-DeepSpeed checkpoint")
+        raise CheckpointMismatchError(
+            f"{path}: no `args` in it, so it is not a Megatron-DeepSpeed checkpoint"
+        )
     args = state["args"]
     theirs = {name: getattr(args, name) for name in mine if hasattr(args, name)}
     theirs["params_dtype"] = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"

@@ -1,11 +1,11 @@
 """Every file and directory name of a checkpoint, as pure functions. Names are DeepSpeed's, so upstream reads them.
 
-    SAVE/latest                                          tag of the newest checkpoint
-    SAVE/latest_checkpointed_iteration.txt               its iteration
-    SAVE/global_step5/manifest.json                      written last: with it, the checkpoint is complete
-    SAVE/global_step5/layer_01-model_00-model_states.pt  weights of pipeline layer 1, TP rank 0
-    SAVE/global_step5/mp_rank_00_model_states.pt         everything else that DP replicas share
-    SAVE/global_step5/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt   ZeRO-1 shard of one rank
+SAVE/latest                                          tag of the newest checkpoint
+SAVE/latest_checkpointed_iteration.txt               its iteration
+SAVE/global_step5/manifest.json                      written last: with it, the checkpoint is complete
+SAVE/global_step5/layer_01-model_00-model_states.pt  weights of pipeline layer 1, TP rank 0
+SAVE/global_step5/mp_rank_00_model_states.pt         everything else that DP replicas share
+SAVE/global_step5/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt   ZeRO-1 shard of one rank
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What a checkpoint holds: from the live DeepSpeed engine to one state per file, and back.
 
 The content is that of DeepSpeed's own save_checkpoint (a test compares the two), collected here without its
-collectives and without writing anything, so that engines are free in how they write.
+collectives and without writing anything, so that engines are free in how they write. `engine` is a DeepSpeed
+PipelineEngine throughout.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed import __version__ as deepspeed_version
 
 from megatron import checkpoint_layout as names
 from megatron.arguments import namespace_from_config
 from megatron.checkpoint_engines.base import FileState
+from megatron.checkpoint_engines.errors import CheckpointMismatchError
 from megatron.config import Config
 from megatron.tensor_parallel.random import get_rng_state, set_rng_state
 from megatron.topology import Coordinates, Layout
@@ -44,7 +45,7 @@ class RankPlace:
     params_dtype: str
 
 
-def layer_modules(engine: PipelineEngine) -> list[tuple[int, torch.nn.Module]]:
+def layer_modules(engine: Any) -> list[tuple[int, torch.nn.Module]]:
     """(number, module) of the pipeline layers of this stage that have files of their own."""
     module = engine.module
     first = module._local_start
@@ -52,7 +53,7 @@ def layer_modules(engine: PipelineEngine) -> list[tuple[int, torch.nn.Module]]:
     return [(first + i, layer) for i, layer in funcs if isinstance(layer, torch.nn.Module)]
 
 
-def file_names(engine: PipelineEngine, place: RankPlace, with_optimizer: bool) -> list[str]:
+def file_names(engine: Any, place: RankPlace, with_optimizer: bool) -> list[str]:
     """Files that this rank reads back."""
     mine = [names.layer_file(number, place.at.tp) for number, _ in layer_modules(engine)]
     mine.append(names.model_states_file(place.layout, place.at))
@@ -62,7 +63,7 @@ def file_names(engine: PipelineEngine, place: RankPlace, with_optimizer: bool) -
 
 
 def collect_state(
-    engine: PipelineEngine, place: RankPlace, config: Config, padded_vocab_size: int, progress: Progress
+    engine: Any, place: RankPlace, config: Config, padded_vocab_size: int, progress: Progress
 ) -> list[FileState]:
     """The files of this rank with the live state they are to hold: tensors are not copied.
 
@@ -145,9 +146,7 @@ def universal_checkpoint_info(config: Config, padded_vocab_size: int) -> dict[st
     return info
 
 
-def restore_state(
-    engine: PipelineEngine, place: RankPlace, states: Mapping[str, Any], config: Config
-) -> Progress:
+def restore_state(engine: Any, place: RankPlace, states: Mapping[str, Any], config: Config) -> Progress:
     """Put the loaded files of this rank into the live engine; returns the progress they record.
 
     Raises RuntimeError from torch if a tensor's shape does not fit.
@@ -165,7 +164,7 @@ def restore_state(
     if options.finetune:
         return Progress()
     if not options.no_load_lr_state and common.get("lr_scheduler") is not None:
-        engine.lr_scheduler.load_state_dict(common["lr_scheduler"])
+        _restore_schedule(engine, common["lr_scheduler"])
     engine.global_steps = common["global_steps"]
     engine.global_samples = common["global_samples"]
     engine.skipped_steps = common["skipped_steps"]
@@ -179,8 +178,12 @@ def progress_of(common: Mapping[str, Any]) -> Progress:
     args = common["args"]
     indexed = getattr(args, "indexed_samples", None)
     if indexed is None:  # upstream: the index was built for all iterations of the run that saved
-        indexed = samples_of_run(args.train_iters, args.eval_interval, args.eval_iters, args.global_batch_size)
-    return Progress(common["iteration"], args.consumed_train_samples, args.consumed_valid_samples, tuple(indexed))
+        indexed = samples_of_run(
+            args.train_iters, args.eval_interval, args.eval_iters, args.global_batch_size
+        )
+    train, valid, test = indexed
+    consumed = args.consumed_train_samples, args.consumed_valid_samples
+    return Progress(common["iteration"], *consumed, (train, valid, test))
 
 
 def samples_of_run(
@@ -192,7 +195,14 @@ def samples_of_run(
     return batches[0] * global_batch_size, batches[1] * global_batch_size, batches[2] * global_batch_size
 
 
-def _restore_optimizer(engine: PipelineEngine, place: RankPlace, shard: dict[str, Any]) -> None:
+def _restore_schedule(engine: Any, state: dict[str, Any]) -> None:
+    try:
+        engine.lr_scheduler.load_state_dict(state)
+    except ValueError as exc:
+        raise CheckpointMismatchError(str(exc)) from exc
+
+
+def _restore_optimizer(engine: Any, place: RankPlace, shard: dict[str, Any]) -> None:
     shards: list[Any] = [None] * place.layout.dp
     shards[place.at.dp] = shard
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints a line of debugging here
@@ -209,7 +219,7 @@ def _restore_rng(common: Mapping[str, Any], shard: Mapping[str, Any] | None) -> 
         set_rng_state(common["rng_state"][0])
 
 
-def start_over(engine: PipelineEngine, seed: int) -> None:
+def start_over(engine: Any, seed: int) -> None:
     """Give a model that was built without values its initial ones, and its optimizer the same."""
     engine.module.initialize_parameters(seed)
     engine.optimizer._restore_from_bit16_weights()

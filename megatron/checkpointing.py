@@ -176,7 +176,9 @@ def load_checkpoint(ctx: Checkpointer, engine: Any) -> Progress | None:
         )
 
 
-def _load_candidate(ctx: Checkpointer, engine: Any, candidate: commit.Candidate, op: Operation) -> Progress | None:
+def _load_candidate(
+    ctx: Checkpointer, engine: Any, candidate: commit.Candidate, op: Operation
+) -> Progress | None:
     """Read, verify, agree, apply. None if any rank found a damaged file: nothing was applied then."""
     options = ctx.config.checkpoint
     place = ctx.place

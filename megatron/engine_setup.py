@@ -27,6 +27,7 @@ def build_engine(config: Config, model: Any, batch_fn: Callable[[Any], Any]) -> 
         global_batch_size=config.training.global_batch_size,
         seq_length=config.model.seq_length,
     )
+    engine: Any
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,

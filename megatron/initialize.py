@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron import lean_imports
+from megatron.accelerator import accelerator
 from megatron.config import Config
 from megatron.restart_trace.startup import Startup
 from megatron.tensor_parallel.random import seed_everything
@@ -82,7 +83,6 @@ def initialize_megatron(config: Config, startup: Startup) -> Runtime:
     """Rendezvous, control group and seeds. Raises RuntimeError from torch if the rendezvous fails."""
     import deepspeed
     import torch
-    from deepspeed.accelerator import get_accelerator
 
     parallel = config.parallel
     layout = Layout(
@@ -90,18 +90,18 @@ def initialize_megatron(config: Config, startup: Startup) -> Runtime:
         pp=parallel.pipeline_model_parallel_size,
         dp=parallel.data_parallel_size,
     )
-    accelerator = get_accelerator()
-    on_cuda = accelerator.device_name() == "cuda"
+    device_type = accelerator()
+    on_cuda = device_type.device_name() == "cuda"
     backend = parallel.distributed_backend or ("nccl" if on_cuda else "gloo")
     if backend == "nccl" and not on_cuda:
         raise ValueError("--distributed-backend nccl: no CUDA device here; use gloo, or leave the flag out")
-    if config.model.params_dtype == "fp16" and not on_cuda and not accelerator.is_fp16_supported():
+    if config.model.params_dtype == "fp16" and not on_cuda and not device_type.is_fp16_supported():
         # DeepSpeed refuses on CPUs without half-precision instructions, though torch computes there too.
-        accelerator.is_fp16_supported = lambda: True
+        device_type.is_fp16_supported = lambda: True
         logger.warning("--fp16: this CPU has no half-precision instructions; torch emulates them, slowly")
     if on_cuda:
-        accelerator.set_device(parallel.local_rank)
-    device = torch.device(accelerator.device_name(), parallel.local_rank) if on_cuda else torch.device("cpu")
+        device_type.set_device(parallel.local_rank)
+    device = torch.device(device_type.device_name(), parallel.local_rank) if on_cuda else torch.device("cpu")
     with startup.phase("rendezvous"):
         deepspeed.init_distributed(
             dist_backend=backend,

@@ -10,6 +10,7 @@ else gets the real module, imported at that moment.
 from __future__ import annotations
 
 import importlib
+import importlib.abc
 import importlib.machinery
 import os
 import sys
@@ -31,7 +32,9 @@ class _StandIn(types.ModuleType):
             self.__path__ = path
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # the import system and inspect look for these; they are no request for content
+        if name.startswith(
+            "__"
+        ):  # the import system and inspect look for these; they are no request for content
             raise AttributeError(name)
         return getattr(_real_module(self.__name__), name)
 
@@ -51,7 +54,7 @@ class _SubmoduleFinder:
         return importlib.machinery.ModuleSpec(fullname, _AlreadyLoaded(sys.modules[fullname]))
 
 
-class _AlreadyLoaded:
+class _AlreadyLoaded(importlib.abc.Loader):
     """Loader of a module that importing its package has loaded."""
 
     def __init__(self, module: types.ModuleType) -> None:

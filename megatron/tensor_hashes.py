@@ -19,7 +19,7 @@ def tensor_hashes(engine: Any) -> dict[str, str]:
 
 
 def compare_hashes(engine: Any, path: Path) -> None:
-    """Raises CheckpointDamagedError naming the tensors whose live bits differ from those recorded in `path`."""
+    """Raises CheckpointDamagedError naming the tensors whose live bits differ from those in `path`."""
     try:
         saved = json.loads(path.read_text())
     except FileNotFoundError:
@@ -29,7 +29,9 @@ def compare_hashes(engine: Any, path: Path) -> None:
     live = tensor_hashes(engine)
     wrong = sorted(name for name in saved.keys() | live.keys() if saved.get(name) != live.get(name))
     if wrong:
-        raise CheckpointDamagedError(f"{path}: restored state differs from what was saved in " + ", ".join(wrong))
+        raise CheckpointDamagedError(
+            f"{path}: restored state differs from what was saved in " + ", ".join(wrong)
+        )
 
 
 def _live_tensors(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -98,7 +98,7 @@ def _check_before_imports(config: Config) -> tuple[int, int]:
         check_inputs(config)
     data = config.data
     return tokenizer_info(
-        data.tokenizer_type,
+        data.tokenizer_type or "",
         tokenizer_model=data.tokenizer_model,
         vocab_file=data.vocab_file,
         merge_file=data.merge_file,
@@ -172,9 +172,7 @@ def _set_up(
 
     runtime = initialize_megatron(config, startup)
     control = ControlPlane(runtime.rank, runtime.layout.world_size, runtime.control_group)
-    vocab = padded_vocab_size(
-        vocabulary[0], config.model.make_vocab_size_divisible_by, runtime.layout.tp
-    )
+    vocab = padded_vocab_size(vocabulary[0], config.model.make_vocab_size_divisible_by, runtime.layout.tp)
     with startup.phase("model_build"), printed_as_debug():
         model = model_provider(config, vocab, runtime)
     eod = vocabulary[1] if config.data.eod_mask_loss else None

@@ -55,8 +55,8 @@ def build_data_iterators(
 ) -> DataIterators:
     """Build the datasets and position them at `progress`, in constant time; collective.
 
-    Sets `progress.indexed_samples` if it is not set yet. Raises DataError on every rank, with the reason, if any
-    rank fails.
+    Sets `progress.indexed_samples` if it is not set yet. Raises DataError on every rank, with the reason,
+    if any rank fails.
     """
     training = config.training
     needed = samples_of_run(

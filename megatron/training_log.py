@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from megatron.accelerator import accelerator
 from megatron.checkpoint_state import Progress
 from megatron.config import Config
 
@@ -22,7 +23,9 @@ _FORMAT = "[%(asctime)s] [rank {rank}] %(levelname)s: %(message)s"
 def set_up_logging(level: str, rank: int) -> None:
     """Log to stdout; other ranks than 0 only from WARNING on."""
     # DeepSpeed's ZeRO calls it in every step; the user can do nothing about that.
-    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    warnings.filterwarnings(
+        "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
+    )
     logging.basicConfig(stream=sys.stdout, format=_FORMAT.format(rank=rank), datefmt="%H:%M:%S", force=True)
     chosen = getattr(logging, level.upper())
     logging.getLogger().setLevel(max(chosen, logging.WARNING))
@@ -31,7 +34,7 @@ def set_up_logging(level: str, rank: int) -> None:
 
 @contextlib.contextmanager
 def printed_as_debug() -> Iterator[None]:
-    """Within it, what libraries print goes to the log, at level debug: DeepSpeed prints its set-up at length."""
+    """Within it, what libraries print goes to the log at level debug: DeepSpeed prints its set-up."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
@@ -145,9 +148,7 @@ class TrainingLog:
         """Print the result of an evaluation."""
         perplexity = math.exp(min(20.0, loss))
         if self._is_printer:
-            line = (
-                f" {split} loss at {prefix} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | "
-            )
+            line = f" {split} loss at {prefix} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | "
             print("-" * len(line), line, "-" * len(line), sep="\n", flush=True)
         if self._writer is not None:
             self._writer.add_scalar(f"lm-loss-validation/lm loss {split}", loss, step)
@@ -160,10 +161,7 @@ class TrainingLog:
 
 
 def _accelerator_memory() -> dict[str, float]:
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator = get_accelerator()
     return {
-        "mem-allocated-bytes": accelerator.memory_allocated(),
-        "mem-max-allocated-bytes": accelerator.max_memory_allocated(),
+        "mem-allocated-bytes": accelerator().memory_allocated(),
+        "mem-max-allocated-bytes": accelerator().max_memory_allocated(),
     }

@@ -143,6 +143,7 @@ run_preset() {
     build_launch_env
     set_launch_id
     if [[ -n ${DRY_RUN:-} ]]; then
+        check_nodes
         print_commands
         return
     fi

@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MARK_VARIABLE = "RESTART_BENCH_MARK"
 LAUNCH_ID_VARIABLE = "RESTART_TRACE_LAUNCH_ID"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+GRACE_S = 20.0  # for what a launcher leaves behind, such as resource trackers
 POLL_S = 0.05
 
 RecordFailure = Callable[[str], None]
@@ -204,7 +205,7 @@ def run_drill(
             record("detected")
             if exit_code == 0:
                 raise DrillError("the launcher ended with exit code 0 though its ranks were killed")
-            launch.wait_until_gone(limit_s)
+            launch.wait_until_gone(GRACE_S)
             record("stopped")
         say("the launcher noticed, and no process is left; launching again")
         record("relaunched")
@@ -212,7 +213,7 @@ def run_drill(
             exit_code = launch.wait(limit_s)
             if exit_code != 0:
                 raise DrillError(f"the second launch ended with exit code {exit_code}")
-            launch.wait_until_gone(limit_s)
+            launch.wait_until_gone(GRACE_S)
 
 
 def say(text: str) -> None:

@@ -18,7 +18,9 @@ class _Entry:
 
 _ENGINES = {
     "torch": _Entry(
-        "megatron.checkpoint_engines.torch_engine", "TorchEngine", "torch.save per file, as DeepSpeed's default"
+        "megatron.checkpoint_engines.torch_engine",
+        "TorchEngine",
+        "torch.save per file, as DeepSpeed's default",
     ),
     "none": _Entry(
         "megatron.checkpoint_engines.none_engine", "NoneEngine", "writes nothing: measures what is left"

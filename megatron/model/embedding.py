@@ -57,9 +57,7 @@ class EmbeddingPipe(nn.Module):
             device=device,
         )
         self.position_embeddings = (
-            PositionEmbedding(config, dtype, device)
-            if config.add_position_embedding
-            else None
+            PositionEmbedding(config, dtype, device) if config.add_position_embedding else None
         )
 
     def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -31,7 +31,8 @@ def _pass_through(inputs: Any) -> Any:
 class GPTModelPipe(PipelineModule):
     """The model of one pipeline stage; parameters are zero until initialize_parameters or a load.
 
-    `loss_func(logits, labels, tensor-parallel group)` runs on the last stage. Raises ValueError from DeepSpeed if the layers cannot be spread over the stages.
+    `loss_func(logits, labels, tensor-parallel group)` runs on the last stage.
+    Raises ValueError from DeepSpeed if the layers cannot be spread over the stages.
     """
 
     def __init__(
@@ -50,7 +51,9 @@ class GPTModelPipe(PipelineModule):
             layers=_layer_specs(config, padded_vocab_size, self.tp, dtype, device),
             loss_fn=lambda logits, labels: loss_func(logits, labels, self.tp),
             topology=PipeModelDataParallelTopology(num_pp=layout.pp, num_mp=layout.tp, num_dp=layout.dp),
-            activation_checkpoint_interval=config.checkpoint_num_layers if config.checkpoint_activations else 0,
+            activation_checkpoint_interval=config.checkpoint_num_layers
+            if config.checkpoint_activations
+            else 0,
             partition_method="type:transformer",
         )
         self.tp.group = self._grid.get_slice_parallel_group()
@@ -66,8 +69,9 @@ class GPTModelPipe(PipelineModule):
 
     def numbered_layers(self) -> list[tuple[int, torch.nn.Module]]:
         """(pipeline layer number, module) of this stage; a tied copy counts under the embedding's number."""
+        first: Any = self._local_start
         layers = [
-            (self._local_start + i, layer)
+            (first + i, layer)
             for i, layer in enumerate(self.forward_funcs)
             if isinstance(layer, torch.nn.Module)
         ]
@@ -77,7 +81,11 @@ class GPTModelPipe(PipelineModule):
 
 
 def _layer_specs(
-    config: ModelConfig, padded_vocab_size: int, tp: TensorParallelGroup, dtype: torch.dtype, device: torch.device
+    config: ModelConfig,
+    padded_vocab_size: int,
+    tp: TensorParallelGroup,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> list[Any]:
     ends = (config, padded_vocab_size, tp, dtype, device)
     blocks = [

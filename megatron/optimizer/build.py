@@ -78,6 +78,6 @@ def warn_of_l2_weight_decay(optimizer: Any) -> None:
     """Tell, after a load, that the checkpoint goes on with L2 instead of decoupled weight decay."""
     if any(group.get("decoupled_weight_decay") is False for group in optimizer.param_groups):
         logger.warning(
-            "the checkpoint was trained with L2 weight decay added to the gradient (upstream on CPU), not with "
+            "the checkpoint was trained with L2 weight decay, added to the gradient (upstream on CPU), not with "
             "decoupled weight decay; training goes on with L2"
         )

@@ -22,7 +22,13 @@ class OptimizerParamScheduler:
     """
 
     def __init__(
-        self, optimizer: Any, config: OptimizerConfig, *, train_iters: int, global_batch_size: int, seq_length: int
+        self,
+        optimizer: Any,
+        config: OptimizerConfig,
+        *,
+        train_iters: int,
+        global_batch_size: int,
+        seq_length: int,
     ) -> None:
         self.optimizer = optimizer
         self.increment = global_batch_size
@@ -57,7 +63,9 @@ class OptimizerParamScheduler:
         if self.num_steps > self.lr_decay_steps:
             return self.min_lr
         if self.lr_decay_style == "inverse-square-root":
-            return max(self.min_lr, self.max_lr * math.sqrt(max(self.lr_warmup_steps, 1) / max(self.num_steps, 1)))
+            return max(
+                self.min_lr, self.max_lr * math.sqrt(max(self.lr_warmup_steps, 1) / max(self.num_steps, 1))
+            )
         done = (self.num_steps - self.lr_warmup_steps) / (self.lr_decay_steps - self.lr_warmup_steps)
         left = 1.0 - done if self.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * done) + 1.0)
         return self.min_lr + left * (self.max_lr - self.min_lr)
@@ -84,6 +92,11 @@ class OptimizerParamScheduler:
     def get_last_lr(self) -> list[float]:
         return [group["lr"] for group in self.optimizer.param_groups]
 
+    def _has_no_effect(self, name: str) -> bool:
+        """Whether a setting does not matter to this schedule, such as the length of a decay that is none."""
+        constant_lr = self.lr_decay_style == "constant" and name in ("lr_decay_steps", "min_lr")
+        return constant_lr or (self.wd_incr_style == "constant" and name == "wd_incr_steps")
+
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _STATE_NAMES}
 
@@ -96,9 +109,11 @@ class OptimizerParamScheduler:
             if name in _PROGRESS or name not in state or self._override:
                 continue
             mine, theirs = getattr(self, name), state[name]
+            if self._has_no_effect(name):
+                continue
             if mine != theirs and not self._use_checkpoint:
                 raise ValueError(
-                    f"learning-rate schedule: {name} is {theirs} in the checkpoint and {mine} by the command line; "
+                    f"learning-rate schedule: {name} is {theirs} in the checkpoint and {mine} here; "
                     "give the same schedule, or --use-checkpoint-opt_param-scheduler or "
                     "--override-opt_param-scheduler to say which counts"
                 )

@@ -11,6 +11,8 @@ import random
 from contextlib import AbstractContextManager
 from typing import Any
 
+from megatron.accelerator import accelerator
+
 MODEL_PARALLEL_RNG = "model-parallel-rng"
 _TENSOR_PARALLEL_OFFSET = 2718  # upstream's constant
 
@@ -22,7 +24,6 @@ def seed_everything(seed: int, *, pp_rank: int, tp_rank: int, dp_offset: int = 0
     """
     import numpy as np
     import torch
-    from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 
     rank_seed = seed + 100 * pp_rank + dp_offset
@@ -31,7 +32,7 @@ def seed_everything(seed: int, *, pp_rank: int, tp_rank: int, dp_offset: int = 0
     torch.manual_seed(rank_seed)
     tracker = get_cuda_rng_tracker()
     tracker.reset()
-    get_accelerator().manual_seed(rank_seed)
+    accelerator().manual_seed(rank_seed)
     tracker.add(MODEL_PARALLEL_RNG, rank_seed + _TENSOR_PARALLEL_OFFSET + tp_rank)
 
 
@@ -46,14 +47,13 @@ def get_rng_state() -> dict[str, Any]:
     """All random state of this process, under upstream's key names."""
     import numpy as np
     import torch
-    from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 
     return {
         "random_rng_state": random.getstate(),
         "np_rng_state": np.random.get_state(),
         "torch_rng_state": torch.get_rng_state(),
-        "cuda_rng_state": get_accelerator().get_rng_state(),
+        "cuda_rng_state": accelerator().get_rng_state(),
         # The tracker replaces its tensors rather than changing them, but its dict is live: copy it.
         "rng_tracker_states": dict(get_cuda_rng_tracker().get_states()),
     }
@@ -63,12 +63,11 @@ def set_rng_state(state: dict[str, Any]) -> None:
     """Put back what get_rng_state returned."""
     import numpy as np
     import torch
-    from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 
     version, internal, gauss = state["random_rng_state"]
     random.setstate((version, tuple(internal), gauss))
     np.random.set_state(state["np_rng_state"])
     torch.set_rng_state(state["torch_rng_state"])
-    get_accelerator().set_rng_state(state["cuda_rng_state"])
+    accelerator().set_rng_state(state["cuda_rng_state"])
     get_cuda_rng_tracker().set_states(dict(state["rng_tracker_states"]))

@@ -38,21 +38,21 @@ if "RANK" not in os.environ:
     sys.exit(any(codes) and behaviour != "hides failures")
 
 rank = int(os.environ["RANK"])
+saved = work / "saved"
+start = int(saved.read_text()) if saved.exists() else 0
 (work / f"pid_{rank}_{os.getpid()}").touch()
-if behaviour == "has helpers" and rank == 0:  # a process that has left the rank's session
+if behaviour == "has helpers" and rank == 0 and not start:  # a process that has left the rank's session
     helper = subprocess.Popen(["sleep", "600"], start_new_session=True)
     (work / f"pid_helper_{helper.pid}").touch()
 if rank == 0 and len(sys.argv) > 4:
     from megatron.restart_trace.cycles import claim_cycle, launch_key
     claim_cycle(pathlib.Path(sys.argv[4]), launch_key(os.environ), rank)
-saved = work / "saved"
-start = int(saved.read_text()) if saved.exists() else 0
 drift = 1e-6 if behaviour == "drifts" and start else 0.0
 for i in range(start + 1, 13):
     time.sleep(0.03)
     if rank == 0:
         loss = 5.0 / i + drift
-        print(f" iteration {i:8d}/      12 | consumed samples: {8 * i:6d} | lm loss: {loss:.6E} |", flush=True)
+        print(f" iteration {i:8d}/      12 | consumed samples: {8 * i} | lm loss: {loss:.6E} |", flush=True)
         if i % 5 == 0:
             saved.write_text(str(i))
     if behaviour == "hangs" and i == 3:

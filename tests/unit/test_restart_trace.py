@@ -572,7 +572,7 @@ def test_supervisor_of_nothing(tmp_path: Path) -> None:
         supervisor.failure("injected", cycle=0)
 
 
-# ---------------------------------------------------------------- real processes, a real kill, and the analysis
+# ---------------------------------------------------------------- a real kill, and the analysis of it
 
 WORKER = """
     import os, sys, time

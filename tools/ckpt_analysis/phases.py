@@ -7,6 +7,7 @@ from typing import Any
 import polars as pl
 
 from megatron.restart_trace.schema import PHASES
+from tools.ckpt_analysis.frame import NAME
 from tools.ckpt_analysis.intervals import busy
 from tools.ckpt_analysis.results import PhaseStats, RankStats, Spread
 
@@ -18,7 +19,7 @@ _START_ORDER.insert(_START_ORDER.index("first_step"), "load")
 
 def phase_seconds(phase_spans: pl.DataFrame, detail_spans: pl.DataFrame) -> pl.DataFrame:
     """Time per (group, rank, phase, detail) in `busy_ns`; detail is "" for the phase as a whole."""
-    whole = busy(phase_spans, ["group", "rank", "phase"]).with_columns(pl.lit("").alias("detail"))
+    whole = busy(phase_spans, ["group", "rank", "phase"]).with_columns(pl.lit("", NAME).alias("detail"))
     parts = busy(detail_spans, ["group", "rank", "phase", "detail"])
     columns = ["group", "rank", "phase", "detail", "busy_ns"]
     return pl.concat([whole.select(columns), parts.select(columns)])
@@ -126,7 +127,7 @@ def throughput_GBps(num_bytes: int | None, seconds: float | None) -> float | Non
 
 def _phase_volumes(spans: pl.DataFrame) -> dict[tuple[Any, ...], tuple[int | None, int | None, str]]:
     """Volumes of whole phases: the bytes of the largest detail, since the same ones pass through several."""
-    whole = _volumes(spans.with_columns(pl.lit("").alias("detail")))
+    whole = _volumes(spans.with_columns(pl.lit("", NAME).alias("detail")))
     by_detail = spans.group_by("group", "phase", "detail").agg(pl.col("bytes").sum())
     largest = by_detail.group_by("group", "phase").agg(pl.col("bytes").max())
     most = {(group, phase, ""): num_bytes for group, phase, num_bytes in largest.iter_rows()}

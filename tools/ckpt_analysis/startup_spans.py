@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from tools.ckpt_analysis.frame import Frames
+from tools.ckpt_analysis.frame import NAME, Frames
 
 _PLACE = ["cycle", "rank"]
 _COLUMNS = [
@@ -74,8 +74,8 @@ def startup_spans(
         loads.select(*_PLACE, "bytes", "start_ns", "end_ns")
         .join(window, on=_PLACE, how="inner")
         .with_columns(
-            pl.lit("load").alias("phase"),
-            pl.lit(None, pl.String).alias("detail"),
+            pl.lit("load", NAME).alias("phase"),
+            pl.lit(None, NAME).alias("detail"),
             pl.lit(None, pl.String).alias("file"),
             (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"),
             pl.lit(True).alias("blocking"),
@@ -86,7 +86,7 @@ def startup_spans(
         .drop("group", "operation_start_ns", "operation_end_ns")
         .join(loads.select(*_PLACE, "op_id"), on=[*_PLACE, "op_id"], how="semi")
         .join(window, on=_PLACE, how="inner")
-        .with_columns(pl.col("phase").alias("detail"), pl.lit("load").alias("phase"))
+        .with_columns(pl.col("phase").alias("detail"), pl.lit("load", NAME).alias("phase"))
     )
     phase_spans = pl.concat([_without(own, as_phase).select(_COLUMNS), as_phase.select(_COLUMNS)])
     return phase_spans, as_details.select(_COLUMNS)

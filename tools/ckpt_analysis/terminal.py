@@ -45,9 +45,8 @@ def _header(report: Report, style: Style) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in sorted(last.versions.items()))
     hosts = sorted({host for cycle in report.cycles for host in cycle.hosts})
     named = f" ({hosts[0]})" if len(hosts) == 1 else ""
-    counts = (
-        f"{last.expected} ranks on {plural(len(hosts), 'host')}{named}, {plural(len(report.cycles), 'cycle')}"
-    )
+    ranks, cycles = plural(last.expected, "rank"), plural(len(report.cycles), "cycle")
+    counts = f"{ranks} on {plural(len(hosts), 'host')}{named}, {cycles}"
     return [
         style.heading(f"Run {report.run_id}: {layout_text(last.layout)}, {counts}"),
         f"  trace       {report.directory}",
@@ -79,7 +78,7 @@ def _problems(problems: list[Problem], style: Style) -> list[str]:
 def _start(start: StartStats, coordinates: dict[int, tuple[int, int, int]], style: Style) -> list[str]:
     first = start.time_to_first_step
     what = "Restart" if start.is_restart else "Launch"
-    lines = [style.heading(f"{what} of cycle {start.cycle} ({start.ranks} ranks)")]
+    lines = [style.heading(f"{what} of cycle {start.cycle} ({plural(start.ranks, 'rank')})")]
     if first is None:
         lines.append("  did not reach its first step")
     else:
@@ -110,7 +109,9 @@ def _operation(
     title = f"{stats.operation.capitalize()} {stats.tag or '(no checkpoint)'} in cycle {stats.cycle}"
     outcome = "" if stats.outcome == "ok" else f": {stats.outcome.upper()}"
     lines = [
-        style.heading(f"{title} ({stats.ranks} ranks, {stats.engine or 'engine not recorded'}){outcome}")
+        style.heading(
+            f"{title} ({plural(stats.ranks, 'rank')}, {stats.engine or 'engine not recorded'}){outcome}"
+        )
     ]
     if stats.error:
         lines.append(f"  reason: {stats.error}")
@@ -124,7 +125,7 @@ def _operation(
             if not_synced
             else f"durable after {seconds(stats.durable_s, digits)} s"
         )
-    facts.append(f"storage {rate(stats.io_GBps)} GB/s")
+    facts.append(f"I/O {rate(stats.io_GBps)} GB/s")
     lines.append("  " + ", ".join(facts))
     lines.append(f"  coverage {_coverage(stats.coverage_min, stats.coverage_rank)}")
     lines += _phase_lines(stats.phases, stats.unattributed, stats.wall, f"whole {stats.operation}", style)

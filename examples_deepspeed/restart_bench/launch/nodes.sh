@@ -55,24 +55,27 @@ settle_nodes() {
         elif ((LOCAL_GPUS > 0)); then
             GPUS_PER_NODE=$LOCAL_GPUS
         else
-            GPUS_PER_NODE=8
+            GPUS_PER_NODE=$((WORLD_SIZE % 8 ? TP : 8))
         fi
     fi
     require_whole_number GPUS_PER_NODE
     ((GPUS_PER_NODE <= WORLD_SIZE)) || GPUS_PER_NODE=$WORLD_SIZE
     count_seen
-    local nodes_given=${NNODES:-}
+    NNODES_GIVEN=${NNODES:-}
     NNODES=$(((WORLD_SIZE + GPUS_PER_NODE - 1) / GPUS_PER_NODE))
+    if [[ -z ${MASTER_ADDR:-} ]]; then
+        if ((NNODES == 1 && ${#HOSTS[@]} == 0)); then MASTER_ADDR=127.0.0.1; else MASTER_ADDR=${HOSTS[0]:-$(hostname)}; fi
+    fi
+}
+
+check_nodes() {
     if ((WORLD_SIZE % GPUS_PER_NODE)); then
         die "$WORLD_SIZE ranks (TP $TP x PP $PP x DP $DP) do not fill nodes of $GPUS_PER_NODE GPUs;" \
             "set GPUS_PER_NODE to a divisor of $WORLD_SIZE"
     fi
-    if [[ -n $nodes_given && $nodes_given != "$NNODES" ]]; then
-        die "NNODES=$nodes_given: $WORLD_SIZE ranks (TP $TP x PP $PP x DP $DP) with $GPUS_PER_NODE per node" \
-            "take $NNODES nodes; set NNODES=$NNODES or GPUS_PER_NODE=$((WORLD_SIZE / nodes_given))"
-    fi
-    if [[ -z ${MASTER_ADDR:-} ]]; then
-        if ((NNODES == 1 && ${#HOSTS[@]} == 0)); then MASTER_ADDR=127.0.0.1; else MASTER_ADDR=${HOSTS[0]:-$(hostname)}; fi
+    if [[ -n $NNODES_GIVEN && $NNODES_GIVEN != "$NNODES" ]]; then
+        die "NNODES=$NNODES_GIVEN: $WORLD_SIZE ranks (TP $TP x PP $PP x DP $DP) with $GPUS_PER_NODE per node" \
+            "take $NNODES nodes; set NNODES=$NNODES or GPUS_PER_NODE=$((WORLD_SIZE / NNODES_GIVEN))"
     fi
 }
 
@@ -93,7 +96,13 @@ count_seen() {
     fi
 }
 
+# Whether there is what the launch needs, before anything heavy is done.
 check_devices() {
+    check_gpus
+    check_nodes
+}
+
+check_gpus() {
     [[ $DEVICE == cuda ]] || return 0
     if ((GPUS_SEEN < WORLD_SIZE)); then
         die "needs $WORLD_SIZE GPUs (TP $TP x PP $PP x DP $DP), sees $GPUS_SEEN ($SEEN_WHERE). Name the nodes in" \

@@ -28,10 +28,16 @@ torchrun_launch() {
 
 is_this_host() { [[ $1 == localhost || $1 == 127.0.0.1 || $1 == "$(hostname)" || $1 == "$(hostname -s)" ]]; }
 
+# To be run at exit: a failure in here would replace the exit code.
+stop_jobs() {
+    kill $(jobs -pr) 2>/dev/null || true
+    wait || true
+}
+
 # Node 0 is the first host. When one node's command ends badly, those of the others are stopped.
 torchrun_launch_over_hosts() {
     local node pid pids=() status=0
-    trap 'kill $(jobs -pr) 2>/dev/null' EXIT
+    trap stop_jobs EXIT
     for ((node = 0; node < NNODES; node++)); do
         torchrun_command "$node"
         if is_this_host "${HOSTS[node]}"; then

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Everything that must hold: linter, type checker, tests. Arguments go to pytest, as in: run_tests.sh -k layering
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+examples_deepspeed/restart_bench/setup_env.sh
+bin=${VENV_DIR:-$PWD/.venv}/bin
+
+echo "== ruff"
+"$bin/ruff" check .
+echo "== pyright"
+"$bin/pyright" --pythonpath "$bin/python"
+echo "== pytest"
+"$bin/python" -m pytest "$@"

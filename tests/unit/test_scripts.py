@@ -1,0 +1,317 @@
+"""The launch scripts: what they would run, what they refuse, and how they start several nodes."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from megatron.arguments import config_from_args, parse_args
+from megatron.config import Config
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCH = ROOT / "examples_deepspeed" / "restart_bench"
+
+
+class Preset(NamedTuple):
+    script: str
+    hidden: int
+    ffn: int
+    layers: int
+    heads: int
+    kv_heads: int
+    tp: int
+    pp: int
+
+
+PRESETS = [
+    Preset("run_3b_tp4_pp1.sh", 3072, 8192, 28, 24, 8, 4, 1),
+    Preset("run_7b_tp4_pp2.sh", 4096, 14336, 32, 32, 8, 4, 2),
+    Preset("run_13b_tp4_pp4.sh", 5120, 13824, 40, 40, 40, 4, 4),
+    Preset("run_33b_tp4_pp8.sh", 6656, 17920, 60, 52, 4, 4, 8),
+    Preset("run_70b_tp4_pp20.sh", 8192, 28672, 80, 64, 8, 4, 20),
+    Preset("run_70b_tp8_pp8.sh", 8192, 28672, 80, 64, 8, 8, 8),
+]
+SCRIPTS = [preset.script for preset in PRESETS]
+TINY = "run_tiny_tp2_pp2_dp2.sh"
+
+
+def run_script(script: str, cwd: Path, **settings: str) -> subprocess.CompletedProcess[str]:
+    """Run a script as on a machine without GPUs, with these settings and none from outside."""
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+    return subprocess.run(
+        ["bash", str(BENCH / script)],
+        cwd=cwd,
+        env=kept | {"CUDA_VISIBLE_DEVICES": ""} | settings,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+class Command(NamedTuple):
+    environment: dict[str, str]
+    launcher: list[str]
+    training: list[str]
+
+    def option(self, name: str) -> str:
+        return self.launcher[self.launcher.index(name) + 1]
+
+
+def split_command(line: str) -> Command:
+    words = shlex.split(line)
+    assert words[0] == "env"
+    python = next(i for i, word in enumerate(words) if "=" not in word and i > 0)
+    program = words.index(str(ROOT / "pretrain_gpt.py"))
+    environment = dict(word.split("=", 1) for word in words[1:python])
+    return Command(environment, words[python:program], words[program + 1 :])
+
+
+def dry_run(script: str, cwd: Path, **settings: str) -> list[Command]:
+    done = run_script(script, cwd, DRY_RUN="1", WORK_DIR=str(cwd / "work"), **settings)
+    assert done.returncode == 0, done.stderr
+    assert list(cwd.glob("work*")) == []
+    return [split_command(line) for line in done.stdout.splitlines()]
+
+
+def configuration(command: Command, world_size: int) -> Config:
+    env = {"WORLD_SIZE": str(world_size), "RANK": "0", "LOCAL_RANK": "0"}
+    return config_from_args(parse_args(command.training, env), env)
+
+
+def test_no_script_is_forgotten() -> None:
+    assert {path.name for path in BENCH.glob("run_*.sh")} == {*SCRIPTS, TINY}
+
+
+@pytest.mark.parametrize(
+    "path", sorted(BENCH.rglob("*.sh")) + [ROOT / "run_tests.sh", ROOT / ".ci" / "run"], ids=str
+)
+def test_scripts_are_valid_bash(path: Path) -> None:
+    subprocess.run(["bash", "-n", str(path)], check=True, timeout=30)
+    if path.name.startswith("run") or path.name == "setup_env.sh":
+        assert os.access(path, os.X_OK)
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.script)
+def test_presets_describe_the_models_of_the_study(preset: Preset, tmp_path: Path) -> None:
+    world_size = preset.tp * preset.pp * 2
+    commands = dry_run(preset.script, tmp_path, DP="2")
+    assert len(commands) == world_size / 8
+    config = configuration(commands[0], world_size)
+    model, parallel = config.model, config.parallel
+    assert preset[1:] == (
+        model.hidden_size,
+        model.ffn_hidden_size,
+        model.num_layers,
+        model.num_attention_heads,
+        model.num_key_value_heads,
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+    )
+    assert parallel.data_parallel_size == 2
+    assert (model.seq_length, config.training.micro_batch_size, config.training.train_iters) == (2048, 16, 15)
+    assert config.training.global_batch_size == 32
+    assert model.swiglu and model.use_rotary_position_embeddings and model.untie_embeddings_and_output_weights
+    assert model.normalization == "rmsnorm" and not model.add_bias_linear and model.checkpoint_activations
+    assert (model.params_dtype, parallel.zero_stage) == ("bf16", 1)
+    # NullTokenizer adds the id that ends documents: 50257 as in GPT-2's vocabulary.
+    assert (config.data.tokenizer_type, config.data.vocab_size) == ("NullTokenizer", 50256)
+    assert config.checkpoint.save == config.checkpoint.load == str(tmp_path / "work" / "checkpoints")
+    assert config.trace.restart_trace_dir == str(tmp_path / "work" / "checkpoints" / "restart_trace")
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.script)
+def test_one_command_per_node_in_one_launch(preset: Preset, tmp_path: Path) -> None:
+    commands = dry_run(preset.script, tmp_path, GPUS_PER_NODE="4", MASTER_ADDR="node0")
+    assert len(commands) == preset.tp * preset.pp / 4
+    assert [command.option("--node_rank") for command in commands] == [str(i) for i in range(len(commands))]
+    assert {command.option("--nproc_per_node") for command in commands} == {"4"}
+    assert {command.option("--nnodes") for command in commands} == {str(len(commands))}
+    assert {command.option("--master_addr") for command in commands} == {"node0"}
+    assert len({command.environment["RESTART_TRACE_LAUNCH_ID"] for command in commands}) == 1
+    again = dry_run(preset.script, tmp_path, GPUS_PER_NODE="4")
+    assert again[0].environment["RESTART_TRACE_LAUNCH_ID"] not in {
+        command.environment["RESTART_TRACE_LAUNCH_ID"] for command in commands
+    }
+
+
+def test_settings_reach_the_command_line(tmp_path: Path) -> None:
+    save = str(tmp_path / "with a space" / "it's")
+    command = dry_run(
+        "run_7b_tp4_pp2.sh",
+        tmp_path,
+        ENGINE="none",
+        ITERS="7",
+        SAVE_INTERVAL="3",
+        MICRO_BATCH="2",
+        GLOBAL_BATCH="8",
+        SAVE_DIR=save,
+        TRACE_DIR="/t",
+        DATA_PATH="0.3 /d/one 0.7 /d/two",
+        VOCAB_FILE="/v.json",
+        MERGE_FILE="/m.txt",
+        EXTRA_ARGS="--seed 5  --keep-last 2",
+    )[0]
+    config = configuration(command, 8)
+    assert (config.checkpoint.checkpoint_engine, config.checkpoint.save_interval) == ("none", 3)
+    assert (config.checkpoint.save, config.trace.restart_trace_dir) == (save, "/t")
+    assert (config.training.train_iters, config.training.num_micro_batches) == (7, 4)
+    assert (config.training.seed, config.checkpoint.keep_last) == (5, 2)
+    assert config.data.data_path == ("0.3", "/d/one", "0.7", "/d/two")
+    assert config.data.tokenizer_type == "GPT2BPETokenizer"
+    assert (config.data.vocab_file, config.data.merge_file) == ("/v.json", "/m.txt")
+
+
+def test_tiny_runs_on_cpus(tmp_path: Path) -> None:
+    (command,) = dry_run(TINY, tmp_path)
+    config = configuration(command, 8)
+    parallel = config.parallel
+    assert (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) == (2, 2)
+    assert (parallel.data_parallel_size, parallel.distributed_backend) == (2, "gloo")
+    assert (config.training.train_iters, config.checkpoint.save_interval) == (12, 5)
+    assert command.option("--nproc_per_node") == "8"
+    assert command.environment["DS_ACCELERATOR"] == "cpu"
+    assert command.environment["OMP_NUM_THREADS"] == "1"
+
+
+def test_deepspeed_launcher(tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("# two nodes\nnode0 slots=4\n\nnode1 slots=4\n")
+    (single,) = dry_run("run_3b_tp4_pp1.sh", tmp_path, LAUNCHER="deepspeed")
+    assert single.launcher[1:3] == ["-m", "deepspeed.launcher.runner"]
+    assert single.option("--num_gpus") == "4"
+    (over_hosts,) = dry_run("run_7b_tp4_pp2.sh", tmp_path, LAUNCHER="deepspeed", HOSTFILE=str(hostfile))
+    assert over_hosts.option("--hostfile") == str(hostfile)
+    assert (over_hosts.option("--num_nodes"), over_hosts.option("--master_addr")) == ("2", "node0")
+    assert configuration(over_hosts, 8).parallel.data_parallel_size == 1
+
+
+def test_hostfile_gives_the_nodes(tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("node0 slots=4\nnode1 slots=4")
+    commands = dry_run("run_7b_tp4_pp2.sh", tmp_path, HOSTFILE=str(hostfile))
+    assert len(commands) == 2
+    assert {command.option("--master_addr") for command in commands} == {"node0"}
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.script)
+def test_too_few_gpus_are_counted(preset: Preset, tmp_path: Path) -> None:
+    needed = preset.tp * preset.pp * 3
+    done = run_script(preset.script, tmp_path, DP="3", WORK_DIR=str(tmp_path / "work"))
+    assert done.returncode == 2
+    assert f"needs {needed} GPUs (TP {preset.tp} x PP {preset.pp} x DP 3), sees 0" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_few_gpus_in_the_hostfile_are_counted(tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("node0 slots=4\nnode1 slots=2\n")
+    done = run_script("run_13b_tp4_pp4.sh", tmp_path, HOSTFILE=str(hostfile))
+    assert done.returncode == 2
+    assert "needs 16 GPUs (TP 4 x PP 4 x DP 1), sees 6 (2 hosts in" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "settings", "message"),
+    [
+        ("run_7b_tp4_pp2.sh", {"DP": "two"}, "DP=two: give a whole number"),
+        ("run_7b_tp4_pp2.sh", {"LAUNCHER": "mpirun"}, "LAUNCHER=mpirun: use torchrun or deepspeed"),
+        ("run_7b_tp4_pp2.sh", {"DEVICE": "cpu"}, "DEVICE=cpu: the 7b preset needs GPUs"),
+        ("run_7b_tp4_pp2.sh", {"HOSTFILE": "/no/such"}, "HOSTFILE=/no/such: cannot be read"),
+        ("run_7b_tp4_pp2.sh", {"DRY_RUN": "1", "GPUS_PER_NODE": "3"}, "set GPUS_PER_NODE to a divisor of 8"),
+        ("run_7b_tp4_pp2.sh", {"DRY_RUN": "1", "GPUS_PER_NODE": "4", "NNODES": "4"}, "set NNODES=2"),
+        (TINY, {"ITERS": "8"}, "KILL_AT=8: must be less than ITERS=8"),
+        (TINY, {"KILL_AT": "5"}, "KILL_AT=5: must be more than SAVE_INTERVAL=5"),
+    ],
+)
+def test_bad_settings_are_named(script: str, settings: dict[str, str], message: str, tmp_path: Path) -> None:
+    done = run_script(script, tmp_path, WORK_DIR=str(tmp_path / "work"), **settings)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# In place of the interpreter: notes its arguments; node FAIL_NODE fails, the others wait to be stopped.
+STAND_IN = """#!/usr/bin/env bash
+while (($#)); do
+    case $1 in --node_rank) node=$2 ;; esac
+    shift
+done
+echo "$$" >"$NOTES/started_$node"
+[[ $node != "${FAIL_NODE:-}" ]] || exit 3
+[[ -z ${FAIL_NODE:-} ]] || exec sleep 60
+"""
+
+
+@pytest.mark.parametrize("fail_node", ["", "0", "1"])
+def test_torchrun_over_a_hostfile(fail_node: str, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("localhost slots=4\n127.0.0.1 slots=4\n")
+    start = time.monotonic()
+    done = run_script(
+        TINY,
+        tmp_path,
+        DEVICE="cpu",
+        HOSTFILE=str(hostfile),
+        SKIP_SETUP="1",
+        PYTHON=str(python),
+        DATA_PATH="/given",
+        KILL_AT="none",
+        SAVE_DIR=str(tmp_path / "save"),
+        NOTES=str(tmp_path),
+        FAIL_NODE=fail_node,
+    )
+    assert sorted(path.name for path in tmp_path.glob("started_*")) == ["started_0", "started_1"]
+    assert done.returncode == (3 if fail_node else 0), done.stderr
+    assert time.monotonic() - start < 20
+    for path in tmp_path.glob("started_*"):
+        assert not Path(f"/proc/{path.read_text().strip()}").exists()
+
+
+def test_setup_refuses_to_empty_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("")
+    done = run_script("setup_env.sh", tmp_path, VENV_DIR=str(tmp_path), TORCH_VARIANT="cpu")
+    assert done.returncode == 1
+    assert "is not empty and no virtual environment" in done.stderr
+    assert (tmp_path / "thesis.txt").exists()
+
+
+def test_setup_names_a_python_that_does_not_work(tmp_path: Path) -> None:
+    done = run_script("setup_env.sh", tmp_path, VENV_DIR=str(tmp_path / "venv"), PYTHON="/no/python")
+    assert done.returncode == 1
+    assert "PYTHON=/no/python is not a working Python 3.10 to 3.12" in done.stderr
+
+
+@pytest.mark.slow
+def test_setup_that_fails_is_not_taken_for_done(tmp_path: Path) -> None:
+    venv = tmp_path / "venv"
+    done = run_script(
+        "setup_env.sh",
+        tmp_path,
+        VENV_DIR=str(venv),
+        PYTHON=sys.executable,
+        TORCH_VARIANT="cpu",
+        PIP_NO_INDEX="1",
+        PIP_CONFIG_FILE="/dev/null",
+    )
+    assert done.returncode == 1
+    assert "pip failed" in done.stderr
+    assert (venv / "setup.log").exists() and not (venv / ".setup_stamp").exists()
+
+
+def test_setup_that_is_done_returns_at_once(tmp_path: Path) -> None:
+    if not (ROOT / ".venv" / ".setup_stamp").exists():
+        pytest.skip("setup_env.sh has not been run in this checkout")
+    start = time.monotonic()
+    done = run_script("setup_env.sh", tmp_path)
+    assert time.monotonic() - start < 0.5
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
