@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import os
 import re
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -266,12 +267,20 @@ def rank_of(env: Mapping[str, str]) -> int:
         return 0
 
 
-def exit_with(error: Exception, rank: int, wait_s: float = _OTHER_RANKS_WAIT_S) -> NoReturn:
-    """End the process with exit code 2; rank 0 prints the error, the others keep silent and go later."""
+def exit_with(
+    error: Exception, rank: int, wait_s: float = _OTHER_RANKS_WAIT_S, *, every_rank_sees_it: bool = True
+) -> NoReturn:
+    """End the process with exit code 2; rank 0 prints the error, the others keep silent and go later.
+
+    An error that may be of one node only (its files, its disk) is also printed by another rank that is still
+    there after the wait: rank 0 has not met it then.
+    """
+    if rank != 0:
+        time.sleep(wait_s)
     if rank == 0:
         print(f"error: {error}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(wait_s)
+    elif not every_rank_sees_it:
+        print(f"error on rank {rank}, {socket.gethostname()}: {error}", file=sys.stderr, flush=True)
     raise SystemExit(EXIT_CODE)
 
 

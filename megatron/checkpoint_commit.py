@@ -2,15 +2,18 @@
 
 Files are written into `.incomplete_*`; the manifest is written last into that directory, which is then renamed
 to its tag; then `latest` is replaced. Every step is synchronised before the next, so at any instant the newest
-directory that has a manifest is a complete checkpoint.
+directory that has a manifest is a complete checkpoint. A directory is removed by renaming it back to
+`.incomplete_*` first, so none is ever seen half-removed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,14 +41,27 @@ class Manifest:
     manifest_version: int = MANIFEST_VERSION
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1) + "\n"
+        """The content and, under "checksum", the SHA-256 of its canonical JSON."""
+        content = asdict(self)
+        return json.dumps(content | {"checksum": _content_checksum(content)}, indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str) -> Manifest:
-        """Raises ValueError, KeyError or TypeError if `text` is not a whole manifest."""
+        """Raises ValueError if `text` is not a manifest, whole and unaltered."""
         content = json.loads(text)
+        if not isinstance(content, dict) or "checksum" not in content:
+            raise ValueError("it has no checksum")
+        if content.pop("checksum") != _content_checksum(content):
+            raise ValueError("its content does not have the checksum it was written with")
+        version = content.get("manifest_version")
+        if version != MANIFEST_VERSION:
+            raise ValueError(f"manifest version {version}, and only {MANIFEST_VERSION} is known")
         content["files"] = {name: SavedFile(**entry) for name, entry in content["files"].items()}
         return Manifest(**content)
+
+
+def _content_checksum(content: dict[str, Any]) -> str:
+    return "sha256:" + hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -68,13 +84,18 @@ def fsync_directory(path: Path) -> None:
 
 def write_atomically(path: Path, text: str, fsync: bool) -> None:
     """Replace `path` by `text` so that a reader, or a crash, sees the old or the new content whole."""
+    os.replace(_write_beside(path, text, fsync), path)
+
+
+def _write_beside(path: Path, text: str, fsync: bool) -> Path:
+    """Write what is to replace `path` into a temporary file next to it; returns that file."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("w") as file:
         file.write(text)
         file.flush()
         if fsync:
             os.fsync(file.fileno())
-    os.replace(temporary, path)
+    return temporary
 
 
 def write_manifest(directory: Path, manifest: Manifest, fsync: bool) -> None:
@@ -87,75 +108,136 @@ def write_manifest(directory: Path, manifest: Manifest, fsync: bool) -> None:
 def publish(save_dir: Path, temporary: Path, tag: str, step: int, fsync: bool) -> None:
     """Give the finished `temporary` directory its name and let `latest` name it.
 
-    An older checkpoint of the same tag is moved aside first and stays loadable until the new one is in place.
+    An older checkpoint of the same tag is moved aside first and stays loadable until the new one is in place;
+    `prune` removes it. Raises OSError, with the older checkpoints as they were, if the storage refuses.
     """
     final = save_dir / tag
     replaced = save_dir / f"{tag}{names.REPLACED_SUFFIX}"
+    # What needs space comes before the checkpoint appears: a full disk must not leave it half published.
+    pointers = {
+        save_dir / name: _write_beside(save_dir / name, text, fsync)
+        for name, text in ((names.LATEST, tag), (names.TRACKER, str(step)))
+    }
     if final.exists():
         if replaced.exists():
-            shutil.rmtree(replaced)
+            remove_directory(replaced)
         os.rename(final, replaced)
-    os.rename(temporary, final)
+    try:
+        os.rename(temporary, final)
+    except OSError:
+        if replaced.exists() and not final.exists():
+            os.rename(replaced, final)
+        raise
     if fsync:
         fsync_directory(save_dir)
-    write_atomically(save_dir / names.LATEST, tag, fsync)
-    write_atomically(save_dir / names.TRACKER, str(step), fsync)
+    for pointer, written in pointers.items():
+        os.replace(written, pointer)
     if fsync:
         fsync_directory(save_dir)
-    if replaced.exists():
-        shutil.rmtree(replaced)
 
 
-def prune(save_dir: Path, keep_last: int | None, current: str) -> list[str]:
+def remove_directory(path: Path) -> None:
+    """Remove a checkpoint so that a crash half-way leaves it whole or out of every load's sight."""
+    doomed = path.with_name(f"{names.TEMPORARY_PREFIX}removed_{path.name}_{time.time_ns():x}")
+    os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def prune(save_dir: Path, keep_last: int | None, step: int) -> list[str]:
     """Remove what no load can use any more; returns the names removed.
 
-    Always: leftovers of saves that were killed. With `keep_last`: all but that many of the newest complete
-    checkpoints. The manifest goes first, so that a half-removed checkpoint is not mistaken for a whole one.
+    Always: leftovers of saves and removals that were killed, and checkpoints that were moved aside for one that
+    stands now. With `keep_last`: all but that many of the newest complete checkpoints up to `step`, which was
+    just committed. Newer ones are of a course that was given up (or are damaged): they are not counted, and go
+    when training has passed them. Raises OSError if the storage refuses; every checkpoint that is still there
+    is whole then.
     """
-    doomed = [p for p in save_dir.iterdir() if p.name.startswith(names.TEMPORARY_PREFIX)]
+    entries = sorted(save_dir.iterdir())
+    leftovers = [p for p in entries if p.name.startswith(names.TEMPORARY_PREFIX)]
+    for path in leftovers:
+        shutil.rmtree(path, ignore_errors=True)
+    doomed = [
+        p
+        for p in entries
+        if p.name.endswith(names.REPLACED_SUFFIX)
+        and (save_dir / p.name.removesuffix(names.REPLACED_SUFFIX) / names.MANIFEST).is_file()
+    ]
+    for path in doomed:
+        remove_directory(path)
+    removed = leftovers + doomed
     if keep_last is not None:
         found, _ = discover(save_dir, None)
-        ours = [c for c in found if c.manifest is not None and c.tag != current]
-        doomed += [c.directory for c in ours[max(0, keep_last - 1) :]]
-    for path in doomed:
-        (path / names.MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(path, ignore_errors=True)
-    return [path.name for path in doomed]
+        ours = [c for c in found if c.manifest is not None and c.step <= step]
+        for candidate in ours[keep_last:]:
+            remove_directory(candidate.directory)
+            removed.append(candidate.directory)
+    return [path.name for path in removed]
 
 
 def discover(load_dir: Path, load_tag: str | None) -> tuple[list[Candidate], list[str]]:
     """Checkpoints in `load_dir` whose files are all there, newest first, and what is wrong with the others.
 
     Sizes are compared with the manifest; checksums are left to the load. A directory without a manifest counts
-    only if `latest` (or `load_tag`) names it: then it is upstream's or DeepSpeed's.
+    only if `latest` (or `load_tag`) names it: then it is upstream's or DeepSpeed's. Raises OSError if the
+    directory itself cannot be read.
     """
     candidates: list[Candidate] = []
-    problems: list[str] = []
+    problems: list[tuple[str, str]] = []  # (tag, what is wrong)
     if not load_dir.is_dir():
-        return candidates, problems
-    for entry in sorted(load_dir.iterdir()):
-        if entry.name.startswith(".") or not (entry / names.MANIFEST).is_file():
-            continue
+        return candidates, []
+    directories = sorted(p for p in load_dir.iterdir() if p.is_dir() and not p.name.startswith("."))
+    for directory in directories:
         try:
-            manifest = Manifest.from_json((entry / names.MANIFEST).read_text())
-        except (ValueError, KeyError, TypeError) as exc:
-            problems.append(f"{entry / names.MANIFEST}: not a whole manifest ({exc})")
+            found = _inspect(directory)
+        except (OSError, ValueError, TypeError) as exc:
+            problems.append((directory.name, f"{directory / names.MANIFEST}: cannot be used: {exc}"))
             continue
-        wrong = _wrong_files(entry, manifest)
-        if wrong:
-            problems.append(f"{entry.name}: " + "; ".join(wrong))
-        else:
-            candidates.append(Candidate(entry, manifest.tag, manifest.step, manifest))
+        if isinstance(found, str):
+            problems.append((directory.name, found))
+        elif found is not None:
+            candidates.append(found)
     candidates += _foreign(load_dir, load_tag)
     if load_tag is not None:
         candidates = [c for c in candidates if c.tag == load_tag]
-        problems = [p for p in problems if p.startswith(f"{load_tag}:") or f"/{load_tag}/" in p]
-    return sorted(candidates, key=lambda c: (-c.step, c.directory.name != c.tag)), problems
+    problems += _without_manifest(directories, candidates)
+    if load_tag is not None:
+        problems = [p for p in problems if p[0].removesuffix(names.REPLACED_SUFFIX) == load_tag]
+    newest_first = sorted(candidates, key=lambda c: (-c.step, c.directory.name != c.tag))
+    return newest_first, [what for _, what in problems]
+
+
+def _inspect(directory: Path) -> Candidate | str | None:
+    """The checkpoint in `directory`, or what is wrong with it; None without a manifest.
+
+    Raises OSError, ValueError or TypeError if the manifest cannot be read.
+    """
+    path = directory / names.MANIFEST
+    if not path.is_file():
+        return None
+    manifest = Manifest.from_json(path.read_text())
+    wrong = _wrong_files(directory, manifest)
+    if wrong:
+        return f"{directory.name}: " + "; ".join(wrong)
+    return Candidate(directory, manifest.tag, manifest.step, manifest)
+
+
+def _without_manifest(directories: Sequence[Path], candidates: Sequence[Candidate]) -> list[tuple[str, str]]:
+    """Newer steps than the newest candidate whose manifest is gone: a load passes them over.
+
+    Older ones may be upstream's, which keeps no manifest, and are no concern of this load.
+    """
+    newest = max((c.step for c in candidates), default=-1)
+    found = []
+    for path in directories:
+        step = names.step_of(path.name)
+        if step is not None and step > newest and not os.path.exists(path / names.MANIFEST):
+            found.append((path.name, f"{path / names.MANIFEST} is missing, so {path.name} may be incomplete"))
+    return found
 
 
 def _foreign(load_dir: Path, load_tag: str | None) -> list[Candidate]:
     latest = load_dir / names.LATEST
-    tag = load_tag or (latest.read_text().strip() if latest.is_file() else None)
+    tag = load_tag or (latest.read_text(errors="replace").strip() if latest.is_file() else None)
     if not tag or not (load_dir / tag).is_dir() or (load_dir / tag / names.MANIFEST).exists():
         return []
     if not any((load_dir / tag).glob("mp_rank_*_model_states.pt")):

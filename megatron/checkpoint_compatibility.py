@@ -6,8 +6,11 @@ from typing import Any
 
 from megatron import checkpoint_layout as names
 from megatron.checkpoint_commit import Candidate
+from megatron.checkpoint_engines.base import EngineOptions
 from megatron.checkpoint_engines.errors import CheckpointDamagedError, CheckpointMismatchError
+from megatron.checkpoint_engines.torch_engine import TorchEngine
 from megatron.config import Config
+from megatron.restart_trace.recorder import NullOperation
 from megatron.topology import Layout
 
 _SHAPE = (
@@ -28,7 +31,8 @@ def model_identity(config: Config, padded_vocab_size: int) -> dict[str, Any]:
 def check_candidate(candidate: Candidate, config: Config, layout: Layout, padded_vocab_size: int) -> None:
     """Raises CheckpointMismatchError naming every difference of shape or layout.
 
-    A checkpoint without manifest is judged by the arguments in its mp_rank_00 file, as upstream wrote them.
+    A checkpoint without manifest is judged by the arguments in its mp_rank_00 file, as upstream wrote them; if
+    they are ours, its manifest is gone: CheckpointDamagedError.
     """
     mine = model_identity(config, padded_vocab_size)
     if candidate.manifest is not None:
@@ -56,21 +60,17 @@ def check_candidate(candidate: Candidate, config: Config, layout: Layout, padded
 
 
 def _foreign_identity(candidate: Candidate, mine: dict[str, Any]) -> tuple[dict[str, Any], Layout]:
-    import torch
-
-    from megatron.checkpoint_engines.safe_unpickling import known_classes
-
-    path = candidate.directory / names.model_states_file(Layout(1, 1, 1), Layout(1, 1, 1).coordinates(0))
-    try:
-        with known_classes():
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError) as exc:
-        raise CheckpointDamagedError(f"{path}: cannot be read ({exc})") from exc
+    name = names.model_states_file(Layout(1, 1, 1), Layout(1, 1, 1).coordinates(0))
+    reader = TorchEngine(EngineOptions())
+    state = reader.load([name], candidate.directory, {}, NullOperation())[name]
+    path = candidate.directory / name
     if "args" not in state:
-        raise CheckpointMismatchError(
-            f"{path}: no `args` in it, so it is not a Megatron-DeepSpeed checkpoint"
-        )
+        raise CheckpointMismatchError(f"{path}: no `args` in it, so it is not a Megatron-DeepSpeed checkpoint")
     args = state["args"]
+    if hasattr(args, "indexed_samples"):  # upstream has no such argument
+        raise CheckpointDamagedError(
+            f"{candidate.directory / names.MANIFEST}: missing, so {candidate.tag} may be incomplete"
+        )
     theirs = {name: getattr(args, name) for name in mine if hasattr(args, name)}
     theirs["params_dtype"] = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size

@@ -6,8 +6,10 @@ Load: rank 0 discovers, every rank reads and verifies its files, all agree, then
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from megatron.checkpoint_compatibility import check_candidate, model_identity
 from megatron.checkpoint_engines.base import CheckpointEngine, SavedFile
 from megatron.checkpoint_engines.errors import (
     CheckpointDamagedError,
+    CheckpointMismatchError,
     CheckpointNotFoundError,
     CheckpointSaveError,
 )
@@ -90,13 +93,28 @@ def _write_files(
                 temporary.mkdir(parents=True, exist_ok=True)
         saved = ctx.checkpoint_engine.save(files, temporary, op)
         if ctx.config.checkpoint.verify_restored_state and ctx.checkpoint_engine.writes_files:
-            with op.span("serialize"):
-                name = names.tensor_hashes_file(ctx.control.rank)
-                (temporary / name).write_text(json.dumps(tensor_hashes(engine)))
+            saved = [*saved, _write_hashes(ctx, engine, temporary, op)]
         return saved, None
     except Exception as exc:  # whatever it is, the other ranks wait to hear of it
         logger.exception("rank %d could not save", ctx.control.rank)
         return [], f"{type(exc).__name__}: {exc}"
+
+
+def _write_hashes(ctx: Checkpointer, engine: Any, temporary: Path, op: Operation) -> SavedFile:
+    """Write the file of --verify-restored-state: a hash of every live tensor of this rank."""
+    name = names.tensor_hashes_file(ctx.control.rank)
+    with op.span("serialize", file=name):
+        content = json.dumps(tensor_hashes(engine)).encode()
+        checksum = "sha256:" + hashlib.sha256(content).hexdigest()
+    with (temporary / name).open("xb", buffering=0) as file:
+        with op.span("flush", "write", file=name) as span:
+            span.bytes = file.write(content)
+        if ctx.checkpoint_engine.options.fsync:
+            with op.span("flush", "fsync", file=name):
+                os.fsync(file.fileno())
+    op.bytes = (op.bytes or 0) + len(content)
+    op.num_files = (op.num_files or 0) + 1
+    return SavedFile(name, len(content), checksum)
 
 
 def _decide(
@@ -125,19 +143,24 @@ def _decide(
             commit.write_manifest(temporary, manifest, fsync)
         with op.span("commit", "publish"):
             commit.publish(save_dir, temporary, tag, progress.iteration, fsync)
-    except (OSError, ValueError) as exc:
+    except Exception as exc:  # whatever it is, the other ranks wait to hear of it
         logger.exception("the commit failed")
         commit.discard(temporary)
         return f"rank 0, commit: {type(exc).__name__}: {exc}"
-    with op.span("commit", "prune"):
-        for name in commit.prune(save_dir, ctx.config.checkpoint.keep_last, tag):
-            logger.info("removed %s", save_dir / name)
+    _prune(ctx, save_dir, progress.iteration, op)
     return None
 
 
-def find_checkpoints(load_dir: Path | None, load_tag: str | None) -> tuple[list[commit.Candidate], list[str]]:
-    """What a load would try, newest first, and what it would pass over; reads names and sizes only."""
-    return ([], []) if load_dir is None else commit.discover(load_dir, load_tag)
+def _prune(ctx: Checkpointer, save_dir: Path, step: int, op: Operation) -> None:
+    """On rank 0: remove old checkpoints. The new one is committed, so a failure here is no failed save."""
+    try:
+        with op.span("commit", "prune"):
+            removed = commit.prune(save_dir, ctx.config.checkpoint.keep_last, step)
+    except OSError as exc:
+        logger.warning("old checkpoints were not removed: %s", exc)
+        return
+    for name in removed:
+        logger.info("removed %s", save_dir / name)
 
 
 def load_checkpoint(ctx: Checkpointer, engine: Any) -> Progress | None:
@@ -153,17 +176,17 @@ def load_checkpoint(ctx: Checkpointer, engine: Any) -> Progress | None:
         found: Any = None
         with op.span("discover"):
             if ctx.control.rank == 0:
-                found = commit.discover(load_dir, options.load_tag)
+                found = _discover(load_dir, options.load_tag)
         with op.span("barrier"):
             candidates, problems = ctx.control.broadcast(found)
         for problem in problems:
             _report_rejected(ctx, problem)
         for candidate in candidates:
             op.label(tag=candidate.tag, step=candidate.step)
-            progress = _load_candidate(ctx, engine, candidate, op)
-            if progress is not None:
-                return progress
-            problems.append(candidate.tag)
+            loaded = _load_candidate(ctx, engine, candidate, op)
+            if isinstance(loaded, Progress):
+                return loaded
+            problems += loaded
         if not problems:
             if options.load_tag is not None:
                 raise CheckpointNotFoundError(
@@ -171,15 +194,23 @@ def load_checkpoint(ctx: Checkpointer, engine: Any) -> Progress | None:
                 )
             return None
         raise CheckpointNotFoundError(
-            f"--load {load_dir}: no checkpoint there is whole; see the files named above. Restore one of them, "
-            "or start from iteration 0 with --allow-start-over"
+            f"--load {load_dir}: no checkpoint there is whole: {'; '.join(problems)}. Restore one of them, or "
+            "start from iteration 0 with --allow-start-over"
         )
+
+
+def _discover(load_dir: Path, load_tag: str | None) -> tuple[list[commit.Candidate], list[str]]:
+    """On rank 0: what there is. A directory that cannot be read is a problem to tell the others of."""
+    try:
+        return commit.discover(load_dir, load_tag)
+    except OSError as exc:
+        return [], [f"{load_dir}: cannot be read: {exc}"]
 
 
 def _load_candidate(
     ctx: Checkpointer, engine: Any, candidate: commit.Candidate, op: Operation
-) -> Progress | None:
-    """Read, verify, agree, apply. None if any rank found a damaged file: nothing was applied then."""
+) -> Progress | list[str]:
+    """Read, verify, agree, apply. If any rank found a damaged file: what each found; nothing was applied."""
     options = ctx.config.checkpoint
     place = ctx.place
     with_optimizer = not (options.no_load_optim or options.finetune)
@@ -191,17 +222,20 @@ def _load_candidate(
             check_candidate(candidate, ctx.config, place.layout, ctx.padded_vocab_size)
         wanted = file_names(engine, place, with_optimizer)
         expected = manifest.files if manifest else {}
+        _check_wanted(candidate, wanted)
         states = ctx.checkpoint_engine.load(wanted, candidate.directory, expected, op)
     except (CheckpointDamagedError, OSError) as exc:
         error = str(exc)
     with op.span("barrier"):
         failed = ctx.control.agree(error)
     if failed:
-        for rank, reason in failed:
-            _report_rejected(ctx, f"rank {rank}: {reason}")
-        return None
+        reasons = [f"rank {rank}: {reason}" for rank, reason in failed]
+        for reason in reasons:
+            _report_rejected(ctx, reason)
+        return reasons
     with op.span("load", "host_to_device"):
         progress = restore_state(engine, place, states, ctx.config)
+        states.clear()  # giving gigabytes back to the system takes its time: here, where it is accounted for
     with op.span("redistribute", "broadcast"):
         engine.module._synchronize_tied_weights()
     if options.verify_restored_state and not options.finetune:
@@ -209,6 +243,16 @@ def _load_candidate(
     if manifest is None:
         logger.info("%s has no manifest (upstream wrote it): its checksums cannot be verified", candidate.tag)
     return progress
+
+
+def _check_wanted(candidate: commit.Candidate, wanted: list[str]) -> None:
+    """Raises CheckpointMismatchError if the checkpoint was saved without files that this load needs."""
+    left_out = [name for name in wanted if candidate.manifest and name not in candidate.manifest.files]
+    if left_out:
+        raise CheckpointMismatchError(
+            f"{candidate.directory}: was saved without {', '.join(left_out)}; give --no-load-optim if it was saved "
+            "with --no-save-optim, or load another checkpoint"
+        )
 
 
 def _verify_restored(ctx: Checkpointer, engine: Any, candidate: commit.Candidate, op: Operation) -> None:

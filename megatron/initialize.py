@@ -6,6 +6,8 @@ import datetime
 import gc
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +81,29 @@ def freeze_imported_objects() -> None:
     gc.freeze()
 
 
+@contextmanager
+def phase_apart_from_communicators(startup: Startup, name: str) -> Iterator[None]:
+    """Measure a start-up phase in which DeepSpeed also creates process groups; those count as `communicators`.
+
+    Gloo connects its ranks there and then. NCCL connects at the first collective of a group, which is in the
+    phase that runs it.
+    """
+    import torch.distributed as dist
+
+    create = dist.new_group
+    with startup.phase_around(name, "communicators") as creating:
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with creating:
+                return create(*args, **kwargs)
+
+        dist.new_group = timed
+        try:
+            yield
+        finally:
+            dist.new_group = create
+
+
 def initialize_megatron(config: Config, startup: Startup) -> Runtime:
     """Rendezvous, control group and seeds. Raises RuntimeError from torch if the rendezvous fails."""
     import deepspeed
@@ -112,10 +137,11 @@ def initialize_megatron(config: Config, startup: Startup) -> Runtime:
     with startup.phase("communicators"):
         control_group = None if backend == "gloo" else torch.distributed.new_group(backend="gloo")
     coordinates = layout.coordinates(parallel.rank)
-    seed_everything(
-        config.training.seed,
-        pp_rank=coordinates.pp,
-        tp_rank=coordinates.tp,
-        dp_offset=10 * coordinates.dp if config.training.data_parallel_random_init else 0,
-    )
+    with startup.phase("model_build"):
+        seed_everything(
+            config.training.seed,
+            pp_rank=coordinates.pp,
+            tp_rank=coordinates.tp,
+            dp_offset=10 * coordinates.dp if config.training.data_parallel_random_init else 0,
+        )
     return Runtime(layout, coordinates, parallel.rank, device, backend, control_group)

@@ -1,7 +1,8 @@
 """Checks of a run's input files and directories, before anything heavy is imported.
 
-Called on rank 0 only. Standard library only: what is read here are headers and lengths, so that a wrong path
-or a damaged file costs milliseconds instead of a start-up.
+Called on every rank: a node sees what it lacks itself, and no rank is left waiting for one that gave up. Standard
+library only: what is read here are headers and lengths, so that a wrong path or a damaged file costs milliseconds
+instead of a start-up.
 """
 
 from __future__ import annotations
@@ -31,15 +32,16 @@ _PROBE_BYTES = 4096
 def check_inputs(config: Config) -> None:
     """Check datasets, tokenizer files, the --load directory and the directories that will be written to.
 
-    Creates the directories that will be written to. Logs a warning when --load holds no checkpoint and the
-    run will start from iteration 0.
+    Creates the directories that will be written to. Rank 0 logs a warning when --load holds no checkpoint and
+    the run will start from iteration 0.
 
     Raises: ConfigError naming flag, file and fix.
     """
     for flag, prefix in config.data.prefixes:
         check_dataset(flag, prefix)
+    first = config.parallel.rank == 0
     check_tokenizer(config.data)
-    check_load(config.checkpoint)
+    check_load(config.checkpoint, warn=first)
     for flag, directory in (
         ("--save", config.checkpoint.save),
         ("--restart-trace-dir", config.trace.restart_trace_dir),
@@ -47,7 +49,7 @@ def check_inputs(config: Config) -> None:
         ("--data-cache-path", config.data.data_cache_path),
     ):
         if directory is not None:
-            check_writable(flag, directory)
+            check_writable(flag, directory, sync=first)
 
 
 def check_dataset(flag: str, prefix: str) -> None:
@@ -241,10 +243,10 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
         shift += 7
 
 
-def check_load(checkpoint: CheckpointConfig) -> None:
+def check_load(checkpoint: CheckpointConfig, *, warn: bool = True) -> None:
     """Check that --load holds a checkpoint: a `latest` file, or a directory with a manifest.
 
-    Without one the run starts from iteration 0 with a logged warning, or stops if
+    Without one the run starts from iteration 0, with a logged warning if `warn`, or stops if
     --exit-on-missing-checkpoint is given. A --load-tag that is not there is always an error. Whether a
     checkpoint is complete shows on load.
 
@@ -276,12 +278,13 @@ def check_load(checkpoint: CheckpointConfig) -> None:
             f"--load {load}: no checkpoint there; {hint}, or drop "
             "--exit-on-missing-checkpoint to start from iteration 0"
         )
-    logger.warning(
-        "--load %s: no checkpoint there (%s): training starts from iteration 0; "
-        "--exit-on-missing-checkpoint would stop here",
-        load,
-        hint,
-    )
+    if warn:
+        logger.warning(
+            "--load %s: no checkpoint there (%s): training starts from iteration 0; "
+            "--exit-on-missing-checkpoint would stop here",
+            load,
+            hint,
+        )
 
 
 def _tags(load: str) -> list[str]:
@@ -297,19 +300,20 @@ def _tags(load: str) -> list[str]:
     return [name for name in names if name != "restart_trace"]
 
 
-def check_writable(flag: str, directory: str) -> None:
-    """Create `directory` and write, sync and remove a file in it.
+def check_writable(flag: str, directory: str, *, sync: bool = True) -> None:
+    """Create `directory` and write, sync and remove a file in it. One rank that syncs is enough.
 
     Raises: ConfigError naming flag, directory and the operating system's reason.
     """
-    probe = os.path.join(directory, f".write_probe_{os.getpid()}")
+    probe = os.path.join(directory, f".write_probe_{os.urandom(8).hex()}")
     try:
         os.makedirs(directory, exist_ok=True)
         try:
             with open(probe, "wb") as stream:
                 stream.write(bytes(_PROBE_BYTES))
                 stream.flush()
-                os.fsync(stream.fileno())
+                if sync:
+                    os.fsync(stream.fileno())
         finally:
             if os.path.exists(probe):
                 os.remove(probe)

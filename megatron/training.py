@@ -66,7 +66,7 @@ def pretrain(
         vocab_size, eod = _check_before_imports(config)
         recorder, startup, cycle = _open_trace(config, entered_ns)
     except (ConfigError, OSError, ValueError) as error:
-        exit_with(error, rank)
+        exit_with(error, rank, every_rank_sees_it=False)
     with startup.phase("imports"):
         _heavy_imports()
     from megatron.checkpoint_engines.errors import CheckpointError
@@ -94,8 +94,7 @@ def _check_before_imports(config: Config) -> tuple[int, int]:
     from megatron.tokenizer import tokenizer_info
 
     check_engine_name(config.checkpoint.checkpoint_engine)
-    if config.parallel.rank == 0:
-        check_inputs(config)
+    check_inputs(config)
     data = config.data
     return tokenizer_info(
         data.tokenizer_type or "",
@@ -145,7 +144,9 @@ def _heavy_imports() -> None:
     import_heavy()
     import megatron.checkpointing
     import megatron.engine_setup
-    import megatron.model.gpt_model  # noqa: F401
+    import megatron.model.gpt_model
+    import megatron.training_data
+    import megatron.training_log  # noqa: F401
 
     freeze_imported_objects()
     gc.enable()
@@ -166,17 +167,17 @@ def _set_up(
     from megatron.control_plane import ControlPlane
     from megatron.engine_setup import build_engine, runtime_facts
     from megatron.exit_conditions import ExitConditions
-    from megatron.initialize import initialize_megatron
+    from megatron.initialize import initialize_megatron, phase_apart_from_communicators
     from megatron.training_data import build_data_iterators
     from megatron.training_log import TrainingLog, printed_as_debug
 
     runtime = initialize_megatron(config, startup)
     control = ControlPlane(runtime.rank, runtime.layout.world_size, runtime.control_group)
     vocab = padded_vocab_size(vocabulary[0], config.model.make_vocab_size_divisible_by, runtime.layout.tp)
-    with startup.phase("model_build"), printed_as_debug():
+    with phase_apart_from_communicators(startup, "model_build"), printed_as_debug():
         model = model_provider(config, vocab, runtime)
     eod = vocabulary[1] if config.data.eod_mask_loss else None
-    with startup.phase("engine_init"), printed_as_debug():
+    with phase_apart_from_communicators(startup, "engine_init"), printed_as_debug():
         engine = build_engine(config, model, functools.partial(batch_fn, eod_token=eod))
         checkpointer = _checkpointer(config, runtime, control, recorder, cycle, vocab)
     facts = runtime_facts(engine, runtime, config)
@@ -199,6 +200,8 @@ def _set_up(
         data = build_data_iterators(
             datasets_provider, config, control, runtime.layout, runtime.coordinates, progress
         )
+    with startup.phase("imports"):
+        log = TrainingLog(config, vocab)  # imports TensorBoard where it is asked for
     logger.info(
         "%s on %s: %d parameters on this rank, padded vocabulary %d, optimizer %s, checkpoint engine %s",
         runtime.layout, runtime.device.type, facts["parameters"], vocab, facts["optimizer"],
@@ -206,7 +209,7 @@ def _set_up(
     )  # fmt: skip
     return Trainer(
         config, engine, data, progress, recorder, startup, checkpointer,
-        ExitConditions(config, control), TrainingLog(config, vocab),
+        ExitConditions(config, control), log,
     )  # fmt: skip
 
 

@@ -64,12 +64,11 @@ themselves, in $SECONDS s after the set-up. A phase's duration is that of its sl
   saves     $SAVE_DIR
 
 Next, try
-  ENGINE=none bash $0                what a save costs when nothing is written
-  EXTRA_ARGS=--verify-restored-state bash $0
-                                     compare a hash of every restored tensor with what was saved
+  # the same on the storage that you train on
   SAVE_DIR=/mnt/your_storage/demo bash $0
-                                     the same on the storage that you train on
-  DRY_RUN=1 bash $BENCH_DIR/run_70b_tp8_pp8.sh
-                                     the commands of a 70B run
+  # compare a hash of every restored tensor with what was saved
+  EXTRA_ARGS=--verify-restored-state bash $0
+  # the commands of a 70B run on 64 GPUs
+  DRY_RUN=1 bash $(dirname "$0")/run_70b_tp8_pp8.sh
 TEXT
 }

@@ -2,9 +2,9 @@
 
     python kill_at_iteration.py --iteration 8 --log-dir DIR [--trace-dir DIR] -- COMMAND...
 
-Each launch's output is passed through and kept as DIR/cycle_000.log and DIR/cycle_001.log. The fault and what
-followed from it go into the trace directory as failure records. Every process that is left of a launch when
-it should have ended, or when a time limit passes, is killed; no other process is touched.
+Each launch's output is passed through, up to the kill, and kept as DIR/cycle_000.log and DIR/cycle_001.log.
+The fault and what followed from it go into the trace directory as failure records. Every process that is left
+of a launch when it should have ended, or when a time limit passes, is killed; no other process is touched.
 
 Exit code 0: the fault was injected and the second launch ended with 0. 1: something else happened, and the
 last line says what.
@@ -62,6 +62,7 @@ class Launch:
             start_new_session=True,
         )
         self._reported: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._echo = True
         self._reader = threading.Thread(target=self._read_output, args=(log_path,), daemon=True)
         self._reader.start()
 
@@ -72,8 +73,9 @@ class Launch:
                 log.write(line)
                 log.flush()
                 text = line.decode(errors="replace")
-                sys.stdout.write(text)
-                sys.stdout.flush()
+                if self._echo:
+                    sys.stdout.write(text)
+                    sys.stdout.flush()
                 reported = parse_line(text)
                 if reported is not None:
                     self._reported.put(reported.iteration)
@@ -102,8 +104,10 @@ class Launch:
     def kill_ranks(self) -> int:
         """SIGKILL every rank; returns how many processes that were.
 
+        What a launcher says of lost ranks is long and hides what matters: from here on output is only logged.
         Ranks are what the launcher gave a RANK; whatever they started themselves inherited it.
         """
+        self._echo = False
         killed: set[int] = set()
         while ranks := self._processes(lambda environment: "RANK" in environment):
             for process in ranks:
@@ -207,7 +211,7 @@ def run_drill(
                 raise DrillError("the launcher ended with exit code 0 though its ranks were killed")
             launch.wait_until_gone(GRACE_S)
             record("stopped")
-        say("the launcher noticed, and no process is left; launching again")
+        say(f"the launcher ended with exit code {exit_code} and no process is left; launching again")
         record("relaunched")
         with launched(command, log_dir / "cycle_001.log") as launch:
             exit_code = launch.wait(limit_s)

@@ -112,9 +112,9 @@ sys.exit("+cpu" in torch.version or not any("nvidia" in need for need in torch.r
 
 install_everything() {
     : >"$LOG"
+    pip_install setuptools
     install_torch "$1"
     say "installing deepspeed, the other dependencies and this project"
-    pip_install setuptools
     # Without isolation, because a build environment of its own would fetch unpinned build tools.
     # No op is compiled ahead of time: none is needed, and a compiler for one may be missing.
     DS_BUILD_OPS=0 pip_install --no-build-isolation -e "$ROOT[$EXTRAS]"

@@ -14,16 +14,19 @@ from megatron.checkpoint_engines.zip_records import Record, read_records
 from megatron.restart_trace.clock import now_ns
 
 _SMALL_WRITE = 1 << 16
+_BLOCK = 1 << 19  # read, then verified while it is still in the processor's cache
 
 
 class TimedWriter:
     """Unbuffered file for torch.save; small pieces (headers, padding) are joined with what follows.
 
+    What was written can be read back through `fd`.
+
     Raises FileExistsError if the file exists: overwriting would hide a name used twice.
     """
 
     def __init__(self, path: Path) -> None:
-        self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self.write_ns = 0
         self.num_bytes = 0
         self._pending = bytearray()
@@ -56,38 +59,29 @@ class TimedWriter:
         os.close(self.fd)
 
 
-class VerifyingReader:
-    """Seekable file for torch.load that checks the CRC-32 of every record as it is read.
-
-    Records that were not read whole and in order are read again by `finish`. Raises CheckpointDamagedError
-    there if a record differs, and zipfile.BadZipFile on opening if the archive's headers are damaged.
-    """
+class TimedReader:
+    """Seekable unbuffered file for torch.load."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = path.open("rb", buffering=0)
         self.read_ns = 0
         self.verify_ns = 0
-        self._records = read_records(self._file)
-        self._starts = [record.offset for record in self._records]
-        self._done = [0] * len(self._records)
-        self._crcs = [0] * len(self._records)
-        self._file.seek(0)
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
         position = self._file.tell()
-        start = now_ns()
         total = 0
-        while total < len(view):  # the kernel caps one read at 2 GiB
-            count = self._file.readinto(view[total:])
+        while total < len(view):
+            start = now_ns()
+            count = self._file.readinto(view[total : total + _BLOCK])
+            middle = now_ns()
+            self.read_ns += middle - start
             if not count:
                 break
+            self._account(position + total, view[total : total + count])
+            self.verify_ns += now_ns() - middle
             total += count
-        middle = now_ns()
-        self._account(position, view[:total])
-        self.read_ns += middle - start
-        self.verify_ns += now_ns() - middle
         return total
 
     def read(self, size: int = -1) -> bytes:
@@ -107,6 +101,36 @@ class VerifyingReader:
 
     def readable(self) -> bool:
         return True
+
+    def finish(self) -> None:
+        """All is read."""
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class VerifyingReader(TimedReader):
+    """Checks the CRC-32 of every record of a zip archive as it is read.
+
+    Records that were not read whole and in order are read again by `finish`. Raises CheckpointDamagedError
+    there if a record differs, and zipfile.BadZipFile on opening if the archive's headers are damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._records = read_records(self._file)
+        self._starts = [record.offset for record in self._records]
+        self._done = [0] * len(self._records)
+        self._crcs = [0] * len(self._records)
+        self._file.seek(0)
+
+    def readinto(self, buffer: Any) -> int:
+        position = self._file.tell()
+        total = super().readinto(buffer)
+        start = now_ns()
+        self._account(position, memoryview(buffer).cast("B")[:total])
+        self.verify_ns += now_ns() - start
+        return total
 
     def _account(self, position: int, view: memoryview) -> None:
         """Feed what was read at `position` to the checksum of the record it belongs to."""
@@ -134,6 +158,3 @@ class VerifyingReader:
         self._done[index] = self._crcs[index] = 0
         self._file.seek(record.offset)
         self.readinto(bytearray(record.size))
-
-    def close(self) -> None:
-        self._file.close()

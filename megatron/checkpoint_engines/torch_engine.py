@@ -7,6 +7,7 @@ manifest and is verified while loading, and only known classes are unpickled.
 from __future__ import annotations
 
 import os
+import pickle
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,8 +18,8 @@ import torch
 from megatron.checkpoint_engines import safe_unpickling
 from megatron.checkpoint_engines.base import CheckpointEngine, FileState, SavedFile
 from megatron.checkpoint_engines.errors import CheckpointDamagedError
-from megatron.checkpoint_engines.timed_files import TimedWriter, VerifyingReader
-from megatron.checkpoint_engines.zip_records import ALGORITHM, directory_checksum
+from megatron.checkpoint_engines.timed_files import TimedReader, TimedWriter, VerifyingReader
+from megatron.checkpoint_engines.zip_records import ALGORITHM, directory_checksum, open_directory_checksum
 from megatron.restart_trace.clock import now_ns
 from megatron.restart_trace.recorder import Operation
 
@@ -43,6 +44,8 @@ class TorchEngine(CheckpointEngine):
             except RuntimeError as exc:
                 # torch's zip writer hides the OSError of our write behind an error of its own
                 raise (exc.__context__ if isinstance(exc.__context__, OSError) else exc) from None
+            del state  # giving a host copy back to the system takes time, too
+            checksum = open_directory_checksum(writer.fd)  # a few kB, still in the page cache
             closed = now_ns()
             serialize_ns = closed - opened - writer.write_ns
             op.add("serialize", None, opened, closed, duration_ns=serialize_ns, file=file.name)
@@ -61,22 +64,14 @@ class TorchEngine(CheckpointEngine):
                     span.bytes = writer.num_bytes
         finally:
             writer.close()
-        with op.span("serialize", file=file.name):  # reads back a few kB of directory from the page cache
-            checksum = directory_checksum(path)
         return SavedFile(file.name, writer.num_bytes, checksum)
 
     def _load_file(self, path: Path, expected: SavedFile | None, op: Operation) -> Any:
         opened = now_ns()
-        try:
-            if expected is not None:
-                _check_directory(path, expected)
-            reader: Any = VerifyingReader(path)
-        except zipfile.BadZipFile as exc:
-            raise CheckpointDamagedError(f"{path}: not a complete torch.save file ({exc})") from exc
+        reader = self._open(path, expected)
         try:
             state = _load_known_classes(path, reader)
-            if self.options.verify_checksums:
-                reader.finish()
+            reader.finish()
         finally:
             reader.close()
         closed = now_ns()
@@ -89,6 +84,16 @@ class TorchEngine(CheckpointEngine):
         ):
             op.add("load", detail, opened, closed, duration_ns=duration, file=path.name, num_bytes=moved)
         return state
+
+    def _open(self, path: Path, expected: SavedFile | None) -> TimedReader:
+        if not self.options.verify_checksums:
+            return TimedReader(path)
+        try:
+            if expected is not None:
+                _check_directory(path, expected)
+            return VerifyingReader(path)
+        except zipfile.BadZipFile as exc:
+            raise CheckpointDamagedError(f"{path}: not a complete torch.save file ({exc})") from exc
 
 
 class _Counter:
@@ -127,15 +132,19 @@ def _check_directory(path: Path, expected: SavedFile) -> None:
         raise CheckpointDamagedError(f"{path}: checksum {found}, but {expected.checksum} was saved")
 
 
-def _load_known_classes(path: Path, reader: Any) -> Any:
+def _load_known_classes(path: Path, reader: TimedReader) -> Any:
     with safe_unpickling.known_classes():
         try:
-            return torch.load(reader, map_location="cpu", weights_only=True)
-        except (RuntimeError, EOFError, KeyError, ValueError, UnicodeDecodeError) as exc:
-            raise CheckpointDamagedError(f"{path}: cannot be read as a torch.save file ({exc})") from exc
-        except Exception as exc:
-            if "Unsupported" not in str(exc) and "Weights only load failed" not in str(exc):
-                raise
+            return torch.load(reader, map_location="cpu", weights_only=True)  # pyright: ignore[reportArgumentType]
+        except (OSError, MemoryError):
+            raise
+        except pickle.UnpicklingError as exc:
+            reader.finish()
             raise CheckpointDamagedError(
                 f"{path}: holds a class that is not on the allow-list, or a damaged pickle ({exc})"
+            ) from exc
+        except Exception as exc:  # a damaged pickle can make the unpickler raise anything
+            reader.finish()
+            raise CheckpointDamagedError(
+                f"{path}: cannot be read as a torch.save file ({type(exc).__name__}: {exc})"
             ) from exc

@@ -7,8 +7,12 @@ record. (ZIP: APPNOTE.TXT 6.3.10, sections 4.3.7, 4.3.12, 4.3.14, 4.3.16; ZIP64 
 
 from __future__ import annotations
 
+import errno
+import os
 import struct
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -17,6 +21,10 @@ from isal import isal_zlib
 
 ALGORITHM = "zip-directory-crc32"
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+_END = struct.Struct("<4s4H2IH")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR_SIZE = 20
+_TAIL = _END64.size + _LOCATOR_SIZE + _END.size
 
 
 @dataclass
@@ -31,16 +39,39 @@ class Record:
 
 def directory_checksum(path: Path) -> str:
     """ "zip-directory-crc32:xxxxxxxx" of a zip archive. Raises zipfile.BadZipFile if it is none."""
-    with path.open("rb") as file, zipfile.ZipFile(file) as archive:
-        start = archive.start_dir
-        file.seek(start)
-        return f"{ALGORITHM}:{isal_zlib.crc32(file.read()):08x}"
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return open_directory_checksum(fd)
+    finally:
+        os.close(fd)
+
+
+def open_directory_checksum(fd: int) -> str:
+    """As directory_checksum, of an open file; reads its last few kilobytes only."""
+    size = os.fstat(fd).st_size
+    start = _directory_start(os.pread(fd, _TAIL, max(0, size - _TAIL)))
+    if start > size:
+        raise zipfile.BadZipFile("the central directory lies beyond the end of the file")
+    return f"{ALGORITHM}:{isal_zlib.crc32(os.pread(fd, size - start, start)):08x}"
+
+
+def _directory_start(tail: bytes) -> int:
+    """Offset of the central directory, from the end records (4.3.14 to 4.3.16; torch leaves no comment)."""
+    end = tail[-_END.size :]
+    if len(end) < _END.size or end[:4] != b"PK\x05\x06":
+        raise zipfile.BadZipFile("there is no end-of-directory record at the end of the file")
+    locator = tail[-_END.size - _LOCATOR_SIZE : -_END.size]
+    if locator[:4] != b"PK\x06\x07":
+        return _END.unpack(end)[6]
+    if len(tail) < _TAIL or tail[:4] != b"PK\x06\x06":
+        raise zipfile.BadZipFile("the ZIP64 end-of-directory record is damaged")
+    return _END64.unpack(tail[: _END64.size])[9]
 
 
 def read_records(file: BinaryIO) -> list[Record]:
     """All records of the archive, by offset. Raises zipfile.BadZipFile if headers are damaged."""
     records = []
-    with zipfile.ZipFile(file) as archive:
+    with _bad_zip_only(), zipfile.ZipFile(file) as archive:
         for info in archive.infolist():
             if info.compress_type != zipfile.ZIP_STORED:
                 raise zipfile.BadZipFile(
@@ -54,3 +85,14 @@ def read_records(file: BinaryIO) -> list[Record]:
             offset = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
             records.append(Record(info.filename, offset, info.file_size, info.CRC))
     return sorted(records, key=lambda record: record.offset)
+
+
+@contextmanager
+def _bad_zip_only() -> Iterator[None]:
+    """zipfile has other exceptions too for what damaged headers make it do, an impossible seek for one."""
+    try:
+        yield
+    except (NotImplementedError, ValueError, OverflowError, struct.error, OSError) as exc:
+        if isinstance(exc, OSError) and exc.errno != errno.EINVAL:
+            raise
+        raise zipfile.BadZipFile(f"{type(exc).__name__}: {exc}") from exc

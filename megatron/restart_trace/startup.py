@@ -13,7 +13,8 @@ the run had reached before it failed is passed again.
 from __future__ import annotations
 
 import json
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from megatron.restart_trace import clock
@@ -21,6 +22,20 @@ from megatron.restart_trace.recorder import Operation, Recorder, SpanHandle
 from megatron.restart_trace.schema import RANK_FILE_PATTERN
 
 _TAIL_BYTES = 1 << 16
+
+
+class Stopwatch:
+    """Sums the time spent within it: `with watch: ...`, as often as needed but not nested."""
+
+    def __init__(self) -> None:
+        self.total_ns = 0
+        self._since_ns = 0
+
+    def __enter__(self) -> None:
+        self._since_ns = clock.now_ns()
+
+    def __exit__(self, *exc: object) -> None:
+        self.total_ns += clock.now_ns() - self._since_ns
 
 
 class Startup:
@@ -33,14 +48,35 @@ class Startup:
         started = clock.process_start_ns()
         start_ns = entered_ns if started is None else started
         self._operation: Operation | None = recorder.begin("startup", start_ns=start_ns)
-        self._operation.add("process_start", None, start_ns, clock.now_ns())
         self._reached = reached_iteration(trace_dir, rank, cycle) if trace_dir else None
+        self._operation.add("process_start", None, start_ns, clock.now_ns())
         self._first_step_end_ns = 0
         self._op = self._operation
 
     def phase(self, name: str) -> AbstractContextManager[SpanHandle]:
         """Measure one phase of the start-up."""
         return self._op.span(name)
+
+    @contextmanager
+    def phase_around(self, name: str, inner: str) -> Iterator[Stopwatch]:
+        """Measure one phase that another one, `inner`, interrupts again and again.
+
+        The body runs the interruptions within the Stopwatch it is given. Both phases get a span over the whole
+        window, each with the duration that is its own.
+        """
+        watch = Stopwatch()
+        start = clock.now_ns()
+        error: str | None = None
+        try:
+            yield watch
+        except BaseException as exc:
+            error = f"{type(exc).__name__}: {exc}"
+            raise
+        finally:
+            end = clock.now_ns()
+            self._op.add(name, None, start, end, duration_ns=end - start - watch.total_ns, error=error)
+            if watch.total_ns:
+                self._op.add(inner, None, start, end, duration_ns=watch.total_ns)
 
     def iteration_done(self, step: int, loop_start_ns: int, end_ns: int) -> None:
         """Tell that iteration `step` ended at `end_ns`; the training loop was entered at `loop_start_ns`."""

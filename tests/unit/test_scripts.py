@@ -244,6 +244,7 @@ while (($#)); do
     shift
 done
 echo "$$" >"$NOTES/started_$node"
+until [[ -e $NOTES/started_$((1 - node)) ]]; do sleep 0.02; done
 [[ $node != "${FAIL_NODE:-}" ]] || exit 3
 [[ -z ${FAIL_NODE:-} ]] || exec sleep 60
 """

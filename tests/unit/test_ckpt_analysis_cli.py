@@ -1,0 +1,134 @@
+"""The command line of the analysis: both ways to run it, output, exit status, start-up time."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.analysis_helpers import ROOT, file_of, result
+from tests.unit.trace_factory import write_trace
+from tools.ckpt_analysis.cli import main
+
+
+def run_cli(*arguments: str, cwd: Path = ROOT, module: bool = True) -> subprocess.CompletedProcess[str]:
+    start = ["-m", "tools.ckpt_analysis"] if module else [str(ROOT / "tools" / "ckpt_analysis")]
+    return subprocess.run(
+        [sys.executable, *start, *arguments], cwd=cwd, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_both_ways_to_run_it(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "trace")
+    as_module = run_cli("--format", "json", str(trace))
+    as_directory = run_cli("--format", "json", str(trace), cwd=tmp_path, module=False)
+    assert (as_module.returncode, as_directory.returncode) == (0, 0), as_module.stderr + as_directory.stderr
+    assert as_module.stdout == as_directory.stdout
+    assert json.loads(as_module.stdout) == result(trace)
+
+
+def test_terminal_report(tmp_path: Path) -> None:
+    # A name with glob characters is a name.
+    trace = write_trace(tmp_path / "run[1]*" / "restart_trace")
+    done = run_cli(str(trace.parent))
+    assert done.returncode == 0, done.stderr
+    assert "\033" not in done.stdout  # no colour where there is no terminal
+    assert "Run 0123456789ab: TP2 PP2 DP2, 8 ranks on 1 host (node0), 2 cycles" in done.stdout
+    assert "3 steps had to be trained again (0.330 s of work)" in done.stdout
+    for heading in ("Restart of cycle 1", "Load global_step5", "Save global_step10", "Saves (2)"):
+        assert f"\n{heading}" in done.stdout
+    assert "\nSave global_step5" not in done.stdout
+    row = next(line for line in done.stdout.splitlines() if re.match(r"\s+fsync ", line))
+    assert row.split() == [
+        "fsync",
+        "0.2400",
+        "5",
+        "0.0400",
+        "0.0400",
+        "0.2000",
+        "0.2400",
+        "36.0",
+        "MB",
+        "0.150",
+        "yes",
+    ]
+    assert "\nSave global_step5" in run_cli("--all", str(trace)).stdout
+
+
+def test_strict(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path)
+    assert main(["--strict", str(trace)]) == 0
+    file_of(trace, 3, 1).unlink()
+    assert main(["--strict", str(trace)]) == 1
+    assert main([str(trace)]) == 0
+
+
+def not_a_directory(path: Path) -> None:
+    path.write_text("x")
+
+
+def something_else(path: Path) -> None:
+    path.mkdir()
+    (path / "notes.txt").write_text("x")
+
+
+def only_garbage(path: Path) -> None:
+    path.mkdir()
+    file_of(path, 0, 0).write_bytes(b"\x00" * 100)
+
+
+def only_empty(path: Path) -> None:
+    path.mkdir()
+    file_of(path, 0, 0).write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "no such directory"),
+        (not_a_directory, "cannot be read as a directory: Not a directory"),
+        (lambda path: path.mkdir(), "no restart trace here (it is empty)"),
+        (something_else, "no restart trace here (it holds other things)"),
+        (only_garbage, "can be analysed: rank_00000_cycle_000.jsonl: line 1: not a JSON record"),
+        (only_empty, "can be analysed: rank_00000_cycle_000.jsonl: has no records"),
+    ],
+)
+def test_could_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Any, message: str) -> None:
+    make(tmp_path / "logs")
+    assert main([str(tmp_path / "logs")]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and str(tmp_path / "logs") in captured.err
+    assert captured.err.count("\n") == 1 and captured.out == ""
+
+
+def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, time; start = time.perf_counter()\n"
+        "from tools.ckpt_analysis.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "took = time.perf_counter() - start\n"
+        "print(took, [m for m in ('torch', 'polars', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    took, imported = done.stdout.splitlines()[-1].split(" ", 1)
+    assert imported == "[]" and float(took) < 0.3
+    assert "examples:" in done.stdout and "exit status" in done.stdout
+
+
+def test_never_imports_torch_and_of_the_project_only_the_schema(tmp_path: Path) -> None:
+    write_trace(tmp_path)
+    code = (
+        "import sys; from tools.ckpt_analysis.cli import main\n"
+        f"main([{str(tmp_path)!r}]); main(['--format', 'json', {str(tmp_path)!r}])\n"
+        "print(sorted(m for m in sys.modules if m == 'torch' or m.startswith('megatron')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == str(
+        ["megatron", "megatron.restart_trace", "megatron.restart_trace.schema"]
+    ), done.stderr
