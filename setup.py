@@ -20,7 +20,7 @@ INSTALL_REQUIRES = [
     "isal>=1.7",  # CRC32 with carry-less multiplication: an order of magnitude faster than zlib's
 ]
 
-ANALYSIS = ["polars>=2.0", "rich>=13.0"]
+ANALYSIS = ["polars>=2.0"]
 TENSORBOARD = ["tensorboard>=2.15"]
 ENGINES = ["torchsnapshot==0.1.0"]
 DEV = [

@@ -10,7 +10,6 @@ import dataclasses
 import logging
 import os
 import re
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -280,7 +279,7 @@ def exit_with(
     if rank == 0:
         print(f"error: {error}", file=sys.stderr, flush=True)
     elif not every_rank_sees_it:
-        print(f"error on rank {rank}, {socket.gethostname()}: {error}", file=sys.stderr, flush=True)
+        print(f"error on rank {rank}, {os.uname().nodename}: {error}", file=sys.stderr, flush=True)
     raise SystemExit(EXIT_CODE)
 
 

@@ -117,6 +117,24 @@ def install() -> None:
 
 
 @contextmanager
+def without_meta_kernels() -> Iterator[None]:
+    """Within it, `import torch` does not register its Python kernels for the meta device (0.25 s).
+
+    They are for tracing and for models without storage, neither of which training has. Whoever needs them
+    later imports torch._meta_registrations.
+    """
+    name = "torch._meta_registrations"
+    if os.environ.get(DISABLE_VARIABLE) == "1" or "torch" in sys.modules:
+        yield
+        return
+    sys.modules[name] = types.ModuleType(name)
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+
+
+@contextmanager
 def without_compile() -> Iterator[None]:
     """Within it, torch.compile leaves functions as they are: for imports that decorate with it."""
     torch: Any = sys.modules["torch"]

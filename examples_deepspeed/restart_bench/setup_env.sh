@@ -74,7 +74,7 @@ pip_install() {
         cut -c1-110 >&2 || status=${PIPESTATUS[0]}
     if ((status != 0)); then
         tail -n 25 "$LOG" >&2
-        die "pip failed with status $status; the whole log is $LOG"
+        die "pip failed with status $status; the whole log is $LOG${HINT:+. $HINT}"
     fi
 }
 
@@ -97,7 +97,8 @@ install_torch() {
     fi
     say "installing torch ($variant build${index:+ from $index})"
     if [[ -n $index ]]; then
-        pip_install --no-deps --index-url "$index" torch
+        HINT="If that index cannot be reached: TORCH_INDEX_URL=<another index with CPU builds>, or empty for PyPI's" \
+            pip_install --no-deps --index-url "$index" torch
     else
         pip_install --no-deps torch
     fi
@@ -135,10 +136,10 @@ main() {
     fi
     [[ $variant == cpu || $variant == cuda ]] || die "TORCH_VARIANT=$variant: use cpu or cuda"
 
-    # Of another checkout or with another torch: an update in place would leave parts of the old one.
-    local old_variant=
+    # pip takes a torch of the other variant for the one that is asked for, so that needs a new environment.
+    local old_variant=$variant
     [[ ! -f $STAMP ]] || old_variant=$(sed -n 2p "$STAMP")
-    if [[ -n $old_variant && $old_variant != "$variant" ]] || ! "$VENV_DIR/bin/python" -m pip --version >/dev/null 2>&1; then
+    if [[ $old_variant != "$variant" ]] || ! "$VENV_DIR/bin/python" -m pip --version >/dev/null 2>&1; then
         create_venv
     fi
     rm -f "$STAMP"

@@ -84,6 +84,9 @@ class TimedReader:
             total += count
         return total
 
+    def _account(self, position: int, view: memoryview) -> None:
+        """Verify the bytes `view` that were read at `position`."""
+
     def read(self, size: int = -1) -> bytes:
         if size < 0:
             size = os.fstat(self._file.fileno()).st_size - self._file.tell()
@@ -123,14 +126,6 @@ class VerifyingReader(TimedReader):
         self._done = [0] * len(self._records)
         self._crcs = [0] * len(self._records)
         self._file.seek(0)
-
-    def readinto(self, buffer: Any) -> int:
-        position = self._file.tell()
-        total = super().readinto(buffer)
-        start = now_ns()
-        self._account(position, memoryview(buffer).cast("B")[:total])
-        self.verify_ns += now_ns() - start
-        return total
 
     def _account(self, position: int, view: memoryview) -> None:
         """Feed what was read at `position` to the checksum of the record it belongs to."""
