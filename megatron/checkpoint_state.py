@@ -63,10 +63,11 @@ def file_names(engine: Any, place: RankPlace, with_optimizer: bool) -> list[str]
 
 
 def collect_state(
-    engine: Any, place: RankPlace, config: Config, padded_vocab_size: int, progress: Progress
+    engine: Any, place: RankPlace, config: Config, vocab_sizes: tuple[int, int], progress: Progress
 ) -> list[FileState]:
     """The files of this rank with the live state they are to hold: tensors are not copied.
 
+    `vocab_sizes`: the tokenizer's, and that padded for TP.
     The first DP replica writes weights and shared state; every rank its ZeRO-1 shard, which also carries the
     random state of the rank.
     """
@@ -75,7 +76,7 @@ def collect_state(
     if place.at.dp == 0:
         for number, layer in layer_modules(engine):
             files.append(FileState(names.layer_file(number, place.at.tp), layer.state_dict()))
-        client = client_state(config, padded_vocab_size, progress)
+        client = client_state(config, vocab_sizes, progress)
         if not config.checkpoint.no_save_rng:
             client["rng_state"] = [rng]
         common = engine._common_checkpoint_state(None, True, False)
@@ -92,10 +93,10 @@ def collect_state(
     return files
 
 
-def client_state(config: Config, padded_vocab_size: int, progress: Progress) -> dict[str, Any]:
+def client_state(config: Config, vocab_sizes: tuple[int, int], progress: Progress) -> dict[str, Any]:
     """What upstream keeps beside DeepSpeed's own state, under upstream's names."""
     args = namespace_from_config(config)
-    args.padded_vocab_size = padded_vocab_size
+    args.padded_vocab_size = vocab_sizes[1]
     args.iteration = progress.iteration
     args.consumed_train_samples = progress.consumed_train_samples
     args.consumed_valid_samples = progress.consumed_valid_samples
@@ -106,11 +107,11 @@ def client_state(config: Config, padded_vocab_size: int, progress: Progress) -> 
         "checkpoint_version": 3.0,
         "iteration": progress.iteration,
         "tokens": args.consumed_train_tokens,
-        "universal_checkpoint_info": universal_checkpoint_info(config, padded_vocab_size),
+        "universal_checkpoint_info": universal_checkpoint_info(config, *vocab_sizes),
     }
 
 
-def universal_checkpoint_info(config: Config, padded_vocab_size: int) -> dict[str, Any]:
+def universal_checkpoint_info(config: Config, vocab_size: int, padded_vocab_size: int) -> dict[str, Any]:
     """Patterns by which DeepSpeed's universal checkpoint knows how each parameter is split."""
     model = config.model
     tied = not model.untie_embeddings_and_output_weights
@@ -121,7 +122,7 @@ def universal_checkpoint_info(config: Config, padded_vocab_size: int) -> dict[st
     )
     info: dict[str, Any] = {
         "universal_checkpoint_version": 0.4,
-        "original_vocab_size": config.data.vocab_size or padded_vocab_size,
+        "original_vocab_size": vocab_size,
         "padded_vocab_size": padded_vocab_size,
         "vocabulary_parameter_patterns": vocabulary,
         "pipeline_replicated_parameter_patterns": vocabulary if tied else [],

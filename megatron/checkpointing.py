@@ -45,6 +45,7 @@ class Checkpointer:
 
     config: Config
     place: RankPlace
+    vocab_size: int  # of the tokenizer
     padded_vocab_size: int
     control: ControlPlane
     recorder: Recorder
@@ -88,7 +89,8 @@ def _write_files(
     """Write the files of this rank; (what was written, None) or ([], reason)."""
     try:
         with op.span("collect"):
-            files = collect_state(engine, ctx.place, ctx.config, ctx.padded_vocab_size, progress)
+            vocab_sizes = (ctx.vocab_size, ctx.padded_vocab_size)
+            files = collect_state(engine, ctx.place, ctx.config, vocab_sizes, progress)
             if ctx.checkpoint_engine.writes_files:
                 temporary.mkdir(parents=True, exist_ok=True)
         saved = ctx.checkpoint_engine.save(files, temporary, op)

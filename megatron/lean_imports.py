@@ -132,6 +132,7 @@ def without_meta_kernels() -> Iterator[None]:
         yield
     finally:
         del sys.modules[name]
+    importlib.import_module("torch._prims.rng_prims")  # came with the kernels; torch.Generator() fails without it
 
 
 @contextmanager

@@ -49,7 +49,9 @@ def check_inputs(config: Config) -> None:
         ("--data-cache-path", config.data.data_cache_path),
     ):
         if directory is not None:
-            check_writable(flag, directory, sync=first)
+            # A synchronisation only where one was asked for: the trace must not add any.
+            durable = flag == "--save" and config.checkpoint.checkpoint_durability == "fsync"
+            check_writable(flag, directory, sync=first and durable)
 
 
 def check_dataset(flag: str, prefix: str) -> None:
@@ -259,7 +261,9 @@ def check_load(checkpoint: CheckpointConfig, *, warn: bool = True) -> None:
         raise ConfigError(f"--load {load}: is not a directory; give the directory that --save wrote to")
     tags = _tags(load)
     if checkpoint.load_tag is not None:
-        if not os.path.isdir(os.path.join(load, checkpoint.load_tag)):
+        # A save that was killed at one instant leaves the older checkpoint of its tag under this name.
+        there_as = (checkpoint.load_tag, checkpoint.load_tag + ".replaced")
+        if not any(os.path.isdir(os.path.join(load, name)) for name in there_as):
             there = ", ".join(tags) or "none"
             raise ConfigError(f"--load-tag {checkpoint.load_tag}: not in --load {load}; there are: {there}")
         return

@@ -179,7 +179,7 @@ def _set_up(
     eod = vocabulary[1] if config.data.eod_mask_loss else None
     with phase_apart_from_communicators(startup, "engine_init"), printed_as_debug():
         engine = build_engine(config, model, functools.partial(batch_fn, eod_token=eod))
-        checkpointer = _checkpointer(config, runtime, control, recorder, cycle, vocab)
+        checkpointer = _checkpointer(config, runtime, control, recorder, cycle, (vocabulary[0], vocab))
     facts = runtime_facts(engine, runtime, config)
     recorder.write(
         "runtime",
@@ -214,7 +214,7 @@ def _set_up(
 
 
 def _checkpointer(
-    config: Config, runtime: Any, control: Any, recorder: Recorder, cycle: int, vocab: int
+    config: Config, runtime: Any, control: Any, recorder: Recorder, cycle: int, vocab_sizes: tuple[int, int]
 ) -> Checkpointer:
     from megatron.checkpoint_engines.base import EngineOptions
     from megatron.checkpoint_engines.registry import create_engine
@@ -230,7 +230,8 @@ def _checkpointer(
     return Checkpointer(
         config=config,
         place=RankPlace(runtime.layout, runtime.coordinates, config.model.params_dtype),
-        padded_vocab_size=vocab,
+        vocab_size=vocab_sizes[0],
+        padded_vocab_size=vocab_sizes[1],
         control=control,
         recorder=recorder,
         checkpoint_engine=create_engine(config.checkpoint.checkpoint_engine, options),

@@ -10,7 +10,7 @@ run_demo() {
     local demo_dir
     : "${WORK_DIR:=$ROOT/runs/tiny}"
     demo_dir=$WORK_DIR/demo-$(date +%Y%m%d-%H%M%S)
-    : "${SAVE_DIR:=$demo_dir/checkpoints}" "${TRACE_DIR:=$demo_dir/restart_trace}"
+    : "${SAVE_DIR:=$demo_dir/checkpoints}"
     load_settings "$@"
     ((KILL_AT < ITERS)) || die "KILL_AT=$KILL_AT: must be less than ITERS=$ITERS"
     ((KILL_AT > SAVE_INTERVAL)) || die "KILL_AT=$KILL_AT: must be more than SAVE_INTERVAL=$SAVE_INTERVAL, to resume from a save"

@@ -25,7 +25,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 from iteration_log import parse_line
@@ -156,16 +156,23 @@ class Launch:
         return found
 
 
+def import_trace() -> tuple[Any, Any]:
+    """What writes failure records. Imported only for that, from this checkout."""
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
+    from megatron.restart_trace import cycles
+    from megatron.restart_trace.supervisor import open_supervisor_trace
+
+    return cycles, open_supervisor_trace
+
+
 @contextlib.contextmanager
 def failure_records(trace_dir: Path | None, iteration: int) -> Iterator[RecordFailure]:
     """A function that writes a failure record of a phase, now; one that does nothing without `trace_dir`."""
     if trace_dir is None:
         yield lambda phase: None
         return
-    sys.path.insert(0, str(ROOT))
-    from megatron.restart_trace import cycles
-    from megatron.restart_trace.supervisor import open_supervisor_trace
-
+    cycles, open_supervisor_trace = import_trace()
     failed: list[int] = []
 
     with open_supervisor_trace(trace_dir) as trace:
@@ -196,6 +203,8 @@ def run_drill(
 ) -> None:
     """Launch, kill at `iteration`, launch again. Raises DrillError."""
     log_dir.mkdir(parents=True, exist_ok=True)
+    if trace_dir is not None:
+        import_trace()  # now, so that it does not delay the kill
     with contextlib.ExitStack() as stack:
         with launched(command, log_dir / "cycle_000.log") as launch:
             launch.wait_for_iteration(iteration, limit_s)

@@ -49,7 +49,7 @@ if rank == 0 and len(sys.argv) > 4:
     claim_cycle(pathlib.Path(sys.argv[4]), launch_key(os.environ), rank)
 drift = 1e-6 if behaviour == "drifts" and start else 0.0
 for i in range(start + 1, 13):
-    time.sleep(0.03)
+    time.sleep(2.0 if i == 9 and not start else 0.03)  # killed here, before the save at 10
     if rank == 0:
         loss = 5.0 / i + drift
         print(f" iteration {i:8d}/      12 | consumed samples: {8 * i} | lm loss: {loss:.6E} |", flush=True)

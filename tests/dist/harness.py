@@ -1,0 +1,164 @@
+"""What the multi-process tests are written with: start ranks, read what they said and recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+LLAMA_STYLE = [
+    "--use-rotary-position-embeddings", "--untie-embeddings-and-output-weights", "--swiglu",
+    "--normalization", "rmsnorm", "--disable-bias-linear",
+]  # fmt: skip
+
+
+@dataclass
+class Run:
+    """A finished launch."""
+
+    exit_codes: list[int]
+    log_dir: Path
+    pids: list[int]
+
+    @property
+    def ok(self) -> bool:
+        return all(code == 0 for code in self.exit_codes)
+
+    def log(self, rank: int = 0) -> str:
+        return (self.log_dir / f"rank_{rank}.log").read_text()
+
+    @property
+    def output(self) -> str:
+        """What all ranks printed, rank by rank."""
+        return "\n".join(path.read_text() for path in sorted(self.log_dir.glob("rank_*.log")))
+
+
+@dataclass
+class Zygote:
+    """Handle of tests/dist/zygote.py; one per test session."""
+
+    process: subprocess.Popen[str]
+    _runs: int = field(default=0)
+
+    @staticmethod
+    def start(wrapper: Sequence[str] = ()) -> Zygote:
+        """Start it, under the command `wrapper` (a tracer, say) if one is given."""
+        environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOCAL_SIZE": "1"}
+        process = subprocess.Popen(
+            [*wrapper, sys.executable, str(Path(__file__).with_name("zygote.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        return Zygote(process)
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=30)
+
+    def run(
+        self,
+        argv: list[str],
+        nproc: int,
+        log_dir: Path,
+        *,
+        env: dict[str, str] | None = None,
+        timeout: float = 120.0,
+        during: Callable[[list[int]], None] | None = None,
+        script: str | None = None,
+        launcher: bool = False,
+    ) -> Run:
+        """Run `nproc` ranks to their end. `during(pids)` is called once they run, to do them harm.
+
+        `script` is run instead of pretrain_gpt.py. With `launcher` the other ranks get SIGTERM when one fails, as
+        from torchrun. Ranks that are still there after `timeout` seconds are killed and the test fails.
+        """
+        self._runs += 1
+        directory = log_dir / f"run_{self._runs:03d}"
+        directory.mkdir(parents=True)
+        request = {
+            "argv": argv,
+            "env": env or {},
+            "nproc": nproc,
+            "log_dir": str(directory),
+            "script": script,
+            "launcher": launcher,
+        }
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        pids: list[int] = self._answer(120.0)["pids"]
+        if during is not None:
+            try:
+                during(pids)
+            except BaseException:  # leave no rank behind, and the zygote ready for the next test
+                kill_all(pids)
+                self._answer(30.0)
+                raise
+        try:
+            codes = self._answer(timeout)["exit_codes"]
+        except TimeoutError:
+            kill_all(pids)
+            codes = self._answer(30.0)["exit_codes"]
+            raise AssertionError(
+                f"ranks still ran after {timeout} s; their output:\n{Run(codes, directory, pids).output}"
+            ) from None
+        return Run(codes, directory, pids)
+
+    def _answer(self, timeout: float) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], timeout)
+        if not ready:
+            raise TimeoutError
+        line = self.process.stdout.readline()
+        assert line, "the zygote died"
+        return json.loads(line)
+
+
+def kill_all(pids: list[int]) -> None:
+    """SIGKILL every one of our ranks that is still there."""
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def wait_for(condition: Callable[[], bool], timeout: float, what: str) -> None:
+    """Poll `condition` every millisecond."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen within {timeout} s"
+        time.sleep(0.001)
+
+
+def records(trace_dir: Path, cycle: int | None = None, rank: int | None = None) -> list[dict[str, Any]]:
+    """Records of a trace directory; a torn last line is left out."""
+    found = []
+    for path in sorted(trace_dir.glob("rank_*_cycle_*.jsonl")):
+        match = re.match(r"rank_(\d+)_cycle_(\d+)", path.name)
+        assert match
+        if (rank is not None and int(match[1]) != rank) or (cycle is not None and int(match[2]) != cycle):
+            continue
+        for line in path.read_text().splitlines():
+            if line.endswith("}"):
+                found.append(json.loads(line))
+    return found
+
+
+def losses(trace_dir: Path, cycle: int | None = None, rank: int = 0) -> dict[int, float]:
+    """Iteration -> training loss with all its bits, as `rank` recorded it."""
+    return {r["step"]: r["loss"] for r in records(trace_dir, cycle, rank) if r["type"] == "iteration"}

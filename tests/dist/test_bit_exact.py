@@ -1,0 +1,330 @@
+"""A run that is resumed goes on as if nothing had happened: every loss and every stored bit is that of the run
+that was never interrupted. Dropout is on, so this holds for the random state of every rank too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.topology import Layout
+from tests.dist.harness import LLAMA_STYLE, Run, Zygote, kill_all, records, wait_for
+from tests.dist.tiny_runs import (
+    DROPOUT,
+    MODEL,
+    PRECISIONS,
+    RECOMPUTE,
+    SINGLE,
+    TRAINING,
+    Launcher,
+    assert_same_checkpoint,
+    from_iteration,
+    hashes,
+    load_file,
+    losses_of_ranks,
+    saving,
+    sha256,
+    state_files,
+)
+
+ALL_THREE = Layout(tp=2, pp=2, dp=2)
+TENSOR_PARALLEL = Layout(tp=2, pp=1, dp=1)
+STAGES = Layout(tp=1, pp=2, dp=1)
+LAYOUTS = [ALL_THREE, SINGLE, Layout(tp=2, pp=1, dp=2), Layout(tp=1, pp=4, dp=1)]
+LLAMA = [*MODEL, *LLAMA_STYLE, "--num-key-value-heads", "2", *TRAINING, *DROPOUT, *RECOMPUTE]
+CLASSIC = [*MODEL, *TRAINING, *DROPOUT, *RECOMPUTE]
+EIGHT = ["--train-iters", "8"]
+
+
+@pytest.fixture
+def launcher(zygote: Zygote, dataset: list[str], tmp_path: Path) -> Launcher:
+    return Launcher(zygote, dataset, tmp_path)
+
+
+def printed_by_iteration(run: Run, name: str) -> dict[int, str]:
+    """Iteration -> what the iteration line says after `name`."""
+    found = re.findall(rf"iteration +(\d+)/.*?{name}: *(\S+)", run.output)
+    return {int(step): value for step, value in found}
+
+
+def number_of_saves(save: Path, step: int, rank: int = 0) -> int:
+    """How often `rank` began to save `step`, over all cycles."""
+    begun = (r for r in records(save / "restart_trace", rank=rank) if r["type"] == "operation_begin")
+    return sum(r["operation"] == "save" and r["step"] == step for r in begun)
+
+
+def without(flags: list[str], flag: str) -> list[str]:
+    """`flags` without `flag` and its value."""
+    at = flags.index(flag)
+    return flags[:at] + flags[at + 2 :]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: str(layout).replace(" ", ""))
+def test_resumed_run_equals_uninterrupted_one(launcher: Launcher, layout: Layout, precision: str) -> None:
+    whole, resumed = launcher.directory / "whole", launcher.directory / "resumed"
+    flags = [*LLAMA, *PRECISIONS[precision], *EIGHT]
+    if layout == ALL_THREE:  # with data-loading processes, as by default
+        launcher = Launcher(launcher.zygote, without(list(launcher.dataset), "--num-workers"), launcher.directory)
+    launcher.train(layout, *flags, *saving(whole, 5))
+    launcher.train(layout, *flags, *saving(resumed, 5), "--load", whole, "--load-tag", "global_step5")
+
+    expected = losses_of_ranks(whole, layout)
+    assert [list(mine) for mine in expected] == [list(range(1, 9))] * layout.world_size
+    assert losses_of_ranks(resumed, layout) == from_iteration(expected, 6)
+    assert len(set(expected[0].values())) == 8
+    # The load compared what it restored with the hashes at 5; training has changed every optimizer tensor since.
+    at_5, at_8 = hashes(whole / "global_step5", layout), hashes(whole / "global_step8", layout)
+    assert hashes(resumed / "global_step8", layout) == at_8
+    for before, after in zip(at_5, at_8, strict=True):
+        trained = [name for name in before if name.startswith(("master/", "optimizer/"))]
+        assert len(trained) >= 6  # master weights and two moments of two groups
+        assert all(before[name] != after[name] for name in trained if not name.endswith("/step"))
+    assert_same_checkpoint(whole / "global_step8", resumed / "global_step8")
+
+
+def test_recorded_hashes_are_those_of_the_files(launcher: Launcher) -> None:
+    """So that comparing a live state with them compares it with what lies on the disk."""
+    save = launcher.directory / "run"
+    launcher.train(TENSOR_PARALLEL, *LLAMA, "--bf16", *EIGHT, "--exit-interval", "2", *saving(save, 8))
+    checkpoint = save / "global_step2"
+    for rank, recorded in enumerate(hashes(checkpoint, TENSOR_PARALLEL)):
+        stored = {}
+        for path in checkpoint.glob(f"layer_*-model_{rank:02d}-model_states.pt"):
+            number = int(path.name[6:8])
+            stored |= {f"weight/{number}.{name}": sha256(t) for name, t in load_file(path).items()}
+        shard = load_file(checkpoint / f"bf16_zero_pp_rank_0_mp_rank_{rank:02d}_optim_states.pt")
+        state = shard["optimizer_state_dict"]
+        for index, master in enumerate(state["single_partition_of_fp32_groups"]):
+            stored[f"master/{index}"] = sha256(master)
+        for index, moments in state["base_optimizer_state"]["state"].items():
+            tensors = {name: value for name, value in moments.items() if isinstance(value, torch.Tensor)}
+            assert {"exp_avg", "exp_avg_sq"} <= tensors.keys()
+            stored |= {f"optimizer/{index}/{name}": sha256(tensor) for name, tensor in tensors.items()}
+        assert recorded == stored
+
+
+def test_restored_state_that_differs_is_refused(launcher: Launcher) -> None:
+    save = launcher.directory / "run"
+    launcher.train(TENSOR_PARALLEL, *LLAMA, *EIGHT, "--exit-interval", "2", *saving(save, 8))
+    path = save / "global_step2" / "tensor_hashes_rank_00001.json"
+    recorded = json.loads(path.read_text())
+    path.write_text(json.dumps(recorded | {"master/0": "0" * 64}))
+    finished = launcher.run(TENSOR_PARALLEL, *LLAMA, *EIGHT, *saving(save, 8), "--load", save)
+    assert 0 not in finished.exit_codes
+    assert f"{path}: restored state differs from what was saved in master/0" in finished.output
+    assert not (save / "global_step8").exists()
+
+
+def test_sigkill_of_all_ranks(launcher: Launcher) -> None:
+    """Killed at no chosen instant after iteration 7; the same command again goes on exactly."""
+    whole, killed = launcher.directory / "whole", launcher.directory / "killed"
+    flags = [*LLAMA, "--bf16", "--train-iters", "60"]
+    launcher.train(ALL_THREE, *flags, *saving(whole, 5), "--exit-interval", "10")
+
+    def kill_after_seven(pids: list[int]) -> None:
+        trace = killed / "restart_trace"
+        steps = lambda: [r["step"] for r in records(trace, rank=0) if r["type"] == "iteration"]  # noqa: E731
+        wait_for(lambda: 7 in steps(), 60.0, "iteration 7")
+        kill_all(pids)
+
+    run = launcher.run(ALL_THREE, *flags, *saving(killed, 5), during=kill_after_seven)
+    assert run.exit_codes == [-9] * 8
+    launcher.train(ALL_THREE, *flags, *saving(killed, 5), "--load", killed, "--exit-interval", "10")
+    expected, again = losses_of_ranks(whole, ALL_THREE), losses_of_ranks(killed, ALL_THREE, cycle=1)
+    assert again == from_iteration(expected, 6)
+    assert losses_of_ranks(killed, ALL_THREE, cycle=0)[0].items() <= expected[0].items()
+    assert_same_checkpoint(whole / "global_step10", killed / "global_step10")
+
+
+def test_resumed_twice(launcher: Launcher) -> None:
+    whole, parts = launcher.directory / "whole", launcher.directory / "parts"
+    flags = [*LLAMA, "--bf16", *EIGHT]
+    launcher.train(TENSOR_PARALLEL, *flags, *saving(whole, 8))
+    for stop in ("3", "6", "8"):
+        launcher.train(TENSOR_PARALLEL, *flags, *saving(parts, 3), "--load", parts, "--exit-interval", stop)
+    expected = losses_of_ranks(whole, TENSOR_PARALLEL)
+    for cycle, steps in enumerate(([1, 2, 3], [4, 5, 6], [7, 8])):
+        part = losses_of_ranks(parts, TENSOR_PARALLEL, cycle)
+        assert part == [{step: mine[step] for step in steps} for mine in expected]
+    assert_same_checkpoint(whole / "global_step8", parts / "global_step8")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_classic_model_with_tied_embedding_over_stages(launcher: Launcher, precision: str) -> None:
+    """Learned positions, LayerNorm, GELU, biases; first and last stage hold a copy each of the embedding."""
+    whole, resumed = launcher.directory / "whole", launcher.directory / "resumed"
+    flags = [*CLASSIC, *PRECISIONS[precision], *EIGHT]
+    launcher.train(STAGES, *flags, *saving(whole, 5))
+    launcher.train(STAGES, *flags, *saving(resumed, 5), "--load", whole, "--load-tag", "global_step5")
+    assert losses_of_ranks(resumed, STAGES) == from_iteration(losses_of_ranks(whole, STAGES), 6)
+    first, last = hashes(resumed / "global_step8", STAGES)
+    assert [name for name in first if "word_embeddings" in name] == ["weight/tied_modules.embed.word_embeddings.weight"]
+    assert first["weight/tied_modules.embed.word_embeddings.weight"] == last["weight/tied_modules.embed.word_embeddings.weight"]
+    assert_same_checkpoint(whole / "global_step8", resumed / "global_step8")
+
+
+def test_momentum_of_sgd(launcher: Launcher) -> None:
+    whole, resumed = launcher.directory / "whole", launcher.directory / "resumed"
+    flags = [*LLAMA, "--optimizer", "sgd", *EIGHT]
+    launcher.train(TENSOR_PARALLEL, *flags, *saving(whole, 5))
+    launcher.train(TENSOR_PARALLEL, *flags, *saving(resumed, 5), "--load", whole, "--load-tag", "global_step5")
+    assert losses_of_ranks(resumed, TENSOR_PARALLEL) == from_iteration(losses_of_ranks(whole, TENSOR_PARALLEL), 6)
+    assert "optimizer/0/momentum_buffer" in hashes(whole / "global_step5", TENSOR_PARALLEL)[0]
+    assert_same_checkpoint(whole / "global_step8", resumed / "global_step8")
+
+
+def test_ranks_with_random_streams_of_their_own(launcher: Launcher) -> None:
+    """With --data-parallel-random-init replicas differ in dropout too, and each gets its own state back."""
+    layout = Layout(tp=1, pp=1, dp=2)
+    whole, resumed = launcher.directory / "whole", launcher.directory / "resumed"
+    flags = [*LLAMA, "--data-parallel-random-init", *EIGHT]
+    launcher.train(layout, *flags, *saving(whole, 5))
+    launcher.train(layout, *flags, *saving(resumed, 5), "--load", whole, "--load-tag", "global_step5")
+    states = [load_file(whole / "global_step5" / name)["rng_state"] for name in state_files(whole / "global_step5") if "zero" in name]
+    assert not torch.equal(states[0]["torch_rng_state"], states[1]["torch_rng_state"])
+    assert losses_of_ranks(resumed, layout) == from_iteration(losses_of_ranks(whole, layout), 6)
+    assert_same_checkpoint(whole / "global_step8", resumed / "global_step8")
+
+
+def test_recomputing_activations_repeats_their_dropout(launcher: Launcher) -> None:
+    """The recomputation draws the masks of the forward pass again, and leaves the random streams as they were."""
+    with_it, without_it = launcher.directory / "with", launcher.directory / "without"
+    stored = [flag for flag in LLAMA if flag not in RECOMPUTE]
+    launcher.train(TENSOR_PARALLEL, *LLAMA, "--bf16", "--train-iters", "4", *saving(with_it, 4))
+    launcher.train(TENSOR_PARALLEL, *stored, "--bf16", "--train-iters", "4", *saving(without_it, 4))
+    assert losses_of_ranks(with_it, TENSOR_PARALLEL) == losses_of_ranks(without_it, TENSOR_PARALLEL)
+    assert hashes(with_it / "global_step4", TENSOR_PARALLEL) == hashes(without_it / "global_step4", TENSOR_PARALLEL)
+
+
+@pytest.mark.parametrize("iterations", ["6", "12"])
+def test_other_train_iters_keep_the_data_order(launcher: Launcher, iterations: str) -> None:
+    whole, resumed = launcher.directory / "whole", launcher.directory / "resumed"
+    flags = [*LLAMA, "--lr-decay-iters", "8"]
+    launcher.train(SINGLE, *flags, *EIGHT, *saving(whole, 5))
+    launcher.train(
+        SINGLE, *flags, "--train-iters", iterations, *saving(resumed, 5), "--load", whole, "--load-tag", "global_step5"
+    )  # fmt: skip
+    (expected,), (found,) = losses_of_ranks(whole, SINGLE), losses_of_ranks(resumed, SINGLE)
+    assert list(found) == list(range(6, int(iterations) + 1))
+    assert {step: loss for step, loss in found.items() if step <= 8}.items() <= expected.items()
+
+
+def test_last_checkpoint_is_written_once(launcher: Launcher) -> None:
+    save = launcher.directory / "run"
+    flags = [*LLAMA, *EIGHT, *saving(save, 4), "--load", save]
+    launcher.train(TENSOR_PARALLEL, *flags)
+    assert [number_of_saves(save, step, rank) for step in (4, 8) for rank in (0, 1)] == [1, 1, 1, 1]
+    before = (save / "global_step8").stat()
+    again = launcher.train(TENSOR_PARALLEL, *flags)  # nothing is left to train, so nothing to save
+    assert "resumed from iteration 8" in again.log(0)
+    assert number_of_saves(save, 8) == 1
+    after = (save / "global_step8").stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_evaluation_does_not_disturb(launcher: Launcher) -> None:
+    plain, whole, resumed = (launcher.directory / name for name in ("plain", "whole", "resumed"))
+    flags = [*LLAMA, "--bf16", *EIGHT, "--split", "80,20,0", "--eval-iters", "2"]
+    evaluating = [*flags, "--eval-interval", "2"]
+    launcher.train(STAGES, *flags, "--eval-interval", "0", *saving(plain, 5))
+    first = launcher.train(STAGES, *evaluating, *saving(whole, 5))
+    second = launcher.train(STAGES, *evaluating, *saving(resumed, 5), "--load", whole, "--load-tag", "global_step5")
+    expected = losses_of_ranks(whole, STAGES)
+    assert losses_of_ranks(plain, STAGES) == expected
+    assert losses_of_ranks(resumed, STAGES) == from_iteration(expected, 6)
+    validation = re.findall(r"validation loss at iteration (\d+) \| lm loss value: (\S+)", first.output)
+    assert [step for step, _ in validation] == ["2", "4", "6", "8", "8"]
+    assert re.findall(r"validation loss at iteration (\d+) \| lm loss value: (\S+)", second.output) == validation[2:]
+    assert_same_checkpoint(whole / "global_step8", resumed / "global_step8")
+
+
+def test_fp16_loss_scale_goes_on(launcher: Launcher) -> None:
+    """Overflows lower a scale that starts far too high before the save, and quiet iterations raise it after."""
+    whole, resumed = launcher.directory / "whole", launcher.directory / "resumed"
+    flags = [
+        *LLAMA, "--fp16", "--train-iters", "16", "--initial-loss-scale", str(2**28), "--hysteresis", "2",
+        "--loss-scale-window", "3",
+    ]  # fmt: skip
+    first = launcher.train(STAGES, *flags, *saving(whole, 8))
+    second = launcher.train(STAGES, *flags, *saving(resumed, 8), "--load", whole, "--load-tag", "global_step8")
+    scales = printed_by_iteration(first, "loss scale")
+    skipped = printed_by_iteration(first, "number of skipped iterations")
+    assert float(scales[8]) < 2**28
+    assert "1" in [skipped[step] for step in range(1, 9)]
+    assert len({scales[step] for step in range(9, 17)}) > 1
+    assert printed_by_iteration(second, "loss scale") == {step: scales[step] for step in range(9, 17)}
+    assert losses_of_ranks(resumed, STAGES) == from_iteration(losses_of_ranks(whole, STAGES), 9)
+    assert_same_checkpoint(whole / "global_step16", resumed / "global_step16")
+
+
+def test_no_load_optim(launcher: Launcher) -> None:
+    """Weights, progress and random state are restored; moments and step count of Adam begin anew."""
+    whole, resumed = launcher.directory / "whole", launcher.directory / "resumed"
+    flags = [*LLAMA, "--bf16", *EIGHT]
+    launcher.train(STAGES, *flags, *saving(whole, 5))
+    launcher.train(
+        STAGES, *flags, *saving(resumed, 5)[:-1], "--load", whole, "--load-tag", "global_step5", "--no-load-optim"
+    )  # fmt: skip
+    expected, found = losses_of_ranks(whole, STAGES)[0], losses_of_ranks(resumed, STAGES)[0]
+    assert list(found) == [6, 7, 8]
+    assert found[6] == expected[6]
+    assert found[7] != expected[7]
+    steps = {
+        save: load_file(save / "global_step8" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")["optimizer_state_dict"][
+            "base_optimizer_state"
+        ]["state"][0]["step"]
+        for save in (whole, resumed)
+    }
+    assert (float(steps[whole]), float(steps[resumed])) == (8.0, 3.0)
+
+
+def test_no_load_rng(launcher: Launcher) -> None:
+    """The same weights under other dropout masks: those that a fresh start draws."""
+    whole = launcher.directory / "whole"
+    flags = [*LLAMA, *EIGHT]
+    launcher.train(STAGES, *flags, *saving(whole, 5))
+    found = []
+    for name in ("one", "two"):
+        save = launcher.directory / name
+        launcher.train(
+            STAGES, *flags, *saving(save, 5), "--load", whole, "--load-tag", "global_step5", "--no-load-rng"
+        )  # fmt: skip
+        found.append(losses_of_ranks(save, STAGES)[0])
+    expected = losses_of_ranks(whole, STAGES)[0]
+    assert list(found[0]) == [6, 7, 8]
+    assert found[0] == found[1]
+    assert all(found[0][step] != expected[step] for step in (6, 7, 8))
+
+
+def test_finetune_takes_the_weights_alone(launcher: Launcher) -> None:
+    whole, tuned = launcher.directory / "whole", launcher.directory / "tuned"
+    launcher.train(STAGES, *LLAMA, "--bf16", *EIGHT, *saving(whole, 5))
+    # With a learning rate that changes no bit of a bf16 weight, what is saved is what was loaded.
+    slow = ["--lr", "1e-12", "--min-lr", "0", "--lr-warmup-iters", "0", "--train-iters", "2"]
+    launcher.train(STAGES, *LLAMA, "--bf16", *slow, *saving(tuned, 2)[:-1], "--load", whole, "--finetune")
+    assert list(losses_of_ranks(tuned, STAGES)[0]) == [1, 2]
+    for path in (whole / "global_step8").glob("layer_*.pt"):
+        before, after = load_file(path), load_file(tuned / "global_step2" / path.name)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+    state = load_file(tuned / "global_step2" / "mp_rank_00_model_states.pt")
+    assert (state["iteration"], state["global_steps"], state["args"].consumed_train_samples) == (2, 2, 8)
+    assert losses_of_ranks(tuned, STAGES)[0][1] < losses_of_ranks(whole, STAGES)[0][1]
+
+
+def test_exit_on_missing_checkpoint(launcher: Launcher) -> None:
+    nothing, save = launcher.directory / "nothing", launcher.directory / "run"
+    nothing.mkdir()
+    flags = [*LLAMA, *EIGHT, "--exit-interval", "1", *saving(save, 8), "--load", nothing]
+    refused = launcher.run(SINGLE, *flags, "--exit-on-missing-checkpoint")
+    assert refused.exit_codes == [2]
+    assert f"--load {nothing}: no checkpoint there" in refused.output
+    assert "--exit-on-missing-checkpoint" in refused.output
+    assert not (save / "global_step1").exists()
+    started = launcher.train(SINGLE, *flags)
+    assert f"--load {nothing}: no checkpoint there; starting from iteration 0" in started.log(0)
+    assert (save / "global_step1").is_dir()

@@ -1,0 +1,301 @@
+"""SIGKILL at any instant leaves a loadable checkpoint: real ranks, real kills, a real file system."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.topology import Layout
+from tests.dist.harness import LLAMA_STYLE, Zygote, kill_all, losses, records
+from tests.dist.tiny_runs import DROPOUT, Launcher, saving
+
+LAYOUT = Layout(tp=1, pp=2, dp=2)
+# Some 10 MB per rank and next to no arithmetic, so that a save takes longer than an iteration.
+MODEL = [
+    *LLAMA_STYLE, "--num-layers", "4", "--hidden-size", "256", "--ffn-hidden-size", "512", "--seq-length", "16",
+    "--num-attention-heads", "4", "--num-key-value-heads", "2", "--bf16",
+]  # fmt: skip
+TRAINING = [
+    *DROPOUT, "--micro-batch-size", "1", "--global-batch-size", "2", "--train-iters", "200", "--lr", "1e-3",
+    "--lr-warmup-iters", "4", "--lr-decay-style", "cosine", "--min-lr", "1e-4", "--log-interval", "1",
+]  # fmt: skip
+TINY = [
+    "--num-layers", "2", "--hidden-size", "32", "--ffn-hidden-size", "64", "--num-attention-heads", "2",
+    "--seq-length", "16", "--bf16",
+]  # fmt: skip
+KILLS = 20
+# Where rank 0 stands in a save when it is killed, by the last record of the save that reached its trace.
+TARGETS = ("begun", "writing", "fsync", "agreeing", "manifest", "publish", "prune")
+SHORT = ("agreeing", "manifest", "publish")
+
+
+@pytest.fixture
+def launcher(zygote: Zygote, dataset: list[str], tmp_path: Path) -> Launcher:
+    return Launcher(zygote, dataset, tmp_path)
+
+
+class TraceTail:
+    """Follows the trace file of one rank while it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = 0
+
+    def new_records(self) -> list[dict[str, Any]]:
+        """Whole records that were added since the last call."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._position)
+            added = file.read()
+        whole = added[: added.rfind(b"\n") + 1]
+        self._position += len(whole)
+        return [json.loads(line) for line in whole.splitlines()]
+
+
+def stage_after(record: dict[str, Any]) -> str | None:
+    """What a rank does next in a save, once `record` is in its trace; None if that is nothing to kill it in."""
+    if record.get("operation") != "save":
+        return None
+    if record["type"] == "operation_begin":
+        return "begun"
+    if record["type"] != "span":
+        return None
+    if record["phase"] == "flush" and record.get("file", "").startswith("tensor_hashes"):
+        return "agreeing" if record["detail"] == "fsync" else None
+    following = {
+        ("device_to_host", None): "writing",
+        ("flush", "write"): "fsync",
+        ("barrier", None): "manifest",
+        ("commit", "manifest"): "publish",
+        ("commit", "publish"): "prune",
+        ("commit", "prune"): "telling",
+    }
+    return following.get((record["phase"], record.get("detail")))
+
+
+def killed_in(trace: Path, cycle: int, rank: int = 0) -> str | None:
+    """Stage of the save that a rank was in when it was killed; None if it was in none."""
+    stage = None
+    for record in records(trace, cycle, rank):
+        if record["type"] == "operation_end" and record["operation"] == "save":
+            stage = None
+        else:
+            stage = stage_after(record) or stage
+    return stage
+
+
+@dataclass
+class Killer:
+    """Kills ranks a moment after one of them enters `target` in its `nth` save of this launch.
+
+    `victims` picks the process ids to kill, in order, out of those of all ranks.
+    """
+
+    trace: Path
+    cycle: int
+    target: str
+    nth: int
+    delay_s: float
+    victims: Callable[[list[int]], list[int]]
+    rank: int = 0
+
+    def __call__(self, pids: list[int]) -> None:
+        tail = TraceTail(self.trace / f"rank_{self.rank:05d}_cycle_{self.cycle:03d}.jsonl")
+        where = f"stage {self.target} of save {self.nth} in cycle {self.cycle}"
+        deadline = time.monotonic() + 60.0
+        saves = 0
+        while True:  # without sleeping: some stages last a millisecond
+            for record in tail.new_records():
+                stage = stage_after(record)
+                saves += stage == "begun"
+                if stage == self.target and saves >= self.nth:
+                    time.sleep(self.delay_s)
+                    kill_all(self.victims(pids))
+                    return
+            assert time.monotonic() < deadline, f"{where} was not reached"
+            assert all(Path(f"/proc/{pid}").exists() for pid in pids), f"a rank ended before {where}"
+
+
+def finished(trace: Path, operation: str, cycle: int, rank: int = 0) -> list[dict[str, Any]]:
+    """Closing records of the operations that succeeded."""
+    found = [r for r in records(trace, cycle, rank) if r["type"] == "operation_end" and r["operation"] == operation]
+    return [r for r in found if r["outcome"] == "ok"]
+
+
+def test_sigkill_at_random_instants_of_saves(launcher: Launcher) -> None:
+    """One job, killed 20 times: each start loads what was saved last, bit for bit, and goes on as if unharmed."""
+    rng = random.Random(20)
+    save, reference = launcher.directory / "killed", launcher.directory / "reference"
+    trace = save / "restart_trace"
+    flags = [*MODEL, *TRAINING, *saving(save, 1), "--load", str(save), "--keep-last", "2"]
+    targets = [TARGETS[i % len(TARGETS)] for i in range(KILLS)]
+    rng.shuffle(targets)
+    for cycle, target in enumerate(targets):
+        longest = 0.001 if target in SHORT else 0.01
+        shuffled = lambda pids: rng.sample(pids, len(pids))  # noqa: E731
+        killer = Killer(trace, cycle, target, rng.choice((1, 2)), rng.uniform(0.0, longest), shuffled)
+        run = launcher.run(LAYOUT, *flags, during=killer)
+        assert run.exit_codes == [-9] * LAYOUT.world_size, run.output[-4000:]
+    last = launcher.train(LAYOUT, *flags, "--exit-interval", "1")
+    assert "passed over" not in last.output
+
+    stages = [killed_in(trace, cycle) for cycle in range(KILLS)]
+    assert len(set(stages) - {None}) >= 4 and {"manifest", "publish", "prune"} & set(stages), stages
+    check_what_was_loaded(trace)
+    check_losses(launcher, trace, reference)
+    assert sorted(p.name for p in save.iterdir() if p.is_dir()) == sorted(
+        ["restart_trace", *(f"global_step{step}" for step in newest_steps(save, 2))]
+    )
+
+
+def newest_steps(save: Path, count: int) -> list[int]:
+    last = int((save / "latest_checkpointed_iteration.txt").read_text())
+    return list(range(last - count + 1, last + 1))
+
+
+def check_what_was_loaded(trace: Path) -> None:
+    """Never older than the newest save that was acknowledged, never newer than the newest that was begun."""
+    acknowledged = begun = 0
+    for cycle in range(KILLS + 1):
+        for rank in range(LAYOUT.world_size):
+            loaded = [r["step"] for r in finished(trace, "load", cycle, rank) if "step" in r]
+            assert loaded or not acknowledged, f"rank {rank} loaded nothing in cycle {cycle}"
+            assert all(acknowledged <= step <= begun for step in loaded), (cycle, rank, loaded)
+        saves = [r["step"] for r in finished(trace, "save", cycle)]
+        acknowledged = max([acknowledged, *saves])
+        started = [r for r in records(trace, cycle) if r["type"] == "operation_begin" and r["operation"] == "save"]
+        begun = max([begun, *(r["step"] for r in started)])
+    assert acknowledged >= KILLS // 2, "the job hardly got anywhere, so the test shows little"
+
+
+def check_losses(launcher: Launcher, trace: Path, reference: Path) -> None:
+    """Every iteration that any cycle finished has the loss of a run that was never interrupted."""
+    cycles = [losses(trace, cycle) for cycle in range(KILLS + 1)]
+    last = max(max(steps) for steps in cycles if steps)
+    flags = [*MODEL, *TRAINING, "--restart-trace-dir", str(reference), "--exit-interval", str(last)]
+    launcher.train(LAYOUT, *flags)
+    expected = losses(reference)
+    assert sorted(expected) == list(range(1, last + 1))
+    for cycle, mine in enumerate(cycles):
+        assert mine.items() <= expected.items(), f"cycle {cycle}"
+
+
+def tags(save: Path) -> list[str]:
+    return sorted(path.name for path in save.iterdir() if path.is_dir() and path.name != "restart_trace")
+
+
+def loaded_tags(trace: Path, cycle: int, world_size: int) -> list[str | None]:
+    """Tag that each rank loaded; None where it loaded nothing."""
+    found = [finished(trace, "load", cycle, rank) for rank in range(world_size)]
+    return [loads[-1].get("tag") if loads else None for loads in found]
+
+
+def test_sigkill_of_one_rank(launcher: Launcher) -> None:
+    """Without a launcher that would end them, the others end by themselves, soon, and commit nothing."""
+    save = launcher.directory / "run"
+    trace = save / "restart_trace"
+    flags = [*MODEL, *TRAINING, *saving(save, 1), "--load", str(save)]
+    moments: list[float] = []
+
+    def last_rank(pids: list[int]) -> list[int]:
+        moments.append(time.monotonic())
+        return pids[-1:]
+
+    killer = Killer(trace, 0, "writing", 2, 0.0, last_rank, rank=LAYOUT.world_size - 1)
+    run = launcher.run(LAYOUT, *flags, during=killer)
+    assert time.monotonic() - moments[0] < 20.0
+    assert run.exit_codes[-1] == -9
+    assert all(code > 0 for code in run.exit_codes[:-1]), run.exit_codes
+    assert not (save / "global_step2").exists() and (save / "latest").read_text() == "global_step1"
+    launcher.train(LAYOUT, *flags, "--exit-interval", "2")
+    assert loaded_tags(trace, 1, LAYOUT.world_size) == ["global_step1"] * LAYOUT.world_size
+    assert tags(save) == ["global_step1", "global_step2"]
+
+
+TWO = Layout(tp=1, pp=1, dp=2)
+CRASH = str(Path(__file__).with_name("scripts") / "crash_in_commit.py")
+
+
+@dataclass
+class Crashes:
+    """A job of two ranks that is started again and again."""
+
+    launcher: Launcher
+    save: Path
+    cycle: int = -1
+
+    @property
+    def flags(self) -> list[str]:
+        return [*LLAMA_STYLE, *TINY, *TRAINING, *saving(self.save, 1), "--load", str(self.save)]
+
+    @property
+    def trace(self) -> Path:
+        return self.save / "restart_trace"
+
+    def start(self, *more: str, **options: Any) -> list[str | None]:
+        """Start once more; tags that the ranks loaded."""
+        self.cycle += 1
+        self.run = self.launcher.run(TWO, *self.flags, *more, **options)
+        return loaded_tags(self.trace, self.cycle, TWO.world_size)
+
+    def crash(self, point: str, step: int, *more: str) -> list[str | None]:
+        """Start once more and kill rank 0 within the commit of iteration `step`."""
+        environment = {"CRASH_AFTER": point, "CRASH_STEP": str(step)}
+        loaded = self.start(*more, script=CRASH, env=environment, launcher=True)
+        assert self.run.exit_codes[0] == -9, (point, self.run.exit_codes, self.run.output[-4000:])
+        return loaded
+
+
+@pytest.fixture
+def crashes(launcher: Launcher) -> Crashes:
+    return Crashes(launcher, launcher.directory / "run")
+
+
+def test_crash_at_every_step_of_a_commit(crashes: Crashes) -> None:
+    """Each start crashes at another point; the next one loads what was whole at that point."""
+    both = lambda tag: [tag] * TWO.world_size  # noqa: E731
+    save = crashes.save
+    crashes.crash("manifest", 2)
+    assert tags(save)[-1] == "global_step1" and len(tags(save)) == 2  # the other one is hidden: not committed
+
+    assert crashes.crash("renamed", 2) == both("global_step1")
+    assert (save / "latest").read_text() == "global_step1"  # of no consequence: the checkpoint is whole
+
+    assert crashes.crash("latest", 3) == both("global_step2")
+    assert (save / "latest_checkpointed_iteration.txt").read_text() != "3"
+
+    # Going back to 1 makes step 2 be saved again; killed with the old one aside and the new one not in place.
+    assert crashes.crash("moved_aside", 2, "--load-tag", "global_step1") == both("global_step1")
+    assert "global_step2" not in tags(save) and "global_step2.replaced" in tags(save)
+    assert crashes.start("--load-tag", "global_step2", "--exit-interval", "3") == both("global_step2")
+    assert crashes.run.ok, crashes.run.output[-4000:]
+
+    # Two old ones are to go at step 4: killed when the first has lost its name, or half its files.
+    assert crashes.crash("unlinked_name", 4, "--keep-last", "2") == both("global_step3")
+    assert crashes.crash("half_removed", 5, "--keep-last", "1") == both("global_step4")
+    assert crashes.start("--keep-last", "2", "--exit-interval", "6") == both("global_step5")
+    assert crashes.run.ok, crashes.run.output[-4000:]
+    assert tags(save) == ["global_step5", "global_step6"]
+    assert "passed over" not in crashes.run.output
+
+
+def test_losses_after_crashes_are_those_of_a_run_without(crashes: Crashes) -> None:
+    crashes.crash("renamed", 2)
+    crashes.crash("latest", 3)
+    crashes.start("--exit-interval", "4")
+    reference = crashes.launcher.directory / "reference"
+    flags = ["--restart-trace-dir", str(reference), "--exit-interval", "4"]
+    crashes.launcher.train(TWO, *LLAMA_STYLE, *TINY, *TRAINING, *flags)
+    expected = losses(reference)
+    assert sorted(expected) == [1, 2, 3, 4]
+    for cycle, first in enumerate((1, 3, 4)):
+        mine = losses(crashes.trace, cycle)
+        assert min(mine) == first and mine.items() <= expected.items()

@@ -1,0 +1,60 @@
+"""The demonstration, as a newcomer runs it, apart from the set-up."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples_deepspeed" / "restart_bench" / "run_tiny_tp2_pp2_dp2.sh"
+
+
+def run_demo(work: Path, **settings: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    common = {
+        "WORK_DIR": str(work),
+        "DEVICE": "cpu",
+        "SKIP_SETUP": "1",
+        "PYTHON": sys.executable,
+        "TIME_LIMIT": "120",
+    }
+    return subprocess.run(
+        ["bash", str(SCRIPT)],
+        env=kept | common | settings,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=work,
+    )
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_training_is_measured_and_exact(tmp_path: Path) -> None:
+    done = run_demo(tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "SIGKILL to 8 ranks" in done.stderr
+    assert "The repeated iterations are identical, digit by digit." in done.stdout
+
+    (demo,) = tmp_path.glob("demo-*")
+    report = json.loads((demo / "report.json").read_text())
+    assert report["ranks"] == {"expected": 8, "present": 8} or report["ranks"]["present"] == 8
+    saved = [(save["tag"], save["cycle"]) for save in report["saves"]]
+    assert saved == [("global_step5", 0), ("global_step10", 1), ("global_step12", 1)]
+    restart = report["restarts"][-1]
+    assert restart["cycle"] == 1
+    assert restart["lost_steps"] == 3
+    assert restart["time_to_first_step_s"] > 0
+    assert (demo / "report.txt").read_text() in done.stdout
+    assert "Next, try" in done.stdout
+
+    # Started again where a checkpoint is, the script only resumes; what there is already is not built again.
+    again = run_demo(tmp_path, SAVE_DIR=str(demo / "checkpoints"))
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert "resuming from global_step12" in again.stderr
+    assert "corpus and tokenizer" in again.stderr and "are there" in again.stderr
+    assert "SIGKILL" not in again.stderr

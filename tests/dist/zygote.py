@@ -1,0 +1,115 @@
+"""Starts ranks of pretrain_gpt.py as real processes, forked from one that has imported torch and DeepSpeed.
+
+Each rank is a process of its own with its own gloo connections, as under a launcher; only the seconds of import
+are paid once per test session. Run as a program: reads one JSON request per line from stdin
+({"argv", "env", "nproc", "log_dir", "script", "launcher"}), answers {"pids": [...]} when the ranks run and
+{"exit_codes": [...]} when all have ended. Negative exit codes are signals, as in subprocess.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def rank_environment(rank: int, nproc: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "LOCAL_SIZE": str(nproc),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "RESTART_TRACE_LAUNCH_ID": f"test-{port}-{os.urandom(4).hex()}",
+    }
+
+
+def run_rank(request: dict[str, Any], environment: dict[str, str]) -> int:
+    """In the forked process: become a rank. Returns the exit code."""
+    os.environ.update(environment | request["env"])
+    log = os.open(
+        Path(request["log_dir"]) / f"rank_{environment['RANK']}.log",
+        os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+        0o644,
+    )
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    sys.argv = ["pretrain_gpt.py", *request["argv"]]
+    try:
+        runpy.run_path(request.get("script") or str(ROOT / "pretrain_gpt.py"), run_name="__main__")
+    except SystemExit as exit_:
+        return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def wait_for_all(pids: list[int], launcher: bool) -> list[int]:
+    """Exit codes of all ranks. A launcher sends SIGTERM to the others as soon as one of them fails."""
+    codes: dict[int, int] = {}
+    while len(codes) < len(pids):
+        pid, status = os.waitpid(-1, 0)
+        codes[pid] = os.waitstatus_to_exitcode(status)
+        if launcher and codes[pid] != 0:
+            for other in set(pids) - set(codes):
+                os.kill(other, signal.SIGTERM)
+    return [codes[pid] for pid in pids]
+
+
+def serve() -> None:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.path.insert(0, str(ROOT))
+    from megatron.training import _heavy_imports
+
+    _heavy_imports()
+    import megatron.data.gpt_dataset
+    import megatron.tokenizer  # noqa: F401
+
+    for line in sys.stdin:
+        request = json.loads(line)
+        port = free_port()
+        environments = [rank_environment(rank, request["nproc"], port) for rank in range(request["nproc"])]
+        for environment in environments:
+            environment["RESTART_TRACE_LAUNCH_ID"] = environments[0]["RESTART_TRACE_LAUNCH_ID"]
+        pids = []
+        for environment in environments:
+            pid = os.fork()
+            if pid == 0:
+                code = 1
+                try:
+                    code = run_rank(request, environment)
+                finally:
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                    os._exit(code)
+            pids.append(pid)
+        print(json.dumps({"pids": pids}), flush=True)
+        print(json.dumps({"exit_codes": wait_for_all(pids, bool(request.get("launcher")))}), flush=True)
+
+
+if __name__ == "__main__":
+    serve()
