@@ -57,8 +57,7 @@ def _free_port() -> int:
 
 def import_heavy() -> None:
     """Import torch and DeepSpeed; everything else that is slow to import comes with them."""
-    with lean_imports.without_meta_kernels():
-        import torch  # noqa: F401
+    import torch  # noqa: F401
 
     lean_imports.install()
     prepare_environment()

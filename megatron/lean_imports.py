@@ -32,9 +32,8 @@ class _StandIn(types.ModuleType):
             self.__path__ = path
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith(
-            "__"
-        ):  # the import system and inspect look for these; they are no request for content
+        if name.startswith("__"):
+            # The import system and inspect look for these; they are no request for content.
             raise AttributeError(name)
         return getattr(_real_module(self.__name__), name)
 
@@ -114,25 +113,6 @@ def install() -> None:
     for stand_in in stand_ins:
         sys.modules.setdefault(stand_in.__name__, stand_in)
     sys.meta_path.insert(0, _SubmoduleFinder())  # type: ignore[arg-type]
-
-
-@contextmanager
-def without_meta_kernels() -> Iterator[None]:
-    """Within it, `import torch` does not register its Python kernels for the meta device (0.25 s).
-
-    They are for tracing and for models without storage, neither of which training has. Whoever needs them
-    later imports torch._meta_registrations.
-    """
-    name = "torch._meta_registrations"
-    if os.environ.get(DISABLE_VARIABLE) == "1" or "torch" in sys.modules:
-        yield
-        return
-    sys.modules[name] = types.ModuleType(name)
-    try:
-        yield
-    finally:
-        del sys.modules[name]
-    importlib.import_module("torch._prims.rng_prims")  # came with the kernels; torch.Generator() fails without it
 
 
 @contextmanager

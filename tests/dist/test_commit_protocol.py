@@ -278,9 +278,9 @@ def test_crash_at_every_step_of_a_commit(crashes: Crashes) -> None:
     assert crashes.start("--load-tag", "global_step2", "--exit-interval", "3") == both("global_step2")
     assert crashes.run.ok, crashes.run.output[-4000:]
 
-    # Two old ones are to go at step 4: killed when the first has lost its name, or half its files.
-    assert crashes.crash("unlinked_name", 4, "--keep-last", "2") == both("global_step3")
-    assert crashes.crash("half_removed", 5, "--keep-last", "1") == both("global_step4")
+    # Two old ones are to go at step 4, one at step 5: killed when one has lost half its files, or only its name.
+    assert crashes.crash("half_removed", 4, "--keep-last", "2") == both("global_step3")
+    assert crashes.crash("unlinked_name", 5, "--keep-last", "1") == both("global_step4")
     assert crashes.start("--keep-last", "2", "--exit-interval", "6") == both("global_step5")
     assert crashes.run.ok, crashes.run.output[-4000:]
     assert tags(save) == ["global_step5", "global_step6"]

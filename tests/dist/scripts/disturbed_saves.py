@@ -1,0 +1,115 @@
+"""pretrain_gpt.py with something done to the storage, or to one rank, right before the saves of chosen iterations.
+
+DISTURB is a JSON object from iteration to action:
+"fill:ROOM" fills the disk up to ROOM bytes, "fill_before:FUNCTION" once the commit calls that function of its, "free"
+makes room again; "limit" and "unlimit" the size of files (EFBIG instead of ENOSPC, where no disk of our own can be
+mounted); "forbid" and "allow" writing to the save directory; "raise:RANK" and "recover" for an engine that fails on
+one rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import runpy
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron import checkpointing
+from megatron.checkpoint_engines.torch_engine import TorchEngine
+
+ACTIONS: dict[str, str] = json.loads(os.environ["DISTURB"])
+SAVE = checkpointing.save_checkpoint
+SAVE_FILE = TorchEngine._save_file
+_LIMIT = 100_000
+_CAPABILITY_VERSION_3 = 0x20080522
+_DAC_OVERRIDE, _DAC_READ_SEARCH = 1, 2
+
+
+def ballast(save: Path) -> Path:
+    return save.parent / "ballast"
+
+
+def fill(save: Path, room: int) -> None:
+    """Write until the disk is full but for `room` bytes."""
+    with ballast(save).open("wb", buffering=0) as file:
+        for size in (1 << 16, 1):
+            try:
+                while file.write(bytes(size)):
+                    pass
+            except OSError:
+                continue
+        file.truncate(file.tell() - room)
+
+
+def fill_before(save: Path, function: str) -> None:
+    original = getattr(checkpointing.commit, function)
+
+    def on_a_full_disk(*args: Any) -> Any:
+        setattr(checkpointing.commit, function, original)
+        fill(save, 0)
+        return original(*args)
+
+    setattr(checkpointing.commit, function, on_a_full_disk)
+
+
+def limit(size: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def drop_root_rights() -> None:
+    """Let root be refused like anyone else: clear CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH (capset(2))."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
+    data = ctypes.create_string_buffer(24)
+    assert libc.capget(header, data) == 0, os.strerror(ctypes.get_errno())
+    words = list(struct.unpack("=6I", data.raw))
+    words[0] &= ~(1 << _DAC_OVERRIDE | 1 << _DAC_READ_SEARCH)
+    assert libc.capset(header, struct.pack("=6I", *words)) == 0, os.strerror(ctypes.get_errno())
+
+
+def disturb(action: str, save: Path) -> None:
+    name, _, argument = action.partition(":")
+    first = dist.get_rank() == 0
+    if name == "fill":
+        if first:
+            fill(save, int(argument))
+    elif name == "fill_before":
+        if first:
+            fill_before(save, argument)
+    elif name == "free":
+        if first:
+            ballast(save).unlink()
+    elif name in ("limit", "unlimit"):
+        limit(_LIMIT if name == "limit" else resource.RLIM_INFINITY)
+    elif name in ("forbid", "allow"):
+        drop_root_rights()
+        save.chmod(0o500 if name == "forbid" else 0o700)
+    elif name == "raise":
+        TorchEngine._save_file = broken if dist.get_rank() == int(argument) else SAVE_FILE  # type: ignore[method-assign]
+    elif name == "recover":
+        TorchEngine._save_file = SAVE_FILE  # type: ignore[method-assign]
+    else:
+        raise ValueError(action)
+
+
+def broken(self: TorchEngine, file: Any, directory: Path, op: Any) -> Any:
+    raise IndexError(f"{file.name} met a broken engine")
+
+
+def save_checkpoint(ctx: Any, engine: Any, progress: Any) -> None:
+    action = ACTIONS.get(str(progress.iteration))
+    if action is not None:
+        dist.barrier()
+        disturb(action, Path(ctx.config.checkpoint.save))
+        dist.barrier()
+    SAVE(ctx, engine, progress)
+
+
+checkpointing.save_checkpoint = save_checkpoint
+runpy.run_path(str(Path(__file__).resolve().parents[3] / "pretrain_gpt.py"), run_name="__main__")
