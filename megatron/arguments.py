@@ -184,6 +184,8 @@ def config_from_args(args: argparse.Namespace, env: Mapping[str, str] = os.envir
     for name, cls in GROUPS.items():
         fields = {field.name for field in dataclasses.fields(cls)}
         groups[name] = cls(**{key: value for key, value in given.items() if key in fields})
+        if isinstance(groups[name], ParallelConfig):  # the batch sizes are checked against it
+            given["data_parallel_size"] = groups[name].data_parallel_size
     config = Config(**groups, notes=tuple(notes))
     if path is not None:
         build_deepspeed_config(config)  # shows conflicts of file and flags before anything heavy runs

@@ -10,17 +10,18 @@ from megatron.config import ModelConfig
 from megatron.tensor_parallel.init import init_normal_
 from megatron.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.tensor_parallel.mappings import copy_to_tensor_parallel_region
+from megatron.tensor_parallel.placement import Placement
 from megatron.topology import TensorParallelGroup
 
 
 class PositionEmbedding(nn.Module):
     """Learned positions [max_position_embeddings, hidden], replicated over TP. Input ids [b, s] -> [b, s, hidden]."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, place: Placement) -> None:
         super().__init__()
         self.init_std = config.init_method_std
         shape = (config.max_position_embeddings, config.hidden_size)
-        self.weight = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+        self.weight = nn.Parameter(place.zeros(*shape))
 
     def reset_parameters(self, seed: int, prefix: str) -> None:
         name = f"{prefix}.weight"
@@ -42,9 +43,7 @@ class EmbeddingPipe(nn.Module):
         self,
         config: ModelConfig,
         padded_vocab_size: int,
-        tp: TensorParallelGroup,
-        dtype: torch.dtype,
-        device: torch.device,
+        place: Placement,
     ) -> None:
         super().__init__()
         self.hidden_dropout = config.hidden_dropout
@@ -52,13 +51,9 @@ class EmbeddingPipe(nn.Module):
             padded_vocab_size,
             config.hidden_size,
             init_std=config.init_method_std,
-            tp=tp,
-            dtype=dtype,
-            device=device,
+            place=place,
         )
-        self.position_embeddings = (
-            PositionEmbedding(config, dtype, device) if config.add_position_embedding else None
-        )
+        self.position_embeddings = PositionEmbedding(config, place) if config.add_position_embedding else None
 
     def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         ids, position_ids = inputs
@@ -75,18 +70,14 @@ class TiedHead(nn.Module):
         self,
         config: ModelConfig,
         padded_vocab_size: int,
-        tp: TensorParallelGroup,
-        dtype: torch.dtype,
-        device: torch.device,
+        place: Placement,
     ) -> None:
         super().__init__()
         self.word_embeddings = VocabParallelEmbedding(
             padded_vocab_size,
             config.hidden_size,
             init_std=config.init_method_std,
-            tp=tp,
-            dtype=dtype,
-            device=device,
+            place=place,
         )
 
 
@@ -103,9 +94,7 @@ class LMHeadPipe(nn.Module):
         self,
         config: ModelConfig,
         padded_vocab_size: int,
-        tp: TensorParallelGroup,
-        dtype: torch.dtype,
-        device: torch.device,
+        place: Placement,
     ) -> None:
         super().__init__()
         self.lm_head = ColumnParallelLinear(
@@ -113,9 +102,7 @@ class LMHeadPipe(nn.Module):
             (padded_vocab_size,),
             bias=False,
             init_std=config.init_method_std,
-            tp=tp,
-            dtype=dtype,
-            device=device,
+            place=place,
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

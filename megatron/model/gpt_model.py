@@ -17,6 +17,7 @@ from megatron.config import ModelConfig
 from megatron.model.embedding import EmbeddingPipe, LMHeadPipe, TiedHead, tied_logits
 from megatron.model.norms import LayerNorm, RMSNorm
 from megatron.model.transformer import ParallelTransformerLayerPipe
+from megatron.tensor_parallel.placement import Placement
 from megatron.topology import Layout, TensorParallelGroup
 
 LossFunction = Callable[[torch.Tensor, Any, TensorParallelGroup], torch.Tensor]
@@ -46,14 +47,13 @@ class GPTModelPipe(PipelineModule):
     ) -> None:
         self.tp = TensorParallelGroup(rank=tp_rank, size=layout.tp)
         self.model_config = config
-        dtype = TORCH_DTYPES[config.params_dtype]
+        place = Placement(self.tp, TORCH_DTYPES[config.params_dtype], device)
+        interval = config.checkpoint_num_layers if config.checkpoint_activations else 0
         super().__init__(
-            layers=_layer_specs(config, padded_vocab_size, self.tp, dtype, device),
+            layers=_layer_specs(config, padded_vocab_size, place),
             loss_fn=lambda logits, labels: loss_func(logits, labels, self.tp),
             topology=PipeModelDataParallelTopology(num_pp=layout.pp, num_mp=layout.tp, num_dp=layout.dp),
-            activation_checkpoint_interval=config.checkpoint_num_layers
-            if config.checkpoint_activations
-            else 0,
+            activation_checkpoint_interval=interval,
             partition_method="type:transformer",
         )
         self.tp.group = self._grid.get_slice_parallel_group()
@@ -80,20 +80,11 @@ class GPTModelPipe(PipelineModule):
         return layers + tied
 
 
-def _layer_specs(
-    config: ModelConfig,
-    padded_vocab_size: int,
-    tp: TensorParallelGroup,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> list[Any]:
-    ends = (config, padded_vocab_size, tp, dtype, device)
-    blocks = [
-        LayerSpec(ParallelTransformerLayerPipe, config, number, tp, dtype, device)
-        for number in range(config.num_layers)
-    ]
+def _layer_specs(config: ModelConfig, padded_vocab_size: int, place: Placement) -> list[Any]:
+    ends = (config, padded_vocab_size, place)
+    blocks = [LayerSpec(ParallelTransformerLayerPipe, config, place) for _ in range(config.num_layers)]
     norm_class = RMSNorm if config.normalization == "rmsnorm" else LayerNorm
-    norm = LayerSpec(norm_class, config.hidden_size, config.layernorm_epsilon, dtype, device)
+    norm = LayerSpec(norm_class, config.hidden_size, config.layernorm_epsilon, place)
     if config.untie_embeddings_and_output_weights:
         return [_pass_through, LayerSpec(EmbeddingPipe, *ends), *blocks, norm, LayerSpec(LMHeadPipe, *ends)]
     weight = "word_embeddings.weight"

@@ -6,14 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.tensor_parallel.placement import Placement
+
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467)."""
 
-    def __init__(self, hidden_size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, hidden_size: int, eps: float, place: Placement) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.zeros(hidden_size, dtype=dtype, device=device))
+        self.weight = nn.Parameter(place.zeros(hidden_size))
 
     def reset_parameters(self, seed: int, prefix: str) -> None:
         nn.init.ones_(self.weight)
@@ -25,11 +27,11 @@ class RMSNorm(nn.Module):
 class LayerNorm(nn.Module):
     """Layer normalisation over the last dimension (arXiv:1607.06450)."""
 
-    def __init__(self, hidden_size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, hidden_size: int, eps: float, place: Placement) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.zeros(hidden_size, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=dtype, device=device))
+        self.weight = nn.Parameter(place.zeros(hidden_size))
+        self.bias = nn.Parameter(place.zeros(hidden_size))
 
     def reset_parameters(self, seed: int, prefix: str) -> None:
         nn.init.ones_(self.weight)
@@ -40,9 +42,7 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
 
 
-def build_norm(
-    normalization: str, hidden_size: int, eps: float, dtype: torch.dtype, device: torch.device
-) -> RMSNorm | LayerNorm:
+def build_norm(normalization: str, hidden_size: int, eps: float, place: Placement) -> RMSNorm | LayerNorm:
     """The layer that --normalization names: rmsnorm or layernorm."""
     cls = RMSNorm if normalization == "rmsnorm" else LayerNorm
-    return cls(hidden_size, eps, dtype, device)
+    return cls(hidden_size, eps, place)

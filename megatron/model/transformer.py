@@ -10,8 +10,8 @@ from megatron.config import ModelConfig
 from megatron.model.norms import build_norm
 from megatron.model.rotary import apply_rotary, rotary_cos_sin
 from megatron.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.tensor_parallel.placement import Placement
 from megatron.tensor_parallel.random import model_parallel_rng
-from megatron.topology import TensorParallelGroup
 
 
 def output_layer_std(config: ModelConfig) -> float:
@@ -26,15 +26,13 @@ class ParallelAttention(nn.Module):
     Input and output [b, s, hidden].
     """
 
-    def __init__(
-        self, config: ModelConfig, tp: TensorParallelGroup, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: ModelConfig, place: Placement) -> None:
         super().__init__()
-        self.tp = tp
+        self.tp = place.tp
         self.config = config
         self.head_dim = config.kv_channels
-        self.num_heads = config.num_attention_heads // tp.size
-        self.num_kv_heads = config.num_key_value_heads // tp.size
+        self.num_heads = config.num_attention_heads // place.tp.size
+        self.num_kv_heads = config.num_key_value_heads // place.tp.size
         query_size = config.num_attention_heads * self.head_dim
         kv_size = config.num_key_value_heads * self.head_dim
         self.query_key_value = ColumnParallelLinear(
@@ -42,18 +40,14 @@ class ParallelAttention(nn.Module):
             (query_size, kv_size, kv_size),
             bias=config.add_bias_linear,
             init_std=config.init_method_std,
-            tp=tp,
-            dtype=dtype,
-            device=device,
+            place=place,
         )
         self.dense = RowParallelLinear(
             query_size,
             config.hidden_size,
             bias=config.add_bias_linear,
             init_std=output_layer_std(config),
-            tp=tp,
-            dtype=dtype,
-            device=device,
+            place=place,
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -85,9 +79,7 @@ class ParallelMLP(nn.Module):
     With SwiGLU the rows of dense_h_to_4h.weight on a rank are its gate rows, then its up rows.
     """
 
-    def __init__(
-        self, config: ModelConfig, tp: TensorParallelGroup, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: ModelConfig, place: Placement) -> None:
         super().__init__()
         self.swiglu = config.swiglu
         self.gelu_approximate = config.gelu_approximate
@@ -97,18 +89,14 @@ class ParallelMLP(nn.Module):
             (ffn, ffn) if config.swiglu else (ffn,),
             bias=config.add_bias_linear,
             init_std=config.init_method_std,
-            tp=tp,
-            dtype=dtype,
-            device=device,
+            place=place,
         )
         self.dense_4h_to_h = RowParallelLinear(
             ffn,
             config.hidden_size,
             bias=config.add_bias_linear,
             init_std=output_layer_std(config),
-            tp=tp,
-            dtype=dtype,
-            device=device,
+            place=place,
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -127,19 +115,15 @@ class ParallelTransformerLayerPipe(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        layer_number: int,
-        tp: TensorParallelGroup,
-        dtype: torch.dtype,
-        device: torch.device,
+        place: Placement,
     ) -> None:
         super().__init__()
-        self.layer_number = layer_number
         self.hidden_dropout = config.hidden_dropout
-        norm = (config.normalization, config.hidden_size, config.layernorm_epsilon, dtype, device)
+        norm = (config.normalization, config.hidden_size, config.layernorm_epsilon, place)
         self.input_layernorm = build_norm(*norm)
-        self.self_attention = ParallelAttention(config, tp, dtype, device)
+        self.self_attention = ParallelAttention(config, place)
         self.post_attention_layernorm = build_norm(*norm)
-        self.mlp = ParallelMLP(config, tp, dtype, device)
+        self.mlp = ParallelMLP(config, place)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         attention = self.self_attention(self.input_layernorm(x))

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from megatron.restart_trace import clock, cycles
 from megatron.restart_trace.probes import make_probe
@@ -59,6 +60,25 @@ def environment(env: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def process_fields(env: Mapping[str, str]) -> dict[str, Any]:
+    """What the first record of a file says about the process itself."""
+    anchor = clock.read_anchor()
+    started = clock.process_start_ns()
+    return {
+        "host": socket.gethostname(),
+        "boot_id": clock.boot_id(),
+        "pid": os.getpid(),
+        "process_start_ns": anchor.monotonic_ns if started is None else started,
+        "process_start_source": "python" if started is None else "os",
+        "wall_ns": anchor.wall_ns,
+        "monotonic_ns": anchor.monotonic_ns,
+        "anchor_error_ns": anchor.error_ns,
+        "versions": versions(),
+        "environment": environment(env),
+        "argv": sys.argv,
+    }
+
+
 def open_rank_trace(
     trace_dir: Path | None,
     identity: RankIdentity,
@@ -80,25 +100,13 @@ def open_rank_trace(
     tp, pp, dp = identity.coordinates
     common = {"run_id": run_id, "cycle": cycle, "rank": identity.rank, "tp": tp, "pp": pp, "dp": dp}
     recorder = Recorder(sink, common, make_probe(identity.local_rank) if probes else None)
-    anchor = clock.read_anchor()
-    started = clock.process_start_ns()
     recorder.write(
         "process",
         role="rank",
-        host=socket.gethostname(),
-        boot_id=clock.boot_id(),
-        pid=os.getpid(),
         world_size=identity.world_size,
         layout=dict(zip(("tp", "pp", "dp"), identity.layout, strict=True)),
-        process_start_ns=anchor.monotonic_ns if started is None else started,
-        process_start_source="python" if started is None else "os",
-        wall_ns=anchor.wall_ns,
-        monotonic_ns=anchor.monotonic_ns,
-        anchor_error_ns=anchor.error_ns,
         engine_asked=engine_asked,
         durability=durability,
-        versions=versions(),
-        environment=environment(env),
-        argv=sys.argv,
+        **process_fields(env),
     )
     return recorder, cycle

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
-import socket
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron.restart_trace import clock, cycles
-from megatron.restart_trace.process import environment, versions
+from megatron.restart_trace import cycles
+from megatron.restart_trace.process import process_fields
 from megatron.restart_trace.recorder import Recorder
 from megatron.restart_trace.schema import SUPERVISOR_FILE_PATTERN
 from megatron.restart_trace.sink import JsonlSink
@@ -40,30 +38,11 @@ class SupervisorTrace:
         recorder = Recorder(self._sink, common)
         if not self._started:
             self._started = True
-            write_process_record(recorder)
+            layout = {"tp": 0, "pp": 0, "dp": 0}
+            recorder.write(
+                "process", role="supervisor", world_size=0, layout=layout, **process_fields(os.environ)
+            )
         recorder.event("failure", phase, detail, iteration)
-
-
-def write_process_record(recorder: Recorder) -> None:
-    anchor = clock.read_anchor()
-    started = clock.process_start_ns()
-    recorder.write(
-        "process",
-        role="supervisor",
-        host=socket.gethostname(),
-        boot_id=clock.boot_id(),
-        pid=os.getpid(),
-        world_size=0,
-        layout={"tp": 0, "pp": 0, "dp": 0},
-        process_start_ns=anchor.monotonic_ns if started is None else started,
-        process_start_source="python" if started is None else "os",
-        wall_ns=anchor.wall_ns,
-        monotonic_ns=anchor.monotonic_ns,
-        anchor_error_ns=anchor.error_ns,
-        versions=versions(),
-        environment=environment(os.environ),
-        argv=sys.argv,
-    )
 
 
 @contextmanager

@@ -17,11 +17,11 @@ from megatron.tensor_parallel.mappings import (
     copy_to_tensor_parallel_region,
     reduce_from_tensor_parallel_region,
 )
-from megatron.topology import TensorParallelGroup
+from megatron.tensor_parallel.placement import Placement
 
 
-def _parameter(shape: Sequence[int], dtype: torch.dtype, device: torch.device, split: bool) -> nn.Parameter:
-    param = nn.Parameter(torch.zeros(*shape, dtype=dtype, device=device))
+def _parameter(shape: Sequence[int], place: Placement, split: bool) -> nn.Parameter:
+    param = nn.Parameter(place.zeros(*shape))
     param.tensor_model_parallel = split  # type: ignore[attr-defined]
     return param
 
@@ -40,17 +40,15 @@ class ColumnParallelLinear(nn.Module):
         *,
         bias: bool,
         init_std: float,
-        tp: TensorParallelGroup,
-        dtype: torch.dtype,
-        device: torch.device,
+        place: Placement,
     ) -> None:
         super().__init__()
-        self.tp = tp
+        self.tp = place.tp
         self.output_sizes = tuple(output_sizes)
         self.init_std = init_std
-        rows = sum(self.output_sizes) // tp.size
-        self.weight = _parameter((rows, input_size), dtype, device, split=True)
-        self.bias = _parameter((rows,), dtype, device, split=True) if bias else None
+        rows = sum(self.output_sizes) // place.tp.size
+        self.weight = _parameter((rows, input_size), place, split=True)
+        self.bias = _parameter((rows,), place, split=True) if bias else None
 
     def reset_parameters(self, seed: int, prefix: str) -> None:
         init_normal_(
@@ -82,15 +80,13 @@ class RowParallelLinear(nn.Module):
         *,
         bias: bool,
         init_std: float,
-        tp: TensorParallelGroup,
-        dtype: torch.dtype,
-        device: torch.device,
+        place: Placement,
     ) -> None:
         super().__init__()
-        self.tp = tp
+        self.tp = place.tp
         self.init_std = init_std
-        self.weight = _parameter((output_size, input_size // tp.size), dtype, device, split=True)
-        self.bias = _parameter((output_size,), dtype, device, split=False) if bias else None
+        self.weight = _parameter((output_size, input_size // place.tp.size), place, split=True)
+        self.bias = _parameter((output_size,), place, split=False) if bias else None
 
     def reset_parameters(self, seed: int, prefix: str) -> None:
         init_normal_(
@@ -116,16 +112,14 @@ class VocabParallelEmbedding(nn.Module):
         hidden_size: int,
         *,
         init_std: float,
-        tp: TensorParallelGroup,
-        dtype: torch.dtype,
-        device: torch.device,
+        place: Placement,
     ) -> None:
         super().__init__()
-        self.tp = tp
+        self.tp = place.tp
         self.init_std = init_std
-        rows = padded_vocab_size // tp.size
-        self.first_id = tp.rank * rows
-        self.weight = _parameter((rows, hidden_size), dtype, device, split=True)
+        rows = padded_vocab_size // place.tp.size
+        self.first_id = place.tp.rank * rows
+        self.weight = _parameter((rows, hidden_size), place, split=True)
 
     def reset_parameters(self, seed: int, prefix: str) -> None:
         init_normal_(
