@@ -65,7 +65,9 @@ def _foreign_identity(candidate: Candidate, mine: dict[str, Any]) -> tuple[dict[
     state = reader.load([name], candidate.directory, {}, NullOperation())[name]
     path = candidate.directory / name
     if "args" not in state:
-        raise CheckpointMismatchError(f"{path}: no `args` in it, so it is not a Megatron-DeepSpeed checkpoint")
+        raise CheckpointMismatchError(
+            f"{path}: no `args` in it, so it is not a Megatron-DeepSpeed checkpoint"
+        )
     args = state["args"]
     if hasattr(args, "indexed_samples"):  # upstream has no such argument
         raise CheckpointDamagedError(

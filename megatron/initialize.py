@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron import lean_imports
 from megatron.accelerator import accelerator
-from megatron.config import Config
+from megatron.config import Config, ConfigError
 from megatron.restart_trace.startup import Startup
 from megatron.tensor_parallel.random import seed_everything
 from megatron.topology import Coordinates, Layout
@@ -119,7 +119,7 @@ def initialize_megatron(config: Config, startup: Startup) -> Runtime:
     on_cuda = device_type.device_name() == "cuda"
     backend = parallel.distributed_backend or ("nccl" if on_cuda else "gloo")
     if backend == "nccl" and not on_cuda:
-        raise ValueError("--distributed-backend nccl: no CUDA device here; use gloo, or leave the flag out")
+        raise ConfigError("--distributed-backend nccl: no CUDA device here; use gloo, or leave the flag out")
     if config.model.params_dtype == "fp16" and not on_cuda and not device_type.is_fp16_supported():
         # DeepSpeed refuses on CPUs without half-precision instructions, though torch computes there too.
         device_type.is_fp16_supported = lambda: True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megatron.config import OptimizerConfig
+from megatron.config import ConfigError, OptimizerConfig
 
 _STATE_NAMES = (
     "max_lr", "lr_warmup_steps", "lr_warmup_tokens", "num_steps", "num_tokens", "lr_decay_style",
@@ -103,7 +103,7 @@ class OptimizerParamScheduler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore progress, and the schedule itself unless the command line is to override it.
 
-        Raises ValueError where checkpoint and command line disagree and no flag says which counts.
+        Raises ConfigError where checkpoint and command line disagree and no flag says which counts.
         """
         for name in _STATE_NAMES:
             if name in _PROGRESS or name not in state or self._override:
@@ -112,7 +112,7 @@ class OptimizerParamScheduler:
             if self._has_no_effect(name):
                 continue
             if mine != theirs and not self._use_checkpoint:
-                raise ValueError(
+                raise ConfigError(
                     f"learning-rate schedule: {name} is {theirs} in the checkpoint and {mine} here; "
                     "give the same schedule, or --use-checkpoint-opt_param-scheduler or "
                     "--override-opt_param-scheduler to say which counts"

@@ -1,8 +1,8 @@
 """The same GPT and the same training once more, in plain single-process torch: what the trainer is compared with.
 
 Nothing of the trainer's mathematics is used: attention is a softmax of explicit scores, rotary embeddings are
-multiplications of complex numbers, norms, activations, loss and schedule are written out. Only the initial weights and
-the samples come from outside.
+multiplications of complex numbers, norms, activations, loss and schedule are written out. Only the initial weights
+and the samples come from outside.
 """
 
 from __future__ import annotations
@@ -55,8 +55,10 @@ def logits_of(weights: Weights, config: PlainConfig, tokens: torch.Tensor) -> to
     if not config.llama:
         x = x + weights["1.position_embeddings.weight"][: tokens.shape[1]]
     for layer in range(2, config.num_layers + 2):
-        x = x + _attention(weights, f"{layer}.self_attention", config, _norm(weights, f"{layer}.input_layernorm", config, x))
-        x = x + _mlp(weights, f"{layer}.mlp", config, _norm(weights, f"{layer}.post_attention_layernorm", config, x))
+        normed = _norm(weights, f"{layer}.input_layernorm", config, x)
+        x = x + _attention(weights, f"{layer}.self_attention", config, normed)
+        normed = _norm(weights, f"{layer}.post_attention_layernorm", config, x)
+        x = x + _mlp(weights, f"{layer}.mlp", config, normed)
     x = _norm(weights, str(config.num_layers + 2), config, x)
     head = f"{config.num_layers + 3}.lm_head.weight" if config.llama else "1.word_embeddings.weight"
     return x @ weights[head].T
@@ -95,7 +97,10 @@ def _attention(weights: Weights, name: str, config: PlainConfig, x: torch.Tensor
 
 
 def _rotate(x: torch.Tensor) -> torch.Tensor:
-    """Channels i and i + d/2 of position t as one complex number, times exp(1j t 10000^(-2i/d)) (arXiv:2104.09864)."""
+    """Channels i and i + d/2 at position t as one complex number, times exp(1j t 10000^(-2i/d)).
+
+    x is [b, s, heads, d]; arXiv:2104.09864, halves paired as in GPT-NeoX.
+    """
     half = x.shape[-1] // 2
     frequencies = 10000.0 ** (-torch.arange(half) / half)
     angles = torch.outer(torch.arange(x.shape[1]).float(), frequencies)[:, None, :]
@@ -137,7 +142,10 @@ def train_plainly(
     weights = {name: torch.nn.Parameter(value.clone()) for name, value in initial.items()}
     decayed = [value for value in weights.values() if value.dim() > 1]
     others = [value for value in weights.values() if value.dim() == 1]
-    groups = [{"params": decayed, "weight_decay": training.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": training.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     optimizer: torch.optim.Optimizer
     if training.optimizer == "adam":
         optimizer = torch.optim.AdamW(groups, lr=training.lr, betas=(0.9, 0.999), eps=1e-8)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.topology import Layout
-from tests.dist.harness import LLAMA_STYLE, Run, Zygote, kill_all, records, wait_for
+from tests.dist.harness import LLAMA_STYLE, Run, Zygote, kill_all, losses, records, wait_for
 from tests.dist.tiny_runs import (
     DROPOUT,
     MODEL,
@@ -28,7 +28,6 @@ from tests.dist.tiny_runs import (
     losses_of_ranks,
     saving,
     sha256,
-    state_files,
 )
 
 ALL_THREE = Layout(tp=2, pp=2, dp=2)
@@ -69,7 +68,8 @@ def test_resumed_run_equals_uninterrupted_one(launcher: Launcher, layout: Layout
     whole, resumed = launcher.directory / "whole", launcher.directory / "resumed"
     flags = [*LLAMA, *PRECISIONS[precision], *EIGHT]
     if layout == ALL_THREE:  # with data-loading processes, as by default
-        launcher = Launcher(launcher.zygote, without(list(launcher.dataset), "--num-workers"), launcher.directory)
+        dataset = without(list(launcher.dataset), "--num-workers")
+        launcher = Launcher(launcher.zygote, dataset, launcher.directory)
     launcher.train(layout, *flags, *saving(whole, 5))
     launcher.train(layout, *flags, *saving(resumed, 5), "--load", whole, "--load-tag", "global_step5")
 
@@ -128,8 +128,7 @@ def test_sigkill_of_all_ranks(launcher: Launcher) -> None:
 
     def kill_after_seven(pids: list[int]) -> None:
         trace = killed / "restart_trace"
-        steps = lambda: [r["step"] for r in records(trace, rank=0) if r["type"] == "iteration"]  # noqa: E731
-        wait_for(lambda: 7 in steps(), 60.0, "iteration 7")
+        wait_for(lambda: 7 in losses(trace, rank=0), 60.0, "iteration 7")
         kill_all(pids)
 
     run = launcher.run(ALL_THREE, *flags, *saving(killed, 5), during=kill_after_seven)
@@ -163,8 +162,9 @@ def test_classic_model_with_tied_embedding_over_stages(launcher: Launcher, preci
     launcher.train(STAGES, *flags, *saving(resumed, 5), "--load", whole, "--load-tag", "global_step5")
     assert losses_of_ranks(resumed, STAGES) == from_iteration(losses_of_ranks(whole, STAGES), 6)
     first, last = hashes(resumed / "global_step8", STAGES)
-    assert [name for name in first if "word_embeddings" in name] == ["weight/tied_modules.embed.word_embeddings.weight"]
-    assert first["weight/tied_modules.embed.word_embeddings.weight"] == last["weight/tied_modules.embed.word_embeddings.weight"]
+    embedding = "weight/tied_modules.embed.word_embeddings.weight"
+    assert [name for name in first if "word_embeddings" in name] == [embedding]
+    assert first[embedding] == last[embedding]
     assert_same_checkpoint(whole / "global_step8", resumed / "global_step8")
 
 
@@ -185,10 +185,38 @@ def test_ranks_with_random_streams_of_their_own(launcher: Launcher) -> None:
     flags = [*LLAMA, "--data-parallel-random-init", *EIGHT]
     launcher.train(layout, *flags, *saving(whole, 5))
     launcher.train(layout, *flags, *saving(resumed, 5), "--load", whole, "--load-tag", "global_step5")
-    states = [load_file(whole / "global_step5" / name)["rng_state"] for name in state_files(whole / "global_step5") if "zero" in name]
+    shards = [f"zero_pp_rank_{dp}_mp_rank_00_optim_states.pt" for dp in (0, 1)]
+    states = [load_file(whole / "global_step5" / name)["rng_state"] for name in shards]
     assert not torch.equal(states[0]["torch_rng_state"], states[1]["torch_rng_state"])
     assert losses_of_ranks(resumed, layout) == from_iteration(losses_of_ranks(whole, layout), 6)
     assert_same_checkpoint(whole / "global_step8", resumed / "global_step8")
+
+
+@pytest.mark.parametrize("style", [LLAMA, CLASSIC], ids=["llama", "classic"])
+def test_dropout_streams_of_tensor_parallel_ranks(launcher: Launcher, style: list[str]) -> None:
+    """Replicated activations are dropped alike on both ranks, the attention of different heads is not.
+
+    So what both ranks hold of the same weights stays equal.
+    """
+    save = launcher.directory / "run"
+    launcher.train(TENSOR_PARALLEL, *style, *EIGHT, *saving(save, 4))
+    states = [
+        load_file(save / f"global_step{step}" / f"zero_pp_rank_0_mp_rank_{tp:02d}_optim_states.pt")["rng_state"]
+        for step in (4, 8)
+        for tp in (0, 1)
+    ]
+    replicated = [sha256(state["torch_rng_state"]) for state in states]
+    own = [sha256(state["rng_tracker_states"]["model-parallel-rng"]) for state in states]
+    assert replicated[0] == replicated[1] != replicated[2] == replicated[3]
+    assert len(set(own)) == 4
+    replicated_names = re.compile(r"(.*layernorm\.)?(weight|bias)|.*(dense|4h_to_h)\.bias|position_embeddings\.weight")
+    compared = 0
+    for path in (save / "global_step8").glob("layer_*-model_00-model_states.pt"):
+        one, other = load_file(path), load_file(path.with_name(path.name.replace("model_00", "model_01")))
+        for name in filter(replicated_names.fullmatch, one):
+            assert torch.equal(one[name], other[name]), f"{path.name}: {name}"
+            compared += 1
+    assert compared == (9 if style is LLAMA else 27)  # 2 norms a layer and the last; their biases, 2 more, positions
 
 
 def test_recomputing_activations_repeats_their_dropout(launcher: Launcher) -> None:
@@ -274,13 +302,13 @@ def test_no_load_optim(launcher: Launcher) -> None:
     assert list(found) == [6, 7, 8]
     assert found[6] == expected[6]
     assert found[7] != expected[7]
-    steps = {
-        save: load_file(save / "global_step8" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")["optimizer_state_dict"][
-            "base_optimizer_state"
-        ]["state"][0]["step"]
-        for save in (whole, resumed)
-    }
-    assert (float(steps[whole]), float(steps[resumed])) == (8.0, 3.0)
+    assert (adam_steps(whole / "global_step8"), adam_steps(resumed / "global_step8")) == (8.0, 3.0)
+
+
+def adam_steps(checkpoint: Path) -> float:
+    """How many steps the optimizer of rank 0 has counted."""
+    shard = load_file(checkpoint / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    return float(shard["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["step"])
 
 
 def test_no_load_rng(launcher: Launcher) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 
 from megatron.topology import Layout
 from tests.dist.harness import LLAMA_STYLE, Run, Zygote, losses, records
+from tests.dist.storage import small_disk
 from tests.dist.tiny_runs import Launcher, saving
 
 TWO = Layout(tp=2, pp=1, dp=1)
@@ -45,18 +44,16 @@ class Disk:
 
 
 @pytest.fixture
-def disk(tmp_path: Path, record_property: pytest.FixtureRequest) -> Iterator[Disk]:
+def disk(tmp_path: Path) -> Iterator[Disk]:
     """A disk of our own that can really be full; where none may be mounted, a limit on the size of files."""
-    mounted = tmp_path / "disk"
-    mounted.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(mounted)]
-    if os.geteuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0:
-        record_property("full_disk_by", "tmpfs")  # type: ignore[operator]
-        yield Disk(mounted / "run", "fill:200000", "free", "OSError: [Errno 28] No space left on device", True)
-        subprocess.run(["umount", "--lazy", str(mounted)], check=True)
-    else:
-        record_property("full_disk_by", "RLIMIT_FSIZE")  # type: ignore[operator]
-        yield Disk(tmp_path / "run", "limit", "unlimit", "OSError: [Errno 27] File too large", False)
+    with small_disk(tmp_path / "disk", DISK_BYTES) as mounted:
+        if mounted:
+            print(f"the full disk is a tmpfs of {DISK_BYTES} bytes")
+            where, error = tmp_path / "disk" / "run", "OSError: [Errno 28] No space left on device"
+            yield Disk(where, "fill:200000", "free", error, True)
+        else:
+            print("the full disk is a limit on the size of files (RLIMIT_FSIZE)")
+            yield Disk(tmp_path / "run", "limit", "unlimit", "OSError: [Errno 27] File too large", False)
 
 
 def train(launcher: Launcher, save: Path, actions: dict[int, str], *flags: str) -> Run:
@@ -64,7 +61,15 @@ def train(launcher: Launcher, save: Path, actions: dict[int, str], *flags: str) 
     environment = {"DISTURB": json.dumps(actions)}
     trace = str(launcher.directory / "trace")
     return launcher.run(
-        TWO, *MODEL, *TRAINING, *saving(save, 1), "--restart-trace-dir", trace, *flags, script=SCRIPT, env=environment
+        TWO,
+        *MODEL,
+        *TRAINING,
+        *saving(save, 1),
+        "--restart-trace-dir",
+        trace,
+        *flags,
+        script=SCRIPT,
+        env=environment,
     )
 
 
@@ -93,20 +98,32 @@ def check_failure_in_the_middle(launcher: Launcher, save: Path, run: Run, reason
     assert "; the previous checkpoint is untouched and training goes on" in run.log(0)
     assert sorted(losses(launcher.directory / "trace")) == [1, 2, 3, 4]
     left = sorted(path.name for path in save.iterdir())
-    assert left == ["global_step1", "global_step3", "global_step4", "latest", "latest_checkpointed_iteration.txt"]
+    assert left == [
+        "global_step1",
+        "global_step3",
+        "global_step4",
+        "latest",
+        "latest_checkpointed_iteration.txt",
+    ]
 
 
 def test_disk_that_becomes_full_within_a_file(launcher: Launcher, disk: Disk) -> None:
     run = train(launcher, disk.directory, {2: disk.fill, 3: disk.free})
-    check_failure_in_the_middle(launcher, disk.directory, run, [f"rank 0: {disk.error}", f"rank 1: {disk.error}"])
-    again = launcher.train(TWO, *MODEL, *TRAINING, "--load", str(disk.directory), "--load-tag", "global_step3")
+    check_failure_in_the_middle(
+        launcher, disk.directory, run, [f"rank 0: {disk.error}", f"rank 1: {disk.error}"]
+    )
+    again = launcher.train(
+        TWO, *MODEL, *TRAINING, "--load", str(disk.directory), "--load-tag", "global_step3"
+    )
     assert "resumed from iteration 3" in again.output
 
 
 @pytest.mark.parametrize("function", ["write_manifest", "publish"])
 def test_disk_that_becomes_full_in_the_commit(launcher: Launcher, disk: Disk, function: str) -> None:
     if not disk.is_real:
-        pytest.skip("no disk of our own can be mounted here, and a limit on file sizes would hit the trace too")
+        pytest.skip(
+            "no disk of our own can be mounted here, and a limit on file sizes would hit the trace too"
+        )
     run = train(launcher, disk.directory, {2: f"fill_before:{function}", 3: disk.free})
     check_failure_in_the_middle(launcher, disk.directory, run, [f"rank 0, commit: {disk.error}"])
 
@@ -128,7 +145,9 @@ def test_full_disk_to_the_end(launcher: Launcher, disk: Disk) -> None:
 def test_directory_that_may_not_be_written_any_more(launcher: Launcher) -> None:
     save = launcher.directory / "run"
     run = train(launcher, save, {2: "forbid", 3: "allow"})
-    check_failure_in_the_middle(launcher, save, run, ["PermissionError: [Errno 13] Permission denied", str(save)])
+    check_failure_in_the_middle(
+        launcher, save, run, ["PermissionError: [Errno 13] Permission denied", str(save)]
+    )
 
 
 def test_one_rank_whose_engine_raises(launcher: Launcher) -> None:

@@ -1,8 +1,8 @@
-"""Checkpoints of upstream Megatron-DeepSpeed load and go on as upstream itself would have; ours are laid out as its own.
+"""A checkpoint of upstream Megatron-DeepSpeed goes on here as it did there, and ours are laid out as upstream's.
 
-golden/upstream_run is a real run of upstream at 4efb479d with DeepSpeed 0.19.8, torch 2.13.0 on CPU (gloo), TP2 PP2
-DP2, ZeRO-1, bf16 with fp32 gradient accumulation. `global_step5` is its checkpoint after iteration 5. Its Adam is
-torch's with L2 weight decay, which a resume takes over with the optimizer state.
+golden/upstream_run is a real run of upstream at 4efb479d with DeepSpeed 0.19.8 and torch 2.13.0 on CPU (gloo), TP2
+PP2 DP2, ZeRO-1, bf16 with fp32 gradient accumulation. `global_step5` is its checkpoint after iteration 5. Its Adam
+is torch's with L2 weight decay, which a resume takes over with the optimizer state.
 
 Faults of upstream, and the test that each is not ours (B: test_bit_exact, P: test_parallel_equivalence):
 
@@ -21,14 +21,17 @@ Faults of upstream, and the test that each is not ours (B: test_bit_exact, P: te
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import json
 import os
 import re
 import shutil
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -60,6 +63,14 @@ UPSTREAM_ARGUMENTS = [
 UPSTREAM_LOSSES = {6: 6.178153, 7: 6.178467, 8: 6.172748, 9: 6.163537, 10: 6.161767}
 # Seen: 4e-5. Upstream computes attention step by step in bf16, with 8 bits of mantissa, and we in one kernel.
 LOSS_TOLERANCE = 2e-4
+
+# After five iterations the model is close to linear and its attention to uniform, and a query head paired with the
+# wrong key head hardly shows. So upstream was also resumed from this checkpoint with all matrices but the embedding
+# multiplied by SHARPER, which bf16 does exactly, and gave these losses. Seen: 3e-3. K and V exchanged, gate and up
+# exchanged, query heads in another order or a wrong rotary sign each move one of them by 0.05 or more.
+SHARPER = 8.0
+SHARPENED_LOSSES = {6: 6.734530, 7: 6.699447, 8: 6.690334, 9: 6.589267, 10: 6.742578}
+SHARPENED_TOLERANCE = 1e-2
 
 # What our files hold beyond upstream's. Every rank's shard has the random state of that rank.
 EXTRA_STATE = {"optim_states": ["rng_state"]}
@@ -111,15 +122,45 @@ def test_goes_on_with_upstreams_losses(launcher: Launcher) -> None:
         assert found == pytest.approx(UPSTREAM_LOSSES, abs=LOSS_TOLERANCE)
 
 
+def is_sharpened(name: str) -> bool:
+    return name.endswith(("query_key_value.weight", "dense.weight", "_4h.weight", "_h.weight", "lm_head.weight"))
+
+
+def sharpen(checkpoint: Path) -> None:
+    """Multiply the matrices of an upstream checkpoint by SHARPER, in the weights and in the fp32 master weights."""
+    for path in checkpoint.glob("layer_*.pt"):
+        layer = load_known(path)
+        torch.save({name: t.data * SHARPER if is_sharpened(name) else t for name, t in layer.items()}, path)
+    for path in checkpoint.glob("*optim_states.pt"):
+        shard = load_known(path)
+        state = shard["optimizer_state_dict"]
+        for flat, fragments in zip(
+            state["single_partition_of_fp32_groups"], state["param_slice_mappings"], strict=True
+        ):
+            for name, at in fragments.items():
+                if is_sharpened(name):
+                    flat.data[at.start : at.start + at.numel] *= SHARPER
+        torch.save(shard, path)
+
+
+def test_sharpened_model_goes_on_with_upstreams_losses(launcher: Launcher) -> None:
+    load, save = copied(UPSTREAM, launcher.directory / "load"), launcher.directory / "run"
+    sharpen(load / "global_step5")
+    launcher.train(LAYOUT, *UPSTREAM_ARGUMENTS, *saving(save, 5)[:-1], "--load", load)
+    assert losses_of_ranks(save, LAYOUT)[0] == pytest.approx(SHARPENED_LOSSES, abs=SHARPENED_TOLERANCE)
+
+
 def outline(state: Any) -> Any:
     """`state` with every tensor and array replaced by its dtype and shape, and `args` left out."""
+    if isinstance(state, OrderedDict):
+        return [(key, outline(value)) for key, value in state.items()]  # the order of parameters counts
     if isinstance(state, dict):
         return {key: outline(value) for key, value in state.items() if key != "args"}
     if isinstance(state, (list, tuple)) and not isinstance(state, torch.Size):
         return [outline(item) for item in state]
-    if isinstance(state, torch.Tensor):
-        return ("tensor", str(state.dtype), tuple(state.shape))
-    return (type(state).__name__, str(state.dtype), state.shape) if hasattr(state, "dtype") else state
+    if isinstance(state, (torch.Tensor, np.ndarray)):
+        return (type(state).__name__, str(state.dtype), tuple(state.shape))
+    return state
 
 
 def load_known(path: Path) -> Any:
@@ -139,7 +180,8 @@ def test_files_and_keys_are_upstreams(ours: Path) -> None:
         extra = [key for part, keys in EXTRA_STATE.items() if part in name for key in keys]
         assert sorted(mine.keys() - theirs.keys()) == extra, name
         assert not theirs.keys() - mine.keys(), name
-        mine = {key: value for key, value in mine.items() if key in theirs}
+        for key in extra:
+            del mine[key]
         expected = outline(theirs)
         if "layer_" not in name:
             check_settings(mine, theirs, expected)
@@ -148,9 +190,9 @@ def test_files_and_keys_are_upstreams(ours: Path) -> None:
 
 def check_settings(mine: dict[str, Any], theirs: dict[str, Any], expected: dict[str, Any]) -> None:
     """Take from `expected` what may differ in value, after a look at it."""
-    # The same settings under DeepSpeed's names, some more of them than upstream's script gave.
-    assert mine["ds_config"].items() >= {**theirs["ds_config"], "steps_per_print": mine["ds_config"]["steps_per_print"]}.items()
-    expected["ds_config"] = mine["ds_config"]
+    settings = {key: value for key, value in theirs["ds_config"].items() if key != "steps_per_print"}
+    assert mine["ds_config"].items() >= settings.items()
+    expected["ds_config"] = mine["ds_config"]  # the same settings, and some that upstream's script left to DeepSpeed
     if "optimizer_state_dict" in theirs:  # decoupled weight decay in the fused kernel is ours
         for mine_group, group in zip(
             mine["optimizer_state_dict"]["base_optimizer_state"]["param_groups"],
@@ -183,12 +225,12 @@ def test_deepspeed_loads_ours_and_writes_the_same(ours: Path, written_again: Pat
         mine, theirs = load_file(ours / name), load_file(written_again / name)
         extra = [key for part, keys in EXTRA_STATE.items() if part in name for key in keys]
         assert sorted(mine.keys() - theirs.keys()) == extra, name
-        order = {key: mine[key] for key in theirs}
-        assert not differences(order, dict(theirs), name)
+        assert type(mine) is type(theirs)
+        assert not differences({key: mine[key] for key in theirs}, dict(theirs), name)
 
 
 def copied(checkpoint: Path, directory: Path) -> Path:
-    shutil.copytree(checkpoint, directory, ignore=shutil.ignore_patterns("restart_trace"))
+    shutil.copytree(checkpoint, directory, ignore=shutil.ignore_patterns("restart_trace", "data"))
     return directory
 
 
@@ -255,12 +297,24 @@ def test_no_unneeded_package_is_imported(launcher: Launcher) -> None:
     listed = re.search(r"installed packages: (.*)", run.output)
     assert listed
     imported = set(json.loads(listed[1]))
-    assert {"torch", "deepspeed"} <= imported
+    assert {"torch", "deepspeed", "sentencepiece"} <= imported
     providers = importlib.metadata.packages_distributions()
-    needed = needed_distributions(["torch", "deepspeed", "sentencepiece", "tokenizers", "numpy", "psutil", "nvidia-ml-py", "isal"])
+    needed = needed_distributions(install_requires())
     unneeded = {name for name in imported if not needed & {normal(d) for d in providers.get(name, [name])}}
-    print(imported, unneeded)
-    assert not imported & {"transformers", "apex", "six", "nltk", "regex", "flash_attn", "megatron_core"}
+    assert not unneeded
+    assert "transformers" not in imported
+
+
+def install_requires() -> list[str]:
+    """Names of the distributions in INSTALL_REQUIRES of setup.py."""
+    for node in ast.parse((ROOT / "setup.py").read_text()).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "INSTALL_REQUIRES":
+            return [distribution_of(line) for line in ast.literal_eval(node.value)]
+    raise AssertionError("setup.py has no INSTALL_REQUIRES")
+
+
+def distribution_of(requirement: str) -> str:
+    return re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
 
 
 def normal(distribution: str) -> str:
@@ -280,5 +334,5 @@ def needed_distributions(roots: list[str]) -> set[str]:
         except importlib.metadata.PackageNotFoundError:
             continue
         found.add(name)
-        ahead += [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in requirements if "extra ==" not in line]
+        ahead += [distribution_of(line) for line in requirements if "extra ==" not in line]
     return found

@@ -9,12 +9,10 @@ one rank.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import resource
 import runpy
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +20,16 @@ import torch.distributed as dist
 
 from megatron import checkpointing
 from megatron.checkpoint_engines.torch_engine import TorchEngine
+from tests.dist.storage import drop_root_rights, fill
 
 ACTIONS: dict[str, str] = json.loads(os.environ["DISTURB"])
 SAVE = checkpointing.save_checkpoint
 SAVE_FILE = TorchEngine._save_file
 _LIMIT = 100_000
-_CAPABILITY_VERSION_3 = 0x20080522
-_DAC_OVERRIDE, _DAC_READ_SEARCH = 1, 2
 
 
 def ballast(save: Path) -> Path:
     return save.parent / "ballast"
-
-
-def fill(save: Path, room: int) -> None:
-    """Write until the disk is full but for `room` bytes."""
-    with ballast(save).open("wb", buffering=0) as file:
-        for size in (1 << 16, 1):
-            try:
-                while file.write(bytes(size)):
-                    pass
-            except OSError:
-                continue
-        file.truncate(file.tell() - room)
 
 
 def fill_before(save: Path, function: str) -> None:
@@ -52,7 +37,7 @@ def fill_before(save: Path, function: str) -> None:
 
     def on_a_full_disk(*args: Any) -> Any:
         setattr(checkpointing.commit, function, original)
-        fill(save, 0)
+        fill(ballast(save))
         return original(*args)
 
     setattr(checkpointing.commit, function, on_a_full_disk)
@@ -62,23 +47,12 @@ def limit(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
-def drop_root_rights() -> None:
-    """Let root be refused like anyone else: clear CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH (capset(2))."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
-    data = ctypes.create_string_buffer(24)
-    assert libc.capget(header, data) == 0, os.strerror(ctypes.get_errno())
-    words = list(struct.unpack("=6I", data.raw))
-    words[0] &= ~(1 << _DAC_OVERRIDE | 1 << _DAC_READ_SEARCH)
-    assert libc.capset(header, struct.pack("=6I", *words)) == 0, os.strerror(ctypes.get_errno())
-
-
 def disturb(action: str, save: Path) -> None:
     name, _, argument = action.partition(":")
     first = dist.get_rank() == 0
     if name == "fill":
         if first:
-            fill(save, int(argument))
+            fill(ballast(save), int(argument))
     elif name == "fill_before":
         if first:
             fill_before(save, argument)

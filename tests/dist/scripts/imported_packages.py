@@ -11,10 +11,10 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def installed_packages() -> list[str]:
-    """Top-level names of the imported modules that lie in a directory for installed packages."""
-    files = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
-    installed = {name.partition(".")[0] for name, file in files.items() if "site-packages" in Path(file).parts}
-    return sorted(installed)
+    """Names of the packages in directories for installed ones whose files were imported; what they vendor is theirs."""
+    paths = [Path(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())]
+    inside = [path.parts[path.parts.index("site-packages") + 1] for path in paths if "site-packages" in path.parts]
+    return sorted({name.partition(".")[0] for name in inside})
 
 
 if __name__ == "__main__":

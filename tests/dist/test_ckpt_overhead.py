@@ -1,0 +1,47 @@
+"""The overhead measurement, end to end, on a state so small that only its working is tested."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.dist.harness import ROOT, wait_for
+from tools.ckpt_overhead.variants import FAMILIES
+
+COMMAND = [sys.executable, "-m", "tools.ckpt_overhead", "--bytes-per-rank", "2MiB", "--format", "json"]
+
+
+def test_every_variant_is_measured_on_every_rank_and_nothing_is_left(tmp_path: Path) -> None:
+    rounds, ranks = 2, 2
+    done = subprocess.run(
+        [*COMMAND, "--ranks", str(ranks), "--repeat", str(rounds), "--dir", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads(done.stdout)["measurements"]
+    assert found["bytes_per_rank"] == pytest.approx(2 << 20, rel=0.5)
+    for family, variants in FAMILIES.items():
+        assert set(found["samples"][family]) == set(variants)
+        for variant in variants:
+            samples = found["samples"][family][variant]
+            assert [len(of_ranks) for of_ranks in samples] == [ranks] * rounds
+            assert all(sample["wall_s"] > 0 for of_ranks in samples for sample in of_ranks)
+            recorded = all(sample["recorder_s"] > 0 for of_ranks in samples for sample in of_ranks)
+            assert recorded == (variant == "traced")
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_left_after_a_termination(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "--ranks", "1", "--repeat", "1000", "--dir", str(tmp_path)],
+        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    wait_for(lambda: bool(list(tmp_path.glob("*/to_load"))), 60.0, "the first checkpoint")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    assert not list(tmp_path.iterdir())

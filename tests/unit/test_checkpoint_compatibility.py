@@ -1,0 +1,141 @@
+"""A checkpoint of another model or layout is refused with every difference named."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpoint_commit import Candidate, Manifest
+from megatron.checkpoint_compatibility import check_candidate, model_identity
+from megatron.checkpoint_engines.errors import CheckpointDamagedError, CheckpointMismatchError
+from megatron.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron.topology import Layout
+
+HERE = Layout(tp=2, pp=1, dp=2)
+VOCAB = 512
+UPSTREAM = Path(__file__).resolve().parents[1] / "golden" / "upstream_run"
+
+
+def config(**model: Any) -> Config:
+    shape = {
+        "num_layers": 4,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "seq_length": 64,
+        "params_dtype": "bf16",
+    }
+    return Config(
+        model=ModelConfig(**(shape | model)),
+        parallel=ParallelConfig(),
+        training=TrainingConfig(micro_batch_size=1, train_iters=2),
+        optimizer=OptimizerConfig(lr=1e-3),
+        data=DataConfig(tokenizer_type="NullTokenizer", vocab_size=500),
+    )
+
+
+def candidate(config: Config, layout: Layout = HERE) -> Candidate:
+    manifest = Manifest("global_step5", 5, "torch", layout.as_dict(), model_identity(config, VOCAB), {})
+    return Candidate(Path("/save/global_step5"), "global_step5", 5, manifest)
+
+
+def test_same_model_and_layout_pass() -> None:
+    check_candidate(candidate(config()), config(), HERE, VOCAB)
+    # What may change between two launches is no part of the model.
+    check_candidate(candidate(config(hidden_dropout=0.0)), config(hidden_dropout=0.1), HERE, VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "difference"),
+    [
+        ({"hidden_size": 128}, {}, "hidden_size is 128 in the checkpoint and 64 here"),
+        ({"num_layers": 5}, {}, "num_layers is 5 in the checkpoint and 4 here"),
+        ({"num_key_value_heads": 2}, {}, "num_key_value_heads is 2 in the checkpoint and 4 here"),
+        ({"ffn_hidden_size": 100}, {}, "ffn_hidden_size is 100 in the checkpoint and 256 here"),
+        ({"swiglu": True}, {}, "swiglu is True in the checkpoint and False here"),
+        ({"params_dtype": "fp32"}, {}, "params_dtype is fp32 in the checkpoint and bf16 here"),
+        ({}, {"normalization": "rmsnorm"}, "normalization is layernorm in the checkpoint and rmsnorm here"),
+        (
+            {"max_position_embeddings": 128},
+            {},
+            "max_position_embeddings is 128 in the checkpoint and 64 here",
+        ),
+    ],
+)
+def test_another_model(saved: dict[str, Any], here: dict[str, Any], difference: str) -> None:
+    with pytest.raises(CheckpointMismatchError) as caught:
+        check_candidate(candidate(config(**saved)), config(**here), HERE, VOCAB)
+    assert str(caught.value).startswith("/save/global_step5: another model: ")
+    assert difference in str(caught.value)
+
+
+def test_every_difference_is_named() -> None:
+    with pytest.raises(CheckpointMismatchError) as caught:
+        check_candidate(candidate(config(hidden_size=128, num_layers=5)), config(), HERE, 1024)
+    for name in ("hidden_size", "num_layers", "padded_vocab_size is 512 in the checkpoint and 1024 here"):
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 2, 2), Layout(2, 1, 1), Layout(2, 2, 1)])
+def test_another_layout(layout: Layout) -> None:
+    with pytest.raises(CheckpointMismatchError) as caught:
+        check_candidate(candidate(config(), layout), config(), HERE, VOCAB)
+    message = str(caught.value)
+    assert f"saved on {layout}, but this run is {HERE}; redistribution is needed" in message
+    assert f"--tensor-model-parallel-size {layout.tp} --pipeline-model-parallel-size {layout.pp}" in message
+    assert f"on {layout.world_size} ranks" in message
+
+
+def foreign(directory: Path, **content: Any) -> Candidate:
+    tag = directory / "global_step5"
+    tag.mkdir(exist_ok=True)
+    if content:
+        torch.save(content, tag / "mp_rank_00_model_states.pt")
+    return Candidate(tag, "global_step5", 5, None)
+
+
+def arguments(**changes: Any) -> argparse.Namespace:
+    known = vars(config().model) | {"padded_vocab_size": VOCAB, "bf16": True, "fp16": False}
+    known |= {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1}
+    known.pop("params_dtype")
+    return argparse.Namespace(**(known | changes))
+
+
+def test_checkpoint_without_manifest_is_judged_by_its_arguments(tmp_path: Path) -> None:
+    check_candidate(foreign(tmp_path, args=arguments(), dp_world_size=2), config(), HERE, VOCAB)
+    with pytest.raises(CheckpointMismatchError, match="hidden_size is 32 in the checkpoint and 64 here"):
+        check_candidate(
+            foreign(tmp_path, args=arguments(hidden_size=32), dp_world_size=2), config(), HERE, VOCAB
+        )
+    with pytest.raises(CheckpointMismatchError, match="saved on TP2 PP1 DP4, but this run is TP2 PP1 DP2"):
+        check_candidate(foreign(tmp_path, args=arguments(), dp_world_size=4), config(), HERE, VOCAB)
+    with pytest.raises(CheckpointMismatchError, match="params_dtype is fp16 in the checkpoint and bf16 here"):
+        changed = arguments(bf16=False, fp16=True)
+        check_candidate(foreign(tmp_path, args=changed, dp_world_size=2), config(), HERE, VOCAB)
+
+
+def test_our_own_checkpoint_without_its_manifest_is_damaged(tmp_path: Path) -> None:
+    ours = foreign(tmp_path, args=arguments(indexed_samples=(1, 1, 1)), dp_world_size=2)
+    with pytest.raises(CheckpointDamagedError, match=f"{tmp_path}/global_step5/manifest.json: missing"):
+        check_candidate(ours, config(), HERE, VOCAB)
+
+
+def test_other_files_without_manifest(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointDamagedError, match=r"mp_rank_00_model_states.pt: file is missing"):
+        check_candidate(foreign(tmp_path), config(), HERE, VOCAB)
+    with pytest.raises(CheckpointMismatchError, match="not a Megatron-DeepSpeed checkpoint"):
+        check_candidate(foreign(tmp_path, module={}), config(), HERE, VOCAB)
+    (tmp_path / "global_step5" / "mp_rank_00_model_states.pt").write_bytes(b"nothing of the kind")
+    with pytest.raises(
+        CheckpointDamagedError, match=r"mp_rank_00_model_states.pt: not a complete torch.save file"
+    ):
+        check_candidate(foreign(tmp_path), config(), HERE, VOCAB)
+
+
+def test_upstreams_own_checkpoint_tells_what_it_is() -> None:
+    found = Candidate(UPSTREAM / "global_step5", "global_step5", 5, None)
+    with pytest.raises(CheckpointMismatchError, match="swiglu is True in the checkpoint and False here"):
+        check_candidate(found, config(), HERE, VOCAB)

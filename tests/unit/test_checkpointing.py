@@ -1,0 +1,50 @@
+"""What must not become a failed save, or a hang of the other ranks, when the storage refuses rank 0."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron import checkpointing
+from megatron.checkpoint_commit import Candidate, Manifest
+from megatron.checkpoint_engines.base import SavedFile
+from megatron.checkpoint_engines.errors import CheckpointMismatchError
+from megatron.restart_trace.recorder import NullOperation
+
+
+def test_failed_pruning_is_no_failed_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    context: Any = SimpleNamespace(config=SimpleNamespace(checkpoint=SimpleNamespace(keep_last=1)))
+    checkpointing._prune(context, tmp_path / "gone", 5, NullOperation())
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert caplog.messages[0].startswith("old checkpoints were not removed: [Errno 2]")
+
+
+def test_directory_that_cannot_be_read_is_told_to_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(tmp_path))
+
+    monkeypatch.setattr(checkpointing.commit, "discover", refused)
+    candidates, problems = checkpointing._discover(tmp_path, None)
+    assert candidates == []
+    assert problems == [f"{tmp_path}: cannot be read: [Errno 13] Permission denied: '{tmp_path}'"]
+
+
+def candidate(*names: str) -> Candidate:
+    files = {name: SavedFile(name, 1, "") for name in names}
+    return Candidate(
+        Path("/save/global_step2"), "global_step2", 2, Manifest("global_step2", 2, "torch", {}, {}, files)
+    )
+
+
+def test_files_that_were_never_saved_are_no_damage() -> None:
+    """Nothing older is looked for: it is the command line that does not fit."""
+    checkpointing._check_wanted(candidate("a", "b"), ["b"])
+    checkpointing._check_wanted(Candidate(Path("/save/global_step2"), "global_step2", 2, None), ["b"])
+    with pytest.raises(CheckpointMismatchError, match="was saved without b, c; give --no-load-optim"):
+        checkpointing._check_wanted(candidate("a"), ["a", "b", "c"])

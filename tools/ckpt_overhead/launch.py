@@ -1,0 +1,152 @@
+"""Starts the ranks of one measurement and reads back what they measured."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tools.ckpt_overhead.rank import Plan
+
+ROOT = Path(__file__).resolve().parents[2]
+_POLL_S = 0.2
+
+
+class MeasurementError(RuntimeError):
+    """A rank failed; the message holds the end of what it printed."""
+
+
+@dataclass
+class Measurement:
+    """All samples of one place and number of ranks: samples[family][variant][round][rank]."""
+
+    directory: str
+    filesystem: str
+    ranks: int
+    bytes_per_rank: int = 0
+    files_per_rank: int = 0
+    others_share: float | None = None  # of the processors' time, used by others than the ranks
+    cold: bool = False
+    samples: dict[str, dict[str, list[list[dict[str, Any]]]]] = field(default_factory=dict)
+
+    def seconds(self, family: str, variant: str, name: str = "wall_s") -> list[float]:
+        """One value per round: that of the slowest rank."""
+        return [max(rank[name] for rank in ranks) for ranks in self.samples[family][variant]]
+
+
+def measure(
+    place: Path, ranks: int, bytes_per_rank: int, rounds: int, cold: bool, progress: Callable[[str], None]
+) -> Measurement:
+    """Measure below `place`, in a directory of its own that is removed whatever happens.
+
+    Raises MeasurementError if a rank fails, OSError if `place` cannot be written.
+    """
+    found = Measurement(str(place), filesystem_of(place), ranks, cold=cold)
+    with _own_directory(place) as directory, _own_directory(Path(tempfile.gettempdir())) as notes:
+        plan = Plan(bytes_per_rank, ranks, rounds, str(directory), cold, str(notes / "samples.jsonl"))
+        (notes / "plan.json").write_text(json.dumps(asdict(plan)))
+        started = [_start_rank(rank, ranks, notes, port) for port in [_free_port()] for rank in range(ranks)]
+        try:
+            _wait(started, notes, rounds, progress)
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        _read_samples(notes / "samples.jsonl", found)
+    return found
+
+
+@contextlib.contextmanager
+def _own_directory(place: Path) -> Iterator[Path]:
+    directory = Path(tempfile.mkdtemp(prefix="ckpt_overhead_", dir=place))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _start_rank(rank: int, ranks: int, notes: Path, port: int) -> subprocess.Popen[bytes]:
+    environment = os.environ | {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+        "LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    with (notes / f"rank_{rank}.log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tools.ckpt_overhead.rank", str(notes / "plan.json")],
+            cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait(
+    started: list[subprocess.Popen[bytes]], notes: Path, rounds: int, progress: Callable[[str], None]
+) -> None:
+    seen = -1
+    while any(process.poll() is None for process in started):
+        for rank, process in enumerate(started):
+            if process.poll():
+                raise MeasurementError(_last_words(notes, rank, process.returncode))
+        done = _rounds_done(notes / "samples.jsonl")
+        if done != seen:
+            progress(f"round {done} of {rounds}")
+            seen = done
+        time.sleep(_POLL_S)
+    for rank, process in enumerate(started):
+        if process.returncode:
+            raise MeasurementError(_last_words(notes, rank, process.returncode))
+
+
+def _last_words(notes: Path, rank: int, code: int) -> str:
+    text = (notes / f"rank_{rank}.log").read_text(errors="replace").strip()
+    return f"rank {rank} ended with exit code {code}:\n{text[-2000:]}"
+
+
+def _rounds_done(path: Path) -> int:
+    if not path.exists():
+        return 0
+    lines = path.read_text().splitlines()
+    return json.loads(lines[-1]).get("round", 0) if lines else 0
+
+
+def _read_samples(path: Path, found: Measurement) -> None:
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        if "facts" in record:
+            found.bytes_per_rank = record["facts"]["bytes_per_rank"]
+            found.files_per_rank = record["facts"]["files_per_rank"]
+        elif "others_share" in record:
+            found.others_share = record["others_share"]
+        else:
+            variants = found.samples.setdefault(record["family"], {})
+            variants.setdefault(record["variant"], []).append(record["ranks"])
+
+
+def filesystem_of(place: Path) -> str:
+    """Type of the file system that `place` is on, as /proc/mounts has it; "unknown" elsewhere."""
+    best, kind = "", "unknown"
+    try:
+        lines = Path("/proc/mounts").read_text().splitlines()
+    except OSError:
+        return kind
+    where = str(place.resolve())
+    for line in lines:
+        _, mount, found, *_ = line.split()
+        if (where + "/").startswith(mount.rstrip("/") + "/") and len(mount) >= len(best):
+            best, kind = mount, found
+    return kind
