@@ -1,14 +1,14 @@
-"""Is a checkpoint of this model and this layout? Asked before any tensor is read."""
+"""Is a checkpoint of this model and this layout? Asked before torch is imported, and before any tensor is read."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from megatron import checkpoint_layout as names
-from megatron.checkpoint_commit import Candidate
+from megatron.checkpoint_commit import Candidate, Manifest
 from megatron.checkpoint_engines.base import EngineOptions
 from megatron.checkpoint_engines.errors import CheckpointDamagedError, CheckpointMismatchError
-from megatron.checkpoint_engines.torch_engine import TorchEngine
 from megatron.config import Config
 from megatron.restart_trace.recorder import NullOperation
 from megatron.topology import Layout
@@ -59,7 +59,34 @@ def check_candidate(candidate: Candidate, config: Config, layout: Layout, padded
         )
 
 
+def check_newest(config: Config, layout: Layout, padded_vocab_size: int) -> None:
+    """check_candidate of the checkpoint that a load would try first, if it has a readable manifest.
+
+    Reads that one small file, so that a wrong layout costs no start-up. All else is left to the load. Raises
+    OSError if --load cannot be listed.
+    """
+    options = config.checkpoint
+    if options.load is None or not Path(options.load).is_dir():
+        return
+    tags = [options.load_tag] if options.load_tag else _tags_newest_first(Path(options.load))
+    for tag in tags:
+        directory = Path(options.load) / tag
+        try:
+            manifest = Manifest.from_json((directory / names.MANIFEST).read_text())
+        except (OSError, ValueError):
+            continue
+        found = Candidate(directory, manifest.tag, manifest.step, manifest)
+        return check_candidate(found, config, layout, padded_vocab_size)
+
+
+def _tags_newest_first(load_dir: Path) -> list[str]:
+    steps = {path.name: names.step_of(path.name) for path in load_dir.iterdir()}
+    return sorted((tag for tag in steps if steps[tag] is not None), key=lambda tag: -(steps[tag] or 0))
+
+
 def _foreign_identity(candidate: Candidate, mine: dict[str, Any]) -> tuple[dict[str, Any], Layout]:
+    from megatron.checkpoint_engines.torch_engine import TorchEngine  # imports torch
+
     name = names.model_states_file(Layout(1, 1, 1), Layout(1, 1, 1).coordinates(0))
     reader = TorchEngine(EngineOptions())
     state = reader.load([name], candidate.directory, {}, NullOperation())[name]

@@ -62,14 +62,15 @@ def pretrain(
     """
     config = parse_or_exit()
     rank = config.parallel.rank
+    from megatron.checkpoint_engines.errors import CheckpointError
+
     try:
         vocab_size, eod = _check_before_imports(config)
         recorder, startup, cycle = _open_trace(config, entered_ns)
-    except (ConfigError, OSError, ValueError) as error:
+    except (CheckpointError, ConfigError, OSError, ValueError) as error:
         exit_with(error, rank, every_rank_sees_it=False)
     with startup.phase("imports"):
         _heavy_imports()
-    from megatron.checkpoint_engines.errors import CheckpointError
     from megatron.training_data import DataError
     from megatron.training_log import set_up_logging
 
@@ -89,6 +90,7 @@ def pretrain(
 
 def _check_before_imports(config: Config) -> tuple[int, int]:
     """(vocabulary size, end-of-document id). Cheap checks of flags and files, before anything heavy."""
+    from megatron.checkpoint_compatibility import check_newest
     from megatron.checkpoint_engines.registry import check_engine_name
     from megatron.preflight import check_inputs
     from megatron.tokenizer import tokenizer_info
@@ -96,13 +98,17 @@ def _check_before_imports(config: Config) -> tuple[int, int]:
     check_engine_name(config.checkpoint.checkpoint_engine)
     check_inputs(config)
     data = config.data
-    return tokenizer_info(
+    vocab_size, eod = tokenizer_info(
         data.tokenizer_type or "",
         tokenizer_model=data.tokenizer_model,
         vocab_file=data.vocab_file,
         merge_file=data.merge_file,
         vocab_size=data.vocab_size,
     )
+    layout = _layout(config)
+    padded = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, layout.tp)
+    check_newest(config, layout, padded)
+    return vocab_size, eod
 
 
 def _layout(config: Config) -> Layout:
@@ -125,14 +131,20 @@ def _open_trace(config: Config, entered_ns: int) -> tuple[Recorder, Startup, int
         coordinates=layout.coordinates(parallel.rank),
         layout=(layout.tp, layout.pp, layout.dp),
     )
-    recorder, cycle = open_rank_trace(
-        trace_dir,
-        identity,
-        os.environ,
-        engine_asked=config.checkpoint.checkpoint_engine,
-        durability=config.checkpoint.checkpoint_durability,
-        probes=config.trace.trace_probes,
-    )
+    try:
+        recorder, cycle = open_rank_trace(
+            trace_dir,
+            identity,
+            os.environ,
+            engine_asked=config.checkpoint.checkpoint_engine,
+            durability=config.checkpoint.checkpoint_durability,
+            probes=config.trace.trace_probes,
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"--restart-trace-dir {trace_dir}: cannot be written to: {error.strerror}; give another directory, or "
+            "--restart-trace off"
+        ) from error
     return recorder, Startup(recorder, trace_dir, parallel.rank, cycle, entered_ns), cycle
 
 

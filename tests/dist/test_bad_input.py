@@ -226,28 +226,34 @@ def test_save_directory_on_a_full_disk(inputs: Inputs) -> None:
     )
 
 
-def test_checkpoint_of_another_shape_or_layout(launcher: Launcher) -> None:
+def test_checkpoint_of_another_shape_or_layout(inputs: Inputs, launcher: Launcher) -> None:
     """It is said what differs, and that redistribution is needed; by one rank of four."""
     save = launcher.directory / "run"
     saved = Layout(tp=2, pp=1, dp=1)
     launcher.train(saved, *saving(save, 2))
     tag = save / "global_step2"
 
-    run = launcher.run(saved, "--load", save, "--hidden-size", "64", "--num-layers", "3", launcher=True)
-    assert one_error(run.output, run.exit_codes) == (
+    flags = [*inputs.flags, "--load", str(save), "--tensor-model-parallel-size", "2"]
+    assert refused([*flags, "--hidden-size", "64", "--num-layers", "3"], world_size=2) == (
         f"{tag}: another model: num_layers is 2 in the checkpoint and 3 here; hidden_size is 32 in the checkpoint and "
         "64 here; kv_channels is 8 in the checkpoint and 16 here; give the flags of the run that saved it, or another "
         "--load"
     )
-    for layout in (Layout(tp=1, pp=2, dp=2), Layout(tp=2, pp=1, dp=2)):
-        run = launcher.run(layout, "--load", save, launcher=True)
-        found = one_error(run.output, run.exit_codes)
-        assert found.startswith(
-            f"{tag}: saved on TP2 PP1 DP1, but this run is {layout}; redistribution is needed"
-        )
-        assert (
-            "start with --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 on 2 ranks" in found
-        )
+    message = (
+        f"{tag}: saved on TP2 PP1 DP1, but this run is TP2 PP1 DP2; redistribution is needed, which this version does "
+        "not do: start with --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 on 2 ranks"
+    )
+    assert refused([*flags, "--load-tag", "global_step2"], world_size=4) == message
+    run = launcher.run(Layout(tp=2, pp=1, dp=2), "--load", save, launcher=True)
+    assert one_error(run.output, run.exit_codes) == message
+
+    # Upstream's checkpoints say what they are in a pickle, which is read once torch is there.
+    upstream = GOLDEN.parent
+    run = launcher.run(Layout(tp=2, pp=1, dp=2), "--load", upstream, launcher=True)
+    found = one_error(run.output, run.exit_codes)
+    assert found.startswith(
+        f"{upstream / 'global_step5'}: another model: num_layers is 4 in the checkpoint and 2 here"
+    )
 
 
 def one_error(output: str, exit_codes: list[int]) -> str:

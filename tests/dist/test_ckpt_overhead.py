@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist.harness import ROOT, wait_for
-from tools.ckpt_overhead.variants import FAMILIES
+from tools.ckpt_overhead.plan import FAMILIES
 
 COMMAND = [sys.executable, "-m", "tools.ckpt_overhead", "--bytes-per-rank", "2MiB", "--format", "json"]
 

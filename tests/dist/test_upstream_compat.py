@@ -66,8 +66,9 @@ LOSS_TOLERANCE = 2e-4
 
 # After five iterations the model is close to linear and its attention to uniform, and a query head paired with the
 # wrong key head hardly shows. So upstream was also resumed from this checkpoint with all matrices but the embedding
-# multiplied by SHARPER, which bf16 does exactly, and gave these losses. Seen: 3e-3. K and V exchanged, gate and up
-# exchanged, query heads in another order or a wrong rotary sign each move one of them by 0.05 or more.
+# multiplied by SHARPER, which bf16 does exactly, and gave these losses. (Upstream with its crashes on RoPE and on a
+# non-contiguous V mended, in which state it repeats UPSTREAM_LOSSES digit by digit.) Seen: 3e-3. K and V exchanged,
+# gate and up exchanged, query heads in another order or a wrong rotary sign each move one of them by 0.05 or more.
 SHARPER = 8.0
 SHARPENED_LOSSES = {6: 6.734530, 7: 6.699447, 8: 6.690334, 9: 6.589267, 10: 6.742578}
 SHARPENED_TOLERANCE = 1e-2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,17 @@ import pytest
 import torch
 
 from megatron.checkpoint_commit import Candidate, Manifest
-from megatron.checkpoint_compatibility import check_candidate, model_identity
+from megatron.checkpoint_compatibility import check_candidate, check_newest, model_identity
 from megatron.checkpoint_engines.errors import CheckpointDamagedError, CheckpointMismatchError
-from megatron.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainingConfig,
+)
 from megatron.topology import Layout
 
 HERE = Layout(tp=2, pp=1, dp=2)
@@ -139,3 +148,39 @@ def test_upstreams_own_checkpoint_tells_what_it_is() -> None:
     found = Candidate(UPSTREAM / "global_step5", "global_step5", 5, None)
     with pytest.raises(CheckpointMismatchError, match="swiglu is True in the checkpoint and False here"):
         check_candidate(found, config(), HERE, VOCAB)
+
+
+# Before torch is imported
+
+
+def written(load: Path, step: int, layout: Layout = HERE, **model: Any) -> None:
+    manifest = candidate(config(**model), layout).manifest
+    assert manifest is not None
+    directory = load / f"global_step{step}"
+    directory.mkdir()
+    (directory / "manifest.json").write_text(manifest.to_json())
+
+
+def loading(load: Path, tag: str | None = None) -> Config:
+    return dataclasses.replace(config(), checkpoint=CheckpointConfig(load=str(load), load_tag=tag))
+
+
+def test_newest_manifest_decides(tmp_path: Path) -> None:
+    written(tmp_path, 9, hidden_size=32)
+    written(tmp_path, 10)
+    check_newest(loading(tmp_path), HERE, VOCAB)
+    with pytest.raises(CheckpointMismatchError, match="hidden_size is 32 in the checkpoint and 64 here"):
+        check_newest(loading(tmp_path, "global_step9"), HERE, VOCAB)
+    (tmp_path / "global_step10" / "manifest.json").write_text("{")  # the load will tell of it
+    with pytest.raises(CheckpointMismatchError, match="global_step9: another model"):
+        check_newest(loading(tmp_path), HERE, VOCAB)
+
+
+def test_without_a_manifest_there_is_nothing_to_decide(tmp_path: Path) -> None:
+    check_newest(config(), HERE, VOCAB)
+    check_newest(loading(tmp_path / "absent"), HERE, VOCAB)
+    (tmp_path / "global_step5").mkdir()
+    (tmp_path / "restart_trace").mkdir()
+    (tmp_path / "latest").write_text("global_step5")
+    check_newest(loading(tmp_path), HERE, VOCAB)
+    check_newest(loading(tmp_path, "global_step5"), HERE, VOCAB)

@@ -11,6 +11,7 @@ import pytest
 
 from tools.ckpt_overhead.cli import main, parse_bytes, parse_ranks
 from tools.ckpt_overhead.launch import Measurement, filesystem_of
+from tools.ckpt_overhead.plan import FAMILIES
 from tools.ckpt_overhead.report import analyse, render
 from tools.ckpt_overhead.samples import (
     Ratio,
@@ -20,7 +21,6 @@ from tools.ckpt_overhead.samples import (
     verdict,
 )
 from tools.ckpt_overhead.state import model_flags
-from tools.ckpt_overhead.variants import FAMILIES
 
 CALM = Ratio(1.0, 0.998, 1.002)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.ckpt_overhead.launch import MeasurementError, filesystem_of, measure
+from tools.ckpt_overhead.plan import FAMILIES, Request
 from tools.ckpt_overhead.report import analyse, machine, render
 
 OK, COULD_NOT_RUN = 0, 2
@@ -29,10 +30,13 @@ _ROOM = 2.2
 
 _EPILOG = """\
 examples:
-  %(prog)s                                             1 GiB per rank, 1 and 2 ranks, disk and memory: 20 minutes
-  %(prog)s --bytes-per-rank 64MiB --ranks 1 --repeat 5     a first look, in a minute
-  %(prog)s --dir /scratch --repeat 60 --format json > overhead.json
-  sudo %(prog)s --cold --dir /scratch                  loads from storage, the page cache dropped before each
+  %(prog)s
+      1 GiB per rank, 1 and 2 ranks, on disk and in memory: about 40 minutes
+  %(prog)s --bytes-per-rank 64MiB --ranks 1 --repeat 5
+      a first look, in a minute
+  %(prog)s --only save write --dir /scratch --repeat 60 --format json > overhead.json
+  sudo %(prog)s --cold --dir /scratch
+      loads from storage, the page cache dropped before each
 
 On a disk shared with others the noise is often larger than the overhead; the same in memory (/dev/shm, where
 fsync is free and the overhead's share therefore the largest it can be) then tells more. Run it on a machine
@@ -73,6 +77,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="where to write (default: the directory for temporary files and, where it has room, /dev/shm)",
     )  # fmt: skip
     parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=tuple(FAMILIES),
+        default=list(FAMILIES),
+        metavar="WHAT",
+        help=f"leave the others out; of: {', '.join(FAMILIES)} (default: all)",
+    )
+    parser.add_argument(
         "--cold", action="store_true", help="drop the page cache before each load; needs root"
     )
     parser.add_argument(
@@ -111,14 +123,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that files are removed
     results: list[dict[str, Any]] = []
     before = machine()
+    request = Request(arguments.bytes_per_rank, arguments.repeat, arguments.cold, tuple(arguments.only))
     try:
         needed = int(arguments.bytes_per_rank * max(arguments.ranks) * _ROOM)
         for place in places(arguments.dir, needed):
             for ranks in arguments.ranks:
                 found = measure(
-                    place, ranks, arguments.bytes_per_rank, arguments.repeat, arguments.cold,
+                    place,
+                    ranks,
+                    request,
                     lambda text, where=f"{place}, ranks: {ranks}": print(f"{where}: {text}", file=sys.stderr),
-                )  # fmt: skip
+                )
                 results.append(analyse(found))
     except (OSError, MeasurementError) as exc:
         print(f"ckpt_overhead: {exc}", file=sys.stderr)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.ckpt_overhead.rank import Plan
+from tools.ckpt_overhead.plan import Plan, Request
 
 ROOT = Path(__file__).resolve().parents[2]
 _POLL_S = 0.2
@@ -36,7 +36,6 @@ class Measurement:
     bytes_per_rank: int = 0
     files_per_rank: int = 0
     others_share: float | None = None  # of the processors' time, used by others than the ranks
-    cold: bool = False
     samples: dict[str, dict[str, list[list[dict[str, Any]]]]] = field(default_factory=dict)
 
     def seconds(self, family: str, variant: str, name: str = "wall_s") -> list[float]:
@@ -44,20 +43,19 @@ class Measurement:
         return [max(rank[name] for rank in ranks) for ranks in self.samples[family][variant]]
 
 
-def measure(
-    place: Path, ranks: int, bytes_per_rank: int, rounds: int, cold: bool, progress: Callable[[str], None]
-) -> Measurement:
+def measure(place: Path, ranks: int, request: Request, progress: Callable[[str], None]) -> Measurement:
     """Measure below `place`, in a directory of its own that is removed whatever happens.
 
     Raises MeasurementError if a rank fails, OSError if `place` cannot be written.
     """
-    found = Measurement(str(place), filesystem_of(place), ranks, cold=cold)
+    found = Measurement(str(place), filesystem_of(place), ranks)
     with _own_directory(place) as directory, _own_directory(Path(tempfile.gettempdir())) as notes:
-        plan = Plan(bytes_per_rank, ranks, rounds, str(directory), cold, str(notes / "samples.jsonl"))
+        output = str(notes / "samples.jsonl")
+        plan = Plan(**asdict(request), ranks=ranks, directory=str(directory), output=output)
         (notes / "plan.json").write_text(json.dumps(asdict(plan)))
         started = [_start_rank(rank, ranks, notes, port) for port in [_free_port()] for rank in range(ranks)]
         try:
-            _wait(started, notes, rounds, progress)
+            _wait(started, notes, request.rounds, progress)
         finally:
             for process in started:
                 process.kill()

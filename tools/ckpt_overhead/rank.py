@@ -19,20 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.restart_trace.clock import now_ns
+from tools.ckpt_overhead.plan import FAMILIES, Plan
 from tools.ckpt_overhead.state import SavableState, build_state
-from tools.ckpt_overhead.variants import FAMILIES, Variants
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What all ranks of one measurement are told."""
-
-    bytes_per_rank: int
-    ranks: int
-    rounds: int
-    directory: str
-    cold: bool
-    output: str
+from tools.ckpt_overhead.variants import Variants
 
 
 @dataclass(frozen=True)
@@ -63,8 +52,8 @@ class Rounds:
         self._tell({"facts": self._facts(to_load)})
         before = self._processor_seconds()
         for round_number in range(-1, self._plan.rounds):
-            for family, variants in FAMILIES.items():
-                orders = list(itertools.permutations(variants))
+            for family in self._plan.families:
+                orders = list(itertools.permutations(FAMILIES[family]))
                 for variant in orders[round_number % len(orders)]:
                     sample = self._sample(family, variant, to_load)
                     gathered = self._control.gather(asdict(sample))

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tools.ckpt_overhead.launch import Measurement
+from tools.ckpt_overhead.plan import CONTROL, FAMILIES
 from tools.ckpt_overhead.samples import (
     Ratio,
     interquartile_range,
@@ -16,7 +17,6 @@ from tools.ckpt_overhead.samples import (
     ratio_of_medians,
     verdict,
 )
-from tools.ckpt_overhead.variants import CONTROL, FAMILIES
 
 # Family -> (what is compared, target for the overhead; None: there is none)
 _MEANING: dict[str, tuple[str, float | None]] = {
@@ -31,7 +31,8 @@ _COLD = 0.9  # part of the bytes that must come from storage for a load to be ca
 def analyse(measurement: Measurement) -> dict[str, Any]:
     """All figures of a measurement, and every raw sample; the keys are explained in docs/results/overhead.md."""
     families = {}
-    for family, (base, tested, _) in FAMILIES.items():
+    for family in measurement.samples:
+        base, tested, _ = FAMILIES[family]
         seconds = {v: measurement.seconds(family, v) for v in (base, tested, CONTROL)}
         cpu = {v: measurement.seconds(family, v, "cpu_s") for v in (base, tested, CONTROL)}
         ratio = ratio_of_medians(seconds[tested], [seconds[base], seconds[CONTROL]])
@@ -54,7 +55,7 @@ def analyse(measurement: Measurement) -> dict[str, Any]:
         "directory": measurement.directory,
         "filesystem": measurement.filesystem,
         "ranks": measurement.ranks,
-        "rounds": len(measurement.samples["save"][CONTROL]),
+        "rounds": max(len(variants[CONTROL]) for variants in measurement.samples.values()),
         "bytes_per_rank": measurement.bytes_per_rank,
         "files_per_rank": measurement.files_per_rank,
         "others_share": measurement.others_share,

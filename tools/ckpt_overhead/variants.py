@@ -18,15 +18,6 @@ from megatron.restart_trace.recorder import NullOperation, NullRecorder, Recorde
 from megatron.restart_trace.sink import JsonlSink
 from tools.ckpt_overhead.state import SavableState, config_for
 
-CONTROL = "again"
-# family -> (baseline, what is measured against it, the baseline once more)
-FAMILIES: dict[str, tuple[str, str, str]] = {
-    "save": ("untraced", "traced", CONTROL),
-    "write": ("plain", "engine", CONTROL),
-    "load": ("untraced", "traced", CONTROL),
-    "read": ("plain", "engine", CONTROL),
-}
-
 
 class MeteredRecorder(Recorder):
     """Recorder that sums the time spent in making and writing records, in `spent_ns`."""
