@@ -97,10 +97,11 @@ class ParallelConfig:
                     f"{flag_name(name)} does nothing without --deepspeed-activation-checkpointing: "
                     "add that flag or drop this one"
                 )
-        if self.contigious_checkpointing and not self.partition_activations:
-            raise ConfigError(
-                "--contigious-checkpointing keeps split activations: add --partition-activations"
-            )
+        for name in ("contigious_checkpointing", "checkpoint_in_cpu"):
+            if getattr(self, name) and not self.partition_activations:
+                raise ConfigError(
+                    f"{flag_name(name)} works on split activations: add --partition-activations"
+                )
         if self.partition_activations and self.tensor_model_parallel_size == 1:
             raise ConfigError(
                 "--partition-activations splits over the TP ranks, and --tensor-model-parallel-size is 1: "

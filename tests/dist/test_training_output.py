@@ -48,7 +48,9 @@ def test_iteration_lines_evaluation_and_tensorboard(launcher: Launcher, tmp_path
     ]
     recorded = losses(trace, rank=1)
     assert [float(line[4]) for line in lines] == pytest.approx([recorded[n] for n in (1, 2, 3, 4)], rel=1e-6)
-    assert float(lines[0][3]) == 5e-4  # as upstream, what the next iteration will use: half-way through 2 of warm-up
+    assert (
+        float(lines[0][3]) == 5e-4
+    )  # as upstream, what the next iteration will use: half-way through 2 of warm-up
     assert not ITERATION.search(run.log(rank=0))
 
     found = re.findall(
@@ -177,3 +179,21 @@ def test_launchers(dataset: list[str], tmp_path: Path, launch: list[str] | None)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     for rank in range(layout.world_size):
         assert set(losses(tmp_path / "trace", 0, rank)) == {1, 2}
+
+
+def test_activation_checkpointing_variants_agree(launcher: Launcher, tmp_path: Path) -> None:
+    layout = Layout(tp=2, pp=1, dp=1)
+    recompute = ["--checkpoint-activations", "--deepspeed-activation-checkpointing"]
+    variants = {
+        "none": [],
+        "recompute": recompute,
+        "split": [*recompute, "--partition-activations", "--contigious-checkpointing"],
+        "split, in host memory": [*recompute, "--partition-activations", "--checkpoint-in-cpu"],
+        "timed": [*recompute, "--synchronize-each-layer", "--profile-backward"],
+    }
+    found = {}
+    for name, flags in variants.items():
+        trace = tmp_path / name
+        launcher.train(layout, *FLAGS, "--train-iters", "3", *flags, "--restart-trace-dir", trace)
+        found[name] = losses(trace)
+    assert all(mine == found["none"] for mine in found.values()), found

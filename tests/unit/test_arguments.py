@@ -223,6 +223,11 @@ REFUSALS = [
     ("--checkpoint-num-layers 2", 1, "--checkpoint-num-layers 2: add --checkpoint-activations"),
     ("--deepspeed-activation-checkpointing", 1, "add --checkpoint-activations"),
     ("--checkpoint-activations --partition-activations", 1, "without --deepspeed-activation-checkpointing"),
+    (
+        "--checkpoint-activations --deepspeed-activation-checkpointing --checkpoint-in-cpu",
+        1,
+        "--checkpoint-in-cpu works on split activations: add --partition-activations",
+    ),
     ("--bf16 --fp16", 1, "--bf16 and --fp16 exclude each other"),
     ("--normalization batchnorm", 1, "--normalization batchnorm: choose one of layernorm, rmsnorm"),
     ("--zero-stage 3", 1, "stages 2 and 3 do not run with pipelines; use --zero-stage 1"),
