@@ -160,11 +160,11 @@ def build_deepspeed_config(config: Config) -> dict[str, Any]:
         ("steps_per_print", _STEPS_PER_PRINT),
         ("wall_clock_breakdown", False),
         ("checkpoint.tag_validation", "Fail"),  # ranks that save under different names must not go on
-        # DeepSpeed's list of optimizers tested with ZeRO has no SGD
-        ("zero_allow_untested_optimizer", config.optimizer.optimizer != "adam"),
     ):
         if _get(merged, key) in (None, "auto"):
             _set(merged, key, value)
+    if config.optimizer.optimizer != "adam":  # DeepSpeed's list of optimizers tested with ZeRO has no SGD
+        merged.setdefault("zero_allow_untested_optimizer", True)
     return merged
 
 

@@ -367,7 +367,7 @@ def main(argv: list[str] | None = None) -> int:
         vocab_size=arguments.vocab_size,
     )
     # A polite end unwinds like an error, so that temporary files are removed.
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+    previous = signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
     try:
         preprocess(settings, arguments.output_prefix, arguments.workers, arguments.log_interval)
     except (ValueError, OSError) as error:
@@ -376,6 +376,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         logger.error("preprocess_data.py: interrupted; nothing was written")
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     if settings.append_eod and not settings.exact_sizes:
         logger.info(
             "note: the index leaves the end-of-document token out of its sizes, as Megatron-DeepSpeed does: "
