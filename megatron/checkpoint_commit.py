@@ -29,7 +29,11 @@ MANIFEST_VERSION = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of manifest.json. `files` has every file of the checkpoint but the manifest itself."""
+    """Content of manifest.json. `files` has every file of the checkpoint but the manifest itself.
+
+    `sequence` counts the commits into a directory from 1: with it, the newest checkpoint is the last one that
+    was committed, even after training went back to an earlier step with --load-tag.
+    """
 
     tag: str
     step: int
@@ -38,6 +42,7 @@ class Manifest:
     model: dict[str, Any]
     files: dict[str, SavedFile]
     run_id: str = ""
+    sequence: int = 1
     manifest_version: int = MANIFEST_VERSION
 
     def to_json(self) -> str:
@@ -96,6 +101,20 @@ def _write_beside(path: Path, text: str, fsync: bool) -> Path:
         if fsync:
             os.fsync(file.fileno())
     return temporary
+
+
+def next_sequence(save_dir: Path) -> int:
+    """Sequence number for the next commit into `save_dir`: one more than that of the checkpoint in `latest`.
+
+    Where `latest` does not name a whole checkpoint of ours, all of them are looked at.
+    """
+    latest = save_dir / names.LATEST
+    try:
+        tag = latest.read_text().strip()
+        return 1 + Manifest.from_json((save_dir / tag / names.MANIFEST).read_text()).sequence
+    except (OSError, ValueError, TypeError):
+        found, _ = discover(save_dir, None)
+        return 1 + max((c.manifest.sequence for c in found if c.manifest is not None), default=0)
 
 
 def write_manifest(directory: Path, manifest: Manifest, fsync: bool) -> None:
@@ -202,8 +221,22 @@ def discover(load_dir: Path, load_tag: str | None) -> tuple[list[Candidate], lis
     problems += _without_manifest(directories, candidates)
     if load_tag is not None:
         problems = [p for p in problems if p[0].removesuffix(names.REPLACED_SUFFIX) == load_tag]
-    newest_first = sorted(candidates, key=lambda c: (-c.step, c.directory.name != c.tag))
-    return newest_first, [what for _, what in problems]
+    return _newest_first(candidates), [what for _, what in problems]
+
+
+def _newest_first(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """In the order in which a load tries them: last committed first.
+
+    Upstream's counts only if `latest` names it, so it came last. Steps beyond the newest checkpoint's belong to
+    a course that was given up by going back (--load-tag): they come after all others.
+    """
+
+    def age(candidate: Candidate) -> tuple[float, int, bool]:
+        sequence = candidate.manifest.sequence if candidate.manifest is not None else float("inf")
+        return -sequence, -candidate.step, candidate.directory.name != candidate.tag
+
+    ordered = sorted(candidates, key=age)
+    return sorted(ordered, key=lambda c: c.step > ordered[0].step)
 
 
 def _inspect(directory: Path) -> Candidate | str | None:

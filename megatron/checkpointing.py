@@ -141,6 +141,7 @@ def _decide(
                 model=model_identity(ctx.config, ctx.padded_vocab_size),
                 files=commit.collect_files([saved for _, saved in gathered]),
                 run_id=ctx.run_id,
+                sequence=commit.next_sequence(save_dir),
             )
             commit.write_manifest(temporary, manifest, fsync)
         with op.span("commit", "publish"):

@@ -17,7 +17,7 @@ from megatron.checkpoint_layout import temporary_directory
 FILE = "mp_rank_00_model_states.pt"
 
 
-def manifest_of(step: int, num_bytes: int = 100) -> commit.Manifest:
+def manifest_of(step: int, num_bytes: int = 100, sequence: int = 1) -> commit.Manifest:
     return commit.Manifest(
         tag=f"global_step{step}",
         step=step,
@@ -26,6 +26,7 @@ def manifest_of(step: int, num_bytes: int = 100) -> commit.Manifest:
         model={"hidden_size": 64, "swiglu": True, "normalization": "rmsnorm"},
         files={FILE: SavedFile(FILE, num_bytes, "zip-directory-crc32:0badcafe")},
         run_id="run",
+        sequence=sequence,
     )
 
 
@@ -34,7 +35,8 @@ def write(save: Path, step: int, content: bytes = bytes(100)) -> Path:
     temporary = save / temporary_directory(f"global_step{step}", "000_1")
     temporary.mkdir(parents=True)
     (temporary / FILE).write_bytes(content)
-    commit.write_manifest(temporary, manifest_of(step, len(content)), fsync=False)
+    sequence = commit.next_sequence(save)
+    commit.write_manifest(temporary, manifest_of(step, len(content), sequence), fsync=False)
     return temporary
 
 
@@ -200,6 +202,30 @@ def test_every_step_of_a_commit_is_synchronised_before_the_next(
     assert not [call for call in calls if call.startswith("fsync")]
 
 
+# Going back to an earlier step
+
+
+def test_commits_are_counted(tmp_path: Path) -> None:
+    assert commit.next_sequence(tmp_path) == 1
+    committed(tmp_path, 1, 2)
+    assert commit.next_sequence(tmp_path) == 3
+    (tmp_path / "latest").unlink()
+    assert commit.next_sequence(tmp_path) == 3
+    (tmp_path / "latest").write_text("no_such_tag")
+    assert commit.next_sequence(tmp_path) == 3
+
+
+def test_after_going_back_the_new_course_is_newest_and_the_old_one_last(tmp_path: Path) -> None:
+    committed(tmp_path, 5, 10, 15)
+    committed(tmp_path, 8)  # resumed from 5 with --load-tag
+    assert found(tmp_path) == ["global_step8", "global_step5", "global_step15", "global_step10"]
+    (tmp_path / "global_step8" / FILE).write_bytes(b"short")
+    candidates, problems = commit.discover(tmp_path, None)
+    assert candidates[0].tag == "global_step15" and len(problems) == 1
+    commit.prune(tmp_path, 2, 8)
+    assert "global_step5" in names(tmp_path)
+
+
 # Pruning
 
 
@@ -233,7 +259,7 @@ def test_checkpoints_of_a_course_given_up_do_not_push_out_those_of_this_one(tmp_
     assert names(tmp_path) == ["global_step10", "global_step5", "global_step6"]
     committed(tmp_path, 15)
     commit.prune(tmp_path, 2, 15)
-    assert names(tmp_path) == ["global_step10", "global_step15"]
+    assert names(tmp_path) == ["global_step15", "global_step6"]
 
 
 def test_a_checkpoint_loses_its_name_before_its_files(

@@ -48,10 +48,11 @@ def conditions(**training: Any) -> tuple[ExitConditions, CountingControl]:
 
 
 def test_without_flags_nothing_stops_and_nothing_is_agreed() -> None:
+    before = signal.getsignal(signal.SIGTERM)
     exits, control = conditions()
     assert [exits.reason(iteration) for iteration in range(1, 20)] == [None] * 19
     assert control.agreements == 0
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_exit_interval_stops_at_its_multiples() -> None:

@@ -85,6 +85,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help=f"leave the others out; of: {', '.join(FAMILIES)} (default: all)",
     )
     parser.add_argument(
+        "--wait-quiet",
+        action="store_true",
+        help="before each sample wait, a minute at most, until no other process uses the processors",
+    )
+    parser.add_argument(
         "--cold", action="store_true", help="drop the page cache before each load; needs root"
     )
     parser.add_argument(
@@ -123,7 +128,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that files are removed
     results: list[dict[str, Any]] = []
     before = machine()
-    request = Request(arguments.bytes_per_rank, arguments.repeat, arguments.cold, tuple(arguments.only))
+    request = Request(
+        bytes_per_rank=arguments.bytes_per_rank,
+        rounds=arguments.repeat,
+        cold=arguments.cold,
+        wait_quiet=arguments.wait_quiet,
+        families=tuple(arguments.only),
+    )
     try:
         needed = int(arguments.bytes_per_rank * max(arguments.ranks) * _ROOM)
         for place in places(arguments.dir, needed):

@@ -35,7 +35,6 @@ class Measurement:
     ranks: int
     bytes_per_rank: int = 0
     files_per_rank: int = 0
-    others_share: float | None = None  # of the processors' time, used by others than the ranks
     samples: dict[str, dict[str, list[list[dict[str, Any]]]]] = field(default_factory=dict)
 
     def seconds(self, family: str, variant: str, name: str = "wall_s") -> list[float]:
@@ -128,8 +127,6 @@ def _read_samples(path: Path, found: Measurement) -> None:
         if "facts" in record:
             found.bytes_per_rank = record["facts"]["bytes_per_rank"]
             found.files_per_rank = record["facts"]["files_per_rank"]
-        elif "others_share" in record:
-            found.others_share = record["others_share"]
         else:
             variants = found.samples.setdefault(record["family"], {})
             variants.setdefault(record["variant"], []).append(record["ranks"])

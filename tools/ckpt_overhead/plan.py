@@ -21,7 +21,8 @@ class Request:
     bytes_per_rank: int
     rounds: int
     cold: bool
-    families: tuple[str, ...] = tuple(FAMILIES)
+    wait_quiet: bool
+    families: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Plan:
     bytes_per_rank: int
     rounds: int
     cold: bool
+    wait_quiet: bool
     families: tuple[str, ...]
     ranks: int
     directory: str

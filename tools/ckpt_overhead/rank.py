@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import math
 import os
 import shutil
 import sys
@@ -23,15 +22,24 @@ from tools.ckpt_overhead.plan import FAMILIES, Plan
 from tools.ckpt_overhead.state import SavableState, build_state
 from tools.ckpt_overhead.variants import Variants
 
+_QUIET_S = 0.4
+_QUIET_SHARE = 0.08
+_QUIET_DEADLINE_S = 60.0
+
 
 @dataclass(frozen=True)
 class Sample:
-    """One timed operation of one rank. `storage_read_bytes` is None where the kernel does not tell."""
+    """One timed operation of one rank.
+
+    `cpu_s` is the rank's own processor time, `machine_cpu_s` that of everything on the machine (resolution
+    10 ms), `recorder_s` the time in the recorder. The last two are None where the kernel does not tell.
+    """
 
     wall_s: float
     cpu_s: float
     recorder_s: float
-    storage_read_bytes: int | None
+    storage_read_bytes: float | None
+    machine_cpu_s: float | None
 
 
 class Rounds:
@@ -50,7 +58,6 @@ class Rounds:
         self._prepare(to_load)
         self._variants.run("save", "untraced", to_load)()
         self._tell({"facts": self._facts(to_load)})
-        before = self._processor_seconds()
         for round_number in range(-1, self._plan.rounds):
             for family in self._plan.families:
                 orders = list(itertools.permutations(FAMILIES[family]))
@@ -62,15 +69,6 @@ class Rounds:
                             {"round": round_number, "family": family, "variant": variant, "ranks": gathered}
                         )
 
-        self._tell({"others_share": _others_share(before, self._processor_seconds())})
-
-    def _processor_seconds(self) -> tuple[float, float, float] | None:
-        """(all processors there are, all in use, in use by the ranks) so far; on rank 0, and None elsewhere."""
-        mine = self._control.gather(time.process_time())
-        if mine is None:
-            return None
-        return (*_system_processor_seconds(), sum(mine))
-
     def _sample(self, family: str, variant: str, to_load: Path) -> Sample:
         saves = family in ("save", "write")
         directory = self._directory / variant if saves else to_load
@@ -80,18 +78,17 @@ class Rounds:
         self._settle(drop_cache=self._plan.cold and not saves)
         recorder = self._variants.recorder
         recorder.spent_ns = 0
-        read_before, cpu_before = _storage_read_bytes(), time.process_time()
+        read_before, cpu_before, busy_before = _read_bytes(), time.process_time(), _busy_seconds()
         start = now_ns()
         function()
         end = now_ns()
-        cpu_after, read_after = time.process_time(), _storage_read_bytes()
+        read_after, cpu_after, busy_after = _read_bytes(), time.process_time(), _busy_seconds()
         sample = Sample(
             wall_s=(end - start) / 1e9,
             cpu_s=cpu_after - cpu_before,
             recorder_s=recorder.spent_ns / 1e9,
-            storage_read_bytes=None
-            if read_before is None or read_after is None
-            else read_after - read_before,
+            storage_read_bytes=_difference(read_before, read_after),
+            machine_cpu_s=_difference(busy_before, busy_after),
         )
         self._wait()
         if saves and self._control.rank == 0:
@@ -109,6 +106,8 @@ class Rounds:
             os.sync()
             if drop_cache:
                 Path("/proc/sys/vm/drop_caches").write_text("1\n")
+            if self._plan.wait_quiet:
+                _wait_until_quiet()
         self._wait()
 
     def _wait(self) -> None:
@@ -127,32 +126,37 @@ class Rounds:
                 stream.write(json.dumps(record) + "\n")
 
 
-def _system_processor_seconds() -> tuple[float, float]:
-    """(passed on all processors, of that in use) since boot, from /proc/stat (proc(5)); NaN elsewhere."""
+def _wait_until_quiet() -> None:
+    """Return when the processors were idle for a moment, or after a minute."""
+    deadline = time.monotonic() + _QUIET_DEADLINE_S
+    while time.monotonic() < deadline:
+        before = _busy_seconds()
+        time.sleep(_QUIET_S)
+        used = _difference(before, _busy_seconds())
+        if used is None or used < _QUIET_SHARE * _QUIET_S * (os.cpu_count() or 1):
+            return
+
+
+def _busy_seconds() -> float | None:
+    """Processor time used on this machine since boot, from /proc/stat (proc(5)); None elsewhere."""
     try:
         ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
     except OSError:
-        return math.nan, math.nan
-    idle = ticks[3] + ticks[4]  # the second waits for I/O
-    return sum(ticks) / os.sysconf("SC_CLK_TCK"), (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK")
-
-
-def _others_share(
-    before: tuple[float, float, float] | None, after: tuple[float, float, float] | None
-) -> float | None:
-    if before is None or after is None:
         return None
-    passed, used, own = (late - early for early, late in zip(before, after, strict=True))
-    share = (used - own) / passed if passed else math.nan
-    return None if math.isnan(share) else max(0.0, share)
+    idle = ticks[3] + ticks[4]  # the second waits for I/O
+    return (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK")
 
 
-def _storage_read_bytes() -> int | None:
+def _read_bytes() -> float | None:
     """Bytes this process has caused to be read from storage: 0 more after a read from the page cache."""
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/self/io").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("read_bytes:")).split()[1])
+        return float(next(line for line in lines if line.startswith("read_bytes:")).split()[1])
     return None
+
+
+def _difference(before: float | None, after: float | None) -> float | None:
+    return None if before is None or after is None else after - before
 
 
 def main() -> None:

@@ -58,10 +58,22 @@ def analyse(measurement: Measurement) -> dict[str, Any]:
         "rounds": max(len(variants[CONTROL]) for variants in measurement.samples.values()),
         "bytes_per_rank": measurement.bytes_per_rank,
         "files_per_rank": measurement.files_per_rank,
-        "others_share": measurement.others_share,
+        "others_share": _others_share(measurement),
         "comparisons": families,
         "samples": measurement.samples,
     }
+
+
+def _others_share(measurement: Measurement) -> float | None:
+    """Mean part of the processors' time that others than the ranks used while samples were taken."""
+    used = available = 0.0
+    for rounds in (rounds for variants in measurement.samples.values() for rounds in variants.values()):
+        for ranks in rounds:
+            if ranks[0]["machine_cpu_s"] is None:
+                return None
+            used += max(0.0, ranks[0]["machine_cpu_s"] - sum(rank["cpu_s"] for rank in ranks))
+            available += ranks[0]["wall_s"] * (os.cpu_count() or 1)
+    return used / available
 
 
 def _page_cache(measurement: Measurement, family: str) -> str | None:
@@ -101,7 +113,7 @@ def render(results: list[dict[str, Any]]) -> str:
             f"{result['ranks']} rank{'s' * (result['ranks'] > 1)}, {result['filesystem']} "
             f"({result['directory']}): {size / 2**30:.2f} GiB in {result['files_per_rank']} files per rank, "
             f"{result['rounds']} rounds; times are those of the slowest rank",
-            f"  processors used by others meanwhile, the kernel's own work included: {_share(result['others_share'])}",
+            f"  processor time of others meanwhile (the kernel's threads too): {_share(result['others_share'])}",
         ]
         for family, found in result["comparisons"].items():
             lines += _comparison(family, found)
