@@ -61,7 +61,10 @@ class Manifest:
         version = content.get("manifest_version")
         if version != MANIFEST_VERSION:
             raise ValueError(f"manifest version {version}, and only {MANIFEST_VERSION} is known")
-        content["files"] = {name: SavedFile(**entry) for name, entry in content["files"].items()}
+        content["files"] = {
+            name: SavedFile(**entry | {"states": tuple(entry.get("states", ()))})
+            for name, entry in content["files"].items()
+        }
         return Manifest(**content)
 
 
@@ -279,8 +282,8 @@ def _foreign(load_dir: Path, load_tag: str | None) -> list[Candidate]:
 
 
 def _wrong_files(directory: Path, manifest: Manifest) -> list[str]:
-    with os.scandir(directory) as entries:
-        sizes = {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+    folders = {"", *(os.path.dirname(name) for name in manifest.files)}
+    sizes = {name: size for folder in sorted(folders) for name, size in _sizes_in(directory, folder)}
     wrong = []
     for name, file in manifest.files.items():
         if name not in sizes:
@@ -288,6 +291,15 @@ def _wrong_files(directory: Path, manifest: Manifest) -> list[str]:
         elif sizes[name] != file.num_bytes:
             wrong.append(f"{directory / name} has {sizes[name]} bytes, {file.num_bytes} were saved")
     return wrong
+
+
+def _sizes_in(directory: Path, folder: str) -> list[tuple[str, int]]:
+    """(name within `directory`, bytes) of the files right in `folder`: one scan rather than a stat per file."""
+    try:
+        with os.scandir(directory / folder) as entries:
+            return [(os.path.join(folder, e.name), e.stat().st_size) for e in entries if e.is_file()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def discard(temporary: Path) -> None:

@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from deepspeed import __version__ as deepspeed_version
 
 from megatron import checkpoint_layout as names
 from megatron.arguments import namespace_from_config
 from megatron.checkpoint_engines.base import FileState
 from megatron.checkpoint_engines.errors import CheckpointMismatchError
+from megatron.checkpoint_placements import add_placements, layer_modules
 from megatron.config import Config
 from megatron.tensor_parallel.random import get_rng_state, set_rng_state
 from megatron.topology import Coordinates, Layout
@@ -45,14 +45,6 @@ class RankPlace:
     params_dtype: str
 
 
-def layer_modules(engine: Any) -> list[tuple[int, torch.nn.Module]]:
-    """(number, module) of the pipeline layers of this stage that have files of their own."""
-    module = engine.module
-    first = module._local_start
-    funcs = enumerate(module.forward_funcs)
-    return [(first + i, layer) for i, layer in funcs if isinstance(layer, torch.nn.Module)]
-
-
 def file_names(engine: Any, place: RankPlace, with_optimizer: bool) -> list[str]:
     """Files that this rank reads back."""
     mine = [names.layer_file(number, place.at.tp) for number, _ in layer_modules(engine)]
@@ -63,11 +55,17 @@ def file_names(engine: Any, place: RankPlace, with_optimizer: bool) -> list[str]
 
 
 def collect_state(
-    engine: Any, place: RankPlace, config: Config, vocab_sizes: tuple[int, int], progress: Progress
+    engine: Any,
+    place: RankPlace,
+    config: Config,
+    vocab_sizes: tuple[int, int],
+    progress: Progress,
+    with_placements: bool = False,
 ) -> list[FileState]:
     """The files of this rank with the live state they are to hold: tensors are not copied.
 
-    `vocab_sizes`: the tokenizer's, and that padded for TP.
+    `vocab_sizes`: the tokenizer's, and that padded for TP. `with_placements`: tell of every tensor which part of
+    which parameter it is (megatron.checkpoint_placements).
     The first DP replica writes weights and shared state; every rank its ZeRO-1 shard, which also carries the
     random state of the rank.
     """
@@ -90,7 +88,7 @@ def collect_state(
         if not config.checkpoint.no_save_rng:
             shard["rng_state"] = rng
         files.append(FileState(names.optimizer_file(place.layout, place.at, place.params_dtype), shard))
-    return files
+    return add_placements(engine, place, vocab_sizes[0], files) if with_placements else files
 
 
 def client_state(config: Config, vocab_sizes: tuple[int, int], progress: Progress) -> dict[str, Any]:
@@ -172,6 +170,22 @@ def restore_state(engine: Any, place: RankPlace, states: Mapping[str, Any], conf
     if not options.no_load_rng:
         _restore_rng(common, shard)
     return progress_of(common)
+
+
+def restore_tied_weights(engine: Any, with_optimizer: bool) -> None:
+    """Fill the copies of tied weights on later stages, which no layer file holds; collective over all stages.
+
+    With the optimizer they are made of its masters, as in a step: those of two stages differ by rounding, since each
+    sums gradients in its own order. Without, the first stage's are broadcast, and are the masters' values, too.
+    """
+    if not engine.module.tied_comms:
+        return
+    if with_optimizer:
+        if engine.module.stage_id > 0:
+            engine.optimizer.update_lp_params()
+        return
+    engine.module._synchronize_tied_weights()
+    engine.optimizer._restore_from_bit16_weights()
 
 
 def progress_of(common: Mapping[str, Any]) -> Progress:

@@ -1,11 +1,13 @@
-"""save_checkpoint and load_checkpoint: the commit protocol over all ranks, every phase of it recorded.
+"""save_checkpoint, and load_checkpoint beside it: the commit protocol over all ranks, every phase recorded.
 
-Save: collect the state, let the engine write this rank's files, agree with all ranks, rank 0 commits.
-Load: rank 0 discovers, every rank reads and verifies its files, all agree, then the state is applied.
+Save: collect the state, let the engine write this rank's files, agree with all ranks, rank 0 commits. With an
+asynchronous engine all that follows the beginning of the writing is done by a thread.
+Load: megatron.checkpoint_loading.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -16,25 +18,26 @@ from typing import Any
 
 from megatron import checkpoint_commit as commit
 from megatron import checkpoint_layout as names
-from megatron.checkpoint_compatibility import check_candidate, model_identity
-from megatron.checkpoint_engines.base import CheckpointEngine, SavedFile
-from megatron.checkpoint_engines.errors import (
-    CheckpointDamagedError,
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
-    CheckpointSaveError,
+from megatron.checkpoint_background import BackgroundSave, BackgroundSaves
+from megatron.checkpoint_compatibility import model_identity
+from megatron.checkpoint_engines.base import (
+    MIB,
+    CheckpointEngine,
+    EngineOptions,
+    FileState,
+    PendingSave,
+    SavedFile,
 )
-from megatron.checkpoint_state import (
-    Progress,
-    RankPlace,
-    collect_state,
-    file_names,
-    restore_state,
-)
+from megatron.checkpoint_engines.errors import CheckpointSaveError
+from megatron.checkpoint_loading import load_checkpoint
+from megatron.checkpoint_state import Progress, RankPlace, collect_state
 from megatron.config import Config
 from megatron.control_plane import ControlPlane
+from megatron.restart_trace.clock import now_ns
 from megatron.restart_trace.recorder import Operation, Recorder
-from megatron.tensor_hashes import compare_hashes, tensor_hashes
+from megatron.tensor_hashes import tensor_hashes
+
+__all__ = ["Checkpointer", "engine_options", "load_checkpoint", "save_checkpoint"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +55,8 @@ class Checkpointer:
     checkpoint_engine: CheckpointEngine
     attempt: str  # unique to this launch: names temporary directories
     run_id: str = ""
+    commit_control: ControlPlane | None = None  # for the commits of an asynchronous engine, made by a thread
+    background: BackgroundSaves = field(default_factory=BackgroundSaves, init=False)
     last_saved_step: int | None = field(default=None, init=False)
     _saves: int = field(default=0, init=False)
 
@@ -60,219 +65,236 @@ class Checkpointer:
         return type(self.checkpoint_engine).__name__
 
 
+def engine_options(config: Config, device: str | None) -> EngineOptions:
+    """What the command line says about how engines work. `device`: the rank's, None for the CPU."""
+    options, parallel = config.checkpoint, config.parallel
+    cache = options.host_cache_size
+    return EngineOptions(
+        fsync=options.checkpoint_durability == "fsync",
+        verify_checksums=options.verify_checkpoint == "checksum",
+        checksum=options.checksum == "crc32",
+        host_cache_bytes=None if cache is None else int(cache * 1024 * MIB),
+        io_threads=options.io_threads,
+        io_block_bytes=int(options.io_block_size * MIB),
+        direct_io=options.direct_io,
+        device=device,
+        rank=parallel.rank,
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1),
+    )
+
+
+@dataclass(frozen=True)
+class _Save:
+    """What one save is called, where it goes, and how its ranks agree: on the training thread (blocking) or not."""
+
+    tag: str
+    step: int
+    save_dir: Path
+    temporary: Path
+    control: ControlPlane
+    blocking: bool
+
+
+@dataclass(frozen=True)
+class _Hashes:
+    """The file of --verify-restored-state: a hash of every live tensor of this rank."""
+
+    name: str
+    content: bytes
+    checksum: str
+
+
 def save_checkpoint(ctx: Checkpointer, engine: Any, progress: Progress) -> None:
     """Save the state after iteration `progress.iteration`; collective.
 
-    Raises CheckpointSaveError on every rank, with the reason, if any rank failed; the previous checkpoint is
-    untouched then.
+    A synchronous engine: raises CheckpointSaveError on every rank, with the reason, if any rank failed; the previous
+    checkpoint is untouched then. An asynchronous one: returns when training may go on, while the save goes on in
+    `ctx.background`, which tells in time what came of it. The state must not change before
+    `ctx.background.release_state()` has returned.
     """
     tag = names.tag_of(progress.iteration)
     save_dir = Path(ctx.config.checkpoint.save or "")
     ctx._saves += 1
     temporary = save_dir / names.temporary_directory(tag, f"{ctx.attempt}_{ctx._saves}")
     labels = {"tag": tag, "step": progress.iteration, "engine": ctx.engine_class}
+    if ctx.checkpoint_engine.asynchronous:
+        if ctx.commit_control is None:
+            raise ValueError(
+                f"engine {ctx.checkpoint_engine.name} saves asynchronously: commit_control is needed"
+            )
+        save = _Save(tag, progress.iteration, save_dir, temporary, ctx.commit_control, blocking=False)
+        _save_in_background(ctx, engine, progress, save, ctx.recorder.begin("save", **labels))
+        return
+    save = _Save(tag, progress.iteration, save_dir, temporary, ctx.control, blocking=True)
     with ctx.recorder.operation("save", **labels) as op:
-        saved, error = _write_files(ctx, engine, progress, temporary, op)
-        with op.span("barrier"):
-            gathered = ctx.control.gather((error, saved))
-        decision = _decide(ctx, gathered, save_dir, temporary, progress, op) if gathered is not None else None
-        with op.span("barrier"):
-            decision = ctx.control.broadcast(decision)
-        if decision is not None:
-            raise CheckpointSaveError(f"checkpoint {tag} was not saved: {decision}")
+        saved, error = _write_files(ctx, engine, progress, save, op)
+        failure = _agree_and_commit(ctx, save, saved, error, op)
+        if failure is not None:
+            raise CheckpointSaveError(failure)
     ctx.last_saved_step = progress.iteration
 
 
+def _collect(
+    ctx: Checkpointer, engine: Any, progress: Progress, save: _Save, op: Operation
+) -> list[FileState]:
+    with op.span("collect"):
+        vocab_sizes = (ctx.vocab_size, ctx.padded_vocab_size)
+        files = collect_state(
+            engine, ctx.place, ctx.config, vocab_sizes, progress, ctx.checkpoint_engine.wants_placements
+        )
+        if ctx.checkpoint_engine.writes_files:
+            save.temporary.mkdir(parents=True, exist_ok=True)
+    return files
+
+
 def _write_files(
-    ctx: Checkpointer, engine: Any, progress: Progress, temporary: Path, op: Operation
+    ctx: Checkpointer, engine: Any, progress: Progress, save: _Save, op: Operation
 ) -> tuple[list[SavedFile], str | None]:
     """Write the files of this rank; (what was written, None) or ([], reason)."""
     try:
-        with op.span("collect"):
-            vocab_sizes = (ctx.vocab_size, ctx.padded_vocab_size)
-            files = collect_state(engine, ctx.place, ctx.config, vocab_sizes, progress)
-            if ctx.checkpoint_engine.writes_files:
-                temporary.mkdir(parents=True, exist_ok=True)
-        saved = ctx.checkpoint_engine.save(files, temporary, op)
+        files = _collect(ctx, engine, progress, save, op)
+        saved = ctx.checkpoint_engine.save(files, save.temporary, op)
         if ctx.config.checkpoint.verify_restored_state and ctx.checkpoint_engine.writes_files:
-            saved = [*saved, _write_hashes(ctx, engine, temporary, op)]
+            saved = [*saved, _write_hashes(ctx, _hash_state(ctx, engine, op), save, op)]
         return saved, None
     except Exception as exc:  # whatever it is, the other ranks wait to hear of it
-        logger.exception("rank %d could not save", ctx.control.rank)
-        return [], f"{type(exc).__name__}: {exc}"
+        return [], _could_not_save(ctx, exc)
 
 
-def _write_hashes(ctx: Checkpointer, engine: Any, temporary: Path, op: Operation) -> SavedFile:
-    """Write the file of --verify-restored-state: a hash of every live tensor of this rank."""
+def _save_in_background(
+    ctx: Checkpointer, engine: Any, progress: Progress, save: _Save, op: Operation
+) -> None:
+    """Begin to write the files of this rank, and leave the rest of the operation `op` to a thread."""
+    start = now_ns()
+    pending: PendingSave | None = None
+    hashes: _Hashes | None = None
+    error: str | None = None
+    try:
+        ctx.background.wait_previous(op)
+        try:
+            files = _collect(ctx, engine, progress, save, op)
+            pending = ctx.checkpoint_engine.begin_save(files, save.temporary, op)
+            if ctx.config.checkpoint.verify_restored_state:
+                hashes = _hash_state(ctx, engine, op)  # now: later it would be another state
+        except Exception as exc:  # whatever it is, the other ranks wait to hear of it
+            error = _could_not_save(ctx, exc)
+        finish = functools.partial(_finish_in_background, ctx, save, op, pending, hashes, error)
+        begun = BackgroundSave(save.step, op, pending, finish, start)
+        ctx.background.begin(begun)
+    except BaseException as exc:
+        op.end(f"{type(exc).__name__}: {exc}")
+        raise
+    begun.blocked_ns += now_ns() - start
+
+
+def _finish_in_background(
+    ctx: Checkpointer,
+    save: _Save,
+    op: Operation,
+    pending: PendingSave | None,
+    hashes: _Hashes | None,
+    error: str | None,
+) -> str | None:
+    """Wait for the files, agree, commit. Returns None, or what to tell of the failure."""
+    saved: list[SavedFile] = []
+    try:
+        if pending is not None:
+            saved = pending.wait()
+        if hashes is not None:
+            saved = [*saved, _write_hashes(ctx, hashes, save, op)]
+    except BaseException as exc:  # the others wait to hear of it; torch's CheckpointException is no Exception
+        error = error or _could_not_save(ctx, exc)
+    try:
+        return _agree_and_commit(ctx, save, saved, error, op)
+    except Exception as exc:
+        logger.exception(
+            "rank %d could not agree with the others on checkpoint %s", ctx.control.rank, save.tag
+        )
+        failure = f"{type(exc).__name__}: {exc}"
+    # Out of the handler: the connections stay open as long as the traceback refers to them.
+    save.control.give_up()
+    return (
+        f"checkpoint {save.tag}: the ranks lost each other while they agreed on it, so it is there only if rank 0 had "
+        f"committed it by then: {failure}"
+    )
+
+
+def _could_not_save(ctx: Checkpointer, exc: BaseException) -> str:
+    logger.error("rank %d could not save", ctx.control.rank, exc_info=exc)
+    return f"{type(exc).__name__}: {exc}"
+
+
+def _hash_state(ctx: Checkpointer, engine: Any, op: Operation) -> _Hashes:
     name = names.tensor_hashes_file(ctx.control.rank)
     with op.span("serialize", file=name):
         content = json.dumps(tensor_hashes(engine)).encode()
-        checksum = "sha256:" + hashlib.sha256(content).hexdigest()
-    with (temporary / name).open("xb", buffering=0) as file:
-        with op.span("flush", "write", file=name) as span:
+        return _Hashes(name, content, "sha256:" + hashlib.sha256(content).hexdigest())
+
+
+def _write_hashes(ctx: Checkpointer, hashes: _Hashes, save: _Save, op: Operation) -> SavedFile:
+    name, content = hashes.name, hashes.content
+    with (save.temporary / name).open("xb", buffering=0) as file:
+        with op.span("flush", "write", file=name, blocking=save.blocking) as span:
             span.bytes = file.write(content)
         if ctx.checkpoint_engine.options.fsync:
-            with op.span("flush", "fsync", file=name):
+            with op.span("flush", "fsync", file=name, blocking=save.blocking):
                 os.fsync(file.fileno())
     op.bytes = (op.bytes or 0) + len(content)
     op.num_files = (op.num_files or 0) + 1
-    return SavedFile(name, len(content), checksum)
+    return SavedFile(name, len(content), hashes.checksum)
 
 
-def _decide(
-    ctx: Checkpointer, gathered: list[Any], save_dir: Path, temporary: Path, progress: Progress, op: Operation
+def _agree_and_commit(
+    ctx: Checkpointer, save: _Save, saved: list[SavedFile], error: str | None, op: Operation
 ) -> str | None:
+    """Collective over `save.control`. Returns None if the checkpoint is committed, or why there is none."""
+    with op.span("barrier", blocking=save.blocking):
+        gathered = save.control.gather((error, saved))
+    decision = _decide(ctx, gathered, save, op) if gathered is not None else None
+    with op.span("barrier", blocking=save.blocking):
+        decision = save.control.broadcast(decision)
+    return None if decision is None else f"checkpoint {save.tag} was not saved: {decision}"
+
+
+def _decide(ctx: Checkpointer, gathered: list[Any], save: _Save, op: Operation) -> str | None:
     """On rank 0: commit if every rank succeeded. Returns None, or why there is no new checkpoint."""
     failed = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(gathered) if error is not None]
     if failed:
-        commit.discard(temporary)
+        commit.discard(save.temporary)
         return "; ".join(failed)
     if not ctx.checkpoint_engine.writes_files:
         return None
     fsync = ctx.checkpoint_engine.options.fsync
-    tag = names.tag_of(progress.iteration)
     try:
-        with op.span("commit", "manifest"):
+        with op.span("commit", "manifest", blocking=save.blocking):
             manifest = commit.Manifest(
-                tag=tag,
-                step=progress.iteration,
+                tag=save.tag,
+                step=save.step,
                 engine=ctx.checkpoint_engine.name,
                 layout=ctx.place.layout.as_dict(),
                 model=model_identity(ctx.config, ctx.padded_vocab_size),
                 files=commit.collect_files([saved for _, saved in gathered]),
                 run_id=ctx.run_id,
-                sequence=commit.next_sequence(save_dir),
+                sequence=commit.next_sequence(save.save_dir),
             )
-            commit.write_manifest(temporary, manifest, fsync)
-        with op.span("commit", "publish"):
-            commit.publish(save_dir, temporary, tag, progress.iteration, fsync)
+            commit.write_manifest(save.temporary, manifest, fsync)
+        with op.span("commit", "publish", blocking=save.blocking):
+            commit.publish(save.save_dir, save.temporary, save.tag, save.step, fsync)
     except Exception as exc:  # whatever it is, the other ranks wait to hear of it
         logger.exception("the commit failed")
-        commit.discard(temporary)
+        commit.discard(save.temporary)
         return f"rank 0, commit: {type(exc).__name__}: {exc}"
-    _prune(ctx, save_dir, progress.iteration, op)
+    _prune(ctx, save.save_dir, save.step, op, blocking=save.blocking)
     return None
 
 
-def _prune(ctx: Checkpointer, save_dir: Path, step: int, op: Operation) -> None:
+def _prune(ctx: Checkpointer, save_dir: Path, step: int, op: Operation, *, blocking: bool = True) -> None:
     """On rank 0: remove old checkpoints. The new one is committed, so a failure here is no failed save."""
     try:
-        with op.span("commit", "prune"):
+        with op.span("commit", "prune", blocking=blocking):
             removed = commit.prune(save_dir, ctx.config.checkpoint.keep_last, step)
     except OSError as exc:
         logger.warning("old checkpoints were not removed: %s", exc)
         return
     for name in removed:
         logger.info("removed %s", save_dir / name)
-
-
-def load_checkpoint(ctx: Checkpointer, engine: Any) -> Progress | None:
-    """Restore the newest complete checkpoint of --load into `engine`; collective.
-
-    A damaged one is reported and the next older one is used. Returns None if --load has none at all (then the
-    model keeps the values it has). Raises CheckpointNotFoundError if none is loadable,
-    CheckpointMismatchError if it is of another shape or layout.
-    """
-    options = ctx.config.checkpoint
-    load_dir = Path(options.load or "")
-    with ctx.recorder.operation("load", engine=ctx.engine_class) as op:
-        found: Any = None
-        with op.span("discover"):
-            if ctx.control.rank == 0:
-                found = _discover(load_dir, options.load_tag)
-        with op.span("barrier"):
-            candidates, problems = ctx.control.broadcast(found)
-        for problem in problems:
-            _report_rejected(ctx, problem)
-        for candidate in candidates:
-            op.label(tag=candidate.tag, step=candidate.step)
-            loaded = _load_candidate(ctx, engine, candidate, op)
-            if isinstance(loaded, Progress):
-                return loaded
-            problems += loaded
-        if not problems:
-            if options.load_tag is not None:
-                raise CheckpointNotFoundError(
-                    f"--load-tag {options.load_tag}: no such checkpoint in --load {load_dir}"
-                )
-            return None
-        raise CheckpointNotFoundError(
-            f"--load {load_dir}: no checkpoint there is whole: {'; '.join(problems)}. Restore one of them, or "
-            "start from iteration 0 with --allow-start-over"
-        )
-
-
-def _discover(load_dir: Path, load_tag: str | None) -> tuple[list[commit.Candidate], list[str]]:
-    """On rank 0: what there is. A directory that cannot be read is a problem to tell the others of."""
-    try:
-        return commit.discover(load_dir, load_tag)
-    except OSError as exc:
-        return [], [f"{load_dir}: cannot be read: {exc}"]
-
-
-def _load_candidate(
-    ctx: Checkpointer, engine: Any, candidate: commit.Candidate, op: Operation
-) -> Progress | list[str]:
-    """Read, verify, agree, apply. If any rank found a damaged file: what each found; nothing was applied."""
-    options = ctx.config.checkpoint
-    place = ctx.place
-    with_optimizer = not (options.no_load_optim or options.finetune)
-    states: dict[str, Any] = {}
-    error: str | None = None
-    manifest = candidate.manifest
-    try:
-        with op.span("discover"):
-            check_candidate(candidate, ctx.config, place.layout, ctx.padded_vocab_size)
-        wanted = file_names(engine, place, with_optimizer)
-        expected = manifest.files if manifest else {}
-        _check_wanted(candidate, wanted)
-        states = ctx.checkpoint_engine.load(wanted, candidate.directory, expected, op)
-    except (CheckpointDamagedError, OSError) as exc:
-        error = str(exc)
-    with op.span("barrier"):
-        failed = ctx.control.agree(error)
-    if failed:
-        reasons = [f"rank {rank}: {reason}" for rank, reason in failed]
-        for reason in reasons:
-            _report_rejected(ctx, reason)
-        return reasons
-    with op.span("load", "host_to_device"):
-        progress = restore_state(engine, place, states, ctx.config)
-        states.clear()  # giving gigabytes back to the system takes its time: here, where it is accounted for
-    with op.span("redistribute", "broadcast"):
-        engine.module._synchronize_tied_weights()
-    if options.verify_restored_state and not options.finetune:
-        _verify_restored(ctx, engine, candidate, op)
-    if manifest is None:
-        logger.info("%s has no manifest (upstream wrote it): its checksums cannot be verified", candidate.tag)
-    return progress
-
-
-def _check_wanted(candidate: commit.Candidate, wanted: list[str]) -> None:
-    """Raises CheckpointMismatchError if the checkpoint was saved without files that this load needs."""
-    left_out = [name for name in wanted if candidate.manifest and name not in candidate.manifest.files]
-    if left_out:
-        raise CheckpointMismatchError(
-            f"{candidate.directory}: was saved without {', '.join(left_out)}; give --no-load-optim if it was saved "
-            "with --no-save-optim, or load another checkpoint"
-        )
-
-
-def _verify_restored(ctx: Checkpointer, engine: Any, candidate: commit.Candidate, op: Operation) -> None:
-    """Compare the live state bit for bit with what was saved; CheckpointDamagedError on all ranks if any differs."""
-    error: str | None = None
-    with op.span("load", "verify"):
-        try:
-            compare_hashes(engine, candidate.directory / names.tensor_hashes_file(ctx.control.rank))
-        except CheckpointDamagedError as exc:
-            error = str(exc)
-    with op.span("barrier"):
-        failed = ctx.control.agree(error)
-    if failed:
-        raise CheckpointDamagedError("; ".join(f"rank {rank}: {reason}" for rank, reason in failed))
-
-
-def _report_rejected(ctx: Checkpointer, problem: str) -> None:
-    ctx.recorder.event("load", "checkpoint_rejected", problem)
-    if ctx.control.rank == 0:
-        logger.warning("checkpoint passed over: %s", problem)

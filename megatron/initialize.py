@@ -31,6 +31,7 @@ class Runtime:
     device: Any  # torch.device
     backend: str
     control_group: Any  # gloo group over all ranks for small host-side agreements; None: the default group
+    commit_group: Any = None  # another one, for the thread that commits asynchronous saves
 
 
 def prepare_environment() -> None:
@@ -104,8 +105,11 @@ def phase_apart_from_communicators(startup: Startup, name: str) -> Iterator[None
             dist.new_group = create
 
 
-def initialize_megatron(config: Config, startup: Startup) -> Runtime:
-    """Rendezvous, control group and seeds. Raises RuntimeError from torch if the rendezvous fails."""
+def initialize_megatron(config: Config, startup: Startup, *, commits_in_background: bool = False) -> Runtime:
+    """Rendezvous, control group and seeds. Raises RuntimeError from torch if the rendezvous fails.
+
+    With `commits_in_background` there is a second gloo group: collectives of two threads on one would mix.
+    """
     import deepspeed
     import torch
 
@@ -127,15 +131,16 @@ def initialize_megatron(config: Config, startup: Startup) -> Runtime:
     if on_cuda:
         device_type.set_device(parallel.local_rank)
     device = torch.device(device_type.device_name(), parallel.local_rank) if on_cuda else torch.device("cpu")
+    timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
     with startup.phase("rendezvous"):
         deepspeed.init_distributed(
-            dist_backend=backend,
-            auto_mpi_discovery=False,
-            verbose=False,
-            timeout=datetime.timedelta(minutes=parallel.distributed_timeout_minutes),
+            dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout
         )
     with startup.phase("communicators"):
         control_group = None if backend == "gloo" else torch.distributed.new_group(backend="gloo")
+        commit_group = None
+        if commits_in_background and layout.world_size > 1:
+            commit_group = torch.distributed.new_group(backend="gloo", timeout=timeout)
     coordinates = layout.coordinates(parallel.rank)
     with startup.phase("model_build"):
         seed_everything(
@@ -144,4 +149,4 @@ def initialize_megatron(config: Config, startup: Startup) -> Runtime:
             tp_rank=coordinates.tp,
             dp_offset=10 * coordinates.dp if config.training.data_parallel_random_init else 0,
         )
-    return Runtime(layout, coordinates, parallel.rank, device, backend, control_group)
+    return Runtime(layout, coordinates, parallel.rank, device, backend, control_group, commit_group)

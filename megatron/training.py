@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +22,8 @@ from megatron.topology import Layout
 
 if TYPE_CHECKING:
     from megatron.checkpoint_state import Progress
-    from megatron.checkpointing import Checkpointer
     from megatron.exit_conditions import ExitConditions
+    from megatron.training_checkpoints import CheckpointSaves
     from megatron.training_data import DataIterators
     from megatron.training_log import TrainingLog
 
@@ -41,10 +40,9 @@ class Trainer:
     progress: Progress
     recorder: Recorder
     startup: Startup
-    checkpointer: Checkpointer
+    saves: CheckpointSaves
     exits: ExitConditions
     log: TrainingLog
-    save_failed: bool = False
 
 
 def pretrain(
@@ -62,7 +60,7 @@ def pretrain(
     """
     config = parse_or_exit()
     rank = config.parallel.rank
-    from megatron.checkpoint_engines.errors import CheckpointError
+    from megatron.checkpoint_engines.errors import CheckpointError, EngineUnavailableError
 
     try:
         vocab_size, eod = _check_before_imports(config)
@@ -80,12 +78,22 @@ def pretrain(
         trainer = _set_up(
             config, recorder, startup, cycle, (vocab_size, eod), datasets_provider, model_provider, batch_fn
         )
-        train(trainer)
-    except (CheckpointError, ConfigError, DataError) as error:
+        _train_to_the_last_commit(trainer)
+    except (CheckpointError, ConfigError, DataError, EngineUnavailableError) as error:
         recorder.close()
         exit_with(error, rank)
     _shut_down(trainer)
-    return 1 if trainer.save_failed else 0
+    return 1 if trainer.saves.failed else 0
+
+
+def _train_to_the_last_commit(trainer: Trainer) -> None:
+    """Train; no save is pending afterwards, unless it hangs while an exception ends training."""
+    try:
+        train(trainer)
+    except BaseException:
+        trainer.saves.drain_after_error()
+        raise
+    trainer.saves.drain()
 
 
 def _check_before_imports(config: Config) -> tuple[int, int]:
@@ -157,6 +165,7 @@ def _heavy_imports() -> None:
     import megatron.checkpointing
     import megatron.engine_setup
     import megatron.model.gpt_model
+    import megatron.training_checkpoints
     import megatron.training_data
     import megatron.training_log  # noqa: F401
 
@@ -180,10 +189,13 @@ def _set_up(
     from megatron.engine_setup import build_engine, runtime_facts
     from megatron.exit_conditions import ExitConditions
     from megatron.initialize import initialize_megatron, phase_apart_from_communicators
+    from megatron.training_checkpoints import CheckpointSaves, build_checkpointer, initialize_state, restore
     from megatron.training_data import build_data_iterators
     from megatron.training_log import TrainingLog, printed_as_debug
 
-    runtime = initialize_megatron(config, startup)
+    runtime = initialize_megatron(
+        config, startup, commits_in_background=_saves_in_background(config, startup)
+    )
     control = ControlPlane(runtime.rank, runtime.layout.world_size, runtime.control_group)
     vocab = padded_vocab_size(vocabulary[0], config.model.make_vocab_size_divisible_by, runtime.layout.tp)
     with phase_apart_from_communicators(startup, "model_build"), printed_as_debug():
@@ -191,7 +203,7 @@ def _set_up(
     eod = vocabulary[1] if config.data.eod_mask_loss else None
     with phase_apart_from_communicators(startup, "engine_init"), printed_as_debug():
         engine = build_engine(config, model, functools.partial(batch_fn, eod_token=eod))
-        checkpointer = _checkpointer(config, runtime, control, recorder, cycle, (vocabulary[0], vocab))
+        checkpointer = build_checkpointer(config, runtime, control, recorder, cycle, (vocabulary[0], vocab))
     facts = runtime_facts(engine, runtime, config)
     recorder.write(
         "runtime",
@@ -199,14 +211,11 @@ def _set_up(
         engine_asked=config.checkpoint.checkpoint_engine,
         **facts,
     )
-    if runtime.device.type == "cuda" and config.trace.trace_nvtx is not False and recorder.enabled:
-        import torch
-
-        recorder.nvtx = torch.cuda.nvtx
-    progress = _restore(checkpointer, engine, startup) if config.checkpoint.load else None
+    _mark_ranges(recorder, config, runtime.device)
+    progress = restore(checkpointer, engine) if config.checkpoint.load else None
     if progress is None:
         with startup.phase("model_build"):
-            _initialize(engine, config)
+            initialize_state(checkpointer, engine)
         progress = Progress()
     with startup.phase("data_build"):
         data = build_data_iterators(
@@ -220,69 +229,26 @@ def _set_up(
         checkpointer.engine_class,
     )  # fmt: skip
     return Trainer(
-        config, engine, data, progress, recorder, startup, checkpointer,
+        config, engine, data, progress, recorder, startup, CheckpointSaves(checkpointer, engine),
         ExitConditions(config, control), log,
     )  # fmt: skip
 
 
-def _checkpointer(
-    config: Config, runtime: Any, control: Any, recorder: Recorder, cycle: int, vocab_sizes: tuple[int, int]
-) -> Checkpointer:
-    from megatron.checkpoint_engines.base import EngineOptions
-    from megatron.checkpoint_engines.registry import create_engine
-    from megatron.checkpoint_state import RankPlace
-    from megatron.checkpointing import Checkpointer
+def _mark_ranges(recorder: Recorder, config: Config, device: Any) -> None:
+    """Have spans show in NVIDIA's profiler, too."""
+    if device.type == "cuda" and config.trace.trace_nvtx is not False and recorder.enabled:
+        import torch
 
-    options = EngineOptions(
-        fsync=config.checkpoint.checkpoint_durability == "fsync",
-        verify_checksums=config.checkpoint.verify_checkpoint == "checksum",
-    )
-    # One name for the temporary directories of this launch, whether it is traced or not.
-    attempt = control.broadcast(f"{cycle:03d}_{time.time_ns():x}")
-    return Checkpointer(
-        config=config,
-        place=RankPlace(runtime.layout, runtime.coordinates, config.model.params_dtype),
-        vocab_size=vocab_sizes[0],
-        padded_vocab_size=vocab_sizes[1],
-        control=control,
-        recorder=recorder,
-        checkpoint_engine=create_engine(config.checkpoint.checkpoint_engine, options),
-        attempt=attempt,
-    )
+        recorder.nvtx = torch.cuda.nvtx
 
 
-def _initialize(engine: Any, config: Config) -> None:
-    from megatron.checkpoint_state import start_over
+def _saves_in_background(config: Config, startup: Startup) -> bool:
+    from megatron.checkpoint_engines.registry import engine_class
 
-    start_over(engine, config.training.seed)
-
-
-def _restore(checkpointer: Checkpointer, engine: Any, startup: Startup) -> Progress | None:
-    """The progress of the checkpoint that was loaded; None to start from iteration 0."""
-    from megatron.checkpoint_engines.errors import CheckpointNotFoundError
-    from megatron.checkpointing import load_checkpoint
-    from megatron.optimizer.build import warn_of_l2_weight_decay
-
-    options = checkpointer.config.checkpoint
-    try:
-        progress = load_checkpoint(checkpointer, engine)
-    except CheckpointNotFoundError as error:
-        if not options.allow_start_over:
-            raise
-        logger.warning("%s; starting from iteration 0, as --allow-start-over says", error)
-        return None
-    if progress is None and options.exit_on_missing_checkpoint:
-        raise CheckpointNotFoundError(
-            f"--load {options.load}: no checkpoint there, and --exit-on-missing-checkpoint is given; "
-            "give the directory of a run, or drop the flag to start from iteration 0"
-        )
-    if progress is None:
-        logger.info("--load %s: no checkpoint there; starting from iteration 0", options.load)
-    elif not options.finetune:
-        logger.info("resumed from iteration %d of %s", progress.iteration, options.load)
-        warn_of_l2_weight_decay(engine.basic_optimizer)
-        checkpointer.last_saved_step = progress.iteration if options.load == options.save else None
-    return progress
+    if config.checkpoint.save is None:
+        return False
+    with startup.phase("imports"):
+        return engine_class(config.checkpoint.checkpoint_engine).asynchronous
 
 
 def train(trainer: Trainer) -> None:
@@ -293,19 +259,20 @@ def train(trainer: Trainer) -> None:
     trainer.exits.start()
     while progress.iteration < training.train_iters:
         _train_step(trainer, loop_start)
+        trainer.saves.poll()
         if training.eval_interval and progress.iteration % training.eval_interval == 0:
             _evaluate(trainer, "validation")
         interval = config.checkpoint.save_interval
         if interval and progress.iteration % interval == 0:
-            _save(trainer)
+            trainer.saves.save(progress)
         reason = trainer.exits.reason(progress.iteration)
         if reason is not None:
             logger.info("stopping after iteration %d: %s", progress.iteration, reason)
-            _save(trainer)
+            trainer.saves.save(progress)
             return
     _evaluate(trainer, "validation")
     _evaluate(trainer, "test")
-    _save(trainer)
+    trainer.saves.save(progress)
 
 
 def _train_step(trainer: Trainer, loop_start: int) -> None:
@@ -340,33 +307,11 @@ def _evaluate(trainer: Trainer, split: str) -> None:
     )
 
 
-def _save(trainer: Trainer) -> None:
-    """Save unless this iteration is saved already. A failed save is reported, and training goes on."""
-    from megatron.checkpoint_engines.errors import CheckpointSaveError
-    from megatron.checkpointing import save_checkpoint
-
-    checkpointer, progress = trainer.checkpointer, trainer.progress
-    if trainer.config.checkpoint.save is None or checkpointer.last_saved_step == progress.iteration:
-        return
-    start = time.monotonic()
-    try:
-        save_checkpoint(checkpointer, trainer.engine, progress)
-    except CheckpointSaveError as error:
-        trainer.save_failed = True
-        if checkpointer.control.rank == 0:
-            logger.error("%s; the previous checkpoint is untouched and training goes on", error)
-        return
-    trainer.save_failed = False
-    logger.info(
-        "saved checkpoint at iteration %d to %s in %.2f s",
-        progress.iteration, trainer.config.checkpoint.save, time.monotonic() - start,
-    )  # fmt: skip
-
-
 def _shut_down(trainer: Trainer) -> None:
     """Leave together, so that no rank's exit breaks another's connection."""
     import torch.distributed as dist
 
+    trainer.saves.close()
     trainer.log.close()
     trainer.recorder.close()
     sys.stdout.flush()

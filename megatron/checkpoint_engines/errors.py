@@ -25,3 +25,7 @@ class CheckpointNotFoundError(CheckpointError):
 
 class UnknownEngineError(ValueError):
     """--checkpoint-engine names an engine that is not there or not installed."""
+
+
+class EngineUnavailableError(ValueError):
+    """The engine is known, but this machine lacks a package or a device that it needs."""

@@ -1,57 +1,128 @@
-"""Engine names, resolved lazily: naming an engine imports only that engine."""
+"""Engine names, resolved lazily: naming an engine imports only that engine.
+
+Third parties add engines through the entry point group `megatron.checkpoint_engines`; docs/engines.md says how.
+"""
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import importlib.util
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from megatron.checkpoint_engines.base import CheckpointEngine, EngineOptions
-from megatron.checkpoint_engines.errors import UnknownEngineError
+from megatron.checkpoint_engines.errors import EngineUnavailableError, UnknownEngineError
+
+if TYPE_CHECKING:
+    from megatron.checkpoint_engines.base import CheckpointEngine, EngineOptions
+
+ENTRY_POINT_GROUP = "megatron.checkpoint_engines"
+_PACKAGE = "megatron.checkpoint_engines"
 
 
 @dataclass(frozen=True)
-class _Entry:
+class EngineEntry:
+    """Where an engine lives. `requires` are the modules that must be importable, `install` is how to get them."""
+
     module: str
     class_name: str
     summary: str
+    requires: tuple[str, ...] = ()
+    install: str = ""
 
 
 _ENGINES = {
-    "torch": _Entry(
-        "megatron.checkpoint_engines.torch_engine",
-        "TorchEngine",
-        "torch.save per file, as DeepSpeed's default",
+    "torch": EngineEntry(f"{_PACKAGE}.torch_engine", "TorchEngine", "torch.save per file, as DeepSpeed's default"),
+    "lazy": EngineEntry(
+        f"{_PACKAGE}.lazy_engine",
+        "LazyEngine",
+        "this project's own: asynchronous, one safetensors file per rank, direct I/O",
     ),
-    "none": _Entry(
-        "megatron.checkpoint_engines.none_engine", "NoneEngine", "writes nothing: measures what is left"
+    "fastpersist": EngineEntry(
+        f"{_PACKAGE}.fastpersist_engine", "FastPersistEngine", "DeepSpeed's checkpoint writer, in the training process"
     ),
+    "fastpersist-decoupled": EngineEntry(
+        f"{_PACKAGE}.fastpersist_decoupled_engine",
+        "FastPersistDecoupledEngine",
+        "DeepSpeed's checkpoint writer, in a process of its own",
+    ),
+    "torchsnapshot": EngineEntry(
+        f"{_PACKAGE}.torchsnapshot_engine",
+        "TorchSnapshotEngine",
+        "TorchSnapshot's asynchronous take, one snapshot per file",
+        requires=("torchsnapshot",),
+        install="pip install torchsnapshot==0.1.0",
+    ),
+    "dcp": EngineEntry(f"{_PACKAGE}.dcp_engine", "DcpEngine", "torch.distributed.checkpoint, blocking"),
+    "dcp-async": EngineEntry(
+        f"{_PACKAGE}.dcp_engine", "DcpAsyncEngine", "torch.distributed.checkpoint, written by a thread"
+    ),
+    "datastates": EngineEntry(
+        f"{_PACKAGE}.datastates_engine", "DataStatesEngine", "DataStates-LLM; needs its package and a CUDA device"
+    ),
+    "none": EngineEntry(f"{_PACKAGE}.none_engine", "NoneEngine", "writes nothing: measures what is left"),
 }
+
+
+def builtin_engines() -> dict[str, EngineEntry]:
+    """Name -> entry of the engines of this project."""
+    return dict(_ENGINES)
+
+
+def _plugins() -> dict[str, importlib.metadata.EntryPoint]:
+    """Engines of other packages. Looked for only when a name is not one of ours: it takes 10 ms and more."""
+    found = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    return {point.name: point for point in found if point.name not in _ENGINES}
 
 
 def engine_names() -> list[str]:
     """All names that --checkpoint-engine takes."""
-    return list(_ENGINES)
+    return [*_ENGINES, *_plugins()]
 
 
 def check_engine_name(name: str) -> None:
-    """Raise UnknownEngineError, listing the engines there are, for a name that is not one of them."""
-    if name not in _ENGINES:
-        there = ", ".join(f"{n} ({e.summary})" for n, e in _ENGINES.items())
-        raise UnknownEngineError(f"--checkpoint-engine {name}: no such engine; there are: {there}")
+    """Raise UnknownEngineError, listing the engines there are, for a name that is not one of them.
+
+    Raises EngineUnavailableError if the engine is known and its package is not installed. Imports neither torch nor
+    the engine.
+    """
+    if name in _ENGINES:
+        _check_installed(name, _ENGINES[name])
+        return
+    plugins = _plugins()
+    if name not in plugins:
+        there = [f"{n} ({e.summary})" for n, e in _ENGINES.items()]
+        there += [f"{n} (of {p.value})" for n, p in plugins.items()]
+        raise UnknownEngineError(f"--checkpoint-engine {name}: no such engine; there are: {', '.join(there)}")
+
+
+def _check_installed(name: str, entry: EngineEntry) -> None:
+    missing = [module for module in entry.requires if importlib.util.find_spec(module) is None]
+    if missing:
+        raise EngineUnavailableError(
+            f"--checkpoint-engine {name}: package {', '.join(missing)} is not installed; install it "
+            f"({entry.install}), or use another engine: {', '.join(_ENGINES)}"
+        )
+
+
+def engine_class(name: str) -> type[CheckpointEngine]:
+    """Import the engine called `name` and return its class. Never falls back.
+
+    Raises UnknownEngineError if there is none of that name, EngineUnavailableError if what it imports is not
+    installed.
+    """
+    check_engine_name(name)
+    try:
+        if name not in _ENGINES:
+            return _plugins()[name].load()
+        return getattr(importlib.import_module(_ENGINES[name].module), _ENGINES[name].class_name)
+    except ModuleNotFoundError as exc:
+        raise EngineUnavailableError(
+            f"--checkpoint-engine {name}: package {exc.name} is not installed; install it, or use one of: "
+            + ", ".join(_ENGINES)
+        ) from exc
 
 
 def create_engine(name: str, options: EngineOptions) -> CheckpointEngine:
-    """Import and create the engine called `name`.
-
-    Raises UnknownEngineError if there is none of that name or its package is not installed. Never falls back.
-    """
-    check_engine_name(name)
-    entry = _ENGINES[name]
-    try:
-        module = importlib.import_module(entry.module)
-    except ModuleNotFoundError as exc:
-        raise UnknownEngineError(
-            f"--checkpoint-engine {name}: package {exc.name} is not installed; install it, or use one of: "
-            + ", ".join(engine_names())
-        ) from exc
-    return getattr(module, entry.class_name)(options)
+    """Import and create the engine called `name`; raises as `engine_class` does."""
+    return engine_class(name)(options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.config.errors import ConfigError, refuse, require_at_least, require_one_of
+from megatron.config.errors import ConfigError, refuse, require_at_least, require_one_of, require_positive
 from megatron.config.flags import flag, flag_name
 
 _NEED_SAVE = ("save_interval", "keep_last", "no_save_optim", "no_save_rng")
@@ -50,6 +50,24 @@ class CheckpointConfig:
         "fsync: a committed checkpoint survives a power loss; none: as upstream",
         choices=("fsync", "none"),
     )
+    host_cache_size: float | None = flag(
+        None,
+        "host memory, GiB per rank, that a save in the background may hold (default: the size of the rank's "
+        "checkpoint, at most half of its share of the free memory)",
+    )
+    io_threads: int | None = flag(None, "threads that write or read files (default: the engine's own)")
+    io_block_size: float = flag(8.0, "bytes that an I/O thread moves at once, MiB; engine lazy")
+    direct_io: str = flag(
+        "auto",
+        "go around the page cache: auto falls back to buffered I/O, and says so, where the file system refuses; "
+        "engine lazy",
+        choices=("auto", "on", "off"),
+    )
+    checksum: str = flag(
+        "crc32",
+        "checksum computed while saving, where the file format has none of its own",
+        choices=("crc32", "none"),
+    )
     verify_checkpoint: str = flag(
         "checksum",
         "check of a checkpoint's files before it is loaded",
@@ -75,6 +93,12 @@ class CheckpointConfig:
         require_at_least("--save-interval", self.save_interval, 1)
         require_at_least("--keep-last", self.keep_last, 1)
         require_one_of("--checkpoint-durability", self.checkpoint_durability, ("fsync", "none"))
+        require_positive("--host-cache-size", self.host_cache_size)
+        require_at_least("--io-threads", self.io_threads, 1)
+        if self.io_block_size <= 0 or (self.io_block_size * 256) % 1:
+            refuse("--io-block-size", self.io_block_size, "must be a multiple of 4 KiB (0.00390625), as direct I/O asks")
+        require_one_of("--direct-io", self.direct_io, ("auto", "on", "off"))
+        require_one_of("--checksum", self.checksum, ("crc32", "none"))
         require_one_of("--checkpoint-verify", self.verify_checkpoint, ("checksum", "size"))
         if self.load_tag is not None and ("/" in self.load_tag or self.load_tag in ("", ".", "..")):
             refuse("--load-tag", self.load_tag, "must name one directory inside --load, as global_step5")

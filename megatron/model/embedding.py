@@ -11,7 +11,6 @@ from megatron.tensor_parallel.init import init_normal_
 from megatron.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.tensor_parallel.mappings import copy_to_tensor_parallel_region
 from megatron.tensor_parallel.placement import Placement
-from megatron.topology import TensorParallelGroup
 
 
 class PositionEmbedding(nn.Module):
@@ -20,14 +19,10 @@ class PositionEmbedding(nn.Module):
     def __init__(self, config: ModelConfig, place: Placement) -> None:
         super().__init__()
         self.init_std = config.init_method_std
-        shape = (config.max_position_embeddings, config.hidden_size)
-        self.weight = nn.Parameter(place.zeros(*shape))
+        self.weight = place.parameter(config.max_position_embeddings, config.hidden_size)
 
     def reset_parameters(self, seed: int, prefix: str) -> None:
-        name = f"{prefix}.weight"
-        init_normal_(
-            self.weight, std=self.init_std, seed=seed, name=name, tp=TensorParallelGroup(), split_dim=None
-        )
+        init_normal_(self.weight, std=self.init_std, seed=seed, name=f"{prefix}.weight")
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, self.weight)
@@ -103,6 +98,7 @@ class LMHeadPipe(nn.Module):
             bias=False,
             init_std=config.init_method_std,
             place=place,
+            vocabulary=True,
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ class RMSNorm(nn.Module):
     def __init__(self, hidden_size: int, eps: float, place: Placement) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(place.zeros(hidden_size))
+        self.weight = place.parameter(hidden_size)
 
     def reset_parameters(self, seed: int, prefix: str) -> None:
         nn.init.ones_(self.weight)
@@ -30,8 +30,8 @@ class LayerNorm(nn.Module):
     def __init__(self, hidden_size: int, eps: float, place: Placement) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(place.zeros(hidden_size))
-        self.bias = nn.Parameter(place.zeros(hidden_size))
+        self.weight = place.parameter(hidden_size)
+        self.bias = place.parameter(hidden_size)
 
     def reset_parameters(self, seed: int, prefix: str) -> None:
         nn.init.ones_(self.weight)

@@ -4,7 +4,9 @@
         with op.span("serialize", file="mp_rank_00_model_states.pt") as span:
             span.bytes = write_it()
 
-Instrumentation adds no collective, no device synchronisation and no fsync.
+Recorder and Operation may be used from several threads at once; what a thread sets of an Operation (`bytes`, its
+labels) is not added up: one thread does that. Instrumentation adds no collective, no device synchronisation and
+no fsync.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class Operation:
         engine: str | None,
     ) -> None:
         self._recorder = recorder
-        self._labels = {"operation": name, "op_id": op_id} | labels
+        self._labels: dict[str, Any] = {"operation": name, "op_id": op_id} | labels
         self._engine = {"engine": engine} if engine else {}
         self.start_ns = start_ns
         self.bytes: int | None = None
@@ -67,9 +69,12 @@ class Operation:
         self.failure: str | None = None
         recorder.write("operation_begin", **self._labels, **self._engine, start_ns=start_ns)
 
-    def label(self, *, tag: str | None = None, step: int | None = None) -> None:
-        """Name the checkpoint, where it is only found out while the operation runs."""
-        self._labels |= {k: v for k, v in (("tag", tag), ("step", step)) if v is not None}
+    def label(self, *, tag: str | None = None, step: int | None = None, engine: str | None = None) -> None:
+        """Name the checkpoint, or the class of the engine, where it is only found out while the operation runs."""
+        # New dicts, since another thread may be reading the old ones into a record.
+        self._labels = self._labels | {k: v for k, v in (("tag", tag), ("step", step)) if v is not None}
+        if engine is not None:
+            self._engine = {"engine": engine}
 
     @contextmanager
     def span(
@@ -77,7 +82,7 @@ class Operation:
     ) -> Iterator[SpanHandle]:
         """Measure the body as one span. An exception is recorded in the span and passed on."""
         handle = SpanHandle()
-        nvtx = self._recorder.nvtx
+        nvtx, thread = self._recorder.nvtx, threading.get_ident()
         if nvtx is not None:
             nvtx.range_push(f"{self._labels['operation']}/{phase}" + (f"/{detail}" if detail else ""))
         error: str | None = None
@@ -89,7 +94,8 @@ class Operation:
             raise
         finally:
             end = now_ns()
-            if nvtx is not None:
+            # Ranges are a stack per thread: a span that ends on another thread must not close a range of that one.
+            if nvtx is not None and threading.get_ident() == thread:
                 nvtx.range_pop()
             self.add(
                 phase, detail, start, end, file=file, num_bytes=handle.bytes, blocking=blocking, error=error
@@ -161,14 +167,22 @@ class Recorder:
         self._probe = probe
         self._next_op_id = 0
         self._lost = 0
+        self._closed = False
+        self._lock = threading.Lock()  # of the three above
         self.nvtx: NvtxRanges | None = None  # torch.cuda.nvtx, once it is imported and CUDA is there
 
     def write(self, record_type: str, **fields: Any) -> None:
-        """Write one record. Those that a full disk refused are counted in a later `records_lost` event."""
-        if not self._sink.write(self._common | {"type": record_type} | fields):
-            self._lost += 1
-        elif self._lost:
-            lost, self._lost = self._lost, 0
+        """Write one record. Those that a full disk refused are counted in a later `records_lost` event.
+
+        After `close` nothing is written: a thread that is still at work as the process ends has nobody to tell.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            written = self._sink.write(self._common | {"type": record_type} | fields)
+            lost = self._lost
+            self._lost = 0 if written else lost + 1
+        if written and lost:
             self.event("failure", "records_lost", f"{lost} records before this one could not be written")
 
     def begin(
@@ -181,8 +195,9 @@ class Recorder:
         start_ns: int | None = None,
     ) -> Operation:
         """Open an operation; the caller ends it. Prefer `operation`, which cannot be left open."""
-        op_id = self._next_op_id
-        self._next_op_id += 1
+        with self._lock:
+            op_id = self._next_op_id
+            self._next_op_id += 1
         labels = {k: v for k, v in (("tag", tag), ("step", step)) if v is not None}
         self.probe(name, op_id, "start")
         return Operation(self, name, op_id, now_ns() if start_ns is None else start_ns, labels, engine)
@@ -224,7 +239,10 @@ class Recorder:
             self.write("probe", operation=operation, op_id=op_id, at=at, time_ns=now_ns(), values=values)
 
     def close(self) -> None:
-        self._sink.close()
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._sink.close()
 
 
 class _NullSpan:
@@ -244,7 +262,7 @@ class NullOperation(Operation):
         self.start_ns = 0
         self.bytes = self.num_files = self.durable = self.failure = None
 
-    def label(self, *, tag: str | None = None, step: int | None = None) -> None:
+    def label(self, *, tag: str | None = None, step: int | None = None, engine: str | None = None) -> None:
         return None
 
     def span(self, phase: str, detail: str | None = None, **_: Any) -> Any:  # type: ignore[override]

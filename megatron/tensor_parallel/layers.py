@@ -1,7 +1,6 @@
 """Column-, row- and vocabulary-parallel layers.
 
-Parameters split over TP carry `tensor_model_parallel = True`: DeepSpeed's gradient norm counts replicated
-parameters once by it. Layers are created without values; `reset_parameters(seed, prefix)` draws them.
+Layers are created without values; `reset_parameters(seed, prefix)` draws them.
 """
 
 from __future__ import annotations
@@ -20,16 +19,11 @@ from megatron.tensor_parallel.mappings import (
 from megatron.tensor_parallel.placement import Placement
 
 
-def _parameter(shape: Sequence[int], place: Placement, split: bool) -> nn.Parameter:
-    param = nn.Parameter(place.zeros(*shape))
-    param.tensor_model_parallel = split  # type: ignore[attr-defined]
-    return param
-
-
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with W split along its output rows.
 
-    `output_sizes` are the full row counts of the matrices fused into W ([sum/TP, input_size] here).
+    `output_sizes` are the full row counts of the matrices fused into W ([sum/TP, input_size] here);
+    `vocabulary`: there is one row per token of the padded vocabulary.
     Input [..., input_size], replicated; output [..., sum(output_sizes) / TP], split.
     """
 
@@ -41,25 +35,17 @@ class ColumnParallelLinear(nn.Module):
         bias: bool,
         init_std: float,
         place: Placement,
+        vocabulary: bool = False,
     ) -> None:
         super().__init__()
         self.tp = place.tp
-        self.output_sizes = tuple(output_sizes)
         self.init_std = init_std
-        rows = sum(self.output_sizes) // place.tp.size
-        self.weight = _parameter((rows, input_size), place, split=True)
-        self.bias = _parameter((rows,), place, split=True) if bias else None
+        rows = sum(output_sizes)
+        self.weight = place.parameter(rows, input_size, dim=0, blocks=output_sizes, vocabulary=vocabulary)
+        self.bias = place.parameter(rows, dim=0, blocks=output_sizes, vocabulary=vocabulary) if bias else None
 
     def reset_parameters(self, seed: int, prefix: str) -> None:
-        init_normal_(
-            self.weight,
-            std=self.init_std,
-            seed=seed,
-            name=f"{prefix}.weight",
-            tp=self.tp,
-            split_dim=0,
-            block_sizes=self.output_sizes,
-        )
+        init_normal_(self.weight, std=self.init_std, seed=seed, name=f"{prefix}.weight")
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -85,13 +71,11 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.tp = place.tp
         self.init_std = init_std
-        self.weight = _parameter((output_size, input_size // place.tp.size), place, split=True)
-        self.bias = _parameter((output_size,), place, split=False) if bias else None
+        self.weight = place.parameter(output_size, input_size, dim=1)
+        self.bias = place.parameter(output_size) if bias else None
 
     def reset_parameters(self, seed: int, prefix: str) -> None:
-        init_normal_(
-            self.weight, std=self.init_std, seed=seed, name=f"{prefix}.weight", tp=self.tp, split_dim=1
-        )
+        init_normal_(self.weight, std=self.init_std, seed=seed, name=f"{prefix}.weight")
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -117,14 +101,11 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.tp = place.tp
         self.init_std = init_std
-        rows = padded_vocab_size // place.tp.size
-        self.first_id = place.tp.rank * rows
-        self.weight = _parameter((rows, hidden_size), place, split=True)
+        self.weight = place.parameter(padded_vocab_size, hidden_size, dim=0, vocabulary=True)
+        self.first_id = place.tp.rank * self.weight.shape[0]
 
     def reset_parameters(self, seed: int, prefix: str) -> None:
-        init_normal_(
-            self.weight, std=self.init_std, seed=seed, name=f"{prefix}.weight", tp=self.tp, split_dim=0
-        )
+        init_normal_(self.weight, std=self.init_std, seed=seed, name=f"{prefix}.weight")
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from megatron.tensor_parallel.parameter_slice import ParameterSlice
 from megatron.topology import TensorParallelGroup
 
 
@@ -17,6 +19,19 @@ class Placement:
     dtype: torch.dtype
     device: torch.device
 
-    def zeros(self, *shape: int) -> torch.Tensor:
-        """Storage for a parameter; values come from `reset_parameters` or from a checkpoint."""
-        return torch.zeros(*shape, dtype=self.dtype, device=self.device)
+    def parameter(
+        self, *shape: int, dim: int | None = None, blocks: Sequence[int] = (), vocabulary: bool = False
+    ) -> torch.nn.Parameter:
+        """This rank's slice of a parameter of full `shape`, as ParameterSlice describes it; no `blocks`: one.
+
+        Zeros: values come from `reset_parameters` or from a checkpoint. The slice is kept as `tp_slice`;
+        `tensor_model_parallel` is what DeepSpeed's gradient norm asks to count replicated parameters once.
+        Raises ValueError if TP does not divide it.
+        """
+        if dim is not None and not blocks:
+            blocks = (shape[dim],)
+        part = ParameterSlice(shape, dim, tuple(blocks), self.tp.rank, self.tp.size, vocabulary)
+        param = torch.nn.Parameter(torch.zeros(part.local_shape, dtype=self.dtype, device=self.device))
+        param.tp_slice = part  # type: ignore[attr-defined]
+        param.tensor_model_parallel = dim is not None  # type: ignore[attr-defined]
+        return param

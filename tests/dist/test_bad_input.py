@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint_engines.registry import builtin_engines
 from megatron.topology import Layout
 from tests.dist.conftest import data_flags
 from tests.dist.harness import LLAMA_STYLE, ROOT, Zygote
@@ -132,8 +133,8 @@ def refused(
         ),
         (
             ["--checkpoint-engine", "fast"], 1,
-            "--checkpoint-engine fast: no such engine; there are: torch (torch.save per file, as DeepSpeed's default), "
-            "none (writes nothing: measures what is left)",
+            "--checkpoint-engine fast: no such engine; there are: "
+            + ", ".join(f"{name} ({entry.summary})" for name, entry in builtin_engines().items()),
         ),
         (["--num-layer", "2"], 1, "unknown flag --num-layer: did you mean --num-layers?"),
     ],

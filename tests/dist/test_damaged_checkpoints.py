@@ -213,5 +213,4 @@ def test_engine_none_writes_nothing(launcher: Launcher, save: Path) -> None:
     assert sorted(losses(empty / "restart_trace")) == [1, 2, 3, 4]
 
     run = resume(launcher, save, "--checkpoint-engine", "none")
-    assert run.exit_codes[0] == 2
-    assert "--checkpoint-engine none cannot load; use the engine that wrote it" in run.log(0)
+    assert run.ok and "resumed from iteration" in run.output  # read by the engine that wrote it

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron import checkpointing
+from megatron import checkpoint_loading, checkpointing
 from megatron.checkpoint_commit import Candidate, Manifest
 from megatron.checkpoint_engines.base import SavedFile
 from megatron.checkpoint_engines.errors import CheckpointMismatchError
@@ -29,8 +29,8 @@ def test_directory_that_cannot_be_read_is_told_to_all_ranks(
     def refused(*_: Any) -> Any:
         raise PermissionError(13, "Permission denied", str(tmp_path))
 
-    monkeypatch.setattr(checkpointing.commit, "discover", refused)
-    candidates, problems = checkpointing._discover(tmp_path, None)
+    monkeypatch.setattr(checkpoint_loading.commit, "discover", refused)
+    candidates, problems = checkpoint_loading._discover(tmp_path, None)
     assert candidates == []
     assert problems == [f"{tmp_path}: cannot be read: [Errno 13] Permission denied: '{tmp_path}'"]
 
@@ -44,7 +44,7 @@ def candidate(*names: str) -> Candidate:
 
 def test_files_that_were_never_saved_are_no_damage() -> None:
     """Nothing older is looked for: it is the command line that does not fit."""
-    checkpointing._check_wanted(candidate("a", "b"), ["b"])
-    checkpointing._check_wanted(Candidate(Path("/save/global_step2"), "global_step2", 2, None), ["b"])
+    checkpoint_loading._check_wanted(candidate("a", "b"), ["b"])
+    checkpoint_loading._check_wanted(Candidate(Path("/save/global_step2"), "global_step2", 2, None), ["b"])
     with pytest.raises(CheckpointMismatchError, match="was saved without b, c; give --no-load-optim"):
-        checkpointing._check_wanted(candidate("a"), ["a", "b", "c"])
+        checkpoint_loading._check_wanted(candidate("a"), ["a", "b", "c"])

@@ -1,0 +1,184 @@
+"""load_checkpoint: the newest complete checkpoint, over all ranks, every phase of it recorded.
+
+Rank 0 discovers, every rank reads and verifies its files, all agree, then the state is applied. The files are read
+by the engine that wrote them, whichever saves now.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron import checkpoint_commit as commit
+from megatron import checkpoint_layout as names
+from megatron.checkpoint_compatibility import check_candidate
+from megatron.checkpoint_engines.base import CheckpointEngine
+from megatron.checkpoint_engines.errors import (
+    CheckpointDamagedError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    EngineUnavailableError,
+    UnknownEngineError,
+)
+from megatron.checkpoint_engines.registry import create_engine
+from megatron.checkpoint_state import Progress, file_names, restore_state, restore_tied_weights
+from megatron.restart_trace.recorder import Operation
+from megatron.tensor_hashes import compare_hashes
+
+if TYPE_CHECKING:
+    from megatron.checkpointing import Checkpointer
+
+logger = logging.getLogger(__name__)
+
+UPSTREAM_ENGINE = "torch"  # what reads checkpoints without a manifest
+
+
+def load_checkpoint(ctx: Checkpointer, engine: Any) -> Progress | None:
+    """Restore the newest complete checkpoint of --load into `engine`; collective.
+
+    A damaged one is reported and the next older one is used. Returns None if --load has none at all (then the
+    model keeps the values it has). Raises CheckpointNotFoundError if none is loadable,
+    CheckpointMismatchError if it is of another shape or layout, or of an engine that is not here.
+    """
+    options = ctx.config.checkpoint
+    load_dir = Path(options.load or "")
+    ctx.background.drain()  # a load changes the state that a pending save may still be reading
+    with ctx.recorder.operation("load") as op:
+        found: Any = None
+        with op.span("discover"):
+            if ctx.control.rank == 0:
+                found = _discover(load_dir, options.load_tag)
+        with op.span("barrier"):
+            candidates, problems = ctx.control.broadcast(found)
+        for problem in problems:
+            _report_rejected(ctx, problem)
+        for candidate in candidates:
+            op.label(tag=candidate.tag, step=candidate.step)
+            reader = _reader_of(ctx, candidate, op)
+            op.label(engine=type(reader).__name__)
+            try:
+                loaded = _load_candidate(ctx, reader, engine, candidate, op)
+            finally:
+                if reader is not ctx.checkpoint_engine:
+                    reader.close()
+                reader.loads_are_over()
+            if isinstance(loaded, Progress):
+                return loaded
+            problems += loaded
+        if not problems:
+            if options.load_tag is not None:
+                raise CheckpointNotFoundError(
+                    f"--load-tag {options.load_tag}: no such checkpoint in --load {load_dir}"
+                )
+            return None
+        raise CheckpointNotFoundError(
+            f"--load {load_dir}: no checkpoint there is whole: {'; '.join(problems)}. Restore one of them, or "
+            "start from iteration 0 with --allow-start-over"
+        )
+
+
+def _discover(load_dir: Path, load_tag: str | None) -> tuple[list[commit.Candidate], list[str]]:
+    """On rank 0: what there is. A directory that cannot be read is a problem to tell the others of."""
+    try:
+        return commit.discover(load_dir, load_tag)
+    except OSError as exc:
+        return [], [f"{load_dir}: cannot be read: {exc}"]
+
+
+def _reader_of(ctx: Checkpointer, candidate: commit.Candidate, op: Operation) -> CheckpointEngine:
+    """The engine that can read `candidate`: collective if that is not the one of --checkpoint-engine.
+
+    Raises CheckpointMismatchError on all ranks if one of them has no such engine.
+    """
+    manifest = candidate.manifest
+    name = manifest.engine if manifest else UPSTREAM_ENGINE
+    if name == ctx.checkpoint_engine.name:
+        return ctx.checkpoint_engine
+    reader: CheckpointEngine | None = None
+    error: str | None = None
+    with op.span("discover"):
+        try:
+            reader = create_engine(name, ctx.checkpoint_engine.options)
+        except (UnknownEngineError, EngineUnavailableError) as exc:
+            error = str(exc)
+    with op.span("barrier"):
+        failed = ctx.control.agree(error)
+    if reader is None or failed:
+        raise CheckpointMismatchError(
+            f"{candidate.directory / names.MANIFEST}: the checkpoint was saved with --checkpoint-engine {name}, and "
+            f"only that can read it, which is not possible here: rank {failed[0][0]}: {failed[0][1]}. Install what is "
+            "missing, or load a checkpoint of another engine with --load-tag"
+        )
+    return reader
+
+
+def _load_candidate(
+    ctx: Checkpointer, reader: CheckpointEngine, engine: Any, candidate: commit.Candidate, op: Operation
+) -> Progress | list[str]:
+    """Read, verify, agree, apply. If any rank found a damaged file: what each found; nothing was applied."""
+    options = ctx.config.checkpoint
+    place = ctx.place
+    with_optimizer = not (options.no_load_optim or options.finetune)
+    states: dict[str, Any] = {}
+    error: str | None = None
+    manifest = candidate.manifest
+    try:
+        with op.span("discover"):
+            check_candidate(candidate, ctx.config, place.layout, ctx.padded_vocab_size)
+        wanted = file_names(engine, place, with_optimizer)
+        expected = manifest.files if manifest else {}
+        _check_wanted(candidate, wanted)
+        states = reader.load(wanted, candidate.directory, expected, op)
+    except (CheckpointDamagedError, OSError) as exc:
+        error = str(exc)
+    with op.span("barrier"):
+        failed = ctx.control.agree(error)
+    if failed:
+        reasons = [f"rank {rank}: {reason}" for rank, reason in failed]
+        for reason in reasons:
+            _report_rejected(ctx, reason)
+        return reasons
+    with op.span("load", "host_to_device"):
+        progress = restore_state(engine, place, states, ctx.config)
+        states.clear()  # giving gigabytes back to the system takes its time: here, where it is accounted for
+    with op.span("redistribute", "all_gather" if with_optimizer else "broadcast"):
+        restore_tied_weights(engine, with_optimizer)
+    if options.verify_restored_state and not options.finetune:
+        _verify_restored(ctx, engine, candidate, op)
+    if manifest is None:
+        logger.info("%s has no manifest (upstream wrote it): its checksums cannot be verified", candidate.tag)
+    return progress
+
+
+def _check_wanted(candidate: commit.Candidate, wanted: list[str]) -> None:
+    """Raises CheckpointMismatchError if the checkpoint was saved without files that this load needs."""
+    if candidate.manifest is None:
+        return
+    held = {state for file in candidate.manifest.files.values() for state in file.states or (file.name,)}
+    left_out = [name for name in wanted if name not in held]
+    if left_out:
+        raise CheckpointMismatchError(
+            f"{candidate.directory}: was saved without {', '.join(left_out)}; give --no-load-optim if it was saved "
+            "with --no-save-optim, or load another checkpoint"
+        )
+
+
+def _verify_restored(ctx: Checkpointer, engine: Any, candidate: commit.Candidate, op: Operation) -> None:
+    """Compare the live state bit for bit with what was saved; CheckpointDamagedError on all ranks if any differs."""
+    error: str | None = None
+    with op.span("load", "verify"):
+        try:
+            compare_hashes(engine, candidate.directory / names.tensor_hashes_file(ctx.control.rank))
+        except CheckpointDamagedError as exc:
+            error = str(exc)
+    with op.span("barrier"):
+        failed = ctx.control.agree(error)
+    if failed:
+        raise CheckpointDamagedError("; ".join(f"rank {rank}: {reason}" for rank, reason in failed))
+
+
+def _report_rejected(ctx: Checkpointer, problem: str) -> None:
+    ctx.recorder.event("load", "checkpoint_rejected", problem)
+    if ctx.control.rank == 0:
+        logger.warning("checkpoint passed over: %s", problem)
