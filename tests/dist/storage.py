@@ -18,8 +18,21 @@ _PR_CAPBSET_DROP = 24  # linux/prctl.h
 @contextmanager
 def small_disk(at: Path, num_bytes: int) -> Iterator[bool]:
     """Mount a tmpfs of `num_bytes` at the new directory `at`; False where this process may not mount."""
+    with _mounted(at, "tmpfs", "-o", f"size={num_bytes}") as mounted:
+        yield mounted
+
+
+@contextmanager
+def disk_without_direct_io(at: Path) -> Iterator[bool]:
+    """Mount a file system that refuses O_DIRECT (ramfs) at the new directory `at`; False where we may not mount."""
+    with _mounted(at, "ramfs") as mounted:
+        yield mounted
+
+
+@contextmanager
+def _mounted(at: Path, kind: str, *options: str) -> Iterator[bool]:
     at.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "none", str(at)]
+    command = ["mount", "-t", kind, *options, "none", str(at)]
     mounted = os.geteuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0
     try:
         yield mounted

@@ -1,0 +1,125 @@
+"""Files that are written and read around the page cache (O_DIRECT), and the aligned memory that this asks for.
+
+Transfers must begin at multiples of ALIGNMENT in file and memory and be multiples of it long (open(2), O_DIRECT).
+Where a file system refuses, `auto` falls back to buffered I/O and says so once per process and directory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+
+logger = logging.getLogger(__name__)
+
+ALIGNMENT = 4096
+_told: set[Path] = set()
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class DirectIOError(OSError):
+    """--direct-io on, and the file system refuses it."""
+
+
+def align_up(size: int) -> int:
+    """The next multiple of ALIGNMENT."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def aligned_memory(size: int) -> memoryview:
+    """`size` bytes of anonymous memory at an aligned address, in huge pages where the kernel has them.
+
+    It is given back when the last view of it is gone.
+    """
+    memory = mmap.mmap(-1, max(align_up(size), ALIGNMENT), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)  # one page fault for 2 MiB instead of 512
+    return memoryview(memory)[:size]
+
+
+def open_direct(path: Path, flags: int, mode: str) -> tuple[int, bool]:
+    """Open `path` with `flags`; (descriptor, whether it is direct). `mode` is auto, on or off.
+
+    Raises DirectIOError for mode `on` where the file system refuses O_DIRECT, and OSError as os.open does.
+    """
+    flags |= os.O_CLOEXEC
+    if mode == "off" or not hasattr(os, "O_DIRECT"):
+        return os.open(path, flags, 0o644), False
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o644), True
+    except OSError as exc:
+        if exc.errno != errno.EINVAL:
+            raise
+    # A file that O_EXCL | O_CREAT made before the file system refused O_DIRECT is still there.
+    fd = os.open(path, flags & ~os.O_EXCL, 0o644)
+    try:
+        refuse_direct(path, mode)
+    except DirectIOError:
+        os.close(fd)
+        raise
+    return fd, False
+
+
+def refuse_direct(path: Path, mode: str) -> None:
+    """The file system of `path` does not take direct transfers: say so once, or raise DirectIOError."""
+    if mode == "on":
+        raise DirectIOError(
+            errno.EINVAL,
+            "the file system refuses O_DIRECT: use --direct-io auto or off, or another directory",
+            str(path),
+        )
+    if path.parent.parent not in _told:
+        _told.add(path.parent.parent)
+        logger.warning(
+            "%s: the file system refuses O_DIRECT; --direct-io auto: buffered I/O instead", path.parent.parent
+        )
+
+
+def make_buffered(fd: int) -> None:
+    """Take O_DIRECT off an open descriptor."""
+    import fcntl
+
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+
+
+def write_all(fd: int, view: memoryview, offset: int) -> None:
+    """Write `view` at `offset`, however many calls that takes."""
+    while view:
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def read_all(fd: int, view: memoryview, offset: int) -> int:
+    """Read into `view` from `offset` until it is full or the file ends; returns the bytes read."""
+    total = 0
+    while total < len(view):
+        count = os.preadv(fd, [view[total:]], offset + total)
+        total += count
+        if count == 0 or count % ALIGNMENT:  # the end of the file: a direct read after it would be misaligned
+            break
+    return total
+
+
+class ResidentPages:
+    """Which parts of a file lie in the page cache (mincore(2)), where reading around it would be the slow way."""
+
+    def __init__(self, fd: int) -> None:
+        size = os.fstat(fd).st_size
+        self._bytes = np.frombuffer(
+            mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ), dtype=np.uint8
+        )
+
+    def hold(self, start: int, stop: int) -> bool:
+        """Whether every page of the bytes [start, stop) is there; `start` is a multiple of the page size."""
+        length = min(stop, len(self._bytes)) - start
+        if length <= 0:  # the file is shorter than it should be: the read will tell
+            return False
+        pages = np.empty(-(-length // mmap.PAGESIZE), dtype=np.uint8)
+        address = ctypes.c_void_p(self._bytes.ctypes.data + start)
+        if _libc.mincore(address, ctypes.c_size_t(length), ctypes.c_void_p(pages.ctypes.data)) != 0:
+            raise OSError(ctypes.get_errno(), "mincore failed")
+        return bool((pages & 1).all())

@@ -1,0 +1,133 @@
+"""This project's own engine: asynchronous saves through direct I/O, one safetensors file per rank, parallel loads.
+
+The parts: lazy_format (the file), lazy_writer (a save), host_cache (its memory), lazy_reader (a load), direct_files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from megatron.checkpoint_engines import lazy_format, state_skeleton
+from megatron.checkpoint_engines.base import (
+    CheckpointEngine,
+    EngineOptions,
+    FileState,
+    PendingSave,
+    SavedFile,
+    check_size,
+    files_of,
+)
+from megatron.checkpoint_engines.errors import CheckpointDamagedError
+from megatron.checkpoint_engines.host_cache import DEFAULT_IO_THREADS, HostCache
+from megatron.checkpoint_engines.lazy_reader import Reader, Wanted
+from megatron.checkpoint_engines.lazy_writer import LazySave
+from megatron.checkpoint_engines.load_sources import Arena
+from megatron.restart_trace.recorder import Operation
+
+
+class LazyEngine(CheckpointEngine):
+    """Captures metadata when a save begins; copies and writes in the background, until the optimizer steps."""
+
+    name = "lazy"
+    asynchronous: ClassVar[bool] = True
+    wants_placements: ClassVar[bool] = True
+
+    def __init__(self, options: EngineOptions) -> None:
+        """Raises ConfigError if --host-cache-size is too small for the threads and blocks."""
+        super().__init__(options)
+        self._io_threads = options.io_threads or DEFAULT_IO_THREADS
+        self._cache = HostCache(
+            options.io_block_bytes, self._io_threads, options.host_cache_bytes, options.local_world_size
+        )
+        self._arena = Arena()
+
+    def begin_save(self, files: Sequence[FileState], directory: Path, op: Operation) -> PendingSave:
+        path = directory / lazy_format.file_name(self.options.rank)
+        with op.span("serialize", file=path.name):
+            captured = lazy_format.capture(files, self.options.checksum)
+            self._cache.prepare(captured.contents.data_bytes)
+        return LazySave(captured, path, self.options, self._cache, op)
+
+    def load(
+        self, names: Sequence[str], directory: Path, expected: Mapping[str, SavedFile], op: Operation
+    ) -> dict[str, Any]:
+        """As CheckpointEngine.load; parameters and optimizer state on the device of the options, if there is one.
+
+        Other tensors are views of one arena, which is used again by the next load once all of them are gone.
+        """
+        opened: dict[Path, lazy_format.Contents] = {}
+        holder: dict[str, Path] = {}
+        with op.span("load", "deserialize"):
+            for name in names:
+                path, file = self._file_of(name, directory, expected)
+                holder[name] = path
+                if path not in opened:
+                    check_size(path, file)
+                    opened[path] = self._open(path, file)
+        wanted = [
+            Wanted(
+                path,
+                contents,
+                [e for name in names if holder[name] == path for e in contents.tensors_of(name)],
+            )
+            for path, contents in opened.items()
+        ]
+        device = None if self.options.device is None else torch.device(self.options.device)
+        tensors = Reader(self.options, self._io_threads, op, device).read(wanted, self._arena)
+        with op.span("load", "deserialize"):
+            states = {name: _join(name, opened[holder[name]], holder[name], tensors) for name in names}
+        op.bytes = (
+            (op.bytes or 0)
+            + sum(contents.data_start for contents in opened.values())
+            + sum(entry.num_bytes for item in wanted for entry in item.entries)
+        )
+        op.num_files = (op.num_files or 0) + len(opened)
+        return states
+
+    def loads_are_over(self) -> None:
+        self._arena.clear()
+
+    def close(self) -> None:
+        self._cache.clear()
+        self._arena.clear()
+
+    @staticmethod
+    def _file_of(name: str, directory: Path, expected: Mapping[str, SavedFile]) -> tuple[Path, SavedFile]:
+        files = files_of(name, expected)
+        if len(files) != 1:
+            raise CheckpointDamagedError(
+                f"{directory}: {len(files)} files of its manifest hold {name}; engine lazy needs one"
+            )
+        return directory / files[0].name, files[0]
+
+    def _open(self, path: Path, file: SavedFile) -> lazy_format.Contents:
+        header = lazy_format.read_header(path)
+        if self.options.verify_checksums:
+            found = lazy_format.header_checksum(header)
+            if found != file.checksum:
+                raise CheckpointDamagedError(
+                    f"{path}: header checksum {found}, but {file.checksum} was saved"
+                )
+        contents = lazy_format.decode(header, path)
+        if contents.file_bytes != file.num_bytes:
+            raise CheckpointDamagedError(
+                f"{path}: its header describes {contents.file_bytes} bytes, but {file.num_bytes} were saved"
+            )
+        return contents
+
+
+def _join(
+    name: str, contents: lazy_format.Contents, path: Path, tensors: Mapping[tuple[Path, str], Any]
+) -> Any:
+    if name not in contents.states:
+        raise CheckpointDamagedError(f"{path}: does not hold {name}")
+    prefix = name + "/"
+    mine = {entry.name.removeprefix(prefix): tensors[path, entry.name] for entry in contents.tensors_of(name)}
+    try:
+        return state_skeleton.join(contents.states[name], mine)
+    except state_skeleton.SkeletonError as exc:
+        raise CheckpointDamagedError(f"{path}: {name}: {exc}") from exc

@@ -1,0 +1,115 @@
+"""Where engine `lazy` reads from and to: the files, around the page cache or in it, and the memory of a load."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.checkpoint_engines import direct_files
+from megatron.checkpoint_engines.direct_files import ALIGNMENT, align_up
+from megatron.checkpoint_engines.errors import CheckpointDamagedError
+
+_POPULATE_READ = 22  # MADV_POPULATE_READ of linux/mman.h, since 5.14; not in Python's mmap
+
+
+class Arena:
+    """The memory that loads read into, kept for the next one; pinned where there is a CUDA device.
+
+    It is lent out as a numpy array. Every tensor that is a view of that array keeps it alive, so once it is gone, no
+    tensor of an earlier load is left and the memory may be overwritten.
+    """
+
+    def __init__(self) -> None:
+        self._tensor: torch.Tensor | None = None
+        self._lent: weakref.ref[Any] | None = None
+
+    def take(self, size: int) -> np.ndarray[Any, Any]:
+        """`size` bytes at an aligned address; what they hold is undefined."""
+        lent = self._lent() if self._lent is not None else None
+        tensor = self._tensor
+        if lent is not None or tensor is None or tensor.numel() < size:
+            self._tensor = tensor = None  # first: never two at once that nobody else needs
+            self._tensor = tensor = _host_memory(size)
+        owner = np.frombuffer(tensor.numpy().data, dtype=np.uint8)
+        self._lent = weakref.ref(owner)
+        return owner[:size]
+
+    def clear(self) -> None:
+        """Give the memory back to the system as soon as no tensor needs it."""
+        self._tensor = self._lent = None
+
+
+def _host_memory(size: int) -> torch.Tensor:
+    if torch.cuda.is_available():
+        return torch.empty(max(align_up(size), ALIGNMENT), dtype=torch.uint8, pin_memory=True)
+    return torch.frombuffer(direct_files.aligned_memory(max(align_up(size), ALIGNMENT)), dtype=torch.uint8)
+
+
+class OpenFile:
+    """A file to be read in blocks. `mode` is that of --direct-io: auto, on or off."""
+
+    def __init__(self, path: Path, size: int, mode: str) -> None:
+        """Raises CheckpointDamagedError if the file does not have `size` bytes."""
+        self._path = path
+        self._size = size
+        self._mode = mode
+        self._buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._direct: int | None = None
+        self._resident: direct_files.ResidentPages | None = None
+        try:
+            if os.fstat(self._buffered).st_size != size:
+                self._ends_at(os.fstat(self._buffered).st_size)
+            fd, direct = direct_files.open_direct(path, os.O_RDONLY, mode)
+            if not direct:
+                os.close(fd)
+                return
+            self._direct = fd
+            if mode == "auto":
+                self._resident = direct_files.ResidentPages(self._buffered)
+        except BaseException:
+            self.close()
+            raise
+
+    def is_cached(self, start: int, stop: int) -> bool:
+        """Whether [start, stop) lies in the page cache, and may be used there (--direct-io auto)."""
+        return self._resident is not None and self._resident.hold(start, stop)
+
+    def map(self) -> mmap.mmap:
+        """The file as memory: its pages in the cache themselves. Writing to it changes a copy, not the file."""
+        return mmap.mmap(self._buffered, self._size, access=mmap.ACCESS_COPY)
+
+    def read(self, view: memoryview, position: int) -> int:
+        """Fill `view`, or as much of it as the file has, from `position`; returns the bytes read.
+
+        Raises CheckpointDamagedError if the file ends before it should.
+        """
+        fd = self._buffered
+        if self._direct is not None and not self.is_cached(position, position + len(view)):
+            fd = self._direct
+        count = direct_files.read_all(fd, view, position)
+        if count < min(len(view), self._size - position):
+            self._ends_at(position + count)
+        return count
+
+    def _ends_at(self, position: int) -> None:
+        raise CheckpointDamagedError(f"{self._path}: ends at byte {position}, {self._size} were saved")
+
+    def close(self) -> None:
+        os.close(self._buffered)
+        if self._direct is not None:
+            os.close(self._direct)
+
+
+def populate(mapping: mmap.mmap, start: int, stop: int) -> int:
+    """Let the pages of [start, stop) be found without faults, one by one; returns the bytes of the file there."""
+    length = min(stop, len(mapping)) - start
+    with contextlib.suppress(OSError):  # an older kernel: they are found as they are touched
+        mapping.madvise(_POPULATE_READ, start, length)
+    return length
