@@ -16,7 +16,6 @@ _STEPS_PER_PRINT = 2**31 - 1  # DeepSpeed's own step lines would double the trai
 _USE_ENGINE = "use --checkpoint-engine NAME"
 _REFUSED_SECTIONS = {
     "checkpoint.writer": _USE_ENGINE,
-    "datastates_ckpt": _USE_ENGINE,
     "datastates": _USE_ENGINE,
     "nebula": _USE_ENGINE,
     "checkpoint.load_universal": "resume with the TP, PP and DP that the checkpoint was saved with",
@@ -34,7 +33,9 @@ _NUMBERS = {
     "gradient_clipping": "clip_grad",
     "zero_optimization.stage": "zero_stage",
 }
-_FRACTIONS = ("gradient_clipping", "fp16.loss_scale")
+_DATASTATES = "datastates_ckpt"  # DeepSpeed's section for DataStates-LLM
+_DATASTATES_CACHE = f"{_DATASTATES}.host_cache_size"  # GiB
+_FRACTIONS = ("gradient_clipping", "fp16.loss_scale", _DATASTATES_CACHE)
 _FP16_NUMBERS = {
     "fp16.loss_scale_window": "loss_scale_window",
     "fp16.hysteresis": "hysteresis",
@@ -77,7 +78,9 @@ def load_deepspeed_file(path: str) -> dict[str, Any]:
         )
     if "bfloat16" in raw:  # DeepSpeed's older name of the section
         raw.setdefault("bf16", raw.pop("bfloat16"))
-    for section in ("zero_optimization", "bf16", "fp16", "checkpoint", "data_types"):
+    if raw.get(_DATASTATES, False) in (None, False):  # off, as DeepSpeed has it
+        raw.pop(_DATASTATES, None)
+    for section in ("zero_optimization", "bf16", "fp16", "checkpoint", "data_types", _DATASTATES):
         if not isinstance(raw.get(section, {}), dict):
             raise ConfigError(
                 f"--deepspeed_config {path}: {section} is {raw[section]!r}; it must be an object"
@@ -85,6 +88,11 @@ def load_deepspeed_file(path: str) -> dict[str, Any]:
     for key, instead in _REFUSED_SECTIONS.items():
         if _get(raw, key) not in (None, False):
             raise ConfigError(f"--deepspeed_config {path}: {key} is not supported; drop it and {instead}")
+    for key in raw.get(_DATASTATES, {}).keys() - {"host_cache_size"}:
+        raise ConfigError(
+            f"--deepspeed_config {path}: {_DATASTATES}.{key} is not supported; drop it, host_cache_size is what "
+            "--checkpoint-engine datastates takes"
+        )
     for key, value in raw.get("zero_optimization", {}).items():
         if value == "auto" and key != "stage":
             raise ConfigError(
@@ -127,6 +135,9 @@ def flag_values(raw: dict[str, Any], path: str, params_dtype: str) -> dict[str, 
             values[dest] = value
     if _get(raw, "data_types.grad_accum_dtype") == "fp32":
         values["accumulate_allreduce_grads_in_fp32"] = True
+    cache = _number(raw, _DATASTATES_CACHE, path)
+    if cache is not None:
+        values["host_cache_size"] = float(cache)
     if fp16:
         scale = _number(raw, "fp16.loss_scale", path)
         if scale:  # 0 is DeepSpeed's word for a dynamic scale
@@ -147,6 +158,11 @@ def build_deepspeed_config(config: Config) -> dict[str, Any]:
     """
     path = config.parallel.deepspeed_config
     merged = copy.deepcopy(load_deepspeed_file(path)) if path is not None else {}
+    if _DATASTATES in merged and config.checkpoint.checkpoint_engine != "datastates":
+        raise ConfigError(
+            f"--deepspeed_config {path}: {_DATASTATES} is set, but --checkpoint-engine is "
+            f"{config.checkpoint.checkpoint_engine}; give --checkpoint-engine datastates or drop the section"
+        )
     for leaf in _leaves(config):
         found = _get(merged, leaf.key)
         if found not in (None, "auto") and found != leaf.value:
@@ -163,6 +179,9 @@ def build_deepspeed_config(config: Config) -> dict[str, Any]:
     ):
         if _get(merged, key) in (None, "auto"):
             _set(merged, key, value)
+    # DeepSpeed would start a second instance of the library for itself, or fail where the package is missing, although
+    # our engine needs it for saving only.
+    merged.pop(_DATASTATES, None)
     if config.optimizer.optimizer != "adam":  # DeepSpeed's list of optimizers tested with ZeRO has no SGD
         merged.setdefault("zero_allow_untested_optimizer", True)
     return merged
@@ -179,6 +198,7 @@ def _leaves(config: Config) -> list[_Leaf]:
         _Leaf("zero_optimization.stage", config.parallel.zero_stage, "--zero-stage"),
         _Leaf("gradient_clipping", config.optimizer.clip_grad, "--clip-grad"),
         _Leaf("data_types.grad_accum_dtype", _grad_accum_dtype(config), precision_flag),
+        _Leaf(_DATASTATES_CACHE, config.checkpoint.host_cache_size, "--host-cache-size", True),
     ]
     for precision in ("bf16", "fp16"):
         on = model.params_dtype == precision

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -216,10 +217,6 @@ BAD_FILES = [
         '{"checkpoint": {"writer": {"type": "fast"}}}',
         "checkpoint.writer is not supported; drop it and use --check",
     ),
-    (
-        '{"datastates_ckpt": {"host_cache_size": 4}}',
-        "datastates_ckpt is not supported; drop it and use --checkp",
-    ),
     ('{"nebula": {"enabled": true}}', "nebula is not supported; drop it and use --checkpoint-engine NAME"),
     ('{"checkpoint": {"load_universal": true}}', "checkpoint.load_universal is not supported"),
     ('{"optimizer": {"type": "Adam"}}', "optimizer is not supported; drop it and use --optimizer"),
@@ -243,10 +240,7 @@ def test_unreadable_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
 
 
 def test_deepspeed_takes_what_is_built() -> None:
-    built = [
-        build_deepspeed_config(configure(BATCH + flags))
-        for flags in ("--bf16", "--fp16", "")
-    ]
+    built = [build_deepspeed_config(configure(BATCH + flags)) for flags in ("--bf16", "--fp16", "")]
     code = (
         "import json, sys\n"
         "from deepspeed.runtime.config import DeepSpeedConfig\n"
@@ -265,3 +259,42 @@ def test_deepspeed_takes_what_is_built() -> None:
         "result 4 1 1.0 fp16",
         "result 4 1 1.0 fp32",
     ]
+
+
+def test_datastates_section_is_the_host_cache_size(tmp_path: Path) -> None:
+    """DeepSpeed does not see it: it would start the library a second time."""
+    engine = BATCH + "--checkpoint-engine datastates "
+    content = {"datastates_ckpt": {"host_cache_size": 2.5}}
+    for flags in (engine, engine + "--host-cache-size 2.5"):
+        config = with_file(tmp_path, content, flags)
+        assert config.checkpoint.host_cache_size == 2.5
+        assert build_deepspeed_config(config) == build_deepspeed_config(configure(engine))
+
+
+@pytest.mark.parametrize("section", [False, None])
+def test_datastates_section_that_is_off(tmp_path: Path, section: object) -> None:
+    config = with_file(tmp_path, {"datastates_ckpt": section})
+    assert build_deepspeed_config(config) == build_deepspeed_config(configure(BATCH))
+
+
+@pytest.mark.parametrize(
+    ("section", "flags", "message"),
+    [
+        (
+            {"host_cache_size": 4}, "--checkpoint-engine datastates --host-cache-size 8",
+            "datastates_ckpt.host_cache_size is 4, but --host-cache-size makes it 8.0; make them agree or drop one",
+        ),
+        (
+            {"host_cache_size": 4}, "--checkpoint-engine lazy",
+            "datastates_ckpt is set, but --checkpoint-engine is lazy; give --checkpoint-engine datastates or drop the",
+        ),
+        ({}, "", "datastates_ckpt is set, but --checkpoint-engine is torch"),
+        ({"parser_threads": 8}, "--checkpoint-engine datastates", "datastates_ckpt.parser_threads is not supported;"),
+        (4, "--checkpoint-engine datastates", "datastates_ckpt is 4; it must be an object"),
+        ({"host_cache_size": "8"}, "--checkpoint-engine datastates", "host_cache_size is '8'; it must be a number"),
+    ],
+)  # fmt: skip
+def test_datastates_section_that_cannot_be(tmp_path: Path, section: object, flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        with_file(tmp_path, {"datastates_ckpt": section}, BATCH + flags)
+    assert str(caught.value).startswith(f"--deepspeed_config {tmp_path / 'ds_config.json'}: datastates_ckpt")
