@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# The performance targets of engine lazy, measured on one machine beside every other engine and the storage itself:
+# 1 and 2 ranks of 2 GiB, training steps beside a flush, 2,000 small tensors. About an hour on a disk of 2 GB/s.
+# Prints a table per measurement and the verdicts of all of them at the end. Nothing else should run meanwhile.
+#
+# Settings, all from the environment:
+#   TARGET_DIR       where checkpoints are written, and removed again (default: runs/engine_targets in the repository)
+#   OUT_DIR          where the JSON of each measurement goes (default: TARGET_DIR)
+#   BYTES            of a rank's state (default: 2GiB)
+#   REPEAT           (default: 5)
+#   ENGINES          (default: all that can run here)
+#   STEP_SECONDS     length of a training step; must cover the flush of two ranks (default: 4)
+#   PYTHON           (default: the one of .venv, which setup_env.sh makes)
+
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+: "${TARGET_DIR:=$ROOT/runs/engine_targets}" "${BYTES:=2GiB}" "${REPEAT:=5}" "${ENGINES:=all}" "${STEP_SECONDS:=4}"
+: "${OUT_DIR:=$TARGET_DIR}" "${PYTHON:=${VENV_DIR:-$ROOT/.venv}/bin/python}"
+mkdir -p "$TARGET_DIR" "$OUT_DIR"
+TARGET_DIR=$(cd "$TARGET_DIR" && pwd)
+OUT_DIR=$(cd "$OUT_DIR" && pwd)
+cd "$ROOT"
+
+results=()
+# measure NAME FLAG...: one replay, whose JSON goes to OUT_DIR/NAME.json. An engine that fails is told of by the replay.
+measure() {
+    local name=$1 status=0
+    shift
+    printf '\n== %s\n' "$name"
+    "$PYTHON" -m tools.ckpt_replay --dir "$TARGET_DIR" --repeat "$REPEAT" --targets --output "$OUT_DIR/$name.json" "$@" ||
+        status=$?
+    ((status < 2)) || exit "$status"
+    results+=("$OUT_DIR/$name.json")
+}
+
+share=(--model 70b --tp 8 --pp 8 --limit-bytes "$BYTES")
+# While a GPU computes, the processors are nearly idle: these steps wait. The next but one work.
+steps=(--steps-between "$STEP_SECONDS" --step-seconds "$STEP_SECONDS")
+measure one_rank "${share[@]}" --ranks 0 --engine "$ENGINES" --cold "${steps[@]}" --step-work idle
+measure two_ranks "${share[@]}" --ranks 0-1 --engine "$ENGINES" --cold "${steps[@]}" --step-work idle
+measure busy_steps "${share[@]}" --ranks 0 --engine torch,lazy --no-storage "${steps[@]}" --step-work matmul
+measure small_tensors --small-tensors 2000 --engine "$ENGINES" --cold
+
+printf '\n== verdicts\n'
+"$PYTHON" -m tools.ckpt_replay.targets_table "${results[@]}"

@@ -1,0 +1,303 @@
+"""The replay end to end: real engines, real processes, files of some MiB on a real directory."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.harness import ROOT, records, wait_for
+from tools.ckpt_overhead.launch import filesystem_of
+from tools.ckpt_replay.plan import STORAGE_KINDS
+
+MIB = 1 << 20
+WITHOUT_DATASTATES = pytest.mark.skipif(
+    importlib.util.find_spec("datastates") is not None, reason="datastates is installed here"
+)
+COMMAND = [sys.executable, "-m", "tools.ckpt_replay"]
+SMALL = ["--small-tensors", "16", "--small-tensor-bytes", "64KiB"]
+PLUGINS = '''
+import threading, time
+import torch
+from megatron.checkpoint_engines.base import CheckpointEngine, PendingSave, SavedFile
+
+class Faulty(CheckpointEngine):
+    """Cannot write on the second rank."""
+    name = "faulty"
+
+    def save(self, files, directory, op):
+        if self.options.rank == 1:
+            raise OSError(28, "No space left on device", str(directory))
+        return []
+
+class TornSave(PendingSave):
+    def __init__(self, files, directory):
+        self.files, self.directory, self.released = files, directory, threading.Event()
+
+    def release_state(self):
+        self.released.set()
+
+    def wait(self):  # reads the state when it is no longer its own
+        self.released.wait()
+        time.sleep(0.5)
+        found = []
+        for file in self.files:
+            torch.save(file.state, self.directory / file.name)
+            found.append(SavedFile(file.name, (self.directory / file.name).stat().st_size, "none"))
+        return found
+
+class Torn(CheckpointEngine):
+    """Writes what the next step left."""
+    name = "torn"
+    asynchronous = True
+
+    def begin_save(self, files, directory, op):
+        return TornSave(files, directory)
+
+    def _load_file(self, path, expected, op):
+        return torch.load(path, weights_only=False)
+'''
+
+
+def replay(argv: list[str], directory: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *argv, "--dir", str(directory)], cwd=ROOT, env=os.environ | environment, capture_output=True,
+        text=True, check=False, timeout=240,
+    )  # fmt: skip
+
+
+def figures(argv: list[str], directory: Path, **environment: str) -> dict[str, Any]:
+    done = replay([*argv, "--format", "json"], directory, **environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture
+def with_plugins(tmp_path: Path) -> dict[str, str]:
+    """An environment in which the engines of PLUGINS are installed."""
+    site = tmp_path / "site"
+    (site / "plugins-1.dist-info").mkdir(parents=True)
+    (site / "plugin_engines.py").write_text(PLUGINS)
+    (site / "plugins-1.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: plugins\nVersion: 1\n"
+    )
+    (site / "plugins-1.dist-info" / "entry_points.txt").write_text(
+        "[megatron.checkpoint_engines]\nfaulty = plugin_engines:Faulty\ntorn = plugin_engines:Torn\n"
+    )
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))}
+
+
+def test_two_ranks_of_70b_with_two_engines(tmp_path: Path) -> None:
+    target, trace = tmp_path / "target", tmp_path / "trace"
+    repeats = 2
+    found = figures(
+        [
+            "--model", "70b", "--tp", "8", "--pp", "8", "--ranks", "0-1", "--engine", "torch,lazy", "--repeat", "2",
+            "--cold", "--limit-bytes", "8MiB", "--steps-between", "0.2", "--step-seconds", "0.1", "--targets",
+            "--storage-bytes", "1MiB", "--trace-dir", str(trace), "--output", str(tmp_path / "out.json"),
+        ],
+        target,
+    )  # fmt: skip
+    assert found == json.loads((tmp_path / "out.json").read_text())
+    assert found["ranks"] == [0, 1]
+    assert found["bytes_per_rank"] == pytest.approx(8 * MIB, rel=0.25)
+    assert found["limited"]["full_bytes_per_rank"] > 15e9
+    cold = filesystem_of(tmp_path) != "tmpfs"
+    for name, engine in found["engines"].items():
+        for measure in ("blocked_s", "durable_s", "load_warm_s", "load_warm_again_s", "peak_rss_bytes"):
+            assert len(engine[measure]["samples"]) == repeats, (name, measure)
+        assert (engine["load_cold_s"] is not None) == cold
+        assert engine["durable_s"]["median"] > 0
+        assert engine["verified"]
+        assert engine["failed"] is None
+    assert found["engines"]["torch"]["engine_used"] == "TorchEngine"
+    assert found["engines"]["lazy"]["asynchronous"]
+    for kind in STORAGE_KINDS:
+        key = f"{kind}_gbps"
+        assert found["storage"][key] is None or found["storage"][key] > 0
+    assert found["storage"]["write_buffered_fsync_gbps"] > 0
+    judged = {target["measure"] for target in found["targets"]}
+    assert {
+        "lazy blocked_s",
+        "lazy cold load",
+        "lazy warm load, fresh process",
+        "step time while flushing",
+    } <= judged
+    assert not list(target.iterdir()), "something was left"
+    _check_trace(trace, repeats)
+
+
+def _check_trace(trace: Path, repeats: int) -> None:
+    """The records are those of training, and the analysis takes them as such."""
+    found = records(trace)
+    processes = [record for record in found if record["type"] == "process"]
+    assert {record["engine_asked"] for record in processes} == {"torch", "lazy"}
+    assert {(record["rank"], record["tp"], record["pp"]) for record in processes} == {(0, 0, 0), (1, 1, 0)}
+    assert all(record["layout"] == {"tp": 8, "pp": 8, "dp": 1} for record in processes)
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.ckpt_analysis", str(trace), "--format", "json"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert [problem for problem in report["problems"] if problem["severity"] == "error"] == []
+    saves, loads = report["saves"], report["loads"]
+    assert len(saves) == 2 * 2 * repeats  # a save that is not counted before each that is
+    assert {save["engine"] for save in saves} == {"TorchEngine", "LazyEngine"}
+    assert all(save["outcome"] == "ok" and save["ranks"] == 2 and save["durable_s"] > 0 for save in saves)
+    assert len(loads) == 2 * 3 * repeats  # cold, warm, warm again
+    assert all(load["outcome"] == "ok" for load in loads)
+
+
+def test_files_in_memory_are_never_said_to_be_cold() -> None:
+    memory = Path("/dev/shm")
+    if filesystem_of(memory) != "tmpfs":
+        pytest.skip("no tmpfs at /dev/shm")
+    target = memory / f"ckpt_replay_test_{os.getpid()}"
+    try:
+        done = replay([*SMALL, "--engine", "torch", "--repeat", "1", "--cold", "--no-storage"], target)
+        assert done.returncode == 0, done.stderr
+        assert "torch: no load_cold_s: the page cache could not be made cold: it was warm" in done.stdout
+        row = next(line for line in done.stdout.splitlines() if line.startswith("torch "))
+        assert row.split("   ")[-1].strip() != ""
+        assert " - " in row
+    finally:
+        if target.exists():
+            target.rmdir()  # fails if the replay left anything
+
+
+def test_an_engine_that_fails_is_named_and_the_others_are_measured(
+    tmp_path: Path, with_plugins: dict[str, str]
+) -> None:
+    argv = [
+        *SMALL,
+        "--engine",
+        "faulty,torch",
+        "--ranks",
+        "0-1",
+        "--repeat",
+        "2",
+        "--no-storage",
+        "--format",
+        "json",
+    ]
+    done = replay(argv, tmp_path / "target", **with_plugins)
+    assert done.returncode == 1
+    engines = json.loads(done.stdout)["engines"]
+    assert "No space left on device" in engines["faulty"]["failed"]
+    assert engines["faulty"]["durable_s"] is None
+    assert not engines["faulty"]["verified"]
+    assert len(engines["torch"]["durable_s"]["samples"]) == 2
+    assert not list((tmp_path / "target").iterdir())
+
+
+def test_a_torn_checkpoint_is_found_out(tmp_path: Path, with_plugins: dict[str, str]) -> None:
+    argv = [*SMALL, "--engine", "torn", "--repeat", "1", "--no-storage"]
+    done = replay(argv, tmp_path / "target", **with_plugins)
+    assert done.returncode == 1
+    assert "FAILED: torn" in done.stdout
+    assert "was saved as" in done.stdout
+
+
+def test_all_engines_that_can_run_here_and_why_the_others_do_not(tmp_path: Path) -> None:
+    argv = ["--small-tensors", "2", "--engine", "all", "--repeat", "1", "--warmup-saves", "0", "--no-storage"]
+    found = figures(argv, tmp_path)
+    assert {"torch", "lazy"} <= set(found["engines"])
+    assert "writes no files" in found["left_out"]["none"]
+    assert "none" not in found["engines"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--engine", "none"], "engine none writes no files"),
+        pytest.param(["--engine", "torch,datastates"], "datastates", marks=WITHOUT_DATASTATES),
+        (["--engine", "torch", "--limit-bytes", "1KiB", "--model", "70b", "--tp", "8"], "--limit-bytes 1024"),
+        (["--engine", "torch", "--model", "71b"], "--model 71b: no such preset"),
+        (["--engine", "torch", "--small-tensor-bytes", "900TiB", "--small-tensors", "1"], "GB free"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_anything_is_written(
+    tmp_path: Path, argv: list[str], message: str
+) -> None:
+    what = [] if "--model" in argv or "--small-tensors" in argv else SMALL
+    done = replay([*what, *argv], tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_left_after_a_termination(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, *SMALL, "--engine", "torch", "--repeat", "1000", "--dir", str(tmp_path)],
+        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    wait_for(lambda: bool(list(tmp_path.glob("*/torch/global_step*"))), 60.0, "the first checkpoint")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    assert not list(tmp_path.iterdir())
+
+
+def test_under_torchrun_each_process_is_a_rank(tmp_path: Path) -> None:
+    argv = [
+        *SMALL,
+        "--engine",
+        "torch",
+        "--repeat",
+        "1",
+        "--no-storage",
+        "--format",
+        "json",
+        "--dir",
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+            "-m", "tools.ckpt_replay", *argv,
+        ],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    found = json.loads(line)
+    assert found["ranks"] == [0, 1]
+    assert len(found["samples"]["engines"]["torch"]["save"][0]) == 2
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_one_command_prints_every_target(tmp_path: Path) -> None:
+    settings = {
+        "PYTHON": sys.executable, "TARGET_DIR": str(tmp_path), "BYTES": "1MiB", "REPEAT": "1", "ENGINES": "torch,lazy",
+        "STEP_SECONDS": "0.1",
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", str(ROOT / "examples_deepspeed/restart_bench/engine_targets.sh")],
+        cwd=tmp_path, env=os.environ | settings, capture_output=True, text=True, check=False, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    table = done.stdout.split("== verdicts")[1]
+    assert table.count("LIMITED by --limit-bytes") == 3
+    for wanted in (
+        "at most 1/20 of torch",
+        "below every other engine",
+        "0.9 x the best raw direct write",
+        "at least 2 x torch + fsync",
+        "0.9 x the best raw direct read",
+        "at least 2 x torch.load",
+        "at least 5 x torch.load",
+        "at most 5 % above no checkpoint",
+        "2000 small tensors",
+    ):
+        assert wanted in table, wanted
+    kept = {"one_rank.json", "two_ranks.json", "busy_steps.json", "small_tensors.json"}
+    assert {path.name for path in tmp_path.iterdir()} == kept

@@ -1,0 +1,392 @@
+"""Arguments, planned states, page cache, figures and verdicts of the replay."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import OrderedDict
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpoint_engines.base import FileState
+from megatron.checkpoint_engines.errors import UnknownEngineError
+from megatron.config import ConfigError
+from tools.ckpt_overhead.launch import filesystem_of
+from tools.ckpt_replay import page_cache, shares, steps, tensors
+from tools.ckpt_replay.cli import COULD_NOT_RUN, main
+from tools.ckpt_replay.figures import analyse, storage_figures
+from tools.ckpt_replay.memory import PeakMemory, resident_memory
+from tools.ckpt_replay.options import parse_arguments, parse_ranks, request_from
+from tools.ckpt_replay.plan import COLD, STORAGE_KINDS, WARM, ReplayError, Request, Share, Task, request_of
+from tools.ckpt_replay.replay import Samples
+from tools.ckpt_replay.table import render
+from tools.ckpt_replay.targets import judge
+
+MIB = 1 << 20
+CPU = torch.device("cpu")
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def planned() -> list[FileState]:
+    """A rank's files in the manner of DeepSpeed's: weights, values, and a ZeRO-1 shard whose tensors are shared."""
+    master = meta(300_001)
+    shard = {"fp32_groups": [master], "state": {0: {"master": master, "exp_avg": meta(300_001), "step": 7}}}
+    weights = OrderedDict(weight=meta(400, 300, dtype=torch.bfloat16), norm=meta(300, dtype=torch.bfloat16))
+    return [
+        FileState("layer_01-model_00-model_states.pt", weights, {("weight",): {"name": "weight"}}),
+        FileState("mp_rank_00_model_states.pt", {"iteration": 3, "flags": meta(5, dtype=torch.bool)}),
+        FileState("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", shard),
+    ]
+
+
+def request(**changes: Any) -> Request:
+    share = Share("70b", (8, 8, 1), (0, 1), **changes)
+    argv = [
+        "--model",
+        "70b",
+        "--tp",
+        "8",
+        "--pp",
+        "8",
+        "--engine",
+        "torch,lazy",
+        "--dir",
+        ".",
+        "--ranks",
+        "0-1",
+    ]
+    found = request_from(parse_arguments([*argv, "--steps-between", "6", "--step-seconds", "3"]), None)
+    return Request(**vars(found) | {"share": share, "repeat": 5, "cold": True})
+
+
+# Arguments
+
+
+def test_ranks() -> None:
+    assert parse_ranks("0-2,7") == (0, 1, 2, 7)
+    for wrong in ("", "1-", "a", "2-1", "0,0-1"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            parse_ranks(wrong)
+
+
+def test_a_request_survives_being_told_to_the_ranks() -> None:
+    asked = request(limit_bytes=5 * MIB)
+    assert request_of(json.loads(json.dumps(asdict(asked)))) == asked
+    task = Task("save", 1, 0, "torch", "/x", 1, "id", "/n", asdict(asked))
+    assert request_of(Task.from_json(task.as_json()).request) == asked
+
+
+def test_engine_options_are_the_trainers() -> None:
+    argv = [
+        "--small-tensors",
+        "3",
+        "--dir",
+        ".",
+        "--io-threads",
+        "3",
+        "--host-cache-size",
+        "0.5",
+        "--direct-io",
+        "off",
+    ]
+    options = request_from(parse_arguments(argv), None).options
+    assert (options["io_threads"], options["host_cache_size"], options["direct_io"]) == (3, 0.5, "off")
+    assert (options["checkpoint_durability"], options["checksum"]) == ("fsync", "crc32")
+
+
+@pytest.mark.parametrize(
+    ("argv", "error", "message"),
+    [
+        (["--model", "70b", "--ranks", "5"], ReplayError, "rank 5 is outside the layout TP1 PP1 DP1"),
+        (["--model", "70b", "--engine", "torhc"], UnknownEngineError, "torhc: no such engine"),
+        (["--model", "70b", "--engine", ","], ReplayError, "names no engine"),
+        (["--model", "70b", "--io-threads", "0"], ConfigError, "--io-threads"),
+    ],
+)
+def test_what_cannot_be_asked_for(argv: list[str], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        request_from(parse_arguments([*argv, "--dir", "."]), None)
+
+
+def test_a_launcher_must_start_as_many_processes_as_ranks_are_named() -> None:
+    arguments = parse_arguments(["--model", "70b", "--tp", "8", "--ranks", "0-1", "--dir", "."])
+    with pytest.raises(ReplayError, match="names 2 ranks, and the launcher started 3"):
+        request_from(arguments, 3)
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["--model", "7b", "--small-tensors", "3"], ["--model", "7b", "--repeat", "0"]]
+)
+def test_a_wrong_command_line_ends_with_status_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse_arguments([*argv, "--dir", "."])
+    assert stopped.value.code == 2
+    assert "ckpt_replay" in capsys.readouterr().err
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(["--small-tensors", "3", "--dir", str(tmp_path / "file")]) == COULD_NOT_RUN
+    assert f"--dir {tmp_path / 'file'}: cannot be written" in capsys.readouterr().err
+
+
+# States
+
+
+def test_a_limited_share_has_the_same_files_and_tensors_and_about_the_bytes() -> None:
+    files = planned()
+    limit = shares.tensor_bytes(files) // 3
+    limited = shares._limited(files, limit)
+    assert [file.name for file in limited] == [file.name for file in files]
+    assert shares.tensor_bytes(limited) == pytest.approx(limit, rel=0.02)
+    before = [path for file in files for path, _ in shares.tensors_of(file.state)]
+    assert [path for file in limited for path, _ in shares.tensors_of(file.state)] == before
+    shard = limited[2].state
+    assert shard["fp32_groups"][0] is shard["state"][0]["master"]
+    assert shard["state"][0]["step"] == 7
+    assert limited[0].state["norm"].shape == (300,)
+    assert not limited[0].placements
+
+
+def test_a_limit_below_the_small_tensors_is_refused() -> None:
+    with pytest.raises(ReplayError, match="--limit-bytes 10"):
+        shares._limited(planned(), 10)
+
+
+def test_small_tensors_instead_of_a_model() -> None:
+    found = shares.planned_share(Share(None, (1, 1, 2), (0, 1), small_tensors=9, small_tensor_bytes=4096), 1)
+    assert found.full_bytes == shares.tensor_bytes(found.files) == 9 * 4096
+    assert len(list(shares.tensors_of(found.files[0].state))) == 9
+
+
+def test_no_two_pages_are_alike_and_the_seed_determines_them() -> None:
+    big = [FileState("shard", {"a": meta(3 * MIB), "b": meta(MIB, dtype=torch.bfloat16)})]
+    first = tensors.materialise(big, 1, CPU)
+    pages = b"".join(bytes(t.view(torch.uint8).numpy()) for _, t in shares.tensors_of(first[0].state))
+    cut = [pages[i : i + 4096] for i in range(0, len(pages), 4096)]
+    assert len(set(cut)) == len(cut) == 14 * MIB // 4096
+    again, other = tensors.materialise(big, 1, CPU), tensors.materialise(big, 2, CPU)
+    assert tensors.fingerprints({"f": first[0].state}) == tensors.fingerprints({"f": again[0].state})
+    assert tensors.fingerprints({"f": first[0].state}) != tensors.fingerprints({"f": other[0].state})
+
+
+def test_weights_are_views_of_one_buffer_and_other_tensors_own_theirs() -> None:
+    files = tensors.materialise(planned(), 1, CPU)
+    weights, _, shard = (file.state for file in files)
+    assert isinstance(weights, OrderedDict)
+    assert weights["weight"].untyped_storage().data_ptr() == weights["norm"].untyped_storage().data_ptr()
+    master = shard["fp32_groups"][0]
+    assert master is shard["state"][0]["master"]
+    assert master.untyped_storage().nbytes() == 300_001 * 4
+    assert [tuple(t.shape) for _, t in shares.tensors_of(weights)] == [(400, 300), (300,)]
+
+
+def test_every_altered_tensor_shows() -> None:
+    files = tensors.materialise(planned(), 1, CPU)
+    states = {file.name: file.state for file in files}
+    before = tensors.fingerprints(states)
+    tensors.check_restored(states, before, Path("/x"))
+    tensors.alter(files)
+    after = tensors.fingerprints(states)
+    assert before.keys() == after.keys()
+    assert all(before[name] != after[name] for name in before)
+    with pytest.raises(ReplayError, match="was saved as .* and restored as"):
+        tensors.check_restored(states, before, Path("/x"))
+
+
+def test_a_missing_and_an_extra_tensor_show() -> None:
+    states = {"f": {"a": torch.ones(3)}}
+    saved = tensors.fingerprints(states)
+    with pytest.raises(ReplayError, match="restored as None"):
+        tensors.check_restored({"f": {}}, saved, Path("/x"))
+    with pytest.raises(ReplayError, match="f:b was restored, and never saved"):
+        tensors.check_restored({"f": {"a": torch.ones(3), "b": torch.ones(1)}}, saved, Path("/x"))
+
+
+# Page cache, memory, steps
+
+
+def test_a_file_gets_out_of_the_page_cache_and_in(tmp_path: Path) -> None:
+    if filesystem_of(tmp_path) == "tmpfs":
+        pytest.skip("temporary files are in memory here: they cannot leave the page cache")
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * 40_000)
+    assert page_cache.state_of(page_cache.drop([path])) == COLD
+    assert page_cache.state_of(page_cache.fill([path])) == WARM
+    assert page_cache.resident_bytes(path) == (10_240_000, 10_240_000)
+
+
+def test_half_a_file_in_the_cache_is_neither_cold_nor_warm() -> None:
+    assert [page_cache.state_of(share) for share in (0.0, 0.5, 1.0, None)] == [
+        COLD,
+        "partly warm",
+        WARM,
+        "unknown",
+    ]
+
+
+def test_a_file_in_memory_is_never_called_cold() -> None:
+    directory = Path("/dev/shm")
+    if filesystem_of(directory) != "tmpfs":
+        pytest.skip("no tmpfs at /dev/shm")
+    path = directory / "ckpt_replay_test_file"
+    path.write_bytes(b"x" * MIB)
+    try:
+        assert page_cache.state_of(page_cache.drop([path])) == WARM
+    finally:
+        path.unlink()
+
+
+def test_peak_memory_is_seen_after_it_was_given_back() -> None:
+    before = resident_memory()
+    with PeakMemory() as peak:
+        block = b"x" * (64 * MIB)
+        del block
+    assert 60 * MIB < peak.own_bytes - before < 120 * MIB
+    with PeakMemory() as peak:
+        pass
+    assert peak.own_bytes - before < 30 * MIB
+
+
+def test_interference_compares_what_ran_meanwhile_with_the_rest() -> None:
+    ms = 1_000_000
+    before = [steps.Unit(i * 10 * ms, (i + 1) * 10 * ms) for i in range(5)]
+    after = [steps.Unit(100 * ms, 112 * ms), steps.Unit(112 * ms, 124 * ms), steps.Unit(124 * ms, 134 * ms)]
+    assert steps.interference(before, after, 124 * ms) == pytest.approx(0.2)
+    assert steps.interference(before, after, 99 * ms) is None
+
+
+# Figures
+
+
+def save(durable: float, blocked: float, warmup: bool = False) -> dict[str, Any]:
+    return {
+        "warmup": warmup, "blocked_s": blocked, "durable_s": durable, "peak_rss_bytes": MIB, "kept_rss_bytes": 0,
+        "children_peak_bytes": 0, "peak_is_exact": True, "written_bytes": 1000, "num_files": 1, "interference": 0.02,
+    }  # fmt: skip
+
+
+def load(seconds: float, cache: str, again: bool = False) -> dict[str, Any]:
+    return {"again": again, "load_s": seconds, "cache": cache, "resident_share": 0.0}
+
+
+def samples(lazy_durable: float = 1.0, cold_cache: str = COLD) -> Samples:
+    """Five repeats of two ranks of 10^9 bytes; rank 1 is slower by a tenth."""
+    found = Samples(engines={"torch": {}, "lazy": {}})
+    for name, durable, blocked, cold in (("torch", 8.0, 8.0, 4.0), ("lazy", lazy_durable, 0.01, 1.0)):
+        for _ in range(5):
+            slower = (1.0, 1.1)
+            saved = [
+                {
+                    "saves": [save(9 * f, 9 * f, True), save(durable * f, blocked * f)], "state_bytes": 10**9,
+                    "full_state_bytes": 2 * 10**9, "engine_used": name, "asynchronous": name == "lazy",
+                }
+                for f in slower
+            ]  # fmt: skip
+            cold_loads = [{"loads": [load(cold * f, cold_cache)], "skipped": None} for f in slower]
+            warm_loads = [
+                {"loads": [load(0.5 * cold, WARM), load(0.2, WARM, again=True)], "skipped": None}
+                for _ in slower
+            ]
+            for kind, ranks in (("save", saved), ("load_cold", cold_loads), ("load_warm", warm_loads)):
+                found.engines[name].setdefault(kind, []).append(ranks)
+    seconds = {kind: {"1x8": 2.0, "4x8": 1.0} for kind in STORAGE_KINDS}
+    found.storage = [[{"seconds": seconds, "bytes": 10**9}] * 2] * 5
+    return found
+
+
+def figures(found: Samples, **share: Any) -> dict[str, Any]:
+    return analyse(request(**share), found, {}, {"processors": 4})
+
+
+def test_the_slowest_rank_counts_and_all_samples_are_kept() -> None:
+    result = figures(samples())
+    torch_engine = result["engines"]["torch"]
+    assert torch_engine["durable_s"]["samples"] == pytest.approx([8.8] * 5)
+    assert torch_engine["durable_GBps"] == pytest.approx(2 / 8.8)
+    assert torch_engine["first_durable_s"]["median"] == pytest.approx(9.9)
+    assert torch_engine["load_cold_s"]["median"] == pytest.approx(4.4)
+    assert torch_engine["load_warm_again_s"]["median"] == 0.2
+    assert result["storage"]["write_direct_gbps"] == pytest.approx(2.0)
+    assert result["storage"]["details"]["write_direct"]["best"] == "4x8"
+    assert result["bytes_per_rank"] == 10**9
+    assert result["ranks"] == [0, 1]
+    json.dumps(result, allow_nan=False)
+
+
+def test_cold_is_not_said_of_a_load_that_was_not() -> None:
+    lazy = figures(samples(cold_cache="partly warm"))["engines"]["lazy"]
+    assert lazy["load_cold_s"] is None
+    assert "it was partly warm" in lazy["not_measured"]["load_cold_s"]
+
+
+def test_storage_that_takes_no_direct_transfers() -> None:
+    found = samples()
+    found.storage = [[{"seconds": {kind: {} for kind in STORAGE_KINDS}, "bytes": 10}]]
+    result = storage_figures(found)
+    assert result["write_direct_gbps"] is None
+    assert storage_figures(Samples())["bytes_per_rank"] == 0
+
+
+def test_a_limited_share_says_so() -> None:
+    result = figures(samples(), limit_bytes=10**9)
+    assert result["limited"] == {"limit_bytes": 10**9, "full_bytes_per_rank": 2 * 10**9}
+    assert "LIMITED by --limit-bytes to 50.0% of the 2.00 GB" in render(result)
+    assert figures(samples())["limited"] is None
+
+
+def test_the_table_has_ratios_against_torch_and_storage() -> None:
+    text = render(figures(samples()))
+    row = next(
+        line for line in text.split("times torch's speed")[1].splitlines() if line.startswith("  lazy")
+    )
+    assert row.split() == ["lazy", "800.00", "8.00", "4.00", "4.00"]
+    share = text.split("of the best raw direct")[1]
+    assert next(line for line in share.splitlines() if line.startswith("  lazy")).split() == [
+        "lazy",
+        "91%",
+        "91%",
+    ]
+
+
+BUSY = ", steps on the processors"
+
+
+def verdicts(result: dict[str, Any]) -> dict[tuple[str, str], str]:
+    return {(target["measure"], target["target"]): target["verdict"] for target in judge(result)}
+
+
+def test_targets_are_met_or_not() -> None:
+    found = verdicts(figures(samples()))
+    assert found["lazy blocked_s", "at most 1/20 of torch"] == "met"
+    assert found["lazy blocked_s", "below every other engine"] == "met"
+    assert found[f"lazy durable GB/s{BUSY}", "at least 0.9 x the best raw direct write"] == "met"
+    assert found["lazy warm load, fresh process", "at least 5 x torch.load"] == "not met"
+    assert found["step time while flushing", "at most 5 % above no checkpoint, with a core to spare"] == "met"
+    slow = verdicts(figures(samples(lazy_durable=2.0)))
+    assert slow[f"lazy durable GB/s{BUSY}", "at least 0.9 x the best raw direct write"] == "not met"
+
+
+def test_targets_are_not_judged_by_what_does_not_tell() -> None:
+    too_long = verdicts(figures(samples(lazy_durable=5.0)))
+    assert too_long["lazy blocked_s", "at most 1/20 of torch"].startswith(
+        "not judged: steps of 3 s, flush of 5.50 s"
+    )
+    result = figures(samples())
+    result["repeat"] = 3
+    assert all(verdict.endswith("(of 3 repeats only, 5 are wanted)") for verdict in verdicts(result).values())
+    del result["engines"]["lazy"]
+    assert judge(result) == []
+
+
+def test_small_tensors_have_a_target_of_their_own() -> None:
+    (target,) = judge(figures(samples()) | {"small_tensors": 2000})
+    assert target["measure"] == "lazy durable_s, 2000 small tensors"
+    assert target["verdict"] == "met"

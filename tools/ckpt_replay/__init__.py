@@ -1,0 +1,1 @@
+"""Replays the checkpoints of chosen ranks with the real engines, and measures them beside the storage itself."""

@@ -1,0 +1,145 @@
+"""The replay from the command line. Exit status: 0 measured, 1 an engine failed, 2 could not run."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint_engines.errors import EngineUnavailableError, UnknownEngineError
+from megatron.config import ConfigError
+from megatron.restart_trace.cycles import launch_key
+from tools.ckpt_overhead.launch import filesystem_of
+from tools.ckpt_overhead.report import machine
+from tools.ckpt_replay.figures import analyse
+from tools.ckpt_replay.launch import TaskError, crew_of
+from tools.ckpt_replay.options import ALL, parse_arguments, request_from
+from tools.ckpt_replay.plan import ReplayError, Request
+from tools.ckpt_replay.replay import Replay
+from tools.ckpt_replay.table import render
+from tools.ckpt_replay.targets import judge
+
+OK, ENGINE_FAILED, COULD_NOT_RUN = 0, 1, 2
+_MOST_STORAGE_BYTES = 2 << 30
+_ROOM = 1.05  # a checkpoint may be this much larger than its tensors
+_ROOM_BYTES = 64 << 20  # and this
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: that of the process) and return its exit status."""
+    arguments = parse_arguments(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that files are removed
+    try:
+        figures = _replay(arguments)
+    except (ReplayError, ConfigError, UnknownEngineError, EngineUnavailableError, TaskError, OSError) as exc:
+        print(f"ckpt_replay: {exc}", file=sys.stderr)
+        return COULD_NOT_RUN
+    if figures is None:  # another process of the launcher reports
+        return OK
+    text = json.dumps(figures)
+    if arguments.output is not None:
+        arguments.output.write_text(text + "\n")
+    print(text if arguments.format == "json" else render(figures))
+    return ENGINE_FAILED if any(found["failed"] for found in figures["engines"].values()) else OK
+
+
+def _replay(arguments: argparse.Namespace) -> dict[str, Any] | None:
+    """The figures, on the process that reports. Raises what `main` catches."""
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    request = request_from(arguments, int(os.environ["WORLD_SIZE"]) if launched else None)
+    world_size = len(request.share.ranks)
+    key = launch_key(os.environ)
+    name = hashlib.sha256(key.encode()).hexdigest()[:12] if launched else f"{os.getpid()}_{time.time_ns():x}"
+    mine = (int(os.environ["RANK"]),) if launched else tuple(range(world_size))
+    _check_directories(request)
+    with (
+        tempfile.TemporaryDirectory(prefix="ckpt_replay_notes_") as notes,
+        crew_of(mine, world_size, launched, Path(notes)) as crew,
+    ):
+        prepared = crew.prepare(request)
+        left_out = prepared["problems"]
+        request = _settled(request, prepared, explicit=arguments.engine != ALL)
+        with _own_directory(Path(request.directory), name, crew.leads, request.keep) as place:
+            before = machine() | {"filesystem": filesystem_of(place)}
+            samples = Replay(
+                request, crew, place, f"{key}/{name}", _tell if crew.leads else _say_nothing
+            ).run()
+    if not crew.leads:
+        return None
+    kept = str(place) if request.keep else None
+    figures = analyse(request, samples, left_out, before) | {"directory": request.directory, "kept": kept}
+    return figures | ({"targets": judge(figures)} if arguments.targets else {})
+
+
+def _settled(request: Request, prepared: dict[str, Any], *, explicit: bool) -> Request:
+    """The request with what was found out about this machine. Raises ReplayError if it cannot be fulfilled."""
+    problems = prepared["problems"]
+    if explicit and problems:
+        raise ReplayError("; ".join(problems.values()))
+    engines = tuple(name for name in request.engines if name not in problems)
+    if not engines:
+        raise ReplayError("--engine all: none can run here: " + "; ".join(problems.values()))
+    largest = max(prepared["bytes"])
+    storage = request.storage_bytes or min(largest, _MOST_STORAGE_BYTES)
+    request = replace(request, engines=engines, storage_bytes=storage)
+    _check_room(request, largest)
+    return request
+
+
+def _check_directories(request: Request) -> None:
+    """Make --dir and --trace-dir if they are not there. Raises ReplayError if one cannot be written."""
+    for flag, name in (("--dir", request.directory), ("--trace-dir", request.trace_dir)):
+        if name is None:
+            continue
+        try:
+            Path(name).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=name):
+                pass
+        except OSError as exc:
+            raise ReplayError(f"{flag} {name}: cannot be written: {exc.strerror}; give another") from exc
+
+
+def _check_room(request: Request, largest: int) -> None:
+    """Raises ReplayError if --dir has less room than what lies there at once, naming both."""
+    ranks, directory = len(request.share.ranks), request.directory
+    checkpoint = int(largest * ranks * _ROOM) + _ROOM_BYTES
+    kept = checkpoint * len(request.engines) if request.keep else checkpoint
+    needed = max(kept, request.storage_bytes * ranks if request.measure_storage else 0)
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise ReplayError(
+            f"--dir {directory}: {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB needed ({ranks} ranks of "
+            f"{largest / 1e9:.2f} GB{', kept for every engine' * request.keep}); give another, or --limit-bytes"
+        )
+
+
+@contextlib.contextmanager
+def _own_directory(parent: Path, name: str, leads: bool, keep: bool) -> Iterator[Path]:
+    """A directory of this replay below `parent`, removed at the end by the process that leads unless it is kept."""
+    place = parent / f"ckpt_replay_{name}"
+    if leads:
+        place.mkdir()
+    try:
+        yield place
+    finally:
+        if leads and not keep:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _say_nothing(text: str) -> None:
+    """Another process tells."""

@@ -1,0 +1,154 @@
+"""What the process of one replayed rank works with: its place, the others, its trace, its state."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from megatron.checkpoint_engines.base import MIB, CheckpointEngine, EngineOptions
+from megatron.checkpoint_engines.registry import engine_class
+from megatron.control_plane import ControlPlane
+from megatron.restart_trace.process import RankIdentity, open_rank_trace
+from megatron.restart_trace.recorder import Recorder
+from megatron.topology import Layout
+from tools.ckpt_replay.plan import Request, Task, request_of, state_file
+from tools.ckpt_replay.shares import Planned
+
+_TIMEOUT = datetime.timedelta(hours=2)
+
+
+@dataclass
+class RankContext:
+    """The process `process` of `world_size`, which plays global rank `rank` of the model's layout."""
+
+    task: Task
+    request: Request
+    process: int
+    world_size: int
+    rank: int
+    device: torch.device
+    control: ControlPlane  # of the main thread
+    commit_control: ControlPlane  # of the thread that commits
+    recorder: Recorder
+    attempt: str = field(default="")
+
+    @property
+    def notes(self) -> Path:
+        return Path(self.task.notes)
+
+    @property
+    def engine_name(self) -> str:
+        if self.task.engine is None:
+            raise ValueError(f"task {self.task.kind} has no engine")
+        return self.task.engine
+
+    def wait_for_all(self) -> None:
+        self.control.agree(None)
+
+    def planned(self) -> Planned:
+        """This rank's state with meta tensors, as it was planned before."""
+        return torch.load(state_file(self.notes, self.process), weights_only=False)
+
+    def create_engine(self) -> CheckpointEngine:
+        """The engine of this task, as the trainer makes it."""
+        engine = engine_class(self.engine_name)(engine_options(self.request.options, self.process))
+        self.recorder.write(
+            "runtime",
+            engine_used=type(engine).__name__,
+            engine_asked=self.engine_name,
+            accelerator=self.device.type,
+            backend="gloo",
+            save_dir=self.task.directory,
+        )
+        return engine
+
+
+def engine_options(options: dict[str, Any], process: int) -> EngineOptions:
+    """EngineOptions of the fields of CheckpointConfig in `options`, as megatron.checkpointing makes them."""
+    cache = options["host_cache_size"]
+    return EngineOptions(
+        fsync=options["checkpoint_durability"] == "fsync",
+        verify_checksums=options["verify_checkpoint"] == "checksum",
+        checksum=options["checksum"] == "crc32",
+        host_cache_bytes=None if cache is None else int(cache * 1024 * MIB),
+        io_threads=options["io_threads"],
+        io_block_bytes=int(options["io_block_size"] * MIB),
+        direct_io=options["direct_io"],
+        rank=process,
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE") or 1),
+    )
+
+
+@contextlib.contextmanager
+def joined(task: Task) -> Iterator[RankContext]:
+    """Join the processes of the other ranks; on leaving, wait for them and part."""
+    request = request_of(task.request)
+    process, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ.get("LOCAL_RANK", process))
+    dist.init_process_group(
+        "gloo", store=_store(task, process, world_size), rank=process, world_size=world_size, timeout=_TIMEOUT
+    )
+    _tell_deepspeed()
+    commit_group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+    device = (
+        torch.device("cuda", local_rank % torch.cuda.device_count()) if _has_cuda() else torch.device("cpu")
+    )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    rank = request.share.ranks[process]
+    layout = Layout(*request.share.layout)
+    identity = RankIdentity(process, world_size, local_rank, layout.coordinates(rank), request.share.layout)
+    traced = request.trace_dir is not None and task.engine is not None
+    recorder, cycle = open_rank_trace(
+        Path(request.trace_dir) if request.trace_dir and traced else None,
+        identity,
+        dict(os.environ) | {"RESTART_TRACE_LAUNCH_ID": task.launch_id},
+        engine_asked=task.engine or "",
+        durability=request.options["checkpoint_durability"],
+        probes=True,
+    )
+    ctx = RankContext(
+        task=task,
+        request=request,
+        process=process,
+        world_size=world_size,
+        rank=rank,
+        device=device,
+        control=ControlPlane(process, world_size),
+        commit_control=ControlPlane(process, world_size, commit_group),
+        recorder=recorder,
+        attempt=f"{cycle:03d}_{task.index}",
+    )
+    yield ctx  # if it raises, the process ends, and the others notice by their connections
+    recorder.close()
+    ctx.wait_for_all()
+    dist.destroy_process_group()
+
+
+def _has_cuda() -> bool:
+    return torch.cuda.is_available() and torch.cuda.device_count() > 0
+
+
+def _store(task: Task, process: int, world_size: int) -> Store:
+    """Where the ranks of a task meet: at the launcher's store where it keeps one, else at the first rank's."""
+    if world_size == 1:
+        return HashStore()
+    store, _, _ = next(rendezvous("env://", process, world_size, timeout=_TIMEOUT))
+    return PrefixStore(f"ckpt_replay/{task.index}", store)
+
+
+def _tell_deepspeed() -> None:
+    """Let DeepSpeed's own functions find torch.distributed, as its engines expect."""
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)

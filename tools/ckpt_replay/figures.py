@@ -1,0 +1,176 @@
+"""From raw samples to the figures of the report. Between ranks a duration is the slowest rank's."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from tools.ckpt_overhead.samples import interquartile_range
+from tools.ckpt_replay.plan import COLD, LOAD_COLD, LOAD_WARM, SAVE, STORAGE_KINDS, WARM, Request
+from tools.ckpt_replay.replay import Samples
+
+Ranks = list[dict[str, Any]]
+
+
+def summary(values: Sequence[float]) -> dict[str, Any] | None:
+    """Median and spread with every sample; None without one."""
+    if not values:
+        return None
+    return {
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+        "iqr": interquartile_range(values),
+        "samples": list(values),
+    }
+
+
+def analyse(
+    request: Request, samples: Samples, left_out: dict[str, str], machine: dict[str, Any]
+) -> dict[str, Any]:
+    """The figures of a replay; docs/ckpt_replay.md explains the keys."""
+    sizes = _sizes(samples)
+    total = sum(size for size, _ in sizes)
+    full = max((full for _, full in sizes), default=0)
+    limited = request.share.limit_bytes is not None and any(size < whole for size, whole in sizes)
+    return {
+        "ranks": list(request.share.ranks),
+        "model": request.share.model,
+        "layout": dict(zip(("tp", "pp", "dp"), request.share.layout, strict=True)),
+        "small_tensors": request.share.small_tensors,
+        "bytes_per_rank": max((size for size, _ in sizes), default=0),
+        "bytes_of_ranks": [size for size, _ in sizes],
+        "limited": {"limit_bytes": request.share.limit_bytes, "full_bytes_per_rank": full}
+        if limited
+        else None,
+        "repeat": request.repeat,
+        "cold_asked": request.cold,
+        "steps": {
+            "total_s": request.steps.total_s,
+            "step_s": request.steps.step_s,
+            "work": request.steps.work,
+        },
+        "options": request.options,
+        "machine": machine,
+        "engines": {name: engine_figures(samples, name, total) for name in request.engines},
+        "left_out": left_out,
+        "storage": storage_figures(samples),
+        "samples": {"engines": samples.engines, "storage": samples.storage},
+    }
+
+
+def _sizes(samples: Samples) -> list[tuple[int, int]]:
+    """(bytes of the tensors, bytes before they were limited) of each replayed rank."""
+    for kinds in samples.engines.values():
+        if kinds.get(SAVE):
+            return [(rank["state_bytes"], rank["full_state_bytes"]) for rank in kinds[SAVE][0]]
+    return []
+
+
+def engine_figures(samples: Samples, name: str, total_bytes: int) -> dict[str, Any]:
+    """What one engine took. Throughputs: bytes of all ranks' tensors, GB of 1e9, over the median."""
+    kinds = samples.engines[name]
+    saves = kinds.get(SAVE, [])
+
+    def of_saves(field: str, warmup: bool = False) -> dict[str, Any] | None:
+        return _slowest([[_save(rank, warmup) for rank in ranks] for ranks in saves], field)
+
+    cold = _loads(kinds.get(LOAD_COLD, []), COLD, again=False)
+    warm = _loads(kinds.get(LOAD_WARM, []), WARM, again=False)
+    durable = of_saves("durable_s")
+    first = saves[0][0] if saves else {}
+    return {
+        "blocked_s": of_saves("blocked_s"),
+        "durable_s": durable,
+        "load_cold_s": summary(cold),
+        "load_warm_s": summary(warm),
+        "load_warm_again_s": summary(_loads(kinds.get(LOAD_WARM, []), WARM, again=True)),
+        "peak_rss_bytes": of_saves("peak_rss_bytes"),
+        "kept_rss_bytes": of_saves("kept_rss_bytes"),
+        "children_peak_bytes": of_saves("children_peak_bytes"),
+        "durable_GBps": throughput(total_bytes, durable),
+        "load_cold_GBps": throughput(total_bytes, summary(cold)),
+        "load_warm_GBps": throughput(total_bytes, summary(warm)),
+        "first_blocked_s": of_saves("blocked_s", warmup=True),
+        "first_durable_s": of_saves("durable_s", warmup=True),
+        "step_interference": of_saves("interference"),
+        "written_bytes": [rank["saves"][-1]["written_bytes"] for rank in saves[0]] if saves else [],
+        "num_files": first["saves"][-1]["num_files"] if first else None,
+        "engine_used": first.get("engine_used"),
+        "asynchronous": first.get("asynchronous"),
+        "verified": bool(kinds.get(LOAD_WARM) or kinds.get(LOAD_COLD)) and name not in samples.failed,
+        "not_measured": _not_measured(kinds),
+        "failed": samples.failed.get(name),
+    }
+
+
+def _save(rank: dict[str, Any], warmup: bool) -> dict[str, Any] | None:
+    """The save of a repeat that counts (the last), or the first of its warm-up."""
+    chosen = [save for save in rank["saves"] if save["warmup"] == warmup]
+    return (chosen[0] if warmup else chosen[-1]) if chosen else None
+
+
+def _slowest(repeats: list[list[dict[str, Any] | None]], field: str) -> dict[str, Any] | None:
+    """The largest value of `field` over the ranks, for each repeat in which all have one."""
+    values: list[float] = []
+    for ranks in repeats:
+        known = [rank[field] for rank in ranks if rank is not None and rank[field] is not None]
+        if known and len(known) == len(ranks):
+            values.append(max(known))
+    return summary(values)
+
+
+def _loads(repeats: list[Ranks], cache: str, *, again: bool) -> list[float]:
+    """Seconds of the loads that found the page cache in the state `cache` on every rank."""
+    found = []
+    for ranks in repeats:
+        mine = [load for rank in ranks for load in rank["loads"] if load["again"] == again]
+        if mine and all(load["cache"] == cache for load in mine):
+            found.append(max(load["load_s"] for load in mine))
+    return found
+
+
+def _not_measured(kinds: dict[str, list[Ranks]]) -> dict[str, str]:
+    """Of loads that do not count: why, by the name of the figure they are missing in."""
+    found: dict[str, str] = {}
+    for kind, figure, wanted in ((LOAD_COLD, "load_cold_s", COLD), (LOAD_WARM, "load_warm_s", WARM)):
+        for rank in (rank for ranks in kinds.get(kind, []) for rank in ranks):
+            if rank["skipped"]:
+                found[figure] = rank["skipped"]
+            for load in rank["loads"]:
+                if load["cache"] != wanted:
+                    found[figure] = f"the page cache could not be made {wanted}: it was {load['cache']}"
+    return found
+
+
+def throughput(total_bytes: int, seconds: dict[str, Any] | None) -> float | None:
+    """GB/s, GB of 1e9 bytes, at the median."""
+    return total_bytes / seconds["median"] / 1e9 if seconds else None
+
+
+def storage_figures(samples: Samples) -> dict[str, Any]:
+    """Per kind the best throughput of its combinations of threads and block, each by its median; GB/s of 1e9."""
+    figures: dict[str, Any] = {}
+    details: dict[str, Any] = {}
+    for kind in STORAGE_KINDS:
+        found = {name: _combination(samples.storage, kind, name) for name in _names(samples.storage, kind)}
+        best = max(found, key=lambda name: found[name]["gbps"], default=None)
+        figures[f"{kind}_gbps"] = found[best]["gbps"] if best else None
+        details[kind] = {"best": best, "combinations": found}
+    first = samples.storage[0] if samples.storage else []
+    return figures | {"bytes_per_rank": first[0]["bytes"] if first else 0, "details": details}
+
+
+def _names(repeats: list[Ranks], kind: str) -> list[str]:
+    return list(repeats[0][0]["seconds"][kind]) if repeats else []
+
+
+def _combination(repeats: list[Ranks], kind: str, name: str) -> dict[str, Any]:
+    seconds = [
+        max(rank["seconds"][kind][name] for rank in ranks)
+        for ranks in repeats
+        if all(name in rank["seconds"][kind] for rank in ranks)
+    ]
+    total = sum(rank["bytes"] for rank in repeats[0])
+    return {"gbps": total / statistics.median(seconds) / 1e9, "seconds": summary(seconds)}

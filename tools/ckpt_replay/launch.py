@@ -1,0 +1,132 @@
+"""Has the processes of the replayed ranks started, one set per task, here or under a launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.ckpt_replay.plan import ReplayError, Request, Task, result_file
+from tools.ckpt_replay.worker import PREPARE, TASK
+
+ROOT = Path(__file__).resolve().parents[2]
+_LAST_WORDS = 2000
+_STOP_S = 30.0
+
+
+class TaskError(RuntimeError):
+    """A process failed; the message holds the end of what it printed."""
+
+
+@dataclass(frozen=True)
+class Crew:
+    """The processes that this one has started: those of all ranks, or under a launcher one for each of its ranks.
+
+    `processes` are their numbers within `world_size`; `notes` is a directory of this host; `server` is
+    tools.ckpt_replay.worker.
+    """
+
+    processes: tuple[int, ...]
+    world_size: int
+    launched: bool
+    notes: Path
+    server: subprocess.Popen[str]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process hears the results and reports them."""
+        return 0 in self.processes
+
+    def prepare(self, request: Request) -> dict[str, Any]:
+        """What tools.ckpt_replay.prepare answers. Raises ReplayError with its error, TaskError if it broke."""
+        asked = {"request": asdict(request), "notes": str(self.notes), "processes": self.processes}
+        self._have_done(PREPARE, json.dumps(asked), self.processes[:1])
+        answer = json.loads((self.notes / "answer.json").read_text())
+        if "error" in answer:
+            raise ReplayError(answer["error"])
+        return answer
+
+    def run(self, task: Task) -> list[dict[str, Any]] | None:
+        """Have all ranks carry out `task`; what each measured, or None where another process hears it.
+
+        Raises TaskError if a rank fails; no process of the task is left then.
+        """
+        self._have_done(TASK, task.as_json(), self.processes)
+        return json.loads(result_file(self.notes, task.index).read_text()) if self.leads else None
+
+    def _have_done(self, what: str, description: str, processes: tuple[int, ...]) -> None:
+        path = self.notes / f"{what}.json"
+        path.write_text(description)
+        port = None if self.launched else _free_port()
+        ranks = {
+            number: {"environment": self._environment(number, port), "log": str(self._log(number))}
+            for number in processes
+        }
+        assert self.server.stdin is not None and self.server.stdout is not None
+        line = ""
+        with contextlib.suppress(BrokenPipeError):
+            self.server.stdin.write(json.dumps({"what": what, "path": str(path), "ranks": ranks}) + "\n")
+            self.server.stdin.flush()
+            line = self.server.stdout.readline()
+        if not line:
+            raise TaskError(f"the process that starts the ranks ended:\n{_end_of(self.notes / 'server.log')}")
+        answer = json.loads(line)
+        if answer["failed"] is not None:
+            number = answer["failed"]
+            raise TaskError(
+                f"the process of rank {number} ended with exit code {answer['code']}:\n{_end_of(self._log(number))}"
+            )
+
+    def _environment(self, process: int, port: int | None) -> dict[str, str]:
+        environment = dict(os.environ)
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        if not self.launched:
+            local = {"RANK": process, "LOCAL_RANK": process, "WORLD_SIZE": self.world_size}
+            local |= {"LOCAL_WORLD_SIZE": self.world_size, "LOCAL_SIZE": self.world_size}
+            environment |= {name: str(value) for name, value in local.items()}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        environment.setdefault("LOCAL_SIZE", environment.get("LOCAL_WORLD_SIZE", "1"))
+        return environment
+
+    def _log(self, process: int) -> Path:
+        return self.notes / f"process_{process:05d}.log"
+
+
+@contextlib.contextmanager
+def crew_of(processes: tuple[int, ...], world_size: int, launched: bool, notes: Path) -> Iterator[Crew]:
+    """A Crew whose processes are gone when the body is left."""
+    environment = dict(os.environ)
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    with (notes / "server.log").open("wb") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "tools.ckpt_replay.worker"], cwd=ROOT, env=environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+        )  # fmt: skip
+    try:
+        yield Crew(processes, world_size, launched, notes, server)
+    finally:
+        server.terminate()
+        try:
+            server.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+def _end_of(log: Path) -> str:
+    text = log.read_text(errors="replace") if log.exists() else ""
+    return text.strip()[-_LAST_WORDS:]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,133 @@
+"""The loads of one process: fresh, as after a restart, and once more with what the engine keeps."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron import checkpoint_layout as names
+from megatron.checkpoint_commit import Manifest
+from megatron.checkpoint_engines.base import CheckpointEngine
+from megatron.restart_trace.clock import now_ns
+from megatron.restart_trace.recorder import Operation
+from tools.ckpt_replay import memory, page_cache
+from tools.ckpt_replay.context import RankContext
+from tools.ckpt_replay.plan import LOAD_COLD, fingerprint_file
+from tools.ckpt_replay.shares import map_tensors, tensor_bytes
+from tools.ckpt_replay.tensors import check_restored
+
+
+@dataclass(frozen=True)
+class LoadSample:
+    """One load of one rank. `cache` is what was found just before it: cold, warm, partly warm or unknown.
+
+    `again`: in a process that has loaded before, so that memory the engine keeps is used again.
+    `storage_read_bytes` is what the kernel counted for this process; None where it does not tell.
+    """
+
+    again: bool
+    load_s: float
+    cache: str
+    resident_share: float | None
+    storage_read_bytes: int | None
+    peak_rss_bytes: int  # beyond what the process held before, the loaded state included
+
+
+def run_loads(ctx: RankContext) -> dict[str, Any]:
+    """Load the newest checkpoint in the directory of the task, and compare it with what was saved.
+
+    Raises ReplayError if what is restored differs.
+    """
+    cold = ctx.task.kind == LOAD_COLD
+    directory = Path(ctx.task.directory) / (Path(ctx.task.directory) / names.LATEST).read_text().strip()
+    planned = ctx.planned().files
+    paths = page_cache.files_below(directory)
+    if not cold and (reason := _no_room_to_be_warm(ctx, paths, tensor_bytes(planned))):
+        return {"loads": [], "skipped": reason}
+    loader = _Loader(ctx, ctx.create_engine(), directory, [file.name for file in planned])
+    samples = []
+    for again in (False,) if cold else (False, True):
+        ctx.wait_for_all()
+        share = page_cache.drop(paths) if cold else page_cache.fill(paths)
+        ctx.wait_for_all()
+        samples.append(loader.load(again, share))
+    loader.engine.close()
+    return {"loads": [asdict(sample) for sample in samples], "skipped": None}
+
+
+def _no_room_to_be_warm(ctx: RankContext, paths: list[Path], state_bytes: int) -> str | None:
+    """Why the files cannot lie in the page cache while they are loaded; None if they can. The same on all ranks."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    needed = sum(path.stat().st_size for path in paths) + state_bytes * local
+    free = memory.available_memory()
+    reason = None
+    if free and needed > free:
+        reason = (
+            f"files and state need {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are available"
+        )
+    failed = ctx.control.agree(reason)
+    return failed[0][1] if failed else None
+
+
+class _Loader:
+    def __init__(
+        self, ctx: RankContext, engine: CheckpointEngine, directory: Path, wanted: list[str]
+    ) -> None:
+        self.engine = engine
+        self._ctx = ctx
+        self._directory = directory
+        self._wanted = wanted
+        self._manifest = Manifest.from_json((directory / names.MANIFEST).read_text())
+
+    def load(self, again: bool, share: float | None) -> LoadSample:
+        """Load once, timed; then verify and let go of it, not timed."""
+        before = memory.resident_memory()
+        labels = {
+            "tag": self._manifest.tag,
+            "step": self._manifest.step,
+            "engine": type(self.engine).__name__,
+        }
+        read_before = _storage_read()
+        with memory.PeakMemory() as peak, self._ctx.recorder.operation("load", **labels) as op:
+            start = now_ns()
+            states = self.engine.load(self._wanted, self._directory, self._manifest.files, op)
+            if self._ctx.device.type != "cpu":
+                states = self._to_device(states, op)
+            end = now_ns()
+        read_after = _storage_read()
+        saved = json.loads(fingerprint_file(self._ctx.notes, self._ctx.process).read_text())
+        check_restored(states, saved, self._directory)
+        states.clear()
+        gc.collect()
+        return LoadSample(
+            again=again,
+            load_s=(end - start) / 1e9,
+            cache=page_cache.state_of(share),
+            resident_share=share,
+            storage_read_bytes=None
+            if read_before is None or read_after is None
+            else read_after - read_before,
+            peak_rss_bytes=max(0, peak.own_bytes - before),
+        )
+
+    def _to_device(self, states: dict[str, Any], op: Operation) -> dict[str, Any]:
+        """Copy what was loaded to the device, as restoring it into a model does."""
+        with op.span("load", "host_to_device") as span:
+            moved = map_tensors(states, lambda tensor: tensor.to(self._ctx.device, non_blocking=True))
+            torch.cuda.synchronize(self._ctx.device)
+            span.bytes = op.bytes
+        return moved
+
+
+def _storage_read() -> int | None:
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/self/io").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("read_bytes:")).split()[1])
+    return None

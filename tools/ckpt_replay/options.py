@@ -1,0 +1,209 @@
+"""The flags of the replay, and the request that they make. Engine options are the trainer's own."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.checkpoint_engines.registry import check_engine_name, engine_names
+from megatron.config import CheckpointConfig
+from megatron.config.flags import spec_of
+from megatron.topology import Layout
+from tools.ckpt_overhead.cli import parse_bytes
+from tools.ckpt_replay.plan import ReplayError, Request, Share, Steps
+
+ALL = "all"
+_ENGINE_FLAGS = (
+    "host_cache_size", "io_threads", "io_block_size", "direct_io", "checksum", "checkpoint_durability",
+    "verify_checkpoint",
+)  # fmt: skip
+
+_EPILOG = """\
+examples:
+  %(prog)s --model 70b --tp 8 --pp 8 --ranks 0-1 --engine torch,lazy --dir /scratch --limit-bytes 2GiB --cold
+      a 2 GiB share of two ranks of the 70b preset, beside what the disk itself can do
+  %(prog)s --model 70b --tp 8 --pp 8 --ranks 0 --engine lazy --dir /scratch --repeat 1 --cold
+      one rank at full size
+  torchrun --nnodes 4 --nproc-per-node 8 ... -m tools.ckpt_replay --model 70b --tp 8 --pp 4 --engine all --dir /shared
+      every rank of a layout, on as many nodes; DIR must be seen by all
+  bash examples_deepspeed/restart_bench/engine_targets.sh
+      the whole table of performance targets
+"""
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """Ranks in "0-1" or "0,3,8-9". Raises argparse.ArgumentTypeError."""
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of ranks; write it as 0-1 or 0,3,8-9")
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    if not found or len(set(found)) != len(found):
+        raise argparse.ArgumentTypeError(f"{text!r} names no rank, or one twice")
+    return tuple(found)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line's parser; the engine options are the trainer's own."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.ckpt_replay",
+        description="Write and read what chosen ranks of a model would, with the real engines, beside the storage.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    what = parser.add_argument_group("what is replayed")
+    what.add_argument("--model", metavar="NAME", help="preset, as in tools.ckpt_plan: 3b to 70b, tiny")
+    what.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel size (default: 1)")
+    what.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline-parallel size (default: 1)")
+    what.add_argument("--dp", type=int, default=1, metavar="N", help="data-parallel size (default: 1)")
+    what.add_argument(
+        "--ranks",
+        type=parse_ranks,
+        metavar="A-B,...",
+        help="ranks of that layout (default: 0; under torchrun all)",
+    )
+    what.add_argument("--vocab-size", type=int, metavar="N", help="of the tokenizer (default: the preset's)")
+    what.add_argument(
+        "--limit-bytes", type=parse_bytes, metavar="SIZE", help="shrink a rank's tensors to this in all"
+    )
+    what.add_argument(
+        "--small-tensors", type=int, metavar="N", help="N small tensors a rank, instead of a model"
+    )
+    what.add_argument(
+        "--small-tensor-bytes", type=parse_bytes, default="16KiB", metavar="SIZE", help="(default: 16KiB)"
+    )
+    how = parser.add_argument_group("how")
+    how.add_argument("--engine", default="torch", metavar="NAME,...", help="engines, or all (default: torch)")
+    how.add_argument("--dir", type=Path, required=True, metavar="DIR", help="where to write")
+    how.add_argument("--repeat", type=int, default=3, metavar="N", help="(default: 3)")
+    how.add_argument("--cold", action="store_true", help="also load with the page cache dropped")
+    how.add_argument(
+        "--steps-between",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="train for S seconds after a save (default: 0)",
+    )
+    how.add_argument("--step-seconds", type=float, default=1.0, metavar="S", help="of a step (default: 1)")
+    how.add_argument(
+        "--step-work", choices=("matmul", "idle"), default="matmul", help="what a step does (default: matmul)"
+    )
+    how.add_argument(
+        "--warmup-saves",
+        type=int,
+        default=1,
+        metavar="N",
+        help="first saves of a process, told apart (default: 1)",
+    )
+    how.add_argument("--no-storage", action="store_true", help="do not measure the storage itself")
+    how.add_argument(
+        "--storage-bytes",
+        type=parse_bytes,
+        metavar="SIZE",
+        help="to measure it with (default: a rank's, at most 2GiB)",
+    )
+    out = parser.add_argument_group("output")
+    out.add_argument("--format", choices=("table", "json"), default="table", help="(default: table)")
+    out.add_argument("--output", type=Path, metavar="FILE", help="write the JSON here, too")
+    out.add_argument("--targets", action="store_true", help="judge the performance targets of engine lazy")
+    out.add_argument(
+        "--trace-dir", type=Path, metavar="DIR", help="leave a restart trace for tools.ckpt_analysis"
+    )
+    out.add_argument("--keep", action="store_true", help="leave the last checkpoint of each engine in DIR")
+    engine = parser.add_argument_group("engine options, as the trainer's")
+    for field in dataclasses.fields(CheckpointConfig):
+        spec = spec_of(field)
+        if field.name in _ENGINE_FLAGS and spec is not None and spec.parse is not None:
+            engine.add_argument(
+                *spec.names, dest=field.name, type=spec.parse, choices=spec.choices, default=field.default,
+                help=spec.help.replace("%", "%%"), metavar=None if spec.choices else "X",
+            )  # fmt: skip
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line; exits with status 2 and a message if it is wrong (argparse)."""
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    if (arguments.model is None) == (arguments.small_tensors is None):
+        parser.error("give --model NAME, or --small-tensors N, and not both")
+    for name in (
+        "tp",
+        "pp",
+        "dp",
+        "repeat",
+        "small_tensors",
+        "small_tensor_bytes",
+        "limit_bytes",
+        "storage_bytes",
+    ):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    if arguments.warmup_saves < 0:
+        parser.error(f"--warmup-saves {arguments.warmup_saves}: must be at least 0")
+    if arguments.steps_between < 0 or arguments.step_seconds <= 0:
+        parser.error("--steps-between must be at least 0 and --step-seconds above 0")
+    return arguments
+
+
+def chosen_engines(text: str) -> tuple[str, ...]:
+    """Names in the value of --engine. Raises UnknownEngineError, EngineUnavailableError and ReplayError."""
+    if text == ALL:
+        return tuple(engine_names())
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not names:
+        raise ReplayError(f"--engine {text!r}: names no engine; there are: {', '.join(engine_names())}")
+    for name in names:
+        check_engine_name(name)
+    return names
+
+
+def request_from(arguments: argparse.Namespace, world_size: int | None) -> Request:
+    """The request of a command line; `world_size` is the launcher's. Raises ReplayError or ConfigError too."""
+    layout = Layout(arguments.tp, arguments.pp, arguments.dp)
+    ranks = arguments.ranks
+    if ranks is None:
+        ranks = tuple(range(world_size or 1))
+    if world_size is not None and len(ranks) != world_size:
+        raise ReplayError(
+            f"--ranks names {len(ranks)} ranks, and the launcher started {world_size} processes"
+        )
+    if arguments.small_tensors is not None:
+        layout = Layout(1, 1, max(ranks) + 1)
+    outside = [rank for rank in ranks if rank >= layout.world_size]
+    if outside:
+        raise ReplayError(
+            f"--ranks: rank {outside[0]} is outside the layout {layout} of {layout.world_size} ranks"
+        )
+    options = {name: getattr(arguments, name) for name in _ENGINE_FLAGS}
+    CheckpointConfig(**options)  # checks the values
+    share = Share(
+        model=arguments.model,
+        layout=(layout.tp, layout.pp, layout.dp),
+        ranks=ranks,
+        limit_bytes=arguments.limit_bytes,
+        small_tensors=arguments.small_tensors,
+        small_tensor_bytes=arguments.small_tensor_bytes,
+        vocab_size=arguments.vocab_size,
+    )
+    trace_dir = arguments.trace_dir.resolve() if arguments.trace_dir else None
+    return Request(
+        share=share,
+        engines=chosen_engines(arguments.engine),
+        directory=str(arguments.dir.resolve()),
+        repeat=arguments.repeat,
+        cold=arguments.cold,
+        warmup_saves=arguments.warmup_saves,
+        steps=Steps(arguments.steps_between, arguments.step_seconds, arguments.step_work),
+        options=options,
+        measure_storage=not arguments.no_storage,
+        storage_bytes=arguments.storage_bytes or 0,
+        keep=arguments.keep,
+        trace_dir=str(trace_dir) if trace_dir else None,
+    )

@@ -1,0 +1,88 @@
+"""What of a file lies in the page cache, and getting it out and in: cold is said only of what was looked at."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tools.ckpt_replay.plan import COLD, PARTLY_WARM, UNKNOWN, WARM
+
+_COLD_BELOW, _WARM_FROM = 0.01, 0.99
+_READ = 8 << 20
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def resident_bytes(path: Path) -> tuple[int, int] | None:
+    """(bytes in the page cache, bytes) of a file by mincore(2); None where the system does not tell."""
+    size = path.stat().st_size
+    if size == 0:
+        return 0, 0
+    if not hasattr(_libc, "mincore"):
+        return None
+    with path.open("rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as memory:
+        content = np.frombuffer(memory, dtype=np.uint8)
+        pages = np.empty(-(-size // mmap.PAGESIZE), dtype=np.uint8)
+        address, length = ctypes.c_void_p(content.ctypes.data), ctypes.c_size_t(size)
+        failed = _libc.mincore(address, length, ctypes.c_void_p(pages.ctypes.data))
+        del content  # mmap refuses to close under it
+    if failed:
+        return None
+    return min(int((pages & 1).sum()) * mmap.PAGESIZE, size), size
+
+
+def resident_share(paths: Sequence[Path]) -> float | None:
+    """Part of the bytes of `paths` that is in the page cache; None where the system does not tell."""
+    found = [resident_bytes(path) for path in paths]
+    if any(part is None for part in found):
+        return None
+    known = [part for part in found if part is not None]
+    return sum(there for there, _ in known) / max(1, sum(size for _, size in known))
+
+
+def state_of(share: float | None) -> str:
+    """cold, warm or partly warm, for a share of resident bytes."""
+    if share is None:
+        return UNKNOWN
+    if share <= _COLD_BELOW:
+        return COLD
+    return WARM if share >= _WARM_FROM else PARTLY_WARM
+
+
+def drop(paths: Sequence[Path]) -> float | None:
+    """Get `paths` out of the page cache; what is still there afterwards, as `resident_share`.
+
+    First by posix_fadvise(2), which drops clean pages of these files only. Where that does not do it, and this user
+    may, by /proc/sys/vm/drop_caches, which drops the page cache of the whole machine.
+    """
+    for path in paths:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    share = resident_share(paths)
+    if state_of(share) != COLD:
+        with contextlib.suppress(OSError):
+            Path("/proc/sys/vm/drop_caches").write_text("1\n")
+            share = resident_share(paths)
+    return share
+
+
+def fill(paths: Sequence[Path]) -> float | None:
+    """Read `paths` once, whole; what is in the page cache then, as `resident_share`."""
+    buffer = bytearray(_READ)
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    return resident_share(paths)
+
+
+def files_below(directory: Path) -> list[Path]:
+    """All files below `directory`, in order."""
+    return sorted(path for path in directory.rglob("*") if path.is_file())

@@ -1,0 +1,114 @@
+"""What is to be replayed, and what each process of it is told. Imports nothing heavy: the command line needs it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+SAVE, LOAD_COLD, LOAD_WARM, STORAGE = "save", "load_cold", "load_warm", "storage"
+COLD, WARM, PARTLY_WARM, UNKNOWN = "cold", "warm", "partly warm", "unknown"  # states of the page cache
+
+# What is measured of the storage itself: kind -> (threads, block in MiB), each with each. The kernel cuts buffered
+# transfers as it likes, so their block size says little.
+THREADS = (1, 2, 4, 8)
+STORAGE_KINDS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "write_direct": (THREADS, (2, 8, 32)),
+    "read_direct": (THREADS, (2, 8, 32)),
+    "write_buffered_fsync": (THREADS, (8,)),
+    "read_buffered_cold": (THREADS, (8,)),
+}
+
+
+class ReplayError(ValueError):
+    """The replay cannot be done as asked; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What the replayed ranks hold: of a model's layout, or many small tensors."""
+
+    model: str | None  # preset name; None with `small_tensors`
+    layout: tuple[int, int, int]  # (tp, pp, dp)
+    ranks: tuple[int, ...]  # global ranks of that layout
+    limit_bytes: int | None = None
+    small_tensors: int | None = None  # this many tensors of `small_tensor_bytes` instead of a model's
+    small_tensor_bytes: int = 16 << 10
+    vocab_size: int | None = None  # None: the preset's
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The training that is simulated around a save of an asynchronous engine."""
+
+    total_s: float = 0.0  # 0: the optimizer steps, so to say, right after begin_save
+    step_s: float = 1.0
+    work: str = "matmul"  # or "idle"
+
+    @property
+    def count(self) -> int:
+        return max(1, round(self.total_s / self.step_s)) if self.total_s else 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asks for."""
+
+    share: Share
+    engines: tuple[str, ...]
+    directory: str
+    repeat: int
+    cold: bool
+    warmup_saves: int
+    steps: Steps
+    options: dict[str, Any]  # of megatron.config.CheckpointConfig, by field name
+    measure_storage: bool
+    storage_bytes: int
+    keep: bool
+    trace_dir: str | None
+
+
+@dataclass(frozen=True)
+class Task:
+    """One piece of work that all replayed ranks do together, each in a process started for it."""
+
+    kind: str  # SAVE, LOAD_COLD, LOAD_WARM or STORAGE
+    index: int  # unique among the tasks of a replay
+    repeat: int  # from 0
+    engine: str | None
+    directory: str  # the checkpoints of this engine, or where the storage is measured
+    first_step: int  # of the saves of this task
+    launch_id: str  # the same on all ranks, other than that of every other task
+    notes: str  # directory of this host for what the processes of a rank tell each other
+    request: dict[str, Any]
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Task:
+        return Task(**json.loads(text))
+
+
+def request_of(content: dict[str, Any]) -> Request:
+    """The Request that `dataclasses.asdict` and JSON were made of."""
+    share, steps = dict(content["share"]), Steps(**content["steps"])
+    share |= {"layout": tuple(share["layout"]), "ranks": tuple(share["ranks"])}
+    settled: dict[str, Any] = {"share": Share(**share), "steps": steps, "engines": tuple(content["engines"])}
+    return Request(**(content | settled))
+
+
+def state_file(notes: Path, process: int) -> Path:
+    """The planned state of a process's rank, its tensors on the meta device, pickled."""
+    return notes / f"state_{process:05d}.pt"
+
+
+def fingerprint_file(notes: Path, process: int) -> Path:
+    """Checksums of what a process saved last."""
+    return notes / f"fingerprints_{process:05d}.json"
+
+
+def result_file(notes: Path, task: int) -> Path:
+    """What all ranks measured in a task, written by the process of the first."""
+    return notes / f"result_{task:05d}.json"

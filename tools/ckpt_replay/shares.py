@@ -1,0 +1,130 @@
+"""The state that a replayed rank saves: planned on the meta device, and shrunk where the user asks for a quick look."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from megatron.checkpoint_engines.base import FileState
+from tools.ckpt_replay.plan import ReplayError, Share
+
+_LEFT_WHOLE = 64 << 10  # smaller tensors are not worth shrinking: they are there for their number
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The state of a rank with meta tensors, and the bytes of its tensors before it was limited."""
+
+    files: list[FileState]
+    full_bytes: int
+
+
+def planned_share(share: Share, rank: int) -> Planned:
+    """The state of global rank `rank`. Raises ReplayError or ValueError if there is no such model, layout or rank."""
+    if share.small_tensors is not None:
+        files = _small_tensors(share.small_tensors, share.small_tensor_bytes, rank)
+        return Planned(files, tensor_bytes(files))
+    files = _planned_files(share, rank)
+    full = tensor_bytes(files)
+    if share.limit_bytes is not None and share.limit_bytes < full:
+        files = _limited(files, share.limit_bytes)
+    return Planned(files, full)
+
+
+def _planned_files(share: Share, rank: int) -> list[FileState]:
+    from tools.ckpt_plan.presets import config_for
+    from tools.ckpt_plan.rank_state import planned_files
+
+    tp, pp, dp = share.layout
+    config, layout, vocab_sizes = config_for(share.model or "", tp, pp, dp, share.vocab_size)
+    files = planned_files(config, layout, layout.coordinates(rank), vocab_sizes, with_placements=True)
+    return _one_object_per_memory(files)
+
+
+def _one_object_per_memory(files: list[FileState]) -> list[FileState]:
+    """The same states, in which tensors that share their memory are one object: pickling keeps only that."""
+    first: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def canonical(tensor: torch.Tensor) -> torch.Tensor:
+        where = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.dtype)
+        return first.setdefault(where, tensor)
+
+    return [replace(file, state=map_tensors(file.state, canonical)) for file in files]
+
+
+def _small_tensors(count: int, size: int, rank: int) -> list[FileState]:
+    tensors = {
+        f"tensor_{i:05d}": torch.empty(size // 4, dtype=torch.float32, device="meta") for i in range(count)
+    }
+    return [FileState(f"small_tensors_rank_{rank:05d}.pt", {"tensors": tensors})]
+
+
+def map_tensors(state: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """The nest `state` with every tensor replaced by what `function` makes of it; the nest itself is copied."""
+    if isinstance(state, torch.Tensor):
+        return function(state)
+    if isinstance(state, tuple) and hasattr(state, "_fields"):
+        return type(state)(*(map_tensors(item, function) for item in state))
+    if type(state) in (list, tuple):
+        return type(state)(map_tensors(item, function) for item in state)
+    if isinstance(state, dict):
+        mapped = copy.copy(state)  # of its own class, whatever that needs to be made
+        for key, value in state.items():
+            mapped[key] = map_tensors(value, function)
+        return mapped
+    return state
+
+
+def tensors_of(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """(path in the nest, tensor) of every tensor in it, in order."""
+    if isinstance(state, torch.Tensor):
+        yield path, state
+    elif isinstance(state, dict):
+        for key, value in state.items():
+            yield from tensors_of(value, (*path, key))
+    elif isinstance(state, (list, tuple)):
+        for index, value in enumerate(state):
+            yield from tensors_of(value, (*path, index))
+
+
+def size_of(tensor: torch.Tensor) -> int:
+    """Bytes of the elements of `tensor`."""
+    return tensor.numel() * tensor.element_size()
+
+
+def tensor_bytes(files: list[FileState]) -> int:
+    """Bytes of all tensors; one that is there twice counts once."""
+    found = {id(tensor): size_of(tensor) for file in files for _, tensor in tensors_of(file.state)}
+    return sum(found.values())
+
+
+def _limited(files: list[FileState], limit: int) -> list[FileState]:
+    """The same files and tensors, of which the larger have fewer rows, so that all have about `limit` bytes."""
+    sizes = {id(t): size_of(t) for file in files for _, t in tensors_of(file.state)}
+    whole = sum(size for size in sizes.values() if size <= _LEFT_WHOLE)
+    large = sum(sizes.values()) - whole
+    if limit <= whole:
+        raise ReplayError(
+            f"--limit-bytes {limit}: the tensors of at most {_LEFT_WHOLE >> 10} KiB alone have {whole} bytes; give more"
+        )
+    factor = (limit - whole) / large
+    shrunk: dict[int, torch.Tensor] = {}
+
+    def shrink(tensor: torch.Tensor) -> torch.Tensor:
+        if size_of(tensor) <= _LEFT_WHOLE:
+            return tensor
+        if id(tensor) not in shrunk:
+            rows = max(1, math.floor(tensor.shape[0] * factor))
+            shape = (rows, *tensor.shape[1:])
+            shrunk[id(tensor)] = torch.empty(
+                shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad
+            )
+        return shrunk[id(tensor)]
+
+    # What placements say of a tensor's place in the model is no longer true of fewer rows.
+    return [replace(file, state=map_tensors(file.state, shrink), placements={}) for file in files]

@@ -1,0 +1,83 @@
+"""Training steps in place of the real ones: work of a known size, so that what a save costs them can be seen."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron.restart_trace.clock import now_ns
+from tools.ckpt_replay.plan import Steps
+
+_CPU_SIZE, _CUDA_SIZE = 320, 4096  # of the matrices: a few ms each
+_TRIALS = 20
+_NAP_S = 0.005
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One piece of a step: when it ran, monotonic, ns."""
+
+    start_ns: int
+    end_ns: int
+
+    @property
+    def seconds(self) -> float:
+        return (self.end_ns - self.start_ns) / 1e9
+
+
+class SimulatedSteps:
+    """Steps of equally many units each; a unit is a matrix product, or a nap for work that needs no processor."""
+
+    def __init__(self, steps: Steps, device: torch.device) -> None:
+        self._unit = _matmul(device) if steps.work == "matmul" else _nap
+        self.count = steps.count
+        self.measures_interference = steps.work == "matmul" and steps.count > 0
+        self._units = 0
+        if steps.count:
+            self._units = max(1, round(steps.step_s / self._median_unit()))
+
+    def _median_unit(self) -> float:
+        self._unit()  # the first is slower
+        return statistics.median(self._timed().seconds for _ in range(_TRIALS))
+
+    def _timed(self) -> Unit:
+        start = now_ns()
+        self._unit()
+        return Unit(start, now_ns())
+
+    def step(self) -> list[Unit]:
+        """Run one step."""
+        return [self._timed() for _ in range(self._units)]
+
+
+def _nap() -> None:
+    time.sleep(_NAP_S)
+
+
+def _matmul(device: torch.device) -> Callable[[], None]:
+    size = _CPU_SIZE if device.type == "cpu" else _CUDA_SIZE
+    left, right, out = (torch.rand(size, size, device=device) for _ in range(3))
+
+    def unit() -> None:
+        torch.mm(left, right, out=out)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return unit
+
+
+def interference(before: list[Unit], after: list[Unit], until_ns: int) -> float | None:
+    """By how much longer a unit took, in the mean, while a save was under way than with nothing else going on.
+
+    The save began between `before` and `after` and was under way until `until_ns`; what ran after that counts as
+    `before` does. 0.05 is 5 % longer. None if no unit ran whole during the save, or none without.
+    """
+    during = [unit.seconds for unit in after if unit.end_ns <= until_ns]
+    alone = [unit.seconds for unit in before] + [unit.seconds for unit in after if unit.start_ns >= until_ns]
+    if not during or not alone:
+        return None
+    return statistics.fmean(during) / statistics.fmean(alone) - 1

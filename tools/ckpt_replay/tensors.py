@@ -1,0 +1,133 @@
+"""Memory behind planned tensors: random bits of which no two pages are alike, and checksums to know them by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from isal import isal_zlib
+
+from megatron.checkpoint_engines.base import FileState
+from tools.ckpt_replay.plan import ReplayError
+from tools.ckpt_replay.shares import map_tensors, size_of, tensors_of
+
+_PATTERN_BYTES = 4 << 20
+_GOLDEN = 0x9E3779B97F4A7C15 - (
+    1 << 64
+)  # 2^64 / golden ratio, as a signed number: multiples of it never repeat
+_PAGE = 4096
+_ALIGNMENT = 512  # of tensors within a flat buffer; a multiple of every element size
+
+
+def materialise(files: list[FileState], seed: int, device: torch.device) -> list[FileState]:
+    """`files` with memory behind their meta tensors, filled with bits that `seed` determines.
+
+    The weights (the files of layers) are views of one flat buffer, as DeepSpeed's optimizer leaves them.
+    """
+    source = _Bits(seed, device)
+    made: dict[int, torch.Tensor] = {}
+    weights = [t for file in files if file.name.startswith("layer_") for _, t in tensors_of(file.state)]
+    _fill_flat(weights, source, made)
+
+    def real(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type != "meta":
+            return tensor
+        if id(tensor) not in made:
+            made[id(tensor)] = source.tensor(tensor).requires_grad_(tensor.requires_grad)
+        return made[id(tensor)]
+
+    return [replace(file, state=map_tensors(file.state, real)) for file in files]
+
+
+def _fill_flat(planned: list[torch.Tensor], source: _Bits, made: dict[int, torch.Tensor]) -> None:
+    """Put all of `planned` into one buffer; `made` gets each tensor's view of it."""
+    starts: dict[int, int] = {}
+    total = 0
+    for tensor in planned:
+        if id(tensor) not in starts:
+            starts[id(tensor)] = total
+            total += -(-size_of(tensor) // _ALIGNMENT) * _ALIGNMENT
+    flat = source.memory(total)
+    for tensor in planned:
+        start = starts[id(tensor)]
+        made[id(tensor)] = _as(flat[start : start + size_of(tensor)], tensor)
+
+
+def _as(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return memory.view(like.dtype).view(like.shape)
+
+
+class _Bits:
+    """A stretch of random words; each copy of it has another multiple of an odd constant added."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        words = torch.randint(
+            -(1 << 62), 1 << 62, (_PATTERN_BYTES // 8,), dtype=torch.int64, generator=generator
+        )
+        self._pattern = words.to(device)
+        self._device = device
+        self._used = 0
+
+    def memory(self, num_bytes: int) -> torch.Tensor:
+        """`num_bytes` of them as uint8, in memory of exactly that size."""
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        whole = num_bytes // 8 * 8
+        for part in memory[:whole].view(torch.int64).split(len(self._pattern)):
+            self._used += 1
+            torch.add(self._pattern[: len(part)], _wrapped(self._used * _GOLDEN), out=part)
+        memory[whole:] = self._used % 251
+        return memory
+
+    def tensor(self, like: torch.Tensor) -> torch.Tensor:
+        memory = self.memory(size_of(like))
+        return _as(memory.bitwise_and_(1) if like.dtype == torch.bool else memory, like)
+
+
+def _wrapped(value: int) -> int:
+    """`value` as a signed 64-bit number, modulo 2^64."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy() if flat.numel() else b""
+
+
+def fingerprints(states: Mapping[str, Any]) -> dict[str, str]:
+    """Per tensor "file/path" -> type, shape and CRC-32 of its bytes; holds one tensor at a time on the host."""
+    return {
+        f"{name}:{'/'.join(map(str, path))}": f"{tensor.dtype} {list(tensor.shape)} "
+        f"{isal_zlib.crc32(_bytes_of(tensor)):08x}"
+        for name, state in states.items()
+        for path, tensor in tensors_of(state)
+    }
+
+
+def check_restored(states: Mapping[str, Any], saved: Mapping[str, str], directory: Path) -> None:
+    """Raise ReplayError naming the first tensor that is not what was saved, bit for bit as CRC-32 tells."""
+    found = fingerprints(states)
+    for name, expected in saved.items():
+        if found.get(name) != expected:
+            raise ReplayError(
+                f"{directory}: {name} was saved as {expected} and restored as {found.get(name)}"
+            )
+    extra = sorted(found.keys() - saved.keys())
+    if extra:
+        raise ReplayError(f"{directory}: {extra[0]} was restored, and never saved")
+
+
+def alter(files: list[FileState]) -> None:
+    """Change every page of every tensor in place, as an optimizer step would: a torn checkpoint shows it."""
+    seen: set[int] = set()
+    for file in files:
+        for _, tensor in tensors_of(file.state):
+            if id(tensor) in seen or not tensor.numel() or not tensor.is_contiguous():
+                continue
+            seen.add(id(tensor))
+            flat = tensor.detach().reshape(-1)
+            touched = flat.view(torch.uint8)[::_PAGE] if tensor.dtype != torch.bool else flat[::_PAGE]
+            touched.copy_(~touched)

@@ -1,0 +1,162 @@
+"""The processes of the ranks: `python -m tools.ckpt_replay.worker` imports all that is heavy once and forks them.
+
+Reads one JSON object a line from its standard input: `what` ("prepare" or "task"), `path` of its description,
+`ranks`: process -> {"environment", "log"}. Answers with {"failed": process or null, "code"} when all have ended; when
+one fails, the others are killed. A forked process has the imports of this one and memory of its own, as after a start.
+
+With CUDA, which does not survive a fork, each is a new interpreter instead: `... worker WHAT PATH PROCESS`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tools.ckpt_replay.plan import LOAD_COLD, LOAD_WARM, SAVE, Task, result_file
+
+PREPARE, TASK = "prepare", "task"
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent() -> None:
+    """Ask the kernel (prctl(2)) to end this process when the one that started it is gone, however it ended."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def carry_out(what: str, path: Path, process: int) -> None:
+    """What process number `process` of a task does. Leaves its result in a file."""
+    if what == PREPARE:
+        from tools.ckpt_replay.prepare import prepare
+
+        return prepare(path)
+    from tools.ckpt_replay.context import joined
+
+    task = Task.from_json(path.read_text())
+    with joined(task) as ctx:
+        gathered = ctx.control.gather(_measure(ctx))
+        if gathered is not None:
+            result_file(ctx.notes, task.index).write_text(json.dumps(gathered))
+
+
+def _measure(ctx: Any) -> dict[str, Any]:
+    if ctx.task.kind == SAVE:
+        from tools.ckpt_replay.saving import run_saves
+
+        return run_saves(ctx)
+    if ctx.task.kind in (LOAD_COLD, LOAD_WARM):
+        from tools.ckpt_replay.loading import run_loads
+
+        return run_loads(ctx)
+    from tools.ckpt_replay.storage import measure
+
+    return measure(ctx)
+
+
+class _Server:
+    """Forks the processes that it is asked for, and waits for them."""
+
+    def __init__(self) -> None:
+        self._answers = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # what imports print is no answer
+        self._running: dict[int, int] = {}  # process id -> process number
+        self._forks = True
+
+    def serve(self) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: self._stop())
+        from megatron.initialize import import_heavy
+
+        import_heavy()
+        import torch
+
+        # What all tasks need, so that no fork takes time or memory for it.
+        from tools.ckpt_replay import loading, saving, storage  # noqa: F401
+
+        self._forks = not torch.cuda.is_available()
+        gc.collect()
+        gc.freeze()
+        for line in sys.stdin:
+            request = json.loads(line)
+            for number, settings in request["ranks"].items():
+                self._start(request["what"], Path(request["path"]), int(number), settings)
+            self._answers.write(json.dumps(self._wait()) + "\n")
+            self._answers.flush()
+
+    def _start(self, what: str, path: Path, number: int, settings: dict[str, Any]) -> None:
+        if not self._forks:
+            command = [sys.executable, "-m", "tools.ckpt_replay.worker", what, str(path), str(number)]
+            with open(settings["log"], "wb") as log:
+                started = subprocess.Popen(
+                    command, env=settings["environment"], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                )
+            self._running[started.pid] = number
+            return
+        pid = os.fork()
+        if pid == 0:
+            self._become(what, path, number, settings)
+        self._running[pid] = number
+
+    def _become(self, what: str, path: Path, number: int, settings: dict[str, Any]) -> NoReturn:
+        """In the forked process: be the rank, then end as any interpreter does."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._running = {}
+        _end_with_parent()
+        os.environ.clear()
+        os.environ.update(settings["environment"])
+        log = os.open(settings["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        try:
+            carry_out(what, path, number)
+        except BaseException:
+            traceback.print_exc()
+            sys.exit(1)
+        sys.exit(0)
+
+    def _wait(self) -> dict[str, Any]:
+        """Wait for all that run; when one fails, end the others."""
+        answer: dict[str, Any] = {"failed": None, "code": 0}
+        while self._running:
+            pid, status = os.wait()
+            number = self._running.pop(pid, None)
+            code = os.waitstatus_to_exitcode(status)
+            if number is not None and code and answer["failed"] is None:
+                answer = {"failed": number, "code": code}
+                self._kill()
+        return answer
+
+    def _kill(self) -> None:
+        for pid in self._running:
+            os.kill(pid, signal.SIGKILL)
+
+    def _stop(self) -> None:
+        self._kill()
+        for pid in self._running:
+            os.waitpid(pid, 0)
+        os._exit(128 + signal.SIGTERM)
+
+
+def main() -> None:
+    _end_with_parent()
+    if len(sys.argv) == 1:
+        _Server().serve()
+        return
+    what, path, number = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    from megatron.initialize import import_heavy
+
+    import_heavy()
+    carry_out(what, path, number)
+
+
+if __name__ == "__main__":
+    main()
