@@ -186,6 +186,14 @@ class CheckpointEngine(ABC):
         raise NotImplementedError(f"{type(self).__name__} must implement _load_file or override load")
 
 
+def refuse_duplicates(files: Sequence[FileState]) -> None:
+    """Raise ValueError if two states have one name: for engines whose storage would take the second for the first."""
+    names = [file.name for file in files]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two states of this rank are called {name}; a checkpoint can hold one")
+
+
 def check_size(path: Path, expected: SavedFile | None) -> int:
     """Size of the file at `path`, bytes. Raises CheckpointDamagedError if it is missing or not as expected."""
     try:

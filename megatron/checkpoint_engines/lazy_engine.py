@@ -20,6 +20,7 @@ from megatron.checkpoint_engines.base import (
     SavedFile,
     check_size,
     files_of,
+    refuse_duplicates,
 )
 from megatron.checkpoint_engines.errors import CheckpointDamagedError
 from megatron.checkpoint_engines.host_cache import DEFAULT_IO_THREADS, HostCache
@@ -46,6 +47,7 @@ class LazyEngine(CheckpointEngine):
         self._arena = Arena()
 
     def begin_save(self, files: Sequence[FileState], directory: Path, op: Operation) -> PendingSave:
+        refuse_duplicates(files)
         path = directory / lazy_format.file_name(self.options.rank)
         with op.span("serialize", file=path.name):
             captured = lazy_format.capture(files, self.options.checksum)
@@ -61,13 +63,12 @@ class LazyEngine(CheckpointEngine):
         """
         opened: dict[Path, lazy_format.Contents] = {}
         holder: dict[str, Path] = {}
-        with op.span("load", "deserialize"):
-            for name in names:
-                path, file = self._file_of(name, directory, expected)
-                holder[name] = path
-                if path not in opened:
-                    check_size(path, file)
-                    opened[path] = self._open(path, file)
+        for name in names:
+            path, file = self._file_of(name, directory, expected)
+            holder[name] = path
+            if path not in opened:
+                check_size(path, file)
+                opened[path] = self._open(path, file, op)
         wanted = [
             Wanted(
                 path,
@@ -104,8 +105,14 @@ class LazyEngine(CheckpointEngine):
             )
         return directory / files[0].name, files[0]
 
-    def _open(self, path: Path, file: SavedFile) -> lazy_format.Contents:
-        header = lazy_format.read_header(path)
+    def _open(self, path: Path, file: SavedFile, op: Operation) -> lazy_format.Contents:
+        with op.span("load", "read", file=path.name) as span:
+            header = lazy_format.read_header(path)
+            span.bytes = len(header)
+        with op.span("load", "deserialize", file=path.name):
+            return self._parse(header, path, file)
+
+    def _parse(self, header: bytes, path: Path, file: SavedFile) -> lazy_format.Contents:
         if self.options.verify_checksums:
             found = lazy_format.header_checksum(header)
             if found != file.checksum:
