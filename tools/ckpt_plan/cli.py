@@ -1,0 +1,188 @@
+"""Command line of the plan. Exit status: 0 planned, 1 a listing differs from the plan, 2 could not be planned."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.config import ConfigError
+
+if TYPE_CHECKING:
+    from tools.ckpt_plan.plan import Plan
+    from tools.ckpt_plan.presets import Planned
+
+OK, DIFFERS, COULD_NOT_RUN = 0, 1, 2
+_LAYOUT_FLAGS = {
+    "--tensor-model-parallel-size": "--tp",
+    "--pipeline-model-parallel-size": "--pp",
+    "--zero-stage": "--zero",
+}
+
+_EPILOG = """\
+examples:
+  %(prog)s --model 70b --tp 8 --pp 8
+      every file of the preset's checkpoint, with its exact size
+  %(prog)s --model 7b --tp 4 --pp 2 --dp 4 --engine lazy --summary
+      totals and ranks only, for another engine
+  %(prog)s --model 3b --tp 4 --pp 1 -- --save /scratch/run --no-save-optim
+      flags of pretrain_gpt.py after -- overrule the preset's
+  %(prog)s --dp 2 -- --num-layers 4 --hidden-size 64 ...
+      no preset: all flags that a run would be started with
+  %(prog)s --model 3b --tp 4 --pp 1 --upstream --compare-listing listing.txt
+      compare with `ls -lh` of a checkpoint of upstream Megatron-DeepSpeed
+
+exit status: 0 planned, 1 the listing differs, 2 could not be planned. docs/ckpt_plan.md explains the output.
+"""
+
+
+def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """(own arguments, flags of pretrain_gpt.py after --); exits with status 2 if they are wrong (argparse)."""
+    own, flags = list(argv), []
+    if "--" in own:
+        cut = own.index("--")
+        own, flags = own[:cut], own[cut + 1 :]
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.ckpt_plan",
+        description="Every file of a checkpoint with its exact size, and the memory it needs; no GPU, nothing is run.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--model", metavar="NAME", help="preset of examples_deepspeed/restart_bench: tiny, 3b, ... 70b"
+    )
+    parser.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks (default: 1)")
+    parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages (default: 1)")
+    parser.add_argument("--dp", type=int, default=1, metavar="N", help="data-parallel replicas (default: 1)")
+    parser.add_argument(
+        "--zero", type=int, default=1, metavar="STAGE", help="ZeRO stage; 1 is the only one there is"
+    )
+    parser.add_argument("--engine", metavar="NAME", help="engine that writes it (default: torch)")
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="tokens of the tokenizer, before padding (default: the preset's)",
+    )
+    parser.add_argument(
+        "--iteration", type=int, metavar="N", help="iteration of the save (default: the first save)"
+    )
+    parser.add_argument(
+        "--upstream", action="store_true", help="as upstream Megatron-DeepSpeed would write it"
+    )
+    parser.add_argument(
+        "--compare-listing", type=Path, metavar="FILE", help="compare with the `ls -lh` lines in FILE"
+    )
+    parser.add_argument("--summary", action="store_true", help="table without the list of files")
+    parser.add_argument(
+        "--format", choices=("table", "json"), default="table", help="output (default: table)"
+    )
+    parser.add_argument(
+        "--verbose", action="store_true", help="tell time and memory of the planning on stderr"
+    )
+    return parser.parse_args(own), flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: that of the process) and return its exit status."""
+    started = time.perf_counter()
+    arguments, flags = parse_arguments(sys.argv[1:] if argv is None else argv)
+    try:
+        planned = _configuration(arguments, flags)
+        listing = _read_listing(arguments.compare_listing)
+        plan = _plan(arguments, planned)
+    except ValueError as exc:  # ConfigError, TokenizerError and those of engines are ValueErrors
+        print(f"ckpt_plan: error: {_own_flags(str(exc)) if arguments.model else exc}", file=sys.stderr)
+        return COULD_NOT_RUN
+    status = OK
+    if listing is None:
+        _print(plan, arguments)
+    else:
+        status = _compare(plan, listing, str(arguments.compare_listing))
+    if arguments.verbose:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+        print(f"planned in {time.perf_counter() - started:.2f} s, peak memory {peak} MiB", file=sys.stderr)
+    return status
+
+
+def _configuration(arguments: argparse.Namespace, flags: list[str]) -> Planned:
+    """Raises ConfigError, before torch is imported, for a model or a layout that there cannot be."""
+    from tools.ckpt_plan.presets import config_for, config_from_flags, preset_names
+
+    if arguments.upstream and arguments.engine not in (None, "torch"):
+        raise ConfigError(
+            f"--engine {arguments.engine}: upstream writes with torch.save; drop it or --upstream"
+        )
+    if arguments.model is not None:
+        sizes = (1 if arguments.tp is None else arguments.tp, 1 if arguments.pp is None else arguments.pp)
+        flags = ["--zero-stage", str(arguments.zero), *flags]
+        return config_for(arguments.model, *sizes, arguments.dp, arguments.vocab_size, flags=flags)
+    if not flags:
+        raise ConfigError(
+            f"--model is missing: give one of {', '.join(preset_names())}, or flags of pretrain_gpt.py after --"
+        )
+    for name, instead in (("tp", "--tensor-model-parallel-size"), ("pp", "--pipeline-model-parallel-size")):
+        value = getattr(arguments, name)
+        if value is not None:
+            raise ConfigError(f"--{name} {value}: without --model, give {instead} {value} after --")
+    return config_from_flags(flags, arguments.dp, arguments.vocab_size)
+
+
+def _plan(arguments: argparse.Namespace, planned: Planned) -> Plan:
+    if arguments.iteration is not None and arguments.iteration < 1:
+        raise ConfigError(f"--iteration {arguments.iteration}: must be at least 1")
+    os.environ["DS_ACCELERATOR"] = "cpu"  # whatever the ranks will have: planning touches no GPU
+    from megatron.initialize import import_heavy
+
+    import_heavy()
+    from tools.ckpt_plan.plan import UPSTREAM, make_plan
+    from tools.ckpt_plan.rank_state import progress_at
+
+    progress = None if arguments.iteration is None else progress_at(planned[0], arguments.iteration)
+    return make_plan(planned, UPSTREAM if arguments.upstream else arguments.engine or "torch", progress)
+
+
+def _own_flags(message: str) -> str:
+    """The message with the names that this tool gives to the trainer's flags."""
+    for theirs, ours in _LAYOUT_FLAGS.items():
+        message = message.replace(theirs, ours)
+    return message
+
+
+def _read_listing(path: Path | None) -> dict[str, str] | None:
+    """Name -> size; None without a listing. Raises ConfigError if there is none in the file."""
+    if path is None:
+        return None
+    from tools.ckpt_plan.listing import parse_listing
+
+    try:
+        return parse_listing(path.read_text(errors="replace"))
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"--compare-listing {path}: {exc}") from exc
+
+
+def _compare(plan: Plan, listing: dict[str, str], path: str) -> int:
+    from tools.ckpt_plan.listing import compare
+    from tools.ckpt_plan.output import render_comparison
+
+    files = {file.name: file.num_bytes for file in plan.files}
+    files |= {file.name: file.num_bytes for file in plan.commit_files if file.name in listing}
+    found = compare(files, listing)
+    sys.stdout.write(render_comparison(found, len(listing), path))
+    return OK if found.agrees else DIFFERS
+
+
+def _print(plan: Plan, arguments: argparse.Namespace) -> None:
+    from tools.ckpt_plan.output import render, to_json
+
+    text = to_json(plan) if arguments.format == "json" else render(plan, with_files=not arguments.summary)
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        sys.stderr.close()

@@ -1,0 +1,64 @@
+"""Memory that a rank needs for what it saves: on its device while it trains, on its host while it saves.
+
+Device, by the arithmetic of DeepSpeed 0.19's ZeRO-1 optimizers:
+
+    weights         parameters of the stage in the training type
+    gradients       bf16: one flat fp32 buffer of all parameters, and the parameters' own .grad in bf16, the largest
+                    there can be, when the backward pass ends; fp16 and fp32: .grad in the training type
+    master_weights  fp32 partition of this DP rank
+    moments         of the same size, two with Adam
+
+An estimate of the least that a rank needs: activations, communication buckets, workspaces of kernels and what the
+allocator cannot use are not counted, since they depend on the batch and the libraries.
+
+Host: what the engine holds beside the state itself while it saves, an estimate as well; HOST_NOTES says what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.checkpoint_engines.base import MIB, FileState
+from megatron.config import Config
+from tools.ckpt_plan.kinds import MASTER_WEIGHTS, MOMENTS, file_tensor_bytes
+
+_ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+_FAST_WRITER_BYTES = 64 * MIB  # page-locked buffers of DeepSpeed's FastFileWriter
+
+HOST_NOTES = {
+    "torch": "tensors of the largest file, copied from the device before they are written",
+    "fastpersist": "tensors of the largest file, and 64 MiB of buffers where FastFileWriter is used",
+    "fastpersist-decoupled": "all tensors of the rank, copied for the writing process",
+    "lazy": "--host-cache-size; by default all tensors of the rank, if half its share of free memory takes them",
+    "none": "nothing is written",
+}
+
+
+def device_bytes(config: Config, parameters: int, kinds: dict[str, int]) -> dict[str, int]:
+    """Bytes on the device by what they are for. `parameters`: elements on the stage; `kinds`: what is saved."""
+    model, optimizer = config.model, config.optimizer
+    element_size = _ELEMENT_SIZE[model.params_dtype]
+    # Without a saved optimizer (--no-save-optim) its size is that of the formula, alignment left out.
+    master = kinds[MASTER_WEIGHTS] or 4 * -(-parameters // config.parallel.data_parallel_size)
+    moments = 2 if optimizer.optimizer == "adam" else int(optimizer.sgd_momentum > 0)
+    return {
+        "weights": parameters * element_size,
+        "gradients": parameters * (element_size + (4 if model.bf16 else 0)),
+        MASTER_WEIGHTS: master,
+        MOMENTS: kinds[MOMENTS] or moments * master,
+    }
+
+
+def host_bytes(engine: str, config: Config, files: Sequence[FileState]) -> int:
+    """Bytes on the host, as HOST_NOTES says."""
+    sizes = [file_tensor_bytes(file) for file in files]
+    largest, total = max(sizes, default=0), sum(sizes)
+    if engine == "lazy":
+        cache = config.checkpoint.host_cache_size
+        return total if cache is None else min(total, int(cache * 1024 * MIB))
+    return {
+        "torch": largest,
+        "fastpersist": largest + _FAST_WRITER_BYTES,
+        "fastpersist-decoupled": total,
+        "none": 0,
+    }[engine]

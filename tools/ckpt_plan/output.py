@@ -1,0 +1,152 @@
+"""A plan as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from tools.ckpt_plan.kinds import KINDS
+from tools.ckpt_plan.listing import Comparison
+from tools.ckpt_plan.memory import HOST_NOTES
+from tools.ckpt_plan.plan import UPSTREAM, Plan, PlannedFile, RankPlan
+
+_MANY_RANKS = 16
+
+
+def to_json(plan: Plan) -> str:
+    """One JSON object; docs/ckpt_plan.md defines its fields."""
+    content = {
+        "engine": plan.engine,
+        "layout": plan.layout.as_dict(),
+        "params_dtype": plan.config.model.params_dtype,
+        "vocab_size": plan.vocab_sizes[0],
+        "padded_vocab_size": plan.vocab_sizes[1],
+        "iteration": plan.progress.iteration,
+        "files": [_file(file) for file in plan.files],
+        "num_files": len(plan.files),
+        "total_bytes": plan.total_bytes,
+        "bytes_by_kind": plan.by_kind,
+        "per_rank": [_rank(rank) for rank in plan.ranks],
+        "commit_files": [_file(file) for file in plan.commit_files],
+        "notes": notes(plan),
+    }
+    return json.dumps(content) + "\n"
+
+
+def _file(file: PlannedFile) -> dict[str, Any]:
+    return {"name": file.name, "bytes": file.num_bytes, "rank": file.rank}
+
+
+def _rank(rank: RankPlan) -> dict[str, Any]:
+    return {
+        "rank": rank.rank,
+        **rank.at._asdict(),
+        "num_files": len(rank.files),
+        "bytes": rank.num_bytes,
+        "bytes_by_kind": rank.by_kind,
+        "device_bytes_estimate": rank.device_bytes,
+        "device_bytes_by_use": rank.device,
+        "host_bytes_estimate": rank.host_bytes,
+    }
+
+
+def notes(plan: Plan) -> list[str]:
+    """What the numbers mean and what they leave out."""
+    found = []
+    if plan.engine == UPSTREAM:
+        found.append(
+            "files of layers are exact, shards to 200 bytes; mp_rank_* leaves out upstream's further settings in args, "
+            "about 7 kB"
+        )
+        engine = "torch"
+    else:
+        engine = plan.engine
+    found.append(
+        "device memory is an estimate of the least needed: weights, gradients, master weights and moments, without "
+        "activations, communication buckets and workspaces"
+    )
+    found.append(f"host memory is an estimate of what saving needs beside the state: {HOST_NOTES[engine]}")
+    if plan.config.checkpoint.keep_last is None:
+        found.append("every checkpoint is kept unless --keep-last N is given: the disk needs this for each")
+    return found
+
+
+def render(plan: Plan, with_files: bool) -> str:
+    """Text for a terminal: totals, then ranks, then every file unless `with_files` is off."""
+    model = plan.config.model
+    lines = [
+        f"{plan.layout}, engine {plan.engine}, {model.params_dtype}, vocabulary {plan.vocab_sizes[0]} padded to "
+        f"{plan.vocab_sizes[1]}, iteration {plan.progress.iteration}",
+        f"{len(plan.files)} files, {plan.total_bytes} bytes ({size(plan.total_bytes)})",
+        *(
+            f"  {kind.replace('_', ' '):16} {plan.by_kind[kind]:>20}  {size(plan.by_kind[kind])}"
+            for kind in KINDS
+        ),
+        "",
+        *_rank_lines(plan.ranks),
+        "",
+    ]
+    if with_files:
+        lines += _file_lines(plan.files)
+    if plan.commit_files:
+        lines += ["written by rank 0 when it commits the first checkpoint of a run, not counted above:"]
+        lines += _file_lines(plan.commit_files, heading=False)
+    lines += [f"note: {note}" for note in notes(plan)]
+    return "\n".join(lines) + "\n"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes with a decimal unit: GB is 1e9."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.2f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def _rank_lines(ranks: Sequence[RankPlan]) -> list[str]:
+    """A line a rank; of many, one for each amount that ranks have."""
+    groups: dict[tuple[Any, ...], list[RankPlan]] = {}
+    for rank in ranks:
+        key = (rank.rank,) if len(ranks) <= _MANY_RANKS else (rank.at.pp, rank.at.dp == 0, len(rank.files))
+        groups.setdefault(key, []).append(rank)
+    header = ("rank", "tp", "pp", "dp", "files", "bytes", "device memory", "host memory")
+    rows: list[tuple[str, ...]] = [header]
+    for group in groups.values():
+        most = max(group, key=lambda rank: rank.num_bytes)
+        rows.append(
+            (
+                _span([rank.rank for rank in group]),
+                *(_span([getattr(rank.at, axis) for rank in group]) for axis in ("tp", "pp", "dp")),
+                str(len(most.files)),
+                str(most.num_bytes),
+                size(most.device_bytes),
+                size(most.host_bytes),
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    text = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    if len(groups) < len(ranks):
+        text.append("(ranks of a stage together, with the largest of their amounts; --format json has each)")
+    return text
+
+
+def _span(values: list[int]) -> str:
+    distinct = sorted(set(values))
+    return str(distinct[0]) if len(distinct) == 1 else f"{distinct[0]}-{distinct[-1]}"
+
+
+def _file_lines(files: Sequence[PlannedFile], heading: bool = True) -> list[str]:
+    rows = [f"{file.num_bytes:>16}  {file.rank:>5}  {file.name}" for file in files]
+    return [f"{'bytes':>16}  {'rank':>5}  file", *rows] if heading else rows
+
+
+def render_comparison(found: Comparison, listed: int, path: str) -> str:
+    """What a comparison with a listing says."""
+    lines = [
+        f"{path}: {found.agreeing} of {listed} listed files agree with the plan in name and size as listed"
+    ]
+    lines += [f"  {name}: planned, not listed" for name in found.missing]
+    lines += [f"  {name}: listed, not planned" for name in found.unplanned]
+    lines += [f"  {name}: {mine} planned, {theirs} listed" for name, (mine, theirs) in found.sizes.items()]
+    return "\n".join(lines) + "\n"

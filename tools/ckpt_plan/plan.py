@@ -1,0 +1,153 @@
+"""The plan of a whole checkpoint: every file of every rank, and what rank 0 adds when it commits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron import checkpoint_layout as names
+from megatron.checkpoint_commit import Manifest, collect_files
+from megatron.checkpoint_compatibility import model_identity
+from megatron.checkpoint_engines.base import SavedFile
+from megatron.checkpoint_state import Progress
+from megatron.config import Config, ConfigError
+from megatron.topology import Coordinates, Layout
+from tools.ckpt_plan.kinds import KINDS, METADATA, TENSOR_KINDS, tensor_bytes_by_kind
+from tools.ckpt_plan.memory import device_bytes, host_bytes
+from tools.ckpt_plan.presets import Planned
+from tools.ckpt_plan.rank_state import first_save, planned_files
+from tools.ckpt_plan.sizes import planned_sizes, sizer, with_placements
+from tools.ckpt_plan.stage import stage_on_meta
+from tools.ckpt_plan.upstream import upstream_sizes
+
+UPSTREAM = "upstream"
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A file in the directory of the checkpoint, or above it ("../latest")."""
+
+    name: str
+    num_bytes: int
+    rank: int  # that writes it
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank writes and needs. `by_kind`: bytes of its files by kinds.KINDS."""
+
+    rank: int
+    at: Coordinates
+    files: tuple[PlannedFile, ...]
+    by_kind: dict[str, int]
+    device: dict[str, int]
+    host_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(self.device.values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Of all ranks. `commit_files` are not among those of the ranks: manifest.json, and what lies beside the tag."""
+
+    engine: str
+    layout: Layout
+    config: Config
+    vocab_sizes: tuple[int, int]
+    progress: Progress
+    ranks: tuple[RankPlan, ...]
+    commit_files: tuple[PlannedFile, ...]
+
+    @property
+    def files(self) -> list[PlannedFile]:
+        return [file for rank in self.ranks for file in rank.files]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(rank.num_bytes for rank in self.ranks)
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        return {kind: sum(rank.by_kind[kind] for rank in self.ranks) for kind in KINDS}
+
+
+def make_plan(planned: Planned, engine: str, progress: Progress | None = None) -> Plan:
+    """The plan of a checkpoint of `planned` written by `engine`, or by upstream if that is its name.
+
+    `progress`: at the save; None: of the first save. Raises ConfigError for what cannot be planned.
+    """
+    config, layout, vocab_sizes = planned
+    if engine != UPSTREAM:
+        sizer(engine)  # an engine that cannot be planned is refused before any work
+    if config.checkpoint.verify_restored_state:
+        raise ConfigError(
+            "--verify-restored-state: the files of hashes that it adds are not planned; leave it out, and add "
+            "tensor_hashes_rank_*.json to what the plan says"
+        )
+    # The name of the engine is among the arguments that are saved.
+    checkpoint = replace(config.checkpoint, checkpoint_engine="torch" if engine == UPSTREAM else engine)
+    config = replace(config, checkpoint=checkpoint)
+    planned = (config, layout, vocab_sizes)
+    progress = progress or first_save(config)
+    # Ranks of one stage one after the other, as their model is made once.
+    order = sorted(range(layout.world_size), key=lambda rank: _model_first(layout.coordinates(rank)))
+    made = {rank: _plan_rank(planned, engine, progress, rank) for rank in order}
+    ranks = tuple(made[rank][0] for rank in range(layout.world_size))
+    saved = [made[rank][1] for rank in range(layout.world_size)]
+    commit_files = () if engine in (UPSTREAM, "none") else _commit_files(planned, engine, progress, saved)
+    return Plan(engine, layout, config, vocab_sizes, progress, ranks, commit_files)
+
+
+def _model_first(at: Coordinates) -> tuple[int, int, int]:
+    return at.pp, at.tp, at.dp
+
+
+def _plan_rank(
+    planned: Planned, engine: str, progress: Progress, rank: int
+) -> tuple[RankPlan, list[SavedFile]]:
+    config, layout, vocab_sizes = planned
+    at = layout.coordinates(rank)
+    placements = engine != UPSTREAM and with_placements(engine)
+    states = planned_files(config, layout, at, vocab_sizes, progress, with_placements=placements)
+    saved = (
+        upstream_sizes(states, config) if engine == UPSTREAM else planned_sizes(engine, states, rank, config)
+    )
+    kinds = tensor_bytes_by_kind(states)
+    stage = stage_on_meta(config.model, vocab_sizes[1], layout, at.tp if placements else 0, at.pp)
+    device = device_bytes(config, sum(param.numel() for param in stage.parameters()), kinds)
+    total = sum(file.num_bytes for file in saved)
+    by_kind = kinds | {METADATA: total - _tensors(kinds)} if saved else {kind: 0 for kind in KINDS}
+    files = tuple(PlannedFile(file.name, file.num_bytes, rank) for file in saved)
+    host = host_bytes("torch" if engine == UPSTREAM else engine, config, states)
+    return RankPlan(rank, at, files, by_kind, device, host), saved
+
+
+def _tensors(kinds: dict[str, int]) -> int:
+    return sum(kinds[kind] for kind in TENSOR_KINDS)
+
+
+def _commit_files(
+    planned: Planned, engine: str, progress: Progress, saved: Sequence[Sequence[SavedFile]]
+) -> tuple[PlannedFile, ...]:
+    """What rank 0 writes in the first commit of a run: the code of the commit tells the sizes."""
+    config, layout, vocab_sizes = planned
+    tag = names.tag_of(progress.iteration)
+    manifest = Manifest(
+        tag=tag,
+        step=progress.iteration,
+        engine=engine,
+        layout=layout.as_dict(),
+        model=model_identity(config, vocab_sizes[1]),
+        files=collect_files(saved),
+    )
+    return (
+        PlannedFile(names.MANIFEST, len(manifest.to_json().encode()), 0),
+        PlannedFile(f"../{names.LATEST}", len(tag), 0),
+        PlannedFile(f"../{names.TRACKER}", len(str(progress.iteration)), 0),
+    )

@@ -1,0 +1,129 @@
+"""Configurations of the presets of examples_deepspeed/restart_bench, as the launchers there would start them.
+
+The shell scripts are the one source of their flags: they are asked for the command line of pretrain_gpt.py, which the
+trainer's own parser then reads. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.arguments import config_from_args, parse_args
+from megatron.config import Config, ConfigError, padded_vocab_size
+from megatron.config.errors import require_at_least
+from megatron.topology import Layout
+
+BENCH_DIR = Path(__file__).resolve().parents[2] / "examples_deepspeed" / "restart_bench"
+_TIMEOUT_S = 30.0
+# Prints the flags of pretrain_gpt.py, each ended by a zero byte. Whether this machine has GPUs does not matter.
+_ASK = """
+set -euo pipefail
+source "$1/common.sh"
+count_gpus() { echo 0; }
+load_settings "$2" "$3" "$4"
+build_training_args
+printf '%s\\0' "${TRAINING_ARGS[@]}"
+"""
+
+Planned = tuple[Config, Layout, tuple[int, int]]
+
+
+def preset_names() -> list[str]:
+    """All presets, smallest first."""
+
+    def size(name: str) -> float:
+        return float(name[:-1]) if name[:-1].isdigit() else 0.0
+
+    return sorted((path.stem for path in (BENCH_DIR / "models").glob("*.sh")), key=size)
+
+
+def config_for(
+    model: str = "70b",
+    tp: int = 8,
+    pp: int = 8,
+    dp: int = 1,
+    vocab_size: int | None = None,
+    *,
+    flags: Sequence[str] = (),
+) -> Planned:
+    """(configuration of rank 0, layout, (vocabulary size, that padded for TP)) of a preset.
+
+    `vocab_size`: tokens of the tokenizer, before padding; None: those of the preset's own. `flags` come after those
+    of the preset and overrule them, as EXTRA_ARGS does. Raises ConfigError naming flag, value and fix.
+    """
+    if model not in preset_names():
+        raise ConfigError(f"--model {model}: no such preset; there are: {', '.join(preset_names())}")
+    for flag, value in (("--tp", tp), ("--pp", pp), ("--dp", dp), ("--vocab-size", vocab_size)):
+        require_at_least(flag, value, 1)
+    argv = _ask_scripts(model, tp, pp, dp)
+    own_vocabulary = _vocab_size_of(argv)
+    if vocab_size is not None and own_vocabulary is not None:
+        argv += ["--vocab-size", str(vocab_size - 1)]  # NullTokenizer adds the end of a document
+    return config_from_flags([*argv, *flags], dp, vocab_size or own_vocabulary or _corpus_vocab_size())
+
+
+def config_from_flags(argv: Sequence[str], dp: int, vocab_size: int | None) -> Planned:
+    """As config_for, of flags of pretrain_gpt.py; `vocab_size` None: asks the tokenizer that they name.
+
+    Raises ConfigError, or TokenizerError if the tokenizer's files are not there.
+    """
+    require_at_least("--dp", dp, 1)
+    require_at_least("--vocab-size", vocab_size, 1)
+    args = parse_args(argv, {})
+    tp = getattr(args, "tensor_model_parallel_size", 1)
+    pp = getattr(args, "pipeline_model_parallel_size", 1)
+    require_at_least("--tensor-model-parallel-size", tp, 1)
+    require_at_least("--pipeline-model-parallel-size", pp, 1)
+    layout = Layout(tp, pp, dp)
+    places = {"WORLD_SIZE": str(layout.world_size), "RANK": "0", "LOCAL_RANK": "0"}
+    config = config_from_args(args, places)
+    if vocab_size is None:
+        vocab_size = _ask_tokenizer(config)
+    padded = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, tp)
+    return config, layout, (vocab_size, padded)
+
+
+def _ask_scripts(model: str, tp: int, pp: int, dp: int) -> list[str]:
+    """Flags of pretrain_gpt.py; in an environment of its own, so that settings of this shell do not change the plan."""
+    environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "DP": str(dp), "SKIP_SETUP": "1"}
+    command = ["bash", "-c", _ASK, "ckpt_plan", str(BENCH_DIR), model, str(tp), str(pp)]
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )  # fmt: skip
+    except FileNotFoundError:
+        raise ConfigError(
+            f"--model {model}: presets are shell scripts, and bash is not here; install it"
+        ) from None
+    if done.returncode != 0:
+        raise ConfigError(f"--model {model}: {BENCH_DIR / 'common.sh'} failed: {done.stderr.strip()}")
+    return done.stdout.split("\0")[:-1]
+
+
+def _vocab_size_of(argv: Sequence[str]) -> int | None:
+    """Size of a NullTokenizer's vocabulary; None for another tokenizer."""
+    if "NullTokenizer" not in argv:
+        return None
+    return int(argv[argv.index("--vocab-size") + 1]) + 1
+
+
+def _corpus_vocab_size() -> int:
+    """Of the tokenizer that the tiny preset trains on its corpus."""
+    from tools.build_corpus import parse_arguments
+
+    return parse_arguments(["--output-dir", "."])[1].vocab_size
+
+
+def _ask_tokenizer(config: Config) -> int:
+    from megatron.tokenizer import tokenizer_info
+
+    data = config.data
+    return tokenizer_info(
+        data.tokenizer_type or "",
+        tokenizer_model=data.tokenizer_model,
+        vocab_file=data.vocab_file,
+        merge_file=data.merge_file,
+        vocab_size=data.vocab_size,
+    )[0]

@@ -1,0 +1,166 @@
+"""What a rank would save: the same FileStates as megatron.checkpoint_state.collect_state, with meta tensors.
+
+It is collect_state itself that makes them, and DeepSpeed's own methods below it; what stands in for the engine is a
+model without memory (stage.py) and the ZeRO-1 shard laid out by arithmetic (shard.py). No process group is needed, no
+device, and no more memory than the names and shapes take.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from megatron.accelerator import accelerator
+from megatron.checkpoint_engines.base import FileState
+from megatron.checkpoint_state import Progress, RankPlace, collect_state, samples_of_run
+from megatron.config import Config
+from megatron.deepspeed_config import build_deepspeed_config
+from megatron.optimizer.param_scheduler import OptimizerParamScheduler
+from megatron.tensor_parallel.random import get_rng_state, seed_everything, set_rng_state
+from megatron.topology import Coordinates, Layout
+from tools.ckpt_plan.shard import build_shard
+from tools.ckpt_plan.stage import StageOnMeta, stage_on_meta
+
+_CUDA_RNG_BYTES = 16  # seed and offset, 8 bytes each (ATen/cuda/CUDAGeneratorImpl.cpp, get_state)
+
+
+def planned_files(
+    config: Config,
+    layout: Layout,
+    coordinates: Coordinates,
+    vocab_sizes: tuple[int, int],
+    progress: Progress | None = None,
+    *,
+    with_placements: bool = False,
+) -> list[FileState]:
+    """The files of the rank at `coordinates` with the state they are to hold; its weights, master weights and moments
+    are meta tensors.
+
+    `vocab_sizes`: the tokenizer's, and that padded for TP. `progress`: at the save; None: of the first save of the
+    run. `with_placements`: as collect_state. Raises ConfigError for a model that cannot be laid out so.
+    """
+    progress = progress or first_save(config)
+    rank = layout.rank(*coordinates)
+    parallel = dataclasses.replace(config.parallel, rank=rank, world_size=layout.world_size)
+    config = dataclasses.replace(config, parallel=parallel)
+    # The ranks of a TP group have the same shapes, and only placements tell which part each of them holds.
+    tp_rank = coordinates.tp if with_placements else 0
+    stage = stage_on_meta(config.model, vocab_sizes[1], layout, tp_rank, coordinates.pp)
+    engine = _Engine(config, layout, coordinates, stage, progress)
+    place = RankPlace(layout, coordinates, config.model.params_dtype)
+    with _random_state_of(config, coordinates):
+        files = collect_state(engine, place, config, vocab_sizes, progress, with_placements)
+    _as_on_device(files, planned_device(config))
+    return files
+
+
+def first_save(config: Config) -> Progress:
+    """Progress at the first save of a run that starts from iteration 0."""
+    iterations = config.training.train_iters
+    return progress_at(config, min(config.checkpoint.save_interval or iterations, iterations))
+
+
+def progress_at(config: Config, iteration: int) -> Progress:
+    """Progress at the end of `iteration` of a run that starts from iteration 0."""
+    training = config.training
+    evaluations = iteration // training.eval_interval if training.eval_interval else 0
+    return Progress(
+        iteration=iteration,
+        consumed_train_samples=iteration * training.global_batch_size,
+        consumed_valid_samples=evaluations * training.eval_iters * training.global_batch_size,
+        indexed_samples=samples_of_run(
+            training.train_iters, training.eval_interval, training.eval_iters, training.global_batch_size
+        ),
+    )
+
+
+def planned_device(config: Config) -> str:
+    """ "cpu" or "cuda": what the ranks of this configuration compute on, as their trainer would decide."""
+    backend = config.parallel.distributed_backend
+    if backend is None:
+        return accelerator().device_name()
+    return "cuda" if backend == "nccl" else "cpu"
+
+
+class _Grid:
+    """Sizes of the layout, under the names of DeepSpeed's PipelineParallelGrid."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+
+    def get_pipe_parallel_world_size(self) -> int:
+        return self._layout.pp
+
+    def get_slice_parallel_world_size(self) -> int:
+        return self._layout.tp
+
+
+class _Engine:
+    """Stands for the PipelineEngine of one rank, as far as a save asks it."""
+
+    _common_checkpoint_state = DeepSpeedEngine._common_checkpoint_state
+    _get_buffer_names = DeepSpeedEngine._get_buffer_names
+    _get_zero_param_shapes = DeepSpeedEngine._get_zero_param_shapes
+
+    def __init__(
+        self, config: Config, layout: Layout, at: Coordinates, stage: StageOnMeta, progress: Progress
+    ) -> None:
+        training = config.training
+        self.module = stage
+        self.config = build_deepspeed_config(config)
+        self.optimizer = build_shard(self.module, config, layout, at, self.config, progress.iteration)
+        self.param_names = self.optimizer.param_names
+        self.lr_scheduler = OptimizerParamScheduler(
+            self.optimizer.optimizer,
+            config.optimizer,
+            train_iters=training.train_iters,
+            global_batch_size=training.global_batch_size,
+            seq_length=config.model.seq_length,
+        )
+        self.lr_scheduler.step(progress.consumed_train_samples)
+        self.mpu = _Grid(layout)
+        self.global_steps = progress.iteration
+        self.global_samples = progress.consumed_train_samples
+        self.skipped_steps = 0
+        self.seq_dp_world_size = layout.dp
+        self.mp_world_size = layout.tp * layout.pp
+        self.training_dataloader = None
+        self._bf16 = config.model.bf16
+
+    def bfloat16_enabled(self) -> bool:
+        return self._bf16
+
+    def random_ltd_enabled(self) -> bool:
+        return False
+
+    def _get_shared_params(self) -> dict[str, str]:
+        """Tied weights are one parameter on a stage; DeepSpeed's method compares addresses, which meta tensors lack."""
+        return {}
+
+
+@contextmanager
+def _random_state_of(config: Config, at: Coordinates) -> Iterator[None]:
+    """Within it, this process has the random state with which the rank at `at` starts."""
+    before = get_rng_state()
+    offset = 10 * at.dp if config.training.data_parallel_random_init else 0
+    try:
+        seed_everything(config.training.seed, pp_rank=at.pp, tp_rank=at.tp, dp_offset=offset)
+        yield
+    finally:
+        set_rng_state(before)
+
+
+def _as_on_device(files: list[FileState], device: str) -> None:
+    """Give the random states of `files` the form that they have on `device`, if this process is on another."""
+    if accelerator().device_name() == device:
+        return
+    form = torch.zeros(_CUDA_RNG_BYTES, dtype=torch.uint8) if device == "cuda" else torch.get_rng_state()
+    for file in files:
+        found = file.state.get("rng_state")
+        for states in [found] if isinstance(found, dict) else found or []:
+            states["cuda_rng_state"] = form.clone()
+            states["rng_tracker_states"] = {name: form.clone() for name in states["rng_tracker_states"]}

@@ -1,0 +1,208 @@
+"""How many bytes each engine writes for planned states: by the code that writes them, with the data left out.
+
+torch.save itself writes the files of the torch format, under its own `skip_data` (which leaves a hole for each
+tensor), into an object that counts. An engine whose files cannot be told exactly is refused: nothing is estimated.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import mmap
+import pickle
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch.serialization import skip_data
+
+from megatron.checkpoint_engines import zip_records
+from megatron.checkpoint_engines.base import FileState, SavedFile
+from megatron.checkpoint_engines.host_staging import Staging, stage_on_host
+from megatron.config import Config, ConfigError
+
+_LAYER_SIZES: dict[tuple[Any, ...], int] = {}  # (key, dtype, shape) of each tensor -> bytes of the file
+Sizer = Callable[[Sequence[FileState], int, Config], list[SavedFile]]
+
+
+def planned_sizes(engine: str, files: Sequence[FileState], rank: int, config: Config) -> list[SavedFile]:
+    """What `engine` writes for the states `files` of a rank; checksums are made up. Raises ConfigError, see `sizer`."""
+    return sizer(engine)(files, rank, config)
+
+
+def sizer(engine: str) -> Sizer:
+    """Raises ConfigError for an engine that is unknown or cannot be planned."""
+    from megatron.checkpoint_engines.registry import engine_names
+
+    if engine in _SIZERS:
+        return _SIZERS[engine]
+    known = ", ".join(_SIZERS)
+    if engine not in engine_names():
+        raise ConfigError(f"--engine {engine}: no such engine; those that can be planned are: {known}")
+    raise ConfigError(
+        f"--engine {engine}: its files cannot be planned, since its library lays them out while it writes; "
+        f"those that can be are: {known}. Measure it with tools.ckpt_replay"
+    )
+
+
+def with_placements(engine: str) -> bool:
+    """Whether the states for this engine must have placements."""
+    from megatron.checkpoint_engines.registry import engine_class
+
+    return engine == "lazy" and engine_class(engine).wants_placements
+
+
+def torch_file_size(state: Any) -> int:
+    """Bytes that torch.save writes for `state`, of which tensors on the meta device have no data, into a file object.
+
+    The tensors are saved as tensors on the CPU that own their storage, which is what `stage_on_host` makes of them.
+    """
+    counter: Any = _Counter()
+    with skip_data():
+        torch.save(stage_on_host(map_tensors(state, without_data), Staging()), counter)
+    return counter.size
+
+
+def torch_named_file_size(state: Any, name: str) -> int:
+    """As torch_file_size, of torch.save into a file called `name`, as upstream writes: the name is in each record."""
+    with TemporaryDirectory(prefix="ckpt_plan_") as directory, skip_data():
+        path = Path(directory) / name
+        staged = stage_on_host(map_tensors(state, without_data), Staging())
+        torch.save(staged, path)  # its holes take no space on disk
+        return path.stat().st_size
+
+
+def map_tensors(state: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The nest `state` with every tensor replaced; one that is there twice stays one tensor."""
+    return _map(state, function, {})
+
+
+def _map(state: Any, function: Callable[[torch.Tensor], torch.Tensor], made: dict[int, torch.Tensor]) -> Any:
+    if isinstance(state, torch.Tensor):
+        if id(state) not in made:
+            made[id(state)] = function(state)
+        return made[id(state)]
+    if type(state) in (list, tuple):
+        return type(state)(_map(item, function, made) for item in state)
+    if isinstance(state, dict):
+        mapped = copy.copy(state)
+        for key, value in state.items():
+            mapped[key] = _map(value, function, made)
+        return mapped
+    return state
+
+
+def tensors_of(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """(keys that lead to it, tensor) of every tensor in `state`, a nest of dicts, lists and tuples."""
+    if isinstance(state, torch.Tensor):
+        yield path, state
+        return
+    items = state.items() if isinstance(state, dict) else enumerate(state)
+    for key, value in items:
+        if isinstance(value, (torch.Tensor, dict, list, tuple)):
+            yield from tensors_of(value, (*path, key))
+
+
+def without_data(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the CPU like `tensor`, which is on the meta device: with address space, but no memory."""
+    if not tensor.is_meta:
+        return tensor
+    num_bytes = tensor.numel() * tensor.element_size()
+    if num_bytes == 0:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    # Read-only, so that the kernel reserves nothing: a shard may be larger than this machine's memory.
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # nobody is going to write into it
+        return torch.frombuffer(pages, dtype=tensor.dtype).view(tensor.shape)
+
+
+class _Counter:
+    """A file that keeps nothing."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._position = 0
+
+    def write(self, data: Any) -> int:
+        size = len(data) if isinstance(data, bytes) else memoryview(data).nbytes
+        self._position += size
+        self.size = max(self.size, self._position)
+        return size
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._position = offset + (0, self._position, self.size)[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def flush(self) -> None:
+        return None
+
+
+def _torch_sizes(files: Sequence[FileState], rank: int, config: Config) -> list[SavedFile]:
+    checksum = f"{zip_records.ALGORITHM}:{0:08x}"
+    return [SavedFile(file.name, _torch_size(file), checksum) for file in files]
+
+
+def _torch_size(file: FileState) -> int:
+    """torch_file_size; blocks of a transformer are alike, and one of them is enough."""
+    if not file.name.startswith("layer_"):
+        return torch_file_size(file.state)
+    alike = tuple((key, tensor.dtype, tensor.shape) for key, tensor in file.state.items())
+    if alike not in _LAYER_SIZES:
+        _LAYER_SIZES[alike] = torch_file_size(file.state)
+    return _LAYER_SIZES[alike]
+
+
+def _decoupled_sizes(files: Sequence[FileState], rank: int, config: Config) -> list[SavedFile]:
+    """The writing process has made the state out of a pickle, in which equal strings can be other objects than before.
+
+    torch.save writes an object once, however often it occurs, so that its file is some bytes larger or smaller.
+    """
+    return _torch_sizes([replace(file, state=_pickled_and_back(file.state)) for file in files], rank, config)
+
+
+def _pickled_and_back(state: Any) -> Any:
+    tensors: list[torch.Tensor] = []
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, obj: Any) -> int | None:
+            if not isinstance(obj, torch.Tensor):
+                return None
+            tensors.append(obj)
+            return len(tensors) - 1
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, pid: int) -> torch.Tensor:
+            return tensors[pid]
+
+    buffer = io.BytesIO()
+    Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(state)
+    buffer.seek(0)
+    return Unpickler(buffer).load()
+
+
+def _lazy_sizes(files: Sequence[FileState], rank: int, config: Config) -> list[SavedFile]:
+    from megatron.checkpoint_engines import lazy_format
+
+    name, size = lazy_format.planned_size(files, rank, config.checkpoint.checksum == "crc32")
+    return [SavedFile(name, size, f"{lazy_format.ALGORITHM}:{0:08x}", tuple(file.name for file in files))]
+
+
+def _no_files(files: Sequence[FileState], rank: int, config: Config) -> list[SavedFile]:
+    return []
+
+
+_SIZERS: dict[str, Sizer] = {
+    "torch": _torch_sizes,
+    "fastpersist": _torch_sizes,  # the same bytes through another writer
+    "fastpersist-decoupled": _decoupled_sizes,
+    "lazy": _lazy_sizes,
+    "none": _no_files,
+}

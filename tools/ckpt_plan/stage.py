@@ -1,0 +1,68 @@
+"""The model of one pipeline stage on the meta device: parameters with names and shapes, and no memory behind them.
+
+It is GPTModelPipe itself. Only what DeepSpeed's PipelineModule does with process groups is left out; the spreading of
+layers over stages and the building of layers are DeepSpeed's own methods.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+
+import torch
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+from megatron.config import ConfigError, ModelConfig
+from megatron.model import gpt_model
+from megatron.model.gpt_model import TORCH_DTYPES, GPTModelPipe
+from megatron.tensor_parallel.placement import Placement
+from megatron.topology import Coordinates, Layout, TensorParallelGroup
+
+_PARTITION_METHOD = "type:transformer"  # as GPTModelPipe gives it
+# (model, padded vocabulary, stages) -> first layer of each stage, and the end: it takes DeepSpeed 40 ms to find them
+_PARTS: dict[tuple[ModelConfig, int, int], list[int]] = {}
+
+
+class StageOnMeta(GPTModelPipe):
+    """The layers of the stage `at.pp`, as tensor-parallel rank `at.tp` holds them.
+
+    Raises ConfigError if a stage would have no layer, or TP does not divide a parameter.
+    """
+
+    def __init__(self, config: ModelConfig, padded_vocab_size: int, layout: Layout, at: Coordinates) -> None:
+        torch.nn.Module.__init__(self)
+        self.tp = TensorParallelGroup(rank=at.tp, size=layout.tp)
+        self.model_config = config
+        place = Placement(self.tp, TORCH_DTYPES[config.params_dtype], torch.device("meta"))
+        self._layer_specs = gpt_model._layer_specs(config, padded_vocab_size, place)
+        self._topo = PipeModelDataParallelTopology(num_pp=layout.pp, num_mp=layout.tp, num_dp=layout.dp)
+        self.num_stages = layout.pp
+        self.global_rank = layout.rank(*at)
+        self.loss_fn = None
+        self.seed_layers = False
+        self.forward_funcs = []
+        self.fwd_map = {}
+        self.tied_modules = torch.nn.ModuleDict()
+        self.tied_weight_attrs = {}
+        self._spread_layers((config, padded_vocab_size, layout.pp), at.pp)
+        try:
+            self._build()
+        except ValueError as exc:  # of ParameterSlice
+            raise ConfigError(str(exc)) from exc
+
+    def _spread_layers(self, key: tuple[ModelConfig, int, int], stage: int) -> None:
+        if key not in _PARTS:
+            with contextlib.redirect_stdout(io.StringIO()):  # the first rank prints the layers of all stages
+                self._partition_layers(method=_PARTITION_METHOD)
+            _PARTS[key] = self.parts
+        self.parts = _PARTS[key]
+        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+
+
+@functools.lru_cache(maxsize=1)
+def stage_on_meta(
+    config: ModelConfig, padded_vocab_size: int, layout: Layout, tp_rank: int, pp_rank: int
+) -> StageOnMeta:
+    """The stage as all DP replicas hold it; kept until another one is asked for."""
+    return StageOnMeta(config, padded_vocab_size, layout, Coordinates(tp_rank, pp_rank, 0))

@@ -1,0 +1,49 @@
+"""The same checkpoint as upstream Megatron-DeepSpeed writes it, to be compared with listings of its directories.
+
+Names, layout and tensors are ours. What differs, seen in checkpoints of upstream (commit 4efb479d):
+
+- torch.save is given a path, so that each record of a file has the file's name in it: some 100 bytes a tensor.
+- `args` in mp_rank_* holds two tensors that upstream keeps there while it trains: `attn_mask`, [1, 1, s, s] bool, and
+  with rotary embeddings `rotary_pos_emb`, [s, 1, 1, rotary channels] fp32. For 2,048 tokens and heads of 128 they are
+  4 MiB and 1 MiB. (pretrain_gpt.py, model_provider; megatron/utils.py, update_rotary_pos_emb)
+- `args` has some 300 more settings: about 7 kB in each mp_rank_* file, which depend on upstream's version and are not
+  planned. So these files are exact to that much, shards to 200 bytes, those of layers to the byte.
+- Random states are in mp_rank_* only, not in the shards.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import torch
+
+from megatron.checkpoint_engines.base import FileState, SavedFile
+from megatron.config import Config, ModelConfig
+from tools.ckpt_plan.sizes import torch_named_file_size, without_data
+
+_SHARDS = ("zero_pp_rank_", "bf16_zero_pp_rank_")
+
+
+def upstream_sizes(files: Sequence[FileState], config: Config) -> list[SavedFile]:
+    """What upstream writes for the states `files` of a rank; it has no checksums."""
+    tensors = {name: without_data(tensor) for name, tensor in args_tensors(config.model).items()}
+    found = []
+    for file in files:
+        state = dict(file.state) if file.name.startswith(("mp_rank_", *_SHARDS)) else file.state
+        if "args" in state:
+            state["args"] = argparse.Namespace(**vars(state["args"]) | tensors)
+        elif "optimizer_state_dict" in state:
+            state.pop("rng_state", None)
+        found.append(SavedFile(file.name, torch_named_file_size(state, file.name), "none"))
+    return found
+
+
+def args_tensors(model: ModelConfig) -> dict[str, torch.Tensor]:
+    """The tensors that upstream keeps in its arguments."""
+    seq = model.seq_length
+    tensors = {"attn_mask": torch.empty((1, 1, seq, seq), dtype=torch.bool, device="meta")}
+    if model.use_rotary_position_embeddings:
+        shape = (seq, 1, 1, model.rotary_dim)
+        tensors["rotary_pos_emb"] = torch.empty(shape, dtype=torch.float32, device="meta")
+    return tensors
