@@ -15,7 +15,12 @@ import torch
 
 from megatron.checkpoint_engines import registry
 from megatron.checkpoint_engines.base import CheckpointEngine, EngineOptions, FileState, SavedFile
-from megatron.checkpoint_engines.errors import CheckpointDamagedError, CheckpointError, UnknownEngineError
+from megatron.checkpoint_engines.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    EngineUnavailableError,
+    UnknownEngineError,
+)
 from megatron.checkpoint_engines.registry import check_engine_name, create_engine, engine_names
 from megatron.checkpoint_engines.safe_unpickling import known_classes
 from megatron.restart_trace.recorder import NullOperation, Operation
@@ -26,10 +31,14 @@ ROOT = Path(__file__).resolve().parents[2]
 # Names
 
 
-@pytest.mark.parametrize("name", engine_names())
+@pytest.mark.parametrize("name", registry.builtin_engines())
 def test_engine_is_the_class_of_its_name(name: str) -> None:
     engine = create_engine(name, EngineOptions(fsync=False, verify_checksums=False))
-    assert engine.name == name and engine.options == EngineOptions(False, False)
+    try:
+        assert engine.name == name and engine.options == EngineOptions(False, False)
+        assert type(engine).__name__ == registry.builtin_engines()[name].class_name
+    finally:
+        engine.close()
 
 
 def test_unknown_engine_lists_those_there_are() -> None:
@@ -42,18 +51,38 @@ def test_unknown_engine_lists_those_there_are() -> None:
 
 def test_engine_whose_package_is_not_installed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Never a fallback to another engine."""
-    entry = registry._Entry("package_that_is_not_there.engine", "Engine", "for this test")
+    entry = registry.EngineEntry("package_that_is_not_there.engine", "Engine", "for this test")
     monkeypatch.setitem(registry._ENGINES, "absent", entry)
-    with pytest.raises(UnknownEngineError) as caught:
+    with pytest.raises(EngineUnavailableError) as caught:
         create_engine("absent", EngineOptions())
     assert "package package_that_is_not_there is not installed" in str(caught.value)
-    assert "use one of: torch, none" in str(caught.value)
+    assert "use one of: torch, lazy" in str(caught.value)
+
+
+def test_package_that_an_engine_requires_is_missed_before_anything_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is refused is the name, at start-up, with the command that installs the package."""
+    entry = registry.EngineEntry(
+        "module.never.imported", "Engine", "for this test", ("not_there",), "pip install it"
+    )
+    monkeypatch.setitem(registry._ENGINES, "absent", entry)
+    for refuse in (check_engine_name, lambda name: create_engine(name, EngineOptions())):
+        with pytest.raises(EngineUnavailableError) as caught:
+            refuse("absent")
+        assert str(caught.value).startswith(
+            "--checkpoint-engine absent: package not_there is not installed; install it (pip install it), or use "
+            "another engine: torch, lazy"
+        )
 
 
 def test_checking_a_name_imports_no_engine() -> None:
     code = (
-        "import sys; from megatron.checkpoint_engines.registry import check_engine_name; check_engine_name('torch')\n"
-        "assert not {'torch', 'megatron.checkpoint_engines.torch_engine'} & set(sys.modules)"
+        "import sys; from megatron.checkpoint_engines import registry\n"
+        "for name in registry.builtin_engines(): registry.check_engine_name(name)\n"
+        "loaded = [name for name in sys.modules if name.startswith('megatron.checkpoint_engines.')]\n"
+        "assert sorted(loaded) == [f'megatron.checkpoint_engines.{name}' for name in ('errors', 'registry')], loaded\n"
+        "assert not {'torch', 'deepspeed', 'torchsnapshot'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 

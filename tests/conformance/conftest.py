@@ -1,0 +1,47 @@
+"""Fixtures of the conformance suite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conformance.subjects import Subject, engines_under_test
+from tests.dist.harness import Zygote
+
+# What libraries say of being used as they are meant to be: by one rank alone, through torch.jit.
+_KNOWN_WARNINGS = (
+    "ignore:torch.distributed is disabled, unavailable or uninitialized",
+    "ignore:.torch.jit.script. is deprecated:DeprecationWarning",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            for warning in _KNOWN_WARNINGS:
+                item.add_marker(pytest.mark.filterwarnings(warning))
+
+
+@pytest.fixture(scope="session", params=engines_under_test())
+def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
+    made = Subject(request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """Forks processes that have torch and DeepSpeed imported."""
+    started = Zygote.start()
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """An empty directory of a save's own."""
+    made = tmp_path / "checkpoint"
+    made.mkdir()
+    return made

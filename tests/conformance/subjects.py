@@ -1,0 +1,166 @@
+"""The engines that the suite is about, and how a test drives one: save, look at what was recorded, load."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint_engines.base import (
+    CheckpointEngine,
+    EngineOptions,
+    FileState,
+    PendingSave,
+    SavedFile,
+)
+from megatron.checkpoint_engines.registry import builtin_engines, create_engine
+from megatron.restart_trace.recorder import Operation, Recorder
+
+# Engines of this project that save and load on a machine with no CUDA device: each passes the whole suite.
+EXPECTED = (
+    "torch",
+    "lazy",
+    "fastpersist",
+    "fastpersist-decoupled",
+    "torchsnapshot",
+    "dcp",
+    "dcp-async",
+)
+# Engines that cannot be put through it here, and why; test_exceptions.py holds them to that.
+EXCEPTIONS = {
+    "none": "writes nothing",
+    "datastates": "saves from CUDA devices only",
+}
+ENVIRONMENT = "CONFORMANCE_ENGINES"  # names, separated by commas, to run the suite for instead; plug-ins, too
+WAIT_S = 60.0
+
+
+def engines_under_test() -> tuple[str, ...]:
+    chosen = os.environ.get(ENVIRONMENT)
+    return tuple(chosen.split(",")) if chosen else EXPECTED
+
+
+def all_engines() -> tuple[str, ...]:
+    """Every engine of this project, in the order of the registry."""
+    return tuple(builtin_engines())
+
+
+class Records:
+    """A sink that keeps what is recorded."""
+
+    def __init__(self) -> None:
+        self.all: list[dict[str, Any]] = []
+
+    def write(self, record: dict[str, Any]) -> bool:
+        self.all.append(record)
+        return True
+
+    def close(self) -> None:
+        return None
+
+    def spans(self, phase: str | None = None, detail: str | None = None) -> list[dict[str, Any]]:
+        found = [r for r in self.all if r["type"] == "span" and phase in (None, r["phase"])]
+        return [r for r in found if detail in (None, r.get("detail"))]
+
+    def bytes(self, phase: str, detail: str | None = None) -> int:
+        return sum(span.get("bytes", 0) for span in self.spans(phase, detail))
+
+
+@dataclass
+class Traced:
+    """An operation of its own, with what was recorded of it."""
+
+    op: Operation
+    records: Records
+
+
+def traced(operation: str) -> Traced:
+    sink = Records()
+    common = {"run_id": "r", "cycle": 0, "rank": 0, "tp": 0, "pp": 0, "dp": 0}
+    return Traced(Recorder(sink, common).begin(operation), sink)
+
+
+@dataclass
+class Saved:
+    """What a save left behind."""
+
+    directory: Path
+    files: list[SavedFile]
+    traced: Traced
+
+    @property
+    def manifest(self) -> dict[str, SavedFile]:
+        return {file.name: file for file in self.files}
+
+    def on_disk(self) -> dict[str, int]:
+        """Name -> bytes of every file in the directory."""
+        return sizes(self.directory)
+
+
+def sizes(directory: Path) -> dict[str, int]:
+    """Name within `directory` -> bytes of every file in it."""
+    found = (path for path in directory.rglob("*") if path.is_file())
+    return {path.relative_to(directory).as_posix(): path.stat().st_size for path in found}
+
+
+@dataclass
+class Subject:
+    """One engine under test. Two of its objects are kept, since some start processes: the usual and the last one."""
+
+    name: str
+    _engines: dict[EngineOptions, CheckpointEngine] = field(default_factory=dict)
+
+    def engine(self, **options: Any) -> CheckpointEngine:
+        usual = EngineOptions(fsync=False, host_cache_bytes=1 << 29)
+        wanted = replace(usual, **options)
+        if wanted not in self._engines:
+            for other in self._engines.keys() - {usual}:
+                self._engines.pop(other).close()
+            self._engines[wanted] = create_engine(self.name, wanted)
+        return self._engines[wanted]
+
+    def save(self, states: Mapping[str, Any], directory: Path, **options: Any) -> Saved:
+        """Save without hurry, as the trainer does: the state is released at once and the end waited for."""
+        directory.mkdir(parents=True, exist_ok=True)
+        trace = traced("save")
+        pending = self.engine(**options).begin_save(file_states(states), directory, trace.op)
+        pending.release_state()
+        return Saved(directory, pending.wait(), trace)
+
+    def load(
+        self,
+        names: Sequence[str],
+        saved: Saved,
+        *,
+        manifest: Mapping[str, SavedFile] | None = None,
+        **options: Any,
+    ) -> dict[str, Any]:
+        expected = saved.manifest if manifest is None else manifest
+        return self.engine(**options).load(names, saved.directory, expected, traced("load").op)
+
+    def close(self) -> None:
+        while self._engines:
+            _, engine = self._engines.popitem()
+            engine.close()
+
+
+def file_states(states: Mapping[str, Any]) -> list[FileState]:
+    return [FileState(name, state) for name, state in states.items()]
+
+
+def wait_in_thread(pending: PendingSave) -> tuple[threading.Thread, list[Any]]:
+    """Wait for a save on another thread, as the trainer does; the list gets its result or its exception."""
+    outcome: list[Any] = []
+
+    def wait() -> None:
+        try:
+            outcome.append(pending.wait())
+        except BaseException as exc:  # handed to the test, which judges it
+            outcome.append(exc)
+
+    thread = threading.Thread(target=wait, name="waiting-for-save")
+    thread.start()
+    return thread, outcome
