@@ -9,6 +9,7 @@ from megatron import checkpoint_layout as names
 from megatron.checkpoint_commit import Candidate, Manifest
 from megatron.checkpoint_engines.base import EngineOptions
 from megatron.checkpoint_engines.errors import CheckpointDamagedError, CheckpointMismatchError
+from megatron.checkpoint_engines.registry import create_engine
 from megatron.config import Config
 from megatron.restart_trace.recorder import NullOperation
 from megatron.topology import Layout
@@ -38,7 +39,7 @@ def check_candidate(candidate: Candidate, config: Config, layout: Layout, padded
     if candidate.manifest is not None:
         theirs, their_layout = candidate.manifest.model, Layout(**candidate.manifest.layout)
     else:
-        theirs, their_layout = _foreign_identity(candidate, mine)
+        theirs, their_layout = _foreign_identity(candidate, mine, foreign_engine(config))
     different = [
         f"{name} is {theirs[name]} in the checkpoint and {mine[name]} here"
         for name in mine
@@ -57,6 +58,14 @@ def check_candidate(candidate: Candidate, config: Config, layout: Layout, padded
             "which this version does not do: start with --tensor-model-parallel-size "
             f"{their_layout.tp} --pipeline-model-parallel-size {their_layout.pp} on {their_layout.world_size} ranks"
         )
+
+
+def foreign_engine(config: Config) -> str:
+    """Name of the engine that reads a checkpoint without a manifest, as upstream writes it.
+
+    Its files have DeepSpeed's names in any case; only who asks for DataStates-LLM can mean files of that format.
+    """
+    return "datastates" if config.checkpoint.checkpoint_engine == "datastates" else "torch"
 
 
 def check_newest(config: Config, layout: Layout, padded_vocab_size: int) -> None:
@@ -84,11 +93,11 @@ def _tags_newest_first(load_dir: Path) -> list[str]:
     return sorted((tag for tag in steps if steps[tag] is not None), key=lambda tag: -(steps[tag] or 0))
 
 
-def _foreign_identity(candidate: Candidate, mine: dict[str, Any]) -> tuple[dict[str, Any], Layout]:
-    from megatron.checkpoint_engines.torch_engine import TorchEngine  # imports torch
-
+def _foreign_identity(
+    candidate: Candidate, mine: dict[str, Any], engine: str
+) -> tuple[dict[str, Any], Layout]:
     name = names.model_states_file(Layout(1, 1, 1), Layout(1, 1, 1).coordinates(0))
-    reader = TorchEngine(EngineOptions())
+    reader = create_engine(engine, EngineOptions())
     state = reader.load([name], candidate.directory, {}, NullOperation())[name]
     path = candidate.directory / name
     if "args" not in state:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron import checkpoint_commit as commit
 from megatron import checkpoint_layout as names
-from megatron.checkpoint_compatibility import check_candidate
+from megatron.checkpoint_compatibility import check_candidate, foreign_engine
 from megatron.checkpoint_engines.base import CheckpointEngine
 from megatron.checkpoint_engines.errors import (
     CheckpointDamagedError,
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from megatron.checkpointing import Checkpointer
 
 logger = logging.getLogger(__name__)
-
-UPSTREAM_ENGINE = "torch"  # what reads checkpoints without a manifest
-
 
 def load_checkpoint(ctx: Checkpointer, engine: Any) -> Progress | None:
     """Restore the newest complete checkpoint of --load into `engine`; collective.
@@ -92,7 +89,7 @@ def _reader_of(ctx: Checkpointer, candidate: commit.Candidate, op: Operation) ->
     Raises CheckpointMismatchError on all ranks if one of them has no such engine.
     """
     manifest = candidate.manifest
-    name = manifest.engine if manifest else UPSTREAM_ENGINE
+    name = manifest.engine if manifest else foreign_engine(ctx.config)
     if name == ctx.checkpoint_engine.name:
         return ctx.checkpoint_engine
     reader: CheckpointEngine | None = None

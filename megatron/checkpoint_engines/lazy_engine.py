@@ -47,19 +47,19 @@ class LazyEngine(CheckpointEngine):
         self._arena = Arena()
 
     def begin_save(self, files: Sequence[FileState], directory: Path, op: Operation) -> PendingSave:
-        refuse_duplicates(files)
         path = directory / lazy_format.file_name(self.options.rank)
         with op.span("serialize", file=path.name):
+            refuse_duplicates(files)
             captured = lazy_format.capture(files, self.options.checksum)
             self._cache.prepare(captured.contents.data_bytes)
-        return LazySave(captured, path, self.options, self._cache, op)
+            return LazySave(captured, path, self.options, self._cache, op)
 
     def load(
         self, names: Sequence[str], directory: Path, expected: Mapping[str, SavedFile], op: Operation
     ) -> dict[str, Any]:
         """As CheckpointEngine.load; parameters and optimizer state on the device of the options, if there is one.
 
-        Other tensors are views of one arena, which is used again by the next load once all of them are gone.
+        Other tensors are views of the page cache, or of one arena that the next load uses again once all are gone.
         """
         opened: dict[Path, lazy_format.Contents] = {}
         holder: dict[str, Path] = {}

@@ -1,8 +1,9 @@
-"""Loading for engine `lazy`: parallel reads straight into one aligned arena, checksums taken as blocks arrive.
+"""Loading for engine `lazy`: parallel reads into memory that needs no further copy, checksums as blocks arrive.
 
-Tensors are views of the arena: nothing is copied once more until it goes where it is wanted. With `--direct-io auto`,
-what lies in the page cache is used right there, mapped into memory, and the rest is read around it. With a device, the
-parameters and optimizer state (what has a placement) go there block by block as they arrive, through pinned buffers.
+With `--direct-io auto` the files are mapped, and threads have their pages read into the page cache, which is the
+memory of the tensors: none is allocated. With `on` and `off` the tensors are views of one aligned arena, which is read
+into around the page cache or through it. With a device, the parameters and optimizer state (what has a placement) go
+there block by block as they arrive, through pinned buffers.
 """
 
 from __future__ import annotations
@@ -87,21 +88,22 @@ def _ranges(wanted: Sequence[Wanted]) -> list[_Range]:
     return ranges
 
 
-def _give_memory(ranges: Sequence[_Range], files: dict[Path, OpenFile], arena: Arena) -> None:
-    """The page cache itself for what lies there; for the rest the arena, one stretch after the other."""
-    position = 0
-    for found in ranges:
-        if files[found.path].is_cached(found.start, found.stop):
-            found.mapping = files[found.path].map()
+def _give_memory(ranges: Sequence[_Range], files: dict[Path, OpenFile], arena: Arena, direct_io: str) -> None:
+    """The page cache itself with --direct-io auto; else the arena, one stretch after the other."""
+    if direct_io == "auto":
+        mappings = {path: files[path].map() for path in {found.path for found in ranges}}
+        for found in ranges:
+            found.mapping = mappings[found.path]
             found.memory = np.frombuffer(found.mapping, dtype=np.uint8)
             found.at = found.start
-        else:
-            found.at = position
-            position += found.stop - found.start
+        return
+    position = 0
+    for found in ranges:
+        found.at = position
+        position += found.stop - found.start
     memory = arena.take(position)
     for found in ranges:
-        if found.memory is None:
-            found.memory = memory
+        found.memory = memory
 
 
 class Reader:
@@ -134,7 +136,7 @@ class Reader:
         try:
             for item in wanted:
                 files[item.path] = OpenFile(item.path, item.contents.file_bytes, self._options.direct_io)
-            _give_memory(hosted, files, arena)
+            _give_memory(hosted, files, arena, self._options.direct_io)
             self._run_threads([*staged, *hosted], files)
         finally:
             for file in files.values():

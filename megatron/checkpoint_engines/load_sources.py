@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import mmap
 import os
 import weakref
@@ -82,7 +82,7 @@ class OpenFile:
         return self._resident is not None and self._resident.hold(start, stop)
 
     def map(self) -> mmap.mmap:
-        """The file as memory: its pages in the cache themselves. Writing to it changes a copy, not the file."""
+        """The file as memory: its pages in the page cache themselves. Writing to it changes a copy, not the file."""
         return mmap.mmap(self._buffered, self._size, access=mmap.ACCESS_COPY)
 
     def read(self, view: memoryview, position: int) -> int:
@@ -108,8 +108,14 @@ class OpenFile:
 
 
 def populate(mapping: mmap.mmap, start: int, stop: int) -> int:
-    """Let the pages of [start, stop) be found without faults, one by one; returns the bytes of the file there."""
+    """Have the pages of [start, stop) read, and found without faults; returns the bytes of the file there.
+
+    Raises OSError (EFAULT: the kernel's word for a page that cannot be read) if the storage fails.
+    """
     length = min(stop, len(mapping)) - start
-    with contextlib.suppress(OSError):  # an older kernel: they are found as they are touched
+    try:
         mapping.madvise(_POPULATE_READ, start, length)
+    except OSError as exc:
+        if exc.errno != errno.EINVAL:  # a kernel before 5.14: the pages are read as they are touched
+            raise
     return length

@@ -32,14 +32,18 @@ class EngineEntry:
 
 
 _ENGINES = {
-    "torch": EngineEntry(f"{_PACKAGE}.torch_engine", "TorchEngine", "torch.save per file, as DeepSpeed's default"),
+    "torch": EngineEntry(
+        f"{_PACKAGE}.torch_engine", "TorchEngine", "torch.save per file, as DeepSpeed's default"
+    ),
     "lazy": EngineEntry(
         f"{_PACKAGE}.lazy_engine",
         "LazyEngine",
         "this project's own: asynchronous, one safetensors file per rank, direct I/O",
     ),
     "fastpersist": EngineEntry(
-        f"{_PACKAGE}.fastpersist_engine", "FastPersistEngine", "DeepSpeed's checkpoint writer, in the training process"
+        f"{_PACKAGE}.fastpersist_engine",
+        "FastPersistEngine",
+        "DeepSpeed's checkpoint writer, in the training process",
     ),
     "fastpersist-decoupled": EngineEntry(
         f"{_PACKAGE}.fastpersist_decoupled_engine",
@@ -58,7 +62,9 @@ _ENGINES = {
         f"{_PACKAGE}.dcp_engine", "DcpAsyncEngine", "torch.distributed.checkpoint, written by a thread"
     ),
     "datastates": EngineEntry(
-        f"{_PACKAGE}.datastates_engine", "DataStatesEngine", "DataStates-LLM; needs its package and a CUDA device"
+        f"{_PACKAGE}.datastates_engine",
+        "DataStatesEngine",
+        "DataStates-LLM; needs its package and a CUDA device",
     ),
     "none": EngineEntry(f"{_PACKAGE}.none_engine", "NoneEngine", "writes nothing: measures what is left"),
 }

@@ -26,11 +26,12 @@ def known_classes() -> AbstractContextManager[None]:
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    numpy_types = [np.ndarray, np.dtype, type(np.dtype(np.uint32)), type(np.dtype(np.int64))]
-    numpy_types += [type(np.dtype(np.float64)), type(np.dtype(np.uint8))]
+    codes = "?" + np.typecodes["AllInteger"] + np.typecodes["Float"] + np.typecodes["Complex"]
+    numpy_types = [np.ndarray, np.dtype, *{type(np.dtype(code)) for code in codes}]
     reconstruct = np.zeros(1).__reduce__()[0]
     known: list[Any] = [
         argparse.Namespace,
+        bytes,  # empty ones are pickled as a call
         collections.OrderedDict,
         DynamicLossScaler,
         LossScaler,

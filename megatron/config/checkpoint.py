@@ -96,7 +96,7 @@ class CheckpointConfig:
         require_positive("--host-cache-size", self.host_cache_size)
         require_at_least("--io-threads", self.io_threads, 1)
         if self.io_block_size <= 0 or (self.io_block_size * 256) % 1:
-            refuse("--io-block-size", self.io_block_size, "must be a multiple of 4 KiB (0.00390625), as direct I/O asks")
+            refuse("--io-block-size", self.io_block_size, "must be a multiple of 4 KiB (0.00390625)")
         require_one_of("--direct-io", self.direct_io, ("auto", "on", "off"))
         require_one_of("--checksum", self.checksum, ("crc32", "none"))
         require_one_of("--checkpoint-verify", self.verify_checkpoint, ("checksum", "size"))

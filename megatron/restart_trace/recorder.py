@@ -136,6 +136,10 @@ class Operation:
             blocking=blocking,
         )
 
+    def event(self, phase: str, detail: str) -> None:
+        """A notice: a moment of this operation that is no span, such as which library really writes."""
+        self._recorder.event(self._labels["operation"], phase, detail, self._labels.get("step"))
+
     def end(self, error: str | None = None) -> None:
         """Write the closing record. `bytes`, `num_files` and `durable` are taken as they stand."""
         error = error or self.failure
@@ -269,6 +273,9 @@ class NullOperation(Operation):
         return _NullSpan()
 
     def add(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def event(self, phase: str, detail: str) -> None:
         return None
 
     def end(self, error: str | None = None) -> None:

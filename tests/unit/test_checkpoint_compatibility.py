@@ -23,6 +23,7 @@ from megatron.config import (
     TrainingConfig,
 )
 from megatron.topology import Layout
+from tests.unit.datastates_files import packed
 
 HERE = Layout(tp=2, pp=1, dp=2)
 VOCAB = 512
@@ -124,6 +125,17 @@ def test_checkpoint_without_manifest_is_judged_by_its_arguments(tmp_path: Path) 
     with pytest.raises(CheckpointMismatchError, match="params_dtype is fp16 in the checkpoint and bf16 here"):
         changed = arguments(bf16=False, fp16=True)
         check_candidate(foreign(tmp_path, args=changed, dp_world_size=2), config(), HERE, VOCAB)
+
+
+def test_checkpoint_of_datastates_without_manifest_is_read_for_who_asks_for_it(tmp_path: Path) -> None:
+    found = foreign(tmp_path)
+    content = {"args": arguments(hidden_size=32), "dp_world_size": 2, "some": torch.zeros(3)}
+    (found.directory / "mp_rank_00_model_states.pt").write_bytes(packed(content))
+    asking = dataclasses.replace(config(), checkpoint=CheckpointConfig(checkpoint_engine="datastates"))
+    with pytest.raises(CheckpointMismatchError, match="hidden_size is 32 in the checkpoint and 64 here"):
+        check_candidate(found, asking, HERE, VOCAB)
+    with pytest.raises(CheckpointDamagedError, match="not a complete torch.save file"):
+        check_candidate(found, config(), HERE, VOCAB)
 
 
 def test_our_own_checkpoint_without_its_manifest_is_damaged(tmp_path: Path) -> None:

@@ -199,23 +199,27 @@ def test_direct_io_leaves_the_page_cache_alone(tmp_path: Path) -> None:
             assert ResidentPages(file.fileno()).hold(0, saved.num_bytes) is cached
 
 
-def test_a_load_from_storage_goes_around_the_page_cache(tmp_path: Path) -> None:
+def test_a_direct_load_goes_around_the_page_cache(tmp_path: Path) -> None:
     (saved,) = engine(direct_io="on", fsync=True).save(files(), tmp_path, NullOperation())
     with (tmp_path / saved.name).open("rb") as file:
         last = saved.num_bytes // BLOCK * BLOCK
-        check(load(tmp_path, [saved]), files())
+        check(load(tmp_path, [saved], direct_io="on"), files())
         assert not ResidentPages(file.fileno()).hold(last - BLOCK, last)
-        file.read()  # now it is cached, and used there: no memory is needed
+
+
+def test_a_load_by_default_takes_no_memory_but_the_page_cache(tmp_path: Path) -> None:
+    (saved,) = engine(fsync=True).save(files(), tmp_path, NullOperation())
+    loading = engine()
+    found = loading.load(NAMES, tmp_path, {saved.name: saved}, NullOperation())
+    check(found, files())
+    assert loading._arena._tensor is None
+    with (tmp_path / saved.name).open("rb") as file:
         assert ResidentPages(file.fileno()).hold(0, saved.num_bytes)
-        loading = engine()
-        found = loading.load(NAMES, tmp_path, {saved.name: saved}, NullOperation())
-        check(found, files())
-        assert loading._arena._tensor is not None and loading._arena._tensor.numel() <= 4096
-        # A change to what was loaded is no change to the checkpoint, and its removal none to what was loaded.
-        found[NAMES[0]]["weights"].zero_()
-        check(load(tmp_path, [saved]), files())
-        (tmp_path / saved.name).unlink()
-        assert torch.equal(found[NAMES[1]]["optimizer"]["m"], files()[1].state["optimizer"]["m"])
+    # A change to what was loaded is no change to the checkpoint, and its removal none to what was loaded.
+    found[NAMES[0]]["weights"].zero_()
+    check(load(tmp_path, [saved]), files())
+    (tmp_path / saved.name).unlink()
+    assert torch.equal(found[NAMES[1]]["optimizer"]["m"], files()[1].state["optimizer"]["m"])
 
 
 def test_a_file_system_without_direct_io(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -268,11 +272,12 @@ def test_a_file_that_is_there_already_is_not_overwritten(tmp_path: Path) -> None
 # Loading
 
 
-def test_only_the_states_that_are_asked_for_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("direct_io", ["auto", "on"])
+def test_only_the_states_that_are_asked_for_are_read(tmp_path: Path, direct_io: str) -> None:
     saved = engine().save(files(), tmp_path, NullOperation())
     trace = tmp_path / "trace.jsonl"
     with Recorder(JsonlSink(trace), COMMON).operation("load") as op:
-        found = engine().load(NAMES[:1], tmp_path, {saved[0].name: saved[0]}, op)
+        found = engine(direct_io=direct_io).load(NAMES[:1], tmp_path, {saved[0].name: saved[0]}, op)
     assert torch.equal(found[NAMES[0]]["weights"], files()[0].state["weights"])
     read_bytes = sum(r["bytes"] for r in read(trace) if r["type"] == "span" and r.get("detail") == "read")
     assert 1.5 * MIB <= read_bytes <= 1.5 * MIB + 2 * 4096
@@ -305,7 +310,7 @@ def test_parameters_go_to_the_device_as_they_arrive(tmp_path: Path, threads: int
         FileState(NAMES[1], mine[1].state, {("optimizer", "m"): {"kind": "master"}}),
     ]
     saved = engine().save(placed, tmp_path, NullOperation())
-    loading = engine(device="cpu", io_threads=threads)
+    loading = engine(device="cpu", io_threads=threads, direct_io="on")
     found = loading.load(NAMES, tmp_path, {saved[0].name: saved[0]}, NullOperation())
     check(found, mine)
     # The small rest alone is in the arena; these are tensors of their own.
@@ -319,8 +324,8 @@ def test_parameters_go_to_the_device_as_they_arrive(tmp_path: Path, threads: int
         load(tmp_path, saved, device="cpu", io_threads=threads)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_every_flipped_bit_is_found(tmp_path: Path, threads: int) -> None:
+@pytest.mark.parametrize(("threads", "direct_io"), [(1, "auto"), (3, "auto"), (1, "on"), (3, "off")])
+def test_every_flipped_bit_is_found(tmp_path: Path, threads: int, direct_io: str) -> None:
     (saved,) = engine().save(files(256 * 1024), tmp_path, NullOperation())
     path = tmp_path / saved.name
     content = path.read_bytes()
@@ -332,9 +337,9 @@ def test_every_flipped_bit_is_found(tmp_path: Path, threads: int) -> None:
         damaged[position] ^= 1 << position % 8
         path.write_bytes(damaged)
         with pytest.raises(CheckpointDamagedError, match=saved.name):
-            load(tmp_path, [saved], io_threads=threads)
+            load(tmp_path, [saved], io_threads=threads, direct_io=direct_io)
     path.write_bytes(content)
-    check(load(tmp_path, [saved], io_threads=threads), files(256 * 1024))
+    check(load(tmp_path, [saved], io_threads=threads, direct_io=direct_io), files(256 * 1024))
 
 
 def test_checksums_can_be_left_out_of_the_save_and_of_the_load(tmp_path: Path) -> None:
@@ -352,7 +357,7 @@ def test_checksums_can_be_left_out_of_the_save_and_of_the_load(tmp_path: Path) -
             assert found
 
 
-@pytest.mark.parametrize("direct_io", ["auto", "off"])
+@pytest.mark.parametrize("direct_io", ["auto", "on", "off"])
 def test_short_and_missing_files_are_named(tmp_path: Path, direct_io: str) -> None:
     (saved,) = engine().save(files(), tmp_path, NullOperation())
     path = tmp_path / saved.name

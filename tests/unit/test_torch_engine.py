@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from megatron.checkpoint_engines.base import CheckpointEngine, EngineOptions, FileState, SavedFile
 from megatron.checkpoint_engines.errors import CheckpointDamagedError
+from megatron.checkpoint_engines.host_staging import Staging, stage_on_host
 from megatron.checkpoint_engines.registry import create_engine
-from megatron.checkpoint_engines.torch_engine import _Counter, stage_on_host
 from megatron.restart_trace.recorder import NullOperation, Recorder
 from megatron.restart_trace.sink import JsonlSink
 from tests.unit.trace_helpers import COMMON, read
@@ -26,7 +26,7 @@ from tests.unit.trace_helpers import COMMON, read
 NAME = "layer_01-model_00-model_states.pt"
 
 
-def engine(**options: bool) -> CheckpointEngine:
+def engine(**options: Any) -> CheckpointEngine:
     return create_engine("torch", EngineOptions(**options))
 
 
@@ -100,7 +100,7 @@ class Pair(NamedTuple):
 def test_views_are_written_without_what_they_are_views_of(tmp_path: Path) -> None:
     """torch.save writes the whole storage of a view: of DeepSpeed's flat buffers, for one."""
     flat = torch.arange(10_000.0)
-    counter = _Counter()
+    counter = Staging()
     staged = stage_on_host(
         {"part": flat[5:8], "whole": flat, "pair": Pair(flat[:2], flat.view(100, 100))}, counter
     )
