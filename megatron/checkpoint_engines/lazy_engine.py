@@ -78,7 +78,7 @@ class LazyEngine(CheckpointEngine):
             for path, contents in opened.items()
         ]
         device = None if self.options.device is None else torch.device(self.options.device)
-        tensors = Reader(self.options, self._io_threads, op, device).read(wanted, self._arena)
+        tensors = Reader(self.options, op, device).read(wanted, self._arena)
         with op.span("load", "deserialize"):
             states = {name: _join(name, opened[holder[name]], holder[name], tensors) for name in names}
         op.bytes = (

@@ -24,12 +24,16 @@ from megatron.checkpoint_engines.base import EngineOptions
 from megatron.checkpoint_engines.device_staging import DeviceStaging
 from megatron.checkpoint_engines.direct_files import ALIGNMENT, align_up
 from megatron.checkpoint_engines.errors import CheckpointDamagedError
+from megatron.checkpoint_engines.host_cache import DEFAULT_IO_THREADS
 from megatron.checkpoint_engines.lazy_format import Contents, TensorEntry
-from megatron.checkpoint_engines.load_sources import Arena, OpenFile, populate
+from megatron.checkpoint_engines.load_sources import Arena, OpenFile, ReadAhead, populate
 from megatron.restart_trace.clock import now_ns
 from megatron.restart_trace.recorder import Operation
 
 _GAP = 1 << 16  # bytes that are cheaper to read along than to leave out
+# Reading into the page cache is mostly waiting, for the storage and for memory: more threads than for direct reads.
+_MAPPING_THREADS = 12
+_MAPPED_STEP = 2 << 20  # bytes of a file that are read into the page cache, then checked while they are hot
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,13 @@ class _Range:
             yield entry, max(a, start), min(b, stop)
 
 
+_Block = tuple[_Range, int, int]  # bytes [start, stop) of the file, within the range
+
+
+def _blocks(ranges: Sequence[_Range], step: int) -> list[_Block]:
+    return [(r, at, min(at + step, r.stop)) for r in ranges for at in range(r.start, r.stop, step)]
+
+
 def _ranges(wanted: Sequence[Wanted]) -> list[_Range]:
     """Stretches that hold the wanted tensors."""
     ranges: list[_Range] = []
@@ -109,11 +120,8 @@ def _give_memory(ranges: Sequence[_Range], files: dict[Path, OpenFile], arena: A
 class Reader:
     """One load. `read` may be called once."""
 
-    def __init__(
-        self, options: EngineOptions, io_threads: int, op: Operation, device: torch.device | None
-    ) -> None:
+    def __init__(self, options: EngineOptions, op: Operation, device: torch.device | None) -> None:
         self._options = options
-        self._io_threads = io_threads
         self._op = op
         self._device = device
         self._lock = threading.Lock()
@@ -159,13 +167,14 @@ class Reader:
         return ranges
 
     def _run_threads(self, ranges: Sequence[_Range], files: dict[Path, OpenFile]) -> None:
-        step = self._options.io_block_bytes
-        blocks = iter(
-            [(r, at, min(at + step, r.stop)) for r in ranges for at in range(r.start, r.stop, step)]
-        )
+        """Let the I/O threads read all blocks: a share of the mapped ones each, and the others as they come."""
+        mapped = _blocks([r for r in ranges if r.mapping is not None], _MAPPED_STEP)
+        others = iter(_blocks([r for r in ranges if r.mapping is None], self._options.io_block_bytes))
+        count = self._options.io_threads or (_MAPPING_THREADS if mapped else DEFAULT_IO_THREADS)
+        shares = [mapped[len(mapped) * i // count : len(mapped) * (i + 1) // count] for i in range(count)]
         threads = [
-            threading.Thread(target=self._read_blocks, args=(blocks, files), name=f"lazy-io-{i}")
-            for i in range(self._io_threads)
+            threading.Thread(target=self._read_blocks, args=(share, others, files), name=f"lazy-io-{i}")
+            for i, share in enumerate(shares)
         ]
         for thread in threads:
             thread.start()
@@ -174,17 +183,28 @@ class Reader:
         if self._error is not None:
             raise self._error
 
-    def _read_blocks(self, blocks: Iterator[Any], files: dict[Path, OpenFile]) -> None:
+    def _next_blocks(self, share: Sequence[_Block], others: Iterator[_Block]) -> Iterator[_Block]:
+        """What a thread has to read, until something fails."""
+        for block in share:
+            if self._error is not None:
+                return
+            yield block
+        while self._error is None:
+            with self._lock:
+                block = next(others, None)
+            if block is None:
+                return
+            yield block
+
+    def _read_blocks(
+        self, share: Sequence[_Block], others: Iterator[_Block], files: dict[Path, OpenFile]
+    ) -> None:
         """An I/O thread."""
         started, reading, verifying, copying, moved = now_ns(), 0, 0, 0, 0
         staging: DeviceStaging | None = None
+        ahead = ReadAhead()
         try:
-            while self._error is None:
-                with self._lock:
-                    block = next(blocks, None)
-                if block is None:
-                    break
-                stretch, start, stop = block
+            for stretch, start, stop in self._next_blocks(share, others):
                 first = now_ns()
                 if stretch.on_device is not None:
                     if staging is None:
@@ -195,6 +215,7 @@ class Reader:
                     mine = stretch.view(start, stop)
                 second = now_ns()
                 if stretch.mapping is not None:
+                    ahead.read(stretch.path, start, stop)
                     moved += populate(stretch.mapping, start, stop)
                 else:
                     moved += files[stretch.path].read(mine, start)
