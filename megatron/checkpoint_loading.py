@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+
 def load_checkpoint(ctx: Checkpointer, engine: Any) -> Progress | None:
     """Restore the newest complete checkpoint of --load into `engine`; collective.
 

@@ -16,6 +16,9 @@ THREADS = (1, 2, 4, 8)
 STORAGE_KINDS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "write_direct": (THREADS, (2, 8, 32)),
     "read_direct": (THREADS, (2, 8, 32)),
+    # What an engine must do, too: fill a buffer before it is written, and read into memory that nobody has used yet.
+    "write_direct_filled": ((2, 4), (8,)),
+    "read_direct_fresh": ((4, 8), (8,)),
     "write_buffered_fsync": (THREADS, (8,)),
     "read_buffered_cold": (THREADS, (8,)),
 }

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron.restart_trace.clock import now_ns
 from tools.ckpt_replay import page_cache
 from tools.ckpt_replay.context import RankContext
@@ -30,16 +32,17 @@ def measure(ctx: RankContext) -> dict[str, Any]:
     raw = _RawFile(ctx, Path(ctx.task.directory) / f"storage_{ctx.process:05d}")
     found: dict[str, dict[str, float]] = {kind: {} for kind in STORAGE_KINDS}
     try:
-        for write, read, direct in (
-            ("write_direct", "read_direct", True),
-            ("write_buffered_fsync", "read_buffered_cold", False),
+        for write, read, direct, as_engines in (
+            ("write_direct", "read_direct", True, False),
+            ("write_direct_filled", "read_direct_fresh", True, True),
+            ("write_buffered_fsync", "read_buffered_cold", False, False),
         ):
             if direct and not raw.takes_direct():
                 continue
             for threads, block in itertools.product(*STORAGE_KINDS[write]):
-                found[write][f"{threads}x{block}"] = raw.write(threads, block * MIB, direct)
+                found[write][f"{threads}x{block}"] = raw.write(threads, block * MIB, direct, as_engines)
             for threads, block in itertools.product(*STORAGE_KINDS[read]):
-                seconds = raw.read(threads, block * MIB, direct)
+                seconds = raw.read(threads, block * MIB, direct, as_engines)
                 if seconds is not None:
                     found[read][f"{threads}x{block}"] = seconds
     finally:
@@ -53,13 +56,10 @@ class _RawFile:
         self._path = path
         whole = ctx.request.storage_bytes // mmap.PAGESIZE * mmap.PAGESIZE
         self.size = max(mmap.PAGESIZE, whole)
-        self._memory = mmap.mmap(-1, _MEMORY, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Direct transfers from and to scattered small pages are slower: the storage at its best.
-        self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._view = _memory(_MEMORY)
         pattern = os.urandom(MIB)
-        for offset in range(0, len(self._memory), MIB):
-            self._memory[offset : offset + MIB] = pattern
-        self._view = memoryview(self._memory)
+        for offset in range(0, _MEMORY, MIB):
+            self._view[offset : offset + MIB] = pattern
 
     def takes_direct(self) -> bool:
         """Whether the file system of every rank takes O_DIRECT."""
@@ -81,8 +81,11 @@ class _RawFile:
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()
 
-    def write(self, threads: int, block: int, direct: bool) -> float:
-        """Seconds to write a new file, the final fsync included."""
+    def write(self, threads: int, block: int, direct: bool, filled: bool) -> float:
+        """Seconds to write a new file, the final fsync included.
+
+        `filled`: each buffer is copied from other memory just before it is written, which is in the time.
+        """
         self.remove()
         self._settle()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct else 0)
@@ -90,14 +93,18 @@ class _RawFile:
         fd = os.open(self._path, flags, 0o644)
         try:
             os.ftruncate(fd, self.size)
-            self._transfer(threads, block, lambda view, offset: os.pwrite(fd, view, offset))
+            source = self._view[_MEMORY // 2 :] if filled else None
+            self._transfer(threads, block, lambda view, offset: os.pwrite(fd, view, offset), source=source)
             os.fsync(fd)
             return (now_ns() - start) / 1e9
         finally:
             os.close(fd)
 
-    def read(self, threads: int, block: int, direct: bool) -> float | None:
-        """Seconds to read the file that was written last; None if it could not be got out of the page cache."""
+    def read(self, threads: int, block: int, direct: bool, fresh: bool) -> float | None:
+        """Seconds to read the file that was written last; None if it could not be got out of the page cache.
+
+        `fresh`: into memory that was never touched, as large as the file; else into a few buffers, again and again.
+        """
         error: str | None = None
         if not direct and page_cache.state_of(page_cache.drop([self._path])) != COLD:
             error = "the file stays in the page cache"
@@ -106,7 +113,8 @@ class _RawFile:
         start = now_ns()
         fd = os.open(self._path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
         try:
-            self._transfer(threads, block, lambda view, offset: os.preadv(fd, [view], offset))
+            target = _memory(self.size) if fresh else None
+            self._transfer(threads, block, lambda view, offset: os.preadv(fd, [view], offset), target=target)
             return (now_ns() - start) / 1e9
         finally:
             os.close(fd)
@@ -116,8 +124,20 @@ class _RawFile:
         os.sync()
         self._ctx.wait_for_all()
 
-    def _transfer(self, threads: int, block: int, move: Callable[[memoryview, int], int]) -> None:
-        """Move the whole file in blocks, each thread with memory of its own. Raises the OSError of a thread."""
+    def _transfer(
+        self,
+        threads: int,
+        block: int,
+        move: Callable[[memoryview, int], int],
+        *,
+        source: memoryview | None = None,
+        target: memoryview | None = None,
+    ) -> None:
+        """Move the whole file in blocks, each thread with a buffer of its own. Raises the OSError of a thread.
+
+        With `source` the buffer is filled from there before each move; with `target`, as large as the file, that is
+        used instead of buffers.
+        """
         offsets = iter(range(0, self.size, block))
         lock = threading.Lock()
         errors: list[BaseException] = []
@@ -131,9 +151,16 @@ class _RawFile:
                     if offset is None:
                         return
                     stop = min(block, self.size - offset)
+                    view = mine if target is None else target[offset : offset + stop]
+                    if source is not None:
+                        start = offset % (len(source) - block)
+                        np.copyto(
+                            np.frombuffer(view, np.uint8)[:stop],
+                            np.frombuffer(source, np.uint8)[start:][:stop],
+                        )
                     done = 0
                     while done < stop:
-                        done += move(mine[done:stop], offset + done)
+                        done += move(view[done:stop], offset + done)
             except BaseException as exc:
                 errors.append(exc)
 
@@ -144,3 +171,10 @@ class _RawFile:
             worker.join()
         if errors:
             raise errors[0]
+
+
+def _memory(size: int) -> memoryview:
+    """Aligned memory, in huge pages: direct transfers from and to scattered small pages are slower."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
