@@ -22,7 +22,7 @@ from megatron.checkpoint_engines.errors import (
     UnknownEngineError,
 )
 from megatron.checkpoint_engines.registry import create_engine
-from megatron.checkpoint_state import Progress, file_names, restore_state, restore_tied_weights
+from megatron.checkpoint_state import Progress, live_state, restore_state, restore_tied_weights
 from megatron.restart_trace.recorder import Operation
 from megatron.tensor_hashes import compare_hashes
 
@@ -114,7 +114,10 @@ def _reader_of(ctx: Checkpointer, candidate: commit.Candidate, op: Operation) ->
 def _load_candidate(
     ctx: Checkpointer, reader: CheckpointEngine, engine: Any, candidate: commit.Candidate, op: Operation
 ) -> Progress | list[str]:
-    """Read, verify, agree, apply. If any rank found a damaged file: what each found; nothing was applied."""
+    """Read, verify, agree, apply. If any rank found a damaged file: what each found.
+
+    Weights and masters may then hold some of it, and are for the next candidate to replace.
+    """
     options = ctx.config.checkpoint
     place = ctx.place
     with_optimizer = not (options.no_load_optim or options.finetune)
@@ -124,10 +127,10 @@ def _load_candidate(
     try:
         with op.span("discover"):
             check_candidate(candidate, ctx.config, place.layout, ctx.padded_vocab_size)
-        wanted = file_names(engine, place, with_optimizer)
+            live = live_state(engine, place, with_optimizer, reader.loads_in_place)
+            _check_wanted(candidate, [file.name for file in live])
         expected = manifest.files if manifest else {}
-        _check_wanted(candidate, wanted)
-        states = reader.load(wanted, candidate.directory, expected, op)
+        states = reader.load_into(live, candidate.directory, expected, op)
     except (CheckpointDamagedError, OSError) as exc:
         error = str(exc)
     with op.span("barrier"):

@@ -18,9 +18,11 @@ from deepspeed import __version__ as deepspeed_version
 from megatron import checkpoint_layout as names
 from megatron.arguments import namespace_from_config
 from megatron.checkpoint_engines.base import FileState
+from megatron.checkpoint_engines.direct_files import empty_in_large_pages
 from megatron.checkpoint_engines.errors import CheckpointMismatchError
 from megatron.checkpoint_placements import add_placements, layer_modules
 from megatron.config import Config
+from megatron.optimizer.build import moment_names
 from megatron.tensor_parallel.random import get_rng_state, set_rng_state
 from megatron.topology import Coordinates, Layout
 
@@ -45,13 +47,38 @@ class RankPlace:
     params_dtype: str
 
 
-def file_names(engine: Any, place: RankPlace, with_optimizer: bool) -> list[str]:
-    """Files that this rank reads back."""
-    mine = [names.layer_file(number, place.at.tp) for number, _ in layer_modules(engine)]
-    mine.append(names.model_states_file(place.layout, place.at))
+def live_state(engine: Any, place: RankPlace, with_optimizer: bool, with_tensors: bool) -> list[FileState]:
+    """The files that this rank reads back; `with_tensors`: and those that are to become what they hold.
+
+    These are weights, masters, and memory for the moments, of which the optimizer has none before its first step.
+    An engine may fill them before it is known whether the checkpoint is whole: what is applied then, from that one
+    or another, replaces them all, and so does `start_over`.
+    """
+    mine = [
+        FileState(names.layer_file(number, place.at.tp), layer.state_dict() if with_tensors else {})
+        for number, layer in layer_modules(engine)
+    ]
+    mine.append(FileState(names.model_states_file(place.layout, place.at), {}))
     if with_optimizer:
-        mine.append(names.optimizer_file(place.layout, place.at, place.params_dtype))
+        shard = {"optimizer_state_dict": _optimizer_tensors(engine)} if with_tensors else {}
+        mine.append(FileState(names.optimizer_file(place.layout, place.at, place.params_dtype), shard))
     return mine
+
+
+def _optimizer_tensors(engine: Any) -> dict[str, Any]:
+    """Masters, and new memory for moments, in the nest of DeepSpeed's shards."""
+    masters = engine.optimizer.state_dict()["single_partition_of_fp32_groups"]
+    flat = [param for group in engine.basic_optimizer.param_groups for param in group["params"]]
+    moments = {
+        index: {
+            key: empty_in_large_pages(param, param.device) for key in moment_names(engine.basic_optimizer)
+        }
+        for index, param in enumerate(flat)
+    }
+    return {
+        "single_partition_of_fp32_groups": [master.detach() for master in masters],
+        "base_optimizer_state": {"state": moments},
+    }
 
 
 def collect_state(

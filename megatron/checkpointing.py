@@ -65,8 +65,8 @@ class Checkpointer:
         return type(self.checkpoint_engine).__name__
 
 
-def engine_options(config: Config, device: str | None) -> EngineOptions:
-    """What the command line says about how engines work. `device`: the rank's, None for the CPU."""
+def engine_options(config: Config) -> EngineOptions:
+    """What the command line says about how engines work."""
     options, parallel = config.checkpoint, config.parallel
     cache = options.host_cache_size
     return EngineOptions(
@@ -77,7 +77,6 @@ def engine_options(config: Config, device: str | None) -> EngineOptions:
         io_threads=options.io_threads,
         io_block_bytes=int(options.io_block_size * MIB),
         direct_io=options.direct_io,
-        device=device,
         rank=parallel.rank,
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1),
     )

@@ -38,8 +38,7 @@ def build_checkpointer(
     `vocab_sizes`: the tokenizer's, and that padded for TP. Raises EngineUnavailableError if --save is given and
     this machine cannot save with the engine.
     """
-    device = None if runtime.device.type == "cpu" else str(runtime.device)
-    engine = create_engine(config.checkpoint.checkpoint_engine, engine_options(config, device))
+    engine = create_engine(config.checkpoint.checkpoint_engine, engine_options(config))
     if config.checkpoint.save is not None:
         engine.check_can_save()
     # One name for the temporary directories of this launch, whether it is traced or not.

@@ -35,7 +35,6 @@ class EngineOptions:
     io_block_bytes: int = 8 * MIB  # --io-block-size
     direct_io: str = "auto"  # --direct-io: auto, on or off
     rank: int = 0  # of the process that the engine runs in
-    device: str | None = None  # where engine lazy loads parameters to as they arrive, such as cuda:0
     local_world_size: int = 1  # ranks that share this host's memory
 
 
@@ -112,13 +111,15 @@ class CheckpointEngine(ABC):
     """Writes and reads the files of one rank.
 
     Subclasses set `name` and implement `_save_file` and `_load_file`; engines that treat all files together
-    override `save` and `load` instead; asynchronous ones set `asynchronous` and override `begin_save`.
+    override `save` and `load` instead; asynchronous ones set `asynchronous` and override `begin_save`; those that
+    can read straight into live tensors set `loads_in_place` and override `load_into`.
     """
 
     name: ClassVar[str]
     writes_files: ClassVar[bool] = True
     asynchronous: ClassVar[bool] = False
     wants_placements: ClassVar[bool] = False  # stores FileState.placements beside the tensors
+    loads_in_place: ClassVar[bool] = False  # `load_into` fills the tensors that it is given
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
@@ -155,7 +156,7 @@ class CheckpointEngine(ABC):
     def load(
         self, names: Sequence[str], directory: Path, expected: Mapping[str, SavedFile], op: Operation
     ) -> dict[str, Any]:
-        """Read the states called `names` from `directory`; tensors on the CPU, or on `options.device`.
+        """Read the states called `names` from `directory`; tensors on the CPU.
 
         `expected` holds all files of the manifest by name; empty for a checkpoint without one.
         Raises CheckpointDamagedError naming the file that is missing, short or altered.
@@ -170,6 +171,16 @@ class CheckpointEngine(ABC):
         op.bytes = (op.bytes or 0) + num_bytes
         op.num_files = (op.num_files or 0) + len(states)
         return states
+
+    def load_into(
+        self, live: Sequence[FileState], directory: Path, expected: Mapping[str, SavedFile], op: Operation
+    ) -> dict[str, Any]:
+        """As `load`, of the states that `live` names, whose contiguous tensors are to become what is loaded.
+
+        An engine may read into these tensors, on whatever device they are, and return them as the loaded ones: those
+        of the same path in the nest, type and shape. After an exception they may hold anything.
+        """
+        return self.load([file.name for file in live], directory, expected, op)
 
     def loads_are_over(self) -> None:
         """Give back the memory that is kept for further loads."""

@@ -14,6 +14,7 @@ import os
 from pathlib import Path
 
 import numpy as np
+import torch
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,17 @@ def aligned_memory(size: int) -> memoryview:
     memory = mmap.mmap(-1, max(align_up(size), ALIGNMENT), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)  # one page fault for 2 MiB instead of 512
     return memoryview(memory)[:size]
+
+
+def empty_in_large_pages(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A contiguous tensor of the type and shape of `like` on `device`, of undefined content.
+
+    In host memory its first touch is several times faster than that of torch's, which is in small pages.
+    """
+    if device.type != "cpu" or not like.numel():
+        return torch.empty(like.shape, dtype=like.dtype, device=device)
+    memory = aligned_memory(like.numel() * like.element_size())
+    return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
 
 
 def open_direct(path: Path, flags: int, mode: str) -> tuple[int, bool]:

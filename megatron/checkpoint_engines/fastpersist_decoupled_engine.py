@@ -74,13 +74,14 @@ class FastPersistDecoupledEngine(CheckpointEngine):
 
         Raises CheckpointSaveError for what cannot be copied or loaded, OSError if there is too little memory.
         """
-        memory, process = self._started()
         with op.span("serialize"):
+            memory, process = self._started()
             capture = Capture(files)
         with op.span("device_to_host") as span:
             states = capture.copy_into(memory)
             span.bytes = capture.tensor_bytes
-        process.send(Request(os.fspath(directory), states))
+        with op.span("serialize"):
+            process.send(Request(os.fspath(directory), states))
         return _DecoupledSave(process, self._notice, self.options.fsync, op)
 
     def _started(self) -> tuple[SharedMemory, WriterProcess]:

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-
 from megatron.checkpoint_engines import lazy_format, state_skeleton
 from megatron.checkpoint_engines.base import (
     CheckpointEngine,
@@ -24,8 +22,9 @@ from megatron.checkpoint_engines.base import (
 )
 from megatron.checkpoint_engines.errors import CheckpointDamagedError
 from megatron.checkpoint_engines.host_cache import DEFAULT_IO_THREADS, HostCache
-from megatron.checkpoint_engines.lazy_reader import Reader, Wanted
+from megatron.checkpoint_engines.lazy_reader import Reader
 from megatron.checkpoint_engines.lazy_writer import LazySave
+from megatron.checkpoint_engines.load_ranges import Wanted
 from megatron.checkpoint_engines.load_sources import Arena
 from megatron.restart_trace.recorder import Operation
 
@@ -36,6 +35,7 @@ class LazyEngine(CheckpointEngine):
     name = "lazy"
     asynchronous: ClassVar[bool] = True
     wants_placements: ClassVar[bool] = True
+    loads_in_place: ClassVar[bool] = True
 
     def __init__(self, options: EngineOptions) -> None:
         """Raises ConfigError if --host-cache-size is too small for the threads and blocks."""
@@ -57,10 +57,16 @@ class LazyEngine(CheckpointEngine):
     def load(
         self, names: Sequence[str], directory: Path, expected: Mapping[str, SavedFile], op: Operation
     ) -> dict[str, Any]:
-        """As CheckpointEngine.load; parameters and optimizer state on the device of the options, if there is one.
-
-        Other tensors are views of the page cache, or of one arena that the next load uses again once all are gone.
+        """As CheckpointEngine.load. Tensors are views of the page cache, or of one arena that the next load uses
+        again once all are gone.
         """
+        return self.load_into([FileState(name, {}) for name in names], directory, expected, op)
+
+    def load_into(
+        self, live: Sequence[FileState], directory: Path, expected: Mapping[str, SavedFile], op: Operation
+    ) -> dict[str, Any]:
+        """As CheckpointEngine.load_into: live tensors are filled; others are as those of `load`."""
+        names = [file.name for file in live]
         opened: dict[Path, lazy_format.Contents] = {}
         holder: dict[str, Path] = {}
         for name in names:
@@ -77,8 +83,12 @@ class LazyEngine(CheckpointEngine):
             )
             for path, contents in opened.items()
         ]
-        device = None if self.options.device is None else torch.device(self.options.device)
-        tensors = Reader(self.options, op, device).read(wanted, self._arena)
+        targets = {
+            f"{file.name}/{name}": tensor
+            for file in live
+            for name, tensor in state_skeleton.split(file.state)[1].items()
+        }
+        tensors = Reader(self.options, op).read(wanted, targets, self._arena)
         with op.span("load", "deserialize"):
             states = {name: _join(name, opened[holder[name]], holder[name], tensors) for name in names}
         op.bytes = (

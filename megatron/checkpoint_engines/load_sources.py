@@ -77,6 +77,11 @@ class OpenFile:
             self.close()
             raise
 
+    @property
+    def only_mapped(self) -> bool:
+        """Whether nothing is read around the page cache: --direct-io auto where the file system refuses that."""
+        return self._mode == "auto" and self._direct is None
+
     def is_cached(self, start: int, stop: int) -> bool:
         """Whether [start, stop) lies in the page cache, and may be used there (--direct-io auto)."""
         return self._resident is not None and self._resident.hold(start, stop)
@@ -116,15 +121,19 @@ class ReadAhead:
     def __init__(self) -> None:
         self._mappings: dict[Path, mmap.mmap] = {}
 
-    def read(self, path: Path, start: int, stop: int) -> None:
-        """Have the bytes [start, stop) of the file in the page cache. Raises OSError if the storage fails."""
+    def read(self, path: Path, start: int, stop: int) -> memoryview:
+        """Have the bytes [start, stop) of the file in the page cache; returns them, as they lie there.
+
+        There may be fewer than asked for, where the file ends. Raises OSError if the storage fails.
+        """
         if path not in self._mappings:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 self._mappings[path] = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
             finally:
                 os.close(fd)
-        populate(self._mappings[path], start, stop)
+        count = populate(self._mappings[path], start, stop)
+        return memoryview(self._mappings[path])[start : start + count]
 
 
 def populate(mapping: mmap.mmap, start: int, stop: int) -> int:

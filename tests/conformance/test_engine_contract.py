@@ -216,9 +216,10 @@ def test_phases_of_a_save_account_for_the_time_it_blocks(subject: Subject, direc
     for attempt in range(3):
         where = directory.parent / f"timed_{attempt}"
         where.mkdir()
+        engine = subject.engine()
         trace = traced("save")
         begun = trace.op.start_ns
-        pending = subject.engine().begin_save([FileState(SHARD, states[SHARD])], where, trace.op)
+        pending = engine.begin_save([FileState(SHARD, states[SHARD])], where, trace.op)
         pending.release_state()
         trace.op.end()
         blocked = trace.records.all[-1]["end_ns"] - begun

@@ -214,3 +214,39 @@ def test_engine_none_writes_nothing(launcher: Launcher, save: Path) -> None:
 
     run = resume(launcher, save, "--checkpoint-engine", "none")
     assert run.ok and "resumed from iteration" in run.output  # read by the engine that wrote it
+
+
+def lazy_training(launcher: Launcher, *flags: str) -> Run:
+    trace = str(launcher.directory / "trace")
+    return launcher.run(
+        TWO, *MODEL, *TRAINING, "--checkpoint-engine", "lazy", "--restart-trace-dir", trace, *flags, launcher=True
+    )
+
+
+def test_live_tensors_that_damage_was_read_into_are_none_the_worse(launcher: Launcher) -> None:
+    """Engine lazy fills them before it knows the checksums: the older checkpoint, or a new start, replaces them all."""
+    save = launcher.directory / "run"
+    assert lazy_training(launcher, *saving(save, 1), "--exit-interval", "3").ok
+    whole = losses(launcher.directory / "trace")
+    shutil.rmtree(launcher.directory / "trace")
+
+    for rank, step in ((1, 3), (0, 2)):
+        path = save / f"global_step{step}" / f"rank_{rank:05d}.safetensors"
+        for part in range(1, 8):  # weights, masters and both moments
+            flip_bit(path, path.stat().st_size * part // 8, bit=6)
+    resumed = lazy_training(launcher, "--load", str(save), "--verify-restored-state", "--exit-interval", "3")
+    assert resumed.ok, resumed.output[-4000:]
+    assert loaded_steps(launcher) == [1, 1]
+    again = losses(launcher.directory / "trace")
+    assert sorted(again) == [2, 3] and again.items() <= whole.items()
+    spans = [r for r in records(launcher.directory / "trace", rank=0) if r.get("detail") == "host_to_device"]
+    assert any(r["thread"].startswith("lazy-io") for r in spans), "nothing was read into live tensors"
+
+    path = save / "global_step1" / "rank_00000.safetensors"
+    for part in range(1, 8):
+        flip_bit(path, path.stat().st_size * part // 8, bit=6)
+    shutil.rmtree(launcher.directory / "trace")
+    over = lazy_training(launcher, "--load", str(save), "--allow-start-over", "--exit-interval", "3")
+    assert over.ok, over.output[-4000:]
+    again = losses(launcher.directory / "trace")
+    assert sorted(again) == [1, 2, 3] and again == whole

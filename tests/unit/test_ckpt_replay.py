@@ -155,6 +155,26 @@ def test_a_limited_share_has_the_same_files_and_tensors_and_about_the_bytes() ->
     assert not limited[0].placements
 
 
+def test_weights_and_masters_are_there_before_a_load_and_moments_are_not() -> None:
+    weights, common, _ = planned()
+    master, moment = meta(3000), meta(3000)
+    inner = {"state": {0: {"exp_avg": moment}}, "param_groups": [{"lr": 1}]}
+    nest = {"single_partition_of_fp32_groups": [master], "base_optimizer_state": inner}
+    shard = FileState("zero_optim_states.pt", {"optimizer_state_dict": nest, "rng_state": meta(2)})
+    found = tensors.live_before_load([weights, common, shard], 5, CPU)
+    assert [file.name for file in found] == [weights.name, common.name, shard.name]
+    assert [tensor.device for _, tensor in shares.tensors_of(found[0].state)] == [CPU, CPU]
+    assert found[1].state == {} and list(found[2].state) == ["optimizer_state_dict"]
+    found = found[2].state["optimizer_state_dict"]
+    assert found["single_partition_of_fp32_groups"][0].device == CPU
+    assert list(found["base_optimizer_state"]) == ["state"]
+    assert found["base_optimizer_state"]["state"][0]["exp_avg"] is moment
+    (whole,) = tensors.with_moments([FileState("shard", found)], CPU)
+    assert whole.state["single_partition_of_fp32_groups"][0] is found["single_partition_of_fp32_groups"][0]
+    memory = whole.state["base_optimizer_state"]["state"][0]["exp_avg"]
+    assert (memory.device, memory.shape, memory.dtype) == (CPU, moment.shape, moment.dtype)
+
+
 def test_a_limit_below_the_small_tensors_is_refused() -> None:
     with pytest.raises(ReplayError, match="--limit-bytes 10"):
         shares._limited(planned(), 10)

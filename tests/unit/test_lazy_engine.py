@@ -301,27 +301,93 @@ def test_memory_of_a_load_is_used_again_only_when_nothing_of_it_is_left(tmp_path
     check(third, files())
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_parameters_go_to_the_device_as_they_arrive(tmp_path: Path, threads: int) -> None:
-    """The CPU stands in for the device: same code but for streams and pinned memory, which only CUDA has."""
-    mine = files()
-    placed = [
-        FileState(NAMES[0], mine[0].state, {("weights",): {"name": "w"}}),
-        FileState(NAMES[1], mine[1].state, {("optimizer", "m"): {"kind": "master"}}),
-    ]
-    saved = engine().save(placed, tmp_path, NullOperation())
-    loading = engine(device="cpu", io_threads=threads, direct_io="on")
-    found = loading.load(NAMES, tmp_path, {saved[0].name: saved[0]}, NullOperation())
-    check(found, mine)
-    # The small rest alone is in the arena; these are tensors of their own.
-    assert loading._arena._tensor is not None and loading._arena._tensor.numel() <= 16 * 4096
-    weights = found[NAMES[0]]["weights"]
-    assert weights.untyped_storage().nbytes() == weights.numel() * weights.element_size()
-    content = bytearray((tmp_path / saved[0].name).read_bytes())
-    content[len(content) // 2] ^= 1
-    (tmp_path / saved[0].name).write_bytes(content)
-    with pytest.raises(CheckpointDamagedError, match="does not have the checksum"):
-        load(tmp_path, saved, device="cpu", io_threads=threads)
+def live_files(like: list[FileState]) -> tuple[list[FileState], torch.Tensor]:
+    """A model that is about to be restored: views of one buffer with room between them, and that buffer."""
+    weights, moments = like[0].state["weights"], like[1].state["optimizer"]["m"]
+    flat = torch.full((3 * 100 + len(weights) + len(moments),), 7.5)
+    mine = flat[100 : 100 + len(weights)], flat[200 + len(weights) : 200 + len(weights) + len(moments)]
+    return [
+        FileState(NAMES[0], {"weights": mine[0]}),
+        FileState(NAMES[1], {"optimizer": {"m": mine[1]}}),
+    ], flat
+
+
+def check_in_place(found: dict[str, Any], live: list[FileState], flat: torch.Tensor) -> None:
+    """The loaded tensors are the live ones, and nothing beside them was written."""
+    weights, moments = live[0].state["weights"], live[1].state["optimizer"]["m"]
+    assert found[NAMES[0]]["weights"] is weights and found[NAMES[1]]["optimizer"]["m"] is moments
+    rest = torch.cat([flat[:100], flat[100 + len(weights) : 200 + len(weights)], flat[-100:]])
+    assert torch.equal(rest, torch.full_like(rest, 7.5))
+    assert found[NAMES[1]]["optimizer"]["step"] == 3.0  # without a live tensor: of its own
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize(("threads", "direct_io"), [(1, "auto"), (3, "auto"), (3, "on"), (3, "off")])
+def test_live_tensors_are_filled_in_place(tmp_path: Path, threads: int, direct_io: str, cached: bool) -> None:
+    saving = engine(direct_io="off" if cached else "on", fsync=True)
+    (saved,) = saving.save(files(9 * MIB + 40), tmp_path, NullOperation())
+    path = tmp_path / saved.name
+    with path.open("rb") as file:
+        assert ResidentPages(file.fileno()).hold(0, saved.num_bytes) == cached
+    loading = engine(io_threads=threads, direct_io=direct_io)
+    live, flat = live_files(files(9 * MIB + 40))
+    found = loading.load_into(live, tmp_path, {saved.name: saved}, NullOperation())
+    check(found, files(9 * MIB + 40))
+    check_in_place(found, live, flat)
+    assert loading._arena._tensor is None or loading._arena._tensor.numel() <= 16 * 4096
+    with path.open("rb") as file:  # read around the page cache, where it was not there already
+        resident = ResidentPages(file.fileno())
+        assert resident.hold(0, saved.num_bytes) == (cached or direct_io == "off")
+
+
+def test_live_tensors_are_filled_where_the_file_system_refuses_direct_io(tmp_path: Path) -> None:
+    with disk_without_direct_io(tmp_path / "ram") as mounted:
+        if not mounted:
+            pytest.skip("mounting a file system is not allowed here")
+        (saved,) = engine().save(files(5 * MIB), tmp_path / "ram", NullOperation())
+        live, flat = live_files(files(5 * MIB))
+        found = engine().load_into(live, tmp_path / "ram", {saved.name: saved}, NullOperation())
+        check(found, files(5 * MIB))
+        check_in_place(found, live, flat)
+
+
+def test_live_tensors_that_do_not_fit_are_left_alone(tmp_path: Path) -> None:
+    """Another type, another shape, elements in another order, another name: loaded as without them."""
+    (saved,) = engine().save(files(MIB), tmp_path, NullOperation())
+    number = len(files(MIB)[0].state["weights"])
+    for unfit in (
+        torch.zeros(number, dtype=torch.int32),
+        torch.zeros(1, number),
+        torch.zeros(number + 1),
+        torch.zeros(2 * number)[::2],
+    ):
+        live = [
+            FileState(NAMES[0], {"weights": unfit, "other": torch.zeros(number)}),
+            FileState(NAMES[1], {}),
+        ]
+        found = engine().load_into(live, tmp_path, {saved.name: saved}, NullOperation())
+        check(found, files(MIB))
+        assert not unfit.any() and not live[0].state["other"].any()
+        assert "other" not in found[NAMES[0]]
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_flipped_bit_is_found_when_live_tensors_are_filled(tmp_path: Path, cached: bool) -> None:
+    (saved,) = engine(fsync=True).save(files(5 * MIB), tmp_path, NullOperation())
+    path = tmp_path / saved.name
+    start = lazy_format.decode(lazy_format.read_header(path), path).data_start
+    for position in (start, start + saved.num_bytes // 2, saved.num_bytes - 40):
+        content = bytearray(path.read_bytes())
+        content[position] ^= 1
+        damaged = tmp_path / f"{position}"
+        damaged.mkdir()
+        (damaged / saved.name).write_bytes(content)
+        if not cached:
+            with (damaged / saved.name).open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        with pytest.raises(CheckpointDamagedError, match="does not have the checksum"):
+            engine().load_into(live_files(files(5 * MIB))[0], damaged, {saved.name: saved}, NullOperation())
 
 
 @pytest.mark.parametrize(("threads", "direct_io"), [(1, "auto"), (3, "auto"), (1, "on"), (3, "off")])

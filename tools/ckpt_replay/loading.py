@@ -14,14 +14,14 @@ import torch
 
 from megatron import checkpoint_layout as names
 from megatron.checkpoint_commit import Manifest
-from megatron.checkpoint_engines.base import CheckpointEngine
+from megatron.checkpoint_engines.base import CheckpointEngine, FileState
 from megatron.restart_trace.clock import now_ns
 from megatron.restart_trace.recorder import Operation
 from tools.ckpt_replay import memory, page_cache
 from tools.ckpt_replay.context import RankContext
 from tools.ckpt_replay.plan import LOAD_COLD, fingerprint_file
 from tools.ckpt_replay.shares import map_tensors, tensor_bytes
-from tools.ckpt_replay.tensors import check_restored
+from tools.ckpt_replay.tensors import check_restored, live_before_load, with_moments
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,9 @@ class LoadSample:
     cache: str
     resident_share: float | None
     storage_read_bytes: int | None
-    peak_rss_bytes: int  # beyond what the process held before, the loaded state included
+    peak_rss_bytes: (
+        int  # beyond what the process held before, which includes weights and masters that are loaded into
+    )
 
 
 def run_loads(ctx: RankContext) -> dict[str, Any]:
@@ -51,7 +53,7 @@ def run_loads(ctx: RankContext) -> dict[str, Any]:
     paths = page_cache.files_below(directory)
     if not cold and (reason := _no_room_to_be_warm(ctx, paths, tensor_bytes(planned))):
         return {"loads": [], "skipped": reason}
-    loader = _Loader(ctx, ctx.create_engine(), directory, [file.name for file in planned])
+    loader = _Loader(ctx, ctx.create_engine(), directory, planned)
     samples = []
     for again in (False,) if cold else (False, True):
         ctx.wait_for_all()
@@ -78,12 +80,14 @@ def _no_room_to_be_warm(ctx: RankContext, paths: list[Path], state_bytes: int) -
 
 class _Loader:
     def __init__(
-        self, ctx: RankContext, engine: CheckpointEngine, directory: Path, wanted: list[str]
+        self, ctx: RankContext, engine: CheckpointEngine, directory: Path, planned: list[FileState]
     ) -> None:
         self.engine = engine
         self._ctx = ctx
         self._directory = directory
-        self._wanted = wanted
+        self._live = [FileState(file.name, {}) for file in planned]
+        if engine.loads_in_place:
+            self._live = live_before_load(planned, seed=1_000_003 + ctx.rank, device=ctx.device)
         self._manifest = Manifest.from_json((directory / names.MANIFEST).read_text())
 
     def load(self, again: bool, share: float | None) -> LoadSample:
@@ -97,7 +101,8 @@ class _Loader:
         read_before = _storage_read()
         with memory.PeakMemory() as peak, self._ctx.recorder.operation("load", **labels) as op:
             start = now_ns()
-            states = self.engine.load(self._wanted, self._directory, self._manifest.files, op)
+            live = with_moments(self._live, self._ctx.device)
+            states = self.engine.load_into(live, self._directory, self._manifest.files, op)
             if self._ctx.device.type != "cpu":
                 states = self._to_device(states, op)
             end = now_ns()

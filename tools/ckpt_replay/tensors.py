@@ -11,9 +11,11 @@ import torch
 from isal import isal_zlib
 
 from megatron.checkpoint_engines.base import FileState
+from megatron.checkpoint_engines.direct_files import empty_in_large_pages
 from tools.ckpt_replay.plan import ReplayError
 from tools.ckpt_replay.shares import map_tensors, size_of, tensors_of
 
+_SHARD, _MASTERS, _BASE = "optimizer_state_dict", "single_partition_of_fp32_groups", "base_optimizer_state"
 _PATTERN_BYTES = 4 << 20
 _GOLDEN = 0x9E3779B97F4A7C15 - (
     1 << 64
@@ -38,6 +40,33 @@ def materialise(files: list[FileState], seed: int, device: torch.device) -> list
         if id(tensor) not in made:
             made[id(tensor)] = source.tensor(tensor).requires_grad_(tensor.requires_grad)
         return made[id(tensor)]
+
+    return [replace(file, state=map_tensors(file.state, real)) for file in files]
+
+
+def live_before_load(files: list[FileState], seed: int, device: torch.device) -> list[FileState]:
+    """Of the planned `files` what training has in memory when it loads, with other values than those it will load.
+
+    Weights and masters. The moments, for which the optimizer has no memory before its first step, stay on "meta".
+    """
+    there: list[FileState] = []
+    for file in files:
+        state = file.state if file.name.startswith(("layer_", "small_tensors_")) else {}
+        if _SHARD in file.state:
+            state = {_SHARD: {_MASTERS: file.state[_SHARD][_MASTERS]}}
+        there.append(FileState(file.name, state))
+    made = materialise(there, seed, device)
+    for planned, file in zip(files, made, strict=True):
+        if _SHARD in planned.state:
+            file.state[_SHARD][_BASE] = {"state": planned.state[_SHARD][_BASE]["state"]}
+    return made
+
+
+def with_moments(files: list[FileState], device: torch.device) -> list[FileState]:
+    """`files` with new memory, which nobody has touched yet, for what is on "meta"."""
+
+    def real(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.device.type != "meta" else empty_in_large_pages(tensor, device)
 
     return [replace(file, state=map_tensors(file.state, real)) for file in files]
 
