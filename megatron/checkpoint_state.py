@@ -18,13 +18,13 @@ from deepspeed import __version__ as deepspeed_version
 from megatron import checkpoint_layout as names
 from megatron.arguments import namespace_from_config
 from megatron.checkpoint_engines.base import FileState
-from megatron.checkpoint_engines.direct_files import empty_in_large_pages
 from megatron.checkpoint_engines.errors import CheckpointMismatchError
 from megatron.checkpoint_placements import add_placements, layer_modules
 from megatron.config import Config
-from megatron.optimizer.build import moment_names
 from megatron.tensor_parallel.random import get_rng_state, set_rng_state
 from megatron.topology import Coordinates, Layout
+
+_MASTERS = "single_partition_of_fp32_groups"  # in DeepSpeed's shards
 
 
 @dataclass
@@ -48,11 +48,10 @@ class RankPlace:
 
 
 def live_state(engine: Any, place: RankPlace, with_optimizer: bool, with_tensors: bool) -> list[FileState]:
-    """The files that this rank reads back; `with_tensors`: and those that are to become what they hold.
+    """The files that this rank reads back; `with_tensors`: and the weights and masters that are to become theirs.
 
-    These are weights, masters, and memory for the moments, of which the optimizer has none before its first step.
-    An engine may fill them before it is known whether the checkpoint is whole: what is applied then, from that one
-    or another, replaces them all, and so does `start_over`.
+    An engine may fill these before it is known whether the checkpoint is whole: what is applied then, from that one
+    or another, replaces them all, and so does `start_over`. Moments there are none before the first step.
     """
     mine = [
         FileState(names.layer_file(number, place.at.tp), layer.state_dict() if with_tensors else {})
@@ -60,25 +59,12 @@ def live_state(engine: Any, place: RankPlace, with_optimizer: bool, with_tensors
     ]
     mine.append(FileState(names.model_states_file(place.layout, place.at), {}))
     if with_optimizer:
-        shard = {"optimizer_state_dict": _optimizer_tensors(engine)} if with_tensors else {}
+        shard: dict[str, Any] = {}
+        if with_tensors:
+            masters = engine.optimizer.state_dict()[_MASTERS]
+            shard = {"optimizer_state_dict": {_MASTERS: [master.detach() for master in masters]}}
         mine.append(FileState(names.optimizer_file(place.layout, place.at, place.params_dtype), shard))
     return mine
-
-
-def _optimizer_tensors(engine: Any) -> dict[str, Any]:
-    """Masters, and new memory for moments, in the nest of DeepSpeed's shards."""
-    masters = engine.optimizer.state_dict()["single_partition_of_fp32_groups"]
-    flat = [param for group in engine.basic_optimizer.param_groups for param in group["params"]]
-    moments = {
-        index: {
-            key: empty_in_large_pages(param, param.device) for key in moment_names(engine.basic_optimizer)
-        }
-        for index, param in enumerate(flat)
-    }
-    return {
-        "single_partition_of_fp32_groups": [master.detach() for master in masters],
-        "base_optimizer_state": {"state": moments},
-    }
 
 
 def collect_state(

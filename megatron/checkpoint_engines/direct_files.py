@@ -14,11 +14,11 @@ import os
 from pathlib import Path
 
 import numpy as np
-import torch
 
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 4096
+_HUGE_PAGE = 2 << 20
 _told: set[Path] = set()
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -35,22 +35,17 @@ def align_up(size: int) -> int:
 def aligned_memory(size: int) -> memoryview:
     """`size` bytes of anonymous memory at an aligned address, in huge pages where the kernel has them.
 
-    It is given back when the last view of it is gone.
+    A huge page is one page fault instead of 512, and one piece for a direct transfer. It is given back when the last
+    view of it is gone.
     """
-    memory = mmap.mmap(-1, max(align_up(size), ALIGNMENT), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)  # one page fault for 2 MiB instead of 512
-    return memoryview(memory)[:size]
-
-
-def empty_in_large_pages(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A contiguous tensor of the type and shape of `like` on `device`, of undefined content.
-
-    In host memory its first touch is several times faster than that of torch's, which is in small pages.
-    """
-    if device.type != "cpu" or not like.numel():
-        return torch.empty(like.shape, dtype=like.dtype, device=device)
-    memory = aligned_memory(like.numel() * like.element_size())
-    return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
+    length = max(align_up(size), ALIGNMENT)
+    room = (
+        _HUGE_PAGE if length >= _HUGE_PAGE else 0
+    )  # what lies before a huge page's boundary is in small ones
+    memory = mmap.mmap(-1, length + room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    start = -np.frombuffer(memory, dtype=np.uint8).ctypes.data % _HUGE_PAGE if room else 0
+    return memoryview(memory)[start : start + size]
 
 
 def open_direct(path: Path, flags: int, mode: str) -> tuple[int, bool]:
@@ -117,21 +112,20 @@ def read_all(fd: int, view: memoryview, offset: int) -> int:
 
 
 class ResidentPages:
-    """Which parts of a file lie in the page cache (mincore(2)), where reading around it would be the slow way."""
+    """Which parts of a file lay in the page cache (mincore(2)) when this was made: to read around it is slower."""
 
     def __init__(self, fd: int) -> None:
         size = os.fstat(fd).st_size
-        self._bytes = np.frombuffer(
-            mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ), dtype=np.uint8
-        )
-
-    def hold(self, start: int, stop: int) -> bool:
-        """Whether every page of the bytes [start, stop) is there; `start` is a multiple of the page size."""
-        length = min(stop, len(self._bytes)) - start
-        if length <= 0:  # the file is shorter than it should be: the read will tell
-            return False
-        pages = np.empty(-(-length // mmap.PAGESIZE), dtype=np.uint8)
-        address = ctypes.c_void_p(self._bytes.ctypes.data + start)
-        if _libc.mincore(address, ctypes.c_size_t(length), ctypes.c_void_p(pages.ctypes.data)) != 0:
+        mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        pages = np.empty(-(-size // mmap.PAGESIZE), dtype=np.uint8)
+        address = np.frombuffer(mapping, dtype=np.uint8).ctypes.data
+        if _libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data)):
             raise OSError(ctypes.get_errno(), "mincore failed")
-        return bool((pages & 1).all())
+        self._there = pages & 1
+
+    def share(self, start: int, stop: int) -> float:
+        """Share of the pages of [start, stop) that were there, 0 to 1; `start` is a multiple of the page size."""
+        pages = self._there[start // mmap.PAGESIZE : -(-stop // mmap.PAGESIZE)]
+        return (
+            float(pages.mean()) if len(pages) else 0.0
+        )  # the file is shorter than it should be: a read will tell

@@ -68,10 +68,16 @@ class Buffer:
 
     def scatter(self, pieces: Iterable[tuple[torch.Tensor, int]], stream: Any) -> Any:
         """Copy parts of this buffer to (uint8 tensor, offset in the buffer); as `gather` the other way round."""
-        with torch.cuda.stream(stream):  # no stream, on the CPU: nothing changes
-            for destination, offset in pieces:
-                destination.copy_(self._tensor[offset : offset + destination.numel()], non_blocking=True)
-        return stream.record_event() if stream is not None else None
+        queued = False
+        for destination, offset in pieces:
+            stop = offset + destination.numel()
+            if destination.device.type == "cpu":
+                np.copyto(destination.numpy(), self._array[offset:stop])
+                continue
+            with torch.cuda.stream(stream):
+                destination.copy_(self._tensor[offset:stop], non_blocking=True)
+            queued = True
+        return stream.record_event() if queued else None
 
 
 class HostCache:

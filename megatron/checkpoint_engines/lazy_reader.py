@@ -4,9 +4,9 @@ Live tensors are filled in place: block by block through a few buffers that are 
 memory is touched for the first time and none is needed for a copy of the state; for CUDA the buffers are pinned.
 Blocks that lie in the page cache are copied from there (`--direct-io auto`).
 
-What has no live tensor is loaded into memory of its own. With `--direct-io auto` the files are mapped, and threads have
-their pages read into the page cache, which is the memory of the tensors. With `on` and `off` the tensors are views of
-one aligned arena, which is read into around the page cache or through it.
+What has no live tensor gets one on the device where the live ones are, or memory of its own on the host. Where it lies
+in the page cache (`--direct-io auto`), that is its memory, and the first write to a page makes a copy of it. Else it is
+an aligned arena, which is read into around the page cache.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from megatron.checkpoint_engines.load_ranges import (
     Key,
     Range,
     Wanted,
-    live_bytes,
+    bytes_of,
+    fits,
     ranges_of,
 )
 from megatron.checkpoint_engines.load_sources import Arena, OpenFile
@@ -63,7 +64,7 @@ class Reader:
             for e in i.entries
             if not e.num_bytes
         }
-        in_place = self._live_ranges(wanted, live, tensors)
+        in_place = self._in_place(wanted, live, tensors)
         hosted = ranges_of(
             [replace(i, entries=[e for e in i.entries if (i.path, e.name) not in tensors]) for i in wanted]
         )
@@ -79,42 +80,47 @@ class Reader:
         self._check(wanted)
         return tensors | {(r.path, entry.name): r.tensor(entry) for r in hosted for entry in r.entries}
 
-    def _live_ranges(
+    def _in_place(
         self, wanted: Sequence[Wanted], live: Mapping[str, torch.Tensor], tensors: dict[Key, torch.Tensor]
     ) -> list[Range]:
-        """Stretches of what goes to live tensors, which are added to `tensors`."""
-        targets = {
-            (item.path, entry.name): target
+        """Stretches of what goes to live tensors, or to the device where these are; their tensors join `tensors`."""
+        found = {
+            (item.path, entry.name): live[entry.name]
             for item in wanted
             for entry in item.entries
-            if entry.num_bytes and (target := live_bytes(entry, live)) is not None
+            if entry.num_bytes and fits(live.get(entry.name), entry)
         }
-        mine = [replace(i, entries=[e for e in i.entries if (i.path, e.name) in targets]) for i in wanted]
-        ranges = ranges_of(mine)
+        self._device = next((t.device for t in found.values() if t.device.type == "cuda"), self._device)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # what is still to be done to them, such as filling them
+            for item in wanted:
+                for entry in item.entries:
+                    if entry.placement is not None and (item.path, entry.name) not in found | tensors:
+                        new = torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
+                        found[item.path, entry.name] = new
+        ranges = ranges_of(
+            [replace(i, entries=[e for e in i.entries if (i.path, e.name) in found]) for i in wanted]
+        )
         for stretch in ranges:
-            stretch.live = {entry.name: targets[stretch.path, entry.name] for entry in stretch.entries}
-        tensors |= {key: live[key[1]] for key in targets}
-        self._device = next((t.device for t in targets.values() if t.device.type == "cuda"), self._device)
-        if self._device.type == "cuda":  # what is still to be done to the live tensors, such as filling them
-            torch.cuda.synchronize(self._device)
+            stretch.live = {e.name: bytes_of(found[stretch.path, e.name]) for e in stretch.entries}
+        tensors |= found
         return ranges
 
     def _give_memory(self, ranges: Sequence[Range], files: dict[Path, OpenFile], arena: Arena) -> None:
-        """The page cache itself with --direct-io auto; else the arena, one stretch after the other."""
-        if self._options.direct_io == "auto":
-            mappings = {path: files[path].map() for path in {found.path for found in ranges}}
-            for found in ranges:
-                found.mapping = mappings[found.path]
-                found.memory = np.frombuffer(found.mapping, dtype=np.uint8)
-                found.at = found.start
-            return
-        position = 0
-        for found in ranges:
-            found.at = position
-            position += found.stop - found.start
-        memory = arena.take(position)
-        for found in ranges:
-            found.memory = memory
+        """The page cache itself to what lies there (--direct-io auto); to the others the arena, one after the other."""
+        size = 0
+        for stretch in ranges:
+            if files[stretch.path].can_be_mapped(stretch.start, stretch.stop):
+                stretch.mapping = files[stretch.path].map()
+                stretch.memory = np.frombuffer(stretch.mapping, dtype=np.uint8)
+                stretch.at = stretch.start
+            else:
+                stretch.at = size
+                size += stretch.stop - stretch.start
+        memory = arena.take(size)
+        for stretch in ranges:
+            if stretch.mapping is None:
+                stretch.memory = memory
 
     def _run_threads(self, ranges: Sequence[Range], files: dict[Path, OpenFile]) -> None:
         """Let the I/O threads read all blocks: a share each of what is mapped, and the others as they come."""
@@ -124,7 +130,7 @@ class Reader:
             if stretch.mapping is not None or files[stretch.path].only_mapped:
                 mapped += stretch.blocks(STEP)
             else:
-                others += stretch.blocks(self._options.io_block_bytes if stretch.live is None else STEP)
+                others += stretch.blocks(STEP)
         queue = iter(others)
         count = self._options.io_threads or (_DIRECT_THREADS if others else _MAPPING_THREADS)
         readers = [LoadThread(self._options, files, self._device) for _ in range(count)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,9 +97,13 @@ def ranges_of(wanted: Sequence[Wanted]) -> list[Range]:
     return ranges
 
 
-def live_bytes(entry: TensorEntry, live: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """The bytes of the live tensor that `entry` can be read into: of its name, type and shape, in order."""
-    tensor = live.get(entry.name)
+def fits(tensor: torch.Tensor | None, entry: TensorEntry) -> bool:
+    """Whether `entry` can be read into `tensor`: of its type and shape, and its elements in order."""
     if tensor is None or tensor.dtype != entry.dtype or tuple(tensor.shape) != entry.shape:
-        return None
-    return tensor.reshape(-1).view(torch.uint8) if tensor.is_contiguous() else None
+        return False
+    return tensor.is_contiguous()
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, which they share."""
+    return tensor.reshape(-1).view(torch.uint8)

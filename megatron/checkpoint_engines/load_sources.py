@@ -16,6 +16,7 @@ from megatron.checkpoint_engines import direct_files
 from megatron.checkpoint_engines.direct_files import ALIGNMENT, align_up
 from megatron.checkpoint_engines.errors import CheckpointDamagedError
 
+_MOSTLY_CACHED = 0.5
 _POPULATE_READ = 22  # MADV_POPULATE_READ of linux/mman.h, since 5.14; not in Python's mmap
 
 
@@ -82,9 +83,15 @@ class OpenFile:
         """Whether nothing is read around the page cache: --direct-io auto where the file system refuses that."""
         return self._mode == "auto" and self._direct is None
 
+    def can_be_mapped(self, start: int, stop: int) -> bool:
+        """Whether [start, stop) is to be used in the page cache: most of it lies there, or has to pass through it."""
+        return self.only_mapped or (
+            self._resident is not None and self._resident.share(start, stop) > _MOSTLY_CACHED
+        )
+
     def is_cached(self, start: int, stop: int) -> bool:
         """Whether [start, stop) lies in the page cache, and may be used there (--direct-io auto)."""
-        return self._resident is not None and self._resident.hold(start, stop)
+        return self._resident is not None and self._resident.share(start, stop) == 1
 
     def map(self) -> mmap.mmap:
         """The file as memory: its pages in the page cache themselves. Writing to it changes a copy, not the file."""

@@ -71,7 +71,7 @@ class LoadThread:
         """Into live tensors: from the page cache if the block lies there, else through a buffer."""
         file = self._files[stretch.path]
         began = now_ns()
-        if self._on_cpu and (file.only_mapped or file.is_cached(start, stop)):
+        if self._on_cpu and file.can_be_mapped(start, stop):
             view = self._ahead.read(stretch.path, start, stop)
             self._moved += len(view)
             began = self._take_checksums(stretch, start, stop, view, self._took("read", began))

@@ -56,13 +56,6 @@ def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.op
     return optimizer
 
 
-def moment_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Keys of the optimizer's state under which it keeps a tensor of each parameter's shape."""
-    if isinstance(optimizer, torch.optim.SGD):
-        return ("momentum_buffer",) if optimizer.defaults["momentum"] else ()
-    return ("exp_avg", "exp_avg_sq")
-
-
 def _apex_here() -> bool:
     return torch.cuda.is_available() and util.find_spec("apex") is not None
 

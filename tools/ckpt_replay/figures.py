@@ -76,6 +76,9 @@ def engine_figures(samples: Samples, name: str, total_bytes: int) -> dict[str, A
     def of_saves(field: str, warmup: bool = False) -> dict[str, Any] | None:
         return _slowest([[_save(rank, warmup) for rank in ranks] for ranks in saves], field)
 
+    def first_writes(kind: str, cache: str) -> list[float]:
+        return _loads(kinds.get(kind, []), cache, again=False, field="first_write_s")
+
     cold = _loads(kinds.get(LOAD_COLD, []), COLD, again=False)
     warm = _loads(kinds.get(LOAD_WARM, []), WARM, again=False)
     durable = of_saves("durable_s")
@@ -86,6 +89,8 @@ def engine_figures(samples: Samples, name: str, total_bytes: int) -> dict[str, A
         "load_cold_s": summary(cold),
         "load_warm_s": summary(warm),
         "load_warm_again_s": summary(_loads(kinds.get(LOAD_WARM, []), WARM, again=True)),
+        "first_write_cold_s": summary(first_writes(LOAD_COLD, COLD)),
+        "first_write_warm_s": summary(first_writes(LOAD_WARM, WARM)),
         "peak_rss_bytes": of_saves("peak_rss_bytes"),
         "kept_rss_bytes": of_saves("kept_rss_bytes"),
         "children_peak_bytes": of_saves("children_peak_bytes"),
@@ -121,13 +126,13 @@ def _slowest(repeats: list[list[dict[str, Any] | None]], field: str) -> dict[str
     return summary(values)
 
 
-def _loads(repeats: list[Ranks], cache: str, *, again: bool) -> list[float]:
-    """Seconds of the loads that found the page cache in the state `cache` on every rank."""
+def _loads(repeats: list[Ranks], cache: str, *, again: bool, field: str = "load_s") -> list[float]:
+    """Seconds, those called `field`, of the loads that found the page cache in the state `cache` on every rank."""
     found = []
     for ranks in repeats:
         mine = [load for rank in ranks for load in rank["loads"] if load["again"] == again]
         if mine and all(load["cache"] == cache for load in mine):
-            found.append(max(load["load_s"] for load in mine))
+            found.append(max(load[field] for load in mine))
     return found
 
 

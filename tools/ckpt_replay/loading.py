@@ -21,7 +21,7 @@ from tools.ckpt_replay import memory, page_cache
 from tools.ckpt_replay.context import RankContext
 from tools.ckpt_replay.plan import LOAD_COLD, fingerprint_file
 from tools.ckpt_replay.shares import map_tensors, tensor_bytes
-from tools.ckpt_replay.tensors import check_restored, live_before_load, with_moments
+from tools.ckpt_replay.tensors import alter, check_restored, live_before_load
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,14 @@ class LoadSample:
     """One load of one rank. `cache` is what was found just before it: cold, warm, partly warm or unknown.
 
     `again`: in a process that has loaded before, so that memory the engine keeps is used again.
+    `first_write_s` is what it takes to write to every page of what was loaded, as the first step of the optimizer does:
+    an engine may put off until then what it costs to have memory.
     `storage_read_bytes` is what the kernel counted for this process; None where it does not tell.
     """
 
     again: bool
     load_s: float
+    first_write_s: float
     cache: str
     resident_share: float | None
     storage_read_bytes: int | None
@@ -101,19 +104,22 @@ class _Loader:
         read_before = _storage_read()
         with memory.PeakMemory() as peak, self._ctx.recorder.operation("load", **labels) as op:
             start = now_ns()
-            live = with_moments(self._live, self._ctx.device)
-            states = self.engine.load_into(live, self._directory, self._manifest.files, op)
+            states = self.engine.load_into(self._live, self._directory, self._manifest.files, op)
             if self._ctx.device.type != "cpu":
                 states = self._to_device(states, op)
             end = now_ns()
         read_after = _storage_read()
         saved = json.loads(fingerprint_file(self._ctx.notes, self._ctx.process).read_text())
         check_restored(states, saved, self._directory)
+        written = now_ns()
+        alter([FileState(name, state) for name, state in states.items()])
+        first_write = now_ns() - written
         states.clear()
         gc.collect()
         return LoadSample(
             again=again,
             load_s=(end - start) / 1e9,
+            first_write_s=first_write / 1e9,
             cache=page_cache.state_of(share),
             resident_share=share,
             storage_read_bytes=None

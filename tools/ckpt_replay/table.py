@@ -154,6 +154,10 @@ def _notes(figures: dict[str, Any]) -> list[str]:
             lines.append(
                 f"{name}: a second warm load in the same process, memory it keeps used again: {again} s"
             )
+        for state in ("cold", "warm"):
+            if found[f"first_write_{state}_s"]:
+                write = _seconds(found[f"first_write_{state}_s"])
+                lines.append(f"{name}: first write to every page after a {state} load: {write} s")
         if found["first_blocked_s"]:
             blocked, durable = _seconds(found["first_blocked_s"]), _seconds(found["first_durable_s"])
             lines.append(

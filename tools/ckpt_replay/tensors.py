@@ -11,11 +11,10 @@ import torch
 from isal import isal_zlib
 
 from megatron.checkpoint_engines.base import FileState
-from megatron.checkpoint_engines.direct_files import empty_in_large_pages
 from tools.ckpt_replay.plan import ReplayError
 from tools.ckpt_replay.shares import map_tensors, size_of, tensors_of
 
-_SHARD, _MASTERS, _BASE = "optimizer_state_dict", "single_partition_of_fp32_groups", "base_optimizer_state"
+_SHARD, _MASTERS = "optimizer_state_dict", "single_partition_of_fp32_groups"  # of DeepSpeed's shards
 _PATTERN_BYTES = 4 << 20
 _GOLDEN = 0x9E3779B97F4A7C15 - (
     1 << 64
@@ -47,7 +46,7 @@ def materialise(files: list[FileState], seed: int, device: torch.device) -> list
 def live_before_load(files: list[FileState], seed: int, device: torch.device) -> list[FileState]:
     """Of the planned `files` what training has in memory when it loads, with other values than those it will load.
 
-    Weights and masters. The moments, for which the optimizer has no memory before its first step, stay on "meta".
+    Weights and masters: before its first step the optimizer has no moments.
     """
     there: list[FileState] = []
     for file in files:
@@ -55,20 +54,7 @@ def live_before_load(files: list[FileState], seed: int, device: torch.device) ->
         if _SHARD in file.state:
             state = {_SHARD: {_MASTERS: file.state[_SHARD][_MASTERS]}}
         there.append(FileState(file.name, state))
-    made = materialise(there, seed, device)
-    for planned, file in zip(files, made, strict=True):
-        if _SHARD in planned.state:
-            file.state[_SHARD][_BASE] = {"state": planned.state[_SHARD][_BASE]["state"]}
-    return made
-
-
-def with_moments(files: list[FileState], device: torch.device) -> list[FileState]:
-    """`files` with new memory, which nobody has touched yet, for what is on "meta"."""
-
-    def real(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.device.type != "meta" else empty_in_large_pages(tensor, device)
-
-    return [replace(file, state=map_tensors(file.state, real)) for file in files]
+    return materialise(there, seed, device)
 
 
 def _fill_flat(planned: list[torch.Tensor], source: _Bits, made: dict[int, torch.Tensor]) -> None:
