@@ -4,9 +4,9 @@ Live tensors are filled in place: block by block through a few buffers that are 
 memory is touched for the first time and none is needed for a copy of the state; for CUDA the buffers are pinned.
 Blocks that lie in the page cache are copied from there (`--direct-io auto`).
 
-What has no live tensor gets one on the device where the live ones are, or memory of its own on the host. Where it lies
-in the page cache (`--direct-io auto`), that is its memory, and the first write to a page makes a copy of it. Else it is
-an aligned arena, which is read into around the page cache.
+Parameters and moments (what has a placement) that have no live tensor get one on the device where the others are. The
+small rest gets memory of its own on the host: where it lies in the page cache (`--direct-io auto`), that is its
+memory; else an aligned arena, which is read into around the page cache.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Reader:
     def _in_place(
         self, wanted: Sequence[Wanted], live: Mapping[str, torch.Tensor], tensors: dict[Key, torch.Tensor]
     ) -> list[Range]:
-        """Stretches of what goes to live tensors, or to the device where these are; their tensors join `tensors`."""
+        """Stretches of what goes to live tensors, or to new ones beside these; their tensors join `tensors`."""
         found = {
             (item.path, entry.name): live[entry.name]
             for item in wanted
@@ -93,11 +93,12 @@ class Reader:
         self._device = next((t.device for t in found.values() if t.device.type == "cuda"), self._device)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # what is still to be done to them, such as filling them
-            for item in wanted:
-                for entry in item.entries:
-                    if entry.placement is not None and (item.path, entry.name) not in found | tensors:
-                        new = torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
-                        found[item.path, entry.name] = new
+        found |= {
+            (item.path, entry.name): torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
+            for item in wanted
+            for entry in item.entries
+            if entry.num_bytes and entry.placement is not None and (item.path, entry.name) not in found
+        }
         ranges = ranges_of(
             [replace(i, entries=[e for e in i.entries if (i.path, e.name) in found]) for i in wanted]
         )

@@ -152,7 +152,7 @@ def test_a_limited_share_has_the_same_files_and_tensors_and_about_the_bytes() ->
     assert shard["fp32_groups"][0] is shard["state"][0]["master"]
     assert shard["state"][0]["step"] == 7
     assert limited[0].state["norm"].shape == (300,)
-    assert not limited[0].placements
+    assert limited[0].placements == files[0].placements
 
 
 def test_weights_and_masters_are_there_before_a_load_and_moments_are_not() -> None:

@@ -347,6 +347,22 @@ def test_live_tensors_are_filled_in_place(tmp_path: Path, threads: int, direct_i
         assert (resident.share(0, saved.num_bytes) == 1) == (cached or direct_io == "off")
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_what_has_a_placement_gets_a_tensor_of_its_own(tmp_path: Path, cached: bool) -> None:
+    """Moments, which are kept for good: no view of an arena or of the page cache, where a first write costs a copy."""
+    mine = files()
+    placed = [mine[0], FileState(NAMES[1], mine[1].state, {("optimizer", "m"): {"kind": "exp_avg"}})]
+    (saved,) = engine(direct_io="off" if cached else "on", fsync=True).save(placed, tmp_path, NullOperation())
+    live, _ = live_files(files())
+    loading = engine()
+    found = loading.load_into(
+        [live[0], FileState(NAMES[1], {})], tmp_path, {saved.name: saved}, NullOperation()
+    )
+    check(found, mine)
+    moments = found[NAMES[1]]["optimizer"]["m"]
+    assert moments.untyped_storage().nbytes() == moments.numel() * moments.element_size()
+
+
 def test_live_tensors_are_filled_where_the_file_system_refuses_direct_io(tmp_path: Path) -> None:
     with disk_without_direct_io(tmp_path / "ram") as mounted:
         if not mounted:

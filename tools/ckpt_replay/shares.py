@@ -126,5 +126,5 @@ def _limited(files: list[FileState], limit: int) -> list[FileState]:
             )
         return shrunk[id(tensor)]
 
-    # What placements say of a tensor's place in the model is no longer true of fewer rows.
-    return [replace(file, state=map_tensors(file.state, shrink), placements={}) for file in files]
+    # What placements say of a tensor's place in the model is no longer true of fewer rows, but as long.
+    return [replace(file, state=map_tensors(file.state, shrink)) for file in files]
