@@ -8,8 +8,13 @@ from typing import Any
 from megatron import checkpoint_layout as names
 from megatron.checkpoint_commit import Candidate, Manifest
 from megatron.checkpoint_engines.base import EngineOptions
-from megatron.checkpoint_engines.errors import CheckpointDamagedError, CheckpointMismatchError
-from megatron.checkpoint_engines.registry import create_engine
+from megatron.checkpoint_engines.errors import (
+    CheckpointDamagedError,
+    CheckpointMismatchError,
+    EngineUnavailableError,
+    UnknownEngineError,
+)
+from megatron.checkpoint_engines.registry import check_engine_name, create_engine, is_redistributable
 from megatron.config import Config
 from megatron.restart_trace.recorder import NullOperation
 from megatron.topology import Layout
@@ -29,17 +34,27 @@ def model_identity(config: Config, padded_vocab_size: int) -> dict[str, Any]:
     return identity | {"padded_vocab_size": padded_vocab_size, "params_dtype": config.model.params_dtype}
 
 
-def check_candidate(candidate: Candidate, config: Config, layout: Layout, padded_vocab_size: int) -> None:
-    """Raises CheckpointMismatchError naming every difference of shape or layout.
+def check_candidate(
+    candidate: Candidate,
+    config: Config,
+    layout: Layout,
+    padded_vocab_size: int,
+    redistributable: bool | None = None,
+) -> bool:
+    """Whether the checkpoint was saved on another layout than `layout`, and is to be loaded onto it.
 
-    A checkpoint without manifest is judged by the arguments in its mp_rank_00 file, as upstream wrote them; if
-    they are ours, its manifest is gone: CheckpointDamagedError.
+    Raises CheckpointMismatchError naming every difference of shape, and a difference of layout unless the engine that
+    saved it is `redistributable` (None: not known yet). A checkpoint without manifest is judged by the arguments in
+    its mp_rank_00 file, as upstream wrote them; if they are ours, its manifest is gone: CheckpointDamagedError.
     """
     mine = model_identity(config, padded_vocab_size)
     if candidate.manifest is not None:
         theirs, their_layout = candidate.manifest.model, Layout(**candidate.manifest.layout)
     else:
         theirs, their_layout = _foreign_identity(candidate, mine, foreign_engine(config))
+    elsewhere = their_layout != layout
+    if elsewhere:
+        del mine["padded_vocab_size"]  # TP pads it; the true size is checked parameter by parameter
     different = [
         f"{name} is {theirs[name]} in the checkpoint and {mine[name]} here"
         for name in mine
@@ -52,12 +67,22 @@ def check_candidate(candidate: Candidate, config: Config, layout: Layout, padded
             + "; give the flags of the run that "
             "saved it, or another --load"
         )
-    if their_layout != layout:
+    if elsewhere and (redistributable is False or candidate.manifest is None):
         raise CheckpointMismatchError(
-            f"{candidate.directory}: saved on {their_layout}, but this run is {layout}; redistribution is needed, "
-            "which this version does not do: start with --tensor-model-parallel-size "
+            f"{candidate.directory}: saved on {their_layout}, but this run is {layout}, and only a checkpoint of "
+            "--checkpoint-engine lazy can be loaded onto another layout: start with --tensor-model-parallel-size "
             f"{their_layout.tp} --pipeline-model-parallel-size {their_layout.pp} on {their_layout.world_size} ranks"
         )
+    return elsewhere
+
+
+def cannot_be_read(directory: Path, engine: str, why: str) -> CheckpointMismatchError:
+    """The error for a checkpoint of an engine that is not here."""
+    return CheckpointMismatchError(
+        f"{directory / names.MANIFEST}: the checkpoint was saved with --checkpoint-engine {engine}, and only that can "
+        f"read it, which is not possible here: {why}. Install what is missing, or load a checkpoint of another engine "
+        "with --load-tag"
+    )
 
 
 def foreign_engine(config: Config) -> str:
@@ -84,8 +109,13 @@ def check_newest(config: Config, layout: Layout, padded_vocab_size: int) -> None
             manifest = Manifest.from_json((directory / names.MANIFEST).read_text())
         except (OSError, ValueError):
             continue
+        try:
+            check_engine_name(manifest.engine)
+        except (UnknownEngineError, EngineUnavailableError) as exc:
+            raise cannot_be_read(directory, manifest.engine, str(exc)) from exc
         found = Candidate(directory, manifest.tag, manifest.step, manifest)
-        return check_candidate(found, config, layout, padded_vocab_size)
+        check_candidate(found, config, layout, padded_vocab_size, is_redistributable(manifest.engine))
+        return
 
 
 def _tags_newest_first(load_dir: Path) -> list[str]:

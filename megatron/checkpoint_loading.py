@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron import checkpoint_commit as commit
 from megatron import checkpoint_layout as names
-from megatron.checkpoint_compatibility import check_candidate, foreign_engine
+from megatron.checkpoint_compatibility import cannot_be_read, check_candidate, foreign_engine
 from megatron.checkpoint_engines.base import CheckpointEngine
 from megatron.checkpoint_engines.errors import (
     CheckpointDamagedError,
@@ -23,6 +23,7 @@ from megatron.checkpoint_engines.errors import (
 )
 from megatron.checkpoint_engines.registry import create_engine
 from megatron.checkpoint_state import Progress, live_state, restore_state, restore_tied_weights
+from megatron.redistribute.direct import DirectLoad
 from megatron.restart_trace.recorder import Operation
 from megatron.tensor_hashes import compare_hashes
 
@@ -103,11 +104,7 @@ def _reader_of(ctx: Checkpointer, candidate: commit.Candidate, op: Operation) ->
     with op.span("barrier"):
         failed = ctx.control.agree(error)
     if reader is None or failed:
-        raise CheckpointMismatchError(
-            f"{candidate.directory / names.MANIFEST}: the checkpoint was saved with --checkpoint-engine {name}, and "
-            f"only that can read it, which is not possible here: rank {failed[0][0]}: {failed[0][1]}. Install what is "
-            "missing, or load a checkpoint of another engine with --load-tag"
-        )
+        raise cannot_be_read(candidate.directory, name, f"rank {failed[0][0]}: {failed[0][1]}")
     return reader
 
 
@@ -124,13 +121,21 @@ def _load_candidate(
     states: dict[str, Any] = {}
     error: str | None = None
     manifest = candidate.manifest
+    direct: DirectLoad | None = None
     try:
         with op.span("discover"):
-            check_candidate(candidate, ctx.config, place.layout, ctx.padded_vocab_size)
-            live = live_state(engine, place, with_optimizer, reader.loads_in_place)
-            _check_wanted(candidate, [file.name for file in live])
-        expected = manifest.files if manifest else {}
-        states = reader.load_into(live, candidate.directory, expected, op)
+            elsewhere = check_candidate(
+                candidate, ctx.config, place.layout, ctx.padded_vocab_size, reader.redistributable
+            )
+        if elsewhere:
+            direct = DirectLoad(engine, place, ctx.config, ctx.vocab_size, candidate, op)
+            direct.read(reader)
+        else:
+            with op.span("discover"):
+                live = live_state(engine, place, with_optimizer, reader.loads_in_place)
+                _check_wanted(candidate, [file.name for file in live])
+            expected = manifest.files if manifest else {}
+            states = reader.load_into(live, candidate.directory, expected, op)
     except (CheckpointDamagedError, OSError) as exc:
         error = str(exc)
     with op.span("barrier"):
@@ -140,6 +145,10 @@ def _load_candidate(
         for reason in reasons:
             _report_rejected(ctx, reason)
         return reasons
+    if direct is not None:
+        if options.verify_restored_state:
+            logger.info("--verify-restored-state: hashes are those of the old layout's tensors; not compared")
+        return direct.apply()
     with op.span("load", "host_to_device"):
         progress = restore_state(engine, place, states, ctx.config)
         states.clear()  # giving gigabytes back to the system takes its time: here, where it is accounted for

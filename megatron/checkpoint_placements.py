@@ -179,7 +179,7 @@ def add_placements(engine: Any, place: RankPlace, vocab_size: int, files: list[F
     `vocab_size`: the true vocabulary, of the tokenizer. Raises ValueError naming a tensor whose parameter does not
     say how it is split.
     """
-    name_of = {id(param): name for name, param in engine.module.named_parameters()}
+    name_of = _names_of_parameters(engine)
     layers = {names.layer_file(number, place.at.tp): layer for number, layer in layer_modules(engine)}
     optimizer_file = names.optimizer_file(place.layout, place.at, place.params_dtype)
     placed = []
@@ -192,6 +192,22 @@ def add_placements(engine: Any, place: RankPlace, vocab_size: int, files: list[F
             file = replace(file, placements=optimizer_placements(file.state, partitions, vocab_size))
         placed.append(file)
     return placed
+
+
+def layer_placements(engine: Any, layer: torch.nn.Module, vocab_size: int) -> dict[str, JsonObject]:
+    """Key of the state_dict of a pipeline layer -> placement. Raises ValueError as `add_placements`."""
+    file = FileState(type(layer).__name__, layer.state_dict())
+    found = _layer_placements(layer, file, _names_of_parameters(engine), vocab_size)
+    return {key: placement for (key,), placement in found.items()}
+
+
+def flat_partitions(engine: Any, dp_rank: int) -> list[FlatPartition]:
+    """The partitions of the flat groups of DeepSpeed's optimizer that `dp_rank` holds."""
+    return _partitions(engine.optimizer, _names_of_parameters(engine), dp_rank)
+
+
+def _names_of_parameters(engine: Any) -> dict[int, str]:
+    return {id(param): name for name, param in engine.module.named_parameters()}
 
 
 def _layer_placements(

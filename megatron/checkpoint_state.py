@@ -170,9 +170,17 @@ def restore_state(engine: Any, place: RankPlace, states: Mapping[str, Any], conf
     with_optimizer = not (options.no_load_optim or options.finetune)
     shard = states.get(names.optimizer_file(place.layout, place.at, place.params_dtype))
     if with_optimizer and shard is not None:
-        _restore_optimizer(engine, place, shard["optimizer_state_dict"])
+        restore_optimizer(engine, place, shard["optimizer_state_dict"])
     else:
         engine.optimizer._restore_from_bit16_weights()
+    if not (options.finetune or options.no_load_rng):
+        _restore_rng(common, shard)
+    return restore_progress(engine, common, config)
+
+
+def restore_progress(engine: Any, common: Mapping[str, Any], config: Config) -> Progress:
+    """Put what an mp_rank file says of the course of training into the live engine."""
+    options = config.checkpoint
     if options.finetune:
         return Progress()
     if not options.no_load_lr_state and common.get("lr_scheduler") is not None:
@@ -180,8 +188,6 @@ def restore_state(engine: Any, place: RankPlace, states: Mapping[str, Any], conf
     engine.global_steps = common["global_steps"]
     engine.global_samples = common["global_samples"]
     engine.skipped_steps = common["skipped_steps"]
-    if not options.no_load_rng:
-        _restore_rng(common, shard)
     return progress_of(common)
 
 
@@ -230,7 +236,8 @@ def _restore_schedule(engine: Any, state: dict[str, Any]) -> None:
         raise CheckpointMismatchError(str(exc)) from exc
 
 
-def _restore_optimizer(engine: Any, place: RankPlace, shard: dict[str, Any]) -> None:
+def restore_optimizer(engine: Any, place: RankPlace, shard: dict[str, Any]) -> None:
+    """Load this rank's `optimizer_state_dict` into DeepSpeed's optimizer."""
     shards: list[Any] = [None] * place.layout.dp
     shards[place.at.dp] = shard
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints a line of debugging here

@@ -15,10 +15,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron.checkpoint_engines.errors import CheckpointDamagedError
 from megatron.restart_trace.recorder import Operation
+
+if TYPE_CHECKING:
+    import torch
 
 MIB = 1 << 20
 
@@ -67,6 +70,20 @@ class SavedFile:
 
     def holds(self, state_name: str) -> bool:
         return state_name in self.states if self.states else state_name == self.name
+
+
+@dataclass(frozen=True)
+class PlacedTensor:
+    """A tensor of a checkpoint with its placement (megatron.checkpoint_placements).
+
+    Its elements lie in the file at `path`, in order, from byte `start` on.
+    """
+
+    path: Path
+    name: str
+    dtype: torch.dtype
+    start: int
+    placement: Mapping[str, Any]
 
 
 def files_of(state_name: str, files: Mapping[str, SavedFile]) -> list[SavedFile]:
@@ -120,6 +137,7 @@ class CheckpointEngine(ABC):
     asynchronous: ClassVar[bool] = False
     wants_placements: ClassVar[bool] = False  # stores FileState.placements beside the tensors
     loads_in_place: ClassVar[bool] = False  # `load_into` fills the tensors that it is given
+    redistributable: ClassVar[bool] = False  # has `placed_tensors` and `load_values`
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
@@ -181,6 +199,21 @@ class CheckpointEngine(ABC):
         of the same path in the nest, type and shape. After an exception they may hold anything.
         """
         return self.load([file.name for file in live], directory, expected, op)
+
+    def placed_tensors(
+        self, directory: Path, expected: Mapping[str, SavedFile], op: Operation
+    ) -> list[PlacedTensor]:
+        """The tensors with a placement of all ranks that saved the checkpoint, in the order of the ranks.
+
+        Raises CheckpointDamagedError naming the file that cannot be used.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot load onto another layout")
+
+    def load_values(
+        self, name: str, directory: Path, expected: Mapping[str, SavedFile], op: Operation
+    ) -> Any:
+        """As `load` of one state, but for the tensors with a placement: these are on the device "meta"."""
+        raise NotImplementedError(f"{type(self).__name__} cannot load onto another layout")
 
     def loads_are_over(self) -> None:
         """Give back the memory that is kept for further loads."""

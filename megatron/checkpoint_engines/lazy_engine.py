@@ -6,8 +6,11 @@ The parts: lazy_format (the file), lazy_writer (a save), host_cache (its memory)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
+
+import torch
 
 from megatron.checkpoint_engines import lazy_format, state_skeleton
 from megatron.checkpoint_engines.base import (
@@ -15,6 +18,7 @@ from megatron.checkpoint_engines.base import (
     EngineOptions,
     FileState,
     PendingSave,
+    PlacedTensor,
     SavedFile,
     check_size,
     files_of,
@@ -28,6 +32,8 @@ from megatron.checkpoint_engines.load_ranges import Wanted
 from megatron.checkpoint_engines.load_sources import Arena
 from megatron.restart_trace.recorder import Operation
 
+_HEADER_THREADS = 8
+
 
 class LazyEngine(CheckpointEngine):
     """Captures metadata when a save begins; copies and writes in the background, until the optimizer steps."""
@@ -36,6 +42,7 @@ class LazyEngine(CheckpointEngine):
     asynchronous: ClassVar[bool] = True
     wants_placements: ClassVar[bool] = True
     loads_in_place: ClassVar[bool] = True
+    redistributable: ClassVar[bool] = True
 
     def __init__(self, options: EngineOptions) -> None:
         """Raises ConfigError if --host-cache-size is too small for the threads and blocks."""
@@ -73,8 +80,7 @@ class LazyEngine(CheckpointEngine):
             path, file = self._file_of(name, directory, expected)
             holder[name] = path
             if path not in opened:
-                check_size(path, file)
-                opened[path] = self._open(path, file, op)
+                opened[path] = self._open_checked(path, file, op)
         wanted = [
             Wanted(
                 path,
@@ -99,6 +105,38 @@ class LazyEngine(CheckpointEngine):
         op.num_files = (op.num_files or 0) + len(opened)
         return states
 
+    def placed_tensors(
+        self, directory: Path, expected: Mapping[str, SavedFile], op: Operation
+    ) -> list[PlacedTensor]:
+        files = [expected[name] for name in sorted(expected) if name.endswith(lazy_format.SUFFIX)]
+        with ThreadPoolExecutor(_HEADER_THREADS) as pool:
+            opened = list(pool.map(lambda file: self._open_checked(directory / file.name, file, op), files))
+        return [
+            PlacedTensor(
+                directory / file.name,
+                entry.name,
+                entry.dtype,
+                contents.data_start + entry.start,
+                entry.placement,
+            )
+            for file, contents in zip(files, opened, strict=True)
+            for entry in contents.entries.values()
+            if entry.placement is not None
+        ]
+
+    def load_values(
+        self, name: str, directory: Path, expected: Mapping[str, SavedFile], op: Operation
+    ) -> Any:
+        path, file = self._file_of(name, directory, expected)
+        contents = self._open_checked(path, file, op)
+        entries = contents.tensors_of(name)
+        wanted = Wanted(path, contents, [entry for entry in entries if entry.placement is None])
+        tensors = Reader(self.options, op).read([wanted], {}, self._arena)
+        for entry in entries:
+            if entry.placement is not None:
+                tensors[path, entry.name] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+        return _join(name, contents, path, tensors)
+
     def loads_are_over(self) -> None:
         self._arena.clear()
 
@@ -115,7 +153,8 @@ class LazyEngine(CheckpointEngine):
             )
         return directory / files[0].name, files[0]
 
-    def _open(self, path: Path, file: SavedFile, op: Operation) -> lazy_format.Contents:
+    def _open_checked(self, path: Path, file: SavedFile, op: Operation) -> lazy_format.Contents:
+        check_size(path, file)
         with op.span("load", "read", file=path.name) as span:
             header = lazy_format.read_header(path)
             span.bytes = len(header)

@@ -44,9 +44,12 @@ _OTHER_DTYPES = {"complex128": torch.complex128, "complex32": torch.complex32}
 _OTHER_NAMES = {dtype: name for name, dtype in _OTHER_DTYPES.items()}
 
 
+SUFFIX = ".safetensors"
+
+
 def file_name(rank: int) -> str:
     """Name of the file of a rank."""
-    return f"rank_{rank:05d}.safetensors"
+    return f"rank_{rank:05d}{SUFFIX}"
 
 
 @dataclass(frozen=True)

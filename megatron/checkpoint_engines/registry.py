@@ -22,13 +22,17 @@ _PACKAGE = "megatron.checkpoint_engines"
 
 @dataclass(frozen=True)
 class EngineEntry:
-    """Where an engine lives. `requires` are the modules that must be importable, `install` is how to get them."""
+    """Where an engine lives. `requires` are the modules that must be importable, `install` is how to get them.
+
+    `redistributable` is the class's attribute of that name, known without importing it.
+    """
 
     module: str
     class_name: str
     summary: str
     requires: tuple[str, ...] = ()
     install: str = ""
+    redistributable: bool = False
 
 
 _ENGINES = {
@@ -39,6 +43,7 @@ _ENGINES = {
         f"{_PACKAGE}.lazy_engine",
         "LazyEngine",
         "this project's own: asynchronous, one safetensors file per rank, direct I/O",
+        redistributable=True,
     ),
     "fastpersist": EngineEntry(
         f"{_PACKAGE}.fastpersist_engine",
@@ -109,6 +114,14 @@ def _check_installed(name: str, entry: EngineEntry) -> None:
             f"--checkpoint-engine {name}: package {', '.join(missing)} is not installed; install it "
             f"({entry.install}), or use another engine: {', '.join(_ENGINES)}"
         )
+
+
+def is_redistributable(name: str) -> bool | None:
+    """Whether a checkpoint of the engine called `name` can be loaded onto another layout, without importing it.
+
+    None for an engine of another package, which has to be imported to know.
+    """
+    return _ENGINES[name].redistributable if name in _ENGINES else None
 
 
 def engine_class(name: str) -> type[CheckpointEngine]:

@@ -228,7 +228,7 @@ def test_save_directory_on_a_full_disk(inputs: Inputs) -> None:
 
 
 def test_checkpoint_of_another_shape_or_layout(inputs: Inputs, launcher: Launcher) -> None:
-    """It is said what differs, and that redistribution is needed; by one rank of four."""
+    """It is said what differs, and what can be loaded onto another layout; by one rank of four."""
     save = launcher.directory / "run"
     saved = Layout(tp=2, pp=1, dp=1)
     launcher.train(saved, *saving(save, 2))
@@ -241,8 +241,9 @@ def test_checkpoint_of_another_shape_or_layout(inputs: Inputs, launcher: Launche
         "--load"
     )
     message = (
-        f"{tag}: saved on TP2 PP1 DP1, but this run is TP2 PP1 DP2; redistribution is needed, which this version does "
-        "not do: start with --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 on 2 ranks"
+        f"{tag}: saved on TP2 PP1 DP1, but this run is TP2 PP1 DP2, and only a checkpoint of --checkpoint-engine lazy "
+        "can be loaded onto another layout: start with --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 "
+        "on 2 ranks"
     )
     assert refused([*flags, "--load-tag", "global_step2"], world_size=4) == message
     run = launcher.run(Layout(tp=2, pp=1, dp=2), "--load", save, launcher=True)

@@ -30,9 +30,9 @@ TINY = [
     "--num-layers", "2", "--hidden-size", "32", "--ffn-hidden-size", "64", "--num-attention-heads", "2",
     "--seq-length", "16", "--bf16",
 ]  # fmt: skip
-KILLS = 20
 # Where rank 0 stands in a save when it is killed, by the last record of the save that reached its trace.
 TARGETS = ("begun", "writing", "fsync", "agreeing", "manifest", "publish", "prune")
+IN_BACKGROUND = ("begun", "fsync", "manifest", "publish", "prune")
 SHORT = ("agreeing", "manifest", "publish")
 
 
@@ -135,13 +135,17 @@ def finished(trace: Path, operation: str, cycle: int, rank: int = 0) -> list[dic
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_sigkill_at_random_instants_of_saves(launcher: Launcher) -> None:
-    """One job, killed 20 times: each start loads what was saved last, bit for bit, and goes on as if unharmed."""
+@pytest.mark.parametrize(("engine", "kills", "within"), [("torch", 20, TARGETS), ("lazy", 8, IN_BACKGROUND)])
+def test_sigkill_at_random_instants_of_saves(
+    launcher: Launcher, engine: str, kills: int, within: tuple[str, ...]
+) -> None:
+    """One job, killed many times: each start loads what was saved last, bit for bit, and goes on as if unharmed."""
     rng = random.Random(20)
     save, reference = launcher.directory / "killed", launcher.directory / "reference"
     trace = save / "restart_trace"
     flags = [*MODEL, *TRAINING, *saving(save, 1), "--load", str(save), "--keep-last", "2"]
-    targets = [TARGETS[i % len(TARGETS)] for i in range(KILLS)]
+    flags += ["--checkpoint-engine", engine]
+    targets = [within[i % len(within)] for i in range(kills)]
     rng.shuffle(targets)
     for cycle, target in enumerate(targets):
         longest = 0.001 if target in SHORT else 0.01
@@ -152,10 +156,10 @@ def test_sigkill_at_random_instants_of_saves(launcher: Launcher) -> None:
     last = launcher.train(LAYOUT, *flags, "--exit-interval", "1")
     assert "passed over" not in last.output
 
-    stages = [killed_in(trace, cycle) for cycle in range(KILLS)]
+    stages = [killed_in(trace, cycle) for cycle in range(kills)]
     assert len(set(stages) - {None}) >= 4 and {"manifest", "publish", "prune"} & set(stages), stages
-    check_what_was_loaded(trace)
-    check_losses(launcher, trace, reference)
+    check_what_was_loaded(trace, kills)
+    check_losses(launcher, trace, reference, kills)
     assert sorted(p.name for p in save.iterdir() if p.is_dir()) == sorted(
         ["restart_trace", *(f"global_step{step}" for step in newest_steps(save, 2))]
     )
@@ -166,10 +170,10 @@ def newest_steps(save: Path, count: int) -> list[int]:
     return list(range(last - count + 1, last + 1))
 
 
-def check_what_was_loaded(trace: Path) -> None:
+def check_what_was_loaded(trace: Path, kills: int) -> None:
     """Never older than the newest save that was acknowledged, never newer than the newest that was begun."""
     acknowledged = begun = 0
-    for cycle in range(KILLS + 1):
+    for cycle in range(kills + 1):
         for rank in range(LAYOUT.world_size):
             loaded = [r["step"] for r in finished(trace, "load", cycle, rank) if "step" in r]
             assert loaded or not acknowledged, f"rank {rank} loaded nothing in cycle {cycle}"
@@ -180,12 +184,12 @@ def check_what_was_loaded(trace: Path) -> None:
             r for r in records(trace, cycle) if r["type"] == "operation_begin" and r["operation"] == "save"
         ]
         begun = max([begun, *(r["step"] for r in started)])
-    assert acknowledged >= KILLS // 2, "the job hardly got anywhere, so the test shows little"
+    assert acknowledged >= kills // 2, "the job hardly got anywhere, so the test shows little"
 
 
-def check_losses(launcher: Launcher, trace: Path, reference: Path) -> None:
+def check_losses(launcher: Launcher, trace: Path, reference: Path, kills: int) -> None:
     """Every iteration that any cycle finished has the loss of a run that was never interrupted."""
-    cycles = [losses(trace, cycle) for cycle in range(KILLS + 1)]
+    cycles = [losses(trace, cycle) for cycle in range(kills + 1)]
     last = max(max(steps) for steps in cycles if steps)
     flags = [*MODEL, *TRAINING, "--restart-trace-dir", str(reference), "--exit-interval", str(last)]
     launcher.train(LAYOUT, *flags)

@@ -92,11 +92,14 @@ def test_every_difference_is_named() -> None:
 @pytest.mark.parametrize("layout", [Layout(1, 2, 2), Layout(2, 1, 1), Layout(2, 2, 1)])
 def test_another_layout(layout: Layout) -> None:
     with pytest.raises(CheckpointMismatchError) as caught:
-        check_candidate(candidate(config(), layout), config(), HERE, VOCAB)
+        check_candidate(candidate(config(), layout), config(), HERE, VOCAB, redistributable=False)
     message = str(caught.value)
-    assert f"saved on {layout}, but this run is {HERE}; redistribution is needed" in message
+    assert f"saved on {layout}, but this run is {HERE}, and only a checkpoint of" in message
     assert f"--tensor-model-parallel-size {layout.tp} --pipeline-model-parallel-size {layout.pp}" in message
     assert f"on {layout.world_size} ranks" in message
+    for known in (True, None):  # another TP pads the vocabulary otherwise
+        assert check_candidate(candidate(config(), layout), config(), HERE, 2 * VOCAB, redistributable=known)
+    assert not check_candidate(candidate(config()), config(), HERE, VOCAB, redistributable=True)
 
 
 def foreign(directory: Path, **content: Any) -> Candidate:
@@ -196,3 +199,14 @@ def test_without_a_manifest_there_is_nothing_to_decide(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("global_step5")
     check_newest(loading(tmp_path), HERE, VOCAB)
     check_newest(loading(tmp_path, "global_step5"), HERE, VOCAB)
+
+
+def test_an_engine_that_is_not_here_is_missed_before_the_imports(tmp_path: Path) -> None:
+    written(tmp_path, 9)
+    text = (tmp_path / "global_step9" / "manifest.json").read_text()
+    manifest = dataclasses.replace(Manifest.from_json(text), engine="elsewhere")
+    (tmp_path / "global_step9" / "manifest.json").write_text(manifest.to_json())
+    with pytest.raises(
+        CheckpointMismatchError, match="saved with --checkpoint-engine elsewhere, and only that can"
+    ):
+        check_newest(loading(tmp_path), HERE, VOCAB)

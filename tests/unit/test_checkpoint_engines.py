@@ -76,6 +76,12 @@ def test_package_that_an_engine_requires_is_missed_before_anything_is_imported(
         )
 
 
+@pytest.mark.parametrize("name", registry.builtin_engines())
+def test_what_loads_onto_another_layout_is_known_without_an_import(name: str) -> None:
+    assert registry.is_redistributable(name) == registry.engine_class(name).redistributable
+    assert registry.is_redistributable("of-another-package") is None
+
+
 def test_checking_a_name_imports_no_engine() -> None:
     code = (
         "import sys; from megatron.checkpoint_engines import registry\n"
