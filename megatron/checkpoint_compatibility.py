@@ -70,8 +70,9 @@ def check_candidate(
     if elsewhere and (redistributable is False or candidate.manifest is None):
         raise CheckpointMismatchError(
             f"{candidate.directory}: saved on {their_layout}, but this run is {layout}, and only a checkpoint of "
-            "--checkpoint-engine lazy can be loaded onto another layout: start with --tensor-model-parallel-size "
-            f"{their_layout.tp} --pipeline-model-parallel-size {their_layout.pp} on {their_layout.world_size} ranks"
+            "--checkpoint-engine lazy or torch can be loaded onto another layout: start with "
+            f"--tensor-model-parallel-size {their_layout.tp} --pipeline-model-parallel-size {their_layout.pp} on "
+            f"{their_layout.world_size} ranks"
         )
     return elsewhere
 

@@ -137,7 +137,7 @@ class CheckpointEngine(ABC):
     asynchronous: ClassVar[bool] = False
     wants_placements: ClassVar[bool] = False  # stores FileState.placements beside the tensors
     loads_in_place: ClassVar[bool] = False  # `load_into` fills the tensors that it is given
-    redistributable: ClassVar[bool] = False  # has `placed_tensors` and `load_values`
+    redistributable: ClassVar[bool] = False  # has `load_values`, and `placed_tensors` if it stores placements
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
@@ -212,7 +212,10 @@ class CheckpointEngine(ABC):
     def load_values(
         self, name: str, directory: Path, expected: Mapping[str, SavedFile], op: Operation
     ) -> Any:
-        """As `load` of one state, but for the tensors with a placement: these are on the device "meta"."""
+        """As `load` of one state, but tensors may be on the device "meta": all that have dimensions.
+
+        Where no placements are stored, `torch_files.position_in_file` tells where a tensor lies that is.
+        """
         raise NotImplementedError(f"{type(self).__name__} cannot load onto another layout")
 
     def loads_are_over(self) -> None:

@@ -37,7 +37,10 @@ class EngineEntry:
 
 _ENGINES = {
     "torch": EngineEntry(
-        f"{_PACKAGE}.torch_engine", "TorchEngine", "torch.save per file, as DeepSpeed's default"
+        f"{_PACKAGE}.torch_engine",
+        "TorchEngine",
+        "torch.save per file, as DeepSpeed's default",
+        redistributable=True,
     ),
     "lazy": EngineEntry(
         f"{_PACKAGE}.lazy_engine",

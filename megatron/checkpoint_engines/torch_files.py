@@ -53,6 +53,44 @@ def read_state(path: Path, expected: SavedFile | None, verify: bool, op: Operati
     return state
 
 
+def read_values(path: Path, expected: SavedFile | None, verify: bool, op: Operation) -> Any:
+    """The state saved in `path` without its tensors: they are on "meta", but for those without dimensions.
+
+    Of the others `position_in_file` tells where they lie. With `verify` the table of checksums is checked against
+    `expected`. Raises CheckpointDamagedError as `read_state`.
+    """
+    with op.span("load", "deserialize", file=path.name):
+        try:
+            if verify and expected is not None:
+                _check_directory(path, expected)
+        except zipfile.BadZipFile as exc:
+            raise CheckpointDamagedError(f"{path}: not a complete torch.save file ({exc})") from exc
+        with path.open("rb") as file:
+            return _with_values(_load_known_classes(path, file, "meta"), file)
+
+
+def position_in_file(tensor: torch.Tensor) -> int:
+    """First byte of a tensor of `read_values` in its file."""
+    # Set by torch.load(map_location="meta"), torch 2.7 and later.
+    start: Any = tensor.untyped_storage()._checkpoint_offset
+    return start + int(tensor.storage_offset()) * tensor.element_size()
+
+
+def _with_values(state: Any, file: Any) -> Any:
+    """The nest `state` of dicts and lists with its 0-dimensional tensors read from `file`."""
+    if isinstance(state, torch.Tensor):
+        if state.dim():
+            return state
+        file.seek(position_in_file(state))
+        return torch.frombuffer(bytearray(file.read(state.element_size())), dtype=state.dtype)[0]
+    if isinstance(state, dict):
+        for key, value in state.items():
+            state[key] = _with_values(value, file)
+    if isinstance(state, list):
+        state[:] = [_with_values(value, file) for value in state]
+    return state
+
+
 def _open(path: Path, expected: SavedFile | None, verify: bool) -> TimedReader:
     if not verify:
         return TimedReader(path)
@@ -73,19 +111,21 @@ def _check_directory(path: Path, expected: SavedFile) -> None:
         raise CheckpointDamagedError(f"{path}: checksum {found}, but {expected.checksum} was saved")
 
 
-def _load_known_classes(path: Path, reader: TimedReader) -> Any:
+def _load_known_classes(path: Path, file: Any, device: str = "cpu") -> Any:
+    """torch.load of `file`, which was opened at `path`."""
+    finish = getattr(file, "finish", lambda: None)  # of a reader of ours: what it found may say more
     with safe_unpickling.known_classes():
         try:
-            return torch.load(reader, map_location="cpu", weights_only=True)  # pyright: ignore[reportArgumentType]
+            return torch.load(file, map_location=device, weights_only=True)
         except (OSError, MemoryError):
             raise
         except pickle.UnpicklingError as exc:
-            reader.finish()
+            finish()
             raise CheckpointDamagedError(
                 f"{path}: holds a class that is not on the allow-list, or a damaged pickle ({exc})"
             ) from exc
         except Exception as exc:  # a damaged pickle can make the unpickler raise anything
-            reader.finish()
+            finish()
             raise CheckpointDamagedError(
                 f"{path}: cannot be read as a torch.save file ({type(exc).__name__}: {exc})"
             ) from exc

@@ -15,7 +15,7 @@ import torch
 
 from megatron import checkpoint_layout as names
 from megatron.checkpoint_commit import Candidate, Manifest
-from megatron.checkpoint_engines.base import CheckpointEngine
+from megatron.checkpoint_engines.base import CheckpointEngine, PlacedTensor
 from megatron.checkpoint_placements import (
     flat_partitions,
     fragments,
@@ -34,7 +34,9 @@ from megatron.config import Config
 from megatron.redistribute.reading import read_transfers
 from megatron.redistribute.sources import WEIGHT, SourceIndex
 from megatron.redistribute.targets import Target, plan
+from megatron.redistribute.torch_shards import TorchShards
 from megatron.restart_trace.recorder import Operation
+from megatron.tensor_parallel.parameter_slice import slice_of
 from megatron.tensor_parallel.random import seed_everything
 from megatron.topology import Layout
 
@@ -76,7 +78,7 @@ class DirectLoad:
         old = Layout(**self._manifest.layout)
         first = old.coordinates(0)
         with self._op.span("discover"):
-            index = SourceIndex(reader.placed_tensors(self._directory, files, self._op))
+            index = SourceIndex(self._placed_tensors(reader))
         self._common = reader.load_values(
             names.model_states_file(old, first), self._directory, files, self._op
         )
@@ -109,6 +111,22 @@ class DirectLoad:
                 restore_tied_weights(engine, False)
         self._seed(progress)
         return progress
+
+    def _placed_tensors(self, reader: CheckpointEngine) -> list[PlacedTensor]:
+        if reader.wants_placements:
+            return reader.placed_tensors(self._directory, self._manifest.files, self._op)
+        parts = {name: slice_of(param, name) for name, param in self._engine.module.named_parameters()}
+        shards = TorchShards(reader, self._directory, self._manifest, parts, self._vocab_size, self._op)
+        if self._with_optimizer:
+            return shards.optimizer_tensors(self._place.params_dtype)
+        layers = {
+            number: {
+                key: placement["name"]
+                for key, placement in layer_placements(self._engine, layer, self._vocab_size).items()
+            }
+            for number, layer in layer_modules(self._engine)
+        }
+        return shards.weights(layers)
 
     def _weights(self) -> list[Target]:
         """The live weights of this stage's layers."""

@@ -231,7 +231,7 @@ def test_checkpoint_of_another_shape_or_layout(inputs: Inputs, launcher: Launche
     """It is said what differs, and what can be loaded onto another layout; by one rank of four."""
     save = launcher.directory / "run"
     saved = Layout(tp=2, pp=1, dp=1)
-    launcher.train(saved, *saving(save, 2))
+    launcher.train(saved, *saving(save, 2), "--checkpoint-engine", "dcp")
     tag = save / "global_step2"
 
     flags = [*inputs.flags, "--load", str(save), "--tensor-model-parallel-size", "2"]
@@ -242,8 +242,8 @@ def test_checkpoint_of_another_shape_or_layout(inputs: Inputs, launcher: Launche
     )
     message = (
         f"{tag}: saved on TP2 PP1 DP1, but this run is TP2 PP1 DP2, and only a checkpoint of --checkpoint-engine lazy "
-        "can be loaded onto another layout: start with --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 "
-        "on 2 ranks"
+        "or torch can be loaded onto another layout: start with --tensor-model-parallel-size 2 "
+        "--pipeline-model-parallel-size 1 on 2 ranks"
     )
     assert refused([*flags, "--load-tag", "global_step2"], world_size=4) == message
     run = launcher.run(Layout(tp=2, pp=1, dp=2), "--load", save, launcher=True)

@@ -26,7 +26,7 @@ from tests.placement_reader import Reader, bits
 # Sizes with few factors of two, so that flat groups need padding and partitions end within parameters.
 SIZES = [
     "--num-layers", "4", "--hidden-size", "18", "--num-attention-heads", "8", "--seq-length", "16", *NO_DROPOUT,
-    "--make-vocab-size-divisible-by", "8", "--checkpoint-engine", "lazy",
+    "--make-vocab-size-divisible-by", "8",
 ]  # fmt: skip
 STYLES = {
     "llama": [*SIZES, *LLAMA_STYLE, "--num-key-value-heads", "4", "--kv-channels", "6", "--ffn-hidden-size", "12"],
@@ -58,29 +58,37 @@ class Model:
         self.launcher = launcher
         self._flags = [*STYLES[style], *PRECISIONS[style], *TRAINING]
 
-    def run(self, layout: Layout, name: str, iterations: int, load: str | None = None, *flags: str) -> Path:
+    def run(
+        self,
+        layout: Layout,
+        name: str,
+        iterations: int,
+        load: str | None = None,
+        *flags: str,
+        engine: str = "lazy",
+    ) -> Path:
         """Train until `iterations` are done, from the checkpoint in `load`; the directory that it saved to."""
         save = self.launcher.directory / name
         resume = ["--load", str(self.launcher.directory / load), "--exit-on-missing-checkpoint"] if load else []
-        saves = saving(save, SAVED)[:-1]  # no hashes of tensors, which are of one layout
+        saves = [*saving(save, SAVED)[:-1], "--checkpoint-engine", engine]  # no hashes: they are of one layout
         self.launcher.train(layout, *self._flags, *saves, "--train-iters", str(iterations), *resume, *flags)
         return save
 
 
-def assembled(save: Path, step: int = SAVED) -> dict[tuple[str, str], torch.Tensor]:
+def assembled(save: Path, kinds: tuple[str, ...] = KINDS) -> dict[tuple[str, str], torch.Tensor]:
     """(kind, parameter) -> the full tensor, of the true vocabulary, by code that knows the placements alone."""
     reader = Reader(rounding=TIED_ROUNDING)
-    for path in sorted((save / f"global_step{step}").glob("*.safetensors")):
+    for path in sorted((save / f"global_step{SAVED}").glob("*.safetensors")):
         with safetensors.safe_open(path, "pt") as file:
             described = json.loads(file.metadata()["tensors"])
             for name in file.keys():  # noqa: SIM118  it is no dict
                 if "placement" in described[name]:
                     reader.add(file.get_tensor(name), described[name]["placement"])
     found = {}
-    for kind in KINDS:
+    for kind in kinds:
         for name, values in reader.whole(kind).items():
             found[kind, name] = values[: reader.parameters[kind, name].unpadded]
-    assert {kind for kind, _ in found} == set(KINDS)
+    assert {kind for kind, _ in found} == set(kinds) == {kind for kind, _ in reader.parameters}
     return found
 
 
@@ -103,6 +111,23 @@ def test_a_walk_over_all_layouts_keeps_every_bit(model: Model) -> None:
     expected = assembled(model.run(walk[0], shown(walk[0]), SAVED))
     for old, new in itertools.pairwise(walk):
         assert_same(assembled(model.run(new, shown(new), SAVED, shown(old))), expected)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(Layout(2, 2, 2), Layout(1, 4, 1)), (Layout(1, 2, 4), Layout(4, 1, 2)), (Layout(4, 2, 1), Layout(2, 1, 2))],
+    ids=shown,
+)
+def test_from_a_checkpoint_of_engine_torch(model: Model, old: Layout, new: Layout) -> None:
+    """Which keeps no placements. Saved by torch there, by lazy here, so that the test can read it."""
+    name = f"torch_{shown(old)}"
+    model.run(old, name, SAVED, engine="torch")
+    same = assembled(model.run(old, f"{name}_same", SAVED, name))
+    assert_same(assembled(model.run(new, f"{name}_to_{shown(new)}", SAVED, name)), same)
+    weights = model.run(new, f"{name}_weights", SAVED, name, "--no-load-optim")
+    for (kind, parameter), values in assembled(weights, ("weight", "master")).items():
+        if kind == "weight":
+            assert torch.equal(values, same[kind, parameter])
 
 
 @pytest.mark.skipif("REDISTRIBUTE_ALL" not in os.environ, reason="takes an hour; set REDISTRIBUTE_ALL to run it")
@@ -134,10 +159,11 @@ def test_training_goes_on_as_if_nothing_had_changed(model: Model, old: Layout, n
 
 
 def test_weights_alone(model: Model) -> None:
-    """--no-load-optim: the masters are then the weights, and the moments begin at zero."""
+    """--no-load-optim: the masters are then the weights, and moments there are none before the next step."""
     old, new = Layout(2, 2, 1), Layout(1, 1, 2)
     expected = assembled(model.run(old, "with_all", SAVED))
-    found = assembled(model.run(new, "weights_alone", SAVED, "with_all", "--no-load-optim"))
+    there = model.run(new, "weights_alone", SAVED, "with_all", "--no-load-optim")
+    found = assembled(there, ("weight", "master"))
     for (kind, name), values in found.items():
         if kind == "weight":
             assert torch.equal(values, expected[kind, name])
