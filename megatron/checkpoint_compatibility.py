@@ -15,7 +15,7 @@ from megatron.checkpoint_engines.errors import (
     UnknownEngineError,
 )
 from megatron.checkpoint_engines.registry import check_engine_name, create_engine, is_redistributable
-from megatron.config import Config
+from megatron.config import Config, padded_vocab_size
 from megatron.restart_trace.recorder import NullOperation
 from megatron.topology import Layout
 
@@ -24,6 +24,9 @@ _SHAPE = (
     "normalization", "swiglu", "use_rotary_position_embeddings", "untie_embeddings_and_output_weights",
     "add_bias_linear", "add_position_embedding",
 )  # fmt: skip
+
+
+_LARGEST_TP = 128
 
 
 def model_identity(config: Config, padded_vocab_size: int) -> dict[str, Any]:
@@ -94,15 +97,34 @@ def foreign_engine(config: Config) -> str:
     return "datastates" if config.checkpoint.checkpoint_engine == "datastates" else "torch"
 
 
-def check_newest(config: Config, layout: Layout, padded_vocab_size: int) -> None:
-    """check_candidate of the checkpoint that a load would try first, if it has a readable manifest.
+def check_newest(config: Config, layout: Layout, vocab_size: int) -> int:
+    """The padded vocabulary to train with: that of the checkpoint which a load would try first, if TP divides it.
 
-    Reads that one small file, so that a wrong layout costs no start-up. All else is left to the load. Raises
-    OSError if --load cannot be listed.
+    Rows of tokens that are none take part in the softmax, so a model with another number of them is another model;
+    without such a checkpoint it is --make-vocab-size-divisible-by times TP. `vocab_size`: the tokenizer's.
+    Makes check_candidate of that checkpoint, if it has a readable manifest: one small file, so that a wrong shape
+    costs no start-up. All else is left to the load. Raises OSError if --load cannot be listed.
     """
+    padded = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, layout.tp)
+    found = _newest_with_manifest(config)
+    if found is None or found.manifest is None:
+        return padded
+    engine = found.manifest.engine
+    try:
+        check_engine_name(engine)
+    except (UnknownEngineError, EngineUnavailableError) as exc:
+        raise cannot_be_read(found.directory, engine, str(exc)) from exc
+    kept = found.manifest.model.get("padded_vocab_size")
+    if kept in _paddings(config, vocab_size) and kept % layout.tp == 0:
+        padded = kept
+    check_candidate(found, config, layout, padded, is_redistributable(engine))
+    return padded
+
+
+def _newest_with_manifest(config: Config) -> Candidate | None:
     options = config.checkpoint
     if options.load is None or not Path(options.load).is_dir():
-        return
+        return None
     tags = [options.load_tag] if options.load_tag else _tags_newest_first(Path(options.load))
     for tag in tags:
         directory = Path(options.load) / tag
@@ -110,13 +132,16 @@ def check_newest(config: Config, layout: Layout, padded_vocab_size: int) -> None
             manifest = Manifest.from_json((directory / names.MANIFEST).read_text())
         except (OSError, ValueError):
             continue
-        try:
-            check_engine_name(manifest.engine)
-        except (UnknownEngineError, EngineUnavailableError) as exc:
-            raise cannot_be_read(directory, manifest.engine, str(exc)) from exc
-        found = Candidate(directory, manifest.tag, manifest.step, manifest)
-        check_candidate(found, config, layout, padded_vocab_size, is_redistributable(manifest.engine))
-        return
+        return Candidate(directory, manifest.tag, manifest.step, manifest)
+    return None
+
+
+def _paddings(config: Config, vocab_size: int) -> set[int]:
+    """What the vocabulary is padded to by any TP; a checkpoint with another number is one of another vocabulary."""
+    return {
+        padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, tp)
+        for tp in range(1, _LARGEST_TP + 1)
+    }
 
 
 def _tags_newest_first(load_dir: Path) -> list[str]:

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.arguments import exit_with, parse_or_exit
-from megatron.config import Config, ConfigError, padded_vocab_size
+from megatron.config import Config, ConfigError
 from megatron.restart_trace.clock import now_ns
 from megatron.restart_trace.process import RankIdentity, open_rank_trace
 from megatron.restart_trace.recorder import Recorder
@@ -63,7 +63,7 @@ def pretrain(
     from megatron.checkpoint_engines.errors import CheckpointError, EngineUnavailableError
 
     try:
-        vocab_size, eod = _check_before_imports(config)
+        vocabulary = _check_before_imports(config)
         recorder, startup, cycle = _open_trace(config, entered_ns)
     except (CheckpointError, ConfigError, OSError, ValueError) as error:
         exit_with(error, rank, every_rank_sees_it=False)
@@ -76,7 +76,7 @@ def pretrain(
     config.log_notes(logger)
     try:
         trainer = _set_up(
-            config, recorder, startup, cycle, (vocab_size, eod), datasets_provider, model_provider, batch_fn
+            config, recorder, startup, cycle, vocabulary, datasets_provider, model_provider, batch_fn
         )
         _train_to_the_last_commit(trainer)
     except (CheckpointError, ConfigError, DataError, EngineUnavailableError) as error:
@@ -96,8 +96,14 @@ def _train_to_the_last_commit(trainer: Trainer) -> None:
     trainer.saves.drain()
 
 
-def _check_before_imports(config: Config) -> tuple[int, int]:
-    """(vocabulary size, end-of-document id). Cheap checks of flags and files, before anything heavy."""
+class _Vocabulary(NamedTuple):
+    size: int  # the tokenizer's
+    padded: int
+    eod: int  # id of the end of a document
+
+
+def _check_before_imports(config: Config) -> _Vocabulary:
+    """Cheap checks of flags and files, before anything heavy."""
     from megatron.checkpoint_compatibility import check_newest
     from megatron.checkpoint_engines.registry import check_engine_name
     from megatron.preflight import check_inputs
@@ -113,10 +119,7 @@ def _check_before_imports(config: Config) -> tuple[int, int]:
         merge_file=data.merge_file,
         vocab_size=data.vocab_size,
     )
-    layout = _layout(config)
-    padded = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, layout.tp)
-    check_newest(config, layout, padded)
-    return vocab_size, eod
+    return _Vocabulary(vocab_size, check_newest(config, _layout(config), vocab_size), eod)
 
 
 def _layout(config: Config) -> Layout:
@@ -178,7 +181,7 @@ def _set_up(
     recorder: Recorder,
     startup: Startup,
     cycle: int,
-    vocabulary: tuple[int, int],
+    vocabulary: _Vocabulary,
     datasets_provider: Callable[..., Any],
     model_provider: Callable[..., Any],
     batch_fn: Callable[..., Any],
@@ -197,13 +200,12 @@ def _set_up(
         config, startup, commits_in_background=_saves_in_background(config, startup)
     )
     control = ControlPlane(runtime.rank, runtime.layout.world_size, runtime.control_group)
-    vocab = padded_vocab_size(vocabulary[0], config.model.make_vocab_size_divisible_by, runtime.layout.tp)
     with phase_apart_from_communicators(startup, "model_build"), printed_as_debug():
-        model = model_provider(config, vocab, runtime)
-    eod = vocabulary[1] if config.data.eod_mask_loss else None
+        model = model_provider(config, vocabulary.padded, runtime)
+    eod = vocabulary.eod if config.data.eod_mask_loss else None
     with phase_apart_from_communicators(startup, "engine_init"), printed_as_debug():
         engine = build_engine(config, model, functools.partial(batch_fn, eod_token=eod))
-        checkpointer = build_checkpointer(config, runtime, control, recorder, cycle, (vocabulary[0], vocab))
+        checkpointer = build_checkpointer(config, runtime, control, recorder, cycle, vocabulary[:2])
     facts = runtime_facts(engine, runtime, config)
     recorder.write(
         "runtime",
@@ -222,10 +224,10 @@ def _set_up(
             datasets_provider, config, control, runtime.layout, runtime.coordinates, progress
         )
     with startup.phase("imports"):
-        log = TrainingLog(config, vocab)  # imports TensorBoard where it is asked for
+        log = TrainingLog(config, vocabulary.padded)  # imports TensorBoard where it is asked for
     logger.info(
         "%s on %s: %d parameters on this rank, padded vocabulary %d, optimizer %s, checkpoint engine %s",
-        runtime.layout, runtime.device.type, facts["parameters"], vocab, facts["optimizer"],
+        runtime.layout, runtime.device.type, facts["parameters"], vocabulary.padded, facts["optimizer"],
         checkpointer.engine_class,
     )  # fmt: skip
     return Trainer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -210,3 +211,23 @@ def test_an_engine_that_is_not_here_is_missed_before_the_imports(tmp_path: Path)
         CheckpointMismatchError, match="saved with --checkpoint-engine elsewhere, and only that can"
     ):
         check_newest(loading(tmp_path), HERE, VOCAB)
+
+
+def test_the_padding_of_the_checkpoint_is_kept_where_tp_divides_it(tmp_path: Path) -> None:
+    """500 tokens, in multiples of 8 x TP: 504 with TP1, 512 with TP2 or 4. A padding of no TP is no padding of them."""
+    model = dataclasses.replace(config().model, make_vocab_size_divisible_by=8)
+    here = dataclasses.replace(loading(tmp_path), model=model)
+    assert check_newest(here, Layout(1, 1, 1), 500) == 504
+    for saved, tp, kept in ((504, 4, 504), (512, 1, 512), (504, 16, 512), (504, 1, 504)):
+        shutil.rmtree(tmp_path / "global_step3", ignore_errors=True)
+        (tmp_path / "global_step3").mkdir()
+        identity = model_identity(here, saved)
+        manifest = Manifest("global_step3", 3, "torch", Layout(2, 1, 1).as_dict(), identity, {})
+        (tmp_path / "global_step3" / "manifest.json").write_text(manifest.to_json())
+        assert check_newest(here, Layout(tp, 1, 2), 500) == kept
+    same = dataclasses.replace(manifest, model=identity | {"padded_vocab_size": 508})
+    (tmp_path / "global_step3" / "manifest.json").write_text(same.to_json())
+    with pytest.raises(
+        CheckpointMismatchError, match="padded_vocab_size is 508 in the checkpoint and 512 here"
+    ):
+        check_newest(here, Layout(2, 1, 1), 500)
