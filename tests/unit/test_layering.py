@@ -127,6 +127,7 @@ ALLOWED = {
         "tools.ckpt_plan",
         "tools.ckpt_overhead",
     ),
+    "tools.restart_drill": ("megatron.restart_trace",),
     "tools.preprocess_data": ("megatron.data", "megatron.tokenizer"),
     "tools.build_corpus": (),
     "tools.make_synthetic_dataset": ("megatron.data",),

@@ -1,0 +1,5 @@
+import sys
+
+from tools.restart_drill.cli import main
+
+sys.exit(main())

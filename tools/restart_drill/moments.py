@@ -1,0 +1,153 @@
+"""When a fault strikes: moments of a training, recognised in the trace of rank 0 as it is written."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.restart_trace.schema import RANK_FILE_PATTERN
+from tools.restart_drill.launch import DrillError, Launch
+
+POLL_S = 0.0005  # some moments last a millisecond
+LONGEST_DELAY_S = 2.0  # of random:SEED, after the first iteration that follows a commit
+
+# Moments that are a stage of a save, a load or a start: they begin when such a record is in the trace.
+STAGES = (
+    "mid-step",
+    "mid-save-write",
+    "mid-save-before-commit",
+    "mid-save-commit",
+    "after-commit",
+    "mid-load",
+    "mid-startup",
+)
+OF_A_START = ("mid-load", "mid-startup")  # the first start has nothing to lose: they strike a later one
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What --at names: a stage, or the end of an iteration, or a random instant."""
+
+    text: str
+    stage: str | None = None
+    iteration: int | None = None
+    seed: int | None = None
+
+    @property
+    def strikes_a_restart(self) -> bool:
+        """Whether it comes in a launch that has a checkpoint to load."""
+        return self.stage in OF_A_START
+
+
+def parse_moment(text: str) -> Moment:
+    """Raises ValueError, listing what there is, for what is no moment."""
+    if text in STAGES:
+        return Moment(text, stage=text)
+    name, _, number = text.partition(":")
+    if name == "iteration" and number.isdigit():
+        return Moment(text, iteration=int(number))
+    if name == "random" and number.isdigit():
+        return Moment(text, seed=int(number))
+    raise ValueError(f"{text}: no such moment; there are {', '.join(STAGES)}, iteration:N and random:SEED")
+
+
+class TraceTail:
+    """Follows the trace file of rank 0 in one cycle while it is written."""
+
+    def __init__(self, trace_dir: Path, cycle: int) -> None:
+        self._path = trace_dir / RANK_FILE_PATTERN.format(rank=0, cycle=cycle)
+        self._position = 0
+
+    def new_records(self) -> list[dict[str, Any]]:
+        """Whole records that were added since the last call."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._position)
+            added = file.read()
+        whole = added[: added.rfind(b"\n") + 1]
+        self._position += len(whole)
+        return [json.loads(line) for line in whole.splitlines()]
+
+
+def stage_begun_by(record: dict[str, Any]) -> str | None:
+    """The stage of STAGES that a rank is in once `record` is in its trace; None if it begins none."""
+    kind, operation, phase = record["type"], record.get("operation"), record.get("phase")
+    if kind == "iteration":
+        return "mid-step"
+    if kind == "operation_begin" and operation == "load":
+        return "mid-load"
+    if kind == "operation_end" and operation == "save" and record["outcome"] == "ok":
+        return "after-commit"
+    if kind != "span":
+        return None
+    if operation == "startup" and phase == "imports":
+        return "mid-startup"
+    return {
+        ("save", "collect", None): "mid-save-write",
+        ("save", "barrier", None): "mid-save-before-commit",
+        ("save", "commit", "manifest"): "mid-save-commit",
+    }.get((operation, phase, record.get("detail")))
+
+
+def wait_for(
+    moment: Moment, launch: Launch, trace_dir: Path, cycle: int, committed: bool, limit_s: float
+) -> int:
+    """Return when the moment has come in this cycle; the newest iteration that rank 0 had finished then, or 0.
+
+    A moment within training counts from the first commit on: `committed` says that there is a checkpoint already.
+    Raises DrillError if the command ends or the time passes first.
+    """
+    finished = 0
+    seen = False
+    for record in _records(moment, launch, trace_dir, cycle, limit_s):
+        if not seen:  # a rank writes its trace, so the ranks are there
+            launch.look()
+            seen = True
+        if record["type"] == "iteration":
+            finished = record["step"]
+        stage = stage_begun_by(record)
+        if moment.iteration is not None and finished >= moment.iteration:
+            if not committed:
+                raise DrillError(
+                    f"--at {moment.text}: no checkpoint was committed before; save more often, or choose a later one"
+                )
+            return finished
+        committed = committed or stage == "after-commit"
+        if not committed and not moment.strikes_a_restart:
+            continue
+        if stage is not None and stage == moment.stage:
+            if stage == "mid-step":
+                time.sleep((record["end_ns"] - record["start_ns"]) / 2e9)
+            return finished
+        if moment.seed is not None and stage == "mid-step":
+            time.sleep(random.Random(moment.seed + cycle).uniform(0.0, LONGEST_DELAY_S))
+            return finished
+    raise AssertionError("unreachable")
+
+
+def _records(
+    moment: Moment, launch: Launch, trace_dir: Path, cycle: int, limit_s: float
+) -> Iterator[dict[str, Any]]:
+    tail = TraceTail(trace_dir, cycle)
+    deadline = time.monotonic() + limit_s
+    while True:
+        ended = (
+            launch.exit_code is not None
+        )  # asked before the records: what was written until then is looked at
+        yield from tail.new_records()
+        if ended:
+            raise DrillError(
+                f"the command ended with exit code {launch.exit_code} before the moment {moment.text} had come; see "
+                "its log, or choose a moment that it reaches"
+            )
+        if time.monotonic() > deadline:
+            raise DrillError(
+                f"the moment {moment.text} did not come within {limit_s:g} s; raise --time-limit"
+            )
+        time.sleep(POLL_S)
