@@ -1,7 +1,7 @@
 """A checkpoint is loaded onto another layout: the same bits of every parameter, and the same training from there on.
 
 By default a walk over all layouts with at most 8 ranks, so each is loaded from and onto once. Every layout from every
-other, which takes an hour:
+other, which takes ten minutes:
 
     REDISTRIBUTE_ALL=1 python -m pytest tests/dist/test_redistribute.py
 """
@@ -130,7 +130,7 @@ def test_from_a_checkpoint_of_engine_torch(model: Model, old: Layout, new: Layou
             assert torch.equal(values, same[kind, parameter])
 
 
-@pytest.mark.skipif("REDISTRIBUTE_ALL" not in os.environ, reason="takes an hour; set REDISTRIBUTE_ALL to run it")
+@pytest.mark.skipif("REDISTRIBUTE_ALL" not in os.environ, reason="takes 10 minutes; set REDISTRIBUTE_ALL to run it")
 @pytest.mark.parametrize("old", LAYOUTS, ids=shown)
 def test_every_layout_from_every_other(model: Model, old: Layout) -> None:
     expected = assembled(model.run(old, f"from_{shown(old)}", SAVED))

@@ -14,7 +14,7 @@ Faults of upstream, and the test that each is not ours (B: test_bit_exact, P: te
     --no-load-optim is ignored                      B test_no_load_optim
     --train-iters on resume changes the data order  B test_other_train_iters_keep_the_data_order
     the last checkpoint is written twice in place   B test_last_checkpoint_is_written_once
-    another TP silently mis-shards QKV              test_checkpoint_of_another_layout_is_refused
+    another TP silently mis-shards QKV              test_another_tp_shards_the_fused_weights_rightly
     the RNG of TP rank 0 differs after a resume     B test_resumed_run_equals_uninterrupted_one, every rank, dropout on
     unneeded third-party packages are imported      test_no_unneeded_package_is_imported
 """
@@ -36,7 +36,7 @@ import pytest
 import torch
 
 from megatron.topology import Layout
-from tests.dist.harness import LLAMA_STYLE, ROOT, Zygote
+from tests.dist.harness import LLAMA_STYLE, ROOT, Zygote, losses
 from tests.dist.tiny_runs import (
     MODEL,
     NO_DROPOUT,
@@ -272,17 +272,27 @@ def test_without_manifest_the_same_checkpoint_loads(launcher: Launcher, small: P
     assert "has no manifest" in run.log(0)
 
 
-@pytest.mark.parametrize("with_manifest", [True, False])
-def test_checkpoint_of_another_layout_is_refused(launcher: Launcher, ours: Path, with_manifest: bool) -> None:
-    load = ours.parent if with_manifest else UPSTREAM
+def test_checkpoint_of_another_layout_is_refused(launcher: Launcher) -> None:
+    """Upstream's own, that is: what says how to read it is in the manifest."""
     save = launcher.directory / "save"
-    run = launcher.run(SINGLE, *UPSTREAM_ARGUMENTS, "--load", load, *saving(save, 5))
+    run = launcher.run(SINGLE, *UPSTREAM_ARGUMENTS, "--load", UPSTREAM, *saving(save, 5))
     assert run.exit_codes == [2]
     assert "saved on TP2 PP2 DP2, but this run is TP1 PP1 DP1" in run.output
     assert not list(save.glob("global_step*"))
-    universal = launcher.run(SINGLE, *UPSTREAM_ARGUMENTS, "--load", load, "--universal-checkpoint")
+    universal = launcher.run(SINGLE, *UPSTREAM_ARGUMENTS, "--load", UPSTREAM, "--universal-checkpoint")
     assert universal.exit_codes == [2]
     assert "--universal-checkpoint" in universal.output
+
+
+def test_another_tp_shards_the_fused_weights_rightly(launcher: Launcher, ours: Path) -> None:
+    found = []
+    for layout in (LAYOUT, SINGLE):
+        trace = launcher.directory / f"trace_{layout.world_size}"
+        flags = ["--load", ours.parent, "--load-tag", ours.name, "--restart-trace-dir", trace, "--exit-interval", "8"]
+        launcher.train(layout, *UPSTREAM_ARGUMENTS, *flags)
+        found.append(losses(trace))
+    assert sorted(found[0]) == [6, 7, 8]
+    assert found[1] == pytest.approx(found[0], abs=2e-3)  # bf16, and sums in another order
 
 
 def test_use_checkpoint_args_is_refused(launcher: Launcher, small: Path) -> None:
