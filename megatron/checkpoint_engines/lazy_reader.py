@@ -35,7 +35,7 @@ from megatron.checkpoint_engines.load_sources import Arena, OpenFile
 from megatron.checkpoint_engines.load_thread import STEP, LoadThread
 from megatron.restart_trace.recorder import Operation
 
-_DIRECT_THREADS = 8  # of a disk, two cores and 1, 2 and 8 MiB a time: the fastest in most runs
+_DIRECT_THREADS = 8
 # Reading into the page cache is mostly waiting, for the storage and for memory: more threads than for direct reads.
 _MAPPING_THREADS = 12
 
@@ -127,11 +127,10 @@ class Reader:
         """Let the I/O threads read all blocks: a share each of what is mapped, and the others as they come."""
         mapped: list[Block] = []
         others: list[Block] = []
+        step = min(STEP, self._options.io_block_bytes)
         for stretch in ranges:
-            if stretch.mapping is not None or files[stretch.path].only_mapped:
-                mapped += stretch.blocks(STEP)
-            else:
-                others += stretch.blocks(STEP)
+            through_cache = stretch.mapping is not None or files[stretch.path].only_mapped
+            (mapped if through_cache else others).extend(stretch.blocks(step))
         queue = iter(others)
         count = self._options.io_threads or (_DIRECT_THREADS if others else _MAPPING_THREADS)
         readers = [LoadThread(self._options, files, self._device) for _ in range(count)]
