@@ -146,8 +146,12 @@ def _load_candidate(
             _report_rejected(ctx, reason)
         return reasons
     if direct is not None:
-        if options.verify_restored_state:
-            logger.info("--verify-restored-state: hashes are those of the old layout's tensors; not compared")
+        unverified = options.verify_checkpoint == "checksum" or options.verify_restored_state
+        if unverified and ctx.control.rank == 0:
+            logger.warning(
+                "%s was saved on another layout: the checksums and hashes of its tensors, of which a rank reads parts, "
+                "are not verified", candidate.tag,
+            )  # fmt: skip
         return direct.apply()
     with op.span("load", "host_to_device"):
         progress = restore_state(engine, place, states, ctx.config)

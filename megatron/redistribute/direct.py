@@ -82,11 +82,12 @@ class DirectLoad:
         self._common = reader.load_values(
             names.model_states_file(old, first), self._directory, files, self._op
         )
-        targets = self._weights()
         if self._with_optimizer:
             name = names.optimizer_file(old, first, self._place.params_dtype)
             saved = reader.load_values(name, self._directory, files, self._op)["optimizer_state_dict"]
             targets = self._optimizer(saved, index)
+        else:
+            targets = self._weights()
         with self._op.span("redistribute", "reshard"):
             transfers = plan(targets, index)
         options = self._config.checkpoint
