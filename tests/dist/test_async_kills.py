@@ -11,9 +11,10 @@ import pytest
 
 from tests.dist.async_runs import TINY_RUN, committed, run, save_ends, train
 from tests.dist.harness import Zygote, kill_all, losses, wait_for
-from tests.dist.test_commit_protocol import CRASH, TWO, TraceTail, loaded_tags
+from tests.dist.test_commit_protocol import CRASH, TWO, loaded_tags
 from tests.dist.test_commit_protocol import LAYOUT as FOUR
 from tests.dist.tiny_runs import Launcher, saving
+from tools.restart_drill.moments import TraceTail
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def kill_when(
     """Kill `victims` as soon as a record of `rank` in the first launch is what `reached` looks for."""
 
     def during(pids: list[int]) -> None:
-        tail = TraceTail(save / "restart_trace" / f"rank_{rank:05d}_cycle_000.jsonl")
+        tail = TraceTail(save / "restart_trace", 0, rank)
         wait_for(lambda: any(reached(r) for r in tail.new_records()), 60.0, "the moment to kill")
         kill_all(pids[victims])
 

@@ -17,7 +17,7 @@ import pytest
 from megatron.topology import Layout
 from tests.dist.async_runs import ASYNC, SCRIPT, TINY_RUN, committed, run, save_ends, spans_of, train
 from tests.dist.harness import LLAMA_STYLE, ROOT, Zygote, records, wait_for
-from tests.dist.test_commit_protocol import TWO, TraceTail
+from tests.dist.test_commit_protocol import TWO
 from tests.dist.tiny_runs import (
     DROPOUT,
     MODEL,
@@ -33,6 +33,7 @@ from tests.dist.tiny_runs import (
     saving,
 )
 from tests.dist.trace_runs import BIG, PAIR
+from tools.restart_drill.moments import TraceTail
 
 ALL_THREE = Layout(tp=2, pp=2, dp=2)
 REPLICAS = Layout(tp=1, pp=1, dp=2)
@@ -231,10 +232,9 @@ def test_training_ends_when_no_save_can_be_agreed_on_any_more(launcher: Launcher
 
 def test_sigterm_waits_for_the_save(launcher: Launcher) -> None:
     save = launcher.directory / "run"
-    trace = save / "restart_trace" / "rank_00000_cycle_000.jsonl"
 
     def terminate(pids: list[int]) -> None:
-        tail = TraceTail(trace)
+        tail = TraceTail(save / "restart_trace", 0)
         wait_for(
             lambda: any(r["type"] == "iteration" for r in tail.new_records()), 60.0, "the first iteration"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import pytest
 from megatron.topology import Layout
 from tests.dist.harness import LLAMA_STYLE, Zygote, kill_all, losses, records
 from tests.dist.tiny_runs import DROPOUT, Launcher, saving
+from tools.restart_drill.moments import TraceTail
 
 LAYOUT = Layout(tp=1, pp=2, dp=2)
 # Some 10 MB per rank and next to no arithmetic, so that a save takes longer than an iteration.
@@ -39,25 +39,6 @@ SHORT = ("agreeing", "manifest", "publish")
 @pytest.fixture
 def launcher(zygote: Zygote, dataset: list[str], tmp_path: Path) -> Launcher:
     return Launcher(zygote, dataset, tmp_path)
-
-
-class TraceTail:
-    """Follows the trace file of one rank while it is written."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._position = 0
-
-    def new_records(self) -> list[dict[str, Any]]:
-        """Whole records that were added since the last call."""
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._position)
-            added = file.read()
-        whole = added[: added.rfind(b"\n") + 1]
-        self._position += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
 
 
 def stage_after(record: dict[str, Any]) -> str | None:
@@ -108,7 +89,7 @@ class Killer:
     rank: int = 0
 
     def __call__(self, pids: list[int]) -> None:
-        tail = TraceTail(self.trace / f"rank_{self.rank:05d}_cycle_{self.cycle:03d}.jsonl")
+        tail = TraceTail(self.trace, self.cycle, self.rank)
         where = f"stage {self.target} of save {self.nth} in cycle {self.cycle}"
         deadline = time.monotonic() + 60.0
         saves = 0

@@ -57,10 +57,10 @@ def parse_moment(text: str) -> Moment:
 
 
 class TraceTail:
-    """Follows the trace file of rank 0 in one cycle while it is written."""
+    """Follows the trace file of a rank in one cycle while it is written."""
 
-    def __init__(self, trace_dir: Path, cycle: int) -> None:
-        self._path = trace_dir / RANK_FILE_PATTERN.format(rank=0, cycle=cycle)
+    def __init__(self, trace_dir: Path, cycle: int, rank: int = 0) -> None:
+        self._path = trace_dir / RANK_FILE_PATTERN.format(rank=rank, cycle=cycle)
         self._position = 0
 
     def new_records(self) -> list[dict[str, Any]]:
