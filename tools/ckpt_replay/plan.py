@@ -16,9 +16,11 @@ THREADS = (1, 2, 4, 8)
 STORAGE_KINDS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "write_direct": (THREADS, (2, 8, 32)),
     "read_direct": (THREADS, (2, 8, 32)),
-    # What an engine must do, too: fill a buffer before it is written, and read into memory that nobody has used yet.
+    # What an engine must do, too: fill a buffer before it is written; check what it has read, and put it in its place,
+    # in memory that is not used yet, or is. (By threads and blocks as engine lazy has them.)
     "write_direct_filled": ((2, 4), (8,)),
-    "read_direct_fresh": ((4, 8), (8,)),
+    "read_direct_fresh": ((8,), (2,)),
+    "read_direct_placed": ((8,), (2,)),
     "write_buffered_fsync": (THREADS, (8,)),
     "read_buffered_cold": (THREADS, (8,)),
 }

@@ -8,11 +8,12 @@ import itertools
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from isal import isal_zlib
 
 from megatron.restart_trace.clock import now_ns
 from tools.ckpt_replay import page_cache
@@ -32,22 +33,33 @@ def measure(ctx: RankContext) -> dict[str, Any]:
     raw = _RawFile(ctx, Path(ctx.task.directory) / f"storage_{ctx.process:05d}")
     found: dict[str, dict[str, float]] = {kind: {} for kind in STORAGE_KINDS}
     try:
-        for write, read, direct, as_engines in (
-            ("write_direct", "read_direct", True, False),
-            ("write_direct_filled", "read_direct_fresh", True, True),
-            ("write_buffered_fsync", "read_buffered_cold", False, False),
-        ):
-            if direct and not raw.takes_direct():
-                continue
-            for threads, block in itertools.product(*STORAGE_KINDS[write]):
-                found[write][f"{threads}x{block}"] = raw.write(threads, block * MIB, direct, as_engines)
-            for threads, block in itertools.product(*STORAGE_KINDS[read]):
-                seconds = raw.read(threads, block * MIB, direct, as_engines)
-                if seconds is not None:
-                    found[read][f"{threads}x{block}"] = seconds
+        if raw.takes_direct():
+            for threads, block, name in _combinations("write_direct"):
+                found["write_direct"][name] = raw.write(threads, block, direct=True)
+            for threads, block, name in _combinations("read_direct"):
+                found["read_direct"][name] = raw.read(threads, block)
+            for threads, block, name in _combinations("write_direct_filled"):
+                found["write_direct_filled"][name] = raw.write(threads, block, direct=True, filled=True)
+            for threads, block, name in _combinations("read_direct_fresh"):
+                place = np.empty(raw.size, dtype=np.uint8)
+                found["read_direct_fresh"][name] = raw.read(threads, block, place)
+                found["read_direct_placed"][name] = raw.read(threads, block, place)  # used by now
+                del place
+        for threads, block, name in _combinations("write_buffered_fsync"):
+            found["write_buffered_fsync"][name] = raw.write(threads, block, direct=False)
+        for threads, block, name in _combinations("read_buffered_cold"):
+            seconds = raw.read_buffered_cold(threads, block)
+            if seconds is not None:
+                found["read_buffered_cold"][name] = seconds
     finally:
         raw.remove()
     return {"seconds": found, "bytes": raw.size}
+
+
+def _combinations(kind: str) -> Iterator[tuple[int, int, str]]:
+    """(threads, bytes of a block, name) of what is tried for a kind."""
+    for threads, block in itertools.product(*STORAGE_KINDS[kind]):
+        yield threads, block * MIB, f"{threads}x{block}"
 
 
 class _RawFile:
@@ -81,7 +93,7 @@ class _RawFile:
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()
 
-    def write(self, threads: int, block: int, direct: bool, filled: bool) -> float:
+    def write(self, threads: int, block: int, *, direct: bool, filled: bool = False) -> float:
         """Seconds to write a new file, the final fsync included.
 
         `filled`: each buffer is copied from other memory just before it is written, which is in the time.
@@ -93,31 +105,48 @@ class _RawFile:
         fd = os.open(self._path, flags, 0o644)
         try:
             os.ftruncate(fd, self.size)
-            source = self._view[_MEMORY // 2 :] if filled else None
-            self._transfer(threads, block, lambda view, offset: os.pwrite(fd, view, offset), source=source)
+            before = self._fill if filled else None
+            self._transfer(threads, block, lambda view, offset: os.pwrite(fd, view, offset), before=before)
             os.fsync(fd)
             return (now_ns() - start) / 1e9
         finally:
             os.close(fd)
 
-    def read(self, threads: int, block: int, direct: bool, fresh: bool) -> float | None:
-        """Seconds to read the file that was written last; None if it could not be got out of the page cache.
+    def read(self, threads: int, block: int, place: np.ndarray[Any, Any] | None = None) -> float:
+        """Seconds to read the file that was written last, directly, into a few buffers, again and again.
 
-        `fresh`: into memory that was never touched, as large as the file; else into a few buffers, again and again.
+        With `place`, as large as the file, each block's CRC-32 is taken and it is copied to where it belongs there.
         """
-        error: str | None = None
-        if not direct and page_cache.state_of(page_cache.drop([self._path])) != COLD:
-            error = "the file stays in the page cache"
-        if self._ctx.control.agree(error):
+        self._ctx.wait_for_all()
+        return self._read(threads, block, os.O_DIRECT, place)
+
+    def read_buffered_cold(self, threads: int, block: int) -> float | None:
+        """Seconds to read it through the page cache; None if it could not be got out of there first."""
+        cold = page_cache.state_of(page_cache.drop([self._path])) == COLD
+        if self._ctx.control.agree(None if cold else "the file stays in the page cache"):
             return None
+        return self._read(threads, block, 0, None)
+
+    def _read(self, threads: int, block: int, flags: int, place: np.ndarray[Any, Any] | None) -> float:
+        def check_and_place(view: memoryview, offset: int) -> None:
+            assert place is not None
+            isal_zlib.crc32(view)
+            np.copyto(place[offset : offset + len(view)], np.frombuffer(view, np.uint8))
+
         start = now_ns()
-        fd = os.open(self._path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+        fd = os.open(self._path, os.O_RDONLY | flags)
         try:
-            target = _memory(self.size) if fresh else None
-            self._transfer(threads, block, lambda view, offset: os.preadv(fd, [view], offset), target=target)
+            after = None if place is None else check_and_place
+            self._transfer(threads, block, lambda view, offset: os.preadv(fd, [view], offset), after=after)
             return (now_ns() - start) / 1e9
         finally:
             os.close(fd)
+
+    def _fill(self, view: memoryview, offset: int) -> None:
+        """Copy to a buffer from elsewhere, as gathering tensors does."""
+        source = np.frombuffer(self._view[_MEMORY // 2 :], np.uint8)
+        start = offset % (len(source) - len(view))
+        np.copyto(np.frombuffer(view, np.uint8), source[start : start + len(view)])
 
     def _settle(self) -> None:
         self._ctx.wait_for_all()
@@ -130,13 +159,12 @@ class _RawFile:
         block: int,
         move: Callable[[memoryview, int], int],
         *,
-        source: memoryview | None = None,
-        target: memoryview | None = None,
+        before: Callable[[memoryview, int], None] | None = None,
+        after: Callable[[memoryview, int], None] | None = None,
     ) -> None:
         """Move the whole file in blocks, each thread with a buffer of its own. Raises the OSError of a thread.
 
-        With `source` the buffer is filled from there before each move; with `target`, as large as the file, that is
-        used instead of buffers.
+        `before` and `after` are called for every block, with the buffer and the offset in the file.
         """
         offsets = iter(range(0, self.size, block))
         lock = threading.Lock()
@@ -150,17 +178,14 @@ class _RawFile:
                         offset = next(offsets, None)
                     if offset is None:
                         return
-                    stop = min(block, self.size - offset)
-                    view = mine if target is None else target[offset : offset + stop]
-                    if source is not None:
-                        start = offset % (len(source) - block)
-                        np.copyto(
-                            np.frombuffer(view, np.uint8)[:stop],
-                            np.frombuffer(source, np.uint8)[start:][:stop],
-                        )
+                    view = mine[: min(block, self.size - offset)]
+                    if before is not None:
+                        before(view, offset)
                     done = 0
-                    while done < stop:
-                        done += move(view[done:stop], offset + done)
+                    while done < len(view):
+                        done += move(view[done:], offset + done)
+                    if after is not None:
+                        after(view, offset)
             except BaseException as exc:
                 errors.append(exc)
 
