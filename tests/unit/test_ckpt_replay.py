@@ -15,16 +15,18 @@ import torch
 from megatron.checkpoint_engines.base import FileState
 from megatron.checkpoint_engines.errors import UnknownEngineError
 from megatron.config import ConfigError
+from tools import page_cache
 from tools.ckpt_overhead.launch import filesystem_of
-from tools.ckpt_replay import page_cache, shares, steps, tensors
+from tools.ckpt_replay import shares, steps, tensors
 from tools.ckpt_replay.cli import COULD_NOT_RUN, main
 from tools.ckpt_replay.figures import analyse, storage_figures
 from tools.ckpt_replay.memory import PeakMemory, resident_memory
 from tools.ckpt_replay.options import parse_arguments, parse_ranks, request_from
-from tools.ckpt_replay.plan import COLD, STORAGE_KINDS, WARM, ReplayError, Request, Share, Task, request_of
+from tools.ckpt_replay.plan import STORAGE_KINDS, ReplayError, Request, Share, Task, request_of
 from tools.ckpt_replay.replay import Samples
 from tools.ckpt_replay.table import render
 from tools.ckpt_replay.targets import judge
+from tools.page_cache import COLD, WARM
 
 MIB = 1 << 20
 CPU = torch.device("cpu")

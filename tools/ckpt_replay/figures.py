@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from tools.ckpt_overhead.samples import interquartile_range
-from tools.ckpt_replay.plan import COLD, LOAD_COLD, LOAD_WARM, SAVE, STORAGE_KINDS, WARM, Request
+from tools.ckpt_replay.plan import LOAD_COLD, LOAD_WARM, SAVE, STORAGE_KINDS, Request
 from tools.ckpt_replay.replay import Samples
+from tools.page_cache import COLD, WARM
 
 Ranks = list[dict[str, Any]]
 

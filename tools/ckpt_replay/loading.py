@@ -17,7 +17,8 @@ from megatron.checkpoint_commit import Manifest
 from megatron.checkpoint_engines.base import CheckpointEngine, FileState
 from megatron.restart_trace.clock import now_ns
 from megatron.restart_trace.recorder import Operation
-from tools.ckpt_replay import memory, page_cache
+from tools import page_cache
+from tools.ckpt_replay import memory
 from tools.ckpt_replay.context import RankContext
 from tools.ckpt_replay.plan import LOAD_COLD, fingerprint_file
 from tools.ckpt_replay.shares import map_tensors, tensor_bytes

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 SAVE, LOAD_COLD, LOAD_WARM, STORAGE = "save", "load_cold", "load_warm", "storage"
-COLD, WARM, PARTLY_WARM, UNKNOWN = "cold", "warm", "partly warm", "unknown"  # states of the page cache
 
 # What is measured of the storage itself: kind -> (threads, block in MiB), each with each. The kernel cuts buffered
 # transfers as it likes, so their block size says little.

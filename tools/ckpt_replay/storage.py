@@ -16,9 +16,9 @@ import numpy as np
 from isal import isal_zlib
 
 from megatron.restart_trace.clock import now_ns
-from tools.ckpt_replay import page_cache
+from tools import page_cache
 from tools.ckpt_replay.context import RankContext
-from tools.ckpt_replay.plan import COLD, STORAGE_KINDS
+from tools.ckpt_replay.plan import STORAGE_KINDS
 
 MIB = 1 << 20
 _MEMORY = max(max(threads) * max(blocks) for threads, blocks in STORAGE_KINDS.values()) * MIB
@@ -122,7 +122,7 @@ class _RawFile:
 
     def read_buffered_cold(self, threads: int, block: int) -> float | None:
         """Seconds to read it through the page cache; None if it could not be got out of there first."""
-        cold = page_cache.state_of(page_cache.drop([self._path])) == COLD
+        cold = page_cache.state_of(page_cache.drop([self._path])) == page_cache.COLD
         if self._ctx.control.agree(None if cold else "the file stays in the page cache"):
             return None
         return self._read(threads, block, 0, None)

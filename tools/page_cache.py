@@ -9,10 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
-from tools.ckpt_replay.plan import COLD, PARTLY_WARM, UNKNOWN, WARM
-
+COLD, WARM, PARTLY_WARM, UNKNOWN = "cold", "warm", "partly warm", "unknown"  # what state_of tells
 _COLD_BELOW, _WARM_FROM = 0.01, 0.99
 _READ = 8 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -25,6 +22,8 @@ def resident_bytes(path: Path) -> tuple[int, int] | None:
         return 0, 0
     if not hasattr(_libc, "mincore"):
         return None
+    import numpy as np  # here: those who want but the names of the states need not wait for it
+
     with path.open("rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as memory:
         content = np.frombuffer(memory, dtype=np.uint8)
         pages = np.empty(-(-size // mmap.PAGESIZE), dtype=np.uint8)
@@ -66,11 +65,17 @@ def drop(paths: Sequence[Path]) -> float | None:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     share = resident_share(paths)
-    if state_of(share) != COLD:
-        with contextlib.suppress(OSError):
-            Path("/proc/sys/vm/drop_caches").write_text("1\n")
-            share = resident_share(paths)
+    if state_of(share) != COLD and drop_all():
+        share = resident_share(paths)
     return share
+
+
+def drop_all() -> bool:
+    """Drop the clean pages of the whole machine by /proc/sys/vm/drop_caches (root only); False where we may not."""
+    with contextlib.suppress(OSError):
+        Path("/proc/sys/vm/drop_caches").write_text("1\n")
+        return True
+    return False
 
 
 def fill(paths: Sequence[Path]) -> float | None:
