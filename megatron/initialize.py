@@ -14,6 +14,7 @@ from typing import Any
 from megatron import lean_imports
 from megatron.accelerator import accelerator
 from megatron.config import Config, ConfigError
+from megatron.elastic_rendezvous import init_method
 from megatron.restart_trace.startup import Startup
 from megatron.tensor_parallel.random import seed_everything
 from megatron.topology import Coordinates, Layout
@@ -134,7 +135,11 @@ def initialize_megatron(config: Config, startup: Startup, *, commits_in_backgrou
     timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
     with startup.phase("rendezvous"):
         deepspeed.init_distributed(
-            dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout
+            dist_backend=backend,
+            auto_mpi_discovery=False,
+            verbose=False,
+            timeout=timeout,
+            init_method=init_method(),
         )
     with startup.phase("communicators"):
         control_group = None if backend == "gloo" else torch.distributed.new_group(backend="gloo")
