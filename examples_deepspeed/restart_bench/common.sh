@@ -7,16 +7,19 @@
 #                                                  the data; random tokens are made where DATA_PATH is unset
 #   EXTRA_ARGS                                     more flags of pretrain_gpt.py, split at white space
 #   WORK_DIR                                       where everything goes (default: runs/NAME in the repository)
-#   LAUNCHER=torchrun|deepspeed HOSTFILE NNODES NODE_RANK GPUS_PER_NODE MASTER_ADDR MASTER_PORT
+#   LAUNCHER=torchrun|deepspeed|srun HOSTFILE NNODES NODE_RANK GPUS_PER_NODE MASTER_ADDR MASTER_PORT
 #   DEVICE=cuda|cpu                                cpu: for the tiny preset only
 #   SKIP_SETUP=1 PYTHON                            run with this interpreter instead of the repository's .venv
 #   DRY_RUN=1                                      print the command of each node, one per line; touch nothing
+#   COMMAND_TO=FILE                                prepare everything, write the command to FILE, each word ended by a
+#                                                  NUL, and launch nothing: how tools/restart_drill runs a preset
 
 BENCH_DIR=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 ROOT=$(cd "$BENCH_DIR/../.." && pwd)
 source "$BENCH_DIR/launch/nodes.sh"
 source "$BENCH_DIR/launch/torchrun.sh"
 source "$BENCH_DIR/launch/deepspeed.sh"
+source "$BENCH_DIR/launch/srun.sh"
 source "$BENCH_DIR/data.sh"
 
 say() { printf '[%s] %s\n' "${RUN_NAME:-restart_bench}" "$*" >&2; }
@@ -43,21 +46,25 @@ load_settings() {
     : "${SEQ_LENGTH:=2048}" "${MICRO_BATCH:=16}" "${ITERS:=15}" "${SAVE_INTERVAL:=5}"
     : "${GLOBAL_BATCH:=$((MICRO_BATCH * DP))}" "${ENGINE:=torch}" "${LAUNCHER:=torchrun}"
     require_whole_number SEQ_LENGTH MICRO_BATCH ITERS SAVE_INTERVAL GLOBAL_BATCH
-    [[ $LAUNCHER == torchrun || $LAUNCHER == deepspeed ]] || die "LAUNCHER=$LAUNCHER: use torchrun or deepspeed"
+    [[ $LAUNCHER =~ ^(torchrun|deepspeed|srun)$ ]] || die "LAUNCHER=$LAUNCHER: use torchrun, deepspeed or srun"
 
     WORLD_SIZE=$((TP * PP * DP))
     RUN_NAME=${MODEL}_tp${TP}_pp${PP}_dp${DP}
     : "${WORK_DIR:=$ROOT/runs/$RUN_NAME}"
     : "${SAVE_DIR:=$WORK_DIR/checkpoints}"
     : "${TRACE_DIR:=$SAVE_DIR/restart_trace}"
+    settle_python
+    settle_device
+    settle_nodes
+    settle_data
+}
+
+settle_python() {
     if [[ -n ${SKIP_SETUP:-} ]]; then
         PYTHON=${PYTHON:-python3}
     else
         VENV_PYTHON=${VENV_DIR:-$ROOT/.venv}/bin/python
     fi
-    settle_device
-    settle_nodes
-    settle_data
 }
 
 # The interpreter that training runs with. PYTHON is also what setup_env.sh creates .venv with.
@@ -137,11 +144,22 @@ print_commands() {
     done
 }
 
+# The one command that starts all ranks, for a program that launches it itself, and again and again.
+tell_command() {
+    "${LAUNCHER}_starts_all" ||
+        die "COMMAND_TO: $NNODES nodes take a command each with LAUNCHER=$LAUNCHER; use LAUNCHER=srun within an allocation"
+    if ((NNODES == 1)); then
+        : "${MASTER_PORT:=$(free_port)}"
+    fi
+    node_command 0
+    printf '%s\0' "${COMMAND[@]}" >"$COMMAND_TO"
+}
+
 run_preset() {
     load_settings "$@"
     build_training_args
     build_launch_env
-    set_launch_id
+    [[ -n ${COMMAND_TO:-} ]] || set_launch_id # each launch of a told command gets one of its own
     if [[ -n ${DRY_RUN:-} ]]; then
         check_nodes
         print_commands
@@ -151,6 +169,10 @@ run_preset() {
     ensure_environment
     check_torch_build
     prepare_data
+    if [[ -n ${COMMAND_TO:-} ]]; then
+        tell_command
+        return
+    fi
     mkdir -p "$SAVE_DIR"
     if [[ -e $SAVE_DIR/latest ]]; then
         say "resuming from $(<"$SAVE_DIR/latest") in $SAVE_DIR"

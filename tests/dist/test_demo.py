@@ -37,10 +37,17 @@ def run_demo(work: Path, **settings: str) -> subprocess.CompletedProcess[str]:
 def test_killed_and_resumed_training_is_measured_and_exact(tmp_path: Path) -> None:
     done = run_demo(tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "SIGKILL to 8 ranks" in done.stderr
-    assert "The repeated iterations are identical, digit by digit." in done.stdout
+    assert "cycle 0: sigkill-all at iteration:8 struck " in done.stderr
+    repeated, _, rest = done.stdout.partition("The repeated iterations are identical, to the last bit.")
+    assert [line.split()[0] for line in repeated.splitlines()[-3:]] == ["6", "7", "8"]
+    assert rest.count("sigkill-all") >= 2  # the drill's table and the report
 
     (demo,) = tmp_path.glob("demo-*")
+    drill = json.loads((demo / "drill.json").read_text())
+    assert "no reference run" in drill["losses_compared_with"] and not (demo / "reference").exists()
+    (cycle,) = drill["cycles"]
+    assert (cycle["verified"], cycle["resumed_step"], cycle["state_hashes"]) == (True, 5, "equal")
+    assert cycle["accounted"] >= 0.98
     report = json.loads((demo / "report.json").read_text())
     assert (report["ranks"]["expected"], report["ranks"]["present"]) == (8, 8)
     saved = [(save["tag"], save["cycle"]) for save in report["saves"]]
@@ -57,4 +64,4 @@ def test_killed_and_resumed_training_is_measured_and_exact(tmp_path: Path) -> No
     assert again.returncode == 0, again.stderr[-3000:]
     assert "resuming from global_step12" in again.stderr
     assert "corpus and tokenizer" in again.stderr and "are there" in again.stderr
-    assert "SIGKILL" not in again.stderr
+    assert "restart_drill" not in again.stderr

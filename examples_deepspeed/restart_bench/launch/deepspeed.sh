@@ -2,6 +2,8 @@
 
 deepspeed_num_commands() { echo 1; }
 
+deepspeed_starts_all() { ((NNODES == 1)); } # its file of variables would be of the first launch only
+
 # Sets COMMAND. Variables reach remote ranks through the file that DS_ENV_FILE names.
 deepspeed_command() {
     local hosts=()

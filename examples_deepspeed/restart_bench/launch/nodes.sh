@@ -98,12 +98,16 @@ count_seen() {
 
 # Whether there is what the launch needs, before anything heavy is done.
 check_devices() {
+    if [[ $LAUNCHER == srun && -z ${SLURM_JOB_ID:-}${COMMAND_TO:-} ]]; then
+        die "LAUNCHER=srun: no allocation; start within one, by salloc or sbatch"
+    fi
     check_gpus
     check_nodes
 }
 
 check_gpus() {
-    [[ $DEVICE == cuda ]] || return 0
+    # Within an allocation Slurm gives the devices, and refuses what it has not.
+    [[ $DEVICE == cuda && $LAUNCHER != srun ]] || return 0
     if ((GPUS_SEEN < WORLD_SIZE)); then
         die "needs $WORLD_SIZE GPUs (TP $TP x PP $PP x DP $DP), sees $GPUS_SEEN ($SEEN_WHERE). Name the nodes in" \
             "HOSTFILE=<file of 'HOST slots=N' lines>, or start this script on every node with NNODES, NODE_RANK and" \

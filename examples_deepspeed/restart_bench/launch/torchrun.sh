@@ -2,6 +2,8 @@
 
 torchrun_num_commands() { echo "$NNODES"; }
 
+torchrun_starts_all() { ((NNODES == 1)); }
+
 # Sets COMMAND for node $1. Static rendezvous: the quickest to come up, and a failed rank ends the launch.
 torchrun_command() {
     COMMAND=(

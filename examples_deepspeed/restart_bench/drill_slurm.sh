@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# The restart drill within a Slurm allocation, with srun as launcher:
+#
+#   sbatch --nodes 8 --ntasks-per-node 8 --gpus-per-node 8 drill_slurm.sh --fault sigkill-one --at mid-step -- 70b_tp8_pp8
+#   salloc --nodes 1 --ntasks-per-node 8 bash drill_slurm.sh          tiny TP2 x PP2 x DP2
+#
+# All arguments go to kill_resume.sh. It runs on the first node, and what strikes is a process of that node: srun ends
+# the ranks of the other nodes then (--kill-on-bad-exit). The repository, --out and --checkpoints must be on a file system
+# that all nodes share.
+#   DRY_RUN=1   print the allocation, the command of the drill and that of the preset; touch nothing
+#   MASTER_ADDR MASTER_PORT   where rank 0 listens (first node, 29500)
+set -euo pipefail
+
+# sbatch runs a copy of this file; the repository is where it was submitted from, then.
+SCRIPTS=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+[[ -f $SCRIPTS/kill_resume.sh ]] || SCRIPTS=${SLURM_SUBMIT_DIR:-$PWD}
+[[ -f $SCRIPTS/kill_resume.sh ]] || SCRIPTS=$SCRIPTS/examples_deepspeed/restart_bench
+die() {
+    printf 'drill_slurm.sh: error: %s\n' "$*" >&2
+    exit 2
+}
+[[ -f $SCRIPTS/kill_resume.sh ]] || die "kill_resume.sh not found: submit from the root of the repository"
+[[ -n ${SLURM_JOB_ID:-} ]] || die "SLURM_JOB_ID is not set: start within an allocation, by sbatch or salloc"
+NNODES=${SLURM_JOB_NUM_NODES:-${SLURM_NNODES:-}}
+[[ $NNODES =~ ^[1-9][0-9]*$ ]] || die "SLURM_JOB_NUM_NODES=$NNODES: the allocation must say how many nodes it has"
+
+if [[ -z ${MASTER_ADDR:-} ]]; then
+    MASTER_ADDR=127.0.0.1
+    if ((NNODES > 1)); then
+        mapfile -t hosts < <(scontrol show hostnames "${SLURM_JOB_NODELIST:-}")
+        ((${#hosts[@]} > 0)) || die "scontrol names no host of SLURM_JOB_NODELIST=${SLURM_JOB_NODELIST:-}; set MASTER_ADDR"
+        MASTER_ADDR=${hosts[0]}
+    fi
+fi
+# 8(x4) or 8: what Slurm says of the tasks of its nodes; presets fill their nodes evenly.
+if [[ -z ${GPUS_PER_NODE:-} && -n ${SLURM_NTASKS_PER_NODE:-${SLURM_TASKS_PER_NODE:-}} ]]; then
+    GPUS_PER_NODE=${SLURM_NTASKS_PER_NODE:-$SLURM_TASKS_PER_NODE}
+    GPUS_PER_NODE=${GPUS_PER_NODE%%[(,]*}
+fi
+export LAUNCHER=srun NNODES MASTER_ADDR
+[[ -z ${GPUS_PER_NODE:-} ]] || export GPUS_PER_NODE
+if [[ -n ${DRY_RUN:-} ]]; then
+    printf '# job %s: %s nodes, rank 0 on %s, %s tasks per node\n' "$SLURM_JOB_ID" "$NNODES" "$MASTER_ADDR" "${GPUS_PER_NODE:-as many as fit}"
+fi
+exec bash "$SCRIPTS/kill_resume.sh" "$@"

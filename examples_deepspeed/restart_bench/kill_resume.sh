@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Kill and resume a training, and account for every second of it: tools/restart_drill with defaults of its own.
+#
+#   bash kill_resume.sh                                               tiny TP2 x PP2 x DP2: two kills in the middle of saves
+#   bash kill_resume.sh --fault sigstop --at random:7 --supervisor torchrun
+#   bash kill_resume.sh --cycles 3 -- 7b_tp4_pp2                      another preset, or any training command after --
+#
+# All arguments are passed on; docs/restart_drill.md explains them. Settings of the preset: see common.sh.
+#   OUT_DIR     what --out is by default (runs/kill_resume-DATE in the repository)
+#   DRY_RUN=1   print the command of the drill and that of the preset; touch nothing
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+settle_python # that of the presets
+: "${OUT_DIR:=$ROOT/runs/kill_resume-$(date +%Y%m%d-%H%M%S)}"
+drill=(-m tools.restart_drill --fault sigkill-all --at mid-save-write --cycles 2 --out "$OUT_DIR" "$@")
+[[ " $* " == *" -- "* ]] || drill+=(-- tiny_tp2_pp2_dp2)
+if [[ -n ${DRY_RUN:-} ]]; then
+    print_quoted "$(python_path)" "${drill[@]}"
+    preset=$BENCH_DIR/run_${drill[-1]}.sh
+    [[ ! -f $preset ]] || bash "$preset"
+    exit
+fi
+ensure_environment
+PYTHONSAFEPATH=1 PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} exec "$(python_path)" "${drill[@]}"
