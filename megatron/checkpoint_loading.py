@@ -181,9 +181,10 @@ def _check_wanted(candidate: commit.Candidate, wanted: list[str]) -> None:
 def _verify_restored(ctx: Checkpointer, engine: Any, candidate: commit.Candidate, op: Operation) -> None:
     """Compare the live state bit for bit with what was saved; CheckpointDamagedError on all ranks if any differs."""
     error: str | None = None
-    with op.span("load", "verify"):
+    recorded = candidate.directory / names.tensor_hashes_file(ctx.control.rank)
+    with op.span("load", "verify", file=recorded.name):
         try:
-            compare_hashes(engine, candidate.directory / names.tensor_hashes_file(ctx.control.rank))
+            compare_hashes(engine, recorded)
         except CheckpointDamagedError as exc:
             error = str(exc)
     with op.span("barrier"):

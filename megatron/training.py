@@ -60,6 +60,10 @@ def pretrain(
     """
     config = parse_or_exit()
     rank = config.parallel.rank
+    if config.training.allow_injected_faults:
+        from megatron.injected_faults import allow_injected_faults
+
+        allow_injected_faults()
     from megatron.checkpoint_engines.errors import CheckpointError, EngineUnavailableError
 
     try:

@@ -35,6 +35,10 @@ class TrainingConfig:
     exit_interval: int | None = flag(None, "stop, and save, when the iteration is divisible by this")
     exit_duration_in_mins: float | None = flag(None, "stop, and save, after this many minutes")
     exit_signal_handler: bool = flag(False, "on SIGTERM save a checkpoint and stop")
+    allow_injected_faults: bool = flag(
+        False,
+        "let signals raise errors in this process, for drills: SIGRTMIN+1 an exception, +2 a device error",
+    )
     eval_interval: int = flag(1000, "iterations between evaluations; 0: none while training")
     eval_iters: int = flag(100, "batches of one evaluation; 0: no evaluation")
     accumulate_allreduce_grads_in_fp32: bool = flag(

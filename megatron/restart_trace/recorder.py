@@ -224,16 +224,26 @@ class Recorder:
         optional = {} if loss is None or not math.isfinite(loss) else {"loss": loss}
         self.write("iteration", step=step, start_ns=start_ns, end_ns=end_ns, **optional)
 
-    def event(self, operation: str, phase: str, detail: str | None = None, step: int | None = None) -> None:
+    def event(
+        self,
+        operation: str,
+        phase: str,
+        detail: str | None = None,
+        step: int | None = None,
+        *,
+        at_ns: int | None = None,
+    ) -> None:
+        """Record a moment: now, or `at_ns` (monotonic, ns) where it was observed some time ago."""
         anchor = read_anchor()
+        time_ns = anchor.monotonic_ns if at_ns is None else at_ns
         optional = {k: v for k, v in (("detail", detail), ("step", step)) if v is not None}
         self.write(
             "event",
             operation=operation,
             phase=phase,
             **optional,
-            time_ns=anchor.monotonic_ns,
-            wall_ns=anchor.wall_ns,
+            time_ns=time_ns,
+            wall_ns=anchor.wall_ns + time_ns - anchor.monotonic_ns,
         )
 
     def probe(self, operation: str, op_id: int, at: str) -> None:
@@ -300,7 +310,7 @@ class NullRecorder(Recorder):
     def operation(self, name: str, **_: Any) -> Iterator[Operation]:
         yield NullOperation()
 
-    def event(self, operation: str, phase: str, detail: str | None = None, step: int | None = None) -> None:
+    def event(self, *_: Any, **__: Any) -> None:
         return None
 
     def probe(self, operation: str, op_id: int, at: str) -> None:

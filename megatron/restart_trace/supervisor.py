@@ -24,12 +24,18 @@ class SupervisorTrace:
         self._started = False
 
     def failure(
-        self, phase: str, *, cycle: int, detail: str | None = None, iteration: int | None = None
+        self,
+        phase: str,
+        *,
+        cycle: int,
+        detail: str | None = None,
+        iteration: int | None = None,
+        at_ns: int | None = None,
     ) -> None:
-        """Record that `phase` (injected, detected, stopped or relaunched) happens now.
+        """Record that `phase` (injected, detected, stopped or relaunched) happens now, or was seen at `at_ns`.
 
-        `cycle` is the launch that failed. The run id is read from the trace directory, so the run must have
-        started; raises ValueError if it has not.
+        `cycle` is the launch that failed, `at_ns` on the monotonic clock. The run id is read from the trace
+        directory, so the run must have started; raises ValueError if it has not.
         """
         newest = cycles.newest_cycle(self._trace_dir)
         if newest is None:
@@ -42,7 +48,7 @@ class SupervisorTrace:
             recorder.write(
                 "process", role="supervisor", world_size=0, layout=layout, **process_fields(os.environ)
             )
-        recorder.event("failure", phase, detail, iteration)
+        recorder.event("failure", phase, detail, iteration, at_ns=at_ns)
 
 
 @contextmanager

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tools.restart_drill.cli import parse_arguments
-from tools.restart_drill.drill import Strike
+from tools.restart_drill.facts import CycleFacts
+from tools.restart_drill.faults import commits_needed
 from tools.restart_drill.moments import STAGES, parse_moment, stage_begun_by
 from tools.restart_drill.output import describe, table
-from tools.restart_drill.verify import differences
+from tools.restart_drill.plan import Strike, intended
 
 
 def test_moments() -> None:
@@ -44,32 +44,10 @@ def test_stages_of_a_trace(record: dict[str, Any], stage: str | None) -> None:
     assert stage_begun_by(record) == stage
 
 
-def trace(directory: Path, cycle: int, losses: dict[int, float], rank: int = 0, tail: str = "") -> None:
-    directory.mkdir(exist_ok=True)
-    lines = [
-        {"type": "iteration", "cycle": cycle, "step": step, "loss": loss} for step, loss in losses.items()
-    ]
-    text = "".join(json.dumps(line) + "\n" for line in lines) + tail
-    (directory / f"rank_{rank:05d}_cycle_{cycle:03d}.jsonl").write_text(text)
-
-
-def test_every_loss_is_compared_with_the_reference(tmp_path: Path) -> None:
-    trace(tmp_path / "reference", 0, {1: 5.0, 2: 4.0, 3: 3.0})
-    struck = tmp_path / "struck"
-    trace(struck, 0, {1: 5.0, 2: 4.0}, tail='{"type": "iteration", "cycle": 0, "st')
-    trace(struck, 1, {2: 4.0, 3: 3.0000000001})
-    trace(struck, 2, {4: 1.0})
-    assert differences(struck, tmp_path / "reference") == {
-        0: [],
-        1: ["iteration 3: loss 3.0000000001, and 3.0 in the reference run"],
-        2: ["iteration 4: loss 1.0, and None in the reference run"],
-    }
-
-
 def restart(cycle: int) -> dict[str, Any]:
     details = {"discover": {"at_critical_s": 0.25}, "load": {"at_critical_s": 0.5}}
     return {
-        "cycle": cycle, "restart_s": 10.0, "wall": {"max_s": 6.0}, "resumed_step": 8, "lost_steps": 1,
+        "cycle": cycle, "restart_s": 10.0, "wall": {"max_s": 6.0}, "lost_steps": 1,
         "lost_work_s": 0.1, "failure_to_caught_up_s": 11.0,
         "failure": {"detected_s": 1.0, "stopped_s": 1.5, "relaunched_s": 2.5},
         "phases": {
@@ -79,29 +57,98 @@ def restart(cycle: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def test_phases_of_a_load_do_not_overlap() -> None:
+    overlapping = restart(1)
+    overlapping["phases"]["load"]["at_critical_s"] = 0.6  # and its parts have 0.75
+    cycles = {0: trained({9: 1.0}), 1: trained({9: 1.0}, resumed=8)}
+    content = describe([strike(0)], "relaunch", {"restarts": [overlapping]}, cycles, trained({9: 1.0}), 0.0)
+    phases = content["cycles"][0]["phases"]
+    assert phases["discover"] + phases["load"] == pytest.approx(0.6) and phases["load"] == pytest.approx(0.35)
+
+
+def trained(
+    losses: dict[int, float], resumed: int | None = None, layout: tuple[int, int, int] = (1, 1, 1)
+) -> CycleFacts:
+    """A cycle of one rank, which resumed from a checkpoint and found its hashes right."""
+    there = {} if resumed is None else {0: resumed}
+    return CycleFacts(world_size=1, layout=layout, losses=losses, resumed=there, hashed=set(there))
+
+
+def strike(cycle: int, fault: str = "sigkill-all", expected_step: int = 8, **fields: Any) -> Strike:
+    return Strike(cycle, fault, "mid-step", 9, 2, 1, expected_step, **fields)
+
+
 def test_phases_follow_one_another_and_add_up() -> None:
-    strikes = [Strike(0, "sigkill-all", "mid-step", 9, 2, 1), Strike(1, "sigstop", "mid-load", 0, 1, -19)]
-    content = describe(strikes, {"restarts": [restart(1)]}, {0: [], 1: []})
+    cycles = {0: trained({9: 1.0}), 1: trained({9: 1.0}, resumed=8), 2: trained({9: 1.0}, resumed=8)}
+    strikes = [strike(0, drill_s=0.75, cache="cold"), strike(1, "sigstop")]
+    content = describe(strikes, "relaunch", {"restarts": [restart(1)]}, cycles, trained({9: 1.0}), 0.0)
+    assert content["supervisor"] == "relaunch" and "reference run" in content["losses_compared_with"]
     first, second = content["cycles"]
     assert first["phases"] == {
-        "detect": 1.0, "stop": 0.5, "relaunch": 1.0, "launcher": 1.5, "imports": 4.0, "discover": 0.25, "load": 0.5,
-        "first_step": 1.0, "unattributed": 0.25,
+        "detect": 1.0, "stop": 0.5, "drill": 0.75, "relaunch": 0.25, "launcher": 1.5, "imports": 4.0, "discover": 0.25,
+        "load": 0.5, "first_step": 1.0, "unattributed": 0.25,
     }  # fmt: skip
-    assert first["accounted"] == pytest.approx(0.975) and first["verified"]
+    assert first["accounted"] == pytest.approx(0.975) and first["verified"] and first["cache"] == "cold"
+    assert (first["losses"], first["state_hashes"], first["resumed_step"]) == ("identical", "equal", 8)
     assert second["restart_s"] is None and second["verified"]
-    assert table(content).count("yes") == 2
-    content = describe(strikes[:1], {"restarts": [restart(1)]}, {0: [], 1: ["iteration 9: ..."]})
-    assert not content["cycles"][0]["verified"] and "NO" in table(content)
-    nothing_trained = describe(strikes[:1], {"restarts": [restart(1)]}, {0: []})
-    assert not nothing_trained["cycles"][0]["verified"]
+    assert table(content).count("yes") == 2 and table(content).count("cold") == 1
+
+    cycles[1].losses[9] = 2.0
+    content = describe(strikes, "relaunch", {"restarts": [restart(1)]}, cycles, trained({9: 1.0}), 0.0)
+    assert not content["cycles"][0]["verified"] and table(content).count("NO") == 2
+
+
+RIGHT = ["--fault", "sigkill-all", "--at", "mid-step"]
 
 
 @pytest.mark.parametrize(
-    "argv", [["--cycles", "0"], ["--at", "lunch"], ["--fault", "flood"], ["--out", "/"], ["--out", __file__]]
+    ("argv", "message"),
+    [
+        (["--cycles", "0"], "--cycles 0: must be at least 1"),
+        (["--at", "lunch"], "lunch: no such moment"),
+        (["--fault", "flood"], "invalid choice: 'flood'"),
+        (["--out", "/"], "--out /: is there already"),
+        (["--out", __file__], "is there already"),
+        (["--resume-tp", "0"], "must be a whole number, at least 1"),
+        (
+            ["--fault", "sigkill-node", "--supervisor", "torchrun"],
+            "--fault sigkill-node kills the agent, which --supervisor torchrun needs",
+        ),
+        (
+            ["--fault", "disk-full", "--at", "mid-load"],
+            "--fault disk-full --at mid-load: nothing is saved then",
+        ),
+        (
+            ["--fault", "truncate", "--at", "mid-startup", "--cycles", "2"],
+            "--fault truncate --at mid-startup --cycles 2: nothing is saved between such strikes",
+        ),
+        (["--fault", "bitflip", "--resume-dp", "2"], "verifies no checksums; use --fault truncate"),
+        (["--supervisor", "torchrun", "--resume-pp", "2"], "--supervisor torchrun with --resume-tp"),
+        (
+            ["--supervisor", "torchrun", "--cold-cache"],
+            "--supervisor torchrun --cold-cache: the agent restarts",
+        ),
+    ],
 )
-def test_a_wrong_command_line_ends_with_status_2(argv: list[str], tmp_path: Path) -> None:
-    right = ["--fault", "sigkill-all", "--at", "mid-step", "--out", str(tmp_path / "new")]
+def test_a_wrong_command_line_ends_with_status_2(
+    argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = [*RIGHT, "--out", str(tmp_path / "new")]
     assert parse_arguments([*right, "--", "train"]).command == ["train"]
     with pytest.raises(SystemExit) as stopped:
         parse_arguments([*right, *argv, "--", "train"])
     assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_restart_that_is_to_be_struck_needs_one_before() -> None:
+    load, step = parse_moment("mid-load"), parse_moment("mid-step")
+    assert [(i.fault, i.moment.text) for i in intended("sigstop", load, 2)] == [
+        ("sigkill-all", "after-commit"), ("sigstop", "mid-load"), ("sigstop", "mid-load"),
+    ]  # fmt: skip
+    assert intended("sigstop", step, 2) == (("sigstop", step),) * 2
+
+
+def test_checkpoints_that_a_fault_needs() -> None:
+    assert [commits_needed("sigterm", first) for first in (True, False)] == [1, 0]
+    assert [commits_needed("truncate", first) for first in (True, False)] == [2, 1]

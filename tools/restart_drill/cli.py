@@ -7,20 +7,26 @@ import json
 import signal
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from tools.restart_drill.drill import Plan, run_drill, run_reference, say
-from tools.restart_drill.faults import FAULTS
+from tools.restart_drill import command as commands
+from tools.restart_drill.drill import run_drill, run_reference
+from tools.restart_drill.facts import CycleFacts, facts_of
+from tools.restart_drill.faults import DAMAGE, FAULTS, refusal
+from tools.restart_drill.full_disk import GIB
 from tools.restart_drill.launch import DrillError
 from tools.restart_drill.moments import STAGES, Moment, parse_moment
 from tools.restart_drill.output import analysed, describe, table
-from tools.restart_drill.verify import differences
+from tools.restart_drill.plan import RELAUNCH, SUPERVISORS, TORCHRUN, Plan, Strike, intended, say
+from tools.restart_drill.preset import expanded
+from tools.restart_drill.verify import TOLERANCES, repeated, repetition_table
 
 VERIFIED, NOT_VERIFIED, COULD_NOT_RUN = 0, 1, 2
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-_EXAMPLE = """example:
-  python -m tools.restart_drill --fault sigkill-all --at mid-save-write --cycles 2 --out runs/drill -- \\
+_EXAMPLE = """examples:
+  python -m tools.restart_drill --fault sigkill-all --at mid-save-write --cycles 2 --out runs/drill -- tiny_tp2_pp2_dp2
+  python -m tools.restart_drill --fault exception --at random:7 --supervisor torchrun --out runs/drill -- \\
       torchrun --nproc-per-node 8 pretrain_gpt.py ...
 
 exit status: 0 every cycle verified, 1 one was not, 2 the drill could not be carried out
@@ -44,8 +50,40 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--cycles", type=int, default=1, help="how often it strikes (1)")
     parser.add_argument(
+        "--supervisor", choices=SUPERVISORS, default=RELAUNCH,
+        help="who starts the ranks again: the drill the whole job, or torchrun's agent its ranks in place (relaunch)",
+    )  # fmt: skip
+    add_run_options(parser)
+    parser.add_argument("--checkpoint-engine", metavar="E", help="of the training (that of its command)")
+    parser.add_argument("--cold-cache", action="store_true", help="drop the page cache before each relaunch")
+    for name, what in (("tp", "tensor-parallel"), ("pp", "pipeline-parallel"), ("dp", "data-parallel")):
+        help_ = f"{what} size of the launches after the first strike (unchanged)"
+        parser.add_argument(f"--resume-{name}", type=_size, metavar="N", help=help_)
+    parser.add_argument(
+        "--no-reference", action="store_true",
+        help="no run without a fault: losses are compared between launches that did the same iterations",
+    )  # fmt: skip
+    args = parser.parse_args(argv)
+    if args.cycles < 1:
+        parser.error(f"--cycles {args.cycles}: must be at least 1")
+    check_out(parser, args.out)
+    wrong = _refusal(args)
+    if wrong is not None:
+        parser.error(wrong)
+    return args
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Options that a matrix of drills has, too."""
+    parser.add_argument(
         "--out", type=Path, required=True, help="new directory for everything that the drill leaves"
     )
+    parser.add_argument(
+        "--checkpoints", type=Path, metavar="DIR",
+        help="where checkpoints go, if not below --out: on the storage that is to be drilled",
+    )  # fmt: skip
+    parser.add_argument("--disk-limit", type=float, default=4.0, metavar="GIB",
+                        help="largest file system that disk-full may fill (4)")  # fmt: skip
     parser.add_argument(
         "--time-limit", type=float, default=300.0, help="seconds for each launch and moment (300)"
     )
@@ -54,14 +92,15 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--quiet", action="store_true", help="do not pass on the output of the job")
     parser.add_argument(
-        "command", nargs="+", help="the training command, after --; without --save and --load"
+        "command",
+        nargs="+",
+        help="after --: the training command, without --save and --load, or a preset as tiny_tp2_pp2_dp2",
     )
-    args = parser.parse_args(argv)
-    if args.cycles < 1:
-        parser.error(f"--cycles {args.cycles}: must be at least 1")
-    if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
-        parser.error(f"--out {args.out}: is there already; give a new directory")
-    return args
+
+
+def check_out(parser: argparse.ArgumentParser, out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        parser.error(f"--out {out}: is there already; give a new directory")
 
 
 def _moment(text: str) -> Moment:
@@ -71,37 +110,134 @@ def _moment(text: str) -> Moment:
         raise argparse.ArgumentTypeError(str(exc)) from None
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse_arguments(argv)
-    for signum in STOP_SIGNALS:
-        signal.signal(signum, _stop)
+def _size(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number, at least 1")
+    return int(text)
+
+
+def _refusal(args: argparse.Namespace) -> str | None:
+    """Which of the options exclude each other; None if none do."""
+    found = refusal(args.fault, args.at, args.supervisor)
+    if found is not None:
+        return found
+    elsewhere = sizes_of(args).given
+    if args.fault in DAMAGE and args.at.strikes_a_restart and args.cycles > 1:
+        return (
+            f"--fault {args.fault} --at {args.at.text} --cycles {args.cycles}: nothing is saved between such strikes, "
+            "so no whole checkpoint would be left; use --cycles 1"
+        )
+    if args.fault == "bitflip" and elsewhere:
+        return (
+            "--fault bitflip with --resume-tp, --resume-pp or --resume-dp: a load onto another layout reads parts of "
+            "tensors and verifies no checksums; use --fault truncate, or the same layout"
+        )
+    if args.supervisor == TORCHRUN and elsewhere:
+        return (
+            "--supervisor torchrun with --resume-tp, --resume-pp or --resume-dp: an agent restarts the ranks that it "
+            "had; use --supervisor relaunch"
+        )
+    if args.supervisor == TORCHRUN and args.cold_cache:
+        return (
+            "--supervisor torchrun --cold-cache: the agent restarts the ranks at once, so nothing can be dropped "
+            "before; use --supervisor relaunch"
+        )
+    return None
+
+
+def sizes_of(args: argparse.Namespace) -> commands.Sizes:
+    return commands.Sizes(args.resume_tp, args.resume_pp, args.resume_dp)
+
+
+def plan_of(args: argparse.Namespace, training: list[str]) -> Plan:
+    """The plan of a command line. Raises DrillError for what cannot be, before anything is launched."""
     out = args.out.absolute()
-    plan = Plan(
-        command=args.command,
-        fault=args.fault,
-        moment=args.at,
-        cycles=args.cycles,
+    checkpoints = out / "checkpoints" if args.checkpoints is None else args.checkpoints.absolute()
+    if checkpoints.is_dir() and any(checkpoints.iterdir()):
+        raise DrillError(f"--checkpoints {checkpoints}: is not empty; give a new directory")
+    strikes = intended(args.fault, args.at, args.cycles)
+    command = commands.completed(training, checkpoints, out / "trace", args.checkpoint_engine)
+    if args.supervisor == TORCHRUN:
+        command = commands.with_restarts(command, len(strikes))
+        if args.fault == "sigterm" and "--exit-signal-handler" in command:
+            raise DrillError(
+                "--fault sigterm --supervisor torchrun: with --exit-signal-handler the ranks save and end well, so the "
+                "agent has nothing to restart; use --supervisor relaunch, or drop the flag"
+            )
+    elif commands.torchrun_end(command) is not None:
+        command = commands.with_restarts(command, 0)  # the drill is to see every failure
+    commands.configuration(command)
+    sizes = sizes_of(args)
+    return Plan(
+        command=command,
+        resumed_command=commands.on_layout(command, sizes) if sizes.given else command,
+        strikes=strikes,
+        supervisor=args.supervisor,
         out=out,
+        trace_dir=out / "trace",
+        checkpoints=checkpoints,
         limit_s=args.time_limit,
         hang_limit_s=args.hang_limit,
         echo=not args.quiet,
+        cold_cache=args.cold_cache,
+        disk_limit_bytes=int(args.disk_limit * GIB),
     )
+
+
+def reference_of(plan: Plan, training: list[str], engine: str | None) -> CycleFacts:
+    """Losses of the same training without a fault, with checkpoints and a trace of its own."""
+    where = plan.out / "reference"
+    (where / "trace").mkdir(parents=True)
+    command = commands.completed(training, where / "checkpoints", where / "trace", engine)
+    run_reference(plan, command)
+    return facts_of(where / "trace")[0]
+
+
+def tolerance_of(command: list[str]) -> float:
+    """How far losses may be apart on another layout; for flags that cannot be seen, as in bf16."""
+    config = commands.configuration(command)
+    return TOLERANCES["bf16" if config is None else config.model.params_dtype]
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    catch_stop_signals()
     try:
-        for name in ("logs", "reference"):
-            (out / name).mkdir(parents=True)
-        strikes = run_drill(plan, say)
-        say("the same training without a fault, for comparison")
-        found = differences(plan.trace_dir, run_reference(plan))
-        content = describe(strikes, analysed(plan.trace_dir), found)
-        (out / "drill.json").write_text(json.dumps(content, indent=1) + "\n")
+        training = expanded(args.command)
+        plan = plan_of(args, training)
+        strikes: list[Strike] = []
+        run_drill(plan, say, strikes)
+        reference = None
+        if not args.no_reference:
+            say("the same training without a fault, for comparison")
+            reference = reference_of(plan, training, args.checkpoint_engine)
+        content = _report(plan, strikes, reference)
     except (DrillError, OSError) as error:
         say(f"error: {error}")
         return COULD_NOT_RUN
+    for cycle in content["cycles"]:
+        for line in cycle["different"][:10]:
+            say(f"cycle {cycle['cycle']}: {line}")
+    return VERIFIED if all(cycle["verified"] for cycle in content["cycles"]) else NOT_VERIFIED
+
+
+def _report(plan: Plan, strikes: list[Strike], reference: CycleFacts | None) -> dict[str, Any]:
+    """Write report.json (of the analysis) and drill.json, print the table; the content of drill.json."""
+    cycles = facts_of(plan.trace_dir)
+    report = analysed(plan.trace_dir)
+    (plan.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    content = describe(strikes, plan.supervisor, report, cycles, reference, tolerance_of(plan.command))
+    (plan.out / "drill.json").write_text(json.dumps(content, indent=1) + "\n")
+    if reference is None and plan.command == plan.resumed_command:
+        print(repetition_table(repeated(cycles)), end="\n\n")
     print(table(content))
-    wrong = [(cycle, line) for cycle, lines in found.items() for line in lines]
-    for cycle, line in wrong[:10]:
-        say(f"cycle {cycle}: {line}")
-    return VERIFIED if all(cycle["verified"] for cycle in content["cycles"]) and not wrong else NOT_VERIFIED
+    return content
+
+
+def catch_stop_signals() -> None:
+    """Have these signals end the drill as an error does: with no process left."""
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, _stop)
 
 
 def _stop(signum: int, frame: FrameType | None) -> NoReturn:

@@ -1,42 +1,61 @@
-"""What strikes: faults that are caused from outside, by signals to real processes."""
+"""What strikes: signals to real processes, a disk that is full, files that are damaged; and what makes no sense."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Callable
 
+from megatron.injected_faults import DEVICE_ERROR_SIGNAL, EXCEPTION_SIGNAL
 from tools.restart_drill.launch import DrillError, Launch
+from tools.restart_drill.moments import Moment
 
 
-def _kill_one(launch: Launch) -> int:
-    victim = launch.ranks()[-1:]
-    return launch.send(signal.SIGKILL, victim)
+def _last_rank(signum: int) -> Callable[[Launch], int]:
+    return lambda launch: launch.send(signum, launch.ranks()[-1:])
 
 
-def _stop_one(launch: Launch) -> int:
-    return launch.send(signal.SIGSTOP, launch.ranks()[-1:])
+def _kill_all(launch: Launch) -> int:
+    return launch.kill(Launch.of_ranks)
 
 
-def _terminate(launch: Launch) -> int:
-    return launch.send(signal.SIGTERM, launch.ranks())
-
-
-FAULTS: dict[str, Callable[[Launch], int]] = {
-    "sigkill-one": _kill_one,
-    "sigkill-all": lambda launch: launch.kill(Launch.of_ranks),
+SIGNALS: dict[str, Callable[[Launch], int]] = {
+    "sigkill-one": _last_rank(signal.SIGKILL),
+    "sigkill-all": _kill_all,
     "sigkill-node": lambda launch: launch.kill(Launch.everything),
-    "sigterm": _terminate,
-    "sigstop": _stop_one,
+    "sigterm": lambda launch: launch.send(signal.SIGTERM, launch.ranks()),
+    "sigstop": _last_rank(signal.SIGSTOP),
+    "exception": _last_rank(EXCEPTION_SIGNAL),
+    "device-error": _last_rank(DEVICE_ERROR_SIGNAL),
 }
+DISK_FULL = "disk-full"
+DAMAGE = ("truncate", "bitflip")  # of a checkpoint file, once all ranks have been killed
+FAULTS = (*SIGNALS, DISK_FULL, *DAMAGE)
+
 HANGS = ("sigstop",)  # nothing ends by itself: found by the time that passes without an iteration
 MAY_END_WELL = ("sigterm",)  # with --exit-signal-handler the ranks save and end with 0
+# A save that an error strikes fails on all ranks, and training goes on with the previous checkpoint.
+MAY_FAIL_A_SAVE = (DISK_FULL, "exception", "device-error")
 
 
 def inject(fault: str, launch: Launch) -> int:
-    """Cause `fault`; how many processes it struck. Raises DrillError if there was none to strike."""
-    struck = FAULTS[fault](launch)
+    """Cause a fault by signals; how many processes it struck. Raises DrillError if there was none to strike."""
+    struck = (_kill_all if fault in DAMAGE else SIGNALS[fault])(launch)
     if struck == 0:
         raise DrillError(
             f"--fault {fault}: no process of the command has RANK in its environment; none was struck"
         )
     return struck
+
+
+def refusal(fault: str, moment: Moment, supervisor: str) -> str | None:
+    """Why the three make no sense together; None if they do."""
+    if fault == "sigkill-node" and supervisor == "torchrun":
+        return "--fault sigkill-node kills the agent, which --supervisor torchrun needs; use --supervisor relaunch"
+    if fault == DISK_FULL and moment.strikes_a_restart:
+        return f"--fault disk-full --at {moment.text}: nothing is saved then; use a moment within training"
+    return None
+
+
+def commits_needed(fault: str, first: bool) -> int:
+    """Checkpoints that a launch must commit before the fault: one to resume from, and one more if one is damaged."""
+    return (1 if first else 0) + (1 if fault in DAMAGE else 0)

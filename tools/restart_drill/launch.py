@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,9 +16,14 @@ from pathlib import Path
 
 import psutil
 
+from megatron.restart_trace.clock import now_ns
+
 MARK_VARIABLE = "RESTART_BENCH_MARK"
 LAUNCH_ID_VARIABLE = "RESTART_TRACE_LAUNCH_ID"
+_ATTEMPT_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 POLL_S = 0.05
+# What torchrun's agent logs when it finds that a rank has failed (torch.distributed.elastic.multiprocessing.api).
+_AGENT_SAW_A_FAILURE = re.compile(rb"failed \(exitcode: -?\d+\) local_rank: \d+ \(pid: \d+\)")
 
 
 class DrillError(Exception):
@@ -41,10 +47,13 @@ class Launch:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self._echo = echo
+        self._echo = self._wants_echo = echo
+        # When the agent's first line on a failure arrived, since `expect_failure` (monotonic, ns).
+        self.agent_saw_ns: int | None = None
         self._everything: list[psutil.Process] = []
         self._of_ranks: list[psutil.Process] = []
         self._ranks: list[psutil.Process] = []
+        self._attempts: dict[int, str | None] = {}  # pid -> which restart in place it is of
         self._reader = threading.Thread(target=self._read_output, args=(log_path,), daemon=True)
         self._reader.start()
 
@@ -54,22 +63,37 @@ class Launch:
             for line in self._launcher.stdout:
                 log.write(line)
                 log.flush()
-                text = line.decode(errors="replace")
+                if self.agent_saw_ns is None and _AGENT_SAW_A_FAILURE.search(line):
+                    self.agent_saw_ns = now_ns()
                 if self._echo:
-                    sys.stdout.write(text)
+                    sys.stdout.write(line.decode(errors="replace"))
                     sys.stdout.flush()
+
+    def expect_failure(self) -> None:
+        """From here on `agent_saw_ns` is of a new failure.
+
+        What a launcher says of lost ranks is long and hides what matters: output is only logged until `has_recovered`.
+        """
+        self._echo = False
+        self.agent_saw_ns = None
+
+    def has_recovered(self) -> None:
+        """The failure is dealt with: output is passed on again."""
+        self._echo = self._wants_echo
+        self.agent_saw_ns = None
 
     def look(self) -> None:
         """Find out which processes there are: to strike fast, this is done before the moment comes."""
-        self._everything = self._processes()
-        with_rank = self._processes(lambda environment: "RANK" in environment)
-        pids = {process.pid for process in with_rank}
+        found = self._processes()
+        self._everything = [process for process, _ in found]
+        self._attempts = {process.pid: environment.get(_ATTEMPT_VARIABLE) for process, environment in found}
+        with_rank = {process.pid: (process, int(env["RANK"])) for process, env in found if "RANK" in env}
         own = []
-        for process in with_rank:
+        for process, rank in with_rank.values():
             with contextlib.suppress(psutil.Error, OSError):
-                if process.ppid() not in pids:
-                    own.append((int(process.environ()["RANK"]), process))
-        self._of_ranks = with_rank
+                if process.ppid() not in with_rank:
+                    own.append((rank, process))
+        self._of_ranks = [process for process, _ in with_rank.values()]
         self._ranks = [process for _, process in sorted(own, key=lambda item: item[0])]
 
     def everything(self) -> list[psutil.Process]:
@@ -84,6 +108,11 @@ class Launch:
         """The ranks themselves, in order of rank."""
         return _living(self._ranks)
 
+    def of_attempt(self, number: int) -> list[psutil.Process]:
+        """Those of ranks that torchrun's agent has started in its `number`-th attempt, from 0; looks anew."""
+        self.look()
+        return [process for process in self.of_ranks() if self._attempts.get(process.pid) == str(number)]
+
     def send(self, signum: int, processes: list[psutil.Process]) -> int:
         """Send a signal to those that still live; how many that were."""
         sent = 0
@@ -96,11 +125,11 @@ class Launch:
     def kill(self, which: Callable[[Launch], list[psutil.Process]]) -> int:
         """SIGKILL what `which` finds until it finds nothing; how many processes that were.
 
-        What a launcher says of lost ranks is long and hides what matters: from here on output is only logged.
+        Ranks of a later attempt are left alone: an agent may have restarted them already.
         """
-        self._echo = False
         killed: set[int] = set()
-        while found := which(self):
+        attempts = {self._attempts.get(process.pid) for process in which(self)}
+        while found := [process for process in which(self) if self._attempts.get(process.pid) in attempts]:
             self.send(signal.SIGKILL, found)
             killed |= {process.pid for process in found}
             time.sleep(0.01)  # not psutil's wait: that would take the launcher's exit code away from Popen
@@ -123,7 +152,7 @@ class Launch:
     def wait_until_gone(self, time_limit_s: float) -> None:
         """Return when no process of the launch is left. Raises DrillError if the time passes first."""
         deadline = time.monotonic() + time_limit_s
-        while left := self._processes():
+        while left := [process for process, _ in self._processes()]:
             if time.monotonic() > deadline:
                 shown = ", ".join(f"{process.pid} ({process.name()})" for process in left[:8])
                 raise DrillError(f"{len(left)} processes outlived it by {time_limit_s:g} s: {shown}")
@@ -132,7 +161,7 @@ class Launch:
 
     def clean_up(self) -> None:
         """SIGKILL whatever is left of the launch."""
-        while left := self._processes():
+        while left := [process for process, _ in self._processes()]:
             for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
@@ -140,14 +169,14 @@ class Launch:
         self._launcher.wait()
         self._reader.join(1.0)
 
-    def _processes(self, which: Callable[[dict[str, str]], bool] = bool) -> list[psutil.Process]:
-        """Living processes of the launch whose environment `which` accepts."""
+    def _processes(self) -> list[tuple[psutil.Process, dict[str, str]]]:
+        """Living processes of the launch, each with its environment."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 environment = process.environ()
-                if environment.get(MARK_VARIABLE) == self._mark and which(environment):
-                    found.append(process)
+                if environment.get(MARK_VARIABLE) == self._mark:
+                    found.append((process, environment))
         return found
 
 

@@ -96,16 +96,17 @@ def stage_begun_by(record: dict[str, Any]) -> str | None:
 
 
 def wait_for(
-    moment: Moment, launch: Launch, trace_dir: Path, cycle: int, committed: bool, limit_s: float
+    moment: Moment, launch: Launch, trace_dir: Path, cycle: int, commits: int, limit_s: float
 ) -> int:
     """Return when the moment has come in this cycle; the newest iteration that rank 0 had finished then, or 0.
 
-    A moment within training counts from the first commit on: `committed` says that there is a checkpoint already.
+    A moment within training counts from the time when this cycle has committed `commits` checkpoints.
     Raises DrillError if the command ends or the time passes first.
     """
     finished = 0
+    wanted = "checkpoint" if commits == 1 else "second checkpoint"
     seen = False
-    for record in _records(moment, launch, trace_dir, cycle, limit_s):
+    for record in _records(moment.text, launch, trace_dir, cycle, limit_s):
         if not seen:  # a rank writes its trace, so the ranks are there
             launch.look()
             seen = True
@@ -113,13 +114,13 @@ def wait_for(
             finished = record["step"]
         stage = stage_begun_by(record)
         if moment.iteration is not None and finished >= moment.iteration:
-            if not committed:
+            if commits > 0:
                 raise DrillError(
-                    f"--at {moment.text}: no checkpoint was committed before; save more often, or choose a later one"
+                    f"--at {moment.text}: no {wanted} was committed before; save more often, or choose a later one"
                 )
             return finished
-        committed = committed or stage == "after-commit"
-        if not committed and not moment.strikes_a_restart:
+        commits -= stage == "after-commit"
+        if commits > 0 and not moment.strikes_a_restart:
             continue
         if stage is not None and stage == moment.stage:
             if stage == "mid-step":
@@ -131,23 +132,26 @@ def wait_for(
     raise AssertionError("unreachable")
 
 
+def wait_for_span(phase: str, launch: Launch, trace_dir: Path, cycle: int, limit_s: float) -> None:
+    """Return when rank 0 has a span of this phase in this cycle; raises DrillError as `wait_for`."""
+    for record in _records(phase, launch, trace_dir, cycle, limit_s):
+        if record["type"] == "span" and record["phase"] == phase:
+            return
+
+
 def _records(
-    moment: Moment, launch: Launch, trace_dir: Path, cycle: int, limit_s: float
+    wanted: str, launch: Launch, trace_dir: Path, cycle: int, limit_s: float
 ) -> Iterator[dict[str, Any]]:
     tail = TraceTail(trace_dir, cycle)
     deadline = time.monotonic() + limit_s
     while True:
-        ended = (
-            launch.exit_code is not None
-        )  # asked before the records: what was written until then is looked at
+        ended = launch.exit_code is not None  # asked first: what was written until then is looked at
         yield from tail.new_records()
         if ended:
             raise DrillError(
-                f"the command ended with exit code {launch.exit_code} before the moment {moment.text} had come; see "
+                f"the command ended with exit code {launch.exit_code} before the moment {wanted} had come; see "
                 "its log, or choose a moment that it reaches"
             )
         if time.monotonic() > deadline:
-            raise DrillError(
-                f"the moment {moment.text} did not come within {limit_s:g} s; raise --time-limit"
-            )
+            raise DrillError(f"the moment {wanted} did not come within {limit_s:g} s; raise --time-limit")
         time.sleep(POLL_S)

@@ -9,10 +9,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tools.restart_drill.drill import Strike
+from tools.restart_drill.facts import CycleFacts
 from tools.restart_drill.launch import DrillError
+from tools.restart_drill.plan import Strike
+from tools.restart_drill.verify import Verdict, check_losses, judge
 
 ROOT = Path(__file__).resolve().parents[2]
+REFERENCE = "an uninterrupted reference run"
+REPETITION = "iterations that several launches did; there was no reference run"
+_OF_A_RESTART = ("restart_s", "phases", "accounted", "lost_steps", "lost_work_s", "caught_up_s")
 
 
 def analysed(trace_dir: Path) -> dict[str, Any]:
@@ -25,64 +30,92 @@ def analysed(trace_dir: Path) -> dict[str, Any]:
 
 
 def describe(
-    strikes: list[Strike], report: dict[str, Any], differences: dict[int, list[str]]
+    strikes: list[Strike],
+    supervisor: str,
+    report: dict[str, Any],
+    cycles: dict[int, CycleFacts],
+    reference: CycleFacts | None,
+    tolerance: float,
 ) -> dict[str, Any]:
-    """Content of drill.json: for each strike what it was, and the restart that followed it."""
+    """Content of drill.json: for each strike what it was, the restart that followed it, and the verdict."""
     restarts = {restart["cycle"]: restart for restart in report["restarts"]}
-    return {"cycles": [_cycle(strike, restarts.get(strike.cycle + 1), differences) for strike in strikes]}
+    losses = check_losses(cycles, reference, tolerance)
+    told = []
+    for strike in strikes:
+        verdict = judge(strike, cycles, losses)
+        told.append(_cycle(strike, restarts.get(strike.cycle + 1), verdict, cycles))
+    return {
+        "supervisor": supervisor,
+        "losses_compared_with": REFERENCE if reference is not None else REPETITION,
+        "cycles": told,
+    }
 
 
 def _cycle(
-    strike: Strike, restart: dict[str, Any] | None, differences: dict[int, list[str]]
+    strike: Strike, restart: dict[str, Any] | None, verdict: Verdict, cycles: dict[int, CycleFacts]
 ) -> dict[str, Any]:
-    following = strike.cycle + 1
-    different = differences.get(following, []) + differences.get(strike.cycle, [])
-    told = asdict(strike) | {"different": different}
+    told = asdict(strike) | {
+        "resumed_step": verdict.resumed_step,
+        "layout": cycles[strike.cycle + 1].layout if strike.cycle + 1 in cycles else None,
+        "losses": verdict.losses,
+        "state_hashes": verdict.state_hashes,
+        "different": verdict.wrong,
+        "verified": not verdict.wrong,
+    }
     if restart is None or restart["restart_s"] is None:  # struck again before its first step
-        missing = dict.fromkeys(
-            ("restart_s", "phases", "accounted", "lost_steps", "lost_work_s", "caught_up_s")
-        )
-        return told | missing | {"verified": not different}
-    phases = _phases(restart)
+        return told | dict.fromkeys(_OF_A_RESTART)
+    phases = _phases(restart, strike.drill_s)
     return told | {
         "restart_s": restart["restart_s"],
         "phases": phases,
         "accounted": 1 - phases["unattributed"] / restart["restart_s"],
-        "resumed_step": restart["resumed_step"],
         "lost_steps": restart["lost_steps"],
         "lost_work_s": restart["lost_work_s"],
         "caught_up_s": restart["failure_to_caught_up_s"],
-        "verified": not different and following in differences,
     }
 
 
-def _phases(restart: dict[str, Any]) -> dict[str, float]:
+def _phases(restart: dict[str, Any], drill_s: float) -> dict[str, float]:
     """Seconds that follow one another, from the failure to the first step, on the rank that took longest.
 
-    `launcher` is from the relaunch until that rank's process existed.
+    `drill` is what the drill itself did before it relaunched. `launcher` is from the relaunch until that rank's process
+    existed.
     """
     failure, startup = restart["failure"], restart["wall"]["max_s"]
     detected, stopped, relaunched = (failure[name] for name in ("detected_s", "stopped_s", "relaunched_s"))
     found = {
         "detect": detected,
         "stop": stopped - detected,
-        "relaunch": relaunched - stopped,
+        "drill": drill_s,
+        "relaunch": relaunched - stopped - drill_s,
         "launcher": restart["restart_s"] - relaunched - startup,
     }
     for name, phase in restart["phases"].items():
         if name == "caught_up":
             continue
         if name == "load":
-            found |= {part: values["at_critical_s"] for part, values in phase.get("details", {}).items()}
+            found |= _parts_of_load(phase)
             continue
         found[name] = phase["at_critical_s"]
     return found | {"unattributed": restart["restart_s"] - sum(found.values())}
 
 
+def _parts_of_load(phase: dict[str, Any]) -> dict[str, float]:
+    """Phases of a load, which follow one another. Threads may be in two of them at once: that time counts once, and
+    is taken from the longest."""
+    parts = {part: values["at_critical_s"] for part, values in phase.get("details", {}).items()}
+    twice = sum(parts.values()) - phase["at_critical_s"]
+    if parts and twice > 0:
+        longest = max(parts, key=lambda part: parts[part])
+        parts[longest] = max(0.0, parts[longest] - twice)
+    return parts
+
+
 def table(content: dict[str, Any]) -> str:
     """A line for each strike."""
     lines = [
-        f"{'cycle':>5}  {'fault':14}  {'moment':22}  {'restart':>9}  {'lost':>10}  {'accounted':>9}  verified"
+        f"{'cycle':>5}  {'fault':14}  {'moment':22}  {'restart':>9}  {'lost':>10}  {'accounted':>9}  "
+        f"{'cache':5}  verified"
     ]
     for cycle in content["cycles"]:
         restart = "-" if cycle["restart_s"] is None else f"{cycle['restart_s']:.2f} s"
@@ -91,6 +124,6 @@ def table(content: dict[str, Any]) -> str:
         verified = "yes" if cycle["verified"] else "NO"
         lines.append(
             f"{cycle['cycle']:>5}  {cycle['fault']:14}  {cycle['moment']:22}  {restart:>9}  {lost:>10}  "
-            f"{accounted:>9}  {verified}"
+            f"{accounted:>9}  {cycle['cache']:5}  {verified}"
         )
     return "\n".join(lines)

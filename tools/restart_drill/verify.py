@@ -1,38 +1,148 @@
-"""Is the training that was struck the training that was not? Losses of all iterations, to the last bit."""
+"""Is the training that was struck the one that was not? Losses of all iterations, restored states, what was resumed."""
 
 from __future__ import annotations
 
-import json
-import re
-from pathlib import Path
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from megatron.restart_trace.schema import RANK_FILE_REGEX
+from tools.restart_drill.facts import CycleFacts
+from tools.restart_drill.plan import Strike
+
+# Relative, between layouts: sums are in another order there, and bf16 and fp16 round each of them.
+TOLERANCES = {"fp32": 2e-5, "bf16": 2e-2, "fp16": 2e-2}
+
+IDENTICAL, NOT_COMPARED = "identical", "not compared"
+EQUAL, DIFFERENT_LAYOUT, MISSING = "equal", "not compared: saved on another layout", "not compared"
 
 
-def losses_of(trace_dir: Path) -> dict[int, dict[int, float]]:
-    """Cycle -> iteration -> loss, of the lowest rank that recorded one. A line that a killed rank tore is left out."""
-    found: dict[int, dict[int, float]] = {}
-    for path in sorted(trace_dir.iterdir()):
-        match = re.match(RANK_FILE_REGEX, path.name)
-        if match is None:
-            continue
-        for line in path.read_bytes().split(b"\n")[:-1]:
-            if b'"iteration"' not in line:
-                continue
-            record = json.loads(line)
-            if record["type"] == "iteration" and "loss" in record:
-                found.setdefault(record["cycle"], {}).setdefault(record["step"], record["loss"])
+@dataclass
+class LossCheck:
+    """Losses of one cycle against the reference run, or against what earlier launches recorded."""
+
+    compared: int = 0
+    within: float = 0.0  # largest tolerance that was used; 0: all bits
+    different: list[str] = field(default_factory=list)
+
+    @property
+    def shown(self) -> str:
+        if self.compared == 0:
+            return NOT_COMPARED
+        return IDENTICAL if self.within == 0 else f"within {self.within:g} relative"
+
+
+def check_losses(
+    cycles: dict[int, CycleFacts], reference: CycleFacts | None, tolerance: float
+) -> dict[int, LossCheck]:
+    """Cycle -> comparison of its losses.
+
+    On the layout of the first launch every loss must have the bits of the reference run's; without a reference, of
+    those that an earlier launch recorded. On another layout a loss must have the bits that an earlier launch on that
+    layout recorded, else be within `tolerance` of the first layout's.
+    """
+    first = next(iter(cycles.values())).layout if cycles else (0, 0, 0)
+    by_layout: dict[tuple[int, int, int], dict[int, float]] = {}
+    expected = dict(reference.losses) if reference is not None else by_layout.setdefault(first, {})
+    found: dict[int, LossCheck] = {}
+    for cycle, facts in cycles.items():
+        check = found[cycle] = LossCheck()
+        earlier = by_layout.setdefault(facts.layout, {})
+        same = facts.layout == first
+        for step, loss in facts.losses.items():
+            if step in earlier:
+                _compare(check, step, loss, earlier[step], 0.0, "in an earlier launch")
+            elif reference is not None or step in expected:
+                where = "in the reference run" if reference is not None else "in an earlier launch"
+                _compare(check, step, loss, expected.get(step), 0.0 if same else tolerance, where)
+            earlier.setdefault(step, loss)
     return found
 
 
-def differences(struck: Path, reference: Path) -> dict[int, list[str]]:
-    """Cycle -> what is not as in the reference run; empty lists where all is. Every cycle with a loss is there."""
-    expected = losses_of(reference).get(0, {})
-    found: dict[int, list[str]] = {}
-    for cycle, losses in losses_of(struck).items():
-        found[cycle] = [
-            f"iteration {step}: loss {loss!r}, and {expected.get(step)!r} in the reference run"
-            for step, loss in losses.items()
-            if expected.get(step) != loss
-        ]
-    return found
+def _compare(
+    check: LossCheck, step: int, loss: float, expected: float | None, tolerance: float, where: str
+) -> None:
+    check.compared += 1
+    check.within = max(check.within, tolerance)
+    if loss == expected:
+        return
+    if expected is not None and tolerance > 0 and math.isclose(loss, expected, rel_tol=tolerance):
+        return
+    check.different.append(f"iteration {step}: loss {loss!r}, and {expected!r} {where}")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was verified of the restart that followed a strike. `wrong`: everything that was not as it must be."""
+
+    resumed_step: int | None
+    losses: str
+    state_hashes: str
+    wrong: list[str]
+
+
+def judge(strike: Strike, cycles: dict[int, CycleFacts], losses: dict[int, LossCheck]) -> Verdict:
+    """The verdict on one strike: by the first later cycle that trained, since others may have been struck before."""
+    trained = [cycle for cycle, facts in cycles.items() if cycle > strike.cycle and facts.losses]
+    wrong = list(losses[strike.cycle].different) if strike.cycle in losses else []
+    if not trained:
+        return Verdict(None, NOT_COMPARED, MISSING, [*wrong, "no iteration was trained after it"])
+    following = trained[0]
+    facts, check = cycles[following], losses[following]
+    wrong += [line for cycle in range(strike.cycle + 1, following + 1) if cycle in losses
+              for line in losses[cycle].different]  # fmt: skip
+    if check.compared == 0:
+        wrong.append("no iteration was repeated, so no loss was compared; compare with a reference run")
+    steps = set(facts.resumed.values())
+    if len(facts.resumed) != facts.world_size or steps != {strike.expected_step}:
+        wrong.append(
+            f"resumed from {_shown(steps)}, and not from iteration {strike.expected_step}, on all ranks"
+        )
+    hashes = _hashes(strike, facts, cycles)
+    if hashes == MISSING:
+        wrong.append(
+            f"only {len(facts.hashed)} of {facts.world_size} ranks compared the state with its hashes"
+        )
+    if strike.damaged is not None:
+        told = [line for cycle in range(strike.cycle + 1, following + 1) if cycle in cycles
+                for line in cycles[cycle].rejected]  # fmt: skip
+        if not any(strike.damaged in line for line in told):
+            wrong.append(f"no launch told that {strike.damaged} is damaged")
+    return Verdict(min(steps) if steps else None, check.shown, hashes, wrong)
+
+
+def _hashes(strike: Strike, facts: CycleFacts, cycles: dict[int, CycleFacts]) -> str:
+    """Whether all ranks found their restored state to be what was saved. A load with a difference ends the launch."""
+    if len(facts.hashed) == facts.world_size:
+        return EQUAL
+    saved_elsewhere = any(
+        facts.layout != before.layout for cycle, before in cycles.items() if cycle <= strike.cycle
+    )
+    return DIFFERENT_LAYOUT if saved_elsewhere and not facts.hashed else MISSING
+
+
+def _shown(steps: set[int]) -> str:
+    return "iteration " + ", ".join(map(str, sorted(steps))) if steps else "no checkpoint"
+
+
+def repeated(cycles: dict[int, CycleFacts]) -> list[tuple[int, list[float]]]:
+    """(iteration, its losses in the order of launches) of those that several launches did."""
+    found: dict[int, list[float]] = {}
+    for facts in cycles.values():
+        for step, loss in facts.losses.items():
+            found.setdefault(step, []).append(loss)
+    return sorted((step, losses) for step, losses in found.items() if len(losses) > 1)
+
+
+def repetition_table(pairs: Sequence[tuple[int, list[float]]]) -> str:
+    """A line for each iteration that was repeated, and what to conclude."""
+    lines = [f"{'iteration':>10}  losses of the launches that did it"]
+    for step, losses in pairs:
+        same = "identical" if len(set(losses)) == 1 else "DIFFERENT"
+        lines.append(f"{step:>10}  " + "  ".join(f"{loss:.9E}" for loss in losses) + f"  {same}")
+    if not pairs:
+        return "No iteration was repeated."
+    if all(len(set(losses)) == 1 for _, losses in pairs):
+        return "\n".join([*lines, "The repeated iterations are identical, to the last bit."])
+    return "\n".join(
+        [*lines, "THE REPEATED ITERATIONS DIFFER: the resumed run is not the run that was struck."]
+    )

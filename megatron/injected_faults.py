@@ -1,0 +1,46 @@
+"""Faults that a drill causes within a rank: with --allow-injected-faults, two signals raise errors in its main thread.
+
+    EXCEPTION_SIGNAL     raises InjectedFault
+    DEVICE_ERROR_SIGNAL  on CUDA, makes a kernel fail a device-side assertion, which spoils the CUDA context of the
+                         process for good; elsewhere, raises the exception that such a failure ends in and no more
+
+Python runs signal handlers in the main thread between two of its instructions: a rank that is inside a collective
+meets the error when that returns. Without the flag nothing is installed.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from types import FrameType
+from typing import Any, NoReturn
+
+EXCEPTION_SIGNAL = signal.SIGRTMIN + 1
+DEVICE_ERROR_SIGNAL = signal.SIGRTMIN + 2
+
+
+class InjectedFault(RuntimeError):
+    """Raised on request of a drill; nothing else is wrong."""
+
+
+def allow_injected_faults() -> None:
+    """Install the handlers of both signals; must be called in the main thread."""
+    signal.signal(EXCEPTION_SIGNAL, _raise)
+    signal.signal(DEVICE_ERROR_SIGNAL, _fail_on_device)
+
+
+def _raise(signum: int, frame: FrameType | None) -> NoReturn:
+    raise InjectedFault("an exception that was asked for (--allow-injected-faults)")
+
+
+def _fail_on_device(signum: int, frame: FrameType | None) -> NoReturn:
+    torch: Any = sys.modules.get("torch")
+    error = getattr(torch, "AcceleratorError", None)
+    if error is None:  # the import of torch has not come that far
+        raise InjectedFault(
+            "a device error that was asked for before torch was imported: there is no device yet"
+        )
+    if torch.cuda.is_available():
+        torch.zeros(1, device="cuda")[torch.ones(1, dtype=torch.long, device="cuda")]  # index out of bounds
+        torch.cuda.synchronize()
+    raise error("a device error that was asked for (--allow-injected-faults)")

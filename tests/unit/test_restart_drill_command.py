@@ -1,0 +1,194 @@
+"""What the drill puts into a training command, and what it refuses before anything is launched."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tools.restart_drill import command as commands
+from tools.restart_drill.command import Sizes
+from tools.restart_drill.launch import DrillError
+from tools.restart_drill.preset import SCRIPTS, expanded
+
+FLAGS = [
+    "--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32", "--bf16",
+    "--max-position-embeddings", "32", "--micro-batch-size", "1", "--global-batch-size", "4", "--train-iters", "9",
+    "--lr", "1e-3", "--data-path", "data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100",
+    "--distributed-backend", "gloo", "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size=2",
+    "--save-interval", "5", "--save", "save",
+]  # fmt: skip
+
+MODULE = ["env", "A=torch", "python", "-m", "torch.distributed.run"]
+
+
+def training(*launcher: str) -> list[str]:
+    return [*(launcher or ("torchrun", "--nproc_per_node=8")), "dir/pretrain_gpt.py", *FLAGS]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [
+        (["torchrun", "--nproc-per-node", "8"], 8),
+        ([*MODULE, "--nnodes=2", "--nproc_per_node", "4"], 8),
+        (["/opt/bin/torchrun"], 1),
+        (["torchrun", "--nproc-per-node", "auto"], None),
+        (["deepspeed", "--num_gpus", "8"], None),
+    ],
+)
+def test_ranks_of_a_command(launcher: list[str], ranks: int | None) -> None:
+    assert commands.world_size(training(*launcher)) == ranks
+
+
+def test_restarts_go_to_torchrun() -> None:
+    command = [*MODULE, "--max_restarts", "0", "--nnodes", "1", "t.py", "x"]
+    assert commands.with_restarts(command, 3) == [
+        *MODULE, "--max-restarts", "3", "--nnodes", "1", "t.py", "x",
+    ]  # fmt: skip
+    assert commands.with_restarts(["torchrun", "--max-restarts=7", "t.py"], 1) == [
+        "torchrun", "--max-restarts", "1", "t.py",
+    ]  # fmt: skip
+    for command in (
+        ["deepspeed", "pretrain_gpt.py"],
+        ["python", "pretrain_gpt.py", "--data-path", "torchrun"],
+    ):
+        with pytest.raises(DrillError, match="--supervisor torchrun: the command is not torchrun's"):
+            commands.with_restarts(command, 1)
+
+
+def test_another_layout() -> None:
+    changed = commands.on_layout(training(), Sizes(tp=1, pp=4, dp=1))
+    config = commands.configuration(changed)
+    assert config is not None and commands.world_size(changed) == 4
+    parallel = config.parallel
+    assert (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) == (1, 4)
+    assert "--nproc_per_node=8" not in changed and changed.count("--tensor-model-parallel-size") == 1
+    kept = commands.configuration(commands.on_layout(training(), Sizes(dp=1)))
+    assert kept is not None
+    assert (kept.parallel.tensor_model_parallel_size, kept.parallel.pipeline_model_parallel_size) == (2, 2)
+    assert kept.parallel.data_parallel_size == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "sizes", "message"),
+    [
+        (
+            training(),
+            Sizes(tp=8),
+            "--resume-tp 8 --resume-pp 2 --resume-dp 2: .*--num-attention-heads 4: not divisible",
+        ),
+        (training(), Sizes(pp=8), "--num-layers 4: is less than --pipeline-model-parallel-size 8"),
+        (training(), Sizes(dp=3), "--global-batch-size 4: not divisible"),
+        (
+            [*training(), "--checkpoint-engine", "dcp"],
+            Sizes(dp=1),
+            "--checkpoint-engine dcp cannot be loaded onto",
+        ),
+        (
+            ["deepspeed", "pretrain_gpt.py"],
+            Sizes(dp=1),
+            "the number of ranks is changed for torchrun on one node",
+        ),
+        (training("torchrun", "--nnodes", "2", "--nproc-per-node", "4"), Sizes(dp=1), "torchrun on one node"),
+        (["torchrun", "wrapper.sh"], Sizes(dp=1), "torchrun on one node and pretrain_gpt.py only"),
+    ],
+)
+def test_a_layout_that_does_not_fit(command: list[str], sizes: Sizes, message: str) -> None:
+    with pytest.raises(DrillError, match=message):
+        commands.on_layout(command, sizes)
+
+
+def test_a_layout_that_this_machine_has_too_few_gpus_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nvidia-smi is a stand-in: a machine with GPUs cannot be had here."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'GPU 0: A'\necho 'GPU 1: A'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    on_gpus = [word if word != "gloo" else "nccl" for word in training()]
+    with pytest.raises(DrillError, match="--resume-tp 1 --resume-pp 2 --resume-dp 2: needs 4 GPUs, sees 2"):
+        commands.on_layout(on_gpus, Sizes(tp=1))
+    assert commands.on_layout(on_gpus, Sizes(tp=1, dp=1))
+    assert commands.on_layout(["env", "DS_ACCELERATOR=cpu", *on_gpus], Sizes(tp=1))
+
+
+def test_flags_that_the_training_would_refuse_are_refused_before() -> None:
+    with pytest.raises(DrillError, match="the training command on 8 ranks: unknown flag --lunch"):
+        commands.configuration([*training(), "--lunch"])
+    assert commands.configuration(["bash", "train.sh"]) is None
+
+
+def test_directories_and_engine_are_appended() -> None:
+    command = commands.completed(training(), Path("/s"), Path("/t"), "lazy")
+    config = commands.configuration(command)
+    assert config is not None
+    assert (config.checkpoint.save, config.checkpoint.load, config.trace.restart_trace_dir) == (
+        "/s",
+        "/s",
+        "/t",
+    )
+    assert config.checkpoint.checkpoint_engine == "lazy" and config.checkpoint.verify_restored_state
+    assert config.training.allow_injected_faults
+    assert "--checkpoint-engine" not in commands.completed(["train"], Path("/s"), Path("/t"), None)
+
+
+def test_a_command_of_several_words_is_no_preset() -> None:
+    assert expanded(["tiny_tp2_pp2_dp2", "x"]) == ["tiny_tp2_pp2_dp2", "x"]
+    assert expanded(["true"]) == ["true"]
+    with pytest.raises(DrillError, match="lunch: no program and no preset; there are .*tiny_tp2_pp2_dp2"):
+        expanded(["lunch"])
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Settings with which a preset makes no environment and no data."""
+    for name, value in {
+        "SKIP_SETUP": "1", "PYTHON": "python3", "DATA_PATH": "/given", "DEVICE": "cpu", "WORK_DIR": str(tmp_path),
+        "MASTER_PORT": "29511",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    return tmp_path
+
+
+@pytest.mark.parametrize("word", ["tiny_tp2_pp2_dp2", str(SCRIPTS / "run_tiny_tp2_pp2_dp2.sh")])
+def test_a_preset_tells_its_command(word: str, settings: Path) -> None:
+    command = expanded([word])
+    assert commands.world_size(command) == 8 and commands.torchrun_end(command) is not None
+    assert not any(entry.startswith("RESTART_TRACE_LAUNCH_ID=") for entry in command)
+    config = commands.configuration(command)
+    assert config is not None and config.data.data_path == ("/given",)
+    assert list(settings.iterdir()) == []  # neither launched nor prepared to
+
+
+def test_a_preset_that_fails(
+    settings: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DP", "two")
+    with pytest.raises(DrillError, match="run_tiny_tp2_pp2_dp2.sh ended with exit code 2"):
+        expanded(["tiny_tp2_pp2_dp2"])
+    assert "DP=two: give a whole number" in capfd.readouterr().err
+
+
+def test_a_script_that_tells_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "run_mine.sh"
+    script.write_text("# no common.sh behind it\n")
+    with pytest.raises(DrillError, match="told no command in COMMAND_TO"):
+        expanded([str(script)])
+
+
+def test_nodes_that_take_a_command_each(settings: Path) -> None:
+    environment = os.environ | {"COMMAND_TO": str(settings / "command"), "GPUS_PER_NODE": "4"}
+    done = subprocess.run(
+        ["bash", str(SCRIPTS / "run_tiny_tp2_pp2_dp2.sh")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "COMMAND_TO: 2 nodes take a command each with LAUNCHER=torchrun" in done.stderr

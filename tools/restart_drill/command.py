@@ -1,0 +1,178 @@
+"""The training command: what is put into it, and whether what it asks for can be, before anything is launched."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.arguments import config_from_args, parse_args
+from megatron.checkpoint_engines.registry import is_redistributable
+from megatron.config import Config, ConfigError
+from tools.restart_drill.launch import DrillError
+
+PROGRAM = "pretrain_gpt.py"
+_RANKS = ("--nproc-per-node", "--nproc_per_node")
+_RESTARTS = ("--max-restarts", "--max_restarts")
+_NODES = ("--nnodes",)
+_TP, _PP = ("--tensor-model-parallel-size",), ("--pipeline-model-parallel-size",)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A layout by its sizes; None: as the command has it."""
+
+    tp: int | None = None
+    pp: int | None = None
+    dp: int | None = None
+
+    @property
+    def given(self) -> bool:
+        return (self.tp, self.pp, self.dp) != (None, None, None)
+
+
+def option(words: list[str], names: tuple[str, ...]) -> str | None:
+    """Value of the last of these options in `words`; None without any."""
+    value = None
+    for i, word in enumerate(words):
+        name, equals, rest = word.partition("=")
+        if name in names:
+            value = rest if equals else (words[i + 1] if i + 1 < len(words) else None)
+    return value
+
+
+def without_option(words: list[str], names: tuple[str, ...]) -> list[str]:
+    """`words` without these options and their values."""
+    kept: list[str] = []
+    skip = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if skip:
+            skip = False
+        elif name in names:
+            skip = not equals
+        else:
+            kept.append(word)
+    return kept
+
+
+def torchrun_end(command: list[str]) -> int | None:
+    """Index of the first word after `torchrun` or `-m torch.distributed.run`; None if it is another launcher."""
+    for i, word in enumerate(command):
+        as_module = word == "torch.distributed.run" and command[i - 1] == "-m"
+        if os.path.basename(word) == "torchrun" or as_module:
+            return i + 1
+        if os.path.basename(word) == PROGRAM:
+            break
+    return None
+
+
+def with_launcher_option(command: list[str], names: tuple[str, ...], value: int) -> list[str]:
+    """Put an option of torchrun into the command. Raises ValueError if torchrun does not launch it."""
+    end = torchrun_end(command)
+    if end is None:
+        raise ValueError("no torchrun in the command")
+    return [*command[:end], names[0], str(value), *without_option(command[end:], names)]
+
+
+def with_restarts(command: list[str], restarts: int) -> list[str]:
+    """Have torchrun restart the ranks in place this often. Raises DrillError if the command is not torchrun's."""
+    try:
+        return with_launcher_option(command, _RESTARTS, restarts)
+    except ValueError:
+        raise DrillError(
+            f"--supervisor torchrun: the command is not torchrun's, so no agent restarts its ranks: {command[0]} ...; "
+            "start with torchrun or python -m torch.distributed.run, or use --supervisor relaunch"
+        ) from None
+
+
+def world_size(command: list[str]) -> int | None:
+    """Number of ranks that the command starts, as far as its words tell."""
+    end = torchrun_end(command)
+    if end is None:
+        return None
+    ranks, nodes = option(command[end:], _RANKS) or "1", option(command[end:], _NODES) or "1"
+    return int(ranks) * int(nodes) if ranks.isdigit() and nodes.isdigit() else None
+
+
+def training_flags(command: list[str]) -> list[str] | None:
+    """What follows pretrain_gpt.py in the command; None if it is hidden in a script."""
+    for i, word in enumerate(command):
+        if os.path.basename(word) == PROGRAM:
+            return command[i + 1 :]
+    return None
+
+
+def configuration(command: list[str]) -> Config | None:
+    """What the flags of the training say; None where the command does not show them or its number of ranks.
+
+    Raises DrillError for flags that the training would refuse.
+    """
+    flags, ranks = training_flags(command), world_size(command)
+    if flags is None or ranks is None:
+        return None
+    env = {"WORLD_SIZE": str(ranks), "RANK": "0", "LOCAL_RANK": "0"}
+    try:
+        return config_from_args(parse_args(flags, env), env)
+    except ConfigError as error:
+        raise DrillError(f"the training command on {ranks} ranks: {error}") from error
+
+
+def on_layout(command: list[str], sizes: Sizes) -> list[str]:
+    """The command for another layout: its flags, and torchrun's number of ranks.
+
+    Raises DrillError where that cannot be: the sizes do not fit the model, the batch, the engine or this machine.
+    """
+    config = configuration(command)
+    end = torchrun_end(command)
+    if config is None or end is None or option(command[end:], _NODES) not in (None, "1", "1:1"):
+        raise DrillError(
+            "--resume-tp, --resume-pp, --resume-dp: the number of ranks is changed for torchrun on one node and "
+            f"{PROGRAM} only, with --nproc-per-node N; give such a command"
+        )
+    old = config.parallel
+    tp = sizes.tp or old.tensor_model_parallel_size
+    pp = sizes.pp or old.pipeline_model_parallel_size
+    dp = sizes.dp or old.data_parallel_size
+    shown = f"--resume-tp {tp} --resume-pp {pp} --resume-dp {dp}"
+    engine = config.checkpoint.checkpoint_engine
+    if is_redistributable(engine) is False:
+        raise DrillError(
+            f"{shown}: a checkpoint of --checkpoint-engine {engine} cannot be loaded onto another layout; use lazy or "
+            "torch"
+        )
+    devices = _devices(command, config)
+    if devices is not None and tp * pp * dp > devices:
+        raise DrillError(f"{shown}: needs {tp * pp * dp} GPUs, sees {devices}; use fewer ranks")
+    changed = with_launcher_option(command, _RANKS, tp * pp * dp)
+    flags = training_flags(changed) or []
+    start = len(changed) - len(flags)
+    flags = without_option(without_option(flags, _TP), _PP)
+    changed = [*changed[:start], *flags, _TP[0], str(tp), _PP[0], str(pp)]
+    try:
+        configuration(changed)
+    except DrillError as error:
+        raise DrillError(f"{shown}: {error}") from error
+    return changed
+
+
+def _devices(command: list[str], config: Config) -> int | None:
+    """GPUs that ranks need one each of; None for a training on CPUs."""
+    on_cpu = config.parallel.distributed_backend == "gloo" or "DS_ACCELERATOR=cpu" in command
+    if on_cpu or os.environ.get("DS_ACCELERATOR") == "cpu" or shutil.which("nvidia-smi") is None:
+        return None
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines()
+    found = sum(line.startswith("GPU ") for line in listed)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return found if visible is None else min(found, len([name for name in visible.split(",") if name]))
+
+
+def completed(command: list[str], save: Path, trace_dir: Path, engine: str | None) -> list[str]:
+    """The command with its directories, and all that a drill needs; of repeated flags the last one counts."""
+    return [
+        *command, "--save", str(save), "--load", str(save), "--restart-trace-dir", str(trace_dir),
+        "--verify-restored-state", "--allow-injected-faults",
+        *(["--checkpoint-engine", engine] if engine else []),
+    ]  # fmt: skip

@@ -1,0 +1,60 @@
+"""What the trace says of each cycle, as far as the verification asks."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.restart_trace.schema import RANK_FILE_REGEX
+
+_HASHES = "tensor_hashes_rank_"  # the file of --verify-restored-state that a load compares with
+_OF_INTEREST = (b'"process"', b'"iteration"', b'"operation_end"', b'"checkpoint_rejected"', _HASHES.encode())
+
+
+@dataclass
+class CycleFacts:
+    """One launch, or one restart in place."""
+
+    world_size: int = 0
+    layout: tuple[int, int, int] = (0, 0, 0)  # (TP, PP, DP)
+    losses: dict[int, float] = field(default_factory=dict)  # of the lowest rank that has one, by step
+    resumed: dict[int, int] = field(default_factory=dict)  # rank -> step of the checkpoint that it loaded
+    hashed: set[int] = field(default_factory=set)  # ranks whose state was what was saved
+    rejected: list[str] = field(default_factory=list)  # what was passed over, and why
+
+
+def facts_of(trace_dir: Path) -> dict[int, CycleFacts]:
+    """Cycle -> what happened in it, in order. A line that a killed rank tore is left out."""
+    found: dict[int, CycleFacts] = {}
+    for path in sorted(trace_dir.iterdir()):
+        match = re.match(RANK_FILE_REGEX, path.name)
+        if match is not None:
+            for record in _records(path):
+                _add(found.setdefault(record["cycle"], CycleFacts()), record)
+    return dict(sorted(found.items()))
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        if any(word in line for word in _OF_INTEREST):
+            yield json.loads(line)
+
+
+def _add(facts: CycleFacts, record: dict[str, Any]) -> None:
+    kind, rank = record["type"], record["rank"]
+    if kind == "process":
+        layout = record["layout"]
+        facts.world_size, facts.layout = record["world_size"], (layout["tp"], layout["pp"], layout["dp"])
+    elif kind == "iteration" and "loss" in record:
+        facts.losses.setdefault(record["step"], record["loss"])
+    elif kind == "operation_end" and record["operation"] == "load":
+        if record["outcome"] == "ok" and "step" in record:
+            facts.resumed[rank] = record["step"]
+    elif kind == "event" and record["phase"] == "checkpoint_rejected":
+        facts.rejected.append(record["detail"])
+    elif kind == "span" and record["operation"] == "load" and record.get("file", "").startswith(_HASHES):
+        facts.hashed |= {rank} if "error" not in record else set()

@@ -1,0 +1,282 @@
+"""Every fault at every moment under both supervisors and with several engines, in as few launches as that takes.
+
+    python -m tools.restart_drill.matrix --out runs/matrix                       # all that makes sense
+    python -m tools.restart_drill.matrix --out runs/sample --sample 8 --seed 1   # eight cells of it, drawn by the seed
+
+Cells of one supervisor and engine are strikes on one course of launches: what a strike leaves is the next one's start.
+All cells share one reference run, since neither supervisor nor engine may change a loss. The last launch of a course is
+ended once it has caught up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import sys
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tools.restart_drill import command as commands
+from tools.restart_drill.cli import (
+    COULD_NOT_RUN,
+    NOT_VERIFIED,
+    VERIFIED,
+    add_run_options,
+    catch_stop_signals,
+    check_out,
+    reference_of,
+    tolerance_of,
+)
+from tools.restart_drill.drill import run_drill
+from tools.restart_drill.facts import CycleFacts, facts_of
+from tools.restart_drill.faults import DAMAGE, DISK_FULL, FAULTS, refusal
+from tools.restart_drill.full_disk import GIB
+from tools.restart_drill.launch import DrillError
+from tools.restart_drill.moments import STAGES, parse_moment
+from tools.restart_drill.output import analysed, describe
+from tools.restart_drill.plan import FIRST, RELAUNCH, SUPERVISORS, TORCHRUN, Intent, Plan, Strike, say
+from tools.restart_drill.preset import expanded
+
+ENGINES = ("torch", "lazy")
+MOMENTS = (*STAGES, "random:1")  # iteration:N is mid-step at a given iteration
+# Faults whose moment matters little: the disk fills up before a save or in one; damage is done when all is over, and of
+# the two kinds one is enough everywhere; on CPUs a device error is an exception.
+_SOME_MOMENTS = {
+    "disk-full": ("mid-step", "mid-save-write"),
+    "truncate": ("mid-save-write", "after-commit"),
+    "device-error": ("mid-step", "mid-save-write", "mid-load"),
+}
+STRIKES = 10  # of one course
+_PRESET, _RANKS = "tiny_tp2_pp2_dp2", commands.Sizes(1, 1, 2)
+_VERDICTS = {True: "verified", False: "NOT VERIFIED", None: "did not run"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    supervisor: str
+    engine: str
+    fault: str
+    moment: str
+
+
+@dataclass
+class Result:
+    """What came of a cell; `verified` is None if it could not be carried out, for the reason in `wrong`."""
+
+    cell: Cell
+    verified: bool | None
+    wrong: str = ""
+    restart_s: float | None = None
+    accounted: float | None = None
+    lost_steps: int | None = None
+
+
+def cells(supervisors: tuple[str, ...], engines: tuple[str, ...], with_full_disk: bool) -> list[Cell]:
+    """All combinations that make sense.
+
+    Left out, besides what `refusal` names: disk-full without a file system for it; and damage in a restart, which is
+    the same as damage after any kill, except that no second whole checkpoint may be there.
+    """
+    found = []
+    for supervisor in supervisors:
+        for engine in engines:
+            for fault in FAULTS:
+                for moment in map(parse_moment, MOMENTS):
+                    left_out = moment.text not in _SOME_MOMENTS.get(fault, MOMENTS)
+                    left_out |= fault in DAMAGE and moment.strikes_a_restart
+                    left_out |= fault == DISK_FULL and not with_full_disk
+                    if not left_out and refusal(fault, moment, supervisor) is None:
+                        found.append(Cell(supervisor, engine, fault, moment.text))
+    return found
+
+
+def courses(chosen: list[Cell]) -> list[list[Cell]]:
+    """Cells that strike one course of launches, in its order."""
+    found: dict[tuple[str, str], list[list[Cell]]] = {}
+    for cell in chosen:
+        mine = found.setdefault((cell.supervisor, cell.engine), [[]])
+        if len(mine[-1]) == STRIKES:
+            mine.append([])
+        mine[-1].append(cell)
+    return [course for of_both in found.values() for course in of_both]
+
+
+def strikes_of(course: list[Cell]) -> tuple[Intent, ...]:
+    """The strikes of a course; one that strikes a restart needs one before it."""
+    intents = tuple(Intent(cell.fault, parse_moment(cell.moment)) for cell in course)
+    needs_one = intents[0].moment.strikes_a_restart
+    return (FIRST, *intents) if needs_one else intents
+
+
+def run_course(base: Plan, number: int, course: list[Cell], reference: CycleFacts) -> list[Result]:
+    """Strike with all cells of `course`. After an error the cells from there on are another course's."""
+    out = base.out / f"course_{number:03d}"
+    strikes = strikes_of(course)
+    fills_disk = any(cell.fault == DISK_FULL for cell in course)
+    checkpoints = (base.checkpoints / out.name) if fills_disk else out / "checkpoints"
+    command = commands.completed(base.command, checkpoints, out / "trace", course[0].engine)
+    restarts = len(strikes) if course[0].supervisor == TORCHRUN else 0
+    command = commands.with_restarts(command, restarts)
+    plan = replace(
+        base, command=command, resumed_command=command, strikes=strikes, supervisor=course[0].supervisor, out=out,
+        trace_dir=out / "trace", checkpoints=checkpoints,
+    )  # fmt: skip
+    done: list[Strike] = []
+    error: str | None = None
+    try:
+        run_drill(plan, say, done)
+    except DrillError as exc:
+        error = str(exc)
+        say(f"error: {error}")
+        if str(exc).startswith("stopped by signal"):
+            raise
+    content = _content(plan, done, reference)
+    told = content["cycles"][len(strikes) - len(course) :]
+    results = [_result(cell, entry) for cell, entry in zip(course, told, strict=False)]
+    if error is None:
+        if all(result.verified for result in results):
+            shutil.rmtree(checkpoints)
+        return results
+    # What came after the last strike failed.
+    if results and (len(results) == len(course) or not results[-1].verified):
+        return [*results[:-1], Result(results[-1].cell, None, error)]
+    return [*results, Result(course[len(results)], None, error)]
+
+
+def _content(plan: Plan, done: list[Strike], reference: CycleFacts) -> dict[str, Any]:
+    if not done:
+        return {"cycles": []}
+    tolerance = tolerance_of(plan.command)
+    content = describe(
+        done, plan.supervisor, analysed(plan.trace_dir), facts_of(plan.trace_dir), reference, tolerance
+    )
+    (plan.out / "drill.json").write_text(json.dumps(content, indent=1) + "\n")
+    return content
+
+
+def _result(cell: Cell, entry: dict[str, Any]) -> Result:
+    return Result(
+        cell, entry["verified"], "; ".join(entry["different"][:3]), entry["restart_s"], entry["accounted"],
+        entry["lost_steps"],
+    )  # fmt: skip
+
+
+def run_matrix(base: Plan, chosen: list[Cell], reference: CycleFacts) -> list[Result]:
+    """All cells; an error costs its own cell only."""
+    results: list[Result] = []
+    waiting = courses(chosen)
+    number = 0
+    while waiting:
+        course = waiting.pop(0)
+        say(f"course {number}: {len(course)} strikes, {course[0].supervisor}, engine {course[0].engine}")
+        found = run_course(base, number, course, reference)
+        results += found
+        if len(found) < len(course):
+            waiting.insert(0, course[len(found) :])
+        number += 1
+    return results
+
+
+def markdown(results: list[Result], elapsed_s: float) -> str:
+    """The results as a table."""
+    lines = [
+        "| supervisor | engine | fault | moment | restart, s | accounted | lost steps | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        cell = result.cell
+        figures = (
+            "-" if result.restart_s is None else f"{result.restart_s:.2f}",
+            "-" if result.accounted is None else f"{result.accounted:.1%}",
+            "-" if result.lost_steps is None else str(result.lost_steps),
+        )
+        verdict = _VERDICTS[result.verified] + (f": {result.wrong}" if result.wrong else "")
+        row = (cell.supervisor, cell.engine, f"`{cell.fault}`", f"`{cell.moment}`", *figures, verdict)
+        lines.append("| " + " | ".join(row) + " |")
+    good = sum(result.verified is True for result in results)
+    return "\n".join(
+        [*lines, "", f"{good} of {len(results)} cells verified, in {elapsed_s / 60:.1f} minutes.", ""]
+    )
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="restart_drill.matrix",
+        description="Drill faults x moments x supervisors x engines, and tabulate what was verified.",
+    )
+    add_run_options(parser)
+    parser.add_argument("--sample", type=int, metavar="N", help="only N cells, drawn at random (all)")
+    parser.add_argument("--seed", type=int, default=1, help="of the sample (1)")
+    for name, values in (("supervisors", SUPERVISORS), ("engines", ENGINES)):
+        parser.add_argument(
+            f"--{name}", default=",".join(values), help=f"separated by commas ({','.join(values)})"
+        )
+    parser.set_defaults(hang_limit=5.0)
+    argv = sys.argv[1:] if argv is None else argv
+    args = parser.parse_args(argv if "--" in argv else [*argv, "--", _PRESET])
+    args.supervisors = tuple(args.supervisors.split(","))
+    if not set(args.supervisors) <= set(SUPERVISORS):
+        parser.error(f"--supervisors {','.join(args.supervisors)}: there are {', '.join(SUPERVISORS)}")
+    if args.sample is not None and args.sample < 1:
+        parser.error(f"--sample {args.sample}: must be at least 1")
+    check_out(parser, args.out)
+    return args
+
+
+def _training(words: list[str]) -> list[str]:
+    """The command; of the tiny preset one with two ranks, so that two cores are enough."""
+    os.environ.setdefault("ITERS", "300")
+    os.environ.setdefault("EXTRA_ARGS", "--keep-last 3")
+    command = expanded(words)
+    return commands.on_layout(command, _RANKS) if words == [_PRESET] else command
+
+
+def _base(args: argparse.Namespace, training: list[str]) -> Plan:
+    out = args.out.absolute()
+    return Plan(
+        command=training,
+        resumed_command=training,
+        strikes=(),
+        supervisor=RELAUNCH,
+        out=out,
+        trace_dir=out / "trace",
+        checkpoints=out / "checkpoints" if args.checkpoints is None else args.checkpoints.absolute(),
+        limit_s=args.time_limit,
+        hang_limit_s=args.hang_limit,
+        echo=not args.quiet,
+        disk_limit_bytes=int(args.disk_limit * GIB),
+        to_the_end=False,
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    catch_stop_signals()
+    begin = time.monotonic()
+    try:
+        chosen = cells(args.supervisors, tuple(args.engines.split(",")), args.checkpoints is not None)
+        if args.sample is not None:
+            picked = random.Random(args.seed).sample(range(len(chosen)), min(args.sample, len(chosen)))
+            chosen = [chosen[i] for i in sorted(picked)]
+        training = _training(args.command)
+        base = _base(args, training)
+        say(f"{len(chosen)} cells; the training without a fault, for comparison")
+        reference = reference_of(base, training, None)
+        results = run_matrix(base, chosen, reference)
+    except (DrillError, OSError) as error:
+        say(f"error: {error}")
+        return COULD_NOT_RUN
+    text = markdown(results, time.monotonic() - begin)
+    (base.out / "matrix.md").write_text(text)
+    told = [vars(result) | {"cell": vars(result.cell)} for result in results]
+    (base.out / "matrix.json").write_text(json.dumps({"cells": told}, indent=1) + "\n")
+    print(text)
+    return VERIFIED if all(result.verified for result in results) else NOT_VERIFIED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""What is drilled, and what came of each strike."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from tools.restart_drill.moments import Moment, parse_moment
+
+RELAUNCH, TORCHRUN = "relaunch", "torchrun"
+SUPERVISORS = (RELAUNCH, TORCHRUN)
+
+
+class Intent(NamedTuple):
+    """A fault, and the moment at which it is to strike."""
+
+    fault: str
+    moment: Moment
+
+
+FIRST = Intent("sigkill-all", parse_moment("after-commit"))  # makes the restart that others are to strike
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is drilled. `command` trains, `resumed_command` does so after the first strike; both are complete."""
+
+    command: list[str]
+    resumed_command: list[str]
+    strikes: tuple[Intent, ...]
+    supervisor: str
+    out: Path
+    trace_dir: Path
+    checkpoints: Path
+    limit_s: float
+    hang_limit_s: float  # without an iteration, until a job counts as hanging
+    echo: bool
+    cold_cache: bool = False
+    disk_limit_bytes: int = 0  # largest file system that disk-full may fill
+    to_the_end: bool = True  # the last launch; else it is ended once it has caught up
+
+    def command_of(self, launch: int) -> list[str]:
+        """What is launched for the `launch`-th time, from 0."""
+        return self.command if launch == 0 else self.resumed_command
+
+    def log_of(self, launch: int) -> Path:
+        return self.out / "logs" / f"cycle_{launch:03d}.log"
+
+
+@dataclass(frozen=True)
+class Strike:
+    """A fault that was caused: in which cycle, and how that ended."""
+
+    cycle: int
+    fault: str
+    moment: str
+    iteration: int  # the newest that rank 0 had finished
+    processes: int  # that were struck
+    exit_code: int | None  # of the launcher; None if it restarted the ranks itself
+    expected_step: int  # of the newest whole checkpoint that was left
+    failed_save: str | None = None  # what the save that the fault made fail was told, and training went on
+    damaged: str | None = None  # file of the newest checkpoint
+    cache: str = "warm"  # of the checkpoints, at the relaunch: cold only where that was verified
+    drill_s: float = 0.0  # what the drill itself did between the end of the job and the relaunch
+
+
+def intended(fault: str, moment: Moment, cycles: int) -> tuple[Intent, ...]:
+    """`cycles` strikes, and one before them where they strike a restart, which there must be first."""
+    strikes = (Intent(fault, moment),) * cycles
+    return (FIRST, *strikes) if moment.strikes_a_restart else strikes
+
+
+def say(text: str) -> None:
+    """Tell the user, apart from the output of the job."""
+    print(f"[restart_drill] {text}", file=sys.stderr, flush=True)
