@@ -1,80 +1,76 @@
-"""Command line of the analysis. Exit status: 0 fine, 1 findings under --strict, 2 could not run."""
+"""Command line of the analysis: a table of subcommands, of which only the one that is asked for is imported."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from types import ModuleType
 
-OK, FINDINGS, COULD_NOT_RUN = 0, 1, 2
+from tools.ckpt_analysis.commands import exit_codes
+from tools.ckpt_analysis.commands.common import add_shared_arguments
+from tools.ckpt_analysis.errors import CouldNotRunError
 
-_EPILOG = """\
+PROGRAM = "ckpt-analysis"
+# Name -> module, in the order of --help. See tools/ckpt_analysis/commands/__init__.py for what each gives.
+COMMANDS: dict[str, str] = {
+    "report": "tools.ckpt_analysis.commands.report",
+}
+DEFAULT = "report"
+
+_DOCS = "docs/metrics.md defines every number, docs/log_format.md the files that are read.\n"
+_EXAMPLES = f"""
 examples:
-  %(prog)s runs/tiny/restart_trace            where the last save and restart went, rank by rank
-  %(prog)s runs/tiny                          the same: restart_trace/ below a save directory is found
-  %(prog)s --all runs/tiny                    every save and launch in full
-  %(prog)s --format json runs/tiny > out.json the same numbers for programs
-  %(prog)s --strict runs/tiny                 exit 1 if anything is missing, torn, failed or unfinished
-
-exit status: 0 fine, 1 findings (under --strict), 2 could not run.
-docs/metrics.md defines every number, docs/log_format.md the files that are read.
+  {PROGRAM} runs/tiny              the same as `{PROGRAM} report runs/tiny`
+  {PROGRAM} COMMAND --help         flags and examples of a command
 """
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line; exits with status 2 and a message if it is wrong (argparse)."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: that of the process) and return its exit status.
+
+    Exits with status 2 and a message if the command line is wrong (argparse).
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        _overview().parse_args(words)
+        print(f"{PROGRAM}: give a directory of trace files or a command; see --help", file=sys.stderr)
+        return exit_codes.COULD_NOT_RUN
+    name = words.pop(0) if words[0] in COMMANDS else DEFAULT
+    command = importlib.import_module(COMMANDS[name])
+    arguments = _parser(name, command).parse_args(words)
+    try:
+        return command.run(arguments)
+    except CouldNotRunError as exc:
+        print(f"{PROGRAM}: {exc}", file=sys.stderr)
+    except ModuleNotFoundError as exc:  # polars and what else the extra brings
+        if not exc.name or exc.name.split(".")[0] in ("tools", "megatron"):
+            raise
+        print(f"{PROGRAM}: {exc}: install it with `pip install '.[analysis]'`", file=sys.stderr)
+    return exit_codes.COULD_NOT_RUN
+
+
+def _parser(name: str, command: ModuleType) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="ckpt-analysis",
-        description="Show where saves, loads and restarts of a traced run spent their time.",
-        epilog=_EPILOG,
+        prog=f"{PROGRAM} {name}",
+        description=f"{command.HELP[0].upper()}{command.HELP[1:]}.",
+        epilog=f"examples:\n{command.EXAMPLES}\n{exit_codes.TEXT}\n{_DOCS}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "logdir", metavar="LOGDIR", type=Path, help="directory of trace files, or of the checkpoints"
-    )
-    parser.add_argument(
-        "--format", choices=("table", "json"), default="table", help="output (default: table)"
-    )
-    parser.add_argument("--all", action="store_true", help="show every save and every launch in full")
-    parser.add_argument(
-        "--per-rank", action="store_true", help="numbers rank by rank also for more than 16 ranks"
-    )
-    parser.add_argument(
-        "--run-id", help="analyse this run where a directory holds several (default: the last)"
-    )
-    parser.add_argument("--strict", action="store_true", help="exit 1 if there are findings (notes are none)")
-    return parser.parse_args(argv)
+    command.add_arguments(parser)
+    add_shared_arguments(parser)
+    return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: that of the process) and return its exit status."""
-    arguments = parse_arguments(argv)
-    # polars takes a while to import and --help needs none of it.
-    try:
-        from tools.ckpt_analysis.discover import LogDirectoryError
-        from tools.ckpt_analysis.load import load_trace
-        from tools.ckpt_analysis.report import analyse
-    except ModuleNotFoundError as exc:
-        print(f"ckpt-analysis: {exc}: install it with `pip install '.[analysis]'`", file=sys.stderr)
-        return COULD_NOT_RUN
-    try:
-        report = analyse(load_trace(arguments.logdir, arguments.run_id), per_rank=arguments.per_rank)
-    except LogDirectoryError as exc:
-        print(f"ckpt-analysis: {exc}", file=sys.stderr)
-        return COULD_NOT_RUN
-    if arguments.format == "json":
-        from tools.ckpt_analysis.json_output import to_json
-
-        text = to_json(report)
-    else:
-        from tools.ckpt_analysis.tables import Style
-        from tools.ckpt_analysis.terminal import render
-
-        text = render(report, Style(sys.stdout), show_all=arguments.all)
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader (head, less) has seen enough
-        sys.stderr.close()
-    return FINDINGS if arguments.strict and report.has_findings else OK
+def _overview() -> argparse.ArgumentParser:
+    """The parser of --help alone: it lists the commands."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {importlib.import_module(COMMANDS[name]).HELP}" for name in COMMANDS]
+    return argparse.ArgumentParser(
+        prog=PROGRAM,
+        usage=f"{PROGRAM} [COMMAND] LOGDIR ... [flags]",
+        description="commands:\n" + "\n".join(lines),
+        epilog=f"{_EXAMPLES}\n{exit_codes.TEXT}\n{_DOCS}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )

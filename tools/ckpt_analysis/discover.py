@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.restart_trace.schema import CYCLE_FILE_REGEX, RANK_FILE_REGEX, SUPERVISOR_FILE_REGEX
+from tools.ckpt_analysis.errors import CouldNotRunError
 
 DEFAULT_SUBDIRECTORY = "restart_trace"  # where a run leaves its trace in its save directory
 
 
-class LogDirectoryError(ValueError):
+class LogDirectoryError(CouldNotRunError):
     """A directory that cannot be analysed; the message says why and what to give instead."""
 
 
