@@ -85,8 +85,12 @@ def _save(saves: list[OperationStats]) -> list[str]:
     if last.bytes:
         text += f": {size(last.bytes)} in {plural(last.num_files or 0, 'file')}"
         text += f", {rate(last.blocked_GBps)} GB/s of blocked time" if last.blocked_GBps else ""
+    sentences = [f"{text}."]
+    if last.drain_s is not None:
+        waited = seconds(last.drain_s, digits)
+        sentences.append(f"Its end was then waited for {waited} s, when no training was left to hold up.")
     where = _largest(last.phases, last.wall.max_s)
-    return [f"{text}.", *([f"On rank {last.wall.slowest_rank}, {where}."] if where else [])]
+    return sentences + ([f"On rank {last.wall.slowest_rank}, {where}."] if where else [])
 
 
 def _load(load: OperationStats) -> list[str]:

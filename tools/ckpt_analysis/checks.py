@@ -51,7 +51,8 @@ def check_operations(frames: Frames) -> list[Problem]:
 
 def _unfinished(frames: Frames, unfinished: pl.DataFrame, name: str, ranks: int) -> Problem:
     """An operation without its closing record, with the last phase that each rank completed."""
-    spans = frames.spans.join(unfinished.select("group", "rank"), on=["group", "rank"], how="semi")
+    group = frames.spans.filter(pl.col("group") == unfinished["group"][0])
+    spans = group.join(unfinished.select("group", "rank"), on=["group", "rank"], how="semi")
     last = spans.sort("end_ns").group_by("rank").agg(pl.col("phase", "detail").last()).sort("rank")
     phases: dict[str, list[int]] = {}
     for rank, phase, detail in last.iter_rows():

@@ -25,14 +25,25 @@ class TraceFile:
     rank: int | None
     cycle: int | None
 
+    def size(self) -> int:
+        """Bytes; 0 if the system does not tell, which reading it will then report."""
+        try:
+            return self.path.stat().st_size
+        except OSError:
+            return 0
+
 
 @dataclass(frozen=True)
 class Listing:
-    """Record files of a trace directory and the cycles that were claimed in it."""
+    """Record files of a trace directory and the cycles that were claimed in it.
+
+    `copies` are files of a rank and cycle that another of the `files` has, too, each with that file.
+    """
 
     directory: Path
     files: list[TraceFile]
     claimed_cycles: list[int]
+    copies: list[tuple[TraceFile, TraceFile]]
 
 
 def list_trace(given: Path) -> Listing:
@@ -59,7 +70,7 @@ def _has_ranks(listing: Listing) -> bool:
 
 def _list(directory: Path) -> Listing:
     try:
-        names = sorted(os.listdir(directory))
+        names = os.listdir(directory)
     except FileNotFoundError:
         raise LogDirectoryError(f"{directory}: no such directory. Give the directory of a trace") from None
     except OSError as exc:  # not a directory, no permission, input/output error
@@ -68,11 +79,25 @@ def _list(directory: Path) -> Listing:
         ) from exc
     files: list[TraceFile] = []
     cycles: list[int] = []
-    for name in names:
+    copies: list[tuple[TraceFile, TraceFile]] = []
+    seen: dict[tuple[int, int], TraceFile] = {}
+    # The trainer writes the shortest name with the numbers, so that is the original of several.
+    for name in sorted(names, key=lambda name: (len(name), name)):
         if match := re.match(RANK_FILE_REGEX, name):
-            files.append(TraceFile(directory / name, int(match.group(1)), int(match.group(2))))
+            file = TraceFile(directory / name, int(match.group(1)), int(match.group(2)))
+            original = seen.setdefault((int(match.group(1)), int(match.group(2))), file)
+            if original is file:
+                files.append(file)
+            else:
+                copies.append((file, original))
         elif re.match(SUPERVISOR_FILE_REGEX, name):
             files.append(TraceFile(directory / name, None, None))
         elif match := re.match(CYCLE_FILE_REGEX, name):
             cycles.append(int(match.group(1)))
-    return Listing(directory, files, cycles)
+    files.sort(key=_place)
+    return Listing(directory, files, cycles, copies)
+
+
+def _place(file: TraceFile) -> tuple[bool, int, int, str]:
+    """Ranks first, in the order of their numbers."""
+    return file.rank is None, file.rank or 0, file.cycle or 0, file.path.name

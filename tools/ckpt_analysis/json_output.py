@@ -77,6 +77,7 @@ def _operation(stats: OperationStats) -> dict[str, Any]:
     }
     if stats.operation == "save":
         result["blocked_s"] = stats.blocked_s
+        result["drain_s"] = stats.drain_s
         result["blocked_GBps"] = stats.blocked_GBps
         result["committed_s"] = stats.committed_s
         result["durable_s"] = stats.durable_s

@@ -1,10 +1,9 @@
-"""Reads one damaged file line by line: every record that can be read, and a reason for each that cannot."""
+"""Decodes a damaged file line by line: every record that can be read, and a reason for each that cannot."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 _MATCHES = {"int": int, "float": (int, float), "str": str, "bool": bool}
@@ -19,30 +18,27 @@ class LineFault:
     torn: bool
 
 
-def read_lines(path: Path, column_types: dict[str, str]) -> tuple[list[dict[str, Any]], list[LineFault]]:
-    """Return (records cut down to the columns of `column_types`, faults).
+def decode_lines(text: bytes, column_types: dict[str, str]) -> tuple[list[dict[str, Any]], list[LineFault]]:
+    """Return (records cut down to the columns of `column_types`, faults) of text that ends in a newline.
 
-    `column_types` maps a field name to "int", "float", "str" or "bool". Raises OSError if the file cannot be
-    read.
+    `column_types` maps a field name to "int", "float", "str" or "bool". A record also keeps its `values`, as
+    JSON text.
     """
     records: list[dict[str, Any]] = []
     faults: list[LineFault] = []
-    with path.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            torn = not line.endswith(b"\n")
-            if not line.strip():
-                continue
-            try:
-                decoded = json.loads(line)
-            except ValueError:  # includes UnicodeDecodeError
-                reason = "cut short" if torn else "not a JSON record"
-                faults.append(LineFault(number, reason, torn))
-                continue
-            record, reason = _typed(decoded, column_types)
-            if reason:
-                faults.append(LineFault(number, reason, False))
-            else:
-                records.append(record)
+    for number, line in enumerate(text.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            decoded = json.loads(line)
+        except ValueError:  # includes UnicodeDecodeError
+            faults.append(LineFault(number, "not a JSON record", False))
+            continue
+        record, reason = _typed(decoded, column_types)
+        if reason:
+            faults.append(LineFault(number, reason, False))
+        else:
+            records.append(record)
     return records, faults
 
 
@@ -59,4 +55,6 @@ def _typed(decoded: object, column_types: dict[str, str]) -> tuple[dict[str, Any
         if json_type == "int" and not -(1 << 63) <= value < 1 << 63:
             return {}, f"field {name} is out of range: {value}"
         record[name] = value
+    if "values" in decoded:
+        record["values"] = json.dumps(decoded["values"])
     return record, None

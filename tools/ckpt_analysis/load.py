@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
+from tools.ckpt_analysis.cache import Cache
 from tools.ckpt_analysis.clocks import check_clocks, clock_of, offsets_ns
-from tools.ckpt_analysis.discover import LogDirectoryError, list_trace
-from tools.ckpt_analysis.head import Head, read_heads
+from tools.ckpt_analysis.discover import Listing, LogDirectoryError, list_trace
+from tools.ckpt_analysis.head import Head
+from tools.ckpt_analysis.names import FILE
 from tools.ckpt_analysis.problems import Problem
-from tools.ckpt_analysis.records import read_records
+from tools.ckpt_analysis.progress import Progress
+from tools.ckpt_analysis.records import Records, only_files, read_records
 
 _TIMES = ("start_ns", "end_ns", "time_ns")
 
@@ -26,21 +29,25 @@ class Trace:
     ranks: list[dict[str, Any]]
     supervisors: list[dict[str, Any]]
     claimed_cycles: list[int]
-    records: pl.DataFrame
+    records: Records
     problems: list[Problem]
 
 
-def load_trace(directory: Path, run_id: str | None = None) -> Trace:
+def load_trace(
+    directory: Path,
+    run_id: str | None = None,
+    *,
+    cache: Cache | None = None,
+    progress: Progress | None = None,
+) -> Trace:
     """Read the run `run_id` in `directory`: the one launched last if it is None.
 
-    Raises LogDirectoryError if nothing there can be analysed.
+    With a `cache`, logs that it has seen come from there and others go into it. Raises LogDirectoryError if
+    nothing in the directory can be analysed.
     """
     listing = list_trace(directory)
-    heads, problems = read_heads(listing.files)
-    records, found = read_records(heads)
-    problems += found
-    heads, records, found = _drop_wrong_names(heads, records)
-    problems += found
+    records, heads, problems = _read(listing, cache, progress or Progress(quiet=True))
+    problems = [*map(_copy, listing.copies), *problems]
     processes = [head.process for head in heads if head.process is not None]
     if not any(process["role"] == "rank" for process in processes):
         raise LogDirectoryError(
@@ -50,7 +57,8 @@ def load_trace(directory: Path, run_id: str | None = None) -> Trace:
     chosen, found = _choose_run(processes, run_id, listing.directory)
     problems += found
     processes = [process for process in processes if process["run_id"] == chosen]
-    records = records.filter(pl.col("run_id") == chosen)
+    if _runs(records) - {chosen}:
+        records = only_files(records, pl.col("run_id") == chosen)
     records, found = _align(records, heads, processes)
     problems += found + check_clocks(processes)
     return Trace(
@@ -64,26 +72,32 @@ def load_trace(directory: Path, run_id: str | None = None) -> Trace:
     )
 
 
-def _drop_wrong_names(
-    heads: list[Head], records: pl.DataFrame
-) -> tuple[list[Head], pl.DataFrame, list[Problem]]:
-    """Leave out files whose records are of another rank or cycle than their name: renamed copies."""
-    problems: list[Problem] = []
-    wrong: set[int] = set()
-    identities = records.select("file_index", "rank", "cycle").unique().sort(pl.all())
-    for index, rank, cycle in identities.iter_rows():
-        file = heads[index].file
-        if file.rank is None or index in wrong or (rank, cycle) == (file.rank, file.cycle):
-            continue
-        wrong.add(index)
-        name = file.path.name
-        message = f"{name}: its records are of rank {rank}, cycle {cycle}; the file was left out"
-        problems.append(Problem("wrong_file_name", message, {"file": name, "rank": rank, "cycle": cycle}))
-    kept = [
-        Head(head.file, None if index in wrong else head.process, head.torn)
-        for index, head in enumerate(heads)
-    ]
-    return kept, records.filter(~pl.col("file_index").is_in(sorted(wrong))), problems
+def _read(
+    listing: Listing, cache: Cache | None, progress: Progress
+) -> tuple[Records, list[Head], list[Problem]]:
+    kept = cache.open(listing) if cache else None
+    if kept:
+        found = kept.load()
+        if found:
+            return found
+    total = sum(file.size() for file in listing.files)
+    with progress.bar(total, "reading logs", "B") as advance:
+        records, heads, problems = read_records(listing.files, advance)
+    if kept:
+        with progress.bar(None, "keeping them as Parquet", "") as _:
+            kept.store(records, heads, problems)
+    return records, heads, problems
+
+
+def _copy(pair: tuple[Any, Any]) -> Problem:
+    copy, original = (file.path.name for file in pair)
+    message = f"{copy}: a second file of rank {pair[0].rank} in cycle {pair[0].cycle}, besides {original}: left out"
+    return Problem("duplicate_file", message, {"file": copy, "original": original})
+
+
+def _runs(records: Records) -> set[str]:
+    tables = [table["run_id"] for table in records.tables.values() if "run_id" in table.columns]
+    return set().union(*(runs.unique().to_list() for runs in tables))
 
 
 def _choose_run(
@@ -111,8 +125,8 @@ def _choose_run(
 
 
 def _align(
-    records: pl.DataFrame, heads: list[Head], processes: list[dict[str, Any]]
-) -> tuple[pl.DataFrame, list[Problem]]:
+    records: Records, heads: list[Head], processes: list[dict[str, Any]]
+) -> tuple[Records, list[Problem]]:
     """Shift every time to Unix ns by the offset of its clock.
 
     A file without a process record does not say which clock it used: if the run has but one, that is the one;
@@ -120,19 +134,26 @@ def _align(
     """
     offsets = offsets_ns(processes)
     only = next(iter(offsets.values())) if len(offsets) == 1 else None
-    rows: list[tuple[int, int]] = []
+    by_file = [only if head.process is None else offsets.get(clock_of(head.process)) for head in heads]
     problems: list[Problem] = []
-    present = set(records["file_index"].unique())
-    for index in sorted(present):
-        head = heads[index]
-        offset = only if head.process is None else offsets.get(clock_of(head.process))
-        if offset is not None:
-            rows.append((index, offset))
-            continue
-        message = f"{head.file.path.name}: nothing says which clock it used; its records were left out"
-        problems.append(Problem("no_process_record", message, {"file": head.file.path.name}))
-    table = pl.DataFrame(rows, schema={"file_index": pl.Int32(), "offset_ns": pl.Int64()}, orient="row")
-    shifted = records.join(table, on="file_index", how="inner", maintain_order="left")
-    return shifted.with_columns(pl.col(name) + pl.col("offset_ns") for name in _TIMES).drop(
-        "offset_ns"
-    ), problems
+    tables = [table for name, table in records.tables.items() if name != "spans"]
+    present = set(pl.concat([table[FILE].unique() for table in tables]).unique())
+    unknown = sorted(index for index in present if by_file[index] is None)
+    for index in unknown:
+        name = heads[index].file.path.name
+        message = f"{name}: nothing says which clock it used; its records were left out"
+        problems.append(Problem("no_process_record", message, {"file": name}))
+    if unknown:
+        records = only_files(records, ~pl.col(FILE).is_in(unknown))
+    return _shift(records, pl.Series("offset", by_file, dtype=pl.Int64)), problems
+
+
+def _shift(records: Records, offset_of_file: pl.Series) -> Records:
+    """Add to every time the offset of its file."""
+    shifted = {}
+    for name, table in records.tables.items():
+        files = records.operations[FILE].gather(table["op"]) if name == "spans" else table[FILE]
+        offset = offset_of_file.gather(files)
+        times = [column for column in _TIMES if column in table.columns]
+        shifted[name] = table.with_columns(table[column] + offset for column in times)
+    return replace(records, **shifted)

@@ -33,16 +33,18 @@ def repeated_losses(iterations: pl.DataFrame, cycle: int) -> pl.DataFrame:
 
     Of each cycle the lowest rank that recorded a loss counts: a loss is the same on all ranks.
     """
-    known = (
-        iterations.filter(pl.col("loss").is_not_null())
-        .sort("cycle", "step", "rank")
-        .unique(["cycle", "step"], keep="first", maintain_order=True)
-        .select("cycle", "step", "loss")
-    )
+    now = _losses(iterations.filter(pl.col("cycle") == cycle))
+    again = now["step"].implode()
+    earlier = _losses(iterations.filter((pl.col("cycle") < cycle) & pl.col("step").is_in(again)))
     before = (
-        known.filter(pl.col("cycle") < cycle)
+        earlier.sort("cycle")
         .unique("step", keep="last", maintain_order=True)
         .select("step", pl.col("loss").alias("loss_before"))
     )
-    now = known.filter(pl.col("cycle") == cycle)
     return now.join(before, on="step", how="inner").select("step", "loss", "loss_before").sort("step")
+
+
+def _losses(iterations: pl.DataFrame) -> pl.DataFrame:
+    """cycle, step and loss, as the lowest rank has it that recorded one."""
+    known = iterations.filter(pl.col("loss").is_not_null())
+    return known.group_by("cycle", "step").agg(pl.col("loss").sort_by("rank").first())

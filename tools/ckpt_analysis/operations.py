@@ -2,30 +2,61 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import polars as pl
 
 from tools.ckpt_analysis.frame import Frames
-from tools.ckpt_analysis.phases import phase_stats, rank_stats, throughput_GBps
+from tools.ckpt_analysis.intervals import pieces
+from tools.ckpt_analysis.phases import phase_seconds, phase_stats, rank_stats, throughput_GBps
 from tools.ckpt_analysis.results import OperationStats, PhaseStats
-from tools.ckpt_analysis.walls import finished_spread, lowest_coverage, rank_walls, with_critical
+from tools.ckpt_analysis.volumes import VolumeParts, add_parts, volume_parts, volumes
+from tools.ckpt_analysis.walls import finished_spread, join_walls, lowest_coverage, rank_busy, with_critical
 
 # The details of a commit after which the checkpoint counts; pruning old ones comes later.
 _COMMITTING = ("manifest", "publish")
 
 
+@dataclass(frozen=True)
+class RankTimes:
+    """Every rank's part of all operations of one kind, in ns.
+
+    seconds  group, rank, phase, detail ("": the phase as a whole), busy_ns
+    walls    group, rank, wall_ns (null: unfinished), blocked_ns, drained_ns, covered_ns
+    """
+
+    seconds: pl.DataFrame
+    walls: pl.DataFrame
+    volumes: VolumeParts
+
+
+def rank_times(frames: Frames, operation: str) -> RankTimes:
+    """Measure every rank in every `operation` ("save" or "load"), some ranks at a time."""
+    seconds, parts, moved = [], [], []
+    for piece in pieces(frames.spans):
+        spans = piece.filter(pl.col("operation") == operation)
+        seconds.append(phase_seconds(spans, spans.filter(pl.col("detail").is_not_null())))
+        parts.append(rank_busy(spans))
+        moved.append(volume_parts(spans))
+    operations = frames.operations.filter(pl.col("operation") == operation)
+    walls = join_walls(operations, pl.concat(parts))
+    return RankTimes(pl.concat(seconds), walls, add_parts(moved))
+
+
 def measure(frames: Frames, operation: str, *, per_rank: bool) -> list[OperationStats]:
     """Statistics of every `operation` ("save" or "load"), in the order in which they began."""
     operations = frames.operations.filter(pl.col("operation") == operation)
-    spans = frames.spans.filter(pl.col("operation") == operation)
-    details = spans.filter(pl.col("detail").is_not_null())
-    walls = rank_walls(operations, spans)
-    phases = phase_stats(spans, details, with_critical(walls), operation)
-    ranks = rank_stats(spans, details, walls) if per_rank else {}
+    times = rank_times(frames, operation)
+    walls = times.walls
+    moved = volumes(times.volumes, times.volumes)
+    phases = phase_stats(times.seconds, moved, with_critical(walls), operation)
+    ranks = rank_stats(times.seconds, walls) if per_rank else {}
     wall = finished_spread(walls, pl.col("wall_ns"))
     rest = finished_spread(walls, pl.col("wall_ns") - pl.col("covered_ns"))
     blocked = finished_spread(walls, pl.col("blocked_ns"))
     lowest = lowest_coverage(walls)
-    committed = _committed(operations, spans)
+    drained = _drained(walls)
+    committed = _committed(operations, frames.spans)
     results = []
     for row in _facts(operations).iter_rows(named=True):
         group = row.pop("group")
@@ -39,6 +70,7 @@ def measure(frames: Frames, operation: str, *, per_rank: bool) -> list[Operation
                 **row,
                 wall=wall.get(group),
                 blocked_s=blocked_s,
+                drain_s=drained.get(group),
                 committed_s=committed_s,
                 durable_s=committed_s if durable else None,
                 coverage_min=coverage_min,
@@ -87,6 +119,12 @@ def _facts(operations: pl.DataFrame) -> pl.DataFrame:
         )
         .sort("group")
     )
+
+
+def _drained(walls: pl.DataFrame) -> dict[int, float]:
+    """Seconds that the end of training, or a load, waited for a save, on the rank that waited longest; by group."""
+    waited = walls.filter(pl.col("drained_ns") > 0).group_by("group").agg(pl.col("drained_ns").max())
+    return {group: longest / 1e9 for group, longest in waited.iter_rows()}
 
 
 def _committed(operations: pl.DataFrame, spans: pl.DataFrame) -> dict[int, float]:

@@ -7,9 +7,10 @@ from typing import Any
 import polars as pl
 
 from megatron.restart_trace.schema import PHASES
-from tools.ckpt_analysis.frame import NAME
 from tools.ckpt_analysis.intervals import busy
+from tools.ckpt_analysis.names import NAME
 from tools.ckpt_analysis.results import PhaseStats, RankStats, Spread
+from tools.ckpt_analysis.volumes import Volume
 
 _KEY = ["group", "phase", "detail"]
 # A start-up contains the load, so it shows a phase "load" whose details are the phases of a load.
@@ -33,56 +34,80 @@ def spread_over_ranks(
     `members` holds group, rank and critical (the rank of the group to quote separately, or null). A rank
     without a value spent no time: it counts as 0.
     """
-    asked = values.select(key).unique()
-    full = asked.join(members, on="group").join(values, on=[*key, "rank"], how="left")
-    full = full.with_columns(pl.col("busy_ns").fill_null(0))
-    slowest = pl.col("busy_ns") == pl.col("busy_ns").max()
-    table = full.group_by(key).agg(
-        pl.col("busy_ns").max().alias("max"),
-        pl.col("busy_ns").median().alias("median"),
-        pl.col("busy_ns").min().alias("min"),
-        pl.col("rank").filter(slowest).min().alias("slowest"),
-        pl.col("busy_ns").filter(pl.col("rank") == pl.col("critical")).first().alias("at_critical"),
+    groups = members.group_by("group").agg(
+        pl.len().cast(pl.Int64).alias("members"),
+        pl.col("rank").min().alias("lowest"),
+        pl.col("critical").first(),
     )
+    slowest = pl.col("busy_ns") == pl.col("busy_ns").max()
+    table = values.group_by(key).agg(
+        pl.col("busy_ns").max().alias("max"),
+        pl.col("busy_ns").sort().alias("sorted"),
+        pl.col("rank").filter(slowest).min().alias("slowest"),
+    )
+    table = table.join(groups, on="group").with_columns(
+        (pl.col("members") - pl.col("sorted").list.len()).alias("absent")
+    )
+    low, high = _value((pl.col("members") - 1) // 2), _value(pl.col("members") // 2)
+    table = table.with_columns(
+        ((low + high) / 2).alias("median"),
+        _value(pl.lit(0)).alias("min"),
+        pl.when(pl.col("max") == 0).then("lowest").otherwise("slowest").alias("slowest"),
+    ).drop("sorted")
+    at_critical = _at_critical(values, groups, key)
     spreads: dict[tuple[Any, ...], Spread] = {}
     for row in table.iter_rows(named=True):
-        at_critical = row["at_critical"]
-        spreads[tuple(row[name] for name in key)] = Spread(
+        place = tuple(row[name] for name in key)
+        quoted = None if row["critical"] is None else at_critical.get(place, 0)
+        spreads[place] = Spread(
             max_s=row["max"] / 1e9,
             median_s=row["median"] / 1e9,
             min_s=row["min"] / 1e9,
             slowest_rank=row["slowest"],
-            at_critical_s=None if at_critical is None else at_critical / 1e9,
+            at_critical_s=None if quoted is None else quoted / 1e9,
         )
     return spreads
 
 
+def _value(place: pl.Expr) -> pl.Expr:
+    """The value at `place` of all members' sorted values: first the 0 of each that is absent."""
+    index = place - pl.col("absent")
+    found = pl.col("sorted").list.get(index.clip(lower_bound=0), null_on_oob=True)
+    return pl.when(index < 0).then(0).otherwise(found)
+
+
+def _at_critical(
+    values: pl.DataFrame, groups: pl.DataFrame, key: list[str]
+) -> dict[tuple[Any, ...], int]:
+    """The value of each key on the critical rank of its group, where it has one."""
+    critical = groups.select("group", pl.col("critical").alias("rank")).drop_nulls()
+    of_any = values.filter(pl.col("rank").is_in(critical["rank"].unique().implode()))  # far fewer to join
+    rows = of_any.join(critical, on=["group", "rank"], how="semi").select(*key, "busy_ns")
+    return {row[:-1]: row[-1] for row in rows.iter_rows()}
+
+
 def phase_stats(
-    phase_spans: pl.DataFrame, detail_spans: pl.DataFrame, members: pl.DataFrame, order: str
+    seconds: pl.DataFrame, moved: dict[tuple[int, str, str], Volume], members: pl.DataFrame, order: str
 ) -> dict[int, list[PhaseStats]]:
     """Statistics of every phase of every group, in the order of the operation `order` in PHASES.
 
-    `phase_spans` are summed per phase; `detail_spans` (those that name a detail) per phase and detail.
+    `seconds` is what `phase_seconds` gives, `moved` what `volumes` does.
     """
-    seconds = phase_seconds(phase_spans, detail_spans)
     spreads = spread_over_ranks(seconds, members, _KEY)
-    present = {
-        tuple(row[:3]): row[3] for row in seconds.group_by(_KEY).agg(pl.col("rank").n_unique()).iter_rows()
-    }
-    volumes = _phase_volumes(phase_spans) | _volumes(detail_spans)
+    present = {row[:3]: row[3] for row in seconds.group_by(_KEY).agg(pl.len()).iter_rows()}
     stats: dict[int, dict[str, PhaseStats]] = {}
     for key in sorted(spreads, key=lambda k: (k[0], *_place(order, k[1], k[2]))):
         group, phase, detail = key
-        num_bytes, num_files, blocking = volumes[key]
+        volume = moved[key]
         spread = spreads[key]
         entry = PhaseStats(
             name=detail or phase,
             time=spread,
             ranks=present[key],
-            bytes=num_bytes,
-            num_files=num_files,
-            GBps=throughput_GBps(num_bytes, spread.max_s),
-            blocking=blocking,
+            bytes=volume.bytes,
+            num_files=volume.num_files,
+            GBps=throughput_GBps(volume.bytes, spread.max_s),
+            blocking=volume.blocking,
         )
         if detail:
             stats[group][phase].details.append(entry)
@@ -91,11 +116,9 @@ def phase_stats(
     return {group: list(phases.values()) for group, phases in stats.items()}
 
 
-def rank_stats(
-    phase_spans: pl.DataFrame, detail_spans: pl.DataFrame, walls: pl.DataFrame
-) -> dict[int, list[RankStats]]:
+def rank_stats(seconds: pl.DataFrame, walls: pl.DataFrame) -> dict[int, list[RankStats]]:
     """Each rank's own numbers; `walls` holds group, rank, wall_ns, blocked_ns and covered_ns."""
-    seconds = phase_seconds(phase_spans, detail_spans).sort("group", "rank", "phase", "detail")
+    seconds = seconds.sort("group", "rank", "phase", "detail")
     phases: dict[tuple[int, int], dict[str, float]] = {}
     for group, rank, phase, detail, busy_ns in seconds.iter_rows():
         phases.setdefault((group, rank), {})[f"{phase}/{detail}" if detail else phase] = busy_ns / 1e9
@@ -123,32 +146,6 @@ def coverage(covered_ns: int, wall_ns: int) -> float:
 def throughput_GBps(num_bytes: int | None, seconds: float | None) -> float | None:
     """GB (1e9 bytes) per second; None if nothing was moved or no time was measured."""
     return num_bytes / 1e9 / seconds if num_bytes and seconds else None
-
-
-def _phase_volumes(spans: pl.DataFrame) -> dict[tuple[Any, ...], tuple[int | None, int | None, str]]:
-    """Volumes of whole phases: the bytes of the largest detail, since the same ones pass through several."""
-    whole = _volumes(spans.with_columns(pl.lit("", NAME).alias("detail")))
-    by_detail = spans.group_by("group", "phase", "detail").agg(pl.col("bytes").sum())
-    largest = by_detail.group_by("group", "phase").agg(pl.col("bytes").max())
-    most = {(group, phase, ""): num_bytes for group, phase, num_bytes in largest.iter_rows()}
-    return {key: (None if old is None else most[key], files, b) for key, (old, files, b) in whole.items()}
-
-
-def _volumes(spans: pl.DataFrame) -> dict[tuple[Any, ...], tuple[int | None, int | None, str]]:
-    """(bytes, files, blocking) per (group, phase, detail); bytes is None where no span counted any."""
-    table = spans.group_by(_KEY).agg(
-        pl.col("bytes").sum(),
-        pl.col("bytes").count().alias("counted"),
-        pl.struct("rank", "file").filter(pl.col("file").is_not_null()).n_unique().alias("files"),
-        pl.col("blocking").all().alias("all"),
-        pl.col("blocking").any().alias("any"),
-    )
-    volumes = {}
-    for row in table.iter_rows(named=True):
-        blocking = "all" if row["all"] else "some" if row["any"] else "none"
-        num_bytes = row["bytes"] if row["counted"] else None
-        volumes[tuple(row[name] for name in _KEY)] = (num_bytes, row["files"] or None, blocking)
-    return volumes
 
 
 def _place(operation: str, phase: str, detail: str) -> tuple[int, int, int]:

@@ -19,6 +19,7 @@ KINDS: dict[str, str] = {
     "unknown_schema_version": ERROR,
     "invalid_record": ERROR,
     "wrong_file_name": ERROR,
+    "duplicate_file": ERROR,
     "mixed_runs": ERROR,
     "failed_operation": ERROR,
     "unfinished_operation": WARNING,
@@ -30,6 +31,7 @@ KINDS: dict[str, str] = {
     "losses_differ": WARNING,
     "low_coverage": WARNING,
     "clock_step": WARNING,
+    "clock_offset": WARNING,
     "several_clocks": NOTE,
     "layout_changed": NOTE,
 }

@@ -1,148 +1,196 @@
-"""Record files to one frame of valid records.
+"""Record files to tables of valid records, one table per type, in columns as small as they can be.
 
-All files are scanned at once by polars with an explicit schema. Where a file does not parse, the set is
-halved until that file stands alone, and it alone is read line by line: one bad line costs a line, not a file.
+Spans are most of a trace. They do not repeat what they share with their operation: `op` is its row in the
+table of operations. Times are as recorded, on the clock of each host.
 """
 
 from __future__ import annotations
 
-import glob
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 
 import polars as pl
 
-from megatron.restart_trace.schema import RECORD_FIELDS, SCHEMA_VERSION, check_phase, check_record
+from tools.ckpt_analysis.batches import Reading, read_batches
+from tools.ckpt_analysis.decode import decode
+from tools.ckpt_analysis.discover import TraceFile
 from tools.ckpt_analysis.head import Head
-from tools.ckpt_analysis.lines import LineFault, read_lines
+from tools.ckpt_analysis.intervals import sorted_by_op
+from tools.ckpt_analysis.names import FILE, NAME, OPERATION
 from tools.ckpt_analysis.problems import Problem
+from tools.ckpt_analysis.valid import drop_unusable, other_versions
 
-_POLARS_TYPES = {"int": pl.Int64(), "float": pl.Float64(), "str": pl.String(), "bool": pl.Boolean()}
-# Fields that hold objects are read elsewhere (process records) or not at all yet (probes).
-COLUMN_TYPES: dict[str, str] = {
-    name: field.json_type
-    for fields in RECORD_FIELDS.values()
-    for name, field in fields.items()
-    if field.json_type in _POLARS_TYPES
-}
-_SCHEMA: dict[str, pl.DataType] = {name: _POLARS_TYPES[kind] for name, kind in COLUMN_TYPES.items()}
-_FILE = "file_index"
-_NAMED_FAULTS = 3  # how many bad lines of a file are described; all are counted
+# What tells an operation of one process from all others.
+OPERATION_KEY = [FILE, "run_id", "cycle", "rank", "op_id"]
+_WHO = [FILE, "run_id", "cycle", "rank"]
 
 
-def read_records(heads: list[Head]) -> tuple[pl.DataFrame, list[Problem]]:
-    """Valid records of the files, with the column `file_index` (place of the file in `heads`)."""
-    problems: list[Problem] = []
-    whole = [index for index, head in enumerate(heads) if not head.torn]
-    frames = _scan(heads, whole, problems) if whole else []
-    for index, head in enumerate(heads):
-        if head.torn:
-            frames.append(_read_line_by_line(head.file.path, index, problems))
-    frame = pl.concat(frames) if frames else pl.DataFrame(schema=_SCHEMA | {_FILE: pl.Int32()})
-    frame, found = _drop_other_versions(frame, heads)
-    problems += found
-    frame, found = _drop_invalid(frame, heads)
-    return frame, problems + found
+@dataclass(frozen=True)
+class Records:
+    """Valid records; times on the clocks of their hosts.
+
+    operations  one row per operation and rank, out of whichever of its records there are: file_index, run_id,
+                cycle, rank, op_id, operation, tag, step, engine, start_ns, end_ns (null: no end), outcome,
+                bytes, num_files, durable, error
+    spans       op (row of `operations`), phase, detail, file, bytes, start_ns, end_ns, duration_ns, thread,
+                blocking, error; sorted by op and start_ns
+    iterations  file_index, run_id, cycle, rank, step, start_ns, end_ns, loss
+    events      file_index, run_id, cycle, rank, operation, phase, detail, step, time_ns
+    runtimes    file_index, run_id, cycle, rank and the fields of the runtime record
+    probes      file_index, run_id, cycle, rank, operation, op_id, at, time_ns, values (JSON text)
+    """
+
+    operations: pl.DataFrame
+    spans: pl.DataFrame
+    iterations: pl.DataFrame
+    events: pl.DataFrame
+    runtimes: pl.DataFrame
+    probes: pl.DataFrame
+
+    @property
+    def tables(self) -> dict[str, pl.DataFrame]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-def _scan(heads: list[Head], indices: list[int], problems: list[Problem]) -> list[pl.DataFrame]:
-    paths = {str(heads[index].file.path): index for index in indices}
-    # polars expands glob characters in paths, and a directory may have some in its name.
-    lazy = pl.scan_ndjson([glob.escape(p) for p in paths], schema=_SCHEMA, include_file_paths=_FILE)
-    lazy = lazy.with_columns(pl.col(_FILE).replace_strict(paths, return_dtype=pl.Int32()))
-    try:
-        return [lazy.collect(engine="streaming")]
-    except pl.exceptions.ComputeError:
-        if len(indices) == 1:
-            return [_read_line_by_line(heads[indices[0]].file.path, indices[0], problems)]
-    middle = len(indices) // 2
-    return _scan(heads, indices[:middle], problems) + _scan(heads, indices[middle:], problems)
+def read_records(
+    files: list[TraceFile], advance: Callable[[int], object] = lambda num_bytes: None
+) -> tuple[Records, list[Head], list[Problem]]:
+    """Valid records of the files, the heads of those that have records, and what was left out.
+
+    `advance` is called with the number of bytes read, batch after batch.
+    """
+    reading = Reading([], [])
+    parts: list[Records] = []
+    versions: list[pl.DataFrame] = []
+    found: list[Problem] = []
+    for texts, num_bytes in read_batches(files, reading):
+        frame, problems = decode(texts)
+        frame, counts, more = drop_unusable(frame, reading.heads)
+        found += problems + more
+        versions.append(counts)
+        parts.append(_split(frame))
+        advance(num_bytes)
+    problems = [*reading.problems, *other_versions(pl.concat(versions), reading.heads), *found]
+    return concat_records(parts), reading.heads, problems
 
 
-def _read_line_by_line(path: Path, index: int, problems: list[Problem]) -> pl.DataFrame:
-    records, faults = read_lines(path, COLUMN_TYPES)
-    torn = [fault for fault in faults if fault.torn]
-    bad = [fault for fault in faults if not fault.torn]
-    if torn:
-        message = f"{path.name}: the last line ({torn[0].number}) is cut short and was left out"
-        problems.append(Problem("torn_line", message, {"file": path.name, "line": torn[0].number}))
-    if bad:
-        problems.append(_invalid(path.name, len(bad), [_describe(fault) for fault in bad[:_NAMED_FAULTS]]))
-    frame = pl.DataFrame(records, schema=_SCHEMA)
-    return frame.with_columns(pl.lit(index, dtype=pl.Int32()).alias(_FILE))
+def concat_records(parts: list[Records]) -> Records:
+    """Records of several batches as one; `op` goes on counting."""
+    before = 0
+    numbered = []
+    for part in parts:
+        numbered.append(part.spans.with_columns(pl.col("op") + pl.lit(before, pl.UInt32)))
+        before += part.operations.height
+    tables = {
+        name: pl.concat([part.tables[name] for part in parts]) for name in parts[0].tables if name != "spans"
+    }
+    return Records(**tables, spans=pl.concat(numbered))
 
 
-def _describe(fault: LineFault) -> str:
-    return f"line {fault.number}: {fault.reason}"
+def only_files(records: Records, keep: pl.Expr) -> Records:
+    """Records that match `keep`, a condition on file_index and run_id."""
+    operations = records.operations.with_row_index("old").filter(keep)
+    kept = operations.select("old", pl.int_range(pl.len(), dtype=pl.UInt32).alias("new"))
+    spans = records.spans.join(kept, left_on="op", right_on="old", how="inner", maintain_order="left")
+    spans = spans.select(pl.col("new").alias("op"), *records.spans.columns[1:])
+    others = {
+        name: table.filter(keep)
+        for name, table in records.tables.items()
+        if name not in ("operations", "spans")
+    }
+    return Records(**others, operations=operations.drop("old"), spans=spans)
 
 
-def _invalid(name: str, count: int, reasons: list[str]) -> Problem:
-    more = f" and {count - len(reasons)} more" if count > len(reasons) else ""
-    message = f"{name}: {count} invalid record{'s' * (count > 1)} left out ({'; '.join(reasons)}{more})"
-    return Problem("invalid_record", message, {"file": name, "count": count})
+def _split(frame: pl.DataFrame) -> Records:
+    """One batch of valid records, by type."""
+    frame = frame.with_columns(pl.col("run_id").cast(pl.Categorical))
+    # Most of a batch are spans: what is small is taken from the rest.
+    spans = frame.filter(pl.col("type") == "span")
+    rest = frame.filter(pl.col("type") != "span")
+    operations, spans = _operations_and_spans(rest, spans)
+
+    def of(record_type: str, *names: str) -> pl.DataFrame:
+        return rest.filter(pl.col("type") == record_type).select(*_WHO, *names)
+
+    return Records(
+        operations=operations,
+        spans=sorted_by_op(
+            spans.select(
+                "op", pl.col("phase", "detail").cast(NAME), "file", "bytes", "start_ns", "end_ns",
+                "duration_ns", pl.col("thread").cast(pl.Categorical), "blocking",
+                pl.col("error").cast(pl.Categorical),
+            )
+        ),
+        iterations=of("iteration", "step", "start_ns", "end_ns", "loss"),
+        events=of("event", "operation", "phase", "detail", "step", "time_ns"),
+        runtimes=of(
+            "runtime", "engine_used", "engine_asked", "optimizer", "accelerator", "backend", "parameters",
+            "save_dir",
+        ),
+        probes=of("probe", "operation", "op_id", "at", "time_ns", "values"),
+    )  # fmt: skip
 
 
-def _drop_other_versions(frame: pl.DataFrame, heads: list[Head]) -> tuple[pl.DataFrame, list[Problem]]:
-    """Leave out records of other schema versions: their names may mean something else."""
-    other = frame.filter(pl.col("v").is_not_null() & (pl.col("v") != SCHEMA_VERSION))
-    problems = []
-    counts = other.group_by("v").agg(pl.len().alias("count"), pl.col(_FILE).unique().sort()).sort("v")
-    for row in counts.iter_rows(named=True):
-        names = [heads[index].file.path.name for index in row[_FILE]]
-        message = (
-            f"{row['count']} records of {len(names)} file(s) ({names[0]}, ...) have schema version "
-            f"{row['v']}; this tool reads version {SCHEMA_VERSION}, so they were left out: use the tool of "
-            "that version"
+def _operations_and_spans(rest: pl.DataFrame, spans: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """(operations, spans with the column op)."""
+    operations = _from_marks(rest)
+    op = _rows_of(operations, spans)
+    if op.has_nulls():  # spans of operations whose own records were lost
+        lost = spans.filter(op.is_null())
+        begun = lost.group_by(OPERATION_KEY).agg(
+            pl.col("operation").first().cast(OPERATION), pl.col("start_ns").min()
         )
-        data = {"version": row["v"], "count": row["count"], "files": names}
-        problems.append(Problem("unknown_schema_version", message, data))
-    return frame.filter(pl.col("v").is_null() | (pl.col("v") == SCHEMA_VERSION)), problems
+        operations = pl.concat([operations, begun], how="diagonal").sort(FILE, "op_id", maintain_order=True)
+        op = _rows_of(operations, spans)
+    spans = spans.with_columns(op)
+    operations = _with_labels_of_spans(operations.with_row_index("op"), spans).drop("op")
+    return operations.with_columns(pl.col("outcome").fill_null("unfinished")), spans
 
 
-def _drop_invalid(frame: pl.DataFrame, heads: list[Head]) -> tuple[pl.DataFrame, list[Problem]]:
-    """Leave out records without a required field, of an unknown phase, or that end before they start."""
-    valid = (_complete() & _sane_times() & ~_has_phase(_unknown_phases(frame))).fill_null(False)
-    frame = frame.with_columns(valid.alias("valid"))
-    problems = []
-    bad = frame.filter(~pl.col("valid"))
-    for index in sorted(bad[_FILE].unique()):
-        rows = bad.filter(pl.col(_FILE) == index)
-        reasons = [_reason(row) for row in rows.head(_NAMED_FAULTS).iter_rows(named=True)]
-        problems.append(_invalid(heads[index].file.path.name, rows.height, reasons))
-    return frame.filter("valid").drop("valid"), problems
+def _from_marks(rest: pl.DataFrame) -> pl.DataFrame:
+    """Operations that have a begin or an end."""
+
+    def of(record_type: str, *names: str) -> pl.DataFrame:
+        found = rest.filter(pl.col("type") == record_type).unique(OPERATION_KEY, keep="first")
+        return found.select(*OPERATION_KEY, pl.col("operation").cast(OPERATION), *names)
+
+    labels = ("tag", "step", "engine", "start_ns")
+    begins = of("operation_begin", *labels)
+    ends = of("operation_end", *labels, "end_ns", "outcome", "bytes", "num_files", "durable", "error")
+    both = begins.join(ends, on=OPERATION_KEY, how="full", coalesce=True, suffix="_at_end")
+    return both.select(
+        *OPERATION_KEY,
+        pl.coalesce("operation", "operation_at_end"),
+        *(pl.coalesce(f"{name}_at_end", name).alias(name) for name in ("tag", "step", "engine")),
+        pl.coalesce("start_ns", "start_ns_at_end"),
+        "end_ns", "outcome", "bytes", "num_files", "durable", "error",
+    ).sort(FILE, "op_id", maintain_order=True)  # fmt: skip
 
 
-def _unknown_phases(frame: pl.DataFrame) -> list[dict[str, Any]]:
-    triples = frame.filter(pl.col("type") == "span").select("operation", "phase", "detail").unique()
-    return [row for row in triples.iter_rows(named=True) if check_phase(**row)]
+def _rows_of(operations: pl.DataFrame, spans: pl.DataFrame) -> pl.Series:
+    """The row of each span's operation, null if it has none."""
+    rows = operations.select(OPERATION_KEY).with_row_index("op")
+    return spans.select(OPERATION_KEY).join(rows, on=OPERATION_KEY, how="left", maintain_order="left")["op"]
 
 
-def _has_phase(triples: list[dict[str, Any]]) -> pl.Expr:
-    """Whether a record is a span of one of these operations, phases and details."""
-    among = [
-        pl.all_horizontal(pl.col(name).eq_missing(pl.lit(value, pl.String)) for name, value in triple.items())
-        for triple in triples
-    ]
-    return pl.col("type").eq_missing("span") & (pl.any_horizontal(among) if among else pl.lit(False))
+def _with_labels_of_spans(operations: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
+    """Tag and step as the spans give them where the end does not: a load learns its tag after its begin."""
+    unsure = operations.filter(
+        (pl.col("operation") != "startup")
+        & pl.any_horizontal(pl.col("outcome", "tag", "step").is_null())
+    )
+    found = (
+        spans.filter(pl.col("op").is_in(unsure["op"].implode()))
+        .group_by("op")
+        .agg(pl.col("tag", "step").drop_nulls().last())
+    )
+    joined = operations.join(found, on="op", how="left", maintain_order="left", suffix="_of_spans")
+    ended = pl.col("outcome").is_not_null()
+    return joined.with_columns(
+        pl.when(ended)
+        .then(pl.coalesce(name, f"{name}_of_spans"))
+        .otherwise(pl.coalesce(f"{name}_of_spans", name))
+        .alias(name)
+        for name in ("tag", "step")
+    ).drop("tag_of_spans", "step_of_spans")
 
-
-def _complete() -> pl.Expr:
-    """Whether a record has every required field of its type."""
-    complete = pl.lit(False)
-    for record_type, fields in RECORD_FIELDS.items():
-        required = [n for n, f in fields.items() if f.required and n in COLUMN_TYPES]
-        has_all = pl.all_horizontal(pl.col(name).is_not_null() for name in required)
-        complete = pl.when(pl.col("type") == record_type).then(has_all).otherwise(complete)
-    # Process records were checked with their objects when the heads were read.
-    return complete | (pl.col("type") == "process")
-
-
-def _sane_times() -> pl.Expr:
-    window = pl.col("end_ns") - pl.col("start_ns")
-    return (window >= 0).fill_null(True) & pl.col("duration_ns").is_between(0, window).fill_null(True)
-
-
-def _reason(row: dict[str, Any]) -> str:
-    record = {name: value for name, value in row.items() if value is not None and name in COLUMN_TYPES}
-    faults = check_record(record)
-    return faults[0] if faults else f"{record['type']} has impossible times"

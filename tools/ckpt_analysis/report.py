@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.ckpt_analysis.checks import check_events, check_losses, check_operations, check_results
-from tools.ckpt_analysis.frame import make_frames
+from tools.ckpt_analysis.clock_offsets import check_offsets
+from tools.ckpt_analysis.frame import Frames, make_frames
 from tools.ckpt_analysis.load import Trace
 from tools.ckpt_analysis.operations import measure
 from tools.ckpt_analysis.problems import NOTE, Problem, by_severity
@@ -43,15 +44,19 @@ class Report:
         return any(problem.severity != NOTE for problem in self.problems)
 
 
-def analyse(trace: Trace, *, per_rank: bool = False) -> Report:
-    """Run every analysis on a trace. Numbers rank by rank are included for small runs, or if asked for."""
-    frames = make_frames(trace)
+def analyse(trace: Trace, *, per_rank: bool = False, frames: Frames | None = None) -> Report:
+    """Run every analysis on a trace. Numbers rank by rank are included for small runs, or if asked for.
+
+    `frames` are those of the trace, if the caller has made them already.
+    """
+    frames = frames or make_frames(trace)
     cycles, found = describe_cycles(trace, frames)
     problems = [*trace.problems, *found]
     per_rank = per_rank or max(info.expected for info in cycles) <= PER_RANK_UP_TO
     saves = measure(frames, "save", per_rank=per_rank)
     loads = measure(frames, "load", per_rank=per_rank)
     starts = measure_starts(frames, per_rank=per_rank)
+    problems += check_offsets(frames.spans, trace.ranks)
     problems += check_operations(frames) + check_events(frames) + check_results(saves, loads, starts)
     problems += check_losses(frames, {info.cycle: info.layout for info in cycles})
     return Report(trace.directory, trace.run_id, cycles, saves, loads, starts, by_severity(problems))

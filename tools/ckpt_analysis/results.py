@@ -63,6 +63,7 @@ class OperationStats:
     bytes: int | None
     num_files: int | None
     blocked_s: float | None
+    drain_s: float | None  # waited for at the end of training, or by a load: no part of blocked_s
     committed_s: float | None
     durable_s: float | None
     coverage_min: float | None

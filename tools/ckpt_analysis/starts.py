@@ -7,9 +7,10 @@ import polars as pl
 from tools.ckpt_analysis.failures import failure_of
 from tools.ckpt_analysis.frame import Frames
 from tools.ckpt_analysis.lost_work import lost_work_s, reached_step, repeated_losses
-from tools.ckpt_analysis.phases import phase_stats, rank_stats
+from tools.ckpt_analysis.phases import phase_seconds, phase_stats, rank_stats
 from tools.ckpt_analysis.results import StartStats
 from tools.ckpt_analysis.startup_spans import loads_inside, startup_spans, startups_to_first_step
+from tools.ckpt_analysis.volumes import volume_parts, volumes
 from tools.ckpt_analysis.walls import finished_spread, lowest_coverage, rank_walls, with_critical
 
 
@@ -20,18 +21,21 @@ def measure_starts(frames: Frames, *, per_rank: bool) -> list[StartStats]:
     phase_spans, detail_spans = startup_spans(frames, startups, loads)
     # Catching up happens after the first step, so it is no part of the time up to it.
     walls = rank_walls(startups, phase_spans.filter(pl.col("phase") != "caught_up"))
-    phases = phase_stats(phase_spans, detail_spans, with_critical(walls), "startup")
-    ranks = rank_stats(phase_spans, detail_spans, walls) if per_rank else {}
+    seconds = phase_seconds(phase_spans, detail_spans)
+    moved = volumes(volume_parts(phase_spans), volume_parts(detail_spans))
+    phases = phase_stats(seconds, moved, with_critical(walls), "startup")
+    ranks = rank_stats(seconds, walls) if per_rank else {}
     to_first_step = finished_spread(walls, pl.col("wall_ns"))
     rest = finished_spread(walls, pl.col("wall_ns") - pl.col("covered_ns"))
     lowest = lowest_coverage(walls)
+    signs = _last_signs_of_life(frames)
     results = []
     for group in sorted(startups["group"].unique()):
         mine = startups.filter(pl.col("group") == group)
         coverage_min, coverage_rank = lowest.get(group, (None, None))
         results.append(
             StartStats(
-                **_course(frames, mine, loads.filter(pl.col("startup") == group)),
+                **_course(frames, mine, loads.filter(pl.col("startup") == group), signs),
                 ranks=mine.height,
                 finished_ranks=mine["end_ns"].count(),
                 time_to_first_step=to_first_step.get(group),
@@ -45,7 +49,9 @@ def measure_starts(frames: Frames, *, per_rank: bool) -> list[StartStats]:
     return results
 
 
-def _course(frames: Frames, startups: pl.DataFrame, loads: pl.DataFrame) -> dict:
+def _course(
+    frames: Frames, startups: pl.DataFrame, loads: pl.DataFrame, last_signs: dict[int, int]
+) -> dict:
     """What happened around one start: the fields of StartStats that are not statistics over ranks."""
     cycle: int = startups["cycle"][0]
     # A load that found no checkpoint also ends well.
@@ -71,7 +77,7 @@ def _course(frames: Frames, startups: pl.DataFrame, loads: pl.DataFrame) -> dict
         "lost_work_s": lost_s,
         "repeated_steps": repeated.height,
         "equal_losses": repeated.filter(pl.col("loss") == pl.col("loss_before")).height,
-        "down_s": _seconds(_last_sign_of_life_ns(frames, cycle), startups["start_ns"].min()),
+        "down_s": _seconds(_before(last_signs, cycle), startups["start_ns"].min()),
         "restart_s": _seconds(failure and failure.injected_ns, startups["end_ns"].max()),
         "caught_up_s": _seconds(0, (times["end_ns"] - times["start_ns"]).max()),
         "failure_to_caught_up_s": _seconds(failure and failure.injected_ns, times["end_ns"].max()),
@@ -88,14 +94,19 @@ def _resumed_step(frames: Frames, loaded: pl.DataFrame, cycle: int) -> int | Non
     return None if first is None else int(str(first)) - 1
 
 
-def _last_sign_of_life_ns(frames: Frames, cycle: int) -> int | None:
-    """Time of the last record of a rank in the newest cycle before `cycle` that has one (Unix ns)."""
+def _last_signs_of_life(frames: Frames) -> dict[int, int]:
+    """Time of the last record of a rank in each cycle that has one (Unix ns)."""
     moments = pl.concat(
-        frame.select("cycle", pl.col("end_ns"))
+        frame.group_by("cycle").agg(pl.col("end_ns").max())
         for frame in (frames.operations, frames.spans, frames.iterations)
-    ).filter((pl.col("cycle") < cycle) & pl.col("end_ns").is_not_null())
-    newest = moments.filter(pl.col("cycle") == pl.col("cycle").max())
-    return None if newest.is_empty() else newest.select(pl.col("end_ns").max()).item()
+    ).drop_nulls()
+    return dict(moments.group_by("cycle").agg(pl.col("end_ns").max()).iter_rows())
+
+
+def _before(moments: dict[int, int], cycle: int) -> int | None:
+    """That of the newest cycle before `cycle`."""
+    earlier = [number for number in moments if number < cycle]
+    return moments[max(earlier)] if earlier else None
 
 
 def _seconds(start_ns: int | None, end_ns: object) -> float | None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import polars as pl
 
-from tools.ckpt_analysis.frame import NAME, Frames
+from tools.ckpt_analysis.frame import Frames
+from tools.ckpt_analysis.names import NAME
 
 _PLACE = ["cycle", "rank"]
 _COLUMNS = [

@@ -119,6 +119,8 @@ def _operation(
     facts = [f"{size(stats.bytes)} in {count(stats.num_files)} files"]
     if stats.operation == "save":
         facts.append(f"blocked {seconds(stats.blocked_s, digits)} s ({rate(stats.blocked_GBps)} GB/s)")
+        if stats.drain_s is not None:
+            facts.append(f"waited for at the end {seconds(stats.drain_s, digits)} s")
         not_synced = stats.durable_s is None and stats.committed_s is not None
         facts.append(
             f"committed, not durable, after {seconds(stats.committed_s, digits)} s"

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tools.ckpt_analysis.commands.exit_codes import FINDINGS, OK
+from tools.ckpt_analysis.errors import CouldNotRunError
+from tools.ckpt_analysis.progress import Progress
 
 if TYPE_CHECKING:
     from tools.ckpt_analysis.load import Trace
@@ -24,6 +29,7 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_argument(
         "--cache-dir", metavar="DIR", type=Path, help="keep the Parquet cache here (default: beside the logs)"
     )
+    shared.add_argument("--no-cache", action="store_true", help="neither use nor keep a Parquet cache")
 
 
 def add_logdir(parser: argparse.ArgumentParser) -> None:
@@ -39,9 +45,17 @@ def add_strict(parser: argparse.ArgumentParser) -> None:
 
 def read_trace(directory: Path, arguments: argparse.Namespace) -> Trace:
     """`load_trace` as the shared flags ask for it. Raises LogDirectoryError if nothing can be analysed."""
+    from tools.ckpt_analysis.cache import Cache
     from tools.ckpt_analysis.load import load_trace
 
-    return load_trace(directory, arguments.run_id)
+    progress = progress_of(arguments)
+    cache = None if arguments.no_cache else Cache(arguments.cache_dir, progress)
+    return load_trace(directory, arguments.run_id, cache=cache, progress=progress)
+
+
+def progress_of(arguments: argparse.Namespace) -> Progress:
+    """The progress bar and remarks of this command."""
+    return Progress(quiet=arguments.quiet)
 
 
 def strict_status(report: Report, arguments: argparse.Namespace) -> int:
@@ -50,9 +64,35 @@ def strict_status(report: Report, arguments: argparse.Namespace) -> int:
 
 
 def write_stdout(text: str) -> None:
-    """Write the answer; a reader that has seen enough (head, less) is no error."""
+    """Write the answer; a reader that has seen enough (head, less) is no error.
+
+    Raises CouldNotRunError if it cannot be written (a full disk).
+    """
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
         sys.stderr.close()
+    except OSError as exc:
+        # What Python still holds must not fail again when the process ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise CouldNotRunError(f"standard output: {exc.strerror}") from exc
+
+
+@contextmanager
+def output_file(path: Path) -> Iterator[Path]:
+    """Yields the name to write to: beside `path`, which it becomes once it is whole.
+
+    Raises CouldNotRunError if that cannot be done; what was there before stays as it was.
+    """
+    is_special = path.exists() and not path.is_file()  # a pipe, /dev/stdout
+    draft = path if is_special else path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield draft
+        if not is_special:
+            draft.replace(path)
+    except OSError as exc:
+        raise CouldNotRunError(f"{path}: cannot be written: {exc.strerror or exc}; give another place with -o") from exc
+    finally:
+        if not is_special:
+            draft.unlink(missing_ok=True)
