@@ -7,55 +7,62 @@ from typing import Any
 import polars as pl
 
 from tools.ckpt_analysis.clocks import clock_of
+from tools.ckpt_analysis.groups import with_group
 from tools.ckpt_analysis.problems import Problem
+from tools.ckpt_analysis.records import Records
 
 # Ranks leave a barrier within milliseconds of each other; time services hold hosts to a few more.
 OFFSET_NS = 50_000_000
 _NAMED = 5  # hosts that the message names one by one
 
 
-def check_offsets(spans: pl.DataFrame, processes: list[dict[str, Any]]) -> list[Problem]:
-    """Clocks by which ranks left every barrier earlier or later than by most others.
+def measure_offsets(records: Records, clock_of_file: list[str | None]) -> dict[str, tuple[int, int]]:
+    """Clocks whose ranks left every barrier earlier or later than most: (ns that it is ahead, barriers).
 
-    `spans` are those of `Frames`. The offset of a clock is the median, over the first barriers of all saves and
-    loads, of its ranks' median end less that of all ranks: positive if the clock is ahead.
+    `records` hold Unix times; `clock_of_file` names the clock of each file. The offset of a clock is the median,
+    over the first barriers of all saves and loads, of its ranks' median end less that of all ranks.
     """
-    hosts = {clock_of(process): process["host"] for process in processes}
-    if len(hosts) < 2:
-        return []
-    places = pl.DataFrame(
-        [(process["cycle"], process["rank"], clock_of(process)) for process in processes],
-        schema={"cycle": pl.Int64, "rank": pl.Int64, "clock": pl.String},
-        orient="row",
-    )
+    clocks = pl.Series("clock", clock_of_file, dtype=pl.String)
+    if clocks.n_unique() < 2:
+        return {}
+    operations = with_group(records.operations)
     # Later barriers of an operation differ from rank to rank: some commit instead.
-    first = spans.filter(pl.col("phase") == "barrier").select("op", "group", "cycle", "rank", "end_ns")
-    first = first.unique("op", keep="first", maintain_order=True).join(places, on=["cycle", "rank"])
+    first = records.spans.filter(pl.col("phase") == "barrier").select("op", "end_ns")
+    first = first.unique("op", keep="first", maintain_order=True)
+    group, files = operations["group"].gather(first["op"]), operations["file_index"].gather(first["op"])
+    first = first.with_columns(group, clocks.gather(files))
     apart = (
         first.with_columns((pl.col("end_ns") - pl.col("end_ns").median().over("group")).alias("late_ns"))
         .group_by("clock", "group")
         .agg(pl.col("late_ns").median())
         .group_by("clock")
         .agg(
-            pl.col("late_ns").median().alias("offset_ns"),
+            pl.col("late_ns").median().round().cast(pl.Int64).alias("offset_ns"),
             pl.col("late_ns").abs().min().alias("least_ns"),
             pl.len().alias("barriers"),
         )
         .filter((pl.col("offset_ns").abs() > OFFSET_NS) & (pl.col("least_ns") > OFFSET_NS))
-        .sort(pl.col("offset_ns").abs(), "clock", descending=[True, False])
     )
-    if apart.is_empty():
+    return {clock: (offset, barriers) for clock, offset, _, barriers in apart.iter_rows()}
+
+
+def describe_offsets(
+    offsets: dict[str, tuple[int, int]], processes: list[dict[str, Any]]
+) -> list[Problem]:
+    """The problem that some clocks were off, if there are any."""
+    if not offsets:
         return []
-    found = [(hosts[clock], offset / 1e9, count) for clock, offset, _, count in apart.iter_rows()]
+    hosts = {clock_of(process): process["host"] for process in processes}
+    found = sorted((hosts[clock], ns / 1e9, barriers) for clock, (ns, barriers) in offsets.items())
+    found.sort(key=lambda entry: -abs(entry[1]))
     named = "; ".join(
-        f"{host} is {abs(offset):.3f} s {'ahead' if offset > 0 else 'behind'} at {count} barrier(s)"
-        for host, offset, count in found[:_NAMED]
+        f"{host} is {abs(ahead_s):.3f} s {'ahead' if ahead_s > 0 else 'behind'} ({barriers} barriers)"
+        for host, ahead_s, barriers in found[:_NAMED]
     )
     more = f"; and {len(found) - _NAMED} more hosts" if len(found) > _NAMED else ""
     message = (
-        f"wall clocks disagree: by the barriers that all ranks left together, {named}{more}. Durations on one "
-        "rank are right; times between these hosts and others (committed_s, durable_s, restart_s, down_s) are "
-        "wrong by up to as much"
+        f"wall clocks disagree, by the barriers that all ranks leave together: {named}{more}. The times of these "
+        "hosts were shifted by as much; durations on one rank are as recorded"
     )
-    offsets = {host: offset for host, offset, _ in found}
-    return [Problem("clock_offset", message, {"hosts": sorted(offsets), "offsets_s": offsets})]
+    ahead = {host: ahead_s for host, ahead_s, _ in found}
+    return [Problem("clock_offset", message, {"hosts": sorted(ahead), "ahead_s": ahead})]

@@ -1,6 +1,6 @@
-"""Records to tidy frames: one row per operation and rank, per span, per iteration, per event.
+"""Records to tidy frames: one row per operation and rank, per span, per iteration, per event, per probe.
 
-The n-th save of a tag on each rank is one save of the run, and so for the n-th load: `group` numbers them.
+`group` numbers the operations of the run, each of which is one operation of every rank (see groups.py).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import polars as pl
 
+from tools.ckpt_analysis.groups import with_group
 from tools.ckpt_analysis.load import Trace
 from tools.ckpt_analysis.names import NAME
 
@@ -43,7 +44,7 @@ class Frames:
 def make_frames(trace: Trace) -> Frames:
     """The records of a trace as frames."""
     records = trace.records
-    operations = _grouped(records.operations)
+    operations = _without_origin(with_group(records.operations)).select("group", pl.exclude("group"))
     op = records.spans["op"]
     columns = [operations[name].gather(op) for name in _FROM_OPERATION]
     window = [operations[name].gather(op).alias(f"operation_{name}") for name in ("start_ns", "end_ns")]
@@ -60,23 +61,3 @@ def make_frames(trace: Trace) -> Frames:
 
 def _without_origin(table: pl.DataFrame) -> pl.DataFrame:
     return table.drop("file_index", "run_id")
-
-
-def _grouped(operations: pl.DataFrame) -> pl.DataFrame:
-    """Operations with `group` in front, in their order."""
-    # All attempts of a load belong together, whatever tag each rank ended with.
-    key = pl.when(pl.col("operation") == "save").then(pl.col("tag")).fill_null("").alias("key")
-    operations = _without_origin(operations).with_columns(key)
-    occurrence = pl.int_range(pl.len()).over("cycle", "rank", "operation", "key").alias("occurrence")
-    group = ["cycle", "operation", "key", "occurrence"]
-    operations = operations.with_columns(occurrence)
-    groups = (
-        operations.group_by(group)
-        .agg(pl.col("start_ns").min().alias("first_ns"))
-        .sort("cycle", "first_ns", pl.col("operation").cast(pl.String), "key", "occurrence")
-        .with_row_index("group")
-    )
-    return operations.join(groups, on=group, how="left", maintain_order="left").select(
-        "group", "operation", "cycle", "rank", "op_id", "tag", "step", "engine", "start_ns", "end_ns",
-        "outcome", "bytes", "num_files", "durable", "error",
-    )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import polars as pl
 
 from tools.ckpt_analysis.cache import Cache
+from tools.ckpt_analysis.clock_offsets import describe_offsets, measure_offsets
 from tools.ckpt_analysis.clocks import check_clocks, clock_of, offsets_ns
 from tools.ckpt_analysis.discover import Listing, LogDirectoryError, list_trace
 from tools.ckpt_analysis.head import Head
@@ -127,7 +129,7 @@ def _choose_run(
 def _align(
     records: Records, heads: list[Head], processes: list[dict[str, Any]]
 ) -> tuple[Records, list[Problem]]:
-    """Shift every time to Unix ns by the offset of its clock.
+    """Shift every time to Unix ns by the offset of its clock, and clocks that are off by what barriers show.
 
     A file without a process record does not say which clock it used: if the run has but one, that is the one;
     else its records are left out.
@@ -145,11 +147,18 @@ def _align(
         problems.append(Problem("no_process_record", message, {"file": name}))
     if unknown:
         records = only_files(records, ~pl.col(FILE).is_in(unknown))
-    return _shift(records, pl.Series("offset", by_file, dtype=pl.Int64)), problems
+    records = _shift(records, by_file)
+    single = clock_of(processes[0]) if len(offsets) == 1 else None
+    clocks = [single if head.process is None else clock_of(head.process) for head in heads]
+    ahead = measure_offsets(records, clocks)
+    if ahead:
+        records = _shift(records, [-ahead.get(clock or "", (0, 0))[0] for clock in clocks])
+    return records, problems + describe_offsets(ahead, processes)
 
 
-def _shift(records: Records, offset_of_file: pl.Series) -> Records:
+def _shift(records: Records, by_file: Sequence[int | None]) -> Records:
     """Add to every time the offset of its file."""
+    offset_of_file = pl.Series("offset", by_file, dtype=pl.Int64)
     shifted = {}
     for name, table in records.tables.items():
         files = records.operations[FILE].gather(table["op"]) if name == "spans" else table[FILE]

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.ckpt_analysis.checks import check_events, check_losses, check_operations, check_results
-from tools.ckpt_analysis.clock_offsets import check_offsets
 from tools.ckpt_analysis.frame import Frames, make_frames
 from tools.ckpt_analysis.load import Trace
 from tools.ckpt_analysis.operations import measure
@@ -56,7 +55,6 @@ def analyse(trace: Trace, *, per_rank: bool = False, frames: Frames | None = Non
     saves = measure(frames, "save", per_rank=per_rank)
     loads = measure(frames, "load", per_rank=per_rank)
     starts = measure_starts(frames, per_rank=per_rank)
-    problems += check_offsets(frames.spans, trace.ranks)
     problems += check_operations(frames) + check_events(frames) + check_results(saves, loads, starts)
     problems += check_losses(frames, {info.cycle: info.layout for info in cycles})
     return Report(trace.directory, trace.run_id, cycles, saves, loads, starts, by_severity(problems))

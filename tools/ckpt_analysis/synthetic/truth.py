@@ -46,9 +46,6 @@ def make_truth(times: Times, cycles: list[Cycle], failure: dict[str, int]) -> di
     truth["planted"] = planted | {
         name: shape.planted_host(name) for name in ("straggler-host", "clock-offset") if name in planted
     }
-    # A host whose clock is wrong moves what is measured between hosts; durations on a rank it does not.
-    moved = ["committed_s", "durable_s", "restart_s", "failure_to_caught_up_s", "down_s"]
-    truth["moved_by_clock_offset"] = moved if "clock-offset" in shape.plants else []
     return truth
 
 

@@ -1,0 +1,26 @@
+"""Which operations of single ranks are one operation of the run."""
+
+from __future__ import annotations
+
+import polars as pl
+
+
+def with_group(operations: pl.DataFrame) -> pl.DataFrame:
+    """Operations of one run, in their order, with `group`: numbered by cycle and by start of the first rank.
+
+    The n-th save of a tag on each rank is one save of the run, and so for the n-th load.
+    """
+    # All attempts of a load belong together, whatever tag each rank ended with.
+    key = pl.when(pl.col("operation") == "save").then(pl.col("tag")).fill_null("").alias("key")
+    occurrence = pl.int_range(pl.len()).over("cycle", "rank", "operation", "key").alias("occurrence")
+    group = ["cycle", "operation", "key", "occurrence"]
+    operations = operations.with_columns(key).with_columns(occurrence)
+    groups = (
+        operations.group_by(group)
+        .agg(pl.col("start_ns").min().alias("first_ns"))
+        .sort("cycle", "first_ns", pl.col("operation").cast(pl.String), "key", "occurrence")
+        .with_row_index("group")
+        .drop("first_ns")
+    )
+    joined = operations.join(groups, on=group, how="left", maintain_order="left")
+    return joined.drop("key", "occurrence")
