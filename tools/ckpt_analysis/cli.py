@@ -16,6 +16,10 @@ PROGRAM = "ckpt-analysis"
 # Name -> module, in the order of --help. See tools/ckpt_analysis/commands/__init__.py for what each gives.
 COMMANDS: dict[str, str] = {
     "report": "tools.ckpt_analysis.commands.report",
+    "summary": "tools.ckpt_analysis.commands.summary",
+    "timeline": "tools.ckpt_analysis.commands.timeline",
+    "export": "tools.ckpt_analysis.commands.export",
+    "validate": "tools.ckpt_analysis.commands.validate",
 }
 DEFAULT = "report"
 
@@ -44,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return command.run(arguments)
     except CouldNotRunError as exc:
         print(f"{PROGRAM}: {exc}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"{PROGRAM}: interrupted", file=sys.stderr)
     except ModuleNotFoundError as exc:  # polars and what else the extra brings
         if not exc.name or exc.name.split(".")[0] in ("tools", "megatron"):
             raise

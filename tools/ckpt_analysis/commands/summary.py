@@ -1,0 +1,60 @@
+"""`summary`: the numbers alone, for terminals, programs and documents."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from tools.ckpt_analysis.commands.common import (
+    add_logdir,
+    add_strict,
+    read_trace,
+    strict_status,
+    write_stdout,
+)
+
+HELP = "print the numbers alone: a row per save, load and start, and a row per phase"
+EXAMPLES = """\
+  %(prog)s runs/tiny                           two tables
+  %(prog)s --format csv runs/tiny > tiny.csv   one line per operation and phase, for a spreadsheet
+  %(prog)s --format json runs/tiny             everything that is known, for programs
+  %(prog)s --format markdown --all runs/tiny   for a document, with the phases of every save
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of this command."""
+    add_logdir(parser)
+    parser.add_argument(
+        "--format", choices=("table", "json", "csv", "markdown"), default="table", help="output (default: table)"
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="table and markdown: phases of every operation, however many"
+    )
+    parser.add_argument(
+        "--per-rank", action="store_true", help="json: numbers rank by rank also for more than 16 ranks"
+    )
+    add_strict(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Analyse the directory and print the numbers; returns the exit status."""
+    from tools.ckpt_analysis.report import analyse
+
+    report = analyse(read_trace(arguments.logdir, arguments), per_rank=arguments.per_rank)
+    write_stdout(_text(report, arguments))
+    return strict_status(report, arguments)
+
+
+def _text(report, arguments: argparse.Namespace) -> str:
+    from tools.ckpt_analysis.json_output import to_json
+    from tools.ckpt_analysis.summary_rows import csv_text, markdown_text, table_text
+    from tools.ckpt_analysis.tables import Style
+
+    if arguments.format == "json":
+        return to_json(report)
+    if arguments.format == "csv":
+        return csv_text(report)
+    if arguments.format == "markdown":
+        return markdown_text(report, show_all=arguments.all)
+    return table_text(report, Style(sys.stdout), show_all=arguments.all)

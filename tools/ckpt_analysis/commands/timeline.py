@@ -1,0 +1,60 @@
+"""`timeline`: every span on a time line, for Perfetto or chrome://tracing."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from tools.ckpt_analysis.commands.common import add_logdir, output_file, progress_of, read_trace
+from tools.ckpt_analysis.commands.exit_codes import OK
+from tools.ckpt_analysis.errors import CouldNotRunError
+
+HELP = "write a time line of all ranks for https://ui.perfetto.dev or chrome://tracing"
+EXAMPLES = """\
+  %(prog)s runs/tiny -o trace.json                                     everything
+  %(prog)s runs/tiny -o save.json --checkpoint global_step10           one checkpoint
+  %(prog)s runs/large -o few.json --ranks 0-7,512 --cycle 1            some ranks, one launch
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of this command."""
+    add_logdir(parser)
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="file to write")
+    parser.add_argument("--ranks", metavar="LIST", type=parse_ranks, help="these ranks, such as 0-7,12")
+    parser.add_argument(
+        "--checkpoint", metavar="TAG", help="the saves and loads of this checkpoint: global_step10, or 10"
+    )
+    parser.add_argument("--cycle", metavar="N", type=int, help="this launch of the run")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the time line; returns the exit status."""
+    from tools.ckpt_analysis.frame import make_frames
+    from tools.ckpt_analysis.timeline import Cut, cut, write_timeline
+
+    trace = read_trace(arguments.logdir, arguments)
+    asked = Cut(arguments.ranks, arguments.checkpoint, arguments.cycle)
+    frames = cut(make_frames(trace), asked)
+    if frames.spans.is_empty() and frames.iterations.is_empty():
+        raise CouldNotRunError(f"{arguments.logdir}: nothing of {asked} is in this trace")
+    progress = progress_of(arguments)
+    with (
+        output_file(arguments.output) as draft,
+        progress.bar(frames.spans.height, "writing the time line", "span") as advance,
+        draft.open("w", encoding="utf-8") as stream,
+    ):
+        events = write_timeline(stream, trace, frames, advance)
+    progress.remark(f"{arguments.output}: {events} events; open it at https://ui.perfetto.dev")
+    return OK
+
+
+def parse_ranks(text: str) -> list[tuple[int, int]]:
+    """ "0-7,12" to [(0, 7), (12, 12)]. Raises argparse.ArgumentTypeError for anything else."""
+    ranges = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
+            raise argparse.ArgumentTypeError(f"{text!r} is no list of ranks such as 0-7,12")
+        ranges.append((int(first), int(last or first)))
+    return ranges

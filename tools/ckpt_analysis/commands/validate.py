@@ -1,0 +1,95 @@
+"""`validate`: does a directory hold what docs/log_format.md promises?"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from multiprocessing import get_context
+from typing import TYPE_CHECKING
+
+from tools.ckpt_analysis.commands.common import add_logdir, progress_of, read_trace, write_stdout
+from tools.ckpt_analysis.commands.exit_codes import FINDINGS, OK
+
+if TYPE_CHECKING:
+    from tools.ckpt_analysis.discover import Listing
+    from tools.ckpt_analysis.problems import Problem
+    from tools.ckpt_analysis.progress import Progress
+    from tools.ckpt_analysis.validate import Checked
+
+HELP = "check every record of a log directory against the format, and list all that is wrong"
+EXAMPLES = """\
+  %(prog)s runs/tiny                      one line per problem; exit 1 if there is any
+  %(prog)s --quiet runs/tiny && echo fine
+"""
+_PROCESSES_FROM_BYTES = 32 << 20  # below, starting them takes longer than they save
+# Said line by line already.
+_BY_LINE = {
+    "empty_file", "unreadable_file", "no_process_record", "unknown_schema_version", "invalid_record", "torn_line",
+    "wrong_file_name",
+}  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of this command."""
+    add_logdir(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print every problem; returns FINDINGS if there is one."""
+    from tools.ckpt_analysis.discover import list_trace
+
+    listing = list_trace(arguments.logdir)
+    files = records = faults = 0
+    for checked in _check(listing, progress_of(arguments)):
+        files += 1
+        records += checked.records
+        faults += len(checked.faults)
+        write_stdout("".join(f"{fault}\n" for fault in checked.faults))
+    problems = _of_the_whole(arguments)
+    write_stdout("".join(f"{problem.kind}: {problem.message}\n" for problem in problems))
+    faults += len(problems)
+    verdict = "no problems" if not faults else f"{faults} problem{'s' * (faults > 1)}"
+    write_stdout(f"{listing.directory}: {files} files, {records} records: {verdict}\n")
+    return FINDINGS if faults else OK
+
+
+def _check(listing: Listing, progress: Progress) -> Iterator[Checked]:
+    from tools.ckpt_analysis.validate import check_file
+
+    sizes = sum(file.size() for file in listing.files)
+    columns = [
+        [file.path for file in listing.files],
+        [file.rank for file in listing.files],
+        [file.cycle for file in listing.files],
+    ]
+    spread = sizes >= _PROCESSES_FROM_BYTES
+    # spawn: forking a process that polars has threads in may hang.
+    with (
+        ProcessPoolExecutor(mp_context=get_context("spawn")) if spread else nullcontext() as pool,
+        progress.bar(sizes, "checking records", "B") as advance,
+    ):
+        done = pool.map(check_file, *columns, chunksize=8) if pool else map(check_file, *columns)
+        for checked in done:
+            advance(checked.num_bytes)
+            yield checked
+
+
+def _of_the_whole(arguments: argparse.Namespace) -> list[Problem]:
+    """What no single file shows: missing ranks and cycles, copies, several runs, clocks, disagreements.
+
+    Nothing where no file can be analysed: then that has been said of every one.
+    """
+    from tools.ckpt_analysis.discover import LogDirectoryError
+    from tools.ckpt_analysis.frame import make_frames
+    from tools.ckpt_analysis.problems import NOTE
+    from tools.ckpt_analysis.run_info import describe_cycles
+
+    try:
+        trace = read_trace(arguments.logdir, arguments)
+    except LogDirectoryError:
+        return []
+    _, found = describe_cycles(trace, make_frames(trace))
+    problems = [*trace.problems, *found]
+    return [problem for problem in problems if problem.kind not in _BY_LINE and problem.severity != NOTE]
