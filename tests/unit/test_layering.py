@@ -238,6 +238,7 @@ def test_the_analysis_needs_no_torch() -> None:
         "import megatron.restart_trace.recorder",
         "import megatron.restart_trace.startup",
         "import megatron.restart_trace.supervisor",
+        "from tools.ckpt_analysis.cli import _overview; _overview()",
     ],
 )
 def test_light_imports_stay_light(statement: str) -> None:

@@ -71,12 +71,11 @@ def write_stdout(text: str) -> None:
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
-    except BrokenPipeError:
-        sys.stderr.close()
     except OSError as exc:
         # What Python still holds must not fail again when the process ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise CouldNotRunError(f"standard output: {exc.strerror}") from exc
+        if not isinstance(exc, BrokenPipeError):
+            raise CouldNotRunError(f"standard output: {exc.strerror}") from exc
 
 
 @contextmanager

@@ -1,0 +1,30 @@
+"""The measurements as Markdown."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import version
+
+from tools.ckpt_analysis.bench.measure import Row
+
+_MET = {True: "yes", False: "**no**", None: ""}
+
+
+def machine() -> str:
+    """A line that says what this ran on."""
+    polars = version("polars")
+    return (
+        f"{os.cpu_count()} CPU cores, {platform.system()} {platform.release()}, "
+        f"Python {platform.python_version()}, polars {polars}"
+    )
+
+
+def table(rows: list[Row]) -> str:
+    """One line per measurement: the median, what was aimed at, the most memory and every run."""
+    lines = ["| work | median | target | met | peak memory | runs, s |", "|---|---:|---|---|---:|---|"]
+    for row in rows:
+        peak = "" if row.peak_bytes is None else f"{row.peak_bytes / (1 << 30):.2f} GiB"
+        runs = ", ".join(f"{seconds:.2f}" for seconds in row.runs)
+        lines.append(f"| {row.work} | {row.value} | {row.target} | {_MET[row.met]} | {peak} | {runs} |")
+    return "\n".join(lines)
