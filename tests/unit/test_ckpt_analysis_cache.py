@@ -162,7 +162,7 @@ def test_where_nothing_can_be_kept_there_is_a_remark(
     blocked.write_text("")
     assert report(trace, blocked) == to_dict(analyse(load_trace(trace)))
     said = capsys.readouterr().err
-    assert "no Parquet cache was kept" in said and "--cache-dir" in said and said.count("\n") == 1
+    assert "no Parquet cache was kept" in said and "--cache-dir" in said and said.count("\n") == 1, said
 
 
 def test_small_logs_get_no_cache(trace: Path, tmp_path: Path) -> None:

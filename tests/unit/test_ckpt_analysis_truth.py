@@ -116,7 +116,7 @@ def test_generator_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main([str(tmp_path / "run"), "--ranks", "4", "--spans", "400", "--plant", "torn-log"]) == 0
     truth = json.loads((tmp_path / "run" / "truth.json").read_text())
     spans = sum(p.read_text().count('"type":"span"') for p in (tmp_path / "run").glob("rank_*"))
-    assert abs(spans - 400) <= 4 * 10 and truth["planted"] == {"torn-log": 1 + 4 * 5 // 10 % 3}
+    assert abs(spans - 400) <= 4 * 10 and truth["planted"] == {"torn-log": 2}
     assert main([str(tmp_path / "run")]) == 2 and "is not empty" in capsys.readouterr().err
     for arguments, message in (
         (["--plant", "gremlins"], "--plant gremlins: no such problem"),

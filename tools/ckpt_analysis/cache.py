@@ -23,6 +23,7 @@ from tools.ckpt_analysis.head import Head
 from tools.ckpt_analysis.problems import Problem
 from tools.ckpt_analysis.progress import Progress
 from tools.ckpt_analysis.records import Records
+from tools.ckpt_analysis.table_files import write_table
 
 CACHE_VERSION = 1  # rises with every change of the tables of `Records`, or of what reading leaves out
 DIRECTORY = ".ckpt_analysis_cache"  # beside the logs
@@ -75,7 +76,7 @@ class Entry:
             facts = json.loads((self.path / "facts.json").read_text())
             tables = {name: pl.read_parquet(self.path / f"{name}.parquet") for name in facts["heights"]}
             whole = {name: table.height for name, table in tables.items()} == facts["heights"]
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, KeyError, pl.exceptions.PolarsError) as exc:
             self.progress.remark(f"{self.path}: this cache entry is damaged and is made anew: {exc}")
@@ -98,8 +99,8 @@ class Entry:
                 shutil.rmtree(self.path)
             draft.rename(self.path)
             _remove_others(self.path)
-        except (OSError, pl.exceptions.PolarsError) as exc:
-            reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else exc
+        except OSError as exc:
+            reason = exc.strerror or exc
             self.progress.remark(
                 f"{self.path.parent}: no Parquet cache was kept here ({reason}); --cache-dir takes another place"
             )
@@ -121,7 +122,7 @@ def _write(
     draft: Path, files: list[TraceFile], records: Records, heads: list[Head], problems: list[Problem]
 ) -> None:
     for name, table in records.tables.items():
-        table.write_parquet(draft / f"{name}.parquet", compression="lz4", statistics=False)
+        write_table(table, draft / f"{name}.parquet", "parquet", compression="lz4", statistics=False)
     places = {file: place for place, file in enumerate(files)}
     facts = {
         "heights": {name: table.height for name, table in records.tables.items()},

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
-
 from tools.ckpt_analysis.commands.common import add_logdir, output_file, progress_of, read_trace
 from tools.ckpt_analysis.commands.exit_codes import OK
 from tools.ckpt_analysis.errors import CouldNotRunError
-
-if TYPE_CHECKING:
-    import polars as pl
 
 HELP = "write spans and other records as one tidy table, Parquet or CSV"
 EXAMPLES = """\
@@ -20,7 +15,6 @@ EXAMPLES = """\
   %(prog)s runs/tiny -o out.gz --format csv               the format is the ending's, unless --format names it
 """
 _TABLES = ("spans", "operations", "iterations", "events", "probes")  # those of tidy.py, which needs polars
-_ROWS_AT_ONCE = 500_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,12 +30,13 @@ def run(arguments: argparse.Namespace) -> int:
     # A wrong name is told before minutes are spent on reading.
     file_format = arguments.format or _format_of(arguments.output)
     from tools.ckpt_analysis.frame import make_frames
+    from tools.ckpt_analysis.table_files import write_table
     from tools.ckpt_analysis.tidy import tidy
 
     trace = read_trace(arguments.logdir, arguments)
     table = tidy(trace, make_frames(trace), arguments.table)
     with output_file(arguments.output) as draft:
-        _write(table, draft, file_format)
+        write_table(table, draft, file_format)
     progress_of(arguments).remark(f"{arguments.output}: {table.height} rows of {arguments.table}")
     return OK
 
@@ -51,16 +46,3 @@ def _format_of(path: Path) -> str:
     if ending not in ("parquet", "csv"):
         raise CouldNotRunError(f"-o {path}: say with --format parquet or --format csv what to write")
     return ending
-
-
-def _write(table: pl.DataFrame, path: Path, file_format: str) -> None:
-    """Raises OSError, also where polars wraps it in an error of its own (a full disk)."""
-    from polars.exceptions import PolarsError
-
-    try:
-        if file_format == "parquet":
-            table.write_parquet(path)
-        else:
-            table.write_csv(path, batch_size=_ROWS_AT_ONCE)
-    except PolarsError as exc:
-        raise OSError(str(exc)) from exc

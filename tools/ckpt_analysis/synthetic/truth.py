@@ -285,10 +285,11 @@ def _restart(
     caught_up = {rank: _caught_up(times, after, rank) for rank in ranks}
     began = min(after.begin + late(rank) for rank in ranks)
     truth = _start(times, after, ranks)
-    loaded = {
-        rank: after.loaded + TAIL_US - engine_ready(times, after, rank) for rank in ranks
-    }
-    truth["phases"]["load"] = _loaded_phase(times, after, ranks, loaded, truth["slowest_rank"])
+    loaded = {rank: after.loaded + TAIL_US - engine_ready(times, after, rank) for rank in ranks}
+    critical = truth["slowest_rank"]
+    truth["phases"]["load"] = _loaded_phase(times, after, ranks, loaded, critical)
+    since = {rank: moment - after.first_step_end for rank, moment in caught_up.items()}
+    truth["phases"]["caught_up"] = _phase(since, ranks, critical)
     last_record = failure["injected"] - 30_000
     return truth | {
         "caught_up_s": max(caught_up[rank] - after.begin - late(rank) for rank in ranks) / US,
