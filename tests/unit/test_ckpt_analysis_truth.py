@@ -10,6 +10,9 @@ import pytest
 
 from megatron.restart_trace.schema import check_record
 from tests.unit.analysis_helpers import result
+from tools.ckpt_analysis import batches, records
+from tools.ckpt_analysis.discover import list_trace
+from tools.ckpt_analysis.load import load_trace
 from tools.ckpt_analysis.synthetic.__main__ import main
 from tools.ckpt_analysis.synthetic.shape import PLANTS, Shape, saves_for
 from tools.ckpt_analysis.synthetic.write import write_run
@@ -110,6 +113,31 @@ def test_records_are_valid(tmp_path: Path, plants: frozenset[str]) -> None:
     assert kinds == {
         "process", "runtime", "operation_begin", "span", "operation_end", "iteration", "event", "probe",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["sync", "async"])
+def test_the_fast_way_and_the_thorough_way_read_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    write_run(tmp_path / "run", _SHAPES[name])
+    monkeypatch.setattr(records, "_thorough", None)  # nothing is wrong, so it is not called
+    fast = load_trace(tmp_path / "run").records
+    monkeypatch.undo()
+    monkeypatch.setattr(records, "sort_lines", lambda texts, heads: None)
+    thorough = load_trace(tmp_path / "run").records
+    for table, rows in fast.tables.items():
+        assert rows.height and rows.equals(thorough.tables[table]), table
+
+
+def test_large_logs_are_read_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path / "run", _SHAPES["all"])
+    whole = result(tmp_path / "run")
+    monkeypatch.setattr(batches, "BATCH_BYTES", 20_000)
+    read: list[int] = []
+    listing = list_trace(tmp_path / "run")
+    records.read_records(listing.files, read.append)
+    assert len(read) > 5 and sum(read) > 0.9 * sum(file.size() for file in listing.files)
+    assert result(tmp_path / "run") == whole
 
 
 def test_generator_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

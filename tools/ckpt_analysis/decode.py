@@ -18,9 +18,16 @@ NAMED_FAULTS = 3  # how many bad lines of a file are described; all are counted
 
 def decode(texts: list[FileText]) -> tuple[pl.DataFrame, list[Problem]]:
     """Records of the files, in their order, with the column `file_index`."""
-    problems = [_torn(text.name, text.torn) for text in texts if text.torn]
+    problems: list[Problem] = []
     frames = _together([text for text in texts if text.body], problems)
     return pl.concat([_no_records(), *frames]), problems
+
+
+def torn_line(text: FileText) -> Problem:
+    """The problem of a file whose last line was cut short."""
+    assert text.torn is not None
+    message = f"{text.name}: the last line ({text.torn.number}) is {text.torn.reason} and was left out"
+    return Problem("torn_line", message, {"file": text.name, "line": text.torn.number})
 
 
 def describe_invalid(name: str, count: int, reasons: list[str]) -> Problem:
@@ -57,11 +64,6 @@ def _line_by_line(text: FileText, problems: list[Problem]) -> pl.DataFrame:
         problems.append(describe_invalid(text.name, len(faults), reasons))
     frame = pl.DataFrame(records, schema=SCHEMA)
     return frame.with_columns(pl.lit(text.index, dtype=pl.Int32()).alias(FILE))
-
-
-def _torn(name: str, fault: LineFault) -> Problem:
-    message = f"{name}: the last line ({fault.number}) is {fault.reason} and was left out"
-    return Problem("torn_line", message, {"file": name, "line": fault.number})
 
 
 def _no_records() -> pl.DataFrame:

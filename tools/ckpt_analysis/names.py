@@ -28,3 +28,13 @@ COLUMN_TYPES: dict[str, str] = {
 SCHEMA: dict[str, pl.DataType] = {name: _POLARS_TYPES[kind] for name, kind in COLUMN_TYPES.items()} | {
     "values": pl.String()
 }
+
+# Every record says these of itself; `file_index` goes with them.
+WHO = ["run_id", "cycle", "rank"]
+_COMMON = {"v", "type", *WHO, "tp", "pp", "dp"}
+# Columns of each type of record beside WHO.
+TYPE_SCHEMAS: dict[str, dict[str, pl.DataType]] = {
+    record_type: {name: SCHEMA[name] for name in fields if name in SCHEMA and name not in _COMMON}
+    for record_type, fields in RECORD_FIELDS.items()
+    if record_type != "process"
+}

@@ -11,18 +11,18 @@ from dataclasses import dataclass, fields
 
 import polars as pl
 
-from tools.ckpt_analysis.batches import Reading, read_batches
-from tools.ckpt_analysis.decode import decode
+from tools.ckpt_analysis.batches import FileText, Reading, read_batches
+from tools.ckpt_analysis.decode import decode, torn_line
 from tools.ckpt_analysis.discover import TraceFile
 from tools.ckpt_analysis.head import Head
 from tools.ckpt_analysis.intervals import sorted_by_op
-from tools.ckpt_analysis.names import FILE, NAME, OPERATION
+from tools.ckpt_analysis.names import FILE, NAME, OPERATION, TYPE_SCHEMAS, WHO
 from tools.ckpt_analysis.problems import Problem
+from tools.ckpt_analysis.sound import decode_sorted, sort_lines
 from tools.ckpt_analysis.valid import drop_unusable, other_versions
 
 # What tells an operation of one process from all others.
-OPERATION_KEY = [FILE, "run_id", "cycle", "rank", "op_id"]
-_WHO = [FILE, "run_id", "cycle", "rank"]
+OPERATION_KEY = [FILE, *WHO, "op_id"]
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,16 @@ def read_records(
     versions: list[pl.DataFrame] = []
     found: list[Problem] = []
     for texts, num_bytes in read_batches(files, reading):
-        frame, problems = decode(texts)
-        frame, counts, more = drop_unusable(frame, reading.heads)
-        found += problems + more
-        versions.append(counts)
-        parts.append(_split(frame))
+        lines = sort_lines(texts, reading.heads)
+        frames = None if lines is None else decode_sorted(lines)
+        found += [torn_line(text) for text in texts if text.torn]
+        if frames is None:
+            frames, counts, problems = _thorough(texts, reading.heads)
+            found += problems
+            versions.append(counts)
+        parts.append(_tables(frames))
         advance(num_bytes)
-    problems = [*reading.problems, *other_versions(pl.concat(versions), reading.heads), *found]
+    problems = [*reading.problems, *other_versions(versions, reading.heads), *found]
     return concat_records(parts), reading.heads, problems
 
 
@@ -101,16 +104,30 @@ def only_files(records: Records, keep: pl.Expr) -> Records:
     return Records(**others, operations=operations.drop("old"), spans=spans)
 
 
-def _split(frame: pl.DataFrame) -> Records:
-    """One batch of valid records, by type."""
-    frame = frame.with_columns(pl.col("run_id").cast(pl.Categorical))
-    # Most of a batch are spans: what is small is taken from the rest.
-    spans = frame.filter(pl.col("type") == "span")
-    rest = frame.filter(pl.col("type") != "span")
-    operations, spans = _operations_and_spans(rest, spans)
+def _thorough(
+    texts: list[FileText], heads: list[Head]
+) -> tuple[dict[str, pl.DataFrame], pl.DataFrame, list[Problem]]:
+    """(valid records by type, counts of those of other versions, problems) of a batch with something wrong."""
+    frame, problems = decode(texts)
+    frame, versions, found = drop_unusable(frame, heads)
+    frames = {
+        name: frame.filter(pl.col("type") == name).select(*schema, FILE, *WHO)
+        for name, schema in TYPE_SCHEMAS.items()
+    }
+    return frames, versions, problems + found
+
+
+def _tables(frames: dict[str, pl.DataFrame]) -> Records:
+    """The valid records of one batch."""
+    frames = {
+        name: frame.with_columns(pl.col("run_id").cast(pl.Categorical)) for name, frame in frames.items()
+    }
+    operations, spans = _operations_and_spans(
+        frames["operation_begin"], frames["operation_end"], frames["span"]
+    )
 
     def of(record_type: str, *names: str) -> pl.DataFrame:
-        return rest.filter(pl.col("type") == record_type).select(*_WHO, *names)
+        return frames[record_type].select(FILE, *WHO, *names)
 
     return Records(
         operations=operations,
@@ -131,9 +148,11 @@ def _split(frame: pl.DataFrame) -> Records:
     )  # fmt: skip
 
 
-def _operations_and_spans(rest: pl.DataFrame, spans: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+def _operations_and_spans(
+    begins: pl.DataFrame, ends: pl.DataFrame, spans: pl.DataFrame
+) -> tuple[pl.DataFrame, pl.DataFrame]:
     """(operations, spans with the column op)."""
-    operations = _from_marks(rest)
+    operations = _from_marks(begins, ends)
     op = _rows_of(operations, spans)
     if op.has_nulls():  # spans of operations whose own records were lost
         lost = spans.filter(op.is_null())
@@ -147,16 +166,17 @@ def _operations_and_spans(rest: pl.DataFrame, spans: pl.DataFrame) -> tuple[pl.D
     return operations.with_columns(pl.col("outcome").fill_null("unfinished")), spans
 
 
-def _from_marks(rest: pl.DataFrame) -> pl.DataFrame:
+def _from_marks(begins: pl.DataFrame, ends: pl.DataFrame) -> pl.DataFrame:
     """Operations that have a begin or an end."""
 
-    def of(record_type: str, *names: str) -> pl.DataFrame:
-        found = rest.filter(pl.col("type") == record_type).unique(OPERATION_KEY, keep="first")
+    def of(found: pl.DataFrame, *names: str) -> pl.DataFrame:
+        if found.select(pl.struct(FILE, "op_id").is_duplicated().any()).item():
+            found = found.unique(OPERATION_KEY, keep="first", maintain_order=True)
         return found.select(*OPERATION_KEY, pl.col("operation").cast(OPERATION), *names)
 
     labels = ("tag", "step", "engine", "start_ns")
-    begins = of("operation_begin", *labels)
-    ends = of("operation_end", *labels, "end_ns", "outcome", "bytes", "num_files", "durable", "error")
+    begins = of(begins, *labels)
+    ends = of(ends, *labels, "end_ns", "outcome", "bytes", "num_files", "durable", "error")
     both = begins.join(ends, on=OPERATION_KEY, how="full", coalesce=True, suffix="_at_end")
     return both.select(
         *OPERATION_KEY,

@@ -9,8 +9,10 @@ import polars as pl
 from megatron.restart_trace.schema import PHASES, RECORD_FIELDS, SCHEMA_VERSION, check_phase, check_record
 from tools.ckpt_analysis.decode import NAMED_FAULTS, describe_invalid
 from tools.ckpt_analysis.head import Head
-from tools.ckpt_analysis.names import COLUMN_TYPES, FILE, NAME, OPERATION, RECORD_TYPE
+from tools.ckpt_analysis.names import COLUMN_TYPES, FILE, NAME, OPERATION, RECORD_TYPE, TYPE_SCHEMAS
 from tools.ckpt_analysis.problems import Problem
+
+_COMMON = ["v", "type", "run_id", "cycle", "rank", "tp", "pp", "dp"]
 
 
 def drop_unusable(frame: pl.DataFrame, heads: list[Head]) -> tuple[pl.DataFrame, pl.DataFrame, list[Problem]]:
@@ -28,10 +30,12 @@ def drop_unusable(frame: pl.DataFrame, heads: list[Head]) -> tuple[pl.DataFrame,
     return frame, versions, problems + found
 
 
-def other_versions(counts: pl.DataFrame, heads: list[Head]) -> list[Problem]:
+def other_versions(counts: list[pl.DataFrame], heads: list[Head]) -> list[Problem]:
     """One problem per version that this tool does not know: its names may mean something else."""
-    problems = []
-    table = counts.group_by("v").agg(pl.col("count").sum(), pl.col(FILE).unique().sort()).sort("v")
+    problems: list[Problem] = []
+    if not counts:
+        return problems
+    table = pl.concat(counts).group_by("v").agg(pl.col("count").sum(), pl.col(FILE).unique().sort()).sort("v")
     for row in table.iter_rows(named=True):
         names = [heads[index].file.path.name for index in row[FILE]]
         message = (
@@ -47,9 +51,11 @@ def other_versions(counts: pl.DataFrame, heads: list[Head]) -> list[Problem]:
 def _drop_invalid(frame: pl.DataFrame, heads: list[Head]) -> tuple[pl.DataFrame, list[Problem]]:
     """Leave out records without a required field, of an unknown phase, or that end before they start."""
     kind = pl.col("type").cast(RECORD_TYPE, strict=False)
-    is_span = (kind == "span").fill_null(False)
-    valid = (_complete(kind) & _sane_times() & (~is_span | _known_phase())).fill_null(False)
-    frame = frame.with_columns(kind, valid.alias("valid"), pl.col("type").alias("type_text"))
+    valid = pl.lit(False)
+    for record_type in RECORD_FIELDS:
+        is_one = _has(_COMMON) & possible(record_type)
+        valid = pl.when(kind == record_type).then(is_one).otherwise(valid)
+    frame = frame.with_columns(kind, valid.fill_null(False).alias("valid"), pl.col("type").alias("type_text"))
     bad = frame.filter(~pl.col("valid"))
     if bad.is_empty():
         return frame.drop("valid", "type_text"), []
@@ -61,21 +67,25 @@ def _drop_invalid(frame: pl.DataFrame, heads: list[Head]) -> tuple[pl.DataFrame,
     return frame.filter("valid").drop("valid", "type_text"), problems
 
 
-def _complete(kind: pl.Expr) -> pl.Expr:
-    """Whether a record has every required field of its type."""
-    complete = pl.lit(False)
-    for record_type, fields in RECORD_FIELDS.items():
-        required = [n for n, f in fields.items() if f.required and n in COLUMN_TYPES]
-        has_all = pl.all_horizontal(pl.col(name).is_not_null() for name in required)
-        # Process records were checked with their objects when the heads were read.
-        has_all = pl.lit(True) if record_type == "process" else has_all
-        complete = pl.when(kind == record_type).then(has_all).otherwise(complete)
-    return complete
+def possible(record_type: str) -> pl.Expr:
+    """Whether a record has every required field of its type beside those of all types, and can be.
+
+    Process records are checked with their objects when the heads are read.
+    """
+    if record_type == "process":
+        return pl.lit(True)
+    schema = TYPE_SCHEMAS[record_type]
+    valid = _has([n for n, f in RECORD_FIELDS[record_type].items() if f.required and n in schema])
+    if {"start_ns", "end_ns"} <= set(schema):
+        window = pl.col("end_ns") - pl.col("start_ns")
+        valid &= window >= 0
+        if "duration_ns" in schema:
+            valid &= pl.col("duration_ns").is_between(0, window)
+    return (valid & _known_phase()).fill_null(False) if record_type == "span" else valid.fill_null(False)
 
 
-def _sane_times() -> pl.Expr:
-    window = pl.col("end_ns") - pl.col("start_ns")
-    return (window >= 0).fill_null(True) & pl.col("duration_ns").is_between(0, window).fill_null(True)
+def _has(names: list[str]) -> pl.Expr:
+    return pl.all_horizontal(pl.col(name).is_not_null() for name in names)
 
 
 def _known_phase() -> pl.Expr:
