@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import polars as pl
 
-_PIECE_ROWS = 1_000_000  # that are worked on at once: large enough for speed, small enough for memory
+_PIECE_ROWS = 500_000  # that are worked on at once: large enough for speed, small enough for memory
 _LINE_NS = 1 << 62  # length of the number line that 64 bits hold
 
 

@@ -8,10 +8,18 @@ import polars as pl
 
 from tools.ckpt_analysis.frame import Frames
 from tools.ckpt_analysis.intervals import pieces
+from tools.ckpt_analysis.parallel import map_ahead
 from tools.ckpt_analysis.phases import phase_seconds, phase_stats, rank_stats, throughput_GBps
 from tools.ckpt_analysis.results import OperationStats, PhaseStats
 from tools.ckpt_analysis.volumes import VolumeParts, add_parts, volume_parts, volumes
-from tools.ckpt_analysis.walls import finished_spread, join_walls, lowest_coverage, rank_busy, with_critical
+from tools.ckpt_analysis.walls import (
+    RANK_BUSY_COLUMNS,
+    finished_spread,
+    join_walls,
+    lowest_coverage,
+    rank_busy,
+    with_critical,
+)
 
 # The details of a commit after which the checkpoint counts; pruning old ones comes later.
 _COMMITTING = ("manifest", "publish")
@@ -32,15 +40,17 @@ class RankTimes:
 
 def rank_times(frames: Frames, operation: str) -> RankTimes:
     """Measure every rank in every `operation` ("save" or "load"), some ranks at a time."""
-    seconds, parts, moved = [], [], []
-    for piece in pieces(frames.spans):
+    def work(piece: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame, VolumeParts]:
         spans = piece.filter(pl.col("operation") == operation)
-        seconds.append(phase_seconds(spans, spans.filter(pl.col("detail").is_not_null())))
-        parts.append(rank_busy(spans))
-        moved.append(volume_parts(spans))
+        timed = spans.select("op", "group", "rank", "phase", "detail", "start_ns", "end_ns", "duration_ns")
+        seconds = phase_seconds(timed, timed.filter(pl.col("detail").is_not_null()))
+        return seconds, rank_busy(spans), volume_parts(spans)
+
+    needed = frames.spans.select("operation", "bytes", "file", *RANK_BUSY_COLUMNS, "detail")
+    seconds, parts, moved = zip(*map_ahead(work, pieces(needed)), strict=True)
     operations = frames.operations.filter(pl.col("operation") == operation)
     walls = join_walls(operations, pl.concat(parts))
-    return RankTimes(pl.concat(seconds), walls, add_parts(moved))
+    return RankTimes(pl.concat(seconds), walls, add_parts(list(moved)))
 
 
 def measure(frames: Frames, operation: str, *, per_rank: bool) -> list[OperationStats]:

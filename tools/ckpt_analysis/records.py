@@ -17,6 +17,7 @@ from tools.ckpt_analysis.discover import TraceFile
 from tools.ckpt_analysis.head import Head
 from tools.ckpt_analysis.intervals import sorted_by_op
 from tools.ckpt_analysis.names import FILE, NAME, OPERATION, TYPE_SCHEMAS, WHO
+from tools.ckpt_analysis.parallel import map_ahead
 from tools.ckpt_analysis.problems import Problem
 from tools.ckpt_analysis.sound import decode_sorted, sort_lines
 from tools.ckpt_analysis.valid import drop_unusable, other_versions
@@ -63,18 +64,28 @@ def read_records(
     parts: list[Records] = []
     versions: list[pl.DataFrame] = []
     found: list[Problem] = []
-    for texts, num_bytes in read_batches(files, reading):
-        lines = sort_lines(texts, reading.heads)
-        frames = None if lines is None else decode_sorted(lines)
-        found += [torn_line(text) for text in texts if text.torn]
-        if frames is None:
-            frames, counts, problems = _thorough(texts, reading.heads)
-            found += problems
-            versions.append(counts)
-        parts.append(_tables(frames))
+    work = map_ahead(lambda batch: _read_batch(batch, reading.heads), read_batches(files, reading))
+    for records, counts, problems, num_bytes in work:
+        parts.append(records)
+        versions += counts
+        found += problems
         advance(num_bytes)
     problems = [*reading.problems, *other_versions(versions, reading.heads), *found]
     return concat_records(parts), reading.heads, problems
+
+
+def _read_batch(
+    batch: tuple[list[FileText], int], heads: list[Head]
+) -> tuple[Records, list[pl.DataFrame], list[Problem], int]:
+    """(records, counts of other versions, problems, bytes) of one batch. Changes the heads of its own files only."""
+    texts, num_bytes = batch
+    torn = [torn_line(text) for text in texts if text.torn]
+    lines = sort_lines(texts, heads)
+    frames = None if lines is None else decode_sorted(lines)
+    if frames is not None:
+        return _tables(frames), [], torn, num_bytes
+    frames, counts, problems = _thorough(texts, heads)
+    return _tables(frames), [counts], torn + problems, num_bytes
 
 
 def concat_records(parts: list[Records]) -> Records:

@@ -9,7 +9,7 @@ from tools.ckpt_analysis.phases import coverage, spread_over_ranks
 from tools.ckpt_analysis.results import Spread
 
 _RANK = ["group", "rank"]
-_NEEDED = (
+RANK_BUSY_COLUMNS = (
     "op", *_RANK, "phase", "start_ns", "end_ns", "duration_ns", "blocking", "operation_start_ns",
     "operation_end_ns",
 )  # fmt: skip
@@ -36,7 +36,7 @@ def join_walls(operations: pl.DataFrame, parts: pl.DataFrame) -> pl.DataFrame:
 
 def rank_busy(spans: pl.DataFrame) -> pl.DataFrame:
     """blocked_ns, drained_ns and covered_ns per group and rank that has a span."""
-    spans = spans.select(name for name in _NEEDED if name in spans.columns)
+    spans = spans.select(name for name in RANK_BUSY_COLUMNS if name in spans.columns)
     return pl.concat([_piece(piece) for piece in pieces(spans)])
 
 
