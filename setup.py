@@ -20,7 +20,7 @@ INSTALL_REQUIRES = [
     "isal>=1.7",  # CRC32 with carry-less multiplication: an order of magnitude faster than zlib's
 ]
 
-ANALYSIS = ["polars>=2.0"]
+ANALYSIS = ["polars>=2.0", "tqdm>=4.60"]
 TENSORBOARD = ["tensorboard>=2.15"]
 ENGINES = ["torchsnapshot==0.1.0"]
 DEV = [
@@ -32,6 +32,7 @@ DEV = [
     "ruff>=0.8",
     "pyright[nodejs]>=1.1.390",  # the extra brings its own Node.js
     "safetensors>=0.4",
+    "pandas>=2.2",  # tools.ckpt_analysis.bench compares itself with it
 ]
 
 setup(

@@ -42,7 +42,12 @@ def something_else(path: Path) -> None:
     ],
 )
 def test_not_a_directory_of_logs(
-    tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str], command: str, make: Any, message: str
+    tmp_path: Path,
+    monkeypatch: Any,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    make: Any,
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     make(tmp_path / "logs")
@@ -65,7 +70,10 @@ def as_nobody(*arguments: str) -> tuple[int, str]:
     """Status and stderr of the command line run by a user whom permissions hold back: root is not."""
     if os.geteuid():
         done = subprocess.run(
-            [sys.executable, "-m", "tools.ckpt_analysis", *arguments], cwd=ROOT, capture_output=True, text=True
+            [sys.executable, "-m", "tools.ckpt_analysis", *arguments],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
         )
         return done.returncode, done.stderr
     reading, writing = os.pipe()
@@ -158,7 +166,10 @@ def test_output_that_cannot_be_written_leaves_what_was_there(
 
     monkeypatch.setattr("tools.ckpt_analysis.timeline._write", fails)
     assert main(["timeline", str(directory), "-o", str(path)]) == 2
-    assert path.read_text() == "precious" and sorted(p.name for p in tmp_path.iterdir()) == ["logs", "out.json"]
+    assert path.read_text() == "precious" and sorted(p.name for p in tmp_path.iterdir()) == [
+        "logs",
+        "out.json",
+    ]
     assert "No space left" in capsys.readouterr().err
     assert main(["export", str(directory), "-o", str(tmp_path / "nowhere" / "x.csv")]) == 2
     assert "nowhere/x.csv: cannot be written" in capsys.readouterr().err

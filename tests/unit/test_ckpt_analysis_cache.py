@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.unit.analysis_helpers import file_of
-from tests.unit.trace_factory import dump, rank_log, write_trace, Options
+from tests.unit.trace_factory import Options, dump, rank_log, write_trace
 from tools.ckpt_analysis import cache as cache_module
 from tools.ckpt_analysis.cache import DIRECTORY, Cache
 from tools.ckpt_analysis.cli import main
@@ -119,7 +119,9 @@ def test_a_run_that_is_still_writing_is_not_kept(trace: Path, capsys: pytest.Cap
     assert "still being written" in capsys.readouterr().err
 
 
-def test_both_runs_of_a_directory_come_from_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_runs_of_a_directory_come_from_one_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = write_trace(tmp_path / "trace")
     other = rank_log(Options(run_id="ffffffffffff"), 0, 0)
     dump(file_of(directory, 0, 2), [record | {"cycle": 2} for record in other.records])
@@ -130,7 +132,9 @@ def test_both_runs_of_a_directory_come_from_one_entry(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("damage", [b"", b"not Parquet", None])
-def test_a_damaged_entry_is_made_anew(trace: Path, capsys: pytest.CaptureFixture[str], damage: bytes | None) -> None:
+def test_a_damaged_entry_is_made_anew(
+    trace: Path, capsys: pytest.CaptureFixture[str], damage: bytes | None
+) -> None:
     expected = report(trace)
     (entry,) = entries(trace / DIRECTORY)
     if damage is None:
@@ -170,7 +174,9 @@ def test_small_logs_get_no_cache(trace: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "cache").exists() and not (trace / DIRECTORY).exists()
 
 
-def test_flags(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(Cache, "__init__", _init_for_small(Cache.__init__))
     assert main(["summary", str(trace), "--no-cache"]) == 0 and not (trace / DIRECTORY).exists()
     assert main(["summary", str(trace), "--cache-dir", str(tmp_path / "cache")]) == 0

@@ -66,7 +66,12 @@ def test_summary_csv_has_every_operation_and_phase(run: Path, capsys: pytest.Cap
         expected = save["phases"]["flush"]["details"]["fsync"]
         assert float(fsync["median_s"]) == expected["median_s"] and fsync["blocking"] == "none"
         assert {row["phase"] for row in mine if row["phase"]} == set(save["phases"])
-    assert [row["operation"] for row in rows if not row["phase"]] == ["launch", "restart", "load", *["save"] * 4]
+    assert [row["operation"] for row in rows if not row["phase"]] == [
+        "launch",
+        "restart",
+        "load",
+        *["save"] * 4,
+    ]
 
 
 @pytest.mark.parametrize("style", ["table", "markdown"])
@@ -79,7 +84,9 @@ def test_summary_tables(run: Path, capsys: pytest.CaptureFixture[str], style: st
         tables = [block.splitlines() for block in text.split("\n\n")]
         assert len(tables) == 2
         for lines in tables:
-            assert {line.count("|") for line in lines} == {lines[0].count("|")} and set(lines[1]) <= set("|-:")
+            assert {line.count("|") for line in lines} == {lines[0].count("|")} and set(lines[1]) <= set(
+                "|-:"
+            )
 
 
 def test_summary_of_many_saves_shows_the_phases_of_the_last(
@@ -135,7 +142,12 @@ def test_timeline_events_are_the_spans(run: Path, frames: Frames, tmp_path: Path
         (ph, f"{rank}.{cycle}.{op}") for ph in "be"
         for rank, cycle, op in frames.operations.select("rank", "cycle", "op_id").iter_rows()
     )  # fmt: skip
-    assert [e["name"] for e in events if e.get("cat") == "event"] == ["injected", "detected", "stopped", "relaunched"]
+    assert [e["name"] for e in events if e.get("cat") == "event"] == [
+        "injected",
+        "detected",
+        "stopped",
+        "relaunched",
+    ]
 
 
 def test_timeline_times_are_exact_and_start_at_zero(run: Path, frames: Frames, tmp_path: Path) -> None:
@@ -169,18 +181,27 @@ def test_timeline_background_threads_have_tracks_of_their_own(run: Path, tmp_pat
         (["--ranks", "0-2,9"], pl.col("rank").is_in([0, 1, 2, 9])),
         (["--cycle", "1"], pl.col("cycle") == 1),
         (["--checkpoint", "global_step4"], pl.col("group").is_in([2, 4])),
-        (["--checkpoint", "4", "--cycle", "0", "--ranks", "3"], (pl.col("rank") == 3) & (pl.col("group") == 2)),
+        (
+            ["--checkpoint", "4", "--cycle", "0", "--ranks", "3"],
+            (pl.col("rank") == 3) & (pl.col("group") == 2),
+        ),
     ],
 )
-def test_timeline_cut_down(run: Path, frames: Frames, tmp_path: Path, flags: list[str], keep: pl.Expr) -> None:
+def test_timeline_cut_down(
+    run: Path, frames: Frames, tmp_path: Path, flags: list[str], keep: pl.Expr
+) -> None:
     main(["timeline", str(run), "-o", str(tmp_path / "t.json"), "--quiet", *flags])
     expected = frames.spans.filter(keep)
     assert 0 < expected.height < frames.spans.height
     assert spans_of(events_of(tmp_path / "t.json")) == expected_spans(expected)
 
 
-def test_timeline_of_one_checkpoint_has_the_steps_beside_it(run: Path, frames: Frames, tmp_path: Path) -> None:
-    main(["timeline", str(run), "-o", str(tmp_path / "t.json"), "--quiet", "--checkpoint", "2", "--ranks", "0"])
+def test_timeline_of_one_checkpoint_has_the_steps_beside_it(
+    run: Path, frames: Frames, tmp_path: Path
+) -> None:
+    main(
+        ["timeline", str(run), "-o", str(tmp_path / "t.json"), "--quiet", "--checkpoint", "2", "--ranks", "0"]
+    )
     steps = [e["name"] for e in events_of(tmp_path / "t.json") if e.get("cat") == "iteration"]
     assert steps and set(steps) <= {"step 3", "step 4"}
 
@@ -193,7 +214,9 @@ def test_timeline_writes_any_text_as_json(tmp_path: Path) -> None:
     log.event("save", "notice", 'with "quotes"')
     dump(file_of(tmp_path, 0, 0), log.records)
     assert main(["timeline", str(tmp_path), "-o", str(tmp_path / "t.json"), "--quiet"]) == 0
-    span = next(e for e in events_of(tmp_path / "t.json") if e["name"] == "serialize" and "error" in e["args"])
+    span = next(
+        e for e in events_of(tmp_path / "t.json") if e["name"] == "serialize" and "error" in e["args"]
+    )
     assert span["args"]["tag"] == 'a "quoted" tag' and span["args"]["file"] == "dir\\name\t.pt"
     assert span["args"]["error"] == 'OSError: "x"\n'
 
@@ -255,7 +278,9 @@ def test_export_needs_a_format(run: Path, tmp_path: Path, capsys: pytest.Capture
 
 def test_validate_finds_nothing_in_a_sound_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, "validate", str(run))
-    assert text.splitlines() == [f"{run}: 33 files, {text.split(' files, ')[1].split()[0]} records: no problems"]
+    assert text.splitlines() == [
+        f"{run}: 33 files, {text.split(' files, ')[1].split()[0]} records: no problems"
+    ]
 
 
 def records_with(change: Any) -> Any:
@@ -332,7 +357,9 @@ def test_validate_tells_of_killed_operations(tmp_path: Path, capsys: pytest.Capt
     assert "rank_00004_cycle_001.jsonl: save 2 has no operation_end" in text
 
 
-def test_validate_in_several_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_validate_in_several_processes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
     monkeypatch.setattr("tools.ckpt_analysis.commands.validate._PROCESSES_FROM_BYTES", 0)
     write_trace(tmp_path)
     set_of("span", surprise=1)(file_of(tmp_path, 3, 0))
@@ -384,4 +411,3 @@ def test_progress_bar_only_on_a_terminal_and_when_work_takes_long(
     with Progress(quiet=True).bar(10, "reading logs", "B") as advance:
         advance(5)
     assert capsys.readouterr().err == ""
-

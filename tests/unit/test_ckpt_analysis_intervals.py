@@ -43,11 +43,18 @@ def spans() -> pl.DataFrame:
     return pl.DataFrame(rows, schema=schema, orient="row")
 
 
-@pytest.mark.parametrize("by", [["group", "rank"], ["group", "rank", "phase"], ["group", "rank", "phase", "detail"]])
+@pytest.mark.parametrize(
+    "by", [["group", "rank"], ["group", "rank", "phase"], ["group", "rank", "phase", "detail"]]
+)
 @pytest.mark.parametrize("order", ["as they come", "sorted", "shuffled", "without op"])
 @pytest.mark.parametrize(("piece_rows", "line_ns"), [(1_000_000, 1 << 62), (7, 1 << 62), (1_000_000, 500)])
 def test_busy(
-    monkeypatch: pytest.MonkeyPatch, spans: pl.DataFrame, by: list[str], order: str, piece_rows: int, line_ns: int
+    monkeypatch: pytest.MonkeyPatch,
+    spans: pl.DataFrame,
+    by: list[str],
+    order: str,
+    piece_rows: int,
+    line_ns: int,
 ) -> None:
     """Small pieces and a short number line are what large logs and long spans make of it."""
     monkeypatch.setattr(intervals, "_PIECE_ROWS", piece_rows)
@@ -100,7 +107,9 @@ def test_ranks_without_a_value_count_as_zero(present: int) -> None:
 
 
 def test_of_no_time_at_all_the_lowest_rank_is_slowest() -> None:
-    members = pl.DataFrame({"group": [1, 1], "rank": [4, 3], "critical": [None, None]}, schema_overrides={"critical": pl.Int64})
+    members = pl.DataFrame(
+        {"group": [1, 1], "rank": [4, 3], "critical": [None, None]}, schema_overrides={"critical": pl.Int64}
+    )
     values = pl.DataFrame({"group": [1], "rank": [4], "busy_ns": [0]})
     spread = spread_over_ranks(values, members, ["group"])[1,]
     assert (spread.slowest_rank, spread.max_s, spread.at_critical_s) == (3, 0.0, None)

@@ -7,7 +7,6 @@ from typing import Any
 import polars as pl
 
 from tools.ckpt_analysis.clocks import clock_of
-from tools.ckpt_analysis.groups import with_group
 from tools.ckpt_analysis.problems import Problem
 from tools.ckpt_analysis.records import Records
 
@@ -19,13 +18,14 @@ _NAMED = 5  # hosts that the message names one by one
 def measure_offsets(records: Records, clock_of_file: list[str | None]) -> dict[str, tuple[int, int]]:
     """Clocks whose ranks left every barrier earlier or later than most: (ns that it is ahead, barriers).
 
-    `records` hold Unix times; `clock_of_file` names the clock of each file. The offset of a clock is the median,
-    over the first barriers of all saves and loads, of its ranks' median end less that of all ranks.
+    `records` hold Unix times, their operations `group`; `clock_of_file` names the clock of each file. The offset
+    of a clock is the median, over the first barriers of all saves and loads, of its ranks' median end less that
+    of all ranks.
     """
     clocks = pl.Series("clock", clock_of_file, dtype=pl.String)
     if clocks.n_unique() < 2:
         return {}
-    operations = with_group(records.operations)
+    operations = records.operations
     # Later barriers of an operation differ from rank to rank: some commit instead.
     first = records.spans.filter(pl.col("phase") == "barrier").select("op", "end_ns")
     first = first.unique("op", keep="first", maintain_order=True)
@@ -46,9 +46,7 @@ def measure_offsets(records: Records, clock_of_file: list[str | None]) -> dict[s
     return {clock: (offset, barriers) for clock, offset, _, barriers in apart.iter_rows()}
 
 
-def describe_offsets(
-    offsets: dict[str, tuple[int, int]], processes: list[dict[str, Any]]
-) -> list[Problem]:
+def describe_offsets(offsets: dict[str, tuple[int, int]], processes: list[dict[str, Any]]) -> list[Problem]:
     """The problem that some clocks were off, if there are any."""
     if not offsets:
         return []

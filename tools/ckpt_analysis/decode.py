@@ -9,7 +9,7 @@ from __future__ import annotations
 import polars as pl
 
 from tools.ckpt_analysis.batches import FileText
-from tools.ckpt_analysis.lines import LineFault, decode_lines
+from tools.ckpt_analysis.lines import decode_lines
 from tools.ckpt_analysis.names import COLUMN_TYPES, FILE, SCHEMA
 from tools.ckpt_analysis.problems import Problem
 

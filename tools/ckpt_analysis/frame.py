@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from tools.ckpt_analysis.groups import with_group
 from tools.ckpt_analysis.load import Trace
 from tools.ckpt_analysis.names import NAME
 
@@ -44,7 +43,7 @@ class Frames:
 def make_frames(trace: Trace) -> Frames:
     """The records of a trace as frames."""
     records = trace.records
-    operations = _without_origin(with_group(records.operations)).select("group", pl.exclude("group"))
+    operations = _without_origin(records.operations).select("group", pl.exclude("group"))
     op = records.spans["op"]
     columns = [operations[name].gather(op) for name in _FROM_OPERATION]
     window = [operations[name].gather(op).alias(f"operation_{name}") for name in ("start_ns", "end_ns")]

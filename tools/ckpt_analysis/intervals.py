@@ -130,4 +130,3 @@ def _busy(ordered: pl.DataFrame, by: list[str]) -> pl.DataFrame:
         .agg(pl.min_horizontal("union_ns", "sum_ns").sum().alias("busy_ns"), pl.col("union_ns").sum())
     )
     return rows.filter("first").select(by).hstack(totals.drop("set"))
-

@@ -13,6 +13,7 @@ from tools.ckpt_analysis.cache import Cache
 from tools.ckpt_analysis.clock_offsets import describe_offsets, measure_offsets
 from tools.ckpt_analysis.clocks import check_clocks, clock_of, offsets_ns
 from tools.ckpt_analysis.discover import Listing, LogDirectoryError, list_trace
+from tools.ckpt_analysis.groups import with_group
 from tools.ckpt_analysis.head import Head
 from tools.ckpt_analysis.names import FILE
 from tools.ckpt_analysis.problems import Problem
@@ -24,7 +25,10 @@ _TIMES = ("start_ns", "end_ns", "time_ns")
 
 @dataclass(frozen=True)
 class Trace:
-    """Records of one run. Times in `records` are Unix ns; `ranks` and `supervisors` are process records."""
+    """Records of one run. `ranks` and `supervisors` are process records.
+
+    Times in `records` are Unix ns, and its operations have `group`, which numbers those of the run.
+    """
 
     directory: Path
     run_id: str
@@ -93,7 +97,9 @@ def _read(
 
 def _copy(pair: tuple[Any, Any]) -> Problem:
     copy, original = (file.path.name for file in pair)
-    message = f"{copy}: a second file of rank {pair[0].rank} in cycle {pair[0].cycle}, besides {original}: left out"
+    message = (
+        f"{copy}: a second file of rank {pair[0].rank} in cycle {pair[0].cycle}, besides {original}: left out"
+    )
     return Problem("duplicate_file", message, {"file": copy, "original": original})
 
 
@@ -147,13 +153,18 @@ def _align(
         problems.append(Problem("no_process_record", message, {"file": name}))
     if unknown:
         records = only_files(records, ~pl.col(FILE).is_in(unknown))
-    records = _shift(records, by_file)
+    records = _grouped(_shift(records, by_file))
     single = clock_of(processes[0]) if len(offsets) == 1 else None
     clocks = [single if head.process is None else clock_of(head.process) for head in heads]
     ahead = measure_offsets(records, clocks)
     if ahead:
-        records = _shift(records, [-ahead.get(clock or "", (0, 0))[0] for clock in clocks])
+        records = _grouped(_shift(records, [-ahead.get(clock or "", (0, 0))[0] for clock in clocks]))
     return records, problems + describe_offsets(ahead, processes)
+
+
+def _grouped(records: Records) -> Records:
+    operations = records.operations
+    return replace(records, operations=with_group(operations.drop("group", strict=False)))
 
 
 def _shift(records: Records, by_file: Sequence[int | None]) -> Records:

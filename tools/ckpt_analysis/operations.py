@@ -40,6 +40,7 @@ class RankTimes:
 
 def rank_times(frames: Frames, operation: str) -> RankTimes:
     """Measure every rank in every `operation` ("save" or "load"), some ranks at a time."""
+
     def work(piece: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame, VolumeParts]:
         spans = piece.filter(pl.col("operation") == operation)
         timed = spans.select("op", "group", "rank", "phase", "detail", "start_ns", "end_ns", "duration_ns")

@@ -76,9 +76,7 @@ def _value(place: pl.Expr) -> pl.Expr:
     return pl.when(index < 0).then(0).otherwise(found)
 
 
-def _at_critical(
-    values: pl.DataFrame, groups: pl.DataFrame, key: list[str]
-) -> dict[tuple[Any, ...], int]:
+def _at_critical(values: pl.DataFrame, groups: pl.DataFrame, key: list[str]) -> dict[tuple[Any, ...], int]:
     """The value of each key on the critical rank of its group, where it has one."""
     critical = groups.select("group", pl.col("critical").alias("rank")).drop_nulls()
     of_any = values.filter(pl.col("rank").is_in(critical["rank"].unique().implode()))  # far fewer to join

@@ -82,10 +82,12 @@ def _read_batch(
     torn = [torn_line(text) for text in texts if text.torn]
     lines = sort_lines(texts, heads)
     frames = None if lines is None else decode_sorted(lines)
-    if frames is not None:
-        return _tables(frames), [], torn, num_bytes
+    if frames is not None and (records := _tables(frames)) is not None:
+        return records, [], torn, num_bytes
     frames, counts, problems = _thorough(texts, heads)
-    return _tables(frames), [counts], torn + problems, num_bytes
+    records = _tables(frames)
+    assert records is not None, "spans that say who they are of can be told apart"
+    return records, [counts], torn + problems, num_bytes
 
 
 def concat_records(parts: list[Records]) -> Records:
@@ -121,21 +123,23 @@ def _thorough(
     """(valid records by type, counts of those of other versions, problems) of a batch with something wrong."""
     frame, problems = decode(texts)
     frame, versions, found = drop_unusable(frame, heads)
+    frame = frame.with_columns(pl.col("run_id").cast(pl.Categorical))
     frames = {
         name: frame.filter(pl.col("type") == name).select(*schema, FILE, *WHO)
         for name, schema in TYPE_SCHEMAS.items()
     }
+    frames["span"] = frames["span"].with_columns(
+        pl.col("phase", "detail").cast(NAME), pl.col("operation").cast(OPERATION)
+    )
     return frames, versions, problems + found
 
 
-def _tables(frames: dict[str, pl.DataFrame]) -> Records:
-    """The valid records of one batch."""
-    frames = {
-        name: frame.with_columns(pl.col("run_id").cast(pl.Categorical)) for name, frame in frames.items()
-    }
-    operations, spans = _operations_and_spans(
-        frames["operation_begin"], frames["operation_end"], frames["span"]
-    )
+def _tables(frames: dict[str, pl.DataFrame]) -> Records | None:
+    """The valid records of one batch; None if spans do not say who they are of and their operation is unknown."""
+    found = _operations_and_spans(frames["operation_begin"], frames["operation_end"], frames["span"])
+    if found is None:
+        return None
+    operations, spans = found
 
     def of(record_type: str, *names: str) -> pl.DataFrame:
         return frames[record_type].select(FILE, *WHO, *names)
@@ -144,7 +148,7 @@ def _tables(frames: dict[str, pl.DataFrame]) -> Records:
         operations=operations,
         spans=sorted_by_op(
             spans.select(
-                "op", pl.col("phase", "detail").cast(NAME), "file", "bytes", "start_ns", "end_ns",
+                "op", "phase", "detail", "file", "bytes", "start_ns", "end_ns",
                 "duration_ns", pl.col("thread").cast(pl.Categorical), "blocking",
                 pl.col("error").cast(pl.Categorical),
             )
@@ -161,15 +165,15 @@ def _tables(frames: dict[str, pl.DataFrame]) -> Records:
 
 def _operations_and_spans(
     begins: pl.DataFrame, ends: pl.DataFrame, spans: pl.DataFrame
-) -> tuple[pl.DataFrame, pl.DataFrame]:
+) -> tuple[pl.DataFrame, pl.DataFrame] | None:
     """(operations, spans with the column op)."""
     operations = _from_marks(begins, ends)
     op = _rows_of(operations, spans)
     if op.has_nulls():  # spans of operations whose own records were lost
+        if "rank" not in spans.columns:
+            return None
         lost = spans.filter(op.is_null())
-        begun = lost.group_by(OPERATION_KEY).agg(
-            pl.col("operation").first().cast(OPERATION), pl.col("start_ns").min()
-        )
+        begun = lost.group_by(OPERATION_KEY).agg(pl.col("operation").first(), pl.col("start_ns").min())
         operations = pl.concat([operations, begun], how="diagonal").sort(FILE, "op_id", maintain_order=True)
         op = _rows_of(operations, spans)
     spans = spans.with_columns(op)
@@ -200,15 +204,31 @@ def _from_marks(begins: pl.DataFrame, ends: pl.DataFrame) -> pl.DataFrame:
 
 def _rows_of(operations: pl.DataFrame, spans: pl.DataFrame) -> pl.Series:
     """The row of each span's operation, null if it has none."""
-    rows = operations.select(OPERATION_KEY).with_row_index("op")
-    return spans.select(OPERATION_KEY).join(rows, on=OPERATION_KEY, how="left", maintain_order="left")["op"]
+    # Spans that do not say who they are of are of files that are of one process each.
+    key = [name for name in OPERATION_KEY if name in spans.columns]
+    rows = operations.select(key).with_row_index("op")
+    if len(key) == 2 and (counted := _counted_rows(rows, spans)) is not None:
+        return counted
+    return spans.select(key).join(rows, on=key, how="left", maintain_order="left")["op"]
+
+
+def _counted_rows(rows: pl.DataFrame, spans: pl.DataFrame) -> pl.Series | None:
+    """`_rows_of` where operations count from 0 in every file: the row of the file's first, and op_id more."""
+    first = rows.unique(FILE, keep="first")
+    row = (
+        spans[FILE].replace_strict(first[FILE], first["op"], default=None, return_dtype=pl.Int64)
+        + spans["op_id"]
+    )
+    if row.has_nulls() or not row.is_between(0, rows.height - 1).all():
+        return None
+    right = (rows[FILE].gather(row) == spans[FILE]) & (rows["op_id"].gather(row) == spans["op_id"])
+    return row.cast(pl.UInt32).alias("op") if right.all() else None
 
 
 def _with_labels_of_spans(operations: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
     """Tag and step as the spans give them where the end does not: a load learns its tag after its begin."""
     unsure = operations.filter(
-        (pl.col("operation") != "startup")
-        & pl.any_horizontal(pl.col("outcome", "tag", "step").is_null())
+        (pl.col("operation") != "startup") & pl.any_horizontal(pl.col("outcome", "tag", "step").is_null())
     )
     found = (
         spans.filter(pl.col("op").is_in(unsure["op"].implode()))
@@ -224,4 +244,3 @@ def _with_labels_of_spans(operations: pl.DataFrame, spans: pl.DataFrame) -> pl.D
         .alias(name)
         for name in ("tag", "step")
     ).drop("tag_of_spans", "step_of_spans")
-

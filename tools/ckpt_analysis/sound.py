@@ -16,7 +16,7 @@ import polars as pl
 from megatron.restart_trace.schema import SCHEMA_VERSION
 from tools.ckpt_analysis.batches import FileText
 from tools.ckpt_analysis.head import Head
-from tools.ckpt_analysis.names import FILE, TYPE_SCHEMAS, WHO
+from tools.ckpt_analysis.names import FILE, NAME, OPERATION, TYPE_SCHEMAS, WHO
 from tools.ckpt_analysis.valid import possible
 
 _WHO_FIELDS = {"run_id", "cycle", "rank", "tp", "pp", "dp"}
@@ -63,29 +63,48 @@ def sort_lines(texts: list[FileText], heads: list[Head]) -> SortedLines | None:
 
 
 def decode_sorted(found: SortedLines) -> dict[str, pl.DataFrame] | None:
-    """A frame per type with the columns of TYPE_SCHEMAS and WHO; None if a record is not valid."""
-    frames = {}
+    """A frame per type with the columns of TYPE_SCHEMAS, file_index and but for spans WHO.
+
+    None if a record is not valid.
+    """
     processes = [head.process or {} for head in found.heads]
     files = pl.DataFrame(
         {FILE: found.indices} | {name: [process[name] for process in processes] for name in WHO},
-        schema={FILE: pl.Int32, "run_id": pl.String, "cycle": pl.Int64, "rank": pl.Int64},
+        schema={FILE: pl.Int32, "run_id": pl.Categorical, "cycle": pl.Int64, "rank": pl.Int64},
     )
-    for name, schema in TYPE_SCHEMAS.items():
-        lines = found.lines[name]
-        frame = pl.DataFrame(schema=schema)
-        if lines:
-            try:
-                frame = pl.read_ndjson(b"{" + b"\n{".join(lines) + b"\n", schema=schema)
-            except pl.exceptions.ComputeError:
-                return None
-        # A blank or doubled line would shift the rows against the files.
-        if frame.height != len(lines) or not frame.select(possible(name).all()).item():
+    frames = {}
+    for name in TYPE_SCHEMAS:
+        frame = _decode(name, found.lines[name])
+        if frame is None:
             return None
         counts = pl.Series("n", found.counts[name], dtype=pl.UInt32)
         place = pl.select(pl.int_range(len(counts), dtype=pl.UInt32).repeat_by(counts).explode()).to_series()
         place = place.drop_nulls()  # a file without a line of this type
-        frames[name] = frame.hstack(files[place] if len(place) else files.clear())
+        # Millions of spans need but the file: the rest is in their operation.
+        who = files.select(FILE) if name == "span" else files
+        frames[name] = frame.hstack(who[place] if len(place) else who.clear())
     return frames
+
+
+def _decode(name: str, lines: list[bytes]) -> pl.DataFrame | None:
+    """The records of one type; None if one of them is not valid."""
+    frame = pl.DataFrame(schema=TYPE_SCHEMAS[name])
+    if lines:
+        try:
+            frame = pl.read_ndjson(b"{" + b"\n{".join(lines) + b"\n", schema=TYPE_SCHEMAS[name])
+        except pl.exceptions.ComputeError:
+            return None
+    if frame.height != len(lines):  # a blank line would shift the rows against the files
+        return None
+    if name == "span":
+        nulls = frame["detail"].null_count()
+        frame = frame.with_columns(
+            pl.col("phase", "detail").cast(NAME, strict=False),
+            pl.col("operation").cast(OPERATION, strict=False),
+        )
+        if frame["detail"].null_count() != nulls:  # a word that is no detail is not the same as none
+            return None
+    return frame if frame.select(possible(name).all()).item() else None
 
 
 def _who(body: bytes, head: Head) -> bytes | None:
@@ -94,7 +113,10 @@ def _who(body: bytes, head: Head) -> bytes | None:
     process = head.process
     if process is None or not body.startswith(start):
         return None
-    if head.file.rank is not None and (process["rank"], process["cycle"]) != (head.file.rank, head.file.cycle):
+    if head.file.rank is not None and (process["rank"], process["cycle"]) != (
+        head.file.rank,
+        head.file.cycle,
+    ):
         return None
     who = body[len(start) : body.find(_AFTER_WHO)]
     try:

@@ -49,9 +49,7 @@ def measure_starts(frames: Frames, *, per_rank: bool) -> list[StartStats]:
     return results
 
 
-def _course(
-    frames: Frames, startups: pl.DataFrame, loads: pl.DataFrame, last_signs: dict[int, int]
-) -> dict:
+def _course(frames: Frames, startups: pl.DataFrame, loads: pl.DataFrame, last_signs: dict[int, int]) -> dict:
     """What happened around one start: the fields of StartStats that are not statistics over ranks."""
     cycle: int = startups["cycle"][0]
     # A load that found no checkpoint also ends well.

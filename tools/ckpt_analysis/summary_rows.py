@@ -56,7 +56,9 @@ def table_text(report: Report, style: Style, *, show_all: bool) -> str:
 def markdown_text(report: Report, *, show_all: bool) -> str:
     """Both tables as GitHub's Markdown."""
     operations, phases = _tables(report, show_all)
-    return "\n".join([*_markdown(_OPERATION_HEADER, operations), "", *_markdown(_PHASE_HEADER, phases)]) + "\n"
+    return (
+        "\n".join([*_markdown(_OPERATION_HEADER, operations), "", *_markdown(_PHASE_HEADER, phases)]) + "\n"
+    )
 
 
 def _operations(report: Report) -> list[Stats]:
@@ -102,7 +104,16 @@ def _whole(stats: Stats) -> dict[str, Any]:
     row: dict[str, Any] = {"ranks": stats.ranks, "coverage_min": stats.coverage_min}
     row["unattributed_s"] = stats.unattributed.max_s if stats.unattributed else None
     row |= _spread(_wall(stats))
-    names = ("bytes", "num_files", "blocked_s", "drain_s", "committed_s", "durable_s", "io_GBps", "blocked_GBps")
+    names = (
+        "bytes",
+        "num_files",
+        "blocked_s",
+        "drain_s",
+        "committed_s",
+        "durable_s",
+        "io_GBps",
+        "blocked_GBps",
+    )
     if isinstance(stats, StartStats):
         names = ("restart_s", "caught_up_s", "lost_steps", "lost_work_s", "down_s")
     return row | {name: getattr(stats, name) for name in names}
@@ -130,9 +141,24 @@ def _operation_row(stats: Stats) -> tuple[str, ...]:
     )
     if isinstance(stats, StartStats):
         outcome = "ok" if wall else "unfinished"
-        return (*start, outcome, str(stats.ranks), "-", "-", *times, "-", "-", "-", percent(stats.coverage_min))
+        return (
+            *start,
+            outcome,
+            str(stats.ranks),
+            "-",
+            "-",
+            *times,
+            "-",
+            "-",
+            "-",
+            percent(stats.coverage_min),
+        )
     volume = (size(stats.bytes), count(stats.num_files))
-    cost = (seconds(stats.blocked_s, 4), seconds(stats.durable_s, 4)) if stats.operation == "save" else ("-", "-")
+    cost = (
+        (seconds(stats.blocked_s, 4), seconds(stats.durable_s, 4))
+        if stats.operation == "save"
+        else ("-", "-")
+    )
     coverage = percent(stats.coverage_min)
     return (*start, stats.outcome, str(stats.ranks), *volume, *times, *cost, rate(stats.io_GBps), coverage)
 

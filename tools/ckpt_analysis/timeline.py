@@ -106,7 +106,11 @@ def _names(trace: Trace, frames: Frames, tracks: dict[str, int]) -> list[str]:
     events = []
     for rank in sorted({rank for rank, _ in named} | set(frames.events["rank"].unique())):
         place = places.get(rank, {"host": "?", "tp": -1, "pp": -1, "dp": -1})
-        who = f"rank {rank} (tp {place['tp']}, pp {place['pp']}, dp {place['dp']})" if rank >= 0 else "supervisor"
+        who = (
+            f"rank {rank} (tp {place['tp']}, pp {place['pp']}, dp {place['dp']})"
+            if rank >= 0
+            else "supervisor"
+        )
         events.append(_meta("process_name", rank, 0, {"name": f"{who} on {place['host']}"}))
         events.append(_meta("process_sort_index", rank, 0, {"sort_index": rank}))
     for (rank, track), name in sorted(named.items()):

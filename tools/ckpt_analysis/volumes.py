@@ -66,20 +66,20 @@ def _parts(spans: pl.DataFrame) -> VolumeParts:
         pl.col("blocking").all().alias("all"),
         pl.col("blocking").any().alias("any"),
     )
-    named = spans.filter(pl.col("file").is_not_null()).select("group", "rank", "phase", "detail", "file")
-    # A file that passes through several details of a phase is one file of the phase.
-    of_phases = named.unique(["group", "rank", "phase", "file"]).with_columns(
-        pl.lit("", NAME).alias("detail")
+    # A rank is one of its group: with the phase that makes a number, and few columns are compared fastest.
+    phase, detail = (pl.col(name).to_physical().cast(pl.Int64).fill_null(255) for name in ("phase", "detail"))
+    named = spans.filter(pl.col("file").is_not_null()).select(
+        *_KEY, "file", (pl.col("rank") * 256 + phase).alias("whose"), detail.alias("part")
     )
-    of_details = named.filter(pl.col("detail").is_not_null()).unique()
+    # A file that passes through several details of a phase is one file of the phase.
+    of_phases = named.unique(["group", "whose", "file"]).with_columns(pl.lit("", NAME).alias("detail"))
+    of_details = named.filter(pl.col("detail").is_not_null()).unique(["group", "whose", "part", "file"])
     files = [table.group_by(_KEY).agg(pl.len().alias("files")) for table in (of_phases, of_details)]
     return VolumeParts(sums, pl.concat(files))
 
 
 def _added(sums: pl.DataFrame, key: list[str]) -> pl.DataFrame:
-    return sums.group_by(key).agg(
-        pl.col("bytes", "counted").sum(), pl.col("all").all(), pl.col("any").any()
-    )
+    return sums.group_by(key).agg(pl.col("bytes", "counted").sum(), pl.col("all").all(), pl.col("any").any())
 
 
 def _volume(row: dict[str, Any]) -> Volume:

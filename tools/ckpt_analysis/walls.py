@@ -45,6 +45,9 @@ def _piece(spans: pl.DataFrame) -> pl.DataFrame:
     blocking = spans.filter("blocking")
     if not drains.is_empty():
         blocking = blocking.join(drains, on=[*_RANK, "phase", "start_ns"], how="anti", maintain_order="left")
+    if blocking.height == spans.height and _nothing_cut(spans):
+        both = busy(spans, _RANK).rename({"union_ns": "blocked_ns", "busy_ns": "covered_ns"})
+        return both.select(*_RANK, "covered_ns", "blocked_ns", pl.lit(0, pl.Int64).alias("drained_ns"))
     inside = clip(spans, "operation_start_ns", "operation_end_ns")
     covered = busy(inside, _RANK).select(*_RANK, pl.col("busy_ns").alias("covered_ns"))
     blocked = busy(blocking, _RANK).select(*_RANK, pl.col("union_ns").alias("blocked_ns"))
@@ -54,6 +57,13 @@ def _piece(spans: pl.DataFrame) -> pl.DataFrame:
         .join(drained, on=_RANK, how="left")
         .with_columns(pl.col("blocked_ns", "drained_ns", "covered_ns").fill_null(0))
     )
+
+
+def _nothing_cut(spans: pl.DataFrame) -> bool:
+    """Whether all spans lie within their operations."""
+    early = pl.col("start_ns") < pl.col("operation_start_ns")
+    late = pl.col("end_ns") > pl.col("operation_end_ns")  # null for an operation without an end
+    return not spans.select((early | late.fill_null(False)).any()).item()
 
 
 def _drains(spans: pl.DataFrame) -> pl.DataFrame:

@@ -91,7 +91,9 @@ def output_file(path: Path) -> Iterator[Path]:
         if not is_special:
             draft.replace(path)
     except OSError as exc:
-        raise CouldNotRunError(f"{path}: cannot be written: {exc.strerror or exc}; give another place with -o") from exc
+        raise CouldNotRunError(
+            f"{path}: cannot be written: {exc.strerror or exc}; give another place with -o"
+        ) from exc
     finally:
         if not is_special:
             draft.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+
 from tools.ckpt_analysis.commands.common import add_logdir, output_file, progress_of, read_trace
 from tools.ckpt_analysis.commands.exit_codes import OK
 from tools.ckpt_analysis.errors import CouldNotRunError

@@ -26,7 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this command."""
     add_logdir(parser)
     parser.add_argument(
-        "--format", choices=("table", "json", "csv", "markdown"), default="table", help="output (default: table)"
+        "--format",
+        choices=("table", "json", "csv", "markdown"),
+        default="table",
+        help="output (default: table)",
     )
     parser.add_argument(
         "--all", action="store_true", help="table and markdown: phases of every operation, however many"

@@ -70,9 +70,7 @@ def _cycle(
     return cycle
 
 
-def _save(
-    times: Times, cycle: Cycle, step: int, cursor: int, index: int, is_last: bool
-) -> tuple[Save, int]:
+def _save(times: Times, cycle: Cycle, step: int, cursor: int, index: int, is_last: bool) -> tuple[Save, int]:
     """The save that begins at `cursor`, and when training goes on."""
     shape = times.shape
     previous = cycle.saves[-1] if shape.asynchronous and cycle.saves else None

@@ -226,7 +226,11 @@ def _load_phases(
     moved = {"read": num_bytes, "verify": num_bytes}
     details = {
         name: _phase(
-            values, ranks, critical, num_bytes=moved.get(name), files=None if name == "host_to_device" else files
+            values,
+            ranks,
+            critical,
+            num_bytes=moved.get(name),
+            files=None if name == "host_to_device" else files,
         )
         for name, values in took.items()
     }
