@@ -24,10 +24,8 @@ COLUMN_TYPES: dict[str, str] = {
     for name, field in fields.items()
     if field.json_type in _POLARS_TYPES
 }
-# An object arrives as its JSON text.
-SCHEMA: dict[str, pl.DataType] = {name: _POLARS_TYPES[kind] for name, kind in COLUMN_TYPES.items()} | {
-    "values": pl.String()
-}
+SCHEMA: dict[str, pl.DataType] = {name: _POLARS_TYPES[kind] for name, kind in COLUMN_TYPES.items()}
+SCHEMA["values"] = pl.String()  # an object arrives as its JSON text
 
 # Every record says these of itself; `file_index` goes with them.
 WHO = ["run_id", "cycle", "rank"]

@@ -12,7 +12,7 @@ from tools.ckpt_analysis.results import OperationStats, PhaseStats, Spread, Star
 from tools.ckpt_analysis.tables import Style, align
 
 # Columns of the CSV. docs/metrics.md defines them; phase and detail are empty for an operation as a whole.
-CSV_COLUMNS = (
+CSV_COLUMNS: tuple[str, ...] = (
     "run_id", "operation", "cycle", "tag", "step", "engine", "outcome", "phase", "detail", "ranks", "max_s",
     "median_s", "min_s", "slowest_rank", "at_critical_s", "bytes", "num_files", "GBps", "blocking", "blocked_s",
     "drain_s", "committed_s", "durable_s", "io_GBps", "blocked_GBps", "coverage_min", "unattributed_s",
@@ -33,7 +33,7 @@ Stats = OperationStats | StartStats
 def csv_text(report: Report) -> str:
     """One line per operation and per phase and detail of it; numbers that are not known are empty."""
     stream = io.StringIO()
-    writer = csv.DictWriter(stream, CSV_COLUMNS, restval="", lineterminator="\n")
+    writer = csv.DictWriter(stream, list(CSV_COLUMNS), restval="", lineterminator="\n")
     writer.writeheader()
     for stats in _operations(report):
         labels = {"run_id": report.run_id} | _labels(stats)
