@@ -11,7 +11,7 @@ from tools.ckpt_analysis.head import Head, process_record
 from tools.ckpt_analysis.lines import LineFault
 from tools.ckpt_analysis.problems import Problem
 
-BATCH_BYTES = 48 << 20  # decoded at once: some 150,000 records
+BATCH_BYTES = 16 << 20  # decoded at once: some 50,000 records
 
 
 @dataclass(frozen=True)

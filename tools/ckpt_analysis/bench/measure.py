@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ class Row:
     target: str
     met: bool | None
     peak_bytes: int | None = None
+    cpu_s: float | None = None
     runs: tuple[float, ...] = ()
 
 
@@ -67,7 +69,8 @@ def _logs(directory: Path, ranks: int, spans: int) -> Path:
     if not (logs / "truth.json").exists():
         shutil.rmtree(logs, ignore_errors=True)  # of a run that was interrupted
         _say(f"making logs of {ranks} ranks, {spans} spans")
-        run("tools.ckpt_analysis.synthetic", str(logs), "--ranks", str(ranks), "--spans", str(spans))
+        size = ("--ranks", str(ranks), "--spans", str(spans), "--steps", "1")
+        run("tools.ckpt_analysis.synthetic", str(logs), *size)
     return logs
 
 
@@ -79,7 +82,8 @@ def _timed(work: str, taken: list[Taken], target_s: float | None, target_bytes: 
     if targets:
         met = (target_s is None or seconds < target_s) and (target_bytes is None or peak < target_bytes)
     runs = tuple(one.seconds for one in taken)
-    return Row(work, f"{seconds:.2f} s", ", ".join(targets) or "none", met, peak, runs)
+    cpu = statistics.median(one.cpu_seconds for one in taken)
+    return Row(work, f"{seconds:.2f} s", ", ".join(targets) or "none", met, peak, cpu, runs)
 
 
 def _cached(logs: Path, size: str, repeat: int) -> list[Row]:
@@ -130,6 +134,7 @@ def _pandas(logs: Path, size: str, taken: list[Taken]) -> Row:
         f"> {_AGAINST_PANDAS:g} x",
         ratio > _AGAINST_PANDAS,
         naive.peak_bytes,
+        naive.cpu_seconds,
         (naive.seconds,),
     )
 

@@ -15,9 +15,10 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @dataclass(frozen=True)
 class Taken:
-    """What a command took: wall time, the most memory its process held at once, and what it printed."""
+    """What a command took: wall time, processor time, the most memory that it held at once, and what it printed."""
 
     seconds: float
+    cpu_seconds: float
     peak_bytes: int
     output: str
 
@@ -36,7 +37,7 @@ def run(*words: str) -> Taken:
     seconds = time.perf_counter() - start
     if process.returncode:
         raise RuntimeError(f"python -m {' '.join(words)}: exit status {process.returncode}: {said.strip()}")
-    return Taken(seconds, usage.ru_maxrss * 1024, output)
+    return Taken(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, output)
 
 
 def median_of(taken: list[Taken]) -> float:
