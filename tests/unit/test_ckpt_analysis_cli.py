@@ -13,7 +13,7 @@ import pytest
 
 from tests.unit.analysis_helpers import ROOT, file_of, result
 from tests.unit.trace_factory import write_trace
-from tools.ckpt_analysis.cli import main
+from tools.ckpt_analysis.cli import COMMANDS, main
 
 
 def run_cli(*arguments: str, cwd: Path = ROOT, module: bool = True) -> subprocess.CompletedProcess[str]:
@@ -106,18 +106,19 @@ def test_could_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], make:
     assert captured.err.count("\n") == 1 and captured.out == ""
 
 
-def test_help_is_quick_and_imports_nothing_heavy() -> None:
+@pytest.mark.parametrize("arguments", [["--help"], *([command, "--help"] for command in COMMANDS)])
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    """So it answers at once: tools.ckpt_analysis.bench says how fast."""
     code = (
-        "import sys, time; start = time.perf_counter()\n"
+        "import sys\n"
         "from tools.ckpt_analysis.cli import main\n"
-        "try: main(['--help'])\n"
+        f"try: main({arguments!r})\n"
         "except SystemExit: pass\n"
-        "took = time.perf_counter() - start\n"
-        "print(took, [m for m in ('torch', 'polars', 'numpy') if m in sys.modules])"
+        "print(len(sys.modules), *{'torch', 'polars', 'numpy', 'tqdm', 'plotly', 'jinja2'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    took, imported = done.stdout.splitlines()[-1].split(" ", 1)
-    assert imported == "[]" and float(took) < 0.3
+    count, *heavy = done.stdout.splitlines()[-1].split()
+    assert heavy == [] and int(count) < 250
     assert "examples:" in done.stdout and "exit status" in done.stdout
 
 
