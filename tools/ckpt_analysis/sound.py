@@ -90,10 +90,9 @@ def _decode(name: str, lines: list[bytes]) -> pl.DataFrame | None:
     """The records of one type; None if one of them is not valid."""
     frame = pl.DataFrame(schema=TYPE_SCHEMAS[name])
     if lines:
-        first, last = lines[0], lines[-1]  # the text is large: it is put together in one copy
-        lines[0] = b"{" + first
-        lines[-1] = (b"{" + first if len(lines) == 1 else last) + b"\n"
-        text = b"\n{".join(lines)
+        lines[0] = b"{" + lines[0]
+        lines[-1] += b"\n"
+        text = b"\n{".join(lines)  # megabytes: put together in one copy
         try:
             frame = pl.read_ndjson(text, schema=TYPE_SCHEMAS[name])
         except pl.exceptions.ComputeError:
