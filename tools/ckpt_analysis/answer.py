@@ -38,8 +38,8 @@ def _start(start: StartStats) -> list[str]:
         sentences = [f"{lead}."]
     else:
         sentences = [
-            f"{what} took {seconds(first.max_s)} s from process start to the end of its first step "
-            f"(rank {first.slowest_rank} was last)."
+            f"{what} took {seconds(first.max_s)} s from process start to the end of its first step"
+            + ("." if first.slowest_rank is None else f" (rank {first.slowest_rank} was last).")
         ]
     before = [phase for phase in start.phases if phase.name != "caught_up"]
     where = _largest(before, first.max_s)

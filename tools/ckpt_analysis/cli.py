@@ -17,9 +17,12 @@ PROGRAM = "ckpt-analysis"
 COMMANDS: dict[str, str] = {
     "report": "tools.ckpt_analysis.commands.report",
     "summary": "tools.ckpt_analysis.commands.summary",
+    "compare": "tools.ckpt_analysis.commands.compare",
     "timeline": "tools.ckpt_analysis.commands.timeline",
     "export": "tools.ckpt_analysis.commands.export",
     "validate": "tools.ckpt_analysis.commands.validate",
+    "import": "tools.ckpt_analysis.commands.import_",
+    "project": "tools.ckpt_analysis.commands.project",
 }
 DEFAULT = "report"
 

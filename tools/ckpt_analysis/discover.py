@@ -11,6 +11,7 @@ from megatron.restart_trace.schema import CYCLE_FILE_REGEX, RANK_FILE_REGEX, SUP
 from tools.ckpt_analysis.errors import CouldNotRunError
 
 DEFAULT_SUBDIRECTORY = "restart_trace"  # where a run leaves its trace in its save directory
+IMPORTED_FILE = "imported.json"  # what `import` leaves in its directory instead of a trace
 
 
 class LogDirectoryError(CouldNotRunError):
@@ -56,6 +57,10 @@ def list_trace(given: Path) -> Listing:
     if not _has_ranks(listing) and nested.is_dir():
         listing = _list(nested)
     if not _has_ranks(listing):
+        if (given / IMPORTED_FILE).is_file():
+            raise LogDirectoryError(
+                f"{given}: an imported run has operations and no spans: use report, summary, compare or project"
+            )
         found = "it is empty" if not os.listdir(given) else "it holds other things"
         raise LogDirectoryError(
             f"{given}: no restart trace here ({found}): looked for rank_RRRRR_cycle_CCC.jsonl in it and in "

@@ -34,6 +34,7 @@ KINDS: dict[str, str] = {
     "clock_offset": WARNING,
     "several_clocks": NOTE,
     "layout_changed": NOTE,
+    "imported": NOTE,
 }
 
 

@@ -7,17 +7,20 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Spread:
-    """A duration over the ranks. `at_critical_s`: on the rank whose whole operation took longest, or None."""
+    """A duration over the ranks. `at_critical_s`: on the rank whose whole operation took longest, or None.
+
+    The longest is always known. An imported log may know no more than it, or than it and the shortest.
+    """
 
     max_s: float
-    median_s: float
-    min_s: float
-    slowest_rank: int
+    median_s: float | None
+    min_s: float | None
+    slowest_rank: int | None
     at_critical_s: float | None
 
     @property
-    def spread_s(self) -> float:
-        return self.max_s - self.min_s
+    def spread_s(self) -> float | None:
+        return None if self.min_s is None else self.max_s - self.min_s
 
 
 @dataclass(frozen=True)

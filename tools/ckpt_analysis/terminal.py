@@ -46,7 +46,8 @@ def _header(report: Report, style: Style) -> list[str]:
     hosts = sorted({host for cycle in report.cycles for host in cycle.hosts})
     named = f" ({hosts[0]})" if len(hosts) == 1 else ""
     ranks, cycles = plural(last.expected, "rank"), plural(len(report.cycles), "cycle")
-    counts = f"{ranks} on {plural(len(hosts), 'host')}{named}, {cycles}"
+    where = f"{plural(len(hosts), 'host')}{named}" if hosts else "hosts not recorded"
+    counts = f"{ranks} on {where}, {cycles}"
     return [
         style.heading(f"Run {report.run_id}: {layout_text(last.layout)}, {counts}"),
         f"  trace       {report.directory}",
@@ -83,7 +84,7 @@ def _start(start: StartStats, coordinates: dict[int, tuple[int, int, int]], styl
         lines.append("  did not reach its first step")
     else:
         lines.append(
-            f"  process start to first step {seconds(first.max_s)} s (rank {first.slowest_rank} last), "
+            f"  process start to first step {seconds(first.max_s)} s{_last_rank(first)}, "
             f"caught up after {seconds(start.caught_up_s)} s"
         )
     if start.failure:
@@ -98,7 +99,7 @@ def _start(start: StartStats, coordinates: dict[int, tuple[int, int, int]], styl
             f"{count(start.lost_steps)} lost steps, {seconds(start.lost_work_s)} s of work; "
             f"last record to first process start {seconds(start.down_s)} s"
         )
-    lines.append(f"  coverage {_coverage(start.coverage_min, start.coverage_rank)}")
+    lines.append(f"  coverage {_coverage(start.coverage_min, start.coverage_rank, start.finished_ranks)}")
     lines += _phase_lines(start.phases, start.unattributed, first, "to first step", style)
     return lines + rank_lines(start.per_rank, start.phases, coordinates, style)
 
@@ -129,30 +130,34 @@ def _operation(
         )
     facts.append(f"I/O {rate(stats.io_GBps)} GB/s")
     lines.append("  " + ", ".join(facts))
-    lines.append(f"  coverage {_coverage(stats.coverage_min, stats.coverage_rank)}")
+    lines.append(f"  coverage {_coverage(stats.coverage_min, stats.coverage_rank, stats.finished_ranks)}")
     lines += _phase_lines(stats.phases, stats.unattributed, stats.wall, f"whole {stats.operation}", style)
     return lines + rank_lines(stats.per_rank, stats.phases, coordinates, style)
 
 
-def _coverage(share: float | None, rank: int | None) -> str:
-    return (
-        "not known: no rank finished" if share is None else f"{percent(share)} at least (rank {count(rank)})"
-    )
+def _coverage(share: float | None, rank: int | None, finished_ranks: int) -> str:
+    if share is None:
+        return "not recorded" if finished_ranks else "not known: no rank finished"
+    return f"{percent(share)} at least (rank {count(rank)})"
+
+
+def _last_rank(first: Spread) -> str:
+    return "" if first.slowest_rank is None else f" (rank {first.slowest_rank} last)"
 
 
 def _phase_lines(
     phases: list[PhaseStats], rest: Spread | None, wall: Spread | None, whole: str, style: Style
 ) -> list[str]:
     digits = digits_for(wall.max_s if wall else 0.0)
-    critical = (f"on rank {wall.slowest_rank}",) if wall else ()
+    critical = (f"on rank {wall.slowest_rank}",) if wall and wall.slowest_rank is not None else ()
     none = ("",) * len(_VOLUME_HEADER)
 
     def row(name: str, time: Spread, volume: tuple[str, ...]) -> tuple[str, ...]:
-        on_critical = (seconds(time.at_critical_s, digits),) if wall else ()
+        on_critical = (seconds(time.at_critical_s, digits),) if critical else ()
         return (
             name,
             seconds(time.max_s, digits),
-            str(time.slowest_rank),
+            count(time.slowest_rank),
             seconds(time.median_s, digits),
             seconds(time.min_s, digits),
             seconds(time.spread_s, digits),

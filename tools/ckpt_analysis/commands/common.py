@@ -58,6 +58,17 @@ def progress_of(arguments: argparse.Namespace) -> Progress:
     return Progress(quiet=arguments.quiet)
 
 
+def read_report(directory: Path, arguments: argparse.Namespace, *, per_rank: bool = False) -> Report:
+    """The report of a trace or of an imported run. Raises LogDirectoryError if nothing can be analysed."""
+    from tools.ckpt_analysis.imported.file import is_imported, read_run
+    from tools.ckpt_analysis.imported.to_report import to_report
+    from tools.ckpt_analysis.report import analyse
+
+    if is_imported(directory):
+        return to_report(read_run(directory), directory)
+    return analyse(read_trace(directory, arguments), per_rank=per_rank)
+
+
 def strict_status(report: Report, arguments: argparse.Namespace) -> int:
     """FINDINGS under --strict if the report has any, else OK."""
     return FINDINGS if arguments.strict and report.has_findings else OK

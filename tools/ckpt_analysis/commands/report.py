@@ -8,7 +8,7 @@ import sys
 from tools.ckpt_analysis.commands.common import (
     add_logdir,
     add_strict,
-    read_trace,
+    read_report,
     strict_status,
     write_stdout,
 )
@@ -39,11 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Analyse the directory and print the report; returns the exit status."""
     from tools.ckpt_analysis.json_output import to_json
-    from tools.ckpt_analysis.report import analyse
     from tools.ckpt_analysis.tables import Style
     from tools.ckpt_analysis.terminal import render
 
-    report = analyse(read_trace(arguments.logdir, arguments), per_rank=arguments.per_rank)
+    report = read_report(arguments.logdir, arguments, per_rank=arguments.per_rank)
     if arguments.format == "json":
         write_stdout(to_json(report))
     else:

@@ -8,7 +8,7 @@ import sys
 from tools.ckpt_analysis.commands.common import (
     add_logdir,
     add_strict,
-    read_trace,
+    read_report,
     strict_status,
     write_stdout,
 )
@@ -42,9 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Analyse the directory and print the numbers; returns the exit status."""
-    from tools.ckpt_analysis.report import analyse
-
-    report = analyse(read_trace(arguments.logdir, arguments), per_rank=arguments.per_rank)
+    report = read_report(arguments.logdir, arguments, per_rank=arguments.per_rank)
     write_stdout(_text(report, arguments))
     return strict_status(report, arguments)
 

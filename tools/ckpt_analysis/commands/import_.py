@@ -1,0 +1,50 @@
+"""`import`: a log that a run without instrumentation left, for the other commands to read."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+HELP = "read the log of a run without instrumentation, for report, summary and compare"
+EXAMPLES = """\
+  %(prog)s train.log                      writes train-imported/ beside the log
+  %(prog)s train.log -o runs/baseline     the same into runs/baseline
+  ckpt-analysis report train-imported     what the log tells; the rest is marked as not recorded
+  %(prog)s fast.log --world-size 8        a log of FastPersist's statistics alone, of 8 ranks
+
+reads the output of upstream Megatron-DeepSpeed (iterations, save-checkpoint and load-checkpoint timers,
+<TIMER:name,seconds> lines, `ls -l` and `du` of a checkpoint) and DeepSpeed's FastPersist statistics.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of this command."""
+    parser.add_argument("log", metavar="UPSTREAM_LOG", type=Path, help="the log of one launch")
+    parser.add_argument(
+        "-o", "--output", metavar="DIR", type=Path, help="directory to write (default: beside the log)"
+    )
+    parser.add_argument(
+        "--world-size", metavar="N", type=int, help="number of ranks, if the log has no line of it"
+    )
+    parser.add_argument("--force", action="store_true", help="replace an earlier import in DIR")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Import the log; returns the exit status."""
+    from tools.ckpt_analysis.commands.common import write_stdout
+    from tools.ckpt_analysis.commands.exit_codes import OK
+    from tools.ckpt_analysis.errors import CouldNotRunError
+    from tools.ckpt_analysis.imported.file import write_run
+    from tools.ckpt_analysis.imported.importer import import_log
+
+    if arguments.world_size is not None and arguments.world_size < 1:
+        raise CouldNotRunError(f"--world-size {arguments.world_size}: give a number of ranks, 1 or more")
+    imported = import_log(arguments.log, arguments.world_size)
+    directory = arguments.output or arguments.log.with_name(f"{arguments.log.stem}-imported")
+    path = write_run(imported, directory, force=arguments.force)
+    if not arguments.quiet:
+        write_stdout(
+            f"{path}: {len(imported.saves)} saves, {len(imported.loads)} loads, {len(imported.iterations)} "
+            f"iterations on {imported.launched.world_size} ranks\n"
+        )
+    return OK

@@ -1,0 +1,106 @@
+"""`imported.json`: the one file of an imported run's directory. docs/log_format.md describes it."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tools.ckpt_analysis.discover import IMPORTED_FILE, LogDirectoryError
+from tools.ckpt_analysis.errors import CouldNotRunError
+from tools.ckpt_analysis.imported.model import (
+    ImportedIteration,
+    ImportedLoad,
+    ImportedRun,
+    ImportedSave,
+    Launched,
+    Listing,
+    Printed,
+    Range,
+)
+
+FORMAT, VERSION = "ckpt_analysis_import", 1
+
+
+def write_run(run: ImportedRun, directory: Path, *, force: bool = False) -> Path:
+    """Write `run` into `directory`, made if missing; returns the file.
+
+    Raises CouldNotRunError if the directory is in use for something else, or cannot be written. An earlier import
+    is replaced only with `force`.
+    """
+    target = directory / IMPORTED_FILE
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        others = sorted(name for name in os.listdir(directory) if name.endswith(".jsonl"))
+        if others:
+            raise CouldNotRunError(
+                f"-o {directory}: holds the trace of a run ({others[0]}, ...): give another directory"
+            )
+        if target.exists() and not force:
+            raise CouldNotRunError(
+                f"-o {directory}: holds an imported run already: give another directory or --force"
+            )
+        partial = target.with_suffix(".json.tmp")
+        partial.write_text(
+            json.dumps({"format": FORMAT, "version": VERSION} | asdict(run), indent=1) + "\n",
+            encoding="utf-8",
+        )
+        partial.replace(target)
+    except OSError as exc:
+        raise CouldNotRunError(
+            f"-o {directory}: cannot be written: {exc.strerror}. Give another directory"
+        ) from exc
+    return target
+
+
+def is_imported(directory: Path) -> bool:
+    """Whether `directory` holds an imported run."""
+    return (directory / IMPORTED_FILE).is_file()
+
+
+def read_run(directory: Path) -> ImportedRun:
+    """The run in `directory`. Raises LogDirectoryError if its file is damaged or of another version."""
+    path = directory / IMPORTED_FILE
+    again = "import the log again"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise LogDirectoryError(f"{path}: cannot be read: {exc.strerror}") from exc
+    except ValueError:
+        raise LogDirectoryError(f"{path}: is damaged (not JSON): {again}") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise LogDirectoryError(f"{path}: is not the file of an imported run: {again}")
+    if data.get("version") != VERSION:
+        raise LogDirectoryError(
+            f"{path}: has version {data.get('version')}; this tool reads version {VERSION}: {again}"
+        )
+    try:
+        return _decode(data)
+    except (KeyError, TypeError, AttributeError) as exc:
+        raise LogDirectoryError(f"{path}: is damaged ({exc}): {again}") from None
+
+
+def _decode(data: dict[str, Any]) -> ImportedRun:
+    fields = {name: value for name, value in data.items() if name not in ("format", "version")}
+    listing = fields.pop("listing")
+    return ImportedRun(
+        launched=Launched(**fields.pop("launched")),
+        saves=[_save(entry) for entry in fields.pop("saves")],
+        loads=[ImportedLoad(**(entry | {"call": _range(entry["call"])})) for entry in fields.pop("loads")],
+        iterations=[ImportedIteration(**entry) for entry in fields.pop("iterations")],
+        setup={name: Range(**entry) for name, entry in fields.pop("setup").items()},
+        listing=None if listing is None else Listing(**listing),
+        **fields,
+    )
+
+
+def _save(entry: dict[str, Any]) -> ImportedSave:
+    nested: dict[str, Any] = {name: _range(entry[name]) for name in ("call", "wait", "drain")}
+    nested["printed"] = None if entry["printed"] is None else Printed(**entry["printed"])
+    return ImportedSave(**(entry | nested))
+
+
+def _range(entry: dict[str, Any] | None) -> Range | None:
+    return None if entry is None else Range(**entry)

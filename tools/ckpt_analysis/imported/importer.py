@@ -1,0 +1,52 @@
+"""A log file to an ImportedRun."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from tools.ckpt_analysis.errors import CouldNotRunError
+from tools.ckpt_analysis.imported.model import ImportedRun
+from tools.ckpt_analysis.imported.reader import LogReader
+
+_LONGEST_LINE = (
+    1 << 20
+)  # bytes; no line that is read is longer, and garbage without a newline must not fill memory
+_EXPECTED = (
+    "give the output of a Megatron-DeepSpeed training (its `save-checkpoint` timers, `CkptTime` or `saving "
+    "checkpoint` lines), or of a run with FastPersist's show_statistics"
+)
+
+
+def import_log(path: Path, world_size: int | None = None) -> ImportedRun:
+    """Read the log at `path`; `world_size` is the number of ranks where the log does not tell it.
+
+    Raises CouldNotRunError if the file cannot be read, is empty or something else, or contradicts itself.
+    """
+    reader = LogReader()
+    digest = hashlib.sha256()
+    try:
+        if path.is_dir():
+            raise CouldNotRunError(f"{path}: is a directory: {_EXPECTED}")
+        with path.open("rb") as stream:
+            while line := stream.readline(_LONGEST_LINE):
+                digest.update(line)
+                _feed(reader, line, path)
+    except OSError as exc:
+        raise CouldNotRunError(f"{path}: cannot be read: {exc.strerror}") from exc
+    if reader.known_lines == 0:
+        content = "is empty" if digest.digest() == hashlib.sha256().digest() else "has no line that is known"
+        raise CouldNotRunError(f"{path}: {content}: {_EXPECTED}")
+    if not (reader.saves or reader.loads or reader.iterations):
+        raise CouldNotRunError(f"{path}: has no save, no load and no iteration: {_EXPECTED}")
+    try:
+        return reader.finish(path.name, digest.hexdigest()[:12], world_size)
+    except CouldNotRunError as exc:
+        raise CouldNotRunError(f"{path}: {exc}") from None
+
+
+def _feed(reader: LogReader, line: bytes, path: Path) -> None:
+    try:
+        reader.feed(line.decode("utf-8", errors="replace"))
+    except CouldNotRunError as exc:
+        raise CouldNotRunError(f"{path}: {exc}") from None

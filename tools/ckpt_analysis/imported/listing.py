@@ -1,0 +1,101 @@
+"""The listing of a checkpoint that a job script printed after the training: `ls -l`, `du`, or both."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from tools.ckpt_analysis.imported.model import Listing
+from tools.ckpt_analysis.imported.sizes import size_range
+
+# permissions, links, owner, group, size, month, day, time or year, name
+_LS = re.compile(
+    r"^(?P<kind>[-d])[-rwxsStT]{9}[.+@]?\s+\d+\s+\S+\s+\S+\s+(?P<size>\d+(?:\.\d)?[KMGTPE]?)\s+"
+    r"(?P<time>[A-Z][a-z]{2}\s+\d{1,2}\s+(?:\d{2}:\d{2}|\d{4}))\s+(?P<name>\S+)$"
+)
+_DU = re.compile(r"^(?P<size>\d+(?:\.\d)?[KMGTPE]?)\t(?P<path>\S+)$")
+_CHECKPOINT_FILE = re.compile(
+    r"(?:model|optim)_states|\.pt\b|\.safetensors\b|\.distcp\b|^zero_|^layer_|^mp_rank_"
+)
+
+
+@dataclass
+class ListingDraft:
+    """Lines of listings as they come."""
+
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)
+    directories: set[str] = field(default_factory=set)
+    times: set[str] = field(default_factory=set)
+    usage: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def feed(self, line: str) -> bool:
+        """Take a line if it is one of a listing of checkpoint files."""
+        if match := _LS.match(line):
+            if not _CHECKPOINT_FILE.search(match["name"]):
+                return False
+            if match["kind"] == "d":
+                self.directories.add(match["name"])
+            else:
+                self.files[match["name"]] = size_range(match["size"])
+            self.times.add(match["time"])
+            return True
+        if match := _DU.match(line):
+            self.usage[match["path"].rstrip("/")] = size_range(match["size"])
+            return True
+        return False
+
+    def finish(self, saves: list[tuple[int, datetime, datetime]]) -> Listing | None:
+        """The listing; `saves` are (step, first, last moment) of each save that the log dates."""
+        if not (self.files or self.directories or self.usage):
+            return None
+        low = high = None
+        if self.files and not self.directories:  # the size of a directory is not that of what is in it
+            low = sum(size[0] for size in self.files.values())
+            high = sum(size[1] for size in self.files.values())
+        top = _top(self.usage)
+        return Listing(
+            files=len(self.files),
+            directories=len(self.directories),
+            low_bytes=low,
+            high_bytes=high,
+            disk_usage_low=top[0] if top else None,
+            disk_usage_high=top[1] if top else None,
+            step=_step_of(self.times, saves),
+        )
+
+
+def _top(usage: dict[str, tuple[int, int]]) -> tuple[int, int] | None:
+    """Usage of the one directory that contains all others listed; None if there is no such one."""
+    for path, size in usage.items():
+        if all(other == path or path == "." or other.startswith(f"{path}/") for other in usage):
+            return size
+    return None
+
+
+def _step_of(times: set[str], saves: list[tuple[int, datetime, datetime]]) -> int | None:
+    """The one save during whose minutes every file was last written; None if none or several fit."""
+    moments = [moment for text in times if (moment := _minute(text)) is not None]
+    if not times or len(moments) < len(times):
+        return None
+    fitting = [
+        step
+        for step, first, last in saves
+        if all(_key(first) <= moment <= _key(last) for moment in moments) and _key(first) <= _key(last)
+    ]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+
+
+def _minute(text: str) -> tuple[int, int, int, int] | None:
+    month, day, clock = text.split()
+    if month not in _MONTHS or ":" not in clock:  # `ls` prints the year alone of old files
+        return None
+    hour, minute = clock.split(":")
+    return _MONTHS.index(month) + 1, int(day), int(hour), int(minute)
+
+
+def _key(moment: datetime) -> tuple[int, int, int, int]:
+    return moment.month, moment.day, moment.hour, moment.minute

@@ -1,0 +1,268 @@
+"""An imported run as the Report that a trace would give: None wherever the log does not say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tools.ckpt_analysis.formatting import plural, size
+from tools.ckpt_analysis.imported.model import (
+    ImportedIteration,
+    ImportedLoad,
+    ImportedRun,
+    ImportedSave,
+    Range,
+)
+from tools.ckpt_analysis.iterations import StepTime
+from tools.ckpt_analysis.problems import Problem
+from tools.ckpt_analysis.report import Report
+from tools.ckpt_analysis.results import OperationStats, PhaseStats, Spread, StartStats
+from tools.ckpt_analysis.run_info import CycleInfo
+
+_DATA_TIMER = "train/valid/test-data-iterators-setup"
+_SHAPE = {
+    "num_layers": "layers",
+    "hidden_size": "hidden size",
+    "num_attention_heads": "attention heads",
+    "seq_length": "sequence length",
+    "micro_batch_size": "micro batch",
+    "global_batch_size": "global batch",
+}
+_BYTES_PER_PARAMETER = 14  # what upstream multiplies by where it prints "Checkpoint Save GB"
+
+
+def to_report(run: ImportedRun, directory: Path) -> Report:
+    """The report of an imported run that lies in `directory`."""
+    return Report(
+        directory=directory,
+        run_id=run.run_id,
+        cycles=[_cycle(run)],
+        saves=[_save(save, run) for save in run.saves],
+        loads=[_load(load, run) for load in run.loads],
+        starts=_starts(run),
+        problems=_notes(run),
+        steps=_steps(run),
+        model=_model(run),
+        imported=run,
+    )
+
+
+def _cycle(run: ImportedRun) -> CycleInfo:
+    world_size = run.launched.world_size
+    return CycleInfo(
+        cycle=0,
+        expected=world_size,
+        present=world_size,  # upstream's timers are reduced over all ranks
+        missing=[],
+        layout=run.launched.layout,
+        hosts=run.launched.hosts,
+        engine_asked=None,
+        engine_used=run.engine,
+        durability=None,
+        versions=run.versions,
+        coordinates={},
+    )
+
+
+def _model(run: ImportedRun) -> str | None:
+    """The model in a line, as model_info.describe_model gives it for a trace."""
+    parameters = f"{run.parameters / 1e9:.3g} G parameters" if run.parameters else None
+    shape = ", ".join(
+        f"{words} {run.arguments[name]}" for name, words in _SHAPE.items() if name in run.arguments
+    )
+    return "; ".join(part for part in (parameters, shape) if part) or None
+
+
+def _spread(took: Range | None) -> Spread | None:
+    return None if took is None else Spread(took.max_s, None, took.min_s, None, None)
+
+
+def _save(save: ImportedSave, run: ImportedRun) -> OperationStats:
+    blocked_s = None
+    if save.call is not None:
+        blocked_s = save.call.max_s + (save.wait.max_s if save.wait else 0.0)
+    return _operation(
+        run,
+        "save",
+        tag=save.tag or f"global_step{save.step}",
+        step=save.step,
+        outcome="ok" if save.completed else "unfinished",
+        wall=_spread(save.call),
+        num_bytes=save.bytes,
+        num_files=save.num_files,
+        blocked_s=blocked_s,
+        drain_s=save.drain.max_s if save.drain else None,
+    )
+
+
+def _load(load: ImportedLoad, run: ImportedRun) -> OperationStats:
+    tag = f"global_step{load.step}" if load.step is not None else None
+    return _operation(run, "load", tag=tag, step=load.step, outcome="ok", wall=_spread(load.call))
+
+
+def _operation(
+    run: ImportedRun,
+    operation: str,
+    *,
+    tag: str | None,
+    step: int | None,
+    outcome: str,
+    wall: Spread | None,
+    num_bytes: int | None = None,
+    num_files: int | None = None,
+    blocked_s: float | None = None,
+    drain_s: float | None = None,
+) -> OperationStats:
+    ranks = run.launched.world_size
+    return OperationStats(
+        operation=operation,
+        tag=tag,
+        step=step,
+        cycle=0,
+        engine=run.engine if tag else None,
+        outcome=outcome,
+        error=None,
+        ranks=ranks,
+        finished_ranks=ranks if outcome == "ok" else 0,
+        wall=wall,
+        bytes=num_bytes,
+        num_files=num_files,
+        blocked_s=blocked_s,
+        drain_s=drain_s,
+        committed_s=None,
+        durable_s=None,
+        coverage_min=None,
+        coverage_rank=None,
+        unattributed=None,
+        io_GBps=None,
+        blocked_GBps=num_bytes / 1e9 / blocked_s if num_bytes and blocked_s else None,
+        phases=[],
+        per_rank=[],
+    )
+
+
+def _starts(run: ImportedRun) -> list[StartStats]:
+    if run.to_first_step_s is None:
+        return []
+    resumed = next((load.step for load in run.loads if load.found), None)
+    data = run.setup.get(_DATA_TIMER)
+    ranks = run.launched.world_size
+    phases = []
+    if data is not None:
+        time = Spread(data.max_s, None, data.min_s, None, None)
+        phases.append(PhaseStats("data_build", time, ranks, None, None, None, "all"))
+    return [
+        StartStats(
+            cycle=0,
+            is_restart=resumed is not None,
+            ranks=ranks,
+            finished_ranks=ranks,
+            time_to_first_step=Spread(run.to_first_step_s, None, None, None, None),
+            caught_up_s=None,
+            resumed_step=resumed,
+            reached_step=None,
+            lost_steps=None,
+            lost_work_s=None,
+            repeated_steps=0,
+            equal_losses=0,
+            down_s=None,
+            restart_s=None,
+            failure_to_caught_up_s=None,
+            failure=None,
+            coverage_min=None,
+            coverage_rank=None,
+            unattributed=None,
+            phases=phases,
+            per_rank=[],
+        )
+    ]
+
+
+def _steps(run: ImportedRun) -> list[StepTime]:
+    """Training steps. A mean over a log interval counts only if no save lies in the interval."""
+    saved = {save.step for save in run.saves}
+    steps: list[StepTime] = []
+    before = 0
+    for iteration in run.iterations:
+        seconds = iteration.step_s
+        if seconds is None and not _holds_save(iteration, before, saved):
+            seconds = iteration.interval_s
+        if seconds is not None:
+            steps.append(StepTime(0, iteration.step, seconds))
+        before = iteration.step
+    return steps
+
+
+def _holds_save(iteration: ImportedIteration, before: int, saved: set[int]) -> bool:
+    """Whether a save follows one of the steps that the mean begins after: `before` up to the one before it."""
+    return any(before <= step < iteration.step for step in saved)
+
+
+def _notes(run: ImportedRun) -> list[Problem]:
+    notes = [
+        f"this run is read from {run.source}, a log without instrumentation. Not recorded: "
+        f"{', '.join(_not_recorded(run))}"
+    ]
+    if any(save.wait for save in run.saves):
+        notes.append(
+            "blocked_s of a save is its save-checkpoint timer and the longest wait for its files that was printed "
+            "after it. Which ranks these were is not recorded, so it is an upper bound, too high by at most the "
+            "timer's max less its min. The waits lie within the next training step, whose time has them too"
+        )
+    if any(save.printed for save in run.saves):
+        notes.append(_printed(run))
+    if run.to_first_step_s is not None:
+        notes.append(
+            "time_to_first_step_s is from the launcher's line for its first process to rank 0's line for its first "
+            "step, by the times in the log"
+        )
+    if run.listing is not None:
+        notes.append(_listed(run))
+    return [Problem("imported", note, {"source": run.source}) for note in notes]
+
+
+def _not_recorded(run: ImportedRun) -> list[str]:
+    missing = ["phases", "numbers rank by rank (timers give the fastest and the slowest of all ranks)"]
+    missing += ["when a checkpoint was committed or durable", "failures and restarts of the job"]
+    if any(save.bytes is None for save in run.saves):
+        missing.append("bytes counted while writing")
+    if any(save.num_files is None for save in run.saves):
+        missing.append("files of a save")
+    if any(save.call is None for save in run.saves):
+        missing.append("how long some saves took")
+    if run.engine is None:
+        missing.append("the engine")
+    if run.listing is None:
+        missing.append("a listing of the checkpoint")
+    return missing
+
+
+def _printed(run: ImportedRun) -> str:
+    printed = next(save.printed for save in run.saves if save.printed)
+    text = f"the sizes that the trainer printed with its saves ({printed.gigabytes} GB) are not counted bytes"
+    if run.parameters and abs(_BYTES_PER_PARAMETER * run.parameters / 1e9 - printed.gigabytes) < 0.01:
+        text += f": they are {_BYTES_PER_PARAMETER} bytes for each of {run.parameters} parameters"
+    return text + ". They are in no metric but printed_GBps and printed_total_GBps of `compare`"
+
+
+def _listed(run: ImportedRun) -> str:
+    listing = run.listing
+    assert listing is not None
+    parts = []
+    if listing.files:
+        parts.append(plural(listing.files, "file"))
+    if listing.directories:
+        parts.append(f"{listing.directories} files that are directories, so without their sizes")
+    text = f"the listing in the log shows {' and '.join(parts) or 'disk usage'}"
+    listed = listing.files + listing.directories
+    given = {save.num_files for save in run.saves if save.num_files not in (None, listed)}
+    if given:
+        text += f" where the engine was given {' or '.join(sorted(map(str, given)))} paths"
+    if listing.low_bytes is not None and listing.high_bytes is not None:
+        exact = listing.low_bytes == listing.high_bytes
+        text += f", {size(listing.low_bytes)}" + (
+            "" if exact else f" to {size(listing.high_bytes)} as its sizes are rounded"
+        )
+    if listing.disk_usage_low is not None and listing.disk_usage_high is not None:
+        text += f", {size(listing.disk_usage_low)} to {size(listing.disk_usage_high)} of disk used"
+    whose = f"the save of step {listing.step}, by the files' times" if listing.step is not None else None
+    return f"{text}; {whose or 'which save wrote them is not recorded'}"
