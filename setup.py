@@ -20,7 +20,7 @@ INSTALL_REQUIRES = [
     "isal>=1.7",  # CRC32 with carry-less multiplication: an order of magnitude faster than zlib's
 ]
 
-ANALYSIS = ["polars>=2.0", "tqdm>=4.60"]
+ANALYSIS = ["polars>=2.0", "tqdm>=4.60", "scipy>=1.15"]  # scipy: tests of comparisons, Lambert's function
 TENSORBOARD = ["tensorboard>=2.15"]
 ENGINES = ["torchsnapshot==0.1.0"]
 DEV = [

@@ -88,6 +88,10 @@ def of_project(found: Import) -> bool:
     return found.target.split(".")[0] in PROJECT
 
 
+_BELOW_COMMANDS = (
+    "discover", "errors", "formatting", "iterations", "problems", "report", "results", "run_info", "tables",
+)  # fmt: skip
+
 # Package -> the packages of the project that it may import, itself included without being named.
 ALLOWED = {
     "megatron.restart_trace": (),
@@ -115,6 +119,11 @@ ALLOWED = {
     "megatron.arguments": ("megatron.config", "megatron.deepspeed_config", "megatron.unsupported_flags"),
     "megatron.preflight": ("megatron.config",),
     "tools.ckpt_analysis": ("megatron.restart_trace.schema",),
+    # Beside each other: none of them imports another.
+    **{
+        f"tools.ckpt_analysis.{package}": tuple(f"tools.ckpt_analysis.{module}" for module in _BELOW_COMMANDS)
+        for package in ("compare", "imported", "project")
+    },
     "tools.ckpt_replay": (
         "megatron.restart_trace",
         "megatron.config",

@@ -1,0 +1,81 @@
+"""`compare`: runs side by side, and whether they differ beyond their noise."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+HELP = "compare runs: engines, layouts, model sizes or versions, with what exceeds the noise"
+EXAMPLES = """\
+  %(prog)s runs/torch runs/lazy                    the second against the first
+  %(prog)s runs/torch runs/lazy runs/dcp           each against the first
+  %(prog)s --fail-if 'restart_s>1.05' old new      exit 1 if restarts got more than 5 %% slower
+  %(prog)s --fail-if 'blocked_GBps<0.9' --fail-if 'load_s>1.1' old new
+  %(prog)s a=runs/a1 b=runs/b1 a=runs/a2 b=runs/b2   runs repeated under a name: the noise is between runs
+  %(prog)s --format csv runs/torch runs/lazy > both.csv
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of this command."""
+    parser.add_argument(
+        "logdirs", metavar="[NAME=]LOGDIR", nargs="+",
+        help="two runs or more; ratios are to the first. Runs of the same NAME are repeats",
+    )  # fmt: skip
+    parser.add_argument(
+        "--format",
+        choices=("table", "json", "csv", "markdown"),
+        default="table",
+        help="output (default: table)",
+    )
+    parser.add_argument("--all", action="store_true", help="every metric, details of phases and timers too")
+    parser.add_argument(
+        "--fail-if", metavar="METRIC>RATIO", action="append", default=[],
+        help="exit 1 if the ratio of a median to that of the first is above (>) or below (<) RATIO; repeatable",
+    )  # fmt: skip
+    parser.add_argument(
+        "--keep-first", action="store_true", help="do not leave out the first save and step of each cycle"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compare the runs; returns the exit status."""
+    from tools.ckpt_analysis.commands.common import read_report, write_stdout
+    from tools.ckpt_analysis.commands.exit_codes import FINDINGS, OK
+    from tools.ckpt_analysis.compare.comparison import compare_variants
+    from tools.ckpt_analysis.compare.conditions import failures, parse_condition
+    from tools.ckpt_analysis.compare.render import to_csv, to_json, to_markdown, to_table
+    from tools.ckpt_analysis.compare.variants import Variant
+    from tools.ckpt_analysis.tables import Style
+
+    conditions = [parse_condition(text) for text in arguments.fail_if]
+    variants = [
+        Variant(name, [read_report(directory, arguments) for directory in directories])
+        for name, directories in _named(arguments.logdirs).items()
+    ]
+    comparison = compare_variants(variants, keep_first=arguments.keep_first)
+    failed = failures(comparison, conditions)
+    if arguments.format == "json":
+        write_stdout(to_json(comparison))
+    elif arguments.format == "csv":
+        write_stdout(to_csv(comparison))
+    elif arguments.format == "markdown":
+        write_stdout(to_markdown(comparison, show_all=arguments.all))
+    else:
+        write_stdout(to_table(comparison, Style(sys.stdout), show_all=arguments.all))
+    for sentence in failed:
+        print(f"ckpt-analysis: {sentence}", file=sys.stderr)
+    return FINDINGS if failed else OK
+
+
+def _named(texts: list[str]) -> dict[str, list[Path]]:
+    """Name -> its directories, in the order given. A directory is its own name; it may hold a "="."""
+    named: dict[str, list[Path]] = {}
+    for text in texts:
+        name, equals, directory = text.partition("=")
+        if equals and name and directory and not Path(text).exists():
+            named.setdefault(name, []).append(Path(directory))
+        else:
+            named.setdefault(text, []).append(Path(text))
+    return named

@@ -1,0 +1,141 @@
+"""Reports in, a Comparison out."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from tools.ckpt_analysis.compare.metrics import Metric, Samples, collect
+from tools.ckpt_analysis.compare.results import (
+    COUNTED,
+    DIFFERS,
+    EQUAL,
+    NOT_RECORDED,
+    ONE_VALUE,
+    TOO_FEW,
+    WITHIN_NOISE,
+    Cell,
+    Comparison,
+    MetricRow,
+    VariantFacts,
+)
+from tools.ckpt_analysis.compare.statistics import ALPHA, LEAST_REPEATS, difference
+from tools.ckpt_analysis.compare.variants import Variant, facts_of, label_of
+from tools.ckpt_analysis.errors import CouldNotRunError
+from tools.ckpt_analysis.report import Report
+
+_NOISE_OF_OPERATIONS = (
+    "the noise is that between the operations of one run, each counted by its slowest rank; what changes from one run "
+    "to the next (other jobs, other nodes) is not in it: repeat runs, interleaved, and give them as NAME=LOGDIR"
+)
+_NOISE_OF_RUNS = (
+    "the noise is that between runs of the same name: each run counts once, with its median over operations"
+)
+
+
+def compare_runs(reports: list[Report], *, keep_first: bool = False) -> Comparison:
+    """Compare every run with the first one: `compare_variants` without repeats."""
+    return compare_variants(
+        [Variant(str(report.directory), [report]) for report in reports], keep_first=keep_first
+    )
+
+
+def compare_variants(variants: list[Variant], *, keep_first: bool = False) -> Comparison:
+    """Compare every variant with the first one, metric by metric.
+
+    Without repeated runs the repeats are operations. If any variant has several runs they are the runs, each
+    counted by its median: operations of one run share what changes between runs.
+
+    The first save and the first step of each cycle warm up what later ones reuse (buffers, directories,
+    compiled code). They are left out of a metric if every run that has it keeps at least LEAST_REPEATS values, or
+    else in all runs: never in one alone. `keep_first` keeps them always.
+
+    Raises CouldNotRunError for fewer than two variants.
+    """
+    if len(variants) < 2:
+        raise CouldNotRunError("compare: give two runs at least, or two names")
+    facts = [facts_of(variant, label_of(index)) for index, variant in enumerate(variants)]
+    by_run = any(len(variant.reports) > 1 for variant in variants)
+    collected = [[collect(report) for report in variant.reports] for variant in variants]
+    names = list(dict.fromkeys(name for runs in collected for samples in runs for name in samples))
+    rows = [
+        _row([[run.get(name) for run in runs] for runs in collected], keep_first, by_run) for name in names
+    ]
+    return Comparison(
+        variants=facts,
+        differing=_differing(facts),
+        repeats="runs" if by_run else "operations",
+        rows=rows,
+        notes=_notes(variants, facts, rows, by_run),
+    )
+
+
+def _differing(variants: list[VariantFacts]) -> dict[str, list[str | None]]:
+    names = list(dict.fromkeys(name for variant in variants for name in variant.facts))
+    values = {name: [variant.facts.get(name) for variant in variants] for name in names}
+    return {name: of_all for name, of_all in values.items() if len(set(of_all)) > 1}
+
+
+def _row(samples: list[list[Samples | None]], keep_first: bool, by_run: bool) -> MetricRow:
+    """One metric; `samples` has a list of runs per variant."""
+    present = [entry for runs in samples for entry in runs if entry is not None]
+    metric = present[0].metric
+    leave_out = not keep_first and all(len(entry.values) >= LEAST_REPEATS for entry in present)
+    cells: list[Cell] = []
+    first: list[float] | None = None
+    for runs in samples:
+        used = [_used(entry, leave_out) for entry in runs if entry is not None]
+        values = (
+            [median(of_run) for of_run in used] if by_run else [value for of_run in used for value in of_run]
+        )
+        left_out = sum(len(entry.warm_up) for entry in runs if entry is not None) if leave_out else 0
+        cells.append(_cell(metric, values, first, left_out, by_run))
+        first = values if first is None else first
+    return MetricRow(metric.name, metric.unit, metric.better, metric.definition, metric.headline, cells)
+
+
+def _used(samples: Samples, leave_out: bool) -> list[float]:
+    return samples.values if leave_out else [*samples.warm_up, *samples.values]
+
+
+def _cell(
+    metric: Metric, values: list[float], first: list[float] | None, left_out: int, by_run: bool
+) -> Cell:
+    """`first` are the values of the first variant; None for that one itself."""
+    middle = median(values) if values else None
+    if first is None or not values or not first:
+        verdict = None if first is None and values else NOT_RECORDED
+        return Cell(values, left_out, middle, None, None, None, None, verdict)
+    untested = metric.kind == "counted" or (metric.kind == "total" and not by_run)
+    alike = len({*values, *first}) == 1
+    if untested or alike:
+        base = median(first)
+        ratio = median(values) / base if base > 0 else None
+        verdict = EQUAL if alike else COUNTED if metric.kind == "counted" else ONE_VALUE
+        return Cell(values, left_out, middle, ratio, None, None, None, verdict)
+    found = difference(first, values)
+    verdict = TOO_FEW
+    if found.p_value is not None:
+        verdict = DIFFERS if found.p_value < ALPHA else WITHIN_NOISE
+    return Cell(values, left_out, middle, found.ratio, found.low, found.high, found.p_value, verdict)
+
+
+def _notes(
+    variants: list[Variant], facts: list[VariantFacts], rows: list[MetricRow], by_run: bool
+) -> list[str]:
+    notes = [_NOISE_OF_RUNS if by_run else _NOISE_OF_OPERATIONS]
+    if any(cell.left_out for row in rows for cell in row.cells):
+        notes.append(
+            "the first save and the first step of each cycle are left out as warm-up (--keep-first keeps them)"
+        )
+    for variant, known in zip(variants, facts, strict=True):
+        for report in variant.reports:
+            bad = sum(save.outcome != "ok" for save in report.saves)
+            if bad:
+                where = f"{known.label} ({report.directory})"
+                notes.append(f"{where}: {bad} of {len(report.saves)} saves did not end well and are left out")
+            findings = sum(problem.severity != "note" for problem in report.problems)
+            if findings:
+                notes.append(
+                    f"{known.label}: {findings} problems in its logs; `report {report.directory}` lists them"
+                )
+    return notes

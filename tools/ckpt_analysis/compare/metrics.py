@@ -1,0 +1,197 @@
+"""Samples to compare: one value per operation, that of its slowest rank, so that ranks are not taken for repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tools.ckpt_analysis.iterations import StepTime
+from tools.ckpt_analysis.report import Report
+from tools.ckpt_analysis.results import OperationStats, PhaseStats, StartStats
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A quantity of a run. `kind`: "repeated" (tested), "counted" (no noise) or "total" (one value per run)."""
+
+    name: str
+    unit: str
+    better: str
+    definition: str
+    kind: str = "repeated"
+    headline: bool = False
+
+
+@dataclass
+class Samples:
+    """Values of one metric in one run. `warm_up` are those of first saves and first steps of a cycle."""
+
+    metric: Metric
+    values: list[float] = field(default_factory=list)
+    warm_up: list[float] = field(default_factory=list)
+
+
+_SAVE: list[tuple[Metric, Callable[[OperationStats], float | None]]] = [
+    (Metric("blocked_s", "s", "lower", "training blocked by a save", headline=True), lambda s: s.blocked_s),
+    (
+        Metric("drain_s", "s", "lower", "the end of training, or a load, waiting for a save"),
+        lambda s: s.drain_s,
+    ),
+    (
+        Metric("durable_s", "s", "lower", "start of a save until it is durable", headline=True),
+        lambda s: s.durable_s,
+    ),
+    (
+        Metric("committed_s", "s", "lower", "start of a save until it is committed", headline=True),
+        lambda s: s.committed_s,
+    ),
+    (Metric("save_s", "s", "lower", "wall time of a save", headline=True), lambda s: s.wall and s.wall.max_s),
+    (
+        Metric("save_spread_s", "s", "lower", "slowest less fastest rank of a save"),
+        lambda s: s.wall and s.wall.spread_s,
+    ),
+    (
+        Metric("blocked_GBps", "GB/s", "higher", "bytes of a save over blocked_s", headline=True),
+        lambda s: s.blocked_GBps,
+    ),
+    (
+        Metric("save_io_GBps", "GB/s", "higher", "bytes of a save over its slowest rank's write and fsync"),
+        lambda s: s.io_GBps,
+    ),
+    (Metric("save_bytes", "bytes", "neither", "bytes of a save", "counted", True), lambda s: s.bytes),
+    (Metric("save_files", "files", "neither", "files of a save", "counted", True), lambda s: s.num_files),
+]
+_LOAD: list[tuple[Metric, Callable[[OperationStats], float | None]]] = [
+    (Metric("load_s", "s", "lower", "wall time of a load", headline=True), lambda s: s.wall and s.wall.max_s),
+    (
+        Metric("load_io_GBps", "GB/s", "higher", "bytes of a load over its slowest rank's reading"),
+        lambda s: s.io_GBps,
+    ),
+    (Metric("load_bytes", "bytes", "neither", "bytes of a load", "counted"), lambda s: s.bytes),
+]
+_RESTART: list[tuple[Metric, Callable[[StartStats], float | None]]] = [
+    (
+        Metric("restart_s", "s", "lower", "failure to the end of the first step", headline=True),
+        lambda s: s.restart_s,
+    ),
+    (
+        Metric(
+            "time_to_first_step_s", "s", "lower", "process start to first step of a restart", headline=True
+        ),
+        lambda s: s.time_to_first_step and s.time_to_first_step.max_s,
+    ),
+    (
+        Metric("failure_to_caught_up_s", "s", "lower", "failure until the step reached before is passed"),
+        lambda s: s.failure_to_caught_up_s,
+    ),
+    (Metric("caught_up_s", "s", "lower", "process start until that step is passed"), lambda s: s.caught_up_s),
+    (
+        Metric("lost_work_s", "s", "lower", "training that a failure undid", headline=True),
+        lambda s: s.lost_work_s,
+    ),
+    (Metric("down_s", "s", "lower", "last record of a cycle to the next process start"), lambda s: s.down_s),
+]
+_LAUNCH: list[tuple[Metric, Callable[[StartStats], float | None]]] = [
+    (
+        Metric("launch_s", "s", "lower", "process start to first step without a checkpoint", headline=True),
+        lambda s: s.time_to_first_step and s.time_to_first_step.max_s,
+    ),
+]
+_STEP = Metric("iteration_s", "s", "lower", "one training step, saves not in it", headline=True)
+
+
+def collect(report: Report) -> dict[str, Samples]:
+    """Name -> samples of every metric that `report` has a value of. Saves and loads that did not end well are out."""
+    collected: dict[str, Samples] = {}
+    saves = [save for save in report.saves if save.outcome == "ok"]
+    loads = [load for load in report.loads if load.outcome == "ok" and load.tag is not None]
+    _operations(collected, _SAVE, saves, first_is_warm_up=True)
+    _operations(collected, _LOAD, loads, first_is_warm_up=False)
+    for table, starts in ((_RESTART, report.restarts), (_LAUNCH, report.first_launches)):
+        for metric, value_of in table:
+            for start in starts:
+                _add(collected, metric, value_of(start))
+    for start in report.restarts:
+        _phases(collected, "restart", start.phases, warm_up=False)
+    _steps(collected, report.steps)
+    _totals(collected, report, saves)
+    return collected
+
+
+def _add(
+    collected: dict[str, Samples], metric: Metric, value: float | None, *, warm_up: bool = False
+) -> None:
+    if value is None:
+        return
+    samples = collected.setdefault(metric.name, Samples(metric))
+    (samples.warm_up if warm_up else samples.values).append(float(value))
+
+
+def _operations(
+    collected: dict[str, Samples],
+    table: Iterable[tuple[Metric, Callable[[OperationStats], float | None]]],
+    operations: Sequence[OperationStats],
+    *,
+    first_is_warm_up: bool,
+) -> None:
+    seen: set[int] = set()
+    for stats in operations:
+        warm_up = first_is_warm_up and stats.cycle not in seen
+        seen.add(stats.cycle)
+        for metric, value_of in table:
+            _add(collected, metric, value_of(stats), warm_up=warm_up)
+        _phases(collected, stats.operation, stats.phases, warm_up=warm_up)
+
+
+def _phases(
+    collected: dict[str, Samples], operation: str, phases: list[PhaseStats], *, warm_up: bool
+) -> None:
+    """One metric per phase, such as save.flush_s, and per detail, such as save.flush.fsync_s."""
+    for phase in phases:
+        name = f"{operation}.{phase.name}"
+        metric = Metric(f"{name}_s", "s", "lower", f"phase {phase.name} of a {operation}", headline=True)
+        _add(collected, metric, phase.time.max_s, warm_up=warm_up)
+        for detail in phase.details:
+            words = f"{phase.name}/{detail.name} of a {operation}"
+            metric = Metric(f"{name}.{detail.name}_s", "s", "lower", words)
+            _add(collected, metric, detail.time.max_s, warm_up=warm_up)
+
+
+def _steps(collected: dict[str, Samples], steps: list[StepTime]) -> None:
+    seen: set[int] = set()
+    for step in steps:
+        _add(collected, _STEP, step.seconds, warm_up=step.cycle not in seen)
+        seen.add(step.cycle)
+
+
+def _totals(collected: dict[str, Samples], report: Report, saves: list[OperationStats]) -> None:
+    """Values over the whole run, its first saves included."""
+    blocked = [save.blocked_s for save in saves if save.blocked_s is not None]
+    if blocked:
+        metric = Metric("total_blocked_s", "s", "lower", "training blocked by all saves", "total", True)
+        _add(collected, metric, sum(blocked))
+    sized = [(save.bytes, save.blocked_s) for save in saves if save.bytes and save.blocked_s]
+    if sized and len(sized) == len(saves):
+        metric = Metric(
+            "total_blocked_GBps", "GB/s", "higher", "bytes of all saves over total_blocked_s", "total", True
+        )
+        _add(collected, metric, sum(b for b, _ in sized) / 1e9 / sum(s for _, s in sized))
+    if report.imported is None:
+        return
+    printed = [save.printed for save in report.imported.saves if save.printed]
+    metric = Metric(
+        "printed_GBps", "GB/s", "higher", "throughput as the trainer printed it, its size an estimate"
+    )
+    for index, entry in enumerate(printed):
+        _add(collected, metric, entry.GBps, warm_up=index == 0)
+    if printed:
+        latency_s = sum(entry.latency_s for entry in printed)
+        metric = Metric(
+            "printed_total_GBps", "GB/s", "higher", "printed sizes of all saves over their printed latencies",
+            "total", True,
+        )  # fmt: skip
+        _add(collected, metric, sum(entry.gigabytes for entry in printed) / latency_s if latency_s else None)
+    for name, values in report.imported.timers.items():
+        metric = Metric(f"timer.{name}_s", "s", "lower", f"<TIMER:{name}> of the log")
+        for value in values:
+            _add(collected, metric, value)

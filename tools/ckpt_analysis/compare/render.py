@@ -1,0 +1,142 @@
+"""A Comparison as a table for people, as markdown, CSV or JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import textwrap
+from dataclasses import asdict
+from typing import Any
+
+from tools.ckpt_analysis.compare.results import Cell, Comparison, MetricRow, VariantFacts
+from tools.ckpt_analysis.compare.statistics import ALPHA, LEAST_REPEATS
+from tools.ckpt_analysis.formatting import NOT_RECORDED
+from tools.ckpt_analysis.tables import Style, align
+
+_WIDTH = 100
+METHOD = (
+    f"differs: Mann-Whitney U test on the repeats of both, two-sided, p < {ALPHA}; too few repeats: not even "
+    f"samples without overlap would reach that (or fewer than {LEAST_REPEATS}). Brackets: 95 % bootstrap interval of "
+    "the ratio of medians. Each metric is tested by itself: of twenty that are alike, one will seem to differ. "
+    "docs/comparing.md has the details."
+)
+
+
+def to_json(comparison: Comparison) -> str:
+    """All of it, every sample included; the keys are those of compare/results.py."""
+    data: dict[str, Any] = asdict(comparison)
+    data["method"] = METHOD
+    return json.dumps(data, indent=2, allow_nan=False) + "\n"
+
+
+def to_csv(comparison: Comparison) -> str:
+    """One line per metric and variant."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(
+        ("metric", "unit", "better", "variant", "name", "repeats", "left_out", "median", "ratio", "ratio_low",
+         "ratio_high", "p_value", "verdict")
+    )  # fmt: skip
+    for row in comparison.rows:
+        for variant, cell in zip(comparison.variants, row.cells, strict=True):
+            writer.writerow(
+                (row.name, row.unit, row.better, variant.label, variant.name, len(cell.values), cell.left_out,
+                 cell.median, cell.ratio, cell.ratio_low, cell.ratio_high, cell.p_value, cell.verdict)
+            )  # fmt: skip
+    return stream.getvalue()
+
+
+def to_markdown(comparison: Comparison, *, show_all: bool = False) -> str:
+    """Tables in GitHub's markdown."""
+    header, rows = metric_lines(comparison, show_all)
+    lines = [f"- **{variant.label}** {_describe(variant)}" for variant in comparison.variants]
+    if comparison.differing:
+        facts = [(name, *(_text(value) for value in of)) for name, of in comparison.differing.items()]
+        lines += ["", *_markdown(("differs in", *(variant.label for variant in comparison.variants)), facts)]
+    lines += ["", *_markdown(header, rows), ""]
+    lines += [f"- {note}" for note in [*comparison.notes, METHOD]]
+    return "\n".join(lines) + "\n"
+
+
+def to_table(comparison: Comparison, style: Style, *, show_all: bool = False) -> str:
+    """For the terminal. Without `show_all` headline metrics alone."""
+    header, rows = metric_lines(comparison, show_all)
+    runs = sum(len(variant.directories) for variant in comparison.variants)
+    lines = [style.heading(f"Comparison of {runs} runs; ratios are to A, n counts {comparison.repeats}")]
+    lines += [f"  {variant.label}  {_describe(variant)}" for variant in comparison.variants]
+    if comparison.differing:
+        facts = [(name, *(_text(value) for value in of)) for name, of in comparison.differing.items()]
+        lines += [
+            "",
+            *align(("differs in", *(variant.label for variant in comparison.variants)), facts, style),
+        ]
+    lines += ["", *align(header, rows, style), ""]
+    for note in [*comparison.notes, METHOD]:
+        lines += textwrap.wrap(note, _WIDTH)
+    if not show_all and any(not row.headline for row in comparison.rows):
+        lines.append("--all shows every metric.")
+    return "\n".join(lines) + "\n"
+
+
+def _describe(variant: VariantFacts) -> str:
+    facts = [variant.facts.get(name) for name in ("engine", "layout")]
+    ranks = f"{variant.facts.get('ranks')} ranks"
+    repeated = f" ({len(variant.directories)} runs)" if len(variant.directories) > 1 else ""
+    logs = [source for source in variant.sources if source != "trace"]
+    imported = f", imported from {', '.join(logs)}" if logs else ""
+    return f"{variant.name}{repeated}: {', '.join([*(fact for fact in facts if fact), ranks])}{imported}"
+
+
+def metric_lines(comparison: Comparison, show_all: bool) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """One line per metric and variant after the first."""
+    header = ("metric", "unit", "A (n)", "of", "median (n)", "ratio", "95 % interval", "p", "verdict")
+    lines: list[tuple[str, ...]] = []
+    for row in comparison.rows:
+        if show_all or row.headline:
+            for variant, cell in list(zip(comparison.variants, row.cells, strict=True))[1:]:
+                lines.append(_line(row, variant, cell))
+    return header, lines
+
+
+def _line(row: MetricRow, variant: VariantFacts, cell: Cell) -> tuple[str, ...]:
+    interval = NOT_RECORDED
+    if cell.ratio_low is not None and cell.ratio_high is not None:
+        interval = f"[{cell.ratio_low:.3f}, {cell.ratio_high:.3f}]"
+    return (
+        row.name,
+        row.unit,
+        _median(row.cells[0]),
+        variant.label,
+        _median(cell),
+        NOT_RECORDED if cell.ratio is None else f"{cell.ratio:.3f}",
+        interval,
+        NOT_RECORDED if cell.p_value is None else _p(cell.p_value),
+        f"{cell.verdict}{_direction(row, cell)}",
+    )
+
+
+def _median(cell: Cell) -> str:
+    return NOT_RECORDED if cell.median is None else f"{cell.median:.4g} ({len(cell.values)})"
+
+
+def _p(value: float) -> str:
+    return "<0.001" if value < 0.001 else f"{value:.3f}"
+
+
+def _direction(row: MetricRow, cell: Cell) -> str:
+    """Says of a real difference whether it is for the better."""
+    if cell.verdict != "differs" or cell.ratio is None or row.better == "neither" or cell.ratio == 1:
+        return ""
+    return ": better" if (cell.ratio < 1) == (row.better == "lower") else ": worse"
+
+
+def _text(value: str | None) -> str:
+    return value or NOT_RECORDED
+
+
+def _markdown(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    def line(cells: tuple[str, ...]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    return [line(header), line(("---",) * len(header)), *(line(row) for row in rows)]

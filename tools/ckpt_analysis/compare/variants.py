@@ -1,0 +1,55 @@
+"""What is compared: one run, or several runs of the same that are repeats of it; and what it ran with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from string import ascii_uppercase
+
+from tools.ckpt_analysis.compare.results import VariantFacts
+from tools.ckpt_analysis.report import Report
+from tools.ckpt_analysis.run_info import layout_text
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Runs that are repeats of each other, one at least."""
+
+    name: str
+    reports: list[Report]
+
+
+def label_of(index: int) -> str:
+    """A, B, ... in the order given."""
+    return ascii_uppercase[index] if index < len(ascii_uppercase) else f"#{index + 1}"
+
+
+def facts_of(variant: Variant, label: str) -> VariantFacts:
+    """What a variant ran with; where its runs differ, all their values."""
+    of_runs = [_of_run(report) for report in variant.reports]
+    names = list(dict.fromkeys(name for facts in of_runs for name in facts))
+    facts: dict[str, str | None] = {}
+    for name in names:
+        values = list(dict.fromkeys(value for run in of_runs if (value := run.get(name)) is not None))
+        facts[name] = " / ".join(values) if values else None
+    return VariantFacts(
+        label=label,
+        name=variant.name,
+        directories=[str(report.directory) for report in variant.reports],
+        run_ids=[report.run_id for report in variant.reports],
+        sources=[report.imported.source if report.imported else "trace" for report in variant.reports],
+        facts=facts,
+    )
+
+
+def _of_run(report: Report) -> dict[str, str | None]:
+    last = report.cycles[-1]
+    facts: dict[str, str | None] = {
+        "engine": last.engine_used or last.engine_asked,
+        "layout": layout_text(last.layout) if last.layout else None,
+        "model": report.model,
+        "ranks": str(last.expected),
+        "hosts": str(len(last.hosts)) if last.hosts else None,
+        "durability": last.durability,
+        "host": last.hosts[0] if len(last.hosts) == 1 else None,
+    }
+    return facts | {f"version of {name}": version for name, version in sorted(last.versions.items())}
