@@ -1,0 +1,116 @@
+"""Inputs and ranges in, projected rows out. Every row is a projection: nothing in it was measured at that scale."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tools.ckpt_analysis.project.inputs import Inputs
+from tools.ckpt_analysis.project.model import Costs, daly_work_s, optimal_work_s, outcome, young_work_s
+
+HOUR_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One projected combination. `rule`: "given", or the rule that chose the interval: young, daly, optimum.
+
+    Shares are of wall time. Intervals are in steps and in seconds of training between two saves.
+    """
+
+    nodes: int
+    node_mtbf_hours: float
+    job_mtbf_hours: float
+    rule: str
+    interval_steps: float
+    interval_s: float
+    period_s: float
+    ettr: float
+    saving_share: float
+    lost_share: float
+    restart_share: float
+    goodput_steps_per_hour: float
+    failures_per_day: float
+    lost_work_s: float
+    lost_steps: float
+    waits_for_previous: bool
+    needed_GBps: float | None
+    needed_GBps_per_node: float | None
+
+
+@dataclass(frozen=True)
+class Projection:
+    """What was put in, the rows, and what they rest on. `kind` is always "projection"."""
+
+    kind: str
+    inputs: Inputs
+    rows: list[Row]
+    assumptions: list[str]
+
+
+ASSUMPTIONS = [
+    "failures of nodes are independent and exponential; any of them stops the whole job",
+    "a save blocks and becomes durable in the measured times at every number of nodes: storage must give needed_GBps, "
+    "and the bandwidth of the save itself, at that scale",
+    "a restart takes the measured time at every number of nodes, and a failure during it starts it again",
+    "no time is spent waiting for a spare node, and no step is slowed by a save in the background",
+    "goodput counts steps that were kept, at the step time of the input",
+]
+
+
+def project(
+    inputs: Inputs, nodes: list[int], node_mtbf_hours: list[float], interval_steps: list[int]
+) -> Projection:
+    """Rows for every number of nodes and every MTBF of a node: the given intervals, then the three rules."""
+    costs = Costs(inputs.blocked_s.value, inputs.durable_s.value, inputs.restart_s.value)
+    rows = []
+    for count in nodes:
+        for hours in node_mtbf_hours:
+            mtbf_s = hours * HOUR_S / count
+            chosen = [("given", steps * inputs.step_s.value) for steps in interval_steps]
+            chosen += [
+                (rule, work_s)
+                for rule, work_of in _RULES.items()
+                if (work_s := work_of(costs, mtbf_s)) > 0  # a save that costs nothing has no best interval
+            ]
+            rows += [_row(inputs, costs, count, hours, rule, work_s) for rule, work_s in chosen]
+    return Projection("projection", inputs, rows, ASSUMPTIONS)
+
+
+_RULES = {"young": young_work_s, "daly": daly_work_s, "optimum": optimal_work_s}
+
+
+def _row(inputs: Inputs, costs: Costs, nodes: int, hours: float, rule: str, work_s: float) -> Row:
+    mtbf_s = hours * HOUR_S / nodes
+    found = outcome(costs, mtbf_s, work_s)
+    step_s = inputs.step_s.value
+    needed = None
+    if inputs.checkpoint_bytes is not None:
+        needed = inputs.checkpoint_bytes.value / 1e9 / found.period_s
+    return Row(
+        nodes=nodes,
+        node_mtbf_hours=hours,
+        job_mtbf_hours=hours / nodes,
+        rule=rule,
+        interval_steps=work_s / step_s,
+        interval_s=work_s,
+        period_s=found.period_s,
+        ettr=found.ettr,
+        saving_share=found.saving_share,
+        lost_share=found.lost_share,
+        restart_share=found.restart_share,
+        goodput_steps_per_hour=found.ettr * HOUR_S / step_s,
+        failures_per_day=24 * HOUR_S / mtbf_s,
+        lost_work_s=found.lost_work_s,
+        lost_steps=found.lost_work_s / step_s,
+        waits_for_previous=work_s < costs.lag_s and not math.isclose(work_s, costs.lag_s),
+        needed_GBps=needed,
+        needed_GBps_per_node=None if needed is None else needed / nodes,
+    )
+
+
+def save_GBps(inputs: Inputs) -> float | None:
+    """Bandwidth of the save itself: bytes over the time until it is durable, in GB/s."""
+    if inputs.checkpoint_bytes is None or inputs.durable_s.value <= 0:
+        return None
+    return inputs.checkpoint_bytes.value / 1e9 / inputs.durable_s.value
