@@ -189,6 +189,12 @@ def test_noise_few_repeats_and_totals_have_their_verdicts(tmp_path: Path) -> Non
     )
 
 
+def test_a_load_that_found_nothing_is_no_load(tmp_path: Path) -> None:
+    nothing, found = LogOptions(), LogOptions(loads_step=4)
+    comparison = compare_runs([report(nothing, tmp_path, "a"), report(found, tmp_path, "b")])
+    assert cell(comparison, "load_s", 0).values == [] and cell(comparison, "load_s").values == [1.25075]
+
+
 def test_unfinished_saves_are_left_out_and_said(tmp_path: Path) -> None:
     comparison = compare_runs(
         [report(LogOptions(), tmp_path, "a"), report(LogOptions(finish=False), tmp_path, "b")]
@@ -318,6 +324,8 @@ def test_formats(three: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["blocked_s>1.05"], 1),
         (["blocked_s>2.5"], 0),
+        (["blocked_s>2"], 0),  # exactly twice is not above
+        (["save_files<1"], 0),
         (["blocked_s<0.9"], 0),
         (["printed_GBps<0.9"], 1),
         (["blocked_s>2.5", "total_blocked_s > 1.99"], 1),

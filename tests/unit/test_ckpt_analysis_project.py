@@ -192,6 +192,7 @@ def test_inputs_are_the_medians_of_the_run(tmp_path: Path) -> None:
         0.380, abs=0.002
     )
     assert inputs.restart_s.value == report.restarts[0].restart_s
+    assert inputs.durable_s.note == "median of 2 saves (durable_s)"
     assert inputs.step_s.value == pytest.approx(1.1 * ITERATION_MS / 1000)  # rank 4 is the slowest
     assert inputs.checkpoint_bytes is not None and inputs.checkpoint_bytes.value == report.saves[0].bytes
     overruled = gather(report, Given(restart_s=600.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def _named(texts: list[str]) -> dict[str, list[Path]]:
     named: dict[str, list[Path]] = {}
     for text in texts:
         name, equals, directory = text.partition("=")
-        if equals and name and directory and not Path(text).exists():
+        if equals and name and directory and not os.path.exists(text):
             named.setdefault(name, []).append(Path(directory))
         else:
             named.setdefault(text, []).append(Path(text))

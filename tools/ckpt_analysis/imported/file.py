@@ -56,8 +56,8 @@ def write_run(run: ImportedRun, directory: Path, *, force: bool = False) -> Path
 
 
 def is_imported(directory: Path) -> bool:
-    """Whether `directory` holds an imported run."""
-    return (directory / IMPORTED_FILE).is_file()
+    """Whether `directory` holds an imported run; one that may not be searched does not."""
+    return os.path.isfile(directory / IMPORTED_FILE)
 
 
 def read_run(directory: Path) -> ImportedRun:
