@@ -26,7 +26,7 @@ def size(num_bytes: int | None) -> str:
 
 def rate(GBps: float | None) -> str:
     """GB per second with three significant digits."""
-    return NOT_RECORDED if GBps is None else f"{GBps:#.3g}"
+    return NOT_RECORDED if GBps is None else f"{GBps:#.3g}".rstrip(".")
 
 
 def count(value: int | None) -> str:

@@ -60,3 +60,41 @@ def make_frames(trace: Trace) -> Frames:
 
 def _without_origin(table: pl.DataFrame) -> pl.DataFrame:
     return table.drop("file_index", "run_id")
+
+
+def no_frames() -> Frames:
+    """The frames of a run of which nothing is known rank by rank: without rows."""
+    who = {"cycle": pl.Int64, "rank": pl.Int64}
+    window = {"start_ns": pl.Int64, "end_ns": pl.Int64}
+    kind = {"group": pl.UInt32, "operation": pl.String}
+    operation = kind | who | {"op_id": pl.Int64, "tag": pl.String, "step": pl.Int64, "engine": pl.String}
+    operation |= window | {"outcome": pl.String, "bytes": pl.Int64, "num_files": pl.Int64}
+    span = (
+        {"op": pl.UInt32} | kind | who | {"op_id": pl.Int64, "phase": NAME, "detail": NAME, "file": pl.String}
+    )
+    span |= (
+        {"bytes": pl.Int64} | window | {"duration_ns": pl.Int64, "thread": pl.String, "blocking": pl.Boolean}
+    )
+    span |= {"error": pl.String, "operation_start_ns": pl.Int64, "operation_end_ns": pl.Int64}
+    event = {
+        "operation": pl.String,
+        "phase": pl.String,
+        "detail": pl.String,
+        "step": pl.Int64,
+        "time_ns": pl.Int64,
+    }
+    probe = {
+        "operation": pl.String,
+        "op_id": pl.Int64,
+        "at": pl.String,
+        "time_ns": pl.Int64,
+        "values": pl.String,
+    }
+    return Frames(
+        operations=pl.DataFrame(schema=operation | {"durable": pl.Boolean, "error": pl.String}),
+        spans=pl.DataFrame(schema=span),
+        iterations=pl.DataFrame(schema=who | {"step": pl.Int64} | window | {"loss": pl.Float64}),
+        events=pl.DataFrame(schema=who | event),
+        runtimes=pl.DataFrame(schema=who | {"engine_used": pl.String, "parameters": pl.Int64}),
+        probes=pl.DataFrame(schema=who | probe),
+    )

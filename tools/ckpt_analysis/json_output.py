@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from tools.ckpt_analysis.findings import Finding
 from tools.ckpt_analysis.problems import Problem
 from tools.ckpt_analysis.report import Report
 from tools.ckpt_analysis.results import (
@@ -36,6 +37,8 @@ def to_dict(report: Report) -> dict[str, Any]:
         "restarts": [_start(start) for start in report.restarts],
         "launches": [_start(start) for start in report.first_launches],
         "problems": [_problem(problem) for problem in report.problems],
+        "findings": [_finding(finding) for finding in report.findings],
+        "model": report.model,
     }
 
 
@@ -172,4 +175,15 @@ def _problem(problem: Problem) -> dict[str, Any]:
         "severity": problem.severity,
         "message": problem.message,
         "data": problem.data,
+    }
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    return {
+        "rule": finding.rule,
+        "title": finding.title,
+        "evidence": finding.evidence,
+        "advice": finding.advice,
+        "cost_s": finding.cost_s,
+        "data": finding.data,
     }

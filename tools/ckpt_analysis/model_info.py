@@ -34,7 +34,7 @@ def _parameters(trace: Trace, frames: Frames) -> str | None:
     held = frames.runtimes.filter((pl.col("cycle") == newest) & pl.col("rank").is_in(first))["parameters"]
     if held.is_empty() or held.null_count():
         return None
-    total = held.sum()
+    total = int(held.sum())
     for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if total >= scale:
             return f"{total / scale:.3g} {unit} parameters"

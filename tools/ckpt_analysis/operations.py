@@ -54,10 +54,12 @@ def rank_times(frames: Frames, operation: str) -> RankTimes:
     return RankTimes(pl.concat(seconds), walls, add_parts(list(moved)))
 
 
-def measure(frames: Frames, operation: str, *, per_rank: bool) -> list[OperationStats]:
-    """Statistics of every `operation` ("save" or "load"), in the order in which they began."""
+def measure(frames: Frames, operation: str, times: RankTimes, *, per_rank: bool) -> list[OperationStats]:
+    """Statistics of every `operation` ("save" or "load"), in the order in which they began.
+
+    `times` is what `rank_times` gives for it.
+    """
     operations = frames.operations.filter(pl.col("operation") == operation)
-    times = rank_times(frames, operation)
     walls = times.walls
     moved = volumes(times.volumes, times.volumes)
     phases = phase_stats(times.seconds, moved, with_critical(walls), operation)
@@ -77,6 +79,7 @@ def measure(frames: Frames, operation: str, *, per_rank: bool) -> list[Operation
         coverage_min, coverage_rank = lowest.get(group, (None, None))
         results.append(
             OperationStats(
+                group=group,
                 operation=operation,
                 **row,
                 wall=wall.get(group),

@@ -14,8 +14,8 @@ from tools.ckpt_analysis.volumes import Volume
 
 _KEY = ["group", "phase", "detail"]
 # A start-up contains the load, so it shows a phase "load" whose details are the phases of a load.
-_START_ORDER = [*PHASES["startup"]]
-_START_ORDER.insert(_START_ORDER.index("first_step"), "load")
+START_ORDER = [*PHASES["startup"]]
+START_ORDER.insert(START_ORDER.index("first_step"), "load")
 
 
 def phase_seconds(phase_spans: pl.DataFrame, detail_spans: pl.DataFrame) -> pl.DataFrame:
@@ -150,7 +150,7 @@ def _place(operation: str, phase: str, detail: str) -> tuple[int, int, int]:
     """Sort key: phases in their order, each whole phase before its details."""
     if operation == "startup":
         details = list(PHASES["load"]) if phase == "load" else []
-        order = _START_ORDER
+        order = START_ORDER
     else:
         details = list(PHASES[operation][phase])
         order = list(PHASES[operation])

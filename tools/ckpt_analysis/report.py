@@ -6,20 +6,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import polars as pl
+
 from tools.ckpt_analysis.checks import check_events, check_losses, check_operations, check_results
-from tools.ckpt_analysis.frame import Frames, make_frames
+from tools.ckpt_analysis.findings import Evidence, Finding, find
+from tools.ckpt_analysis.frame import Frames, make_frames, no_frames
 from tools.ckpt_analysis.iterations import StepTime, step_times
 from tools.ckpt_analysis.load import Trace
 from tools.ckpt_analysis.model_info import describe_model
-from tools.ckpt_analysis.operations import measure
+from tools.ckpt_analysis.operations import measure, rank_times
+from tools.ckpt_analysis.probe_values import probe_values
 from tools.ckpt_analysis.problems import NOTE, Problem, by_severity
+from tools.ckpt_analysis.rank_tables import RankTables, rank_tables
 from tools.ckpt_analysis.results import OperationStats, StartStats
 from tools.ckpt_analysis.run_info import CycleInfo, describe_cycles
-from tools.ckpt_analysis.starts import measure_starts
+from tools.ckpt_analysis.starts import measure_starts, start_times
 
 if TYPE_CHECKING:
     from tools.ckpt_analysis.imported.model import ImportedRun
 
+_HOSTS = {"cycle": pl.Int64, "rank": pl.Int64, "host": pl.String}
 PER_RANK_UP_TO = 16  # ranks; above, numbers rank by rank are made on request only
 
 
@@ -37,6 +43,7 @@ class Report:
     loads: list[OperationStats]
     starts: list[StartStats]
     problems: list[Problem]
+    findings: list[Finding] = field(default_factory=list)
     steps: list[StepTime] = field(default_factory=list)
     model: str | None = None
     imported: ImportedRun | None = None
@@ -55,21 +62,56 @@ class Report:
         return any(problem.severity != NOTE for problem in self.problems)
 
 
+@dataclass(frozen=True)
+class Analysis:
+    """The report and what it was made from, for those that show more than its numbers.
+
+    `hosts` holds cycle, rank, host; `probes` is what `probe_values.probe_values` returns.
+    """
+
+    report: Report
+    frames: Frames
+    tables: RankTables
+    hosts: pl.DataFrame
+    probes: pl.DataFrame
+
+
+def without_ranks(report: Report) -> Analysis:
+    """The analysis of a run of which a report is known, but nothing rank by rank (an imported log)."""
+    frames = no_frames()
+    tables = rank_tables(rank_times(frames, "save"), rank_times(frames, "load"), start_times(frames))
+    hosts = pl.DataFrame(schema=_HOSTS)
+    return Analysis(report, frames, tables, hosts, probe_values(frames))
+
+
 def analyse(trace: Trace, *, per_rank: bool = False, frames: Frames | None = None) -> Report:
     """Run every analysis on a trace. Numbers rank by rank are included for small runs, or if asked for.
 
     `frames` are those of the trace, if the caller has made them already.
     """
+    return analyse_fully(trace, per_rank=per_rank, frames=frames).report
+
+
+def analyse_fully(trace: Trace, *, per_rank: bool = False, frames: Frames | None = None) -> Analysis:
+    """As `analyse`, with the frames of ranks and spans beside the report."""
     frames = frames or make_frames(trace)
     cycles, found = describe_cycles(trace, frames)
     problems = [*trace.problems, *found]
     per_rank = per_rank or max(info.expected for info in cycles) <= PER_RANK_UP_TO
-    saves = measure(frames, "save", per_rank=per_rank)
-    loads = measure(frames, "load", per_rank=per_rank)
-    starts = measure_starts(frames, per_rank=per_rank)
+    save_times, load_times = rank_times(frames, "save"), rank_times(frames, "load")
+    of_starts = start_times(frames)
+    saves = measure(frames, "save", save_times, per_rank=per_rank)
+    loads = measure(frames, "load", load_times, per_rank=per_rank)
+    starts = measure_starts(frames, of_starts, per_rank=per_rank)
     problems += check_operations(frames) + check_events(frames) + check_results(saves, loads, starts)
     problems += check_losses(frames, {info.cycle: info.layout for info in cycles})
-    return Report(
+    tables, probes = rank_tables(save_times, load_times, of_starts), probe_values(frames)
+    hosts = pl.DataFrame(
+        [(process["cycle"], process["rank"], process["host"]) for process in trace.ranks],
+        schema=_HOSTS,
+        orient="row",
+    )
+    report = Report(
         directory=trace.directory,
         run_id=trace.run_id,
         cycles=cycles,
@@ -77,6 +119,8 @@ def analyse(trace: Trace, *, per_rank: bool = False, frames: Frames | None = Non
         loads=loads,
         starts=starts,
         problems=by_severity(problems),
+        findings=find(Evidence(saves, loads, starts, frames, tables, hosts, probes)),
         steps=step_times(frames.iterations),
         model=describe_model(trace, frames),
     )
+    return Analysis(report, frames, tables, hosts, probes)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+NO_GROUP = -1  # of an operation that has no rows in any frame
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -76,6 +78,7 @@ class OperationStats:
     blocked_GBps: float | None
     phases: list[PhaseStats]
     per_rank: list[RankStats]
+    group: int = NO_GROUP  # of its rows in the frames
 
 
 @dataclass(frozen=True)
@@ -113,3 +116,4 @@ class StartStats:
     unattributed: Spread | None
     phases: list[PhaseStats]
     per_rank: list[RankStats]
+    group: int = NO_GROUP  # of its rows in the frames

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import polars as pl
 
 from tools.ckpt_analysis.failures import failure_of
@@ -10,12 +12,27 @@ from tools.ckpt_analysis.lost_work import lost_work_s, reached_step, repeated_lo
 from tools.ckpt_analysis.phases import phase_seconds, phase_stats, rank_stats
 from tools.ckpt_analysis.results import StartStats
 from tools.ckpt_analysis.startup_spans import loads_inside, startup_spans, startups_to_first_step
-from tools.ckpt_analysis.volumes import volume_parts, volumes
+from tools.ckpt_analysis.volumes import Volume, volume_parts, volumes
 from tools.ckpt_analysis.walls import finished_spread, lowest_coverage, rank_walls, with_critical
 
 
-def measure_starts(frames: Frames, *, per_rank: bool) -> list[StartStats]:
-    """Statistics of the start of every cycle that recorded one, in order."""
+@dataclass(frozen=True)
+class StartTimes:
+    """Every rank's part of all starts, in ns, as `RankTimes`; and the rows that it was measured from.
+
+    startups  operations whose end_ns is the end of the first step
+    loads     loads within them, with column `startup`
+    """
+
+    startups: pl.DataFrame
+    loads: pl.DataFrame
+    seconds: pl.DataFrame
+    walls: pl.DataFrame
+    moved: dict[tuple[int, str, str], Volume]
+
+
+def start_times(frames: Frames) -> StartTimes:
+    """Measure every rank in the start of every cycle that recorded one."""
     startups = startups_to_first_step(frames)
     loads = loads_inside(frames, startups)
     phase_spans, detail_spans = startup_spans(frames, startups, loads)
@@ -23,8 +40,14 @@ def measure_starts(frames: Frames, *, per_rank: bool) -> list[StartStats]:
     walls = rank_walls(startups, phase_spans.filter(pl.col("phase") != "caught_up"))
     seconds = phase_seconds(phase_spans, detail_spans)
     moved = volumes(volume_parts(phase_spans), volume_parts(detail_spans))
-    phases = phase_stats(seconds, moved, with_critical(walls), "startup")
-    ranks = rank_stats(seconds, walls) if per_rank else {}
+    return StartTimes(startups, loads, seconds, walls, moved)
+
+
+def measure_starts(frames: Frames, times: StartTimes, *, per_rank: bool) -> list[StartStats]:
+    """Statistics of the start of every cycle that recorded one, in order."""
+    startups, walls = times.startups, times.walls
+    phases = phase_stats(times.seconds, times.moved, with_critical(walls), "startup")
+    ranks = rank_stats(times.seconds, walls) if per_rank else {}
     to_first_step = finished_spread(walls, pl.col("wall_ns"))
     rest = finished_spread(walls, pl.col("wall_ns") - pl.col("covered_ns"))
     lowest = lowest_coverage(walls)
@@ -35,7 +58,8 @@ def measure_starts(frames: Frames, *, per_rank: bool) -> list[StartStats]:
         coverage_min, coverage_rank = lowest.get(group, (None, None))
         results.append(
             StartStats(
-                **_course(frames, mine, loads.filter(pl.col("startup") == group), signs),
+                group=group,
+                **_course(frames, mine, times.loads.filter(pl.col("startup") == group), signs),
                 ranks=mine.height,
                 finished_ranks=mine["end_ns"].count(),
                 time_to_first_step=to_first_step.get(group),

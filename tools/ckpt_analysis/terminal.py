@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from tools.ckpt_analysis.answer import answer
+from tools.ckpt_analysis.findings import Finding
 from tools.ckpt_analysis.formatting import count, digits_for, percent, plural, rate, seconds, size
 from tools.ckpt_analysis.problems import ERROR, WARNING, Problem, number_list
 from tools.ckpt_analysis.rank_table import rank_lines
@@ -23,6 +24,7 @@ def render(report: Report, style: Style, *, show_all: bool = False) -> str:
     lines = _header(report, style)
     lines += _problems(report.problems, style)
     lines += ["", *textwrap.wrap(" ".join(answer(report)), _WIDTH)]
+    lines += _findings(report.findings, style)
     coordinates = report.cycles[-1].coordinates
     for start in report.starts:
         if show_all or start.is_restart or not report.restarts:
@@ -52,6 +54,7 @@ def _header(report: Report, style: Style) -> list[str]:
         style.heading(f"Run {report.run_id}: {layout_text(last.layout)}, {counts}"),
         f"  trace       {report.directory}",
         f"  ranks       {_presence(report.cycles)}",
+        f"  model       {report.model or 'not recorded'}",
         f"  engine      asked for (and used): {', '.join(engines)}; durability {', '.join(durability)}",
         f"  versions    {versions}",
     ]
@@ -73,6 +76,17 @@ def _problems(problems: list[Problem], style: Style) -> list[str]:
         wrapped = textwrap.wrap(f"{problem.kind}: {problem.message}", _WIDTH - 10) or [problem.kind]
         lines.append("  " + paint.get(problem.severity, str)(label) + wrapped[0])
         lines += [" " * 10 + rest for rest in wrapped[1:]]
+    return lines
+
+
+def _findings(findings: list[Finding], style: Style) -> list[str]:
+    if not findings:
+        return []
+    lines = ["", style.heading(f"Findings ({len(findings)})")]
+    for finding in findings:
+        text = f"{finding.title} ({finding.rule}). {finding.evidence}. {finding.advice}"
+        first, *rest = textwrap.wrap(text, _WIDTH - 4)
+        lines += ["  - " + first, *("    " + line for line in rest)]
     return lines
 
 
@@ -219,7 +233,10 @@ def _save_summary(saves: list[OperationStats], style: Style) -> list[str]:
 
 
 def _hints(report: Report, show_all: bool) -> list[str]:
-    hints = ["Every number is defined in docs/metrics.md; GB is 1e9 bytes."]
+    hints = [
+        "Every number is defined in docs/metrics.md; GB is 1e9 bytes. -o DIR writes figures into one HTML "
+        "file."
+    ]
     if not show_all and len(report.saves) > 1:
         hints.append("--all shows every save in full.")
     missing = [info for info in report.cycles if info.missing]

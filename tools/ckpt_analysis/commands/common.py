@@ -16,7 +16,7 @@ from tools.ckpt_analysis.progress import Progress
 
 if TYPE_CHECKING:
     from tools.ckpt_analysis.load import Trace
-    from tools.ckpt_analysis.report import Report
+    from tools.ckpt_analysis.report import Analysis, Report
 
 
 def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,15 +58,20 @@ def progress_of(arguments: argparse.Namespace) -> Progress:
     return Progress(quiet=arguments.quiet)
 
 
-def read_report(directory: Path, arguments: argparse.Namespace, *, per_rank: bool = False) -> Report:
-    """The report of a trace or of an imported run. Raises LogDirectoryError if nothing can be analysed."""
+def read_analysis(directory: Path, arguments: argparse.Namespace, *, per_rank: bool = False) -> Analysis:
+    """The analysis of a trace or of an imported run. Raises LogDirectoryError if nothing can be analysed."""
     from tools.ckpt_analysis.imported.file import is_imported, read_run
     from tools.ckpt_analysis.imported.to_report import to_report
-    from tools.ckpt_analysis.report import analyse
+    from tools.ckpt_analysis.report import analyse_fully, without_ranks
 
     if is_imported(directory):
-        return to_report(read_run(directory), directory)
-    return analyse(read_trace(directory, arguments), per_rank=per_rank)
+        return without_ranks(to_report(read_run(directory), directory))
+    return analyse_fully(read_trace(directory, arguments), per_rank=per_rank)
+
+
+def read_report(directory: Path, arguments: argparse.Namespace, *, per_rank: bool = False) -> Report:
+    """The report alone. Raises LogDirectoryError if nothing can be analysed."""
+    return read_analysis(directory, arguments, per_rank=per_rank).report
 
 
 def strict_status(report: Report, arguments: argparse.Namespace) -> int:

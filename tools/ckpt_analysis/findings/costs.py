@@ -1,0 +1,163 @@
+"""Rules on what an operation spends its time on: fsync, serializing, small files, imports, an earlier save."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from tools.ckpt_analysis.findings.evidence import Evidence, median_of, name_of, phase_of
+from tools.ckpt_analysis.findings.rule import Observation, Thresholds
+from tools.ckpt_analysis.formatting import plural, seconds, size
+from tools.ckpt_analysis.results import OperationStats
+
+
+def fsync_dominates(e: Evidence, limits: Thresholds) -> list[Observation]:
+    """Saves in which training waits for fsync most of the time that its ranks work."""
+    return _worst_share(
+        e, limits, [("save", "flush", "fsync")], "fsync takes {share} of the work of a {kind}"
+    )
+
+
+def serialization_bound(e: Evidence, limits: Thresholds) -> list[Observation]:
+    """Saves and loads that turn objects into bytes, or back, for most of the time that training waits."""
+    where = [("save", "serialize", None), ("load", "load", "deserialize")]
+    return _worst_share(
+        e, limits, where, "{phase} takes {share} of the work of a {kind}: it is not the storage"
+    )
+
+
+def _worst_share(
+    e: Evidence, limits: Thresholds, where: list[tuple[str, str, str | None]], title: str
+) -> list[Observation]:
+    """For each kind the operation in which the phase is the largest share of the median rank's own work."""
+    found = []
+    for kind, phase, detail in where:
+        shares = _shares(e, kind, phase, detail)
+        worst: tuple[float, Observation] | None = None
+        for other, stats in e.operations:
+            part = phase_of(stats, phase, detail)
+            # What goes on in the background costs training nothing here.
+            if other != kind or part is None or part.blocking == "none" or stats.group not in shares:
+                continue
+            share, took_s = shares[stats.group], median_of(part.time)
+            if share < limits["share"] or took_s < limits["least_s"]:
+                continue
+            name = detail or phase
+            observation = Observation(
+                title=title.format(share=f"{100 * share:.0f} %", kind=kind, phase=name),
+                evidence=f"{name_of(kind, stats)}: {name} takes the median rank {seconds(took_s)} s, the "
+                f"slowest (rank {part.time.slowest_rank}) {seconds(part.time.max_s)} s",
+                cost_s=part.time.max_s,
+                data={"operation": kind, "cycle": stats.cycle, "phase": name, "share": share},
+            )
+            if worst is None or took_s > worst[0]:
+                worst = (took_s, observation)
+        if worst:
+            found.append(worst[1])
+    return found
+
+
+def _shares(e: Evidence, operation: str, phase: str, detail: str | None) -> dict[int, float]:
+    """group -> median over its ranks of the time in the phase over the rank's own time."""
+    part = e.tables.phases.filter(
+        (pl.col("operation") == operation) & (pl.col("phase") == phase) & (pl.col("detail") == (detail or ""))
+    )
+    ranks = e.tables.walls.filter((pl.col("operation") == operation) & (pl.col("own_ns") > 0))
+    share = pl.col("busy_ns").fill_null(0) / pl.col("own_ns")
+    medians = (
+        ranks.join(part.select("group", "rank", "busy_ns"), on=["group", "rank"], how="left")
+        .group_by("group")
+        .agg(share.median().alias("share"))
+    )
+    return dict(medians.iter_rows())
+
+
+def small_files(e: Evidence, limits: Thresholds) -> list[Observation]:
+    """The newest complete save, if it consists of many files most of which are small."""
+    save = newest(e.saves)
+    if save is None:
+        return []
+    spans = e.frames.spans.filter(
+        (pl.col("group") == save.group) & (pl.col("phase") == "flush") & pl.col("file").is_not_null()
+    )
+    files = spans.group_by("rank", "file").agg(
+        pl.col("bytes").filter(pl.col("detail") == "write").sum(), pl.col("duration_ns").sum()
+    )
+    small = files.filter(pl.col("bytes") < limits["small_bytes"])
+    if files.height < limits["least_files"] or small.height < limits["share"] * files.height:
+        return []
+    per_rank = small.group_by("rank").agg(pl.col("duration_ns").sum()).sort("duration_ns")
+    rank, spent_ns = per_rank.row(-1)
+    return [
+        Observation(
+            title=f"{small.height} of the {files.height} files of a save are smaller than "
+            f"{size(int(limits['small_bytes']))}",
+            evidence=f"{name_of('save', save)}: the median file has {size(_median(files))}; rank {rank} spends "
+            f"{seconds(spent_ns / 1e9)} s writing and synchronising small files",
+            cost_s=spent_ns / 1e9,
+            data={"files": files.height, "small": small.height, "rank": rank},
+        )
+    ]
+
+
+def _median(files: pl.DataFrame) -> int:
+    return int(files.select(pl.col("bytes").median()).item())
+
+
+def cold_imports(e: Evidence, limits: Thresholds) -> list[Observation]:
+    """The newest start, if importing takes much of the time to its first step."""
+    for start in reversed(e.starts):
+        first, imports = start.time_to_first_step, phase_of(start, "imports")
+        if first is None or imports is None or imports.time.at_critical_s is None:
+            continue
+        took = imports.time.at_critical_s
+        if took < limits["least_s"] or took < limits["share"] * first.max_s:
+            return []
+        return [
+            Observation(
+                title=f"Imports take {100 * took / first.max_s:.0f} % of the time to the first step",
+                evidence=f"{name_of('start', start)}: {seconds(took)} s of {seconds(first.max_s)} s on rank "
+                f"{first.slowest_rank}; the fastest rank needs {seconds(imports.time.min_s)} s",
+                cost_s=took,
+                data={"cycle": start.cycle, "imports_s": took, "time_to_first_step_s": first.max_s},
+            )
+        ]
+    return []
+
+
+def wait_previous(e: Evidence, limits: Thresholds) -> list[Observation]:
+    """Saves whose begin waited for the save before. Waiting for a save at the end of a run is not meant."""
+    waited = e.frames.spans.filter(pl.col("phase") == "wait_previous")
+    if waited.is_empty():
+        return []
+    collected = e.frames.spans.filter(pl.col("phase") == "collect").group_by("group", "rank")
+    begins = collected.agg(pl.col("start_ns").min().alias("collect_ns"))
+    waits = (
+        waited.join(begins, on=["group", "rank"])
+        .filter(pl.col("end_ns") <= pl.col("collect_ns"))
+        .group_by("group", "rank")
+        .agg(pl.col("duration_ns").sum().alias("waited_ns"))
+        .join(e.tables.walls, on=["group", "rank"])
+        .filter(pl.col("waited_ns") >= limits["least_s"] * 1e9)
+        .filter(pl.col("waited_ns") >= limits["share"] * pl.col("blocked_ns"))
+        .sort("waited_ns", "group", "rank", descending=[True, False, False])
+    )
+    if waits.is_empty():
+        return []
+    row = waits.row(0, named=True)
+    worst = next((save for save in e.saves if save.group == row["group"]), None)
+    waited_s, blocked_s = row["waited_ns"] / 1e9, row["blocked_ns"] / 1e9
+    affected = waits["group"].n_unique()
+    return [
+        Observation(
+            title=f"{affected} of {plural(len(e.saves), 'save')} waited for the save before to finish",
+            evidence=f"{name_of('save', worst) if worst else 'a save'}: rank {row['rank']} waited "
+            f"{seconds(waited_s)} s of the {seconds(blocked_s)} s that the save blocked it",
+            cost_s=waited_s,
+            data={"saves": affected, "rank": row["rank"], "waited_s": waited_s},
+        )
+    ]
+
+
+def newest(saves: list[OperationStats]) -> OperationStats | None:
+    """The last save that every rank finished."""
+    return next((save for save in reversed(saves) if save.outcome == "ok" and save.wall), None)

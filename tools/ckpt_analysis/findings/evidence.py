@@ -1,0 +1,57 @@
+"""What the rules look at: the statistics, the ranks' own numbers and the spans of one run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import polars as pl
+
+from tools.ckpt_analysis.frame import Frames
+from tools.ckpt_analysis.rank_tables import RankTables
+from tools.ckpt_analysis.results import OperationStats, PhaseStats, Spread, StartStats
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """`hosts` holds cycle, rank, host; `probes` is what `probe_values.read_probes` returns."""
+
+    saves: list[OperationStats]
+    loads: list[OperationStats]
+    starts: list[StartStats]
+    frames: Frames
+    tables: RankTables
+    hosts: pl.DataFrame
+    probes: pl.DataFrame
+
+    @property
+    def operations(self) -> list[tuple[str, OperationStats | StartStats]]:
+        """Every save, load and start that has a wall time, with its kind: "save", "load" or "start"."""
+        finished: list[tuple[str, OperationStats | StartStats]] = []
+        finished += [("save", save) for save in self.saves if save.wall and save.outcome == "ok"]
+        finished += [("load", load) for load in self.loads if load.wall and load.outcome == "ok"]
+        finished += [("start", start) for start in self.starts if start.time_to_first_step]
+        return finished
+
+
+def phase_of(stats: OperationStats | StartStats, phase: str, detail: str | None = None) -> PhaseStats | None:
+    """A phase of an operation, or a detail of it; None if no rank has a span of it."""
+    for candidate in stats.phases:
+        if candidate.name == phase:
+            if detail is None:
+                return candidate
+            return next((d for d in candidate.details if d.name == detail), None)
+    return None
+
+
+def name_of(kind: str, stats: OperationStats | StartStats) -> str:
+    """How a finding names an operation: "save global_step5 of cycle 0"."""
+    if isinstance(stats, StartStats):
+        return f"{'restart' if stats.is_restart else 'launch'} of cycle {stats.cycle}"
+    tag = f" {stats.tag}" if stats.tag else ""
+    return f"{kind}{tag} of cycle {stats.cycle}"
+
+
+def median_of(time: Spread) -> float:
+    """The median in s. A trace always has it; imported logs may not, and the rules do not see those."""
+    assert time.median_s is not None
+    return time.median_s

@@ -1,0 +1,157 @@
+"""Rules on who is slower than the others: ranks, hosts, and whom a barrier waited for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polars as pl
+
+from tools.ckpt_analysis.findings.comparisons import against_median, slow_hosts, slow_ranks, what_held_up
+from tools.ckpt_analysis.findings.evidence import Evidence, median_of, name_of, phase_of
+from tools.ckpt_analysis.findings.rule import Observation, Thresholds
+from tools.ckpt_analysis.formatting import plural, seconds
+from tools.ckpt_analysis.results import OperationStats
+
+_NAMED = 5  # of more stragglers in one kind of operation the worst are named
+_EXPLAINED = 0.75  # of the excess in time: if a rank moved so much more bytes, these explain it
+_UNEVEN = (
+    "It is not slow, it has more to do: look at Files for what it writes, and spread it over more ranks "
+    "(another TP x PP x DP split, or an engine with one file per rank such as --checkpoint-engine lazy)."
+)
+
+_LATE_LOAD = (
+    "Speed up the rank that is waited for (see Barriers and Ranks): no engine loads in the background."
+)
+
+
+def straggling_ranks(e: Evidence, limits: Thresholds) -> list[Observation]:
+    """Ranks that work much longer than the median rank, but for those on a host that is slow as a whole."""
+    hosts = rank_hosts(e)
+    slow = slow_ranks(e.tables.walls, limits).join(hosts, on=["group", "rank"], how="left")
+    slow = slow.join(slow_hosts(e.tables.walls, hosts), on=["group", "host"], how="anti")
+    found = []
+    for rows in _worst(slow, "rank"):
+        row = rows.row(0, named=True)
+        rank, operation = row["rank"], row["operation"]
+        phase, theirs, usual = against_median(e.tables, row["group"], [rank])
+        moved = _times_the_bytes(e, row["group"], rank)
+        text = (
+            f"{_operation(e, row['group'])}: {seconds(row['own_ns'] / 1e9)} s of its own against "
+            f"{seconds(row['usual_ns'] / 1e9)} s of the median rank; most of it in {phase} "
+            f"({seconds(theirs)} s against {seconds(usual)} s)"
+        )
+        text += f"; it moved {moved:.1f} times the median rank's bytes" if moved else ""
+        found.append(
+            Observation(
+                title=f"Rank {rank} on {row['host']} is slower than the others in "
+                + _how_often(e, rows, operation),
+                evidence=text,
+                cost_s=row["excess_ns"] / 1e9,
+                data={"operation": operation, "rank": rank, "host": row["host"], "phase": phase}
+                | {"own_s": row["own_ns"] / 1e9, "median_s": row["usual_ns"] / 1e9, "times": rows.height},
+                advice=_UNEVEN if moved and moved >= _EXPLAINED * row["own_ns"] / row["usual_ns"] else None,
+            )
+        )
+    return found
+
+
+def straggling_hosts(e: Evidence, limits: Thresholds) -> list[Observation]:
+    """Hosts whose ranks work longer than the ranks of other hosts."""
+    hosts = rank_hosts(e)
+    found = []
+    for rows in _worst(slow_hosts(e.tables.walls, hosts, limits), "host"):
+        row = rows.row(0, named=True)
+        group, host, operation = row["group"], row["host"], row["operation"]
+        theirs = hosts.filter((pl.col("group") == group) & (pl.col("host") == host))["rank"].to_list()
+        phase, slow_s, usual_s = against_median(e.tables, group, theirs)
+        found.append(
+            Observation(
+                title=f"Host {host} ({plural(len(theirs), 'rank')}) is slower than the others in "
+                + _how_often(e, rows, operation),
+                evidence=f"{_operation(e, group)}: its median rank works {seconds(row['own_ns'] / 1e9)} s, those "
+                f"of the other hosts {seconds(row['usual_ns'] / 1e9)} s; most of it in {phase} "
+                f"({seconds(slow_s)} s against {seconds(usual_s)} s)",
+                cost_s=row["excess_ns"] / 1e9,
+                data={"operation": operation, "host": host, "ranks": theirs, "phase": phase}
+                | {"own_s": row["own_ns"] / 1e9, "median_s": row["usual_ns"] / 1e9, "times": rows.height},
+            )
+        )
+    return found
+
+
+def barrier_skew(e: Evidence, limits: Thresholds) -> list[Observation]:
+    """Saves and loads in which most ranks spend much of their time waiting for others, while training waits."""
+    worst: dict[str, tuple[float, OperationStats]] = {}
+    for kind, stats in e.operations:
+        barrier = phase_of(stats, "barrier")
+        if not isinstance(stats, OperationStats) or stats.wall is None or barrier is None:
+            continue
+        waited = median_of(barrier.time)
+        if barrier.blocking == "none" or waited < limits["least_s"]:
+            continue
+        if waited >= limits["share"] * median_of(stats.wall) and waited > worst.get(kind, (0.0, stats))[0]:
+            worst[kind] = (waited, stats)
+    return [_skew(e, kind, stats, waited) for kind, (waited, stats) in worst.items()]
+
+
+def _skew(e: Evidence, kind: str, stats: OperationStats, waited: float) -> Observation:
+    assert stats.wall is not None
+    last = _waited_for(e, stats.group)
+    why = what_held_up(e.tables, e.frames.operations, stats.group, last, waited)
+    return Observation(
+        title=f"Half of all ranks wait {100 * waited / median_of(stats.wall):.0f} % of a {kind} or more for others",
+        evidence=f"{name_of(kind, stats)}: the median rank waits {seconds(waited)} s of "
+        f"{seconds(stats.wall.median_s)} s; rank {last} waits least, so it was waited for: {why}",
+        cost_s=waited,
+        data={"operation": kind, "cycle": stats.cycle, "median_wait_s": waited, "waited_for": last},
+        advice=_LATE_LOAD if kind == "load" else None,
+    )
+
+
+def rank_hosts(e: Evidence) -> pl.DataFrame:
+    """group, rank, host of every operation."""
+    return (
+        e.frames.operations.select("group", "cycle", "rank")
+        .join(e.hosts, on=["cycle", "rank"])
+        .select("group", "rank", "host")
+    )
+
+
+def _worst(slow: pl.DataFrame, who: str) -> list[pl.DataFrame]:
+    """Rows of each (operation, who), worst operation first; of each operation those with the largest excess."""
+    ordered = slow.sort("excess_ns", "group", who, descending=[True, False, False])
+    parts = ordered.partition_by("operation", who, maintain_order=True)
+    taken: dict[str, list[pl.DataFrame]] = {}
+    for part in parts:
+        taken.setdefault(part["operation"][0], []).append(part)
+    return [part for those in taken.values() for part in those[:_NAMED]]
+
+
+def _operation(e: Evidence, group: int) -> str:
+    for kind, stats in e.operations:
+        if stats.group == group:
+            return name_of(kind, stats)
+    row = e.frames.operations.filter(pl.col("group") == group).row(0, named=True)
+    return f"{row['operation']} of cycle {row['cycle']}"
+
+
+def _how_often(e: Evidence, rows: pl.DataFrame, operation: str) -> str:
+    total = e.tables.walls.filter(pl.col("operation") == operation)["group"].n_unique()
+    return f"{rows['group'].n_unique()} of {plural(total, operation)}"
+
+
+def _times_the_bytes(e: Evidence, group: int, rank: int) -> float | None:
+    """Bytes that the rank moved over those of the median rank; None if unknown."""
+    rows = e.frames.operations.filter(pl.col("group") == group).select("rank", "bytes")
+    mine: Any = rows.filter(pl.col("rank") == rank)["bytes"][0]
+    usual: Any = rows["bytes"].median()
+    return mine / usual if mine and usual else None
+
+
+def _waited_for(e: Evidence, group: int) -> int:
+    """The rank that waited least in barriers: of equals the lowest."""
+    waited = e.tables.phases.filter(
+        (pl.col("group") == group) & (pl.col("phase") == "barrier") & (pl.col("detail") == "")
+    )
+    ranks = e.tables.walls.filter(pl.col("group") == group).select("rank").join(waited, on="rank", how="left")
+    return ranks.with_columns(pl.col("busy_ns").fill_null(0)).sort("busy_ns", "rank")["rank"][0]
