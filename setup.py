@@ -20,7 +20,13 @@ INSTALL_REQUIRES = [
     "isal>=1.7",  # CRC32 with carry-less multiplication: an order of magnitude faster than zlib's
 ]
 
-ANALYSIS = ["polars>=2.0", "tqdm>=4.60", "scipy>=1.15"]  # scipy: tests of comparisons, Lambert's function
+ANALYSIS = [
+    "polars>=2.0",
+    "tqdm>=4.60",
+    "scipy>=1.15",  # tests of comparisons, Lambert's function
+    "plotly>=6.0",  # only the plotly.js that it brings
+    "Jinja2>=3.1",
+]
 TENSORBOARD = ["tensorboard>=2.15"]
 ENGINES = ["torchsnapshot==0.1.0"]
 DEV = [
@@ -33,6 +39,7 @@ DEV = [
     "pyright[nodejs]>=1.1.390",  # the extra brings its own Node.js
     "safetensors>=0.4",
     "pandas>=2.2",  # tools.ckpt_analysis.bench compares itself with it
+    "playwright>=1.49",  # drives the system's Chromium; brings no browser
 ]
 
 setup(
@@ -48,6 +55,7 @@ setup(
     # The explicit root makes an editable install one plain path entry. Without it setuptools installs an
     # import hook, which every process of a training run would load at start-up.
     package_dir={"": "."},
+    package_data={"tools.ckpt_analysis.html": ["templates/*"]},
     py_modules=["pretrain_gpt"],
     install_requires=INSTALL_REQUIRES,
     extras_require={

@@ -50,7 +50,7 @@ drill() {
 # The drill has had the report made, as report.json; this is the one for people.
 analyse() {
     local status=0
-    run_tool tools.ckpt_analysis "$1/trace" | tee "$1/report.txt" || status=$?
+    run_tool tools.ckpt_analysis "$1/trace" --output "$1" | tee "$1/report.txt" || status=$?
     # Findings are part of the report; only an analysis that could not run fails the demonstration.
     ((status < 2)) || die "the analysis of $1/trace could not run"
 }
@@ -61,7 +61,7 @@ summary() {
 Measured: every save, the kill at iteration $KILL_AT and the restart of $WORLD_SIZE ranks, phase by phase, by the ranks
 themselves, in $SECONDS s after the set-up. A phase's duration is that of its slowest rank.
 
-  report    $1/report.txt and report.json
+  report    $1/ckpt_report.html, report.txt and report.json
   drill     $1/drill.json (docs/restart_drill.md says what is in it)
   trace     $1/trace (docs/log_format.md says what is in it)
   logs      $1/logs

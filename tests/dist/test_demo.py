@@ -57,6 +57,7 @@ def test_killed_and_resumed_training_is_measured_and_exact(tmp_path: Path) -> No
     assert restart["lost_steps"] == 3
     assert restart["time_to_first_step_s"] > 0
     assert (demo / "report.txt").read_text() in done.stdout
+    assert "restart_s" in (demo / "ckpt_report.html").read_text()
     assert "Next, try" in done.stdout
 
     # Started again where a checkpoint is, the script only resumes; what there is already is not built again.

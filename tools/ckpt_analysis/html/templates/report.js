@@ -1,0 +1,127 @@
+"use strict";
+(function () {
+  const root = document.documentElement;
+  const plots = JSON.parse(document.getElementById("plots").textContent);
+  const shown = {}; // plot -> index of the variant that is shown
+  const dark = window.matchMedia("(prefers-color-scheme: dark)");
+  // Named one by one: none of them may lead out of this file.
+  const buttons = ["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"];
+  const config = { responsive: true, displaylogo: false, modeBarButtons: [buttons] };
+  const PAPER = 680; // pixels: what A4 and letter have between their margins
+  let printing = false;
+
+  function isDark() {
+    if (printing) return false;
+    return root.dataset.theme ? root.dataset.theme === "dark" : dark.matches;
+  }
+
+  function themed(layout) {
+    const night = isDark();
+    const ink = night ? "#e6e9ed" : "#1b1f24";
+    const grid = night ? "#2c343d" : "#e3e7eb";
+    const axis = { color: ink, gridcolor: grid, linecolor: grid, tickcolor: grid };
+    const result = Object.assign({}, layout, {
+      font: { color: ink, family: getComputedStyle(document.body).fontFamily, size: 13 },
+      paper_bgcolor: "rgba(0,0,0,0)",
+      plot_bgcolor: "rgba(0,0,0,0)",
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: night ? "#7a8591" : "#a0a8b0", activecolor: ink },
+      hoverlabel: { bgcolor: night ? "#1d232a" : "#ffffff", font: { color: ink }, align: "left" },
+    });
+    if (printing) result.width = PAPER;
+    for (const name of Object.keys(layout)) {
+      if (/^[xy]axis\d*$/.test(name)) result[name] = Object.assign({}, axis, layout[name]);
+    }
+    return result;
+  }
+
+  // Marks that are neither a phase nor a series are drawn in the colour of the text.
+  function inked(data) {
+    const ink = isDark() ? "#ffffff" : "#111111";
+    return data.map((trace) =>
+      trace.meta === "ink"
+        ? Object.assign({}, trace, { marker: Object.assign({}, trace.marker, { line: { width: 2.5, color: ink } }) })
+        : trace
+    );
+  }
+
+  function draw(name) {
+    const variant = plots[name][shown[name] || 0];
+    return Plotly.react(document.getElementById(name), inked(variant.data), themed(variant.layout), config);
+  }
+
+  function drawAll() {
+    return Promise.all(Object.keys(plots).map(draw));
+  }
+
+  // One plot after the other, so that the page can be read and scrolled meanwhile.
+  function drawNext(names) {
+    if (!names.length) {
+      root.dataset.drawn = "all";
+      return;
+    }
+    draw(names[0]).then(() => setTimeout(() => drawNext(names.slice(1)), 0));
+  }
+
+  function toggleLabel() {
+    const button = document.getElementById("theme");
+    button.textContent = isDark() ? "Light" : "Dark";
+    button.setAttribute("aria-pressed", String(isDark()));
+    button.setAttribute("aria-label", isDark() ? "Switch to light colours" : "Switch to dark colours");
+  }
+
+  function sortBy(table, column, button) {
+    const header = table.tHead.rows[0].cells;
+    const ascending = header[column].getAttribute("aria-sort") !== "ascending";
+    for (const cell of header) cell.removeAttribute("aria-sort");
+    header[column].setAttribute("aria-sort", ascending ? "ascending" : "descending");
+    const rows = Array.from(table.tBodies[0].rows).map((row) => {
+      const cell = row.cells[column];
+      return { row, number: cell.dataset.order === undefined ? null : Number(cell.dataset.order), text: cell.textContent };
+    });
+    rows.sort((a, b) => {
+      if (a.number === null && b.number === null) {
+        return (ascending ? 1 : -1) * a.text.localeCompare(b.text, undefined, { numeric: true });
+      }
+      if (a.number === null || b.number === null) return a.number === null ? 1 : -1; // unknown last
+      return (ascending ? 1 : -1) * (a.number - b.number);
+    });
+    table.tBodies[0].append(...rows.map((one) => one.row));
+    button.focus();
+  }
+
+  for (const table of document.querySelectorAll("table.sortable")) {
+    Array.from(table.tHead.rows[0].cells).forEach((cell, column) => {
+      const button = cell.querySelector("button");
+      button.addEventListener("click", () => sortBy(table, column, button));
+    });
+  }
+  for (const group of document.querySelectorAll(".variants")) {
+    group.addEventListener("click", (event) => {
+      const button = event.target.closest("button");
+      if (!button) return;
+      for (const other of group.children) other.setAttribute("aria-pressed", String(other === button));
+      shown[group.dataset.plot] = Number(button.dataset.variant);
+      draw(group.dataset.plot);
+    });
+  }
+  document.getElementById("theme").addEventListener("click", () => {
+    root.dataset.theme = isDark() ? "light" : "dark";
+    toggleLabel();
+    drawAll();
+  });
+  dark.addEventListener("change", () => {
+    toggleLabel();
+    drawAll();
+  });
+  window.addEventListener("beforeprint", () => {
+    printing = true;
+    for (const part of document.querySelectorAll("details")) part.open = true;
+    drawAll();
+  });
+  window.addEventListener("afterprint", () => {
+    printing = false;
+    drawAll();
+  });
+  toggleLabel();
+  drawNext(Object.keys(plots));
+})();
