@@ -229,6 +229,16 @@ def test_no_engine_imports_another() -> None:
     assert not wrong
 
 
+def test_pages_are_made_by_the_report_command_alone() -> None:
+    package = "tools.ckpt_analysis.html"
+    importers = {
+        found.importer
+        for found in imports_in("tools.ckpt_analysis")
+        if within(found.target, package) and not within(found.importer, package)
+    }
+    assert importers == {"tools.ckpt_analysis.commands.report"}
+
+
 def test_the_analysis_needs_no_torch() -> None:
     wrong = [
         str(found)
