@@ -18,6 +18,8 @@ _MOST_BANDS = 300
 def draw(run: RunData) -> Content:
     """Time of every step on its slowest rank, with the saves, and steps during saves against the others."""
     steps = _steps(run)
+    if steps.is_empty() and run.report.steps:
+        return Content([_times_alone(run)], [], ["Which steps ran beside a save is not recorded."])
     if steps.is_empty():
         return missing("No training step was recorded.")
     notes, table = _interference(steps)
@@ -47,6 +49,16 @@ def _steps(run: RunData) -> pl.DataFrame:
         .sort("cycle", "step")
         .with_columns((pl.col("step") == pl.col("step").min().over("cycle")).alias("first"))
     )
+
+
+def _times_alone(run: RunData) -> Plot:
+    """Step times of a run that left no more than these (an imported log)."""
+    steps = run.report.steps[-_MOST_POINTS:]
+    data = [
+        line("step time", LINE, x=[s.step for s in steps], y=[s.seconds for s in steps], marker={"size": 5})
+    ]
+    arranged = layout(320, x="training step", y="seconds", yaxis={"rangemode": "tozero"})
+    return plot("Step time", data, arranged, f"Line of the time of {len(steps)} training steps.")
 
 
 def _with_saves(run: RunData) -> pl.DataFrame:

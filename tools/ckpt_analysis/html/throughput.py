@@ -25,10 +25,12 @@ def draw(run: RunData) -> Content:
     report = run.report
     measured = [s for s in report.saves if s.io_GBps is not None or s.blocked_GBps is not None]
     loads = [load for load in report.loads if load.io_GBps is not None]
+    timed = [s for s in report.saves if s.blocked_s is not None]
+    plots = [_blocked(timed)] if len(timed) > 1 else []
     if not measured and not loads:
-        return missing("No save or load counted its bytes, so no throughput can be given.")
+        reason = "No save or load counted its bytes, so no throughput can be given."
+        return Content(plots, [_table(timed)], [reason, *_outliers(timed)]) if timed else missing(reason)
     per_rank = _per_rank(run)
-    plots: list[Plot] = []
     notes: list[str] = []
     if measured:
         plots.append(_total(measured))
@@ -87,6 +89,14 @@ def _over_saves(saves: list[OperationStats], y: str, **more: Any) -> dict[str, A
     if len(names) > 24:
         x |= {"tickmode": "array", "tickvals": names[:: -(-len(names) // 12)]}
     return layout(330, x="saves, in order", y=y, xaxis=x, yaxis={"rangemode": "tozero"}, **more)
+
+
+def _blocked(saves: list[OperationStats]) -> Plot:
+    """How long each save held training up."""
+    y = [save.blocked_s for save in saves]
+    data = [line("blocked_s", SECOND_LINE, x=_names(saves), y=y, marker={"symbol": "square", "size": 7})]
+    description = f"Line of the time that each of {len(saves)} saves blocked training."
+    return plot("Training blocked, over the saves", data, _over_saves(saves, "seconds"), description)
 
 
 def _total(saves: list[OperationStats]) -> Plot:
