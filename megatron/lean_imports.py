@@ -102,6 +102,8 @@ def install() -> None:
     """
     if os.environ.get(DISABLE_VARIABLE) == "1":
         return
+    if any(isinstance(finder, _SubmoduleFinder) for finder in sys.meta_path):
+        return  # they are in place, or have given way
     directory = os.path.join(os.path.dirname(sys.modules["torch"].__file__ or ""), "_dynamo")
     rules = types.SimpleNamespace(clear_lru_cache=_nothing)
     dynamo = {"disable": _disable, "graph_break": _nothing, "trace_rules": rules}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 import os
 import sys
@@ -14,10 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.arguments import exit_with, parse_or_exit
 from megatron.config import Config, ConfigError
+from megatron.heavy_imports import import_everything
 from megatron.restart_trace.clock import now_ns
 from megatron.restart_trace.process import RankIdentity, open_rank_trace
 from megatron.restart_trace.recorder import Recorder
-from megatron.restart_trace.startup import Startup
+from megatron.restart_trace.startup import Startup, preload_of
 from megatron.topology import Layout
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def pretrain(
     except (CheckpointError, ConfigError, OSError, ValueError) as error:
         exit_with(error, rank, every_rank_sees_it=False)
     with startup.phase("imports"):
-        _heavy_imports()
+        import_everything()
     from megatron.training_data import DataError
     from megatron.training_log import set_up_logging
 
@@ -160,24 +160,8 @@ def _open_trace(config: Config, entered_ns: int) -> tuple[Recorder, Startup, int
             f"--restart-trace-dir {trace_dir}: cannot be written to: {error.strerror}; give another directory, or "
             "--restart-trace off"
         ) from error
-    return recorder, Startup(recorder, trace_dir, parallel.rank, cycle, entered_ns), cycle
-
-
-def _heavy_imports() -> None:
-    """All that is slow to import, at once, so that no later phase pays for it."""
-    gc.disable()  # imports make half a million objects and no garbage: collecting between them is wasted
-    from megatron.initialize import freeze_imported_objects, import_heavy
-
-    import_heavy()
-    import megatron.checkpointing
-    import megatron.engine_setup
-    import megatron.model.gpt_model
-    import megatron.training_checkpoints
-    import megatron.training_data
-    import megatron.training_log  # noqa: F401
-
-    freeze_imported_objects()
-    gc.enable()
+    preload = preload_of(os.environ)
+    return recorder, Startup(recorder, trace_dir, parallel.rank, cycle, entered_ns, preload), cycle
 
 
 def _set_up(

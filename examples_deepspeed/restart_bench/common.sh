@@ -7,7 +7,8 @@
 #                                                  the data; random tokens are made where DATA_PATH is unset
 #   EXTRA_ARGS                                     more flags of pretrain_gpt.py, split at white space
 #   WORK_DIR                                       where everything goes (default: runs/NAME in the repository)
-#   LAUNCHER=torchrun|deepspeed|srun HOSTFILE NNODES NODE_RANK GPUS_PER_NODE MASTER_ADDR MASTER_PORT
+#   LAUNCHER=torchrun|deepspeed|srun|fork HOSTFILE NNODES NODE_RANK GPUS_PER_NODE
+#   MASTER_ADDR MASTER_PORT MAX_RESTARTS           the last for LAUNCHER=fork: restarts in place
 #   DEVICE=cuda|cpu                                cpu: for the tiny preset only
 #   SKIP_SETUP=1 PYTHON                            run with this interpreter instead of the repository's .venv
 #   DRY_RUN=1                                      print the command of each node, one per line; touch nothing
@@ -20,6 +21,7 @@ source "$BENCH_DIR/launch/nodes.sh"
 source "$BENCH_DIR/launch/torchrun.sh"
 source "$BENCH_DIR/launch/deepspeed.sh"
 source "$BENCH_DIR/launch/srun.sh"
+source "$BENCH_DIR/launch/fork.sh"
 source "$BENCH_DIR/data.sh"
 
 say() { printf '[%s] %s\n' "${RUN_NAME:-restart_bench}" "$*" >&2; }
@@ -46,7 +48,8 @@ load_settings() {
     : "${SEQ_LENGTH:=2048}" "${MICRO_BATCH:=16}" "${ITERS:=15}" "${SAVE_INTERVAL:=5}"
     : "${GLOBAL_BATCH:=$((MICRO_BATCH * DP))}" "${ENGINE:=torch}" "${LAUNCHER:=torchrun}"
     require_whole_number SEQ_LENGTH MICRO_BATCH ITERS SAVE_INTERVAL GLOBAL_BATCH
-    [[ $LAUNCHER =~ ^(torchrun|deepspeed|srun)$ ]] || die "LAUNCHER=$LAUNCHER: use torchrun, deepspeed or srun"
+    [[ $LAUNCHER =~ ^(torchrun|deepspeed|srun|fork)$ ]] || die "LAUNCHER=$LAUNCHER: use torchrun, deepspeed, srun or fork"
+    [[ $LAUNCHER == fork || -z ${MAX_RESTARTS:-} ]] || die "MAX_RESTARTS=$MAX_RESTARTS: only LAUNCHER=fork restarts in place"
 
     WORLD_SIZE=$((TP * PP * DP))
     RUN_NAME=${MODEL}_tp${TP}_pp${PP}_dp${DP}

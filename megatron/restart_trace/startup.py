@@ -13,15 +13,36 @@ the run had reached before it failed is passed again.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.restart_trace import clock
 from megatron.restart_trace.recorder import Operation, Recorder, SpanHandle
 from megatron.restart_trace.schema import RANK_FILE_PATTERN
 
+PRELOAD_VARIABLE = "RESTART_TRACE_PRELOAD"
 _TAIL_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Preload:
+    """What a launcher did for the ranks that it then forked: monotonic times, ns."""
+
+    started_ns: int  # the launcher's process
+    imports_ns: int  # it began to import
+    done_ns: int  # and was done
+
+    def to_text(self) -> str:
+        """Value of RESTART_TRACE_PRELOAD, by which a rank is told."""
+        return f"{self.started_ns}:{self.imports_ns}:{self.done_ns}"
+
+
+def preload_of(env: Mapping[str, str]) -> Preload | None:
+    """What RESTART_TRACE_PRELOAD tells this rank; None if nothing was imported for its start, or it was not forked."""
+    text = env.get(PRELOAD_VARIABLE)
+    return Preload(*map(int, text.split(":"))) if text else None
 
 
 class Stopwatch:
@@ -39,17 +60,32 @@ class Stopwatch:
 
 
 class Startup:
-    """Start-up phases of one process. `entered_ns` is when its main function was entered (monotonic, ns)."""
+    """Start-up phases of one process. `entered_ns` is when its main function was entered (monotonic, ns).
+
+    A process that was forked for its first start by a launcher which had to import everything begins, as if it had
+    done that itself, with the launcher's start: `preload` says when that was.
+    """
 
     def __init__(
-        self, recorder: Recorder, trace_dir: Path | None, rank: int, cycle: int, entered_ns: int
+        self,
+        recorder: Recorder,
+        trace_dir: Path | None,
+        rank: int,
+        cycle: int,
+        entered_ns: int,
+        preload: Preload | None = None,
     ) -> None:
         self._recorder = recorder
         started = clock.process_start_ns()
-        start_ns = entered_ns if started is None else started
+        own_ns = entered_ns if started is None else started
+        start_ns = own_ns if preload is None else preload.started_ns
         self._operation: Operation | None = recorder.begin("startup", start_ns=start_ns)
         self._reached = reached_iteration(trace_dir, rank, cycle) if trace_dir else None
-        self._operation.add("process_start", None, start_ns, clock.now_ns())
+        if preload is not None:
+            self._operation.add("process_start", None, preload.started_ns, preload.imports_ns)
+            self._operation.add("imports", None, preload.imports_ns, preload.done_ns)
+            own_ns = preload.done_ns
+        self._operation.add("process_start", None, own_ns, clock.now_ns())
         self._first_step_end_ns = 0
         self._op = self._operation
 

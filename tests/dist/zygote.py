@@ -83,9 +83,9 @@ def serve() -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.path.insert(0, str(ROOT))
-    from megatron.training import _heavy_imports
+    from megatron.heavy_imports import import_everything
 
-    _heavy_imports()
+    import_everything()
     import megatron.data.gpt_dataset
     import megatron.tokenizer  # noqa: F401
 

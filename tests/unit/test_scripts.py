@@ -14,6 +14,7 @@ import pytest
 
 from megatron.arguments import config_from_args, parse_args
 from megatron.config import Config
+from megatron.launch.cli import parse_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "examples_deepspeed" / "restart_bench"
@@ -192,6 +193,18 @@ def test_deepspeed_launcher(tmp_path: Path) -> None:
     assert configuration(over_hosts, 8).parallel.data_parallel_size == 1
 
 
+def test_fork_launcher(tmp_path: Path) -> None:
+    (single,) = dry_run(TINY, tmp_path, LAUNCHER="fork", MAX_RESTARTS="3")
+    plan = parse_arguments([*single.launcher[2:], str(ROOT / "pretrain_gpt.py"), *single.training])
+    assert single.launcher[1] == str(ROOT / "megatron" / "launch")
+    assert (plan.nproc_per_node, plan.nnodes, plan.max_restarts, plan.master_port) == (8, 1, 3, None)
+    assert configuration(single, 8).parallel.data_parallel_size == 2
+    nodes = dry_run("run_7b_tp4_pp2.sh", tmp_path, LAUNCHER="fork", GPUS_PER_NODE="4", MASTER_ADDR="node0")
+    plans = [parse_arguments([*node.launcher[2:], str(ROOT / "pretrain_gpt.py")]) for node in nodes]
+    assert [(plan.node_rank, plan.nnodes, plan.rank(1)) for plan in plans] == [(0, 2, 1), (1, 2, 5)]
+    assert {(plan.master_addr, plan.master_port) for plan in plans} == {("node0", 29500)}
+
+
 def test_hostfile_gives_the_nodes(tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts"
     hostfile.write_text("node0 slots=4\nnode1 slots=4")
@@ -221,7 +234,8 @@ def test_too_few_gpus_in_the_hostfile_are_counted(tmp_path: Path) -> None:
     ("script", "settings", "message"),
     [
         ("run_7b_tp4_pp2.sh", {"DP": "two"}, "DP=two: give a whole number"),
-        ("run_7b_tp4_pp2.sh", {"LAUNCHER": "mpirun"}, "LAUNCHER=mpirun: use torchrun, deepspeed or srun"),
+        ("run_7b_tp4_pp2.sh", {"LAUNCHER": "mpirun"}, "LAUNCHER=mpirun: use torchrun, deepspeed, srun or fork"),
+        (TINY, {"MAX_RESTARTS": "1"}, "MAX_RESTARTS=1: only LAUNCHER=fork restarts in place"),
         ("run_7b_tp4_pp2.sh", {"DEVICE": "cpu"}, "DEVICE=cpu: the 7b preset needs GPUs"),
         ("run_7b_tp4_pp2.sh", {"HOSTFILE": "/no/such"}, "HOSTFILE=/no/such: cannot be read"),
         ("run_7b_tp4_pp2.sh", {"DRY_RUN": "1", "GPUS_PER_NODE": "3"}, "set GPUS_PER_NODE to a divisor of 8"),
@@ -244,7 +258,7 @@ def test_bad_settings_are_named(script: str, settings: dict[str, str], message: 
 # In place of the interpreter: notes its arguments; node FAIL_NODE fails, the others wait to be stopped.
 STAND_IN = """#!/usr/bin/env bash
 while (($#)); do
-    case $1 in --node_rank) node=$2 ;; esac
+    case $1 in --node_rank | --node-rank) node=$2 ;; esac
     shift
 done
 echo "$$" >"$NOTES/started_$node"
@@ -254,8 +268,10 @@ until [[ -e $NOTES/started_$((1 - node)) ]]; do sleep 0.02; done
 """
 
 
-@pytest.mark.parametrize("fail_node", ["", "0", "1"])
-def test_torchrun_over_a_hostfile(fail_node: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "fail_node"), [("torchrun", ""), ("torchrun", "0"), ("torchrun", "1"), ("fork", "1")]
+)
+def test_one_launcher_per_host_of_a_hostfile(launcher: str, fail_node: str, tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(STAND_IN)
     python.chmod(0o755)
@@ -271,6 +287,7 @@ def test_torchrun_over_a_hostfile(fail_node: str, tmp_path: Path) -> None:
         PYTHON=str(python),
         DATA_PATH="/given",
         KILL_AT="none",
+        LAUNCHER=launcher,
         SAVE_DIR=str(tmp_path / "save"),
         NOTES=str(tmp_path),
         FAIL_NODE=fail_node,

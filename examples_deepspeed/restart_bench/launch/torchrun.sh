@@ -1,4 +1,5 @@
 # Launching with torchrun; sourced by common.sh. One command per node; over HOSTFILE they are started through ssh.
+# launch/fork.sh starts its commands in the same way.
 
 torchrun_num_commands() { echo "$NNODES"; }
 
@@ -17,14 +18,18 @@ torchrun_command() {
 }
 
 torchrun_launch() {
-    if ((${#HOSTS[@]} > 0 && NNODES > 1)) && [[ -z ${NODE_RANK:-} ]]; then
-        torchrun_launch_over_hosts
-        return
-    fi
     if ((NNODES == 1)); then
         : "${MASTER_PORT:=$(free_port)}"
     fi
-    torchrun_command "${NODE_RANK:-0}"
+    launch_per_node
+}
+
+launch_per_node() {
+    if ((${#HOSTS[@]} > 0 && NNODES > 1)) && [[ -z ${NODE_RANK:-} ]]; then
+        launch_over_hosts
+        return
+    fi
+    node_command "${NODE_RANK:-0}"
     exec "${COMMAND[@]}"
 }
 
@@ -37,11 +42,11 @@ stop_jobs() {
 }
 
 # Node 0 is the first host. When one node's command ends badly, those of the others are stopped.
-torchrun_launch_over_hosts() {
+launch_over_hosts() {
     local node pid pids=() status=0
     trap stop_jobs EXIT
     for ((node = 0; node < NNODES; node++)); do
-        torchrun_command "$node"
+        node_command "$node"
         if is_this_host "${HOSTS[node]}"; then
             "${COMMAND[@]}" &
         else

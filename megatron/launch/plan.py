@@ -1,0 +1,28 @@
+"""What is to be launched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The ranks of this node. A `master_port` of None: on one node, a free one for every start."""
+
+    script: str
+    arguments: tuple[str, ...]
+    nproc_per_node: int
+    nnodes: int
+    node_rank: int
+    master_addr: str
+    master_port: int | None
+    max_restarts: int
+    shutdown_timeout_s: float
+
+    @property
+    def world_size(self) -> int:
+        return self.nnodes * self.nproc_per_node
+
+    def rank(self, local_rank: int) -> int:
+        """Global rank of a local one."""
+        return self.node_rank * self.nproc_per_node + local_rank

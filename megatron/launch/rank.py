@@ -1,0 +1,83 @@
+"""What a forked process does to be the rank that a launcher would have started afresh."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import signal
+import sys
+from typing import NoReturn
+
+from megatron.launch.plan import Plan
+from megatron.launch.process_environment import publish
+from megatron.restart_trace.startup import PRELOAD_VARIABLE, Preload
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def rank_environment(
+    plan: Plan, local_rank: int, restart: int, port: int, preloaded: Preload | None
+) -> dict[str, str]:
+    """What a rank has in its environment beside the launcher's own: torchrun's names, and DeepSpeed's LOCAL_SIZE."""
+    rank = plan.rank(local_rank)
+    found = {
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "GROUP_RANK": plan.node_rank,
+        "WORLD_SIZE": plan.world_size,
+        "LOCAL_WORLD_SIZE": plan.nproc_per_node,
+        "GROUP_WORLD_SIZE": plan.nnodes,
+        "LOCAL_SIZE": plan.nproc_per_node,
+        "MASTER_ADDR": plan.master_addr,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RESTART_COUNT": restart,
+        "TORCHELASTIC_MAX_RESTARTS": plan.max_restarts,
+    }
+    text = {name: str(value) for name, value in found.items()}
+    text["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    return text | ({PRELOAD_VARIABLE: preloaded.to_text()} if preloaded is not None else {})
+
+
+def become_rank(
+    plan: Plan, local_rank: int, restart: int, port: int, launcher: int, preloaded: Preload | None
+) -> NoReturn:
+    """Run the script as the rank; raises SystemExit with its exit code, or what the script raises."""
+    os.setsid()  # as from torchrun: what the rank starts is found by its process group
+    _end_with_the_launcher(launcher)
+    os.environ.pop(PRELOAD_VARIABLE, None)
+    os.environ.update(rank_environment(plan, local_rank, restart, port, preloaded))
+    refused = publish(os.environ)
+    if refused and local_rank == 0:
+        print(
+            f"[launch] the kernel does not let processes show their environment ({refused}): what looks for RANK in "
+            "/proc/PID/environ does not find the ranks",
+            file=sys.stderr,
+            flush=True,
+        )
+    _check_cuda()
+    sys.argv = [plan.script, *plan.arguments]
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    runpy.run_path(plan.script, run_name="__main__")
+    raise SystemExit(0)
+
+
+def _end_with_the_launcher(launcher: int) -> None:
+    """Have the kernel end this rank when the launcher is gone, however it went."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+    if os.getppid() != launcher:  # it was gone before
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _check_cuda() -> None:
+    """Raises SystemExit if CUDA would refuse to work in this process."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda._is_in_bad_fork():
+        print(
+            "[launch] error: CUDA was initialised before the ranks were forked (is NVML missing?), and cannot be used "
+            "in them; use torchrun",
+            file=sys.stderr,
+            flush=True,
+        )
+        raise SystemExit(1)

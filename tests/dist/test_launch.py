@@ -1,0 +1,123 @@
+"""megatron.launch over real trainings: a restart in place and one of the whole launch, both exact and accounted for."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.dist.harness import ROOT, losses, records, wait_for
+from tests.dist.test_restart_drill import TRAINING, cycles
+
+LAUNCHER = [sys.executable, str(ROOT / "megatron" / "launch"), "--nproc-per-node", "2"]
+MARK = "LAUNCH_TEST"
+
+
+def marked(out: Path) -> list[psutil.Process]:
+    """Processes of a test's launch."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(MARK) == str(out):
+                found.append(process)
+    return found
+
+
+def environment(out: Path) -> dict[str, str]:
+    kept = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    return kept | {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", MARK: str(out)}
+
+
+def committed(trace: Path) -> bool:
+    """Whether rank 0 of the first launch has a checkpoint and trains on."""
+    found = records(trace, 0, 0) if trace.exists() else []
+    saved = [r["step"] for r in found if r["type"] == "operation_end" and r["operation"] == "save"]
+    return bool(saved) and any(r["type"] == "iteration" and r["step"] > saved[0] for r in found)
+
+
+def spans(trace: Path, cycle: int, phase: str) -> list[dict[str, Any]]:
+    """Start-up spans of a phase on rank 1."""
+    found = [r for r in records(trace, cycle, 1) if r["type"] == "span" and r["operation"] == "startup"]
+    return [r for r in found if r["phase"] == phase]
+
+
+def start_of(trace: Path, cycle: int) -> tuple[int, int]:
+    """(begin of the start-up, start of the process) of rank 1, ns."""
+    found = records(trace, cycle, 1)
+    (begin,) = [
+        r["start_ns"] for r in found if r["type"] == "operation_begin" and r["operation"] == "startup"
+    ]
+    return begin, found[0]["process_start_ns"]
+
+
+@pytest.mark.slow
+def test_ranks_that_are_killed_go_on_in_place(tmp_path: Path, dataset: list[str]) -> None:
+    shared_memory = set(os.listdir("/dev/shm"))
+    save, trace = tmp_path / "save", tmp_path / "save" / "restart_trace"
+    saving = ["--save", str(save), "--load", str(save), "--verify-restored-state", "--train-iters", "40"]
+    command = [*LAUNCHER, "--max-restarts", "1", str(ROOT / "pretrain_gpt.py"), *dataset, *TRAINING, *saving]
+    with (tmp_path / "log").open("wb") as log:
+        job = subprocess.Popen(
+            command, cwd=tmp_path, env=environment(tmp_path), stdout=log, stderr=subprocess.STDOUT
+        )
+    try:
+        wait_for(lambda: committed(trace), 60.0, "a checkpoint")
+        ranks = [process for process in marked(tmp_path) if "RANK" in process.environ()]
+        assert len(ranks) == 2
+        for process in ranks:
+            process.send_signal(signal.SIGKILL)
+        assert job.wait(100) == 0, (tmp_path / "log").read_text()[-4000:]
+    finally:
+        for process in marked(tmp_path):
+            process.kill()
+        job.wait(30)
+    assert marked(tmp_path) == []
+    assert set(os.listdir("/dev/shm")) == shared_memory
+    before, after = losses(trace, 0, 1), losses(trace, 1, 1)
+    repeated = set(before) & set(after)
+    assert max(after) == 40 and repeated and all(before[step] == after[step] for step in repeated)
+
+    # The first start has the launcher's imports in it, the second has none and begins with the fork.
+    begin, forked = start_of(trace, 0)
+    first, *_ = spans(trace, 0, "imports")
+    assert begin < first["start_ns"] < first["end_ns"] <= forked + 10_000_000 and first["blocking"]
+    assert sum(span["duration_ns"] for span in spans(trace, 0, "process_start")) >= forked - first["end_ns"]
+    begin, forked = start_of(trace, 1)
+    assert begin == forked
+    imports = sum(span["duration_ns"] for span in spans(trace, 1, "imports"))
+    assert imports < 0.2 * first["duration_ns"], "something is imported again in a restart"
+
+
+@pytest.mark.slow
+def test_a_relaunch_is_verified_and_accounted_for_by_the_drill(tmp_path: Path, dataset: list[str]) -> None:
+    out = tmp_path / "drill"
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "tools.restart_drill", "--fault", "sigkill-all", "--at", "mid-step", "--out", str(out),
+            "--quiet", "--time-limit", "60", "--", *LAUNCHER, str(ROOT / "pretrain_gpt.py"), *dataset, *TRAINING,
+        ],
+        env=environment(out), cwd=ROOT, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert marked(out) == []
+    (cycle,) = cycles(out)
+    phases = cycle["phases"]
+    assert cycle["processes"] == 2 and cycle["exit_code"] == 1 and cycle["verified"]
+    assert sum(phases.values()) == pytest.approx(cycle["restart_s"])
+    assert min(phases.values()) > -0.011, phases  # the kernel tells the start of the launcher to 10 ms
+    assert cycle["accounted"] >= 0.98, phases
+    found = [
+        r for r in records(out / "trace", cycle=1, rank=0) if r["type"] == "span" and r["phase"] == "imports"
+    ]
+    assert phases["imports"] >= found[0]["duration_ns"] / 1e9 > 0, "the launcher's imports have vanished"
+    assert json.loads((out / "drill.json").read_text())["cycles"]
