@@ -106,7 +106,7 @@ def check_newest(config: Config, layout: Layout, vocab_size: int) -> int:
     costs no start-up. All else is left to the load. Raises OSError if --load cannot be listed.
     """
     padded = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, layout.tp)
-    found = _newest_with_manifest(config)
+    found = newest_with_manifest(config)
     if found is None or found.manifest is None:
         return padded
     engine = found.manifest.engine
@@ -121,7 +121,8 @@ def check_newest(config: Config, layout: Layout, vocab_size: int) -> int:
     return padded
 
 
-def _newest_with_manifest(config: Config) -> Candidate | None:
+def newest_with_manifest(config: Config) -> Candidate | None:
+    """The checkpoint that a load most likely tries first; None without --load or a readable manifest there."""
     options = config.checkpoint
     if options.load is None or not Path(options.load).is_dir():
         return None

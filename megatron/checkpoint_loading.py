@@ -122,6 +122,8 @@ def _load_candidate(
     error: str | None = None
     manifest = candidate.manifest
     direct: DirectLoad | None = None
+    if ctx.prefetch is not None:
+        ctx.prefetch.hand_over(op, candidate.directory)
     try:
         with op.span("discover"):
             elsewhere = check_candidate(

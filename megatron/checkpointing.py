@@ -14,7 +14,7 @@ import logging
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron import checkpoint_commit as commit
 from megatron import checkpoint_layout as names
@@ -37,6 +37,9 @@ from megatron.restart_trace.clock import now_ns
 from megatron.restart_trace.recorder import Operation, Recorder
 from megatron.tensor_hashes import tensor_hashes
 
+if TYPE_CHECKING:
+    from megatron.checkpoint_prefetch import Prefetch
+
 __all__ = ["Checkpointer", "engine_options", "load_checkpoint", "save_checkpoint"]
 
 logger = logging.getLogger(__name__)
@@ -55,6 +58,7 @@ class Checkpointer:
     checkpoint_engine: CheckpointEngine
     attempt: str  # unique to this launch: names temporary directories
     run_id: str = ""
+    prefetch: Prefetch | None = None  # of --prefetch-on-start
     commit_control: ControlPlane | None = None  # for the commits of an asynchronous engine, made by a thread
     background: BackgroundSaves = field(default_factory=BackgroundSaves, init=False)
     last_saved_step: int | None = field(default=None, init=False)

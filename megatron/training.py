@@ -21,6 +21,7 @@ from megatron.restart_trace.startup import Startup, preload_of
 from megatron.topology import Layout
 
 if TYPE_CHECKING:
+    from megatron.checkpoint_prefetch import Prefetch
     from megatron.checkpoint_state import Progress
     from megatron.exit_conditions import ExitConditions
     from megatron.training_checkpoints import CheckpointSaves
@@ -65,10 +66,12 @@ def pretrain(
 
         allow_injected_faults()
     from megatron.checkpoint_engines.errors import CheckpointError, EngineUnavailableError
+    from megatron.checkpoint_prefetch import start_prefetch
 
     try:
         vocabulary = _check_before_imports(config)
         recorder, startup, cycle = _open_trace(config, entered_ns)
+        prefetch = start_prefetch(config, _layout(config))
     except (CheckpointError, ConfigError, OSError, ValueError) as error:
         exit_with(error, rank, every_rank_sees_it=False)
     with startup.phase("imports"):
@@ -80,8 +83,8 @@ def pretrain(
     config.log_notes(logger)
     try:
         trainer = _set_up(
-            config, recorder, startup, cycle, vocabulary, datasets_provider, model_provider, batch_fn
-        )
+            config, recorder, startup, cycle, vocabulary, prefetch, datasets_provider, model_provider, batch_fn
+        )  # fmt: skip
         _train_to_the_last_commit(trainer)
     except (CheckpointError, ConfigError, DataError, EngineUnavailableError) as error:
         recorder.close()
@@ -170,11 +173,13 @@ def _set_up(
     startup: Startup,
     cycle: int,
     vocabulary: _Vocabulary,
+    prefetch: Prefetch | None,
     datasets_provider: Callable[..., Any],
     model_provider: Callable[..., Any],
     batch_fn: Callable[..., Any],
 ) -> Trainer:
     """Bring everything up to the first iteration; collective."""
+    from megatron.checkpoint_layout import layer_file
     from megatron.checkpoint_state import Progress
     from megatron.control_plane import ControlPlane
     from megatron.engine_setup import build_engine, runtime_facts
@@ -190,10 +195,13 @@ def _set_up(
     control = ControlPlane(runtime.rank, runtime.layout.world_size, runtime.control_group)
     with phase_apart_from_communicators(startup, "model_build"), printed_as_debug():
         model = model_provider(config, vocabulary.padded, runtime)
+    if prefetch is not None:
+        prefetch.also([layer_file(number, runtime.coordinates.tp) for number, _ in model.numbered_layers()])
     eod = vocabulary.eod if config.data.eod_mask_loss else None
     with phase_apart_from_communicators(startup, "engine_init"), printed_as_debug():
         engine = build_engine(config, model, functools.partial(batch_fn, eod_token=eod))
         checkpointer = build_checkpointer(config, runtime, control, recorder, cycle, vocabulary[:2])
+        checkpointer.prefetch = prefetch
     facts = runtime_facts(engine, runtime, config)
     recorder.write(
         "runtime",
@@ -203,6 +211,8 @@ def _set_up(
     )
     _mark_ranges(recorder, config, runtime.device)
     progress = restore(checkpointer, engine) if config.checkpoint.load else None
+    if prefetch is not None:
+        prefetch.close()
     if progress is None:
         with startup.phase("model_build"):
             initialize_state(checkpointer, engine)

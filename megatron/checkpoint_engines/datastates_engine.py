@@ -33,7 +33,7 @@ from megatron.checkpoint_engines.base import (
 from megatron.checkpoint_engines.datastates_library import GIB, Library, find_library, open_library
 from megatron.checkpoint_engines.datastates_state import Apart, key_of, pickled_of, put_together, take_apart
 from megatron.checkpoint_engines.errors import CheckpointDamagedError
-from megatron.checkpoint_engines.host_cache import available_memory
+from megatron.checkpoint_engines.host_memory import available_memory
 from megatron.checkpoint_engines.timed_files import TimedReader
 from megatron.config import ConfigError
 from megatron.restart_trace.clock import now_ns

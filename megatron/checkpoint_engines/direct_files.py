@@ -6,7 +6,6 @@ Where a file system refuses, `auto` falls back to buffered I/O and says so once 
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import mmap
@@ -15,12 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.checkpoint_engines.host_memory import resident_pages
+
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 4096
 _HUGE_PAGE = 2 << 20
 _told: set[Path] = set()
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class DirectIOError(OSError):
@@ -115,13 +115,7 @@ class ResidentPages:
     """Which parts of a file lay in the page cache (mincore(2)) when this was made: to read around it is slower."""
 
     def __init__(self, fd: int) -> None:
-        size = os.fstat(fd).st_size
-        mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        pages = np.empty(-(-size // mmap.PAGESIZE), dtype=np.uint8)
-        address = np.frombuffer(mapping, dtype=np.uint8).ctypes.data
-        if _libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data)):
-            raise OSError(ctypes.get_errno(), "mincore failed")
-        self._there = pages & 1
+        self._there = np.frombuffer(resident_pages(fd), dtype=np.uint8)
 
     def share(self, start: int, stop: int) -> float:
         """Share of the pages of [start, stop) that were there, 0 to 1; `start` is a multiple of the page size."""

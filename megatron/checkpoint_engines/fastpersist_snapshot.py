@@ -20,7 +20,7 @@ import torch
 
 from megatron.checkpoint_engines.base import FileState
 from megatron.checkpoint_engines.errors import CheckpointSaveError
-from megatron.checkpoint_engines.host_cache import available_memory
+from megatron.checkpoint_engines.host_memory import available_memory
 from megatron.checkpoint_engines.host_staging import check_loadable, is_part_of_storage, survey
 
 _ALIGNMENT = 64

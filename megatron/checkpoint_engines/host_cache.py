@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from megatron.checkpoint_engines.direct_files import ALIGNMENT, aligned_memory
+from megatron.checkpoint_engines.host_memory import available_memory
 from megatron.config.errors import ConfigError
 
 DEFAULT_IO_THREADS = 4
@@ -158,15 +158,3 @@ class HostCache:
         with self._condition:
             self._made -= len(self._free)
             self._free.clear()
-
-
-def available_memory() -> int:
-    """Bytes of host memory that can be had without swapping: what the kernel and this process's cgroup say."""
-    text = Path("/proc/meminfo").read_text()
-    available = int(text.split("MemAvailable:")[1].split()[0]) * 1024
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        return available if limit == "max" else min(available, int(limit) - used)
-    except (OSError, ValueError):  # no cgroup v2 here
-        return available

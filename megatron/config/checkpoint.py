@@ -16,6 +16,7 @@ _NEED_LOAD = (
     "finetune",
     "exit_on_missing_checkpoint",
     "allow_start_over",
+    "prefetch_on_start",
 )
 
 
@@ -63,6 +64,14 @@ class CheckpointConfig:
         "engine lazy",
         choices=("auto", "on", "off"),
     )
+    prefetch_on_start: bool = flag(
+        False, "read the rank's part of the checkpoint into the page cache while the process starts"
+    )
+    prefetch_limit: float | None = flag(
+        None,
+        "page cache, GiB per rank, that --prefetch-on-start may fill (default: half of the rank's share of the free "
+        "memory)",
+    )
     checksum: str = flag(
         "crc32",
         "checksum computed while saving, where the file format has none of its own",
@@ -98,7 +107,20 @@ class CheckpointConfig:
         if self.io_block_size <= 0 or (self.io_block_size * 256) % 1:
             refuse("--io-block-size", self.io_block_size, "must be a multiple of 4 KiB (0.00390625)")
         require_one_of("--direct-io", self.direct_io, ("auto", "on", "off"))
+        self._check_prefetch()
         require_one_of("--checksum", self.checksum, ("crc32", "none"))
         require_one_of("--checkpoint-verify", self.verify_checkpoint, ("checksum", "size"))
         if self.load_tag is not None and ("/" in self.load_tag or self.load_tag in ("", ".", "..")):
             refuse("--load-tag", self.load_tag, "must name one directory inside --load, as global_step5")
+
+    def _check_prefetch(self) -> None:
+        require_positive("--prefetch-limit", self.prefetch_limit)
+        if self.prefetch_limit is not None and not self.prefetch_on_start:
+            refuse(
+                "--prefetch-limit", self.prefetch_limit, "does nothing without --prefetch-on-start; add it"
+            )
+        if self.prefetch_on_start and self.direct_io == "on":
+            raise ConfigError(
+                "--prefetch-on-start reads into the page cache, and --direct-io on reads around it: drop one of "
+                "them, or use --direct-io auto"
+            )

@@ -67,6 +67,8 @@ class Operation:
         self.num_files: int | None = None
         self.durable: bool | None = None
         self.failure: str | None = None
+        self._read_ahead = 0  # bytes
+        self._lock = threading.Lock()  # of _read_ahead
         recorder.write("operation_begin", **self._labels, **self._engine, start_ns=start_ns)
 
     def label(self, *, tag: str | None = None, step: int | None = None, engine: str | None = None) -> None:
@@ -113,8 +115,9 @@ class Operation:
         num_bytes: int | None = None,
         blocking: bool = True,
         error: str | None = None,
+        thread: str | None = None,
     ) -> None:
-        """Record a span that was measured elsewhere.
+        """Record a span that was measured elsewhere, by `thread` if not by this one.
 
         `duration_ns` is given where several phases alternate within one window (a serializer that calls the
         writer): then each states the time it really took, and together they are at most the window.
@@ -123,6 +126,8 @@ class Operation:
         problems = check_phase(self._labels["operation"], phase, detail)
         if problems:
             raise ValueError(problems[0])
+        if detail == "read" and blocking and num_bytes:
+            num_bytes -= self._take_read_ahead(num_bytes)
         optional = {"detail": detail, "file": file, "bytes": num_bytes, "error": error}
         self._recorder.write(
             "span",
@@ -132,9 +137,23 @@ class Operation:
             start_ns=start_ns,
             end_ns=end_ns,
             duration_ns=end_ns - start_ns if duration_ns is None else duration_ns,
-            thread=threading.current_thread().name,
+            thread=thread or threading.current_thread().name,
             blocking=blocking,
         )
+
+    def was_read_ahead(self, num_bytes: int) -> None:
+        """Of what this load is going to read, `num_bytes` were read from storage before it, as background spans say.
+
+        Its own spans of `read` count so many fewer: those bytes come from the page cache, and none counts twice.
+        """
+        with self._lock:
+            self._read_ahead += num_bytes
+
+    def _take_read_ahead(self, num_bytes: int) -> int:
+        with self._lock:
+            taken = min(num_bytes, self._read_ahead)
+            self._read_ahead -= taken
+            return taken
 
     def event(self, phase: str, detail: str) -> None:
         """A notice: a moment of this operation that is no span, such as which library really writes."""
@@ -283,6 +302,9 @@ class NullOperation(Operation):
         return _NullSpan()
 
     def add(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def was_read_ahead(self, num_bytes: int) -> None:
         return None
 
     def event(self, phase: str, detail: str) -> None:

@@ -83,7 +83,8 @@ def startup_spans(
         )
     )
     as_details = (
-        frames.spans.filter(pl.col("operation") == "load")
+        # What was read ahead, before the load, delayed nothing.
+        frames.spans.filter((pl.col("operation") == "load") & pl.col("blocking"))
         .drop("group", "operation_start_ns", "operation_end_ns")
         .join(loads.select(*_PLACE, "op_id"), on=[*_PLACE, "op_id"], how="semi")
         .join(window, on=_PLACE, how="inner")
