@@ -149,6 +149,11 @@ ALLOWED = {
     ),
     "tools.page_cache": (),
     "megatron.injected_faults": (),
+    "tools.restart_speed": (
+        "megatron.restart_trace",
+        "tools.restart_drill.launch",
+        "tools.ckpt_overhead.report",
+    ),
     "tools.preprocess_data": ("megatron.data", "megatron.tokenizer"),
     "tools.build_corpus": (),
     "tools.make_synthetic_dataset": ("megatron.data",),

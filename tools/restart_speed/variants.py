@@ -1,0 +1,119 @@
+"""What is compared: the same training under four ways of launching it again."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+_PRESET = ROOT / "examples_deepspeed" / "restart_bench" / "run_tiny_tp2_pp2_dp2.sh"
+TP, PP = 2, 2  # of the preset
+SAVE_INTERVAL = 5
+ITERATIONS = 40  # more than a sample needs: nothing ends by itself before it is struck
+_VOCABULARY = 4096  # tokens of tools.build_corpus's tokenizer; a multiple of what it would be padded to
+
+BASELINE = "plain"
+# Name -> what it is.
+VARIANTS = {
+    "torchrun": "the demonstration, relaunched with torchrun",
+    "fork": "the demonstration, relaunched with megatron.launch",
+    "fork-in-place": "the demonstration, its ranks started again by megatron.launch --max-restarts",
+    BASELINE: "a plain DeepSpeed script of the same model, relaunched with torchrun",
+}
+
+
+class MeasurementError(RuntimeError):
+    """A training did not do what was expected of it; the message holds the end of what it printed."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all variants have in common."""
+
+    directory: Path
+    dp: int
+    engine: str
+
+    @property
+    def world_size(self) -> int:
+        return TP * PP * self.dp
+
+    @property
+    def data(self) -> Path:
+        return self.directory / "data"
+
+    @property
+    def global_batch(self) -> int:
+        return 4 * self.dp  # as the preset has it: two micro-batches of 2 samples for each replica
+
+
+def restarts_in_place(variant: str) -> bool:
+    """Whether the launcher outlives the failure of its ranks."""
+    return variant == "fork-in-place"
+
+
+def prepare_data(setting: Setting) -> None:
+    """Make corpus, tokenizer and dataset of the demonstration. Raises MeasurementError."""
+    model = setting.data / "tokenizer.model"
+    build = ["tools.build_corpus", "--output-dir", str(setting.data)]
+    tokenize = [
+        "tools.preprocess_data", "--input", str(setting.data / "corpus.jsonl"),
+        "--output-prefix", str(setting.data / "corpus"), "--tokenizer-type", "GPTSentencePieceTokenizer",
+        "--tokenizer-model", str(model), "--append-eod", "--document-sizes", "exact", "--workers", "2",
+    ]  # fmt: skip
+    for module in (build, tokenize):
+        done = subprocess.run([sys.executable, "-m", *module], cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            raise MeasurementError(f"{module[0]} failed: {done.stderr[-2000:]}")
+
+
+def command(variant: str, setting: Setting, save: Path) -> list[str]:
+    """The command that launches `variant`, which saves to and resumes from `save`."""
+    return _plain(setting, save) if variant == BASELINE else _demonstration(variant, setting, save)
+
+
+def _demonstration(variant: str, setting: Setting, save: Path) -> list[str]:
+    """What the preset's script would run: it is asked."""
+    settings = {
+        "DRY_RUN": "1", "KILL_AT": "none", "DEVICE": "cpu", "SKIP_SETUP": "1", "PYTHON": sys.executable,
+        "WORK_DIR": str(setting.directory), "SAVE_DIR": str(save), "DP": str(setting.dp), "ENGINE": setting.engine,
+        "ITERS": str(ITERATIONS), "SAVE_INTERVAL": str(SAVE_INTERVAL),
+        "NODE_RANK": "0",  # each launch gets its identity from its environment
+    }  # fmt: skip
+    if variant == "torchrun":
+        settings |= {"LAUNCHER": "torchrun", "MASTER_PORT": str(_free_port())}
+    else:
+        settings |= {"LAUNCHER": "fork", "MAX_RESTARTS": "1" if restarts_in_place(variant) else "0"}
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+    done = subprocess.run(["bash", str(_PRESET)], env=kept | settings, capture_output=True, text=True)
+    if done.returncode:
+        raise MeasurementError(f"{_PRESET.name} failed: {done.stderr[-2000:]}")
+    return shlex.split(done.stdout)
+
+
+def _plain(setting: Setting, save: Path) -> list[str]:
+    environment = {
+        "PYTHONUNBUFFERED": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+        "CUDA_VISIBLE_DEVICES": "", "LOCAL_SIZE": str(setting.world_size),
+    }  # fmt: skip
+    return [
+        "env", *(f"{name}={value}" for name, value in environment.items()),
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc_per_node", str(setting.world_size),
+        "--rdzv_backend", "static", "--master_addr", "127.0.0.1", "--master_port", str(_free_port()),
+        "--max_restarts", "0", str(Path(__file__).with_name("plain_deepspeed.py")),
+        "--data", str(setting.data / "corpus_text_document"), "--save", str(save),
+        "--tensor-parallel", str(TP), "--pipeline-parallel", str(PP), "--vocab-size", str(_VOCABULARY),
+        "--global-batch", str(setting.global_batch), "--iterations", str(ITERATIONS),
+        "--save-interval", str(SAVE_INTERVAL),
+    ]  # fmt: skip
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
