@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
+
+# Of other packages, what a rank imports in passing somewhere in its start. One that is not there is not needed.
+_IN_PASSING = (
+    "deepspeed.module_inject.auto_ep_layer", "numpy.random", "psutil", "sentencepiece",
+    "torch.profiler._cupti_monitor", "torch.utils.serialization",
+)  # fmt: skip
 
 
 def import_everything() -> None:
@@ -12,7 +20,9 @@ def import_everything() -> None:
 
     import_heavy()
     import megatron.checkpointing
+    import megatron.data.gpt_dataset
     import megatron.engine_setup
+    import megatron.exit_conditions
     import megatron.model.gpt_model
     import megatron.training_checkpoints
     import megatron.training_data
@@ -20,3 +30,22 @@ def import_everything() -> None:
 
     freeze_imported_objects()
     gc.enable()
+
+
+def import_for_forks() -> None:
+    """`import_everything`, and what a rank imports before and after that: for a process that will only be forked."""
+    import_everything()
+    import megatron.checkpoint_engines.lazy_engine
+    import megatron.checkpoint_engines.torch_engine
+    import megatron.checkpoint_prefetch
+    import megatron.preflight
+    import megatron.restart_trace.probes
+    import megatron.tokenizer.sentence_piece
+    import megatron.tokenizer.tokenizer  # noqa: F401
+    from megatron.restart_trace.process import versions
+
+    versions()  # which takes a look at every installed package; it is kept
+    for name in _IN_PASSING:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.freeze()

@@ -35,9 +35,9 @@ def preload(plan: Plan, started_ns: int) -> Preload:
     # NumPy's BLAS starts threads as it is loaded. DeepSpeed asks devices for their properties as it is imported,
     # which would initialise CUDA.
     with _variables(OPENBLAS_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", LOCAL_SIZE=local_size):
-        from megatron.heavy_imports import import_everything
+        from megatron.heavy_imports import import_for_forks
 
-        import_everything()
+        import_for_forks()
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads > 1:
         raise PreloadError(

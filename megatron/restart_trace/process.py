@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import socket
@@ -40,6 +41,7 @@ class RankIdentity:
     layout: tuple[int, int, int]  # (TP, PP, DP)
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Versions of Python and of installed packages that matter to a restart; imports none of them."""
     found = {"python": platform.python_version(), "kernel": platform.release()}
