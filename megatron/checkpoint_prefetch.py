@@ -132,7 +132,8 @@ class Prefetch:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             there = resident_pages(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # the kernel reads further ahead
+            # Just what is asked for: the kernel's own reading ahead, megabytes of it, knows of no limit.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
             for at, length in _blocks(_stretches(fd, path, lambda state: _is_mine(state, my_optimizer_file))):
                 missing = min(
                     length,
