@@ -14,7 +14,12 @@ from megatron.checkpoint_engines.errors import (
     EngineUnavailableError,
     UnknownEngineError,
 )
-from megatron.checkpoint_engines.registry import check_engine_name, create_engine, is_redistributable
+from megatron.checkpoint_engines.registry import (
+    check_engine_name,
+    create_engine,
+    is_redistributable,
+    redistributable_engines,
+)
 from megatron.config import Config, padded_vocab_size
 from megatron.restart_trace.recorder import NullOperation
 from megatron.topology import Layout
@@ -27,6 +32,7 @@ _SHAPE = (
 
 
 _LARGEST_TP = 128
+_FILES_OF_TORCH = ("torch", "fastpersist", "fastpersist-decoupled")  # engines whose files DeepSpeed can read
 
 
 def model_identity(config: Config, padded_vocab_size: int) -> dict[str, Any]:
@@ -71,13 +77,25 @@ def check_candidate(
             "saved it, or another --load"
         )
     if elsewhere and (redistributable is False or candidate.manifest is None):
+        *others, last = redistributable_engines()
         raise CheckpointMismatchError(
             f"{candidate.directory}: saved on {their_layout}, but this run is {layout}, and only a checkpoint of "
-            "--checkpoint-engine lazy or torch can be loaded onto another layout: start with "
+            f"--checkpoint-engine {', '.join(others)} or {last} can be loaded onto another layout: start with "
             f"--tensor-model-parallel-size {their_layout.tp} --pipeline-model-parallel-size {their_layout.pp} on "
             f"{their_layout.world_size} ranks"
         )
+    if elsewhere and candidate.manifest is not None and config.checkpoint.redistribute == "universal":
+        _check_universal(candidate.directory, candidate.manifest.engine)
     return elsewhere
+
+
+def _check_universal(directory: Path, engine: str) -> None:
+    if engine not in _FILES_OF_TORCH:
+        *others, last = _FILES_OF_TORCH
+        raise CheckpointMismatchError(
+            f"--redistribute universal: DeepSpeed converts files of torch.save, and {directory} was saved with "
+            f"--checkpoint-engine {engine}; drop the flag, or load a checkpoint of {', '.join(others)} or {last}"
+        )
 
 
 def cannot_be_read(directory: Path, engine: str, why: str) -> CheckpointMismatchError:

@@ -23,7 +23,7 @@ from megatron.checkpoint_engines.errors import (
 )
 from megatron.checkpoint_engines.registry import create_engine
 from megatron.checkpoint_state import Progress, live_state, restore_state, restore_tied_weights
-from megatron.redistribute.direct import DirectLoad
+from megatron.redistribute.loading import load_elsewhere
 from megatron.restart_trace.recorder import Operation
 from megatron.tensor_hashes import compare_hashes
 
@@ -121,7 +121,7 @@ def _load_candidate(
     states: dict[str, Any] = {}
     error: str | None = None
     manifest = candidate.manifest
-    direct: DirectLoad | None = None
+    elsewhere = False
     if ctx.prefetch is not None:
         ctx.prefetch.hand_over(op, candidate.directory)
     try:
@@ -129,10 +129,7 @@ def _load_candidate(
             elsewhere = check_candidate(
                 candidate, ctx.config, place.layout, ctx.padded_vocab_size, reader.redistributable
             )
-        if elsewhere:
-            direct = DirectLoad(engine, place, ctx.config, ctx.vocab_size, candidate, op)
-            direct.read(reader)
-        else:
+        if not elsewhere:
             with op.span("discover"):
                 live = live_state(engine, place, with_optimizer, reader.loads_in_place)
                 _check_wanted(candidate, [file.name for file in live])
@@ -140,6 +137,8 @@ def _load_candidate(
             states = reader.load_into(live, candidate.directory, expected, op)
     except (CheckpointDamagedError, OSError) as exc:
         error = str(exc)
+    if elsewhere:
+        return _load_elsewhere(ctx, reader, engine, candidate, op)
     with op.span("barrier"):
         failed = ctx.control.agree(error)
     if failed:
@@ -147,14 +146,6 @@ def _load_candidate(
         for reason in reasons:
             _report_rejected(ctx, reason)
         return reasons
-    if direct is not None:
-        unverified = options.verify_checkpoint == "checksum" or options.verify_restored_state
-        if unverified and ctx.control.rank == 0:
-            logger.warning(
-                "%s was saved on another layout: the checksums and hashes of its tensors, of which a rank reads parts, "
-                "are not verified", candidate.tag,
-            )  # fmt: skip
-        return direct.apply()
     with op.span("load", "host_to_device"):
         progress = restore_state(engine, place, states, ctx.config)
         states.clear()  # giving gigabytes back to the system takes its time: here, where it is accounted for
@@ -165,6 +156,17 @@ def _load_candidate(
     if manifest is None:
         logger.info("%s has no manifest (upstream wrote it): its checksums cannot be verified", candidate.tag)
     return progress
+
+
+def _load_elsewhere(
+    ctx: Checkpointer, reader: CheckpointEngine, engine: Any, candidate: commit.Candidate, op: Operation
+) -> Progress | list[str]:
+    """As `_load_candidate`, of a checkpoint that was saved on another layout."""
+    loaded = load_elsewhere(engine, ctx.place, ctx.config, ctx.vocab_size, candidate, reader, ctx.control, op)
+    if not isinstance(loaded, Progress):
+        for reason in loaded:
+            _report_rejected(ctx, reason)
+    return loaded
 
 
 def _check_wanted(candidate: commit.Candidate, wanted: list[str]) -> None:

@@ -20,7 +20,7 @@ from megatron.arguments import namespace_from_config
 from megatron.checkpoint_engines.base import FileState
 from megatron.checkpoint_engines.errors import CheckpointMismatchError
 from megatron.checkpoint_placements import add_placements, layer_modules
-from megatron.config import Config
+from megatron.config import Config, ModelConfig
 from megatron.tensor_parallel.random import get_rng_state, set_rng_state
 from megatron.topology import Coordinates, Layout
 
@@ -118,44 +118,67 @@ def client_state(config: Config, vocab_sizes: tuple[int, int], progress: Progres
         "checkpoint_version": 3.0,
         "iteration": progress.iteration,
         "tokens": args.consumed_train_tokens,
-        "universal_checkpoint_info": universal_checkpoint_info(config, *vocab_sizes),
+        "universal_checkpoint_info": universal_checkpoint_info(
+            config.model, config.parallel.tensor_model_parallel_size, *vocab_sizes
+        ),
     }
 
 
-def universal_checkpoint_info(config: Config, vocab_size: int, padded_vocab_size: int) -> dict[str, Any]:
-    """Patterns by which DeepSpeed's universal checkpoint knows how each parameter is split."""
-    model = config.model
+def universal_checkpoint_info(
+    model: ModelConfig, tp: int, vocab_size: int, padded_vocab_size: int
+) -> dict[str, Any]:
+    """Patterns by which DeepSpeed's universal checkpoint knows how each parameter is split over `tp` ranks.
+
+    Version 0.4 of deepspeed/checkpoint (constants.py, ds_to_universal.py). Upstream's patterns split fused QKV as one
+    matrix; and they leave out row parallelism where TP is 1, so that a larger TP splits along the wrong dimension.
+    """
     tied = not model.untie_embeddings_and_output_weights
     vocabulary = (
         ["tied_modules.embed.word_embeddings.weight"]
         if tied
         else [r"\d+.word_embeddings.weight", r"\d+.lm_head.weight"]
     )
-    info: dict[str, Any] = {
+    norm_parts = ["weight", "bias"] if model.normalization == "layernorm" else ["weight"]
+    replicated = [
+        rf"\d+.{prefix}{part}"
+        for part in norm_parts
+        for prefix in ("input_layernorm.", "post_attention_layernorm.", "")
+    ]
+    if model.add_bias_linear:
+        replicated += [r"\d+.self_attention.dense.bias", r"\d+.mlp.dense_4h_to_h.bias"]
+    if model.add_position_embedding:
+        replicated.append(r"(tied_modules.embed|\d+).position_embeddings.weight")
+    linear_parts = ["weight", "bias"] if model.add_bias_linear else ["weight"]
+    query, kv = (
+        model.kv_channels * heads for heads in (model.num_attention_heads, model.num_key_value_heads)
+    )
+    fused = {rf"\d+.self_attention.query_key_value.{part}": (query, kv, kv) for part in linear_parts}
+    return {
         "universal_checkpoint_version": 0.4,
         "original_vocab_size": vocab_size,
         "padded_vocab_size": padded_vocab_size,
         "vocabulary_parameter_patterns": vocabulary,
         "pipeline_replicated_parameter_patterns": vocabulary if tied else [],
-        "parameter_with_2_sub_params_cat_dim_0": [r"\d+.mlp.dense_h_to_4h.weight"] if model.swiglu else [],
-    }
-    if config.parallel.tensor_model_parallel_size > 1:
-        parts = ["weight", "bias"] if model.normalization == "layernorm" else ["weight"]
-        replicated = [
-            rf"\d+.{prefix}{part}"
-            for part in parts
-            for prefix in ("input_layernorm.", "post_attention_layernorm.", "")
-        ]
-        if model.add_bias_linear:
-            replicated += [r"\d+.self_attention.dense.bias", r"\d+.mlp.dense_4h_to_h.bias"]
-        if model.add_position_embedding:
-            replicated.append(r"(tied_modules.embed|\d+).position_embeddings.weight")
-        info["tp_replicated_parameter_patterns"] = replicated
-        info["parameter_with_row_parallelism_patterns"] = [
+        "tp_replicated_parameter_patterns": replicated,
+        "parameter_with_row_parallelism_patterns": [
             r"\d+.mlp.dense_4h_to_h.weight",
             r"\d+.self_attention.dense.weight",
-        ]
-    return info
+        ],
+        "parameter_with_2_sub_params_cat_dim_0": [rf"\d+.mlp.dense_h_to_4h.{part}" for part in linear_parts]
+        if model.swiglu
+        else [],
+        "parameter_with_sub_params": [
+            {
+                "patterns": [pattern],
+                "shape": (sizes, model.hidden_size) if pattern.endswith("weight") else (sizes,),
+                "partition_dim": 0,
+            }
+            for pattern, sizes in fused.items()
+        ],
+        "sub_param_shard_widths": {
+            pattern: [[size // tp] * tp for size in sizes] for pattern, sizes in fused.items()
+        },
+    }
 
 
 def restore_state(engine: Any, place: RankPlace, states: Mapping[str, Any], config: Config) -> Progress:

@@ -18,7 +18,7 @@ _REFUSED_SECTIONS = {
     "checkpoint.writer": _USE_ENGINE,
     "datastates": _USE_ENGINE,
     "nebula": _USE_ENGINE,
-    "checkpoint.load_universal": "resume with the TP, PP and DP that the checkpoint was saved with",
+    "checkpoint.load_universal": "another layout needs no conversion; --redistribute universal makes one",
     "optimizer": "use --optimizer, --lr, --weight-decay and --adam-beta1/2",
     "scheduler": "use --lr-decay-style and the other --lr flags",
     "curriculum_learning": "the batch has a constant shape here",

@@ -155,7 +155,7 @@ _SINGLE: dict[str, str] = {
     "--no-pipeline-parallel": "training always runs through the pipeline engine; "
     "--pipeline-model-parallel-size 1 is the run without pipeline parallelism",
     "--use-checkpoint-args": "give the arguments of the run again; loading says which of them differ",
-    "--universal-checkpoint": "resume with the TP, PP and DP that the checkpoint was saved with",
+    "--universal-checkpoint": "another layout needs no conversion; --redistribute universal makes one",
     "--no-initialization": "weights are always initialized before a checkpoint is loaded; drop it",
     "--reset-iteration": "use --finetune",
     "--skip-train": "evaluation runs while training; use --eval-interval and --eval-iters",

@@ -73,10 +73,21 @@ class SavedFile:
 
 
 @dataclass(frozen=True)
+class CheckedBytes:
+    """Bytes [start, stop) of a file, and the CRC-32 (zlib's) that they were saved with. `name` is for messages."""
+
+    name: str
+    start: int
+    stop: int
+    crc32: int
+
+
+@dataclass(frozen=True)
 class PlacedTensor:
     """A tensor of a checkpoint with its placement (megatron.checkpoint_placements).
 
-    Its elements lie in the file at `path`, in order, from byte `start` on.
+    Its elements lie in the file at `path`, in order, from byte `start` on. `checked` are the bytes that it is part of
+    and that have a checksum; None: it was saved without, or is not to be verified.
     """
 
     path: Path
@@ -84,6 +95,7 @@ class PlacedTensor:
     dtype: torch.dtype
     start: int
     placement: Mapping[str, Any]
+    checked: CheckedBytes | None = None
 
 
 def files_of(state_name: str, files: Mapping[str, SavedFile]) -> list[SavedFile]:
@@ -214,7 +226,8 @@ class CheckpointEngine(ABC):
     ) -> Any:
         """As `load` of one state, but tensors may be on the device "meta": all that have dimensions.
 
-        Where no placements are stored, `torch_files.position_in_file` tells where a tensor lies that is.
+        What is returned is verified (--checkpoint-verify). Where no placements are stored,
+        `torch_files.position_in_file` tells where a tensor lies that is on "meta".
         """
         raise NotImplementedError(f"{type(self).__name__} cannot load onto another layout")
 

@@ -29,7 +29,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
@@ -40,12 +40,13 @@ from megatron.checkpoint_engines.base import (
     FileState,
     PendingSave,
     SavedFile,
+    check_size,
 )
 from megatron.checkpoint_engines.errors import CheckpointSaveError, EngineUnavailableError
 from megatron.checkpoint_engines.fastpersist_process import Failure, Reply, Request
 from megatron.checkpoint_engines.fastpersist_snapshot import Capture, SharedMemory
 from megatron.checkpoint_engines.fastpersist_writer import WriterNotice, choose_writer
-from megatron.checkpoint_engines.torch_files import read_state
+from megatron.checkpoint_engines.torch_files import read_state, read_values
 from megatron.restart_trace.recorder import Operation
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class FastPersistDecoupledEngine(CheckpointEngine):
 
     name = "fastpersist-decoupled"
     asynchronous: ClassVar[bool] = True
+    redistributable: ClassVar[bool] = True
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
@@ -98,6 +100,13 @@ class FastPersistDecoupledEngine(CheckpointEngine):
 
     def _load_file(self, path: Path, expected: SavedFile | None, op: Operation) -> Any:
         return read_state(path, expected, self.options.verify_checksums, op)
+
+    def load_values(
+        self, name: str, directory: Path, expected: Mapping[str, SavedFile], op: Operation
+    ) -> Any:
+        path, file = directory / name, expected.get(name)
+        check_size(path, file)
+        return read_values(path, file, self.options.verify_checksums, op)
 
     def close(self) -> None:
         if self._process is not None:

@@ -7,13 +7,20 @@ own load, torch.load without an allow-list, cannot read what DeepSpeed saves). f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from megatron.checkpoint_engines.base import CheckpointEngine, EngineOptions, FileState, SavedFile
+from megatron.checkpoint_engines.base import (
+    CheckpointEngine,
+    EngineOptions,
+    FileState,
+    SavedFile,
+    check_size,
+)
 from megatron.checkpoint_engines.fastpersist_writer import StateWriter, WriterNotice
 from megatron.checkpoint_engines.host_staging import Staging, stage_on_host
-from megatron.checkpoint_engines.torch_files import read_state
+from megatron.checkpoint_engines.torch_files import read_state, read_values
 from megatron.restart_trace.recorder import Operation
 
 
@@ -25,6 +32,7 @@ class FastPersistEngine(CheckpointEngine):
     """
 
     name = "fastpersist"
+    redistributable: ClassVar[bool] = True
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
@@ -46,3 +54,10 @@ class FastPersistEngine(CheckpointEngine):
 
     def _load_file(self, path: Path, expected: SavedFile | None, op: Operation) -> Any:
         return read_state(path, expected, self.options.verify_checksums, op)
+
+    def load_values(
+        self, name: str, directory: Path, expected: Mapping[str, SavedFile], op: Operation
+    ) -> Any:
+        path, file = directory / name, expected.get(name)
+        check_size(path, file)
+        return read_values(path, file, self.options.verify_checksums, op)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ import torch
 
 from megatron.checkpoint_engines import lazy_format, state_skeleton
 from megatron.checkpoint_engines.base import (
+    CheckedBytes,
     CheckpointEngine,
     EngineOptions,
     FileState,
@@ -112,17 +114,22 @@ class LazyEngine(CheckpointEngine):
         with ThreadPoolExecutor(_HEADER_THREADS) as pool:
             opened = list(pool.map(lambda file: self._open_checked(directory / file.name, file, op), files))
         return [
-            PlacedTensor(
-                directory / file.name,
-                entry.name,
-                entry.dtype,
-                contents.data_start + entry.start,
-                entry.placement,
-            )
+            self._placed(directory / file.name, contents.data_start, entry, entry.placement)
             for file, contents in zip(files, opened, strict=True)
             for entry in contents.entries.values()
             if entry.placement is not None
         ]
+
+    def _placed(
+        self, path: Path, data_start: int, entry: lazy_format.TensorEntry, placement: dict[str, Any]
+    ) -> PlacedTensor:
+        start = data_start + entry.start
+        checked = None
+        if self.options.verify_checksums and entry.crc32 is not None:
+            checked = CheckedBytes(
+                f"tensor {entry.name}", start, start + entry.num_bytes, int(entry.crc32, 16)
+            )
+        return PlacedTensor(path, entry.name, entry.dtype, start, placement, checked)
 
     def load_values(
         self, name: str, directory: Path, expected: Mapping[str, SavedFile], op: Operation
@@ -131,7 +138,8 @@ class LazyEngine(CheckpointEngine):
         contents = self._open_checked(path, file, op)
         entries = contents.tensors_of(name)
         wanted = Wanted(path, contents, [entry for entry in entries if entry.placement is None])
-        tensors = Reader(self.options, op).read([wanted], {}, self._arena)
+        options = replace(self.options, io_threads=1)  # a few kilobytes
+        tensors = Reader(options, op).read([wanted], {}, self._arena)
         for entry in entries:
             if entry.placement is not None:
                 tensors[path, entry.name] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")

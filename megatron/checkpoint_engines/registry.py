@@ -52,11 +52,13 @@ _ENGINES = {
         f"{_PACKAGE}.fastpersist_engine",
         "FastPersistEngine",
         "DeepSpeed's checkpoint writer, in the training process",
+        redistributable=True,
     ),
     "fastpersist-decoupled": EngineEntry(
         f"{_PACKAGE}.fastpersist_decoupled_engine",
         "FastPersistDecoupledEngine",
         "DeepSpeed's checkpoint writer, in a process of its own",
+        redistributable=True,
     ),
     "torchsnapshot": EngineEntry(
         f"{_PACKAGE}.torchsnapshot_engine",
@@ -125,6 +127,11 @@ def is_redistributable(name: str) -> bool | None:
     None for an engine of another package, which has to be imported to know.
     """
     return _ENGINES[name].redistributable if name in _ENGINES else None
+
+
+def redistributable_engines() -> list[str]:
+    """Names of the engines of this project whose checkpoints can be loaded onto another layout."""
+    return [name for name, entry in _ENGINES.items() if entry.redistributable]
 
 
 def engine_class(name: str) -> type[CheckpointEngine]:

@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from isal import isal_zlib
 
 from megatron.checkpoint_engines import safe_unpickling
-from megatron.checkpoint_engines.base import SavedFile
+from megatron.checkpoint_engines.base import SavedFile, check_size
 from megatron.checkpoint_engines.errors import CheckpointDamagedError
 from megatron.checkpoint_engines.timed_files import TimedReader, VerifyingReader
-from megatron.checkpoint_engines.zip_records import ALGORITHM, directory_checksum
+from megatron.checkpoint_engines.zip_records import ALGORITHM, Record, directory_checksum, read_records
 from megatron.restart_trace.clock import now_ns
 from megatron.restart_trace.recorder import Operation
+
+_BLOCK = 1 << 20
 
 
 def write_state(state: Any, file: Any) -> None:
@@ -57,38 +60,95 @@ def read_values(path: Path, expected: SavedFile | None, verify: bool, op: Operat
     """The state saved in `path` without its tensors: they are on "meta", but for those without dimensions.
 
     Of the others `position_in_file` tells where they lie. With `verify` the table of checksums is checked against
-    `expected`. Raises CheckpointDamagedError as `read_state`.
+    `expected`, and all that is returned against the table. Raises CheckpointDamagedError as `read_state`.
     """
-    with op.span("load", "deserialize", file=path.name):
+    with op.span("load", "deserialize", file=path.name), path.open("rb") as file:
+        records: list[Record] = []
         try:
-            if verify and expected is not None:
-                _check_directory(path, expected)
+            if verify:
+                if expected is not None:
+                    _check_directory(path, expected)
+                records = read_records(file)
         except zipfile.BadZipFile as exc:
             raise CheckpointDamagedError(f"{path}: not a complete torch.save file ({exc})") from exc
+        storages = [record for record in records if "/data/" in record.name]
+        _check_records(path, file, [record for record in records if record not in storages])
+        file.seek(0)
+        left_out: set[int] = set()
+        state = _with_values(_load_known_classes(path, file, "meta"), file, left_out)
+        _check_records(path, file, [record for record in storages if record.offset not in left_out])
+        return state
+
+
+def verify_file(path: Path, expected: SavedFile, op: Operation) -> None:
+    """Read a file and check every record of it, and their table against `expected`; nothing is unpickled.
+
+    Raises CheckpointDamagedError as `read_state`.
+    """
+    check_size(path, expected)
+    with op.span("load", "verify", file=path.name), path.open("rb") as file:
+        try:
+            _check_directory(path, expected)
+            records = read_records(file)
+        except zipfile.BadZipFile as exc:
+            raise CheckpointDamagedError(f"{path}: not a complete torch.save file ({exc})") from exc
+        _check_records(path, file, records)
+
+
+def tensor_records(path: Path) -> dict[int, Record]:
+    """The records of a torch.save file by the byte that their data begins at: with `position_in_file`, a tensor's.
+
+    Raises CheckpointDamagedError if the headers of the file are damaged.
+    """
+    try:
         with path.open("rb") as file:
-            return _with_values(_load_known_classes(path, file, "meta"), file)
+            return {record.offset: record for record in read_records(file)}
+    except zipfile.BadZipFile as exc:
+        raise CheckpointDamagedError(f"{path}: not a complete torch.save file ({exc})") from exc
+
+
+def record_in_file(tensor: torch.Tensor) -> int:
+    """First byte of the record of a tensor of `read_values` in its file."""
+    start: Any = (
+        tensor.untyped_storage()._checkpoint_offset
+    )  # torch.load(map_location="meta"), torch 2.7 and later
+    return start
 
 
 def position_in_file(tensor: torch.Tensor) -> int:
     """First byte of a tensor of `read_values` in its file."""
-    # Set by torch.load(map_location="meta"), torch 2.7 and later.
-    start: Any = tensor.untyped_storage()._checkpoint_offset
-    return start + int(tensor.storage_offset()) * tensor.element_size()
+    return record_in_file(tensor) + int(tensor.storage_offset()) * tensor.element_size()
 
 
-def _with_values(state: Any, file: Any) -> Any:
-    """The nest `state` of dicts and lists with its 0-dimensional tensors read from `file`."""
+def _with_values(state: Any, file: Any, left_out: set[int]) -> Any:
+    """The nest `state` of dicts and lists with its 0-dimensional tensors read from `file`.
+
+    The records of the others join `left_out`.
+    """
     if isinstance(state, torch.Tensor):
         if state.dim():
+            left_out.add(record_in_file(state))
             return state
         file.seek(position_in_file(state))
         return torch.frombuffer(bytearray(file.read(state.element_size())), dtype=state.dtype)[0]
     if isinstance(state, dict):
         for key, value in state.items():
-            state[key] = _with_values(value, file)
+            state[key] = _with_values(value, file, left_out)
     if isinstance(state, list):
-        state[:] = [_with_values(value, file) for value in state]
+        state[:] = [_with_values(value, file, left_out) for value in state]
     return state
+
+
+def _check_records(path: Path, file: Any, records: list[Record]) -> None:
+    for record in records:
+        file.seek(record.offset)
+        crc = 0
+        for start in range(0, record.size, _BLOCK):
+            crc = isal_zlib.crc32(file.read(min(_BLOCK, record.size - start)), crc)
+        if crc != record.crc32:
+            raise CheckpointDamagedError(
+                f"{path}: record {record.name} does not have the checksum it was saved with"
+            )
 
 
 def _open(path: Path, expected: SavedFile | None, verify: bool) -> TimedReader:

@@ -83,6 +83,12 @@ class CheckpointConfig:
         names=("--checkpoint-verify",),
         choices=("checksum", "size"),
     )
+    redistribute: str = flag(
+        "direct",
+        "how a checkpoint of another TP x PP x DP layout is loaded; direct: each rank reads its share; universal: "
+        "DeepSpeed's universal checkpoint, converted first",
+        choices=("direct", "universal"),
+    )
     verify_restored_state: bool = flag(
         False, "record a hash of every tensor when saving, and compare them after loading"
     )
@@ -110,6 +116,9 @@ class CheckpointConfig:
         self._check_prefetch()
         require_one_of("--checksum", self.checksum, ("crc32", "none"))
         require_one_of("--checkpoint-verify", self.verify_checkpoint, ("checksum", "size"))
+        require_one_of("--redistribute", self.redistribute, ("direct", "universal"))
+        if self.redistribute == "universal":
+            self._check_universal()
         if self.load_tag is not None and ("/" in self.load_tag or self.load_tag in ("", ".", "..")):
             refuse("--load-tag", self.load_tag, "must name one directory inside --load, as global_step5")
 
@@ -124,3 +133,13 @@ class CheckpointConfig:
                 "--prefetch-on-start reads into the page cache, and --direct-io on reads around it: drop one of "
                 "them, or use --direct-io auto"
             )
+
+    def _check_universal(self) -> None:
+        if self.load is None:
+            raise ConfigError("--redistribute does nothing without --load DIR: add it or drop the flag")
+        for name in ("no_load_optim", "finetune"):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"--redistribute universal restores the optimizer's state, too, and {flag_name(name)} is given; "
+                    "drop one of the two (--redistribute direct can load weights alone)"
+                )

@@ -2,20 +2,22 @@
 
 Masters and moments are read out of the files of all ranks that saved them, wherever the bytes lie that belong to this
 rank's ZeRO-1 partition. So no two DP replicas read the same bytes. The weights are the masters, rounded and gathered
-over the replicas, as after a step of the optimizer. The random state of a rank has no successor on another layout: it
-is seeded anew. Checksums of tensors are not verified: a rank reads parts of them; those of the headers are.
+over the replicas, as after a step of the optimizer. Weights alone (--no-load-optim) all DP replicas hold: each reads
+some of them, and they share these over the network. The ranks verify between them what they read (verifying.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from megatron import checkpoint_layout as names
 from megatron.checkpoint_commit import Candidate, Manifest
-from megatron.checkpoint_engines.base import CheckpointEngine, PlacedTensor
+from megatron.checkpoint_engines.base import CheckpointEngine, PlacedTensor, files_of
+from megatron.checkpoint_engines.errors import CheckpointMismatchError
 from megatron.checkpoint_placements import (
     flat_partitions,
     fragments,
@@ -31,20 +33,39 @@ from megatron.checkpoint_state import (
     restore_tied_weights,
 )
 from megatron.config import Config
-from megatron.redistribute.reading import read_transfers
+from megatron.control_plane import ControlPlane
+from megatron.redistribute.agreement import CheckpointRejectedError, together
+from megatron.redistribute.reading import Reading
 from megatron.redistribute.sources import WEIGHT, SourceIndex
 from megatron.redistribute.targets import Target, plan
 from megatron.redistribute.torch_shards import TorchShards
+from megatron.redistribute.verifying import Piece, Share, damage
 from megatron.restart_trace.recorder import Operation
 from megatron.tensor_parallel.parameter_slice import slice_of
-from megatron.tensor_parallel.random import seed_everything
 from megatron.topology import Layout
 
 _MASTER = "master"
 
 
+@dataclass
+class _Survey:
+    """What a rank, or all of them, found in the old files.
+
+    `tensors`: PlacedTensor, or where there are no placements FlatGroup. `values`: of the first rank that saved the
+    checkpoint, its mp_rank state and, if wanted, its optimizer's; tensors with dimensions may be without data.
+    """
+
+    tensors: list[Any] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+
+
+def _joined(found: list[_Survey]) -> _Survey:
+    """Of all ranks. The tensors are in the order of the ranks that saved them, as each takes a stretch of these."""
+    return _Survey([tensor for mine in found for tensor in mine.tensors], found[0].values)
+
+
 class DirectLoad:
-    """One load onto another layout: `read` on each rank, then, once all ranks have, `apply`."""
+    """One load onto another layout."""
 
     def __init__(
         self,
@@ -67,38 +88,103 @@ class DirectLoad:
         self._with_optimizer = not (options.no_load_optim or options.finetune)
         self._common: dict[str, Any] = {}
         self._shard: dict[str, Any] = {}
+        self._weights: list[Target] = []
 
-    def read(self, reader: CheckpointEngine) -> None:
-        """Read this rank's share into live tensors, and into memory for the moments.
+    def run(self, reader: CheckpointEngine, control: ControlPlane) -> Progress:
+        """Plan, read and verify, apply; collective over all ranks, and raises on all of them as `together`.
 
-        Raises CheckpointDamagedError or OSError for files that cannot be used, CheckpointMismatchError naming what the
-        checkpoint lacks.
+        CheckpointMismatchError, before any tensor is read, names what the checkpoint lacks.
         """
+        reading: list[Reading] = []
+
+        def make_plan() -> Share:
+            reading.append(self._plan(reader, surveyed))
+            return reading[0].share()
+
+        def verify(pieces: list[list[Piece]]) -> None:
+            with self._op.span("load", "verify"):
+                wrong = damage(shares, [piece for mine in pieces for piece in mine], self._directory)
+            if wrong:
+                raise CheckpointRejectedError(wrong)
+
+        surveyed = together(
+            control, self._op, lambda: self._survey(reader, control.rank, control.world_size), _joined
+        )
+        shares = together(control, self._op, make_plan)
+        together(control, self._op, lambda: self._read(reading[0], shares, control.rank), verify)
+        return self._apply()
+
+    def _survey(self, reader: CheckpointEngine, rank: int, world_size: int) -> _Survey:
+        """What the old files hold: each is looked into by one rank, and all hear of it."""
         files = self._manifest.files
         old = Layout(**self._manifest.layout)
         first = old.coordinates(0)
+        optimizer_file = names.optimizer_file(old, first, self._place.params_dtype)
+        if self._with_optimizer and not files_of(optimizer_file, files):
+            raise CheckpointMismatchError(
+                f"{self._directory}: was saved without {optimizer_file}; give --no-load-optim if it was saved with "
+                "--no-save-optim, or load another checkpoint"
+            )
+        found = _Survey()
+        if rank == 0:
+            wanted = [
+                names.model_states_file(old, first),
+                *([optimizer_file] if self._with_optimizer else []),
+            ]
+            found.values = [reader.load_values(name, self._directory, files, self._op) for name in wanted]
         with self._op.span("discover"):
-            index = SourceIndex(self._placed_tensors(reader))
-        self._common = reader.load_values(
-            names.model_states_file(old, first), self._directory, files, self._op
-        )
-        if self._with_optimizer:
-            name = names.optimizer_file(old, first, self._place.params_dtype)
-            saved = reader.load_values(name, self._directory, files, self._op)["optimizer_state_dict"]
-            targets = self._optimizer(saved, index)
-        else:
-            targets = self._weights()
-        with self._op.span("redistribute", "reshard"):
-            transfers = plan(targets, index)
-        options = self._config.checkpoint
-        sizes = {self._directory / name: file.num_bytes for name, file in files.items()}
-        moved = read_transfers(transfers, sizes, options.direct_io, options.io_threads, self._op)
-        self._op.bytes = (self._op.bytes or 0) + moved
-        self._op.num_files = (self._op.num_files or 0) + len({t.source.path for t in transfers})
+            if reader.wants_placements:
+                mine = {name: files[name] for name in _share(sorted(files), rank, world_size)}
+                found.tensors = reader.placed_tensors(self._directory, mine, self._op)
+            elif self._with_optimizer:
+                ranks = _share(range(old.world_size), rank, world_size)
+                shards = self._torch_shards(reader)
+                found.tensors = shards.flat_groups(ranks, self._place.params_dtype)
+        return found
 
-    def apply(self) -> Progress:
+    def _plan(self, reader: CheckpointEngine, surveyed: _Survey) -> Reading:
+        """What this rank reads: into live tensors, and into memory for the moments. `surveyed`: by all ranks."""
+        with self._op.span("discover"):
+            index = SourceIndex(self._placed_tensors(reader, surveyed.tensors))
+        self._common = surveyed.values[0]
+        if self._with_optimizer:
+            targets = self._optimizer(surveyed.values[1]["optimizer_state_dict"], index)
+        else:
+            self._weights = self._live_weights()
+            here = self._place.at.dp
+            targets = [
+                target for target, dp in zip(self._weights, self._readers(), strict=True) if dp == here
+            ]
+        with self._op.span("redistribute", "reshard"):
+            options = self._config.checkpoint
+            sizes = {self._directory / name: file.num_bytes for name, file in self._manifest.files.items()}
+            return Reading(plan(targets, index), sizes, options.direct_io, options.io_threads)
+
+    def _read(self, reading: Reading, shares: list[Share], rank: int) -> list[Piece]:
+        pieces = reading.run(shares, rank, self._op)
+        self._op.bytes = (self._op.bytes or 0) + reading.bytes_read
+        self._op.num_files = (self._op.num_files or 0) + reading.num_files
+        return pieces
+
+    def _readers(self) -> list[int]:
+        """Of each of `_weights`, the DP rank that reads it: the same list on all replicas."""
+        return spread([target.tensor.nbytes for target in self._weights], self._place.layout.dp)
+
+    def _share_weights(self) -> None:
+        """Have the weights that each DP replica has read on all of them; collective over these."""
+        place = self._place
+        if place.layout.dp == 1:
+            return
+        group = self._engine.mpu.get_data_parallel_group()
+        with self._op.span("redistribute", "broadcast"), torch.no_grad():
+            for target, dp in zip(self._weights, self._readers(), strict=True):
+                source = place.layout.rank(place.at.tp, place.at.pp, dp)
+                torch.distributed.broadcast(target.tensor, source, group)
+
+    def _apply(self) -> Progress:
         """Make what was read the state of training; collective over all ranks."""
         engine = self._engine
+        self._share_weights()
         with self._op.span("load", "host_to_device"):
             if self._with_optimizer:
                 restore_optimizer(engine, self._place, self._shard)
@@ -110,16 +196,18 @@ class DirectLoad:
                 engine.optimizer.update_lp_params()
             else:
                 restore_tied_weights(engine, False)
-        self._seed(progress)
         return progress
 
-    def _placed_tensors(self, reader: CheckpointEngine) -> list[PlacedTensor]:
-        if reader.wants_placements:
-            return reader.placed_tensors(self._directory, self._manifest.files, self._op)
+    def _torch_shards(self, reader: CheckpointEngine) -> TorchShards:
         parts = {name: slice_of(param, name) for name, param in self._engine.module.named_parameters()}
-        shards = TorchShards(reader, self._directory, self._manifest, parts, self._vocab_size, self._op)
+        return TorchShards(reader, self._directory, self._manifest, parts, self._vocab_size, self._op)
+
+    def _placed_tensors(self, reader: CheckpointEngine, surveyed: list[Any]) -> list[PlacedTensor]:
+        if reader.wants_placements:
+            return surveyed
+        shards = self._torch_shards(reader)
         if self._with_optimizer:
-            return shards.optimizer_tensors(self._place.params_dtype)
+            return shards.optimizer_tensors(surveyed)
         layers = {
             number: {
                 key: placement["name"]
@@ -129,7 +217,7 @@ class DirectLoad:
         }
         return shards.weights(layers)
 
-    def _weights(self) -> list[Target]:
+    def _live_weights(self) -> list[Target]:
         """The live weights of this stage's layers."""
         targets = []
         for _, layer in layer_modules(self._engine):
@@ -164,15 +252,20 @@ class DirectLoad:
         self._shard = own | of_training | {"base_optimizer_state": {"state": state, "param_groups": groups}}
         return targets
 
-    def _seed(self, progress: Progress) -> None:
-        """Other random numbers than those that training began with, the same on every resume from here."""
-        training, at = self._config.training, self._place.at
-        seed_everything(
-            training.seed + progress.iteration,
-            pp_rank=at.pp,
-            tp_rank=at.tp,
-            dp_offset=10 * at.dp if training.data_parallel_random_init else 0,
-        )
+
+def _share(items: Sequence[Any], rank: int, world_size: int) -> Sequence[Any]:
+    """The part of `items` that `rank` takes: those of all ranks, in their order, are `items` in order."""
+    return items[len(items) * rank // world_size : len(items) * (rank + 1) // world_size]
+
+
+def spread(sizes: Sequence[int], readers: int) -> list[int]:
+    """Which of `readers` takes each of the items of these sizes: the largest first, each to who has the least."""
+    load = [0] * readers
+    found = [0] * len(sizes)
+    for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
+        found[item] = load.index(min(load))
+        load[found[item]] += sizes[item]
+    return found
 
 
 _OF_TRAINING = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")  # else a shard is of its rank

@@ -1,35 +1,42 @@
 """Carries out a redistribution: reads the planned bytes of a checkpoint's files, in parallel, into the live tensors.
 
 Each thread reads stretches of the files through a buffer of its own and copies from there, so the memory needed beside
-the tensors is `threads` x BLOCK. Nothing is read twice, and what lies between the wanted bytes only where it is short.
+the tensors is `threads` x BLOCK. No rank reads a byte twice, and what lies between the wanted bytes only where it is
+short. A stretch is verified and copied while it is in the processor's cache.
+
+With `--direct-io auto` what lies in the page cache is copied from there.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from isal import isal_zlib
 
+from megatron.checkpoint_engines.base import CheckedBytes
 from megatron.checkpoint_engines.direct_files import ALIGNMENT, align_up, aligned_memory
-from megatron.checkpoint_engines.load_sources import OpenFile
-from megatron.redistribute.runs import Array
+from megatron.checkpoint_engines.load_sources import OpenFile, ReadAhead
+from megatron.redistribute.runs import Array, Runs, merged, positions
 from megatron.redistribute.targets import Transfer
+from megatron.redistribute.verifying import Piece, Share, joined, to_verify
 from megatron.restart_trace.clock import now_ns
 from megatron.restart_trace.recorder import Operation
 
 BLOCK = 2 << 20  # bytes read at a time: of a grid over the file, so that a stretch lies within one cell
 GAP = 1 << 16  # bytes that are cheaper to read along than to leave out
 THREADS = 8
+_CHECK = -1  # in the place of a target: bytes to take the CRC-32 of
 
 
 @dataclass(frozen=True)
 class _FilePlan:
-    """The pieces to copy out of one file, in its order; `target` indexes the tensors of all transfers."""
+    """The pieces to copy out of one file or to verify, in its order; `target` indexes the tensors of all transfers."""
 
     path: Path
     file_offset: Array
@@ -38,32 +45,95 @@ class _FilePlan:
     target: Array
 
 
-_Stretch = tuple[_FilePlan, int, int]  # pieces [first, last) of a file, which are read together
+class _Stretch(NamedTuple):
+    """Pieces [first, last) of a file, which lie in the bytes [start, stop) and are read together."""
+
+    plan: _FilePlan
+    first: int
+    last: int
+    start: int
+    stop: int
 
 
-def read_transfers(
-    transfers: Sequence[Transfer],
-    file_bytes: dict[Path, int],
-    direct_io: str,
-    threads: int | None,
-    op: Operation,
-) -> int:
-    """Fill the targets; returns the bytes that were copied into them.
+class Reading:
+    """What one rank reads: planned when it is made, told to the others by `share`, then carried out by `run`."""
 
-    `file_bytes`: size of each file, as it was saved. `direct_io` as in --direct-io; `threads` None: THREADS. Raises
-    CheckpointDamagedError if a file is shorter, or OSError.
-    """
-    targets = [transfer.target.reshape(-1).view(torch.uint8) for transfer in transfers]
-    plans = _by_file(transfers)
-    files: dict[Path, OpenFile] = {}
-    try:
-        for plan in plans:
-            files[plan.path] = OpenFile(plan.path, file_bytes[plan.path], direct_io)
-        _Pool(_stretches(plans), files, targets, op).run(threads or THREADS)
-    finally:
-        for file in files.values():
-            file.close()
-    return sum(int(plan.num_bytes.sum()) for plan in plans)
+    def __init__(
+        self,
+        transfers: Sequence[Transfer],
+        file_bytes: Mapping[Path, int],
+        direct_io: str,
+        threads: int | None,
+    ) -> None:
+        """`file_bytes`: size of each file, as it was saved. `direct_io` as in --direct-io; `threads` None: THREADS."""
+        self.bytes_read = 0
+        self._targets = [transfer.target.reshape(-1).view(torch.uint8) for transfer in transfers]
+        self._plans = _by_file(transfers)
+        self._checked = _checked_by_file(transfers)
+        self._file_bytes = file_bytes
+        self._direct_io = direct_io
+        self._threads = threads or THREADS
+
+    @property
+    def num_files(self) -> int:
+        return len(self._plans)
+
+    def share(self) -> Share:
+        """What is read of which file, for all ranks to know."""
+        reads = {}
+        for plan in self._plans:
+            stretches = _stretches(plan)
+            reads[plan.path.name] = merged(
+                [positions([s.start for s in stretches], [s.stop for s in stretches])]
+            )
+        return Share(reads, self._checked)
+
+    def run(self, shares: Sequence[Share], rank: int, op: Operation) -> list[Piece]:
+        """Fill the targets; returns the CRC-32s of what this rank is to verify.
+
+        `shares`: of all ranks. Raises CheckpointDamagedError if a file is shorter than it was, or OSError.
+        """
+        with op.span("redistribute", "reshard"):
+            checks = to_verify(shares, rank)
+            stretches = [
+                stretch
+                for plan in self._plans
+                for stretch in _stretches(_with_checks(plan, checks[plan.path.name]))
+            ]
+        files: dict[Path, OpenFile] = {}
+        try:
+            for plan in self._plans:
+                files[plan.path] = OpenFile(plan.path, self._file_bytes[plan.path], self._direct_io)
+            pool = _Pool(stretches, files, self._targets, op)
+            pool.run(self._threads)
+        finally:
+            for file in files.values():
+                file.close()
+        self.bytes_read = pool.bytes_read
+        return joined(pool.pieces, shares)
+
+
+def _checked_by_file(transfers: Sequence[Transfer]) -> dict[str, dict[int, CheckedBytes]]:
+    found: dict[str, dict[int, CheckedBytes]] = {}
+    for transfer in transfers:
+        checked = transfer.source.checked
+        if checked is not None:
+            found.setdefault(transfer.source.path.name, {})[checked.start] = checked
+    return found
+
+
+def _with_checks(plan: _FilePlan, checks: Runs) -> _FilePlan:
+    """The same plan, and `checks` are to be read, if they are not, and verified."""
+    nowhere = np.zeros(len(checks), dtype=np.int64)
+    return _cut(
+        _FilePlan(
+            plan.path,
+            np.concatenate((plan.file_offset, checks.full)),
+            np.concatenate((plan.target_offset, nowhere)),
+            np.concatenate((plan.num_bytes, checks.length)),
+            np.concatenate((plan.target, nowhere + _CHECK)),
+        )
+    )
 
 
 def _by_file(transfers: Sequence[Transfer]) -> list[_FilePlan]:
@@ -76,40 +146,38 @@ def _by_file(transfers: Sequence[Transfer]) -> list[_FilePlan]:
             for name in ("file_offset", "target_offset", "num_bytes")
         )
         target = np.concatenate([np.full(len(t.file_offset), i) for i, t in mine])
-        order = np.argsort(offset, kind="stable")
-        plans.append(
-            _cut(_FilePlan(path, offset[order], target_offset[order], num_bytes[order], target[order]))
-        )
+        plans.append(_cut(_FilePlan(path, offset, target_offset, num_bytes, target)))
     return plans
 
 
 def _cut(plan: _FilePlan) -> _FilePlan:
-    """The same bytes in pieces of which none crosses a line of the grid."""
+    """The same bytes, in the order of the file, in pieces of which none crosses a line of the grid."""
     first, last = plan.file_offset // BLOCK, (plan.file_offset + plan.num_bytes - 1) // BLOCK
     counts = last - first + 1
-    if (counts == 1).all():
-        return plan
     of = np.repeat(np.arange(len(counts)), counts)
     cell = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + first[of]
     start = np.maximum(plan.file_offset[of], cell * BLOCK)
     stop = np.minimum(plan.file_offset[of] + plan.num_bytes[of], (cell + 1) * BLOCK)
     moved = plan.target_offset[of] + start - plan.file_offset[of]
-    return _FilePlan(plan.path, start, moved, stop - start, plan.target[of])
+    order = np.argsort(start, kind="stable")
+    return _FilePlan(plan.path, start[order], moved[order], (stop - start)[order], plan.target[of][order])
 
 
-def _stretches(plans: Sequence[_FilePlan]) -> list[_Stretch]:
+def _stretches(plan: _FilePlan) -> list[_Stretch]:
     """What is read together: pieces of one cell of the grid with no more than GAP between them."""
-    found: list[_Stretch] = []
-    for plan in plans:
-        ends = np.maximum.accumulate(plan.file_offset + plan.num_bytes)
-        apart = plan.file_offset[1:] - ends[:-1] > GAP
-        other_cell = plan.file_offset[1:] // BLOCK != plan.file_offset[:-1] // BLOCK
-        cuts = [0, *(np.flatnonzero(apart | other_cell) + 1).tolist(), len(plan.file_offset)]
-        found += [(plan, a, b) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
-    return found
+    ends = np.maximum.accumulate(plan.file_offset + plan.num_bytes)
+    apart = plan.file_offset[1:] - ends[:-1] > GAP
+    other_cell = plan.file_offset[1:] // BLOCK != plan.file_offset[:-1] // BLOCK
+    cuts = [0, *(np.flatnonzero(apart | other_cell) + 1).tolist(), len(plan.file_offset)]
+    return [
+        _Stretch(plan, a, b, int(plan.file_offset[a]), int(ends[b - 1]))
+        for a, b in zip(cuts[:-1], cuts[1:], strict=True)
+    ]
 
 
 class _Pool:
+    """Threads that read stretches."""
+
     def __init__(
         self,
         stretches: Sequence[_Stretch],
@@ -117,9 +185,12 @@ class _Pool:
         targets: list[torch.Tensor],
         op: Operation,
     ) -> None:
+        self.bytes_read = 0
+        self.pieces: list[Piece] = []
         self._queue = iter(stretches)
         self._files = files
         self._targets = targets
+        self._on_cpu = all(target.device.type == "cpu" for target in targets)
         self._op = op
         self._lock = threading.Lock()
         self._error: BaseException | None = None
@@ -134,39 +205,58 @@ class _Pool:
             raise self._error
 
     def _work(self) -> None:
-        started, reading, copying, moved = now_ns(), 0, 0, 0
+        started, reading, verifying, copying, moved = now_ns(), 0, 0, 0, 0
+        pieces: list[Piece] = []
         try:
-            buffer = aligned_memory(BLOCK + ALIGNMENT)
+            buffer, ahead = aligned_memory(BLOCK + ALIGNMENT), ReadAhead()
             while (stretch := self._next()) is not None:
-                plan, first, last = stretch
-                begin = now_ns()
-                start = int(plan.file_offset[first]) // ALIGNMENT * ALIGNMENT
-                stop = int((plan.file_offset[first:last] + plan.num_bytes[first:last]).max())
-                view = buffer[: align_up(stop - start)]
-                moved += self._files[plan.path].read(view, start)
-                middle = now_ns()
-                self._scatter(np.frombuffer(view, dtype=np.uint8), plan, first, last, start)
-                reading, copying = reading + middle - begin, copying + now_ns() - middle
+                began = now_ns()
+                path, start = stretch.plan.path, stretch.start // ALIGNMENT * ALIGNMENT
+                stop = start + align_up(stretch.stop - start)
+                if self._on_cpu and self._files[path].can_be_mapped(start, stop):
+                    view = ahead.read(path, start, stop)
+                    moved += len(view)
+                else:
+                    view = buffer[: stop - start]
+                    moved += self._files[path].read(view, start)
+                read = now_ns()
+                pieces += _checksums(view, stretch, start)
+                verified = now_ns()
+                self._scatter(np.frombuffer(view, dtype=np.uint8), stretch, start)
+                reading, verifying = reading + read - began, verifying + verified - read
+                copying += now_ns() - verified
         except BaseException as exc:
             self._error = self._error or exc
         ended = now_ns()
         self._op.add("load", "read", started, ended, duration_ns=reading, num_bytes=moved)
+        if pieces:
+            self._op.add("load", "verify", started, ended, duration_ns=verifying)
         self._op.add("redistribute", "reshard", started, ended, duration_ns=copying)
+        with self._lock:
+            self.pieces += pieces
+            self.bytes_read += moved
 
     def _next(self) -> _Stretch | None:
         with self._lock:
             return None if self._error is not None else next(self._queue, None)
 
-    def _scatter(
-        self, block: np.ndarray[Any, Any], plan: _FilePlan, first: int, last: int, start: int
-    ) -> None:
-        """Copy the pieces [first, last) of the plan from `block`, which begins at byte `start` of the file."""
+    def _scatter(self, block: np.ndarray[Any, Any], stretch: _Stretch, start: int) -> None:
+        """Copy the pieces of a stretch from `block`, which begins at byte `start` of the file."""
+        plan, first, last, *_ = stretch
         of = plan.target[first:last]
-        for target in np.unique(of).tolist():
+        for target in np.unique(of[of != _CHECK]).tolist():
             mine = np.flatnonzero(of == target) + first
             pieces = plan.file_offset[mine] - start, plan.target_offset[mine], plan.num_bytes[mine]
             for rows in _progressions(*pieces):
                 _copy_rows(block, self._targets[target], *rows)
+
+
+def _checksums(block: memoryview, stretch: _Stretch, start: int) -> Iterator[Piece]:
+    """Of what is to be verified of a stretch; `block` begins at byte `start` of the file."""
+    plan, first, last, *_ = stretch
+    for i in (np.flatnonzero(plan.target[first:last] == _CHECK) + first).tolist():
+        at, length = int(plan.file_offset[i]), int(plan.num_bytes[i])
+        yield Piece(plan.path.name, at, length, isal_zlib.crc32(block[at - start : at - start + length]))
 
 
 def _progressions(

@@ -2,6 +2,8 @@
 
 A parameter is flattened row by row. What a tensor holds of it is a list of runs: elements [full, full + length) of the
 parameter lie at [held, held + length) of the tensor. Two layouts meet in the intersection of their runs.
+
+Plain sets of positions, such as the bytes of a file that a rank reads, are runs whose `held` is their `full`.
 """
 
 from __future__ import annotations
@@ -67,15 +69,15 @@ def clip(runs: Runs, start: int, numel: int, offset: int) -> Runs:
     return Runs(runs.full[kept] + first - runs.held[kept], first - start + offset, last - first)
 
 
-def placement_runs(placement: Mapping[str, Any]) -> dict[str, Runs]:
-    """Parameter name -> runs, of a tensor with this placement (megatron.checkpoint_placements)."""
-    if "fragments" not in placement:
-        return {placement["name"]: slice_runs(placement["shape"], placement["dim"], placement["ranges"])}
-    found = {}
-    for part in placement["fragments"]:
-        whole = slice_runs(part["shape"], part["dim"], part["ranges"])
-        found[part["name"]] = clip(whole, part["start"], part["numel"], part["offset"])
-    return found
+def parts_of(placement: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """The fragments of a placement (megatron.checkpoint_placements); of a weight's, that itself."""
+    return placement.get("fragments", [placement])
+
+
+def part_runs(part: Mapping[str, Any]) -> Runs:
+    """Where the elements of one of `parts_of` lie in the tensor."""
+    whole = slice_runs(part["shape"], part["dim"], part["ranges"])
+    return clip(whole, part["start"], part["numel"], part["offset"]) if "offset" in part else whole
 
 
 @dataclass(frozen=True)
@@ -127,3 +129,22 @@ def union(first: Runs, second: Runs) -> Runs:
         np.concatenate((first.held, second.held)),
         np.concatenate((first.length, second.length)),
     )
+
+
+def positions(starts: Any, stops: Any) -> Runs:
+    """The set of positions in [start, stop) of each pair; they must not overlap."""
+    starts = np.asarray(starts, dtype=np.int64)
+    return make_runs(starts, starts, np.asarray(stops, dtype=np.int64) - starts)
+
+
+def merged(sets: Sequence[Runs]) -> Runs:
+    """The positions that are in any of `sets`, in as few runs as can be."""
+    starts = np.concatenate([found.full for found in sets] or [np.empty(0, dtype=np.int64)])
+    stops = np.concatenate([found.full + found.length for found in sets] or [starts])
+    if not len(starts):
+        return positions(starts, stops)
+    order = np.argsort(starts, kind="stable")
+    starts, stops = starts[order], np.maximum.accumulate(stops[order])
+    first = np.flatnonzero(np.concatenate(([True], starts[1:] > stops[:-1])))
+    last = np.append(first[1:], len(starts)) - 1
+    return positions(starts[first], stops[last])

@@ -11,7 +11,7 @@ import torch
 
 from megatron.checkpoint_engines.base import PlacedTensor
 from megatron.checkpoint_engines.errors import CheckpointMismatchError
-from megatron.redistribute.runs import Array, intersect, placement_runs
+from megatron.redistribute.runs import Array, parts_of
 from megatron.redistribute.sources import SourceIndex
 
 
@@ -46,15 +46,14 @@ def plan(targets: list[Target], index: SourceIndex) -> list[Transfer]:
 def _plan_one(target: Target, index: SourceIndex) -> list[Transfer]:
     transfers: list[Transfer] = []
     planned = 0
-    parts = target.placement.get("fragments", [target.placement])
-    by_name = {part["name"]: part for part in parts}
     size = target.tensor.element_size()
-    for name, wanted in placement_runs(target.placement).items():
-        if "unpadded" in by_name[name]:
-            index.check_vocabulary(name, by_name[name]["unpadded"])
+    for part in parts_of(target.placement):
+        name, wanted = part["name"], index.runs_of(part)
+        if "unpadded" in part:
+            index.check_vocabulary(name, part["unpadded"])
         found = 0
         for source in index.of(target.kind, name):
-            copies = intersect(source.runs, wanted)
+            copies = index.in_common(source.runs, wanted)
             if not len(copies):
                 continue
             if source.tensor.dtype != target.tensor.dtype:
@@ -74,7 +73,7 @@ def _plan_one(target: Target, index: SourceIndex) -> list[Transfer]:
                 )
             )
         missing = wanted.numel - found
-        if missing > _padding(by_name[name], wanted.numel):
+        if missing > _padding(part, wanted.numel):
             raise CheckpointMismatchError(
                 f"the checkpoint lacks {missing} of the {wanted.numel} elements of the {target.kind} of {name} that "
                 "this rank holds; load a checkpoint that was saved with this model and with its optimizer, or give "

@@ -1,4 +1,4 @@
-"""Placements for checkpoints of engine torch, which keeps none: worked out of DeepSpeed's own metadata.
+"""Placements for files of torch.save, which hold none: worked out of DeepSpeed's own metadata.
 
 A ZeRO-1 shard says where in its flat partitions each parameter's fragment lies (`param_slice_mappings`), not which part
 of the parameter that is; it follows from the fragments of the DP ranks before. How TP split a parameter follows from
@@ -8,8 +8,8 @@ the live parameter, which is split the same way, but for the number of ranks.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,25 @@ import torch
 
 from megatron import checkpoint_layout as names
 from megatron.checkpoint_commit import Manifest
-from megatron.checkpoint_engines.base import CheckpointEngine, PlacedTensor
+from megatron.checkpoint_engines.base import CheckedBytes, CheckpointEngine, PlacedTensor
 from megatron.checkpoint_engines.errors import CheckpointDamagedError
-from megatron.checkpoint_engines.torch_files import position_in_file
+from megatron.checkpoint_engines.torch_files import position_in_file, record_in_file, tensor_records
+from megatron.checkpoint_engines.zip_records import Record
 from megatron.checkpoint_placements import shard_placement, weight_placement
 from megatron.restart_trace.recorder import Operation
 from megatron.tensor_parallel.parameter_slice import ParameterSlice
 from megatron.topology import Coordinates, Layout
+
+
+@dataclass(frozen=True)
+class FlatGroup:
+    """A flat group of the ZeRO-1 shard of one rank: what is in it, and where in the file its tensors lie."""
+
+    path: Path
+    at: Coordinates
+    group: int
+    fragments: Sequence[tuple[str, int, int]]  # name of a parameter, first element in the partition, elements
+    tensors: Sequence[PlacedTensor]  # "master" and the moments, by name; of their placements only "numel"
 
 
 class TorchShards:
@@ -47,15 +59,38 @@ class TorchShards:
         self._vocab_size = vocab_size
         self._op = op
 
-    def optimizer_tensors(self, params_dtype: str) -> list[PlacedTensor]:
-        """Masters and moments, in the order of the ranks that saved them."""
-        found: list[PlacedTensor] = []
-        begun: dict[tuple[Any, ...], int] = defaultdict(int)  # elements of a parameter in the DP ranks before
-        for rank in range(self._layout.world_size):
+    def flat_groups(self, ranks: Iterable[int], params_dtype: str) -> list[FlatGroup]:
+        """What the files of some of the ranks that saved them say of their shards."""
+        found: list[FlatGroup] = []
+        for rank in ranks:
             at = self._layout.coordinates(rank)
             path = self._directory / names.optimizer_file(self._layout, at, params_dtype)
-            found += self._of_shard(path, at, begun)
+            found += self._of_shard(path, at)
         return found
+
+    def optimizer_tensors(self, groups: Iterable[FlatGroup]) -> list[PlacedTensor]:
+        """Masters and moments. `groups`: of all ranks that saved them, in their order."""
+        found: list[PlacedTensor] = []
+        begun: dict[tuple[Any, ...], int] = defaultdict(int)  # elements of a parameter in the DP ranks before
+        for group in groups:
+            held = []
+            for name, offset, numel in group.fragments:
+                key = group.at.pp, group.at.tp, group.group, name
+                start, begun[key] = begun[key], begun[key] + numel
+                if name in self._parts and numel:
+                    held.append(self._fragment(name, group.at.tp, start, numel) | {"offset": offset})
+            if held:
+                held.sort(key=lambda fragment: fragment["offset"])
+                found += [
+                    replace(tensor, placement=shard_placement(tensor.name, held, tensor.placement["numel"]))
+                    for tensor in group.tensors
+                ]
+        return found
+
+    def _fragment(self, name: str, tp_rank: int, start: int, numel: int) -> dict[str, Any]:
+        part = self._old_part(name, tp_rank)
+        placement = weight_placement(name, part, self._vocab_size)
+        return placement | {"local_shape": list(part.local_shape), "start": start, "numel": numel}
 
     def weights(self, layers: Mapping[int, Mapping[str, str]]) -> list[PlacedTensor]:
         """Weights of pipeline layers: number -> key in the layer's state -> name of the parameter."""
@@ -64,38 +99,30 @@ class TorchShards:
             for tp_rank in range(self._layout.tp):
                 path = self._directory / names.layer_file(number, tp_rank)
                 state = self._load(path)
+                records = self._records(path)
                 for key, name in keys.items():
                     placement = weight_placement(name, self._old_part(name, tp_rank), self._vocab_size)
-                    found.append(_placed(path, key, state[key], placement))
+                    found.append(_placed(path, key, state[key], placement, records))
         return found
+
+    def _records(self, path: Path) -> Mapping[int, Record]:
+        """By first byte; none if checksums are not to be verified."""
+        return tensor_records(path) if self._reader.options.verify_checksums else {}
 
     def _load(self, path: Path) -> Any:
         return self._reader.load_values(path.name, self._directory, self._manifest.files, self._op)
 
-    def _of_shard(
-        self, path: Path, at: Coordinates, begun: dict[tuple[Any, ...], int]
-    ) -> Iterator[PlacedTensor]:
+    def _of_shard(self, path: Path, at: Coordinates) -> Iterator[FlatGroup]:
         shard = self._load(path)["optimizer_state_dict"]
+        records = self._records(path)
         masters = shard["single_partition_of_fp32_groups"]
         for group, (master, mapping) in enumerate(zip(masters, shard["param_slice_mappings"], strict=True)):
-            held = []
-            for name, address in mapping.items():
-                key = at.pp, at.tp, group, name
-                start, begun[key] = begun[key], begun[key] + address.numel
-                if name in self._parts and address.numel:
-                    part = self._old_part(name, at.tp)
-                    fragment = weight_placement(name, part, self._vocab_size)
-                    fragment |= {
-                        "local_shape": list(part.local_shape),
-                        "start": start,
-                        "numel": address.numel,
-                    }
-                    held.append(fragment | {"offset": address.start})
-            if not held:
-                continue
-            held.sort(key=lambda fragment: fragment["offset"])
-            for kind, tensor in [("master", master), *_moments(shard["base_optimizer_state"], group)]:
-                yield _placed(path, kind, tensor, shard_placement(kind, held, tensor.numel()))
+            fragments = [(name, address.start, address.numel) for name, address in mapping.items()]
+            tensors = [
+                _placed(path, kind, tensor, {"numel": tensor.numel()}, records)
+                for kind, tensor in [("master", master), *_moments(shard["base_optimizer_state"], group)]
+            ]
+            yield FlatGroup(path, at, group, fragments, tensors)
 
     def _old_part(self, name: str, tp_rank: int) -> ParameterSlice:
         """The part of a parameter that a TP rank of the old layout held."""
@@ -113,7 +140,16 @@ def _moments(base: Mapping[str, Any], group: int) -> Iterator[tuple[str, torch.T
             yield kind, value
 
 
-def _placed(path: Path, name: str, tensor: torch.Tensor, placement: dict[str, Any]) -> PlacedTensor:
+def _placed(
+    path: Path, name: str, tensor: torch.Tensor, placement: dict[str, Any], records: Mapping[int, Record]
+) -> PlacedTensor:
     if not tensor.is_contiguous():
         raise CheckpointDamagedError(f"{path}: the elements of {name} do not lie in order")
-    return PlacedTensor(path, name, tensor.dtype, position_in_file(tensor), placement)
+    checked = None
+    record = records.get(record_in_file(tensor))
+    if record is not None:
+        end = record.offset + record.size
+        checked = CheckedBytes(f"{name}, record {record.name},", record.offset, end, record.crc32)
+    elif records:
+        raise CheckpointDamagedError(f"{path}: {name} is in no record of the file")
+    return PlacedTensor(path, name, tensor.dtype, position_in_file(tensor), placement, checked)

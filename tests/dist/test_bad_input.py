@@ -241,9 +241,9 @@ def test_checkpoint_of_another_shape_or_layout(inputs: Inputs, launcher: Launche
         "--load"
     )
     message = (
-        f"{tag}: saved on TP2 PP1 DP1, but this run is TP2 PP1 DP2, and only a checkpoint of --checkpoint-engine lazy "
-        "or torch can be loaded onto another layout: start with --tensor-model-parallel-size 2 "
-        "--pipeline-model-parallel-size 1 on 2 ranks"
+        f"{tag}: saved on TP2 PP1 DP1, but this run is TP2 PP1 DP2, and only a checkpoint of --checkpoint-engine "
+        "torch, lazy, fastpersist or fastpersist-decoupled can be loaded onto another layout: start with "
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 on 2 ranks"
     )
     assert refused([*flags, "--load-tag", "global_step2"], world_size=4) == message
     run = launcher.run(Layout(tp=2, pp=1, dp=2), "--load", save, launcher=True)

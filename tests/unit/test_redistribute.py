@@ -16,8 +16,17 @@ from megatron.checkpoint_engines.base import PlacedTensor
 from megatron.checkpoint_engines.errors import CheckpointDamagedError, CheckpointMismatchError
 from megatron.checkpoint_placements import flat_partition, fragments, shard_placement, weight_placement
 from megatron.redistribute import reading
-from megatron.redistribute.reading import read_transfers
-from megatron.redistribute.runs import Runs, intersect, make_runs, slice_runs, subtract
+from megatron.redistribute.direct import spread
+from megatron.redistribute.reading import Reading
+from megatron.redistribute.runs import (
+    Runs,
+    intersect,
+    make_runs,
+    merged,
+    positions,
+    slice_runs,
+    subtract,
+)
 from megatron.redistribute.sources import SourceIndex
 from megatron.redistribute.targets import Target, Transfer, plan
 from megatron.restart_trace.recorder import NullOperation
@@ -94,6 +103,16 @@ def test_intersection_and_difference_are_those_of_sets(first: Runs, second: Runs
     }
     assert found == {(mine[e], theirs[e]) for e in mine.keys() & theirs.keys()}
     assert elements(subtract(first, second)) == {e: at for e, at in mine.items() if e not in theirs}
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), max_size=6), max_size=4))
+def test_merged_sets(found: list[list[tuple[int, int]]]) -> None:
+    """Each list of (start, length) may overlap the others; within a list only what does not is taken."""
+    sets = [merged([positions([start], [start + length]) for start, length in pairs]) for pairs in found]
+    everything = merged(sets)
+    members = {e for pairs in found for start, length in pairs for e in range(start, start + length)}
+    assert set(elements(everything)) == members
+    assert (np.diff(everything.full) > everything.length[:-1]).all(), "neighbours are one run"
 
 
 # A whole checkpoint, on every layout
@@ -259,8 +278,9 @@ def test_the_planned_bytes_are_read_into_the_targets(tmp_path: Path, direct_io: 
                 )
             expected.append(wanted)
     sizes = {path: len(data) for path, data in content.items()}
-    moved = read_transfers(transfers, sizes, direct_io, threads, NullOperation())
-    assert moved == sum(int(t.num_bytes.sum()) for t in transfers)
+    plan_of_one = Reading(transfers, sizes, direct_io, threads)
+    assert plan_of_one.run([plan_of_one.share()], 0, NullOperation()) == [], "nothing has a checksum"
+    assert plan_of_one.num_files == 2 and 0 < plan_of_one.bytes_read <= 2 * 73_728
     for transfer, wanted in zip(transfers, expected, strict=True):
         assert torch.equal(transfer.target, wanted)
 
@@ -284,4 +304,10 @@ def test_a_file_that_is_short_is_named(tmp_path: Path) -> None:
         PlacedTensor(path, "t", torch.uint8, 0, {}), target, at, np.array([0]), np.array([10])
     )
     with pytest.raises(CheckpointDamagedError, match=f"{path}: ends at byte 5000"):
-        read_transfers([transfer], {path: 9000}, "auto", None, NullOperation())
+        short = Reading([transfer], {path: 9000}, "auto", None)
+        short.run([short.share()], 0, NullOperation())
+
+
+def test_what_replicas_share_is_spread_evenly() -> None:
+    assert spread([1, 8, 2, 5, 4], 2) == [1, 0, 0, 1, 1]
+    assert spread([3, 3], 1) == [0, 0] and spread([], 4) == []

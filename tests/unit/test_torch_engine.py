@@ -19,6 +19,7 @@ from megatron.checkpoint_engines.base import CheckpointEngine, EngineOptions, Fi
 from megatron.checkpoint_engines.errors import CheckpointDamagedError
 from megatron.checkpoint_engines.host_staging import Staging, stage_on_host
 from megatron.checkpoint_engines.registry import create_engine
+from megatron.checkpoint_engines.torch_files import tensor_records, verify_file
 from megatron.restart_trace.recorder import NullOperation, Recorder
 from megatron.restart_trace.sink import JsonlSink
 from tests.unit.trace_helpers import COMMON, read
@@ -262,3 +263,33 @@ def test_unknown_class_is_not_unpickled(tmp_path: Path) -> None:
     torch.save({"object": Unknown()}, tmp_path / NAME)
     with pytest.raises(CheckpointDamagedError, match="holds a class that is not on the allow-list"):
         engine().load([NAME], tmp_path, {}, NullOperation())
+
+
+def test_values_alone_are_verified_without_reading_tensors(tmp_path: Path) -> None:
+    """load_values: a flipped bit in the pickle or in a step counter is found; the tensors are for others to verify."""
+    content = {"step": torch.tensor(7.0), "lr": 1e-3, "large": torch.arange(5000.0)}
+    (entry,) = engine().save([FileState(NAME, content)], tmp_path, NullOperation())
+    path, expected = tmp_path / NAME, {NAME: entry}
+    found = engine().load_values(NAME, tmp_path, expected, NullOperation())
+    assert (
+        same(found["step"], content["step"]) and found["lr"] == 1e-3 and found["large"].device.type == "meta"
+    )
+    whole = path.read_bytes()
+    records = {record.size: record for record in tensor_records(path).values() if "/data/" in record.name}
+    pickled = next(record for record in tensor_records(path).values() if record.name.endswith("data.pkl"))
+    for record in (pickled, records[4]):
+        damaged = bytearray(whole)
+        damaged[record.offset + record.size // 2] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(
+            CheckpointDamagedError, match=f"{path}: record {record.name} does not have the checksum"
+        ):
+            engine().load_values(NAME, tmp_path, expected, NullOperation())
+    damaged = bytearray(whole)
+    damaged[records[20_000].offset] ^= 1
+    path.write_bytes(damaged)
+    engine().load_values(NAME, tmp_path, expected, NullOperation())
+    with pytest.raises(CheckpointDamagedError, match="data/"):
+        verify_file(path, entry, NullOperation())
+    path.write_bytes(whole)
+    verify_file(path, entry, NullOperation())

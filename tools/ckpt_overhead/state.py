@@ -50,9 +50,14 @@ def model_flags(bytes_per_rank: int, ranks: int) -> list[str]:
 
 def build_state(bytes_per_rank: int, ranks: int) -> SavableState:
     """Bring up torch.distributed, the model and DeepSpeed's engine, with moments that are not all zero."""
+    config = config_from_args(parse_args(model_flags(bytes_per_rank, ranks)), os.environ)
+    return build_from(config, _VOCAB_SIZE)
+
+
+def build_from(config: Config, vocab_size: int) -> SavableState:
+    """As `build_state`, of the model and layout of `config`; `vocab_size` is the tokenizer's."""
     from megatron.initialize import import_heavy, initialize_megatron
 
-    config = config_from_args(parse_args(model_flags(bytes_per_rank, ranks)), os.environ)
     import_heavy()
     from megatron.checkpoint_engines.base import EngineOptions
     from megatron.checkpoint_engines.registry import create_engine
@@ -63,7 +68,7 @@ def build_state(bytes_per_rank: int, ranks: int) -> SavableState:
     from megatron.training_log import printed_as_debug
 
     runtime = initialize_megatron(config, Startup(NullRecorder(), None, config.parallel.rank, 0, now_ns()))
-    vocab = padded_vocab_size(_VOCAB_SIZE, config.model.make_vocab_size_divisible_by, runtime.layout.tp)
+    vocab = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, runtime.layout.tp)
     with printed_as_debug():
         model = GPTModelPipe(
             config.model, vocab, runtime.layout, runtime.coordinates.tp, runtime.device, _no_loss
@@ -74,9 +79,9 @@ def build_state(bytes_per_rank: int, ranks: int) -> SavableState:
     checkpointer = Checkpointer(
         config=config,
         place=RankPlace(runtime.layout, runtime.coordinates, config.model.params_dtype),
-        vocab_size=_VOCAB_SIZE,
+        vocab_size=vocab_size,
         padded_vocab_size=vocab,
-        control=ControlPlane(runtime.rank, ranks, runtime.control_group),
+        control=ControlPlane(runtime.rank, runtime.layout.world_size, runtime.control_group),
         recorder=NullRecorder(),
         checkpoint_engine=create_engine("torch", EngineOptions()),
         attempt="0",

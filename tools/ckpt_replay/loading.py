@@ -62,7 +62,9 @@ def run_loads(ctx: RankContext) -> dict[str, Any]:
     for again in (False,) if cold else (False, True):
         ctx.wait_for_all()
         share = page_cache.fill(paths)
-        if cold:  # out again: files that were written around the page cache leave free memory as the others do
+        if (
+            cold
+        ):  # out again: files that were written around the page cache leave free memory as the others do
             share = page_cache.drop(paths)
         ctx.wait_for_all()
         samples.append(loader.load(again, share))

@@ -1,0 +1,68 @@
+"""Loading a checkpoint onto another layout, as --redistribute says."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from megatron.checkpoint_commit import Candidate
+from megatron.checkpoint_engines.base import CheckpointEngine
+from megatron.checkpoint_state import Progress, RankPlace
+from megatron.config import Config
+from megatron.control_plane import ControlPlane
+from megatron.redistribute.agreement import CheckpointRejectedError
+from megatron.redistribute.direct import DirectLoad
+from megatron.redistribute.universal import UniversalLoad
+from megatron.restart_trace.recorder import Operation
+from megatron.tensor_parallel.random import seed_everything
+
+logger = logging.getLogger(__name__)
+
+_METHODS: dict[str, type[DirectLoad] | type[UniversalLoad]] = {
+    "direct": DirectLoad,
+    "universal": UniversalLoad,
+}
+
+
+def load_elsewhere(
+    engine: Any,
+    place: RankPlace,
+    config: Config,
+    vocab_size: int,
+    candidate: Candidate,
+    reader: CheckpointEngine,
+    control: ControlPlane,
+    op: Operation,
+) -> Progress | list[str]:
+    """Load `candidate`, which was saved on another layout; collective over all ranks.
+
+    `vocab_size`: the tokenizer's. Returns what is wrong with a damaged checkpoint, on all ranks the same; weights and
+    masters may then hold some of it, and are for the next candidate to replace. Raises CheckpointMismatchError on all
+    ranks, before a tensor is read, if the checkpoint does not fit, and CheckpointError if a rank met something else.
+    """
+    load = _METHODS[config.checkpoint.redistribute](engine, place, config, vocab_size, candidate, op)
+    try:
+        progress = load.run(reader, control)
+    except CheckpointRejectedError as rejected:
+        return rejected.reasons
+    if config.checkpoint.verify_restored_state and control.rank == 0:
+        logger.warning(
+            "%s was saved on another layout: its hashes, which --verify-restored-state recorded, are of tensors that "
+            "no rank has here, and are not compared", candidate.tag,
+        )  # fmt: skip
+    _seed(config, place, progress)
+    return progress
+
+
+def _seed(config: Config, place: RankPlace, progress: Progress) -> None:
+    """Other random numbers than those that training began with, the same on every resume from here.
+
+    The random state of a rank has no successor on another layout.
+    """
+    training, at = config.training, place.at
+    seed_everything(
+        training.seed + progress.iteration,
+        pp_rank=at.pp,
+        tp_rank=at.tp,
+        dp_offset=10 * at.dp if training.data_parallel_random_init else 0,
+    )

@@ -1,0 +1,165 @@
+"""--redistribute universal: DeepSpeed's universal checkpoint, the baseline that `direct` is compared with.
+
+Rank 0 has deepspeed.checkpoint.ds_to_universal write each parameter whole, with its master and its moments, to a
+directory of its own beside the checkpoint; every rank then loads its part by DeepSpeed's load_universal, and the
+directory is removed. It has the name of an unfinished checkpoint: no load takes it for one, and the next save removes
+what a killed process left. DeepSpeed's: all of it but the patterns (checkpoint_state.universal_checkpoint_info).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron import checkpoint_layout as names
+from megatron.checkpoint_commit import Candidate, Manifest
+from megatron.checkpoint_engines.base import CheckpointEngine
+from megatron.checkpoint_engines.errors import CheckpointError, CheckpointMismatchError
+from megatron.checkpoint_engines.torch_files import verify_file
+from megatron.checkpoint_state import Progress, RankPlace, restore_progress, universal_checkpoint_info
+from megatron.config import Config
+from megatron.control_plane import ControlPlane
+from megatron.redistribute.agreement import together
+from megatron.restart_trace.recorder import Operation
+from megatron.topology import Layout
+
+CONVERSION_EVENT = (
+    "universal_conversion"  # notice in the trace of rank 0: JSON, seconds of imports and of the rest
+)
+_LAST_WORDS = 2000  # characters
+
+
+class UniversalLoad:
+    """One load onto another layout."""
+
+    def __init__(
+        self,
+        engine: Any,
+        place: RankPlace,
+        config: Config,
+        vocab_size: int,
+        candidate: Candidate,
+        op: Operation,
+    ) -> None:
+        """`vocab_size`: the tokenizer's. `candidate` has a manifest, and files of torch.save."""
+        self._engine = engine
+        self._place = place
+        self._config = config
+        self._vocab_size = vocab_size
+        self._directory = candidate.directory
+        self._manifest: Manifest = candidate.manifest  # pyright: ignore[reportAttributeAccessIssue]
+        self._op = op
+        self._common: dict[str, Any] = {}
+
+    def run(self, reader: CheckpointEngine, control: ControlPlane) -> Progress:
+        """Verify, convert, load, apply; collective over all ranks, and raises on all of them as `together`.
+
+        CheckpointMismatchError, before anything is converted, says that the checkpoint was saved with other patterns.
+        """
+        together(control, self._op, lambda: self._check(reader, control))
+        folder = self._directory.with_name(
+            names.temporary_directory(
+                f"universal_{self._directory.name}", f"{os.getpid()}_{time.time_ns():x}"
+            )
+        )
+        try:
+            folders = together(control, self._op, lambda: self._convert(folder, control.rank))
+            together(control, self._op, lambda: self._load(folders[0]))
+        finally:
+            if control.rank == 0:
+                with self._op.span("redistribute", "reshard"):
+                    shutil.rmtree(folder, ignore_errors=True)
+        return self._apply()
+
+    def _check(self, reader: CheckpointEngine, control: ControlPlane) -> None:
+        """The patterns are those of this program, and the files (a share of them on each rank) are what was saved."""
+        old = Layout(**self._manifest.layout)
+        files = self._manifest.files
+        first = names.model_states_file(old, old.coordinates(0))
+        self._common = reader.load_values(first, self._directory, files, self._op)
+        padded = self._manifest.model["padded_vocab_size"]
+        patterns = universal_checkpoint_info(self._config.model, old.tp, self._vocab_size, padded)
+        if self._common.get("universal_checkpoint_info") != patterns:
+            raise CheckpointMismatchError(
+                f"--redistribute universal: {self._directory / first} was saved with other patterns for DeepSpeed's "
+                "conversion than this program would use, which may split its parameters wrongly; drop the flag"
+            )
+        if not reader.options.verify_checksums:
+            return
+        states = sorted(name for name in files if name.endswith(".pt"))
+        for name in states[control.rank :: control.world_size]:
+            verify_file(self._directory / name, files[name], self._op)
+
+    def _convert(self, folder: Path, rank: int) -> Path | None:
+        """On rank 0: have `folder` made, with the checkpoint in it; returns where."""
+        if rank != 0:
+            return None
+        target = folder / self._directory.name
+        arguments = (os.fspath(self._directory), os.fspath(target), os.getpid())
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            f"from megatron.redistribute.universal_convert import main; main{arguments!r}"
+        )
+        with self._op.span("redistribute", "reshard"):
+            try:
+                folder.mkdir()
+            except OSError as exc:
+                raise CheckpointError(self._cannot_convert(target, str(exc))) from exc
+            done = subprocess.run(
+                [sys.executable, "-c", code],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                env=_environment(),
+                check=False,
+            )
+        if done.returncode != 0:
+            last_words = done.stderr.strip()[-_LAST_WORDS:]
+            raise CheckpointError(
+                self._cannot_convert(target, f"exit code {done.returncode}, after saying\n{last_words}")
+            )
+        self._op.event(CONVERSION_EVENT, json.dumps(json.loads(done.stdout.splitlines()[-1])))
+        return target
+
+    def _cannot_convert(self, target: Path, why: str) -> str:
+        return (
+            f"--redistribute universal: DeepSpeed could not convert {self._directory} into {target}; make room or "
+            f"rights there, or drop the flag: {why}"
+        )
+
+    def _load(self, folder: Path) -> None:
+        """DeepSpeed reads, slices and copies parameter by parameter: one span for all of it."""
+        with self._op.span("load", "deserialize"):
+            try:
+                self._engine.optimizer.load_state_dict(
+                    state_dict_list=None,
+                    checkpoint_folder=os.fspath(folder),
+                    load_optimizer_states=True,
+                    load_from_fp32_weights=True,
+                )
+            except OSError as exc:  # of the converted copy: it tells nothing against the checkpoint
+                raise CheckpointError(f"--redistribute universal: {folder} cannot be read: {exc}") from exc
+
+    def _apply(self) -> Progress:
+        """Make what was read the state of training; collective over all ranks."""
+        with self._op.span("load", "host_to_device"):
+            progress = restore_progress(self._engine, self._common, self._config)
+        with self._op.span("redistribute", "all_gather"):
+            self._engine.optimizer.update_lp_params()
+        return progress
+
+
+def _environment() -> dict[str, str]:
+    """One thread, no device, and no class unpickled but those of the allow-list, whatever DeepSpeed asks for."""
+    return os.environ | {
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",
+    }

@@ -1,0 +1,28 @@
+"""pretrain_gpt.py in which one rank cannot plan a load onto another layout.
+
+`$FAILS_ON` is the rank, `$FAILS_WITH` the name of the exception.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import runpy
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron.checkpoint_engines import errors
+from megatron.redistribute import direct
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def fail(*_: Any) -> NoReturn:
+    name = os.environ["FAILS_WITH"]
+    raise (getattr(errors, name, None) or getattr(builtins, name))(f"of rank {os.environ['FAILS_ON']} alone")
+
+
+if __name__ == "__main__":
+    if os.environ["RANK"] == os.environ["FAILS_ON"]:
+        direct.plan = fail
+    runpy.run_path(str(ROOT / "pretrain_gpt.py"), run_name="__main__")

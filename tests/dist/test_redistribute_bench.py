@@ -1,0 +1,36 @@
+"""The redistribution benchmark, end to end, on a state so small that only its working is tested."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.dist.harness import ROOT
+from tools.redistribute_bench.plan import ENGINES, VARIANTS
+
+
+def test_every_variant_is_measured_on_every_rank_and_nothing_is_left(tmp_path: Path) -> None:
+    """It compares the bits that each variant restored by itself, and fails if they differ."""
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "tools.redistribute_bench", "--bytes", "24MiB", "--repeat", "1", "--onto", "1,4,1",
+            "--dir", str(tmp_path), "--format", "json",
+        ],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads(done.stdout)["measurements"]
+    assert found["layout"] == [1, 4, 1] and found["rounds"] == 1
+    for engine in ENGINES:
+        assert 20 << 20 < found["source_bytes"][engine] < 30 << 20
+        assert 20 << 20 < found["own_bytes"][engine] < 30 << 20
+    assert set(found["samples"]) == set(VARIANTS)
+    for variant, rounds in found["samples"].items():
+        (ranks,) = rounds
+        assert len(ranks) == 4 and all(rank["wall_s"] > 0 for rank in ranks)
+        converting = [rank["imports_s"] > 0 for rank in ranks]
+        assert converting == [variant.startswith("universal"), False, False, False]
+        assert 0 < found["median_s"][variant] <= max(rank["wall_s"] for rank in ranks)
+    assert not list(tmp_path.iterdir())
