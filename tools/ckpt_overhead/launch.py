@@ -52,7 +52,8 @@ def measure(place: Path, ranks: int, request: Request, progress: Callable[[str],
         output = str(notes / "samples.jsonl")
         plan = Plan(**asdict(request), ranks=ranks, directory=str(directory), output=output)
         (notes / "plan.json").write_text(json.dumps(asdict(plan)))
-        started = [_start_rank(rank, ranks, notes, port) for port in [_free_port()] for rank in range(ranks)]
+        port = free_port()
+        started = [start_rank("tools.ckpt_overhead.rank", rank, ranks, notes, port) for rank in range(ranks)]
         try:
             _wait(started, notes, request.rounds, progress)
         finally:
@@ -72,7 +73,8 @@ def _own_directory(place: Path) -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _start_rank(rank: int, ranks: int, notes: Path, port: int) -> subprocess.Popen[bytes]:
+def start_rank(module: str, rank: int, ranks: int, notes: Path, port: int) -> subprocess.Popen[bytes]:
+    """Start `python -m MODULE NOTES/plan.json` as a rank; its output goes to NOTES/rank_RANK.log."""
     environment = os.environ | {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
         "LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
@@ -80,12 +82,13 @@ def _start_rank(rank: int, ranks: int, notes: Path, port: int) -> subprocess.Pop
     environment.setdefault("OMP_NUM_THREADS", "1")
     with (notes / f"rank_{rank}.log").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "tools.ckpt_overhead.rank", str(notes / "plan.json")],
+            [sys.executable, "-m", module, str(notes / "plan.json")],
             cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port of this host that nobody uses."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

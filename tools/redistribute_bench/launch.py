@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import shutil
-import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -17,9 +14,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tools.ckpt_overhead.launch import free_port, start_rank
 from tools.redistribute_bench.plan import SOURCE, Plan, Request, hidden_size
 
-ROOT = Path(__file__).resolve().parents[2]
 _POLL_S = 0.2
 _LAST_WORDS = 2000  # characters
 
@@ -100,8 +97,10 @@ def _own_directory(place: Path) -> Iterator[Path]:
 def _run(plan: Plan, directory: Path, poll: Callable[[], None]) -> None:
     """Have all ranks of the plan's layout carry it out; none is left when this returns."""
     (directory / "plan.json").write_text(json.dumps(asdict(plan)))
-    ranks, port = math.prod(plan.layout), _free_port()
-    started = [_start_rank(rank, ranks, directory, port) for rank in range(ranks)]
+    ranks, port = math.prod(plan.layout), free_port()
+    started = [
+        start_rank("tools.redistribute_bench.rank", rank, ranks, directory, port) for rank in range(ranks)
+    ]
     try:
         while any(process.poll() is None for process in started):
             _check(started, directory)
@@ -121,22 +120,3 @@ def _check(started: list[subprocess.Popen[bytes]], directory: Path) -> None:
             raise MeasurementError(
                 f"rank {rank} ended with exit code {process.returncode}:\n{text[-_LAST_WORDS:]}"
             )
-
-
-def _start_rank(rank: int, ranks: int, directory: Path, port: int) -> subprocess.Popen[bytes]:
-    environment = os.environ | {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-        "LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    with (directory / f"rank_{rank}.log").open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "tools.redistribute_bench.rank", str(directory / "plan.json")],
-            cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
