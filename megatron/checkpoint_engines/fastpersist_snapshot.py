@@ -206,7 +206,13 @@ class Restorer:
 
     def state(self, pickled: PickledState) -> Any:
         content = self._memory.bytes(pickled.offset, pickled.num_bytes).numpy().tobytes()
-        return _Unpickler(io.BytesIO(content), self).load()
+        # Unpickling interns attribute names. One that this process has not met is the same object as an equal string
+        # elsewhere in the state, which torch.save then writes once; one that it has met is not. Here it has met all,
+        # so that the size of the file does not depend on what this process has imported.
+        met = _Unpickler(io.BytesIO(content), self).load()
+        state = _Unpickler(io.BytesIO(content), self).load()
+        del met
+        return state
 
     def tensor(self, place: Place) -> torch.Tensor:
         if not place.num_bytes:
