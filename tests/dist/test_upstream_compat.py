@@ -75,6 +75,7 @@ SHARPENED_TOLERANCE = 1e-2
 
 # What our files hold beyond upstream's. Every rank's shard has the random state of that rank.
 EXTRA_STATE = {"optim_states": ["rng_state"]}
+PATTERNS_OF_FUSED_QKV = {"parameter_with_sub_params", "sub_param_shard_widths"}
 # What Megatron-DeepSpeed reads of `args` when it resumes (its checkpointing.py).
 ARGS_THAT_UPSTREAM_READS = [
     "num_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "add_position_embedding",
@@ -205,6 +206,10 @@ def check_settings(mine: dict[str, Any], theirs: dict[str, Any], expected: dict[
         return
     for name in ARGS_THAT_UPSTREAM_READS:
         assert getattr(mine["args"], name) == getattr(theirs["args"], name), name
+    patterns = mine["universal_checkpoint_info"]  # upstream's split fused QKV as one matrix
+    assert patterns.items() >= theirs["universal_checkpoint_info"].items()
+    assert patterns.keys() - theirs["universal_checkpoint_info"].keys() == PATTERNS_OF_FUSED_QKV
+    expected["universal_checkpoint_info"] = outline(patterns)
 
 
 @pytest.fixture(scope="module")

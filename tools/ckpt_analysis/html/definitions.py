@@ -44,8 +44,8 @@ DEFINITIONS: dict[str, str] = {
     "phases",
     "coverage_min": "lowest coverage of a finished rank. Coverage: busy time of all its spans, cut to the "
     "operation, over its wall time",
-    "time_to_first_step_s": "start of the process (in the OS) to the end of its `first_step` span, of the "
-    "slowest rank",
+    "time_to_first_step_s": "start of the process (in the OS; of `megatron.launch`, where that imported "
+    "everything for this start) to the end of its `first_step` span, of the slowest rank",
     "restart_s": "last `injected` event of the cycle before to the end of the last rank's `first_step`; "
     "null without a supervisor's record",
     "caught_up_s": "start of the process to the end of its `caught_up` span (the iteration reached before "
