@@ -23,6 +23,7 @@ from megatron.topology import Layout
 if TYPE_CHECKING:
     from megatron.checkpoint_prefetch import Prefetch
     from megatron.checkpoint_state import Progress
+    from megatron.checkpointing import Checkpointer
     from megatron.exit_conditions import ExitConditions
     from megatron.training_checkpoints import CheckpointSaves
     from megatron.training_data import DataIterators
@@ -180,12 +181,11 @@ def _set_up(
 ) -> Trainer:
     """Bring everything up to the first iteration; collective."""
     from megatron.checkpoint_layout import layer_file
-    from megatron.checkpoint_state import Progress
     from megatron.control_plane import ControlPlane
     from megatron.engine_setup import build_engine, runtime_facts
     from megatron.exit_conditions import ExitConditions
     from megatron.initialize import initialize_megatron, phase_apart_from_communicators
-    from megatron.training_checkpoints import CheckpointSaves, build_checkpointer, initialize_state, restore
+    from megatron.training_checkpoints import CheckpointSaves, build_checkpointer
     from megatron.training_data import build_data_iterators
     from megatron.training_log import TrainingLog, printed_as_debug
 
@@ -210,13 +210,7 @@ def _set_up(
         **facts,
     )
     _mark_ranges(recorder, config, runtime.device)
-    progress = restore(checkpointer, engine) if config.checkpoint.load else None
-    if prefetch is not None:
-        prefetch.close()
-    if progress is None:
-        with startup.phase("model_build"):
-            initialize_state(checkpointer, engine)
-        progress = Progress()
+    progress = _restore_or_begin(checkpointer, engine, startup)
     with startup.phase("data_build"):
         data = build_data_iterators(
             datasets_provider, config, control, runtime.layout, runtime.coordinates, progress
@@ -232,6 +226,21 @@ def _set_up(
         config, engine, data, progress, recorder, startup, CheckpointSaves(checkpointer, engine),
         ExitConditions(config, control), log,
     )  # fmt: skip
+
+
+def _restore_or_begin(checkpointer: Checkpointer, engine: Any, startup: Startup) -> Progress:
+    """Load a checkpoint if --load has one, else initialise the state; ends the reading ahead in either case."""
+    from megatron.checkpoint_state import Progress
+    from megatron.training_checkpoints import initialize_state, restore
+
+    progress = restore(checkpointer, engine) if checkpointer.config.checkpoint.load else None
+    if checkpointer.prefetch is not None:
+        checkpointer.prefetch.close()
+    if progress is None:
+        with startup.phase("model_build"):
+            initialize_state(checkpointer, engine)
+        progress = Progress()
+    return progress
 
 
 def _mark_ranges(recorder: Recorder, config: Config, device: Any) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from megatron import checkpoint_layout as names
-from megatron.checkpoint_commit import Candidate, Manifest
 from megatron.checkpoint_engines.base import CheckpointEngine, PlacedTensor, files_of
 from megatron.checkpoint_engines.errors import CheckpointMismatchError
 from megatron.checkpoint_placements import (
@@ -27,20 +26,18 @@ from megatron.checkpoint_placements import (
 )
 from megatron.checkpoint_state import (
     Progress,
-    RankPlace,
     restore_optimizer,
     restore_progress,
     restore_tied_weights,
 )
-from megatron.config import Config
 from megatron.control_plane import ControlPlane
 from megatron.redistribute.agreement import CheckpointRejectedError, together
+from megatron.redistribute.base import LayoutLoad
 from megatron.redistribute.reading import Reading
 from megatron.redistribute.sources import WEIGHT, SourceIndex
 from megatron.redistribute.targets import Target, plan
 from megatron.redistribute.torch_shards import TorchShards
 from megatron.redistribute.verifying import Piece, Share, damage
-from megatron.restart_trace.recorder import Operation
 from megatron.tensor_parallel.parameter_slice import slice_of
 from megatron.topology import Layout
 
@@ -64,29 +61,13 @@ def _joined(found: list[_Survey]) -> _Survey:
     return _Survey([tensor for mine in found for tensor in mine.tensors], found[0].values)
 
 
-class DirectLoad:
-    """One load onto another layout."""
+class DirectLoad(LayoutLoad):
+    """Each rank reads its own share of the old files."""
 
-    def __init__(
-        self,
-        engine: Any,
-        place: RankPlace,
-        config: Config,
-        vocab_size: int,
-        candidate: Candidate,
-        op: Operation,
-    ) -> None:
-        """`vocab_size`: the tokenizer's. `candidate` has a manifest."""
-        self._engine = engine
-        self._place = place
-        self._config = config
-        self._vocab_size = vocab_size
-        self._directory = candidate.directory
-        self._manifest: Manifest = candidate.manifest  # pyright: ignore[reportAttributeAccessIssue]
-        self._op = op
-        options = config.checkpoint
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        options = self._config.checkpoint
         self._with_optimizer = not (options.no_load_optim or options.finetune)
-        self._common: dict[str, Any] = {}
         self._shard: dict[str, Any] = {}
         self._weights: list[Target] = []
 

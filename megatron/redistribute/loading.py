@@ -11,6 +11,7 @@ from megatron.checkpoint_state import Progress, RankPlace
 from megatron.config import Config
 from megatron.control_plane import ControlPlane
 from megatron.redistribute.agreement import CheckpointRejectedError
+from megatron.redistribute.base import LayoutLoad
 from megatron.redistribute.direct import DirectLoad
 from megatron.redistribute.universal import UniversalLoad
 from megatron.restart_trace.recorder import Operation
@@ -18,10 +19,7 @@ from megatron.tensor_parallel.random import seed_everything
 
 logger = logging.getLogger(__name__)
 
-_METHODS: dict[str, type[DirectLoad] | type[UniversalLoad]] = {
-    "direct": DirectLoad,
-    "universal": UniversalLoad,
-}
+_METHODS: dict[str, type[LayoutLoad]] = {"direct": DirectLoad, "universal": UniversalLoad}
 
 
 def load_elsewhere(

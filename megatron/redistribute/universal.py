@@ -15,18 +15,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from megatron import checkpoint_layout as names
-from megatron.checkpoint_commit import Candidate, Manifest
 from megatron.checkpoint_engines.base import CheckpointEngine
 from megatron.checkpoint_engines.errors import CheckpointError, CheckpointMismatchError
 from megatron.checkpoint_engines.torch_files import verify_file
-from megatron.checkpoint_state import Progress, RankPlace, restore_progress, universal_checkpoint_info
-from megatron.config import Config
+from megatron.checkpoint_state import Progress, restore_progress, universal_checkpoint_info
 from megatron.control_plane import ControlPlane
 from megatron.redistribute.agreement import together
-from megatron.restart_trace.recorder import Operation
+from megatron.redistribute.base import LayoutLoad
 from megatron.topology import Layout
 
 CONVERSION_EVENT = (
@@ -35,27 +32,8 @@ CONVERSION_EVENT = (
 _LAST_WORDS = 2000  # characters
 
 
-class UniversalLoad:
-    """One load onto another layout."""
-
-    def __init__(
-        self,
-        engine: Any,
-        place: RankPlace,
-        config: Config,
-        vocab_size: int,
-        candidate: Candidate,
-        op: Operation,
-    ) -> None:
-        """`vocab_size`: the tokenizer's. `candidate` has a manifest, and files of torch.save."""
-        self._engine = engine
-        self._place = place
-        self._config = config
-        self._vocab_size = vocab_size
-        self._directory = candidate.directory
-        self._manifest: Manifest = candidate.manifest  # pyright: ignore[reportAttributeAccessIssue]
-        self._op = op
-        self._common: dict[str, Any] = {}
+class UniversalLoad(LayoutLoad):
+    """By DeepSpeed's universal checkpoint, out of files of torch.save."""
 
     def run(self, reader: CheckpointEngine, control: ControlPlane) -> Progress:
         """Verify, convert, load, apply; collective over all ranks, and raises on all of them as `together`.

@@ -156,31 +156,7 @@ def _spread(stats: OperationStats | StartStats) -> Plot:
                 width=0.55,
             )
         )
-    data.append(
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": "median rank",
-            "x": [entry.time.median_s for _, entry in rows],
-            "y": names,
-            "marker": {"symbol": "line-ns", "size": 16, "line": {"width": 2.5, "color": "#111111"}},
-            "hoverinfo": "skip",
-            "meta": "ink",
-        }
-    )
-    data.append(
-        {
-            "type": "scatter",
-            "mode": "text",
-            "showlegend": False,
-            "x": [entry.time.max_s for _, entry in rows],
-            "y": names,
-            "text": [f"  {seconds(e.time.max_s, digits)} s, rank {e.time.slowest_rank}" for _, e in rows],
-            "textposition": "middle right",
-            "cliponaxis": False,
-            "hoverinfo": "skip",
-        }
-    )
+    data += _marks(rows, digits)
     arranged = layout(
         26 * len(rows) + 120,
         x="seconds (busy time): fastest to slowest rank",
@@ -193,6 +169,33 @@ def _spread(stats: OperationStats | StartStats) -> Plot:
     words = f"; the longest is {slowest[0]} with {slowest[1].time.max_s:.3f} s" if slowest else ""
     description = f"Range of the ranks' times in {len(rows)} phases of {title_of(stats)}{words}."
     return plot(f"{title_of(stats)}: spread over the ranks", data, arranged, description)
+
+
+def _marks(rows: list[tuple[str, PhaseStats]], digits: int) -> list[dict[str, Any]]:
+    """The median of every phase, and at its end the slowest rank."""
+    names = [name for name, _ in rows]
+    median = {
+        "type": "scatter",
+        "mode": "markers",
+        "name": "median rank",
+        "x": [entry.time.median_s for _, entry in rows],
+        "y": names,
+        "marker": {"symbol": "line-ns", "size": 16, "line": {"width": 2.5, "color": "#111111"}},
+        "hoverinfo": "skip",
+        "meta": "ink",
+    }
+    slowest = {
+        "type": "scatter",
+        "mode": "text",
+        "showlegend": False,
+        "x": [entry.time.max_s for _, entry in rows],
+        "y": names,
+        "text": [f"  {seconds(e.time.max_s, digits)} s, rank {e.time.slowest_rank}" for _, e in rows],
+        "textposition": "middle right",
+        "cliponaxis": False,
+        "hoverinfo": "skip",
+    }
+    return [median, slowest]
 
 
 def _leaves(phases: list[PhaseStats]) -> list[tuple[str, PhaseStats]]:

@@ -1,0 +1,40 @@
+"""What the ways of loading onto another layout have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from megatron.checkpoint_commit import Candidate, Manifest
+from megatron.checkpoint_engines.base import CheckpointEngine
+from megatron.checkpoint_state import Progress, RankPlace
+from megatron.config import Config
+from megatron.control_plane import ControlPlane
+from megatron.restart_trace.recorder import Operation
+
+
+class LayoutLoad(ABC):
+    """One load onto another layout."""
+
+    def __init__(
+        self,
+        engine: Any,
+        place: RankPlace,
+        config: Config,
+        vocab_size: int,
+        candidate: Candidate,
+        op: Operation,
+    ) -> None:
+        """`vocab_size`: the tokenizer's. `candidate` has a manifest."""
+        self._engine = engine
+        self._place = place
+        self._config = config
+        self._vocab_size = vocab_size
+        self._directory = candidate.directory
+        self._manifest: Manifest = candidate.manifest  # pyright: ignore[reportAttributeAccessIssue]
+        self._op = op
+        self._common: dict[str, Any] = {}  # what is the same for all ranks of the checkpoint
+
+    @abstractmethod
+    def run(self, reader: CheckpointEngine, control: ControlPlane) -> Progress:
+        """Read, verify and apply; collective over all ranks, and raises on all of them as `together`."""
