@@ -168,7 +168,7 @@ def test_no_other_interval_is_better(
 @settings(deadline=None, derandomize=True)
 @given(TIMES, st.floats(1000, 1e7))
 def test_the_optimum_solves_its_equation(blocked_s: float, mtbf_s: float) -> None:
-    """The derivative of Daly's equation (20) is 0 where (1 - tau/M) exp((tau + delta)/M) = 1."""
+    """The derivative of Daly's run time is 0 where (1 - tau/M) exp((tau + delta)/M) = 1."""
     x = optimal_work_s(synchronous(blocked_s), mtbf_s) / mtbf_s
     assert math.log1p(-x) + x + blocked_s / mtbf_s == pytest.approx(0, abs=1e-6)
 

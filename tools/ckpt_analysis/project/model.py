@@ -55,7 +55,7 @@ def young_work_s(costs: Costs, mtbf_s: float) -> float:
 
 
 def daly_work_s(costs: Costs, mtbf_s: float) -> float:
-    """Work between saves by Daly 2006, equation (37); M where C is 2 M or more. In seconds."""
+    """Work between saves by the closed form of Daly 2006; M where C is 2 M or more. In seconds."""
     if costs.blocked_s >= 2 * mtbf_s:
         return mtbf_s
     x = costs.blocked_s / (2 * mtbf_s)
@@ -65,9 +65,10 @@ def daly_work_s(costs: Costs, mtbf_s: float) -> float:
 def optimal_work_s(costs: Costs, mtbf_s: float) -> float:
     """Work between saves that maximises `ettr`, in seconds.
 
-    Where Daly's equation (20) has its minimum: tau = M (1 + W0(-exp(-C/M - 1))), W0 the principal branch of Lambert's
-    function. How late a checkpoint counts scales the ETTR by a constant and does not move the optimum, unless saves
-    would wait for each other there: then it is the shortest work at which they do not, D - C, or M if that is less.
+    Where Daly's run time M exp(R/M) (exp((tau + C)/M) - 1) T_s / tau has its minimum: tau = M (1 + W0(-exp(-C/M - 1))),
+    W0 the principal branch of Lambert's function. How late a checkpoint counts scales the ETTR by a constant and does
+    not move the optimum, unless saves would wait for each other there: then it is the shortest work at which they do
+    not, D - C, or M if that is less.
     """
     free = 0.0
     if costs.blocked_s > 0:
