@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +100,7 @@ def test_phases_follow_one_another_and_add_up() -> None:
     assert not content["cycles"][0]["verified"] and table(content).count("NO") == 2
 
 
+ROOT = Path(__file__).resolve().parents[2]
 RIGHT = ["--fault", "sigkill-all", "--at", "mid-step"]
 
 
@@ -122,7 +125,6 @@ RIGHT = ["--fault", "sigkill-all", "--at", "mid-step"]
             ["--fault", "truncate", "--at", "mid-startup", "--cycles", "2"],
             "--fault truncate --at mid-startup --cycles 2: nothing is saved between such strikes",
         ),
-        (["--fault", "bitflip", "--resume-dp", "2"], "verifies no checksums; use --fault truncate"),
         (["--supervisor", "torchrun", "--resume-pp", "2"], "--supervisor torchrun with --resume-tp"),
         (
             ["--supervisor", "torchrun", "--cold-cache"],
@@ -139,6 +141,24 @@ def test_a_wrong_command_line_ends_with_status_2(
         parse_arguments([*right, *argv, "--", "train"])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+NEVER_SAVES = """
+import json, pathlib, sys
+trace = pathlib.Path(sys.argv[sys.argv.index("--restart-trace-dir") + 1])
+trace.mkdir(parents=True, exist_ok=True)
+record = {"type": "iteration", "step": 1, "start_ns": 0, "end_ns": 1}
+(trace / "rank_00000_cycle_000.jsonl").write_text(json.dumps(record) + "\\n")
+"""
+
+
+def test_a_training_without_a_checkpoint_cannot_be_struck(tmp_path: Path) -> None:
+    options = [*RIGHT, "--out", str(tmp_path / "out"), "--no-reference", "--quiet"]
+    command = [sys.executable, "-m", "tools.restart_drill", *options, "--", sys.executable, "-c", NEVER_SAVES]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    told = done.stderr
+    assert done.returncode == 2 and "before the moment mid-step had come" in told
+    assert "No checkpoint was committed, from which on moments within training count: save more often" in told
 
 
 def test_a_restart_that_is_to_be_struck_needs_one_before() -> None:

@@ -127,11 +127,6 @@ def _refusal(args: argparse.Namespace) -> str | None:
             f"--fault {args.fault} --at {args.at.text} --cycles {args.cycles}: nothing is saved between such strikes, "
             "so no whole checkpoint would be left; use --cycles 1"
         )
-    if args.fault == "bitflip" and elsewhere:
-        return (
-            "--fault bitflip with --resume-tp, --resume-pp or --resume-dp: a load onto another layout reads parts of "
-            "tensors and verifies no checksums; use --fault truncate, or the same layout"
-        )
     if args.supervisor == TORCHRUN and elsewhere:
         return (
             "--supervisor torchrun with --resume-tp, --resume-pp or --resume-dp: an agent restarts the ranks that it "

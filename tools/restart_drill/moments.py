@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,13 @@ def wait_for(
     finished = 0
     wanted = "checkpoint" if commits == 1 else "second checkpoint"
     seen = False
-    for record in _records(moment.text, launch, trace_dir, cycle, limit_s):
+
+    def why() -> str:
+        if moment.strikes_a_restart or commits <= 0 or not finished:
+            return ""
+        return f". No {wanted} was committed, from which on moments within training count: save more often"
+
+    for record in _records(moment.text, launch, trace_dir, cycle, limit_s, why):
         if not seen:  # a rank writes its trace, so the ranks are there
             launch.look()
             seen = True
@@ -134,14 +140,15 @@ def wait_for(
 
 def wait_for_span(phase: str, launch: Launch, trace_dir: Path, cycle: int, limit_s: float) -> None:
     """Return when rank 0 has a span of this phase in this cycle; raises DrillError as `wait_for`."""
-    for record in _records(phase, launch, trace_dir, cycle, limit_s):
+    for record in _records(phase, launch, trace_dir, cycle, limit_s, str):
         if record["type"] == "span" and record["phase"] == phase:
             return
 
 
 def _records(
-    wanted: str, launch: Launch, trace_dir: Path, cycle: int, limit_s: float
+    wanted: str, launch: Launch, trace_dir: Path, cycle: int, limit_s: float, why: Callable[[], str]
 ) -> Iterator[dict[str, Any]]:
+    """Records of rank 0 while they are written. `why`, asked at the end, says why `wanted` did not come."""
     tail = TraceTail(trace_dir, cycle)
     deadline = time.monotonic() + limit_s
     while True:
@@ -150,8 +157,10 @@ def _records(
         if ended:
             raise DrillError(
                 f"the command ended with exit code {launch.exit_code} before the moment {wanted} had come; see "
-                "its log, or choose a moment that it reaches"
+                f"its log, or choose a moment that it reaches{why()}"
             )
         if time.monotonic() > deadline:
-            raise DrillError(f"the moment {wanted} did not come within {limit_s:g} s; raise --time-limit")
+            raise DrillError(
+                f"the moment {wanted} did not come within {limit_s:g} s; raise --time-limit{why()}"
+            )
         time.sleep(POLL_S)
