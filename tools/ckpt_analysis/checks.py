@@ -22,7 +22,8 @@ def check_operations(frames: Frames) -> list[Problem]:
         cycle: set(ranks)
         for cycle, ranks in frames.operations.group_by("cycle").agg(pl.col("rank").unique()).iter_rows()
     }
-    for rows in frames.operations.sort("group", "rank").partition_by("group", maintain_order=True):
+    suspects = _suspects(frames.operations, {cycle: len(ranks) for cycle, ranks in present.items()})
+    for rows in suspects.sort("group", "rank").partition_by("group", maintain_order=True):
         cycle, operation = rows["cycle"][0], rows["operation"][0]
         name = _name(rows)
         failed = rows.filter(pl.col("outcome") == "failed")
@@ -47,6 +48,20 @@ def check_operations(frames: Frames) -> list[Problem]:
                 Problem("ranks_disagree", message, {"cycle": cycle, "field": "tag", "values": values})
             )
     return problems
+
+
+def _suspects(operations: pl.DataFrame, expected: dict[int, int]) -> pl.DataFrame:
+    """The operations with which something is wrong: few, and only these are worth looking at one by one.
+
+    `expected`: number of ranks by cycle.
+    """
+    ranks = pl.col("cycle").first().replace_strict(expected, return_dtype=pl.UInt32)
+    wrong = operations.group_by("group").agg(
+        (pl.col("outcome") != "ok").any()
+        | (pl.col("rank").n_unique() != ranks)
+        | (pl.col("tag").drop_nulls().n_unique() > 1)
+    )
+    return operations.filter(pl.col("group").is_in(wrong.filter("outcome")["group"].implode()))
 
 
 def _unfinished(frames: Frames, unfinished: pl.DataFrame, name: str, ranks: int) -> Problem:
