@@ -8,9 +8,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from tools.ckpt_analysis.html.page import run_page
+from tools.ckpt_analysis.compare.comparison import compare_variants
+from tools.ckpt_analysis.compare.variants import Variant
+from tools.ckpt_analysis.html.page import comparison_page, run_page
 from tools.ckpt_analysis.load import load_trace
-from tools.ckpt_analysis.report import Analysis, analyse_fully
+from tools.ckpt_analysis.report import Analysis, Report, analyse_fully
 
 
 def analysis_of(directory: Path) -> Analysis:
@@ -19,6 +21,12 @@ def analysis_of(directory: Path) -> Analysis:
 
 def page_of(directory: Path) -> str:
     return run_page(analysis_of(directory))
+
+
+def page_comparing(**named: list[Report]) -> str:
+    """The page that compares runs, repeats under one name."""
+    variants = [Variant(name, reports) for name, reports in named.items()]
+    return comparison_page(compare_variants(variants), variants)
 
 
 @dataclass

@@ -301,7 +301,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_formats(three: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", *three]) == 0
     table = capsys.readouterr().out
-    rows = [line.split() for line in table.splitlines() if line.strip().startswith("blocked_s")]
+    rows = [line.split() for line in table.splitlines() if line.strip().startswith("blocked_s ")]
     assert [row[4] for row in rows] == ["B", "C"] and rows[0][-2:] == ["differs:", "worse"]
     assert rows[1][-3:] == ["within", "the", "noise"] and "timer.interval-time_s" not in table
     assert main(["compare", "--all", *three]) == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,12 @@ from typing import Any
 import pytest
 
 from tests.unit.analysis_helpers import ROOT, file_of
-from tests.unit.report_pages import Page, analysis_of, page_of
+from tests.unit.report_pages import Page, analysis_of, page_comparing, page_of
 from tests.unit.trace_factory import Options, RankLog, dump, rank_log, write_trace
 from tools.ckpt_analysis.cli import main
 from tools.ckpt_analysis.html.definitions import DEFINITIONS
 from tools.ckpt_analysis.html.figures import FIGURES
-from tools.ckpt_analysis.html.page import comparison_page, run_page
+from tools.ckpt_analysis.html.page import run_page
 from tools.ckpt_analysis.html.run_data import choose
 from tools.ckpt_analysis.report import without_ranks
 from tools.ckpt_analysis.results import NO_GROUP, Spread
@@ -190,7 +189,7 @@ def test_a_run_of_which_only_the_longest_times_are_known(trace: Path) -> None:
     ]
     words = " ".join(p.text for p in page.all("p"))
     assert "no phases are recorded, only the whole" in words and "Ranks and hosts are not recorded" in words
-    assert "plot-comparison-0" in Page(comparison_page([analysis, analysis])).plots()
+    assert "plot-comparison-0" in Page(page_comparing(a=[report], b=[report])).plots()
 
 
 def test_definitions_are_those_of_the_documentation() -> None:
@@ -229,27 +228,6 @@ def test_the_save_at_the_end_of_training_is_shown_only_if_there_is_no_other(tmp_
     asked = choose(analysis_of(tmp_path), "global_step2")
     timeline = next(figure for figure in FIGURES if figure.name == "timeline").make(asked)
     assert "training was over, and its end waited for this save" in timeline.notes[0]
-
-
-def test_several_directories_are_compared(tmp_path: Path, trace: Path, capsys: pytest.CaptureFixture) -> None:
-    other = write_trace(tmp_path / "other", Options(background_flush=True, supervisor=False))
-    assert main(["report", str(trace), str(other), "-o", str(tmp_path / "page.html")]) == 0
-    shown = capsys.readouterr().out
-    assert "2 runs" in shown and re.search(r"blocked_s \[s\] +0\.38 +0\.34 \(1\.12x\)", shown)
-    assert re.search(r"restart_s \[s\] +\S+ +-", shown)  # the other has no supervisor
-    page = Page((tmp_path / "page.html").read_text())
-    assert "other" in [h3.text for h3 in page.all("h3")]
-    times = page.plots()["plot-comparison-0"][0]["data"]
-    assert [bar["name"] for bar in times] == [trace.name, "other"]
-    cells = [cell.text for cell in page.all("td")]
-    assert "too few repeats to tell" in cells and "[0." not in " ".join(cells)  # two saves a run
-
-
-def test_runs_of_one_name_are_told_apart(trace: Path) -> None:
-    analysis = analysis_of(trace)
-    page = Page(comparison_page([analysis, analysis]))
-    names = [bar["name"] for bar in page.plots()["plot-comparison-0"][0]["data"]]
-    assert names == [f"{trace.name} #1", f"{trace.name} #2"]
 
 
 def test_output_goes_to_a_directory_or_a_file(

@@ -11,7 +11,7 @@ import polars as pl
 from tools.ckpt_analysis.checks import check_events, check_losses, check_operations, check_results
 from tools.ckpt_analysis.findings import Evidence, Finding, find
 from tools.ckpt_analysis.frame import Frames, make_frames, no_frames
-from tools.ckpt_analysis.iterations import StepTime, step_times
+from tools.ckpt_analysis.iterations import StepTime, TrainingTime, step_times, training_times
 from tools.ckpt_analysis.load import Trace
 from tools.ckpt_analysis.model_info import describe_model
 from tools.ckpt_analysis.operations import measure, rank_times
@@ -45,6 +45,7 @@ class Report:
     problems: list[Problem]
     findings: list[Finding] = field(default_factory=list)
     steps: list[StepTime] = field(default_factory=list)
+    training: list[TrainingTime] = field(default_factory=list)
     model: str | None = None
     imported: ImportedRun | None = None
 
@@ -121,6 +122,7 @@ def analyse_fully(trace: Trace, *, per_rank: bool = False, frames: Frames | None
         problems=by_severity(problems),
         findings=find(Evidence(saves, loads, starts, frames, tables, hosts, probes)),
         steps=step_times(frames.iterations),
+        training=training_times(frames.iterations),
         model=describe_model(trace, frames),
     )
     return Analysis(report, frames, tables, hosts, probes)

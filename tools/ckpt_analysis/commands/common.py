@@ -15,6 +15,7 @@ from tools.ckpt_analysis.errors import CouldNotRunError
 from tools.ckpt_analysis.progress import Progress
 
 if TYPE_CHECKING:
+    from tools.ckpt_analysis.compare.variants import Variant
     from tools.ckpt_analysis.load import Trace
     from tools.ckpt_analysis.report import Analysis, Report
 
@@ -72,6 +73,28 @@ def read_analysis(directory: Path, arguments: argparse.Namespace, *, per_rank: b
 def read_report(directory: Path, arguments: argparse.Namespace, *, per_rank: bool = False) -> Report:
     """The report alone. Raises LogDirectoryError if nothing can be analysed."""
     return read_analysis(directory, arguments, per_rank=per_rank).report
+
+
+def read_variants(texts: list[str], arguments: argparse.Namespace) -> list[Variant]:
+    """The runs of a comparison from `[NAME=]LOGDIR`s. Raises LogDirectoryError if one cannot be analysed."""
+    from tools.ckpt_analysis.compare.variants import Variant
+
+    return [
+        Variant(name, [read_report(directory, arguments) for directory in directories])
+        for name, directories in _named(texts).items()
+    ]
+
+
+def _named(texts: list[str]) -> dict[str, list[Path]]:
+    """Name -> its directories, in the order given. A directory is its own name; it may hold a "="."""
+    named: dict[str, list[Path]] = {}
+    for text in texts:
+        name, equals, directory = text.partition("=")
+        if equals and name and directory and not os.path.exists(text):
+            named.setdefault(name, []).append(Path(directory))
+        else:
+            named.setdefault(text, []).append(Path(text))
+    return named
 
 
 def strict_status(report: Report, arguments: argparse.Namespace) -> int:

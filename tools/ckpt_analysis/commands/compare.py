@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from pathlib import Path
 
 HELP = "compare runs: engines, layouts, model sizes or versions, with what exceeds the noise"
 EXAMPLES = """\
@@ -42,19 +40,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare the runs; returns the exit status."""
-    from tools.ckpt_analysis.commands.common import read_report, write_stdout
+    from tools.ckpt_analysis.commands.common import read_variants, write_stdout
     from tools.ckpt_analysis.commands.exit_codes import FINDINGS, OK
     from tools.ckpt_analysis.compare.comparison import compare_variants
     from tools.ckpt_analysis.compare.conditions import failures, parse_condition
     from tools.ckpt_analysis.compare.render import to_csv, to_json, to_markdown, to_table
-    from tools.ckpt_analysis.compare.variants import Variant
     from tools.ckpt_analysis.tables import Style
 
     conditions = [parse_condition(text) for text in arguments.fail_if]
-    variants = [
-        Variant(name, [read_report(directory, arguments) for directory in directories])
-        for name, directories in _named(arguments.logdirs).items()
-    ]
+    variants = read_variants(arguments.logdirs, arguments)
     comparison = compare_variants(variants, keep_first=arguments.keep_first)
     failed = failures(comparison, conditions)
     if arguments.format == "json":
@@ -68,15 +62,3 @@ def run(arguments: argparse.Namespace) -> int:
     for sentence in failed:
         print(f"ckpt-analysis: {sentence}", file=sys.stderr)
     return FINDINGS if failed else OK
-
-
-def _named(texts: list[str]) -> dict[str, list[Path]]:
-    """Name -> its directories, in the order given. A directory is its own name; it may hold a "="."""
-    named: dict[str, list[Path]] = {}
-    for text in texts:
-        name, equals, directory = text.partition("=")
-        if equals and name and directory and not os.path.exists(text):
-            named.setdefault(name, []).append(Path(directory))
-        else:
-            named.setdefault(text, []).append(Path(text))
-    return named

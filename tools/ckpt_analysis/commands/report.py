@@ -12,13 +12,14 @@ from tools.ckpt_analysis.commands.common import (
     output_file,
     progress_of,
     read_analysis,
+    read_variants,
     write_stdout,
 )
 from tools.ckpt_analysis.commands.exit_codes import FINDINGS, OK
 from tools.ckpt_analysis.errors import CouldNotRunError
 
 if TYPE_CHECKING:
-    from tools.ckpt_analysis.report import Analysis
+    from tools.ckpt_analysis.report import Analysis, Report
 
 FILE_NAME = "ckpt_report.html"
 HELP = "show where saves, loads and restarts of a traced run spent their time"
@@ -37,10 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this command."""
     parser.add_argument(
         "logdirs",
-        metavar="LOGDIR",
-        type=Path,
+        metavar="[NAME=]LOGDIR",
         nargs="+",
-        help="directory of trace files, or of the checkpoints; several are compared with the first",
+        help="directory of trace files, or of the checkpoints; several are compared with the first, as `compare` "
+        "does. Runs of the same NAME are repeats",
     )
     parser.add_argument(
         "-o",
@@ -69,14 +70,36 @@ def run(arguments: argparse.Namespace) -> int:
     """Analyse the directories, print the report and write the page; returns the exit status."""
     several = len(arguments.logdirs) > 1
     _check(arguments, several)
-    analyses = [
-        read_analysis(directory, arguments, per_rank=arguments.per_rank) for directory in arguments.logdirs
-    ]
-    write_stdout(_comparison(analyses) if several else _summary(analyses[0], arguments))
-    if arguments.output is not None:
-        _write_page(analyses, arguments)
-    findings = any(analysis.report.has_findings for analysis in analyses)
+    reports = _compared(arguments) if several else _of_one(arguments)
+    findings = any(report.has_findings for report in reports)
     return FINDINGS if arguments.strict and findings else OK
+
+
+def _of_one(arguments: argparse.Namespace) -> list[Report]:
+    """The report of one run."""
+    analysis = read_analysis(Path(arguments.logdirs[0]), arguments, per_rank=arguments.per_rank)
+    write_stdout(_summary(analysis, arguments))
+    if arguments.output is not None:
+        from tools.ckpt_analysis.html.page import run_page
+
+        _write_page(run_page(analysis, arguments.checkpoint), arguments)
+    return [analysis.report]
+
+
+def _compared(arguments: argparse.Namespace) -> list[Report]:
+    """Several runs: what `compare` prints, and the page with its figure."""
+    from tools.ckpt_analysis.compare.comparison import compare_variants
+    from tools.ckpt_analysis.compare.render import to_table
+    from tools.ckpt_analysis.tables import Style
+
+    variants = read_variants(arguments.logdirs, arguments)
+    comparison = compare_variants(variants)
+    write_stdout(to_table(comparison, Style(sys.stdout), show_all=arguments.all))
+    if arguments.output is not None:
+        from tools.ckpt_analysis.html.page import comparison_page
+
+        _write_page(comparison_page(comparison, variants), arguments)
+    return [report for variant in variants for report in variant.reports]
 
 
 def _check(arguments: argparse.Namespace, several: bool) -> None:
@@ -105,23 +128,10 @@ def _summary(analysis: Analysis, arguments: argparse.Namespace) -> str:
     return render(analysis.report, Style(sys.stdout), show_all=arguments.all)
 
 
-def _comparison(analyses: list[Analysis]) -> str:
-    from tools.ckpt_analysis.run_comparison import compare_runs, comparison_lines
-    from tools.ckpt_analysis.tables import Style, align
-
-    header, rows = comparison_lines(compare_runs(analyses))
-    style = Style(sys.stdout)
-    title = style.heading(f"{len(analyses)} runs: medians, with the speed-up over {header[1]}")
-    return "\n".join([title, *align(header, rows, style)]) + "\n"
-
-
-def _write_page(analyses: list[Analysis], arguments: argparse.Namespace) -> None:
-    from tools.ckpt_analysis.html.page import comparison_page, run_page
-
+def _write_page(page: str, arguments: argparse.Namespace) -> None:
     path: Path = arguments.output
     if path.suffix.lower() not in (".html", ".htm"):
         path = path / FILE_NAME
-    page = comparison_page(analyses) if len(analyses) > 1 else run_page(analyses[0], arguments.checkpoint)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as exc:

@@ -24,11 +24,11 @@ from tools.ckpt_analysis.errors import CouldNotRunError
 from tools.ckpt_analysis.report import Report
 
 _NOISE_OF_OPERATIONS = (
-    "the noise is that between the operations of one run, each counted by its slowest rank; what changes from one run "
-    "to the next (other jobs, other nodes) is not in it: repeat runs, interleaved, and give them as NAME=LOGDIR"
+    "The noise is that between the operations of one run, each counted by its slowest rank; what changes from one run "
+    "to the next (other jobs, other nodes) is not in it: repeat runs, interleaved, and give them as NAME=LOGDIR."
 )
 _NOISE_OF_RUNS = (
-    "the noise is that between runs of the same name: each run counts once, with its median over operations"
+    "The noise is that between runs of the same name: each run counts once, with its median over operations."
 )
 
 
@@ -52,7 +52,7 @@ def compare_variants(variants: list[Variant], *, keep_first: bool = False) -> Co
     Raises CouldNotRunError for fewer than two variants.
     """
     if len(variants) < 2:
-        raise CouldNotRunError("compare: give two runs at least, or two names")
+        raise CouldNotRunError("give two runs at least to compare, or two names")
     facts = [facts_of(variant, label_of(index)) for index, variant in enumerate(variants)]
     by_run = any(len(variant.reports) > 1 for variant in variants)
     collected = [[collect(report) for report in variant.reports] for variant in variants]
@@ -125,17 +125,20 @@ def _notes(
     notes = [_NOISE_OF_RUNS if by_run else _NOISE_OF_OPERATIONS]
     if any(cell.left_out for row in rows for cell in row.cells):
         notes.append(
-            "the first save and the first step of each cycle are left out as warm-up (--keep-first keeps them)"
+            "The first save and the first step of each cycle are left out as warm-up (`compare --keep-first` keeps "
+            "them)."
         )
     for variant, known in zip(variants, facts, strict=True):
         for report in variant.reports:
             bad = sum(save.outcome != "ok" for save in report.saves)
             if bad:
                 where = f"{known.label} ({report.directory})"
-                notes.append(f"{where}: {bad} of {len(report.saves)} saves did not end well and are left out")
+                notes.append(
+                    f"{where}: {bad} of {len(report.saves)} saves did not end well and are left out."
+                )
             findings = sum(problem.severity != "note" for problem in report.problems)
             if findings:
                 notes.append(
-                    f"{known.label}: {findings} problems in its logs; `report {report.directory}` lists them"
+                    f"{known.label}: {findings} problems in its logs; `report {report.directory}` lists them."
                 )
     return notes

@@ -115,6 +115,7 @@ def collect(report: Report) -> dict[str, Samples]:
         _phases(collected, "restart", start.phases, warm_up=False)
     _steps(collected, report.steps)
     _totals(collected, report, saves)
+    _as_printed(collected, report)
     return collected
 
 
@@ -176,6 +177,31 @@ def _totals(collected: dict[str, Samples], report: Report, saves: list[Operation
             "total_blocked_GBps", "GB/s", "higher", "bytes of all saves over total_blocked_s", "total", True
         )
         _add(collected, metric, sum(b for b, _ in sized) / 1e9 / sum(s for _, s in sized))
+    share = _blocked_share(report)
+    if share is not None:
+        metric = Metric(
+            "blocked_share", "share", "lower", "training time that saves block, of all of it", "total", True
+        )
+        _add(collected, metric, share)
+
+
+def _blocked_share(report: Report) -> float | None:
+    """Share of the training time that its saves blocked; None where one of both is not recorded.
+
+    A save after the last step of a cycle comes when no step is left to end: its blocked time is training time, too.
+    """
+    blocked = [save for save in report.saves if save.blocked_s is not None]
+    if not blocked or not report.training:
+        return None
+    last_steps = {training.cycle: training.last_step for training in report.training}
+    after = [s for s in blocked if s.step is not None and s.step >= last_steps.get(s.cycle, s.step)]
+    trained_s = sum(training.seconds for training in report.training)
+    trained_s += sum(save.blocked_s or 0.0 for save in after)
+    return sum(save.blocked_s or 0.0 for save in blocked) / trained_s if trained_s > 0 else None
+
+
+def _as_printed(collected: dict[str, Samples], report: Report) -> None:
+    """What the log of an imported run prints itself."""
     if report.imported is None:
         return
     printed = [save.printed for save in report.imported.saves if save.printed]

@@ -9,7 +9,7 @@ import textwrap
 from dataclasses import asdict
 from typing import Any
 
-from tools.ckpt_analysis.compare.results import Cell, Comparison, MetricRow, VariantFacts
+from tools.ckpt_analysis.compare.results import DIFFERS, Cell, Comparison, MetricRow, VariantFacts
 from tools.ckpt_analysis.compare.statistics import ALPHA, LEAST_REPEATS
 from tools.ckpt_analysis.formatting import NOT_RECORDED
 from tools.ckpt_analysis.tables import Style, align
@@ -106,29 +106,31 @@ def _line(row: MetricRow, variant: VariantFacts, cell: Cell) -> tuple[str, ...]:
     return (
         row.name,
         row.unit,
-        _median(row.cells[0]),
+        median_text(row.cells[0]),
         variant.label,
-        _median(cell),
+        median_text(cell),
         NOT_RECORDED if cell.ratio is None else f"{cell.ratio:.3f}",
         interval,
-        NOT_RECORDED if cell.p_value is None else _p(cell.p_value),
-        f"{cell.verdict}{_direction(row, cell)}",
+        NOT_RECORDED if cell.p_value is None else p_text(cell.p_value),
+        verdict_text(row, cell),
     )
 
 
-def _median(cell: Cell) -> str:
+def median_text(cell: Cell) -> str:
+    """The median, with the number of values in brackets."""
     return NOT_RECORDED if cell.median is None else f"{cell.median:.4g} ({len(cell.values)})"
 
 
-def _p(value: float) -> str:
+def p_text(value: float) -> str:
+    """A p value; small ones are not told apart."""
     return "<0.001" if value < 0.001 else f"{value:.3f}"
 
 
-def _direction(row: MetricRow, cell: Cell) -> str:
-    """Says of a real difference whether it is for the better."""
-    if cell.verdict != "differs" or cell.ratio is None or row.better == "neither" or cell.ratio == 1:
-        return ""
-    return ": better" if (cell.ratio < 1) == (row.better == "lower") else ": worse"
+def verdict_text(row: MetricRow, cell: Cell) -> str:
+    """The verdict, and of a real difference whether it is for the better."""
+    if cell.verdict != DIFFERS or cell.ratio is None or row.better == "neither" or cell.ratio == 1:
+        return cell.verdict or ""
+    return f"{DIFFERS}: {'better' if (cell.ratio < 1) == (row.better == 'lower') else 'worse'}"
 
 
 def _text(value: str | None) -> str:

@@ -45,6 +45,15 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class SpeedUp:
+    """How many times as good as the first variant: above 1 is better. [low, high]: 95 % interval, None if unknown."""
+
+    times: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
 class MetricRow:
     """One metric; `cells` are in the order of the variants."""
 
@@ -54,6 +63,16 @@ class MetricRow:
     definition: str
     headline: bool  # shown without --all
     cells: list[Cell]
+
+    def speed_up(self, cell: Cell) -> SpeedUp | None:
+        """The ratio of a cell turned so that more is better. None without one, or where neither is better."""
+        if not cell.ratio or self.better == "neither":
+            return None
+        if self.better == "higher":
+            return SpeedUp(cell.ratio, cell.ratio_low, cell.ratio_high)
+        if not cell.ratio_low or not cell.ratio_high:
+            return SpeedUp(1 / cell.ratio, None, None)
+        return SpeedUp(1 / cell.ratio, 1 / cell.ratio_high, 1 / cell.ratio_low)
 
 
 @dataclass(frozen=True)

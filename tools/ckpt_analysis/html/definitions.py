@@ -55,8 +55,9 @@ DEFINITIONS: dict[str, str] = {
     "cycle ran each, on the rank that spent most. Saves and evaluation between them, and the iteration "
     "under way at the failure, are not in it",
     "load_s": "loads only: wall time of the critical rank",
-    "blocked share": "of a run: the sum of `blocked_s` over its saves, over the time from the begin of the "
-    "first to the end of the last training step of each cycle.",
-    "speed-up": "value of the first run over that of another: above 1 the other is faster. Saves and "
-    "restarts count with the median over the run.",
+    "blocked share": "of a run: the sum of `blocked_s` over its saves, over its training time: from the begin of "
+    "the first to the end of the last training step of each cycle, and what saves after that last step blocked. Of "
+    "an imported log: all its log intervals, which hold the saves between steps.",
+    "speed-up": "value of the first run over that of another, of throughputs the inverse: above 1 the other is "
+    "better. Saves and restarts count with the median over the run.",
 }

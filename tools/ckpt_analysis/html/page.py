@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tools.ckpt_analysis.answer import answer
-from tools.ckpt_analysis.compare import comparison as differences
+from tools.ckpt_analysis.compare.results import Comparison
+from tools.ckpt_analysis.compare.variants import Variant
 from tools.ckpt_analysis.errors import CouldNotRunError
 from tools.ckpt_analysis.formatting import plural
 from tools.ckpt_analysis.html import comparison
@@ -19,7 +20,6 @@ from tools.ckpt_analysis.html.definitions import DEFINITIONS
 from tools.ckpt_analysis.html.figures import FIGURES
 from tools.ckpt_analysis.html.run_data import choose
 from tools.ckpt_analysis.report import Analysis, Report
-from tools.ckpt_analysis.run_comparison import compare_runs
 from tools.ckpt_analysis.run_info import layout_text
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -52,26 +52,33 @@ def run_page(analysis: Analysis, checkpoint: str | None = None) -> str:
     return _render(title, [_first_page(analysis.report, "")], blocks)
 
 
-def comparison_page(analyses: list[Analysis]) -> str:
-    """The HTML page that compares several runs. Raises CouldNotRunError if plotly is not installed."""
-    runs = compare_runs(analyses)
+def comparison_page(compared: Comparison, variants: list[Variant]) -> str:
+    """The HTML page that compares several runs: those of `variants`, of which `compared` was made.
+
+    Raises CouldNotRunError if plotly is not installed.
+    """
     block = Block(
         "comparison",
         "Comparison",
         "The runs side by side",
         comparison.CAPTION,
         comparison.TERMS,
-        comparison.draw(runs, differences.compare_runs([analysis.report for analysis in analyses])),
+        comparison.draw(compared),
     )
-    first_pages = [_first_page(a.report, run.name) for a, run in zip(analyses, runs, strict=True)]
-    return _render(f"Comparison of {len(runs)} runs", first_pages, [block])
+    first_pages = []
+    for facts, variant in zip(compared.variants, variants, strict=True):
+        for index, report in enumerate(variant.reports, start=1):
+            repeat = f", run {index} of {len(variant.reports)}" if len(variant.reports) > 1 else ""
+            first_pages.append(_first_page(report, f"{comparison.name_of(facts)}{repeat}"))
+    return _render(f"Comparison of {len(first_pages)} runs", first_pages, [block])
 
 
 def _first_page(report: Report, name: str) -> dict[str, Any]:
-    """What the reader must know before the first figure."""
+    """What the reader must know before the first figure. With a `name` it is folded, unless its data are broken."""
     shown = report.problems[:_MOST_PROBLEMS]
     return {
         "name": name,
+        "broken": report.has_findings,
         "facts": _facts(report),
         "answer": answer(report),
         "problems": shown,

@@ -12,7 +12,7 @@ from tools.ckpt_analysis.imported.model import (
     ImportedSave,
     Range,
 )
-from tools.ckpt_analysis.iterations import StepTime
+from tools.ckpt_analysis.iterations import StepTime, TrainingTime
 from tools.ckpt_analysis.problems import Problem
 from tools.ckpt_analysis.report import Report
 from tools.ckpt_analysis.results import OperationStats, PhaseStats, Spread, StartStats
@@ -41,6 +41,7 @@ def to_report(run: ImportedRun, directory: Path) -> Report:
         starts=_starts(run),
         problems=_notes(run),
         steps=_steps(run),
+        training=_training(run),
         model=_model(run),
         imported=run,
     )
@@ -190,6 +191,21 @@ def _steps(run: ImportedRun) -> list[StepTime]:
             steps.append(StepTime(0, iteration.step, seconds))
         before = iteration.step
     return steps
+
+
+def _training(run: ImportedRun) -> list[TrainingTime]:
+    """All log intervals together, which hold the saves between steps; none if one has no time or an unknown begin."""
+    resumed = [load.step for load in run.loads if load.found]
+    before = resumed[-1] if resumed else 0
+    if before is None or not run.iterations:
+        return []
+    seconds = 0.0
+    for iteration in run.iterations:
+        if iteration.interval_s is None or iteration.step <= before:
+            return []
+        seconds += iteration.interval_s * (iteration.step - before)
+        before = iteration.step
+    return [TrainingTime(0, before, seconds)]
 
 
 def _holds_save(iteration: ImportedIteration, before: int, saved: set[int]) -> bool:
