@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.dist.drill_reports import assert_report_agrees
 from tests.dist.harness import LLAMA_STYLE, ROOT
 from tests.dist.storage import small_disk
 from tests.dist.tiny_runs import NO_DROPOUT
@@ -100,6 +101,7 @@ def cycles(done: subprocess.CompletedProcess[str], out: Path) -> list[dict[str, 
             assert {"detect", "stop", "relaunch", "launcher", "imports", "load", "first_step"} <= set(phases)
             assert min(phases.values()) > -1e-6, phases
             assert cycle["accounted"] >= 0.98, phases
+    assert_report_agrees(out)
     return found
 
 

@@ -11,7 +11,17 @@ import polars as pl
 import pytest
 
 from tests.unit.analysis_helpers import ROOT, file_of, kinds, result
-from tests.unit.trace_factory import MS, RANKS, RUN_ID, Options, dump, rank_log, write_trace
+from tests.unit.trace_factory import (
+    ITERATION_MS,
+    MS,
+    RANKS,
+    RUN_ID,
+    Options,
+    RankLog,
+    dump,
+    rank_log,
+    write_trace,
+)
 from tools.ckpt_analysis.cli import main
 from tools.ckpt_analysis.failures import failure_of
 from tools.ckpt_analysis.lost_work import lost_work_s, reached_step
@@ -163,6 +173,33 @@ def test_load_counts_once_in_a_restart(tmp_path: Path, inside: bool) -> None:
         named = sum(s for name, s in rank["phases"].items() if "/" not in name and name != "caught_up")
         assert named + rank["unattributed_s"] == pytest.approx(rank["wall_s"], abs=1e-9)
         assert rank["coverage"] <= 1
+
+
+def test_bytes_that_a_load_reads_and_verifies_count_once(tmp_path: Path) -> None:
+    """In the load, and in the start-up around it."""
+    log = RankLog(Options(), 0, 1, 0)
+    log.process()
+    startup = log.begin("startup")
+    startup.span("engine_init", None, 10)
+    op = log.begin("load", tag="global_step5", step=5)
+    op.span("load", "read", 20, file="a.pt", bytes=1000)
+    op.span("load", "read", 20, file="b.pt", bytes=500)
+    for name, num_bytes in (("a.pt", 1000), ("b.pt", 500)):
+        op.span("load", "verify", 5, file=name, bytes=num_bytes)
+        op.span("load", "host_to_device", 5, file=name, bytes=num_bytes)
+    op.span("redistribute", "reshard", 5, bytes=700)
+    op.end(bytes=1500, num_files=2)
+    log.iteration(6)
+    startup.at(log.now_ms - ITERATION_MS, ITERATION_MS, "first_step", None)
+    startup.end()
+    dump(file_of(tmp_path, 0, 1), log.records)
+    report = result(tmp_path)
+    (load,), (restart,) = report["loads"], report["restarts"]
+    moved = {"load": (1500, 2), "redistribute": (700, None)}
+    assert {name: (p["bytes"], p["num_files"]) for name, p in load["phases"].items()} == moved
+    inside = restart["phases"]["load"]
+    assert (inside["bytes"], inside["num_files"]) == (1500, None)
+    assert {name: (p["bytes"], p["num_files"]) for name, p in inside["details"].items()} == moved
 
 
 def test_phases_and_rest_add_up_to_the_wall_time(sound: dict[str, Any]) -> None:

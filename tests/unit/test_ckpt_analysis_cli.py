@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.unit.analysis_helpers import ROOT, file_of, result
-from tests.unit.trace_factory import write_trace
+from tests.unit.trace_factory import Options, write_trace
 from tools.ckpt_analysis.cli import COMMANDS, main
 
 
@@ -30,6 +30,30 @@ def test_both_ways_to_run_it(tmp_path: Path) -> None:
     assert (as_module.returncode, as_directory.returncode) == (0, 0), as_module.stderr + as_directory.stderr
     assert as_module.stdout == as_directory.stdout
     assert json.loads(as_module.stdout) == result(trace)
+
+
+def test_the_waterfall_of_a_restart(tmp_path: Path) -> None:
+    """From the failure on: 18.97 s in all, of which the trace's constants are known (trace_factory)."""
+    lines = run_cli(str(write_trace(tmp_path))).stdout.splitlines()
+    (first,) = [i for i, line in enumerate(lines) if line.startswith("  failure to first step, rank 2 ")]
+    (last,) = [i for i, line in enumerate(lines) if line == "  99.86 % of 18.970 s accounted for"]
+    shown = {cells[0]: cells[1:3] for cells in (line.split() for line in lines[first + 1 : last])}
+    assert shown == {
+        "detect": ["0.500", "0.500"], "stop": ["0.300", "0.800"], "relaunch": ["0.200", "1.000"],
+        "launcher": ["13.514", "14.514"], "process_start": ["0.040", "14.554"], "imports": ["3.500", "18.054"],
+        "rendezvous": ["0.100", "18.154"], "communicators": ["0.050", "18.204"], "model_build": ["0.200", "18.404"],
+        "data_build": ["0.060", "18.464"], "engine_init": ["0.300", "18.764"], "discover": ["0.003", "18.767"],
+        "load": ["0.065", "18.832"], "redistribute": ["0.008", "18.840"], "barrier": ["0.004", "18.844"],
+        "first_step": ["0.100", "18.944"], "unattributed": ["0.026", "18.970"],
+    }  # fmt: skip
+    bars = {line.split()[0]: line for line in lines[first + 1 : last] if "#" in line}
+    begins = [line.find("#") for line in bars.values()]
+    assert sorted(begins) == begins and 28 <= bars["launcher"].count("#") <= 29  # of 40 columns, 71 %
+    assert not any("failure to first step" in line for line in _without_supervisor(tmp_path / "other"))
+
+
+def _without_supervisor(directory: Path) -> list[str]:
+    return run_cli(str(write_trace(directory, Options(supervisor=False)))).stdout.splitlines()
 
 
 def test_terminal_report(tmp_path: Path) -> None:

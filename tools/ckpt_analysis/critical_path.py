@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import polars as pl
 
 from tools.ckpt_analysis.frame import Frames
+from tools.ckpt_analysis.restart_parts import UNNAMED
 from tools.ckpt_analysis.startup_spans import loads_inside, startups_to_first_step
 
 # Phases in which every rank takes part and that none leaves before the last has come.
 SYNCHRONISING = ("rendezvous", "communicators", "barrier", "first_step")
-UNNAMED = "unattributed"
 
 
 @dataclass(frozen=True)

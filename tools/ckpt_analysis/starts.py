@@ -11,7 +11,7 @@ from tools.ckpt_analysis.frame import Frames
 from tools.ckpt_analysis.lost_work import lost_work_s, reached_step, repeated_losses
 from tools.ckpt_analysis.phases import phase_seconds, phase_stats, rank_stats
 from tools.ckpt_analysis.results import StartStats
-from tools.ckpt_analysis.startup_spans import loads_inside, startup_spans, startups_to_first_step
+from tools.ckpt_analysis.startup_spans import as_details, loads_inside, startup_spans, startups_to_first_step
 from tools.ckpt_analysis.volumes import Volume, volume_parts, volumes
 from tools.ckpt_analysis.walls import finished_spread, lowest_coverage, rank_walls, with_critical
 
@@ -35,12 +35,25 @@ def start_times(frames: Frames) -> StartTimes:
     """Measure every rank in the start of every cycle that recorded one."""
     startups = startups_to_first_step(frames)
     loads = loads_inside(frames, startups)
-    phase_spans, detail_spans = startup_spans(frames, startups, loads)
+    phase_spans, of_loads = startup_spans(frames, startups, loads)
     # Catching up happens after the first step, so it is no part of the time up to it.
     walls = rank_walls(startups, phase_spans.filter(pl.col("phase") != "caught_up"))
-    seconds = phase_seconds(phase_spans, detail_spans)
-    moved = volumes(volume_parts(phase_spans), volume_parts(detail_spans))
-    return StartTimes(startups, loads, seconds, walls, moved)
+    seconds = phase_seconds(phase_spans, as_details(of_loads))
+    return StartTimes(startups, loads, seconds, walls, _moved(phase_spans, of_loads))
+
+
+def _moved(phase_spans: pl.DataFrame, of_loads: pl.DataFrame) -> dict[tuple[int, str, str], Volume]:
+    """Volumes of the phases of starts, and of the loads' phases as details of the phase "load".
+
+    A phase of a load counts bytes that pass through several of its own details (read, then verified) once.
+    """
+    parts, load_parts = volume_parts(phase_spans), volume_parts(of_loads)
+    inside = {
+        (group, "load", phase): volume
+        for (group, phase, detail), volume in volumes(load_parts, load_parts).items()
+        if not detail
+    }
+    return volumes(parts, parts) | inside
 
 
 def measure_starts(frames: Frames, times: StartTimes, *, per_rank: bool) -> list[StartStats]:

@@ -59,7 +59,7 @@ def loads_inside(frames: Frames, startups: pl.DataFrame) -> pl.DataFrame:
 def startup_spans(
     frames: Frames, startups: pl.DataFrame, loads: pl.DataFrame
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """(spans to sum per phase, spans to sum per phase and detail) of all start-ups."""
+    """(spans to sum per phase, spans of the loads within) of all start-ups; both have its group and window."""
     window = startups.select(
         *_PLACE,
         pl.col("group"),
@@ -82,16 +82,20 @@ def startup_spans(
             pl.lit(True).alias("blocking"),
         )
     )
-    as_details = (
+    of_loads = (
         # What was read ahead, before the load, delayed nothing.
         frames.spans.filter((pl.col("operation") == "load") & pl.col("blocking"))
         .drop("group", "operation_start_ns", "operation_end_ns")
         .join(loads.select(*_PLACE, "op_id"), on=[*_PLACE, "op_id"], how="semi")
         .join(window, on=_PLACE, how="inner")
-        .with_columns(pl.col("phase").alias("detail"), pl.lit("load", NAME).alias("phase"))
     )
     phase_spans = pl.concat([_without(own, as_phase).select(_COLUMNS), as_phase.select(_COLUMNS)])
-    return phase_spans, as_details.select(_COLUMNS)
+    return phase_spans, of_loads.select(_COLUMNS)
+
+
+def as_details(of_loads: pl.DataFrame) -> pl.DataFrame:
+    """Spans of loads as those of the phase "load" of their start-up, with the load's phases as its details."""
+    return of_loads.with_columns(pl.col("phase").alias("detail"), pl.lit("load", NAME).alias("phase"))
 
 
 def _without(spans: pl.DataFrame, loads: pl.DataFrame) -> pl.DataFrame:

@@ -10,11 +10,13 @@ from tools.ckpt_analysis.formatting import count, digits_for, percent, plural, r
 from tools.ckpt_analysis.problems import ERROR, WARNING, Problem, number_list
 from tools.ckpt_analysis.rank_table import rank_lines
 from tools.ckpt_analysis.report import Report
+from tools.ckpt_analysis.restart_parts import UNNAMED, parts_of
 from tools.ckpt_analysis.results import OperationStats, PhaseStats, Spread, StartStats
 from tools.ckpt_analysis.run_info import CycleInfo, layout_text
 from tools.ckpt_analysis.tables import Style, align
 
 _WIDTH = 100
+_BAR = 40  # columns that a restart is drawn in
 _PHASE_HEADER = ("phase", "slowest s", "rank", "median s", "min s", "spread s")
 _VOLUME_HEADER = ("bytes", "files", "GB/s", "blocking")
 
@@ -114,8 +116,26 @@ def _start(start: StartStats, coordinates: dict[int, tuple[int, int, int]], styl
             f"last record to first process start {seconds(start.down_s)} s"
         )
     lines.append(f"  coverage {_coverage(start.coverage_min, start.coverage_rank, start.finished_ranks)}")
+    if start.restart_s is not None:
+        lines += [*_waterfall(start, start.restart_s, style), ""]
     lines += _phase_lines(start.phases, start.unattributed, first, "to first step", style)
     return lines + rank_lines(start.per_rank, start.phases, coordinates, style)
+
+
+def _waterfall(start: StartStats, whole_s: float, style: Style) -> list[str]:
+    """From the failure to the first step in parts that follow one another, each drawn where it lies."""
+    parts = parts_of(start)
+    rows = []
+    until = 0.0
+    for name, took in parts.items():
+        begin, until = until, until + took
+        left, right = (round(_BAR * moment / whole_s) for moment in (begin, until))
+        drawn = (" " * left + "#" * (right - left)).ljust(_BAR)
+        rows.append((name, seconds(took), seconds(until), f"{100 * took / whole_s:.1f} %", drawn))
+    accounted = 1 - parts.get(UNNAMED, 0.0) / whole_s
+    rank = start.time_to_first_step.slowest_rank if start.time_to_first_step else None
+    header = (f"failure to first step, rank {count(rank)}", "took s", "until s", "share", " " * _BAR)
+    return [*align(header, rows, style), f"  {percent(accounted)} of {seconds(whole_s)} s accounted for"]
 
 
 def _operation(

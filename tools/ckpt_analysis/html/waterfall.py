@@ -13,12 +13,10 @@ from tools.ckpt_analysis.html.colours import colour
 from tools.ckpt_analysis.html.content import Cell, Content, Plot, Table, missing, number, plot
 from tools.ckpt_analysis.html.plots import bar, layout
 from tools.ckpt_analysis.html.run_data import RunData, title_of
-from tools.ckpt_analysis.phases import START_ORDER
+from tools.ckpt_analysis.restart_parts import ORDER, OUTSIDE, parts_of
 from tools.ckpt_analysis.results import FailureTimes, StartStats
 
 _ROW = 26  # pixels
-# What happens outside of the training's processes, between the moments that a supervisor records.
-_OUTSIDE = ("detect", "stop", "relaunch", "launcher")
 _MOST_STARTS = 40  # beside one another
 _LATE = 0.75  # of the plot's width
 
@@ -58,7 +56,7 @@ def draw(run: RunData) -> Content:
 
 def _failure_rows(times: FailureTimes, first: Segment, origin: int) -> list[dict[str, Any]]:
     """What happened outside of the training's processes; the last ends where the path's first rank began."""
-    moments = zip(_OUTSIDE[:3], (times.detected_s, times.stopped_s, times.relaunched_s), strict=True)
+    moments = zip(OUTSIDE[:3], (times.detected_s, times.stopped_s, times.relaunched_s), strict=True)
     rows: list[dict[str, Any]] = []
     before = 0.0
     for name, moment in moments:
@@ -203,9 +201,8 @@ def _side_by_side(starts: list[StartStats]) -> Plot:
     """All starts, each on its critical rank: seconds that follow one another and add up to its length."""
     series: dict[str, dict[str, float]] = {}
     for start in starts:
-        for name, took in _parts(start).items():
+        for name, took in parts_of(start).items():
             series.setdefault(name, {})[title_of(start)] = took
-    order = [*_OUTSIDE, *START_ORDER, UNNAMED]
     data = [
         bar(
             name,
@@ -214,7 +211,7 @@ def _side_by_side(starts: list[StartStats]) -> Plot:
             y=list(times),
             hover=[f"{name}, {title}: {took:.3f} s" for title, took in times.items()],
         )
-        for name, times in sorted(series.items(), key=lambda item: order.index(item[0]))
+        for name, times in sorted(series.items(), key=lambda item: ORDER.index(item[0]))
     ]
     titles = [title_of(start) for start in starts]
     arranged = layout(
@@ -226,24 +223,6 @@ def _side_by_side(starts: list[StartStats]) -> Plot:
     )
     description = f"Stacked bars of the phases of {plural(len(starts), 'start')}, each on its critical rank."
     return plot("All starts, phase by phase", data, arranged, description)
-
-
-def _parts(start: StartStats) -> dict[str, float]:
-    """Seconds of a start's parts: of a restart from the failure on, where a supervisor recorded it."""
-    first, failure = start.time_to_first_step, start.failure
-    parts: dict[str, float] = {}
-    if first and failure and start.restart_s is not None:
-        before = 0.0
-        moments = (failure.detected_s, failure.stopped_s, failure.relaunched_s)
-        for name, moment in zip(_OUTSIDE[:3], moments, strict=True):
-            if moment is not None:
-                parts[name], before = moment - before, moment
-        parts["launcher"] = start.restart_s - before - first.max_s
-    for phase in start.phases:
-        if phase.name != "caught_up" and phase.time.at_critical_s:
-            parts[phase.name] = phase.time.at_critical_s
-    rest = start.unattributed.at_critical_s if start.unattributed else None
-    return parts | ({UNNAMED: rest} if rest else {})
 
 
 def _table(starts: list[StartStats]) -> Table:

@@ -327,14 +327,4 @@ def _loaded_phase(
     num_bytes = sum(times.bytes_per_file(rank) for rank in ranks) * times.shape.files
     own = _load_phases(times, cycle, ranks, critical, num_bytes, times.shape.files * len(ranks))
     details = {name: {k: v for k, v in entry.items() if k != "details"} for name, entry in own.items()}
-    # Bytes of a detail are the sum over its spans: the load's read and verify both count them.
-    details["load"] = _phase(
-        {rank: sum(own_s for own_s in _load_own(times, cycle, rank)) for rank in ranks}, ranks, critical,
-        num_bytes=2 * num_bytes, files=times.shape.files * len(ranks),
-    )  # fmt: skip
     return _phase(loaded, ranks, critical, num_bytes=num_bytes, details=details)
-
-
-def _load_own(times: Times, cycle: Cycle, rank: int) -> list[int]:
-    part = times.load(engine_ready(times, cycle, rank), rank)
-    return [sum(part.read), sum(part.verify), sum(part.deserialize), part.copy]
