@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tools.ckpt_analysis.discover import TraceFile
 from tools.ckpt_analysis.head import Head, process_record
-from tools.ckpt_analysis.lines import LineFault
+from tools.ckpt_analysis.lines import LineFault, parse_json
 from tools.ckpt_analysis.problems import Problem
 
 BATCH_BYTES = 16 << 20  # decoded at once: some 50,000 records
@@ -77,7 +76,7 @@ def _whole_lines(index: int, name: str, content: bytes) -> FileText:
     end = content.rfind(b"\n") + 1
     lines = content.count(b"\n")
     try:
-        json.loads(content[end:])
+        parse_json(content[end:])
     except ValueError:  # includes UnicodeDecodeError
         return FileText(index, name, content[:end], lines, LineFault(lines + 1, "cut short", True))
     return FileText(index, name, content + b"\n", lines + 1, None)

@@ -41,7 +41,8 @@ def _together(texts: list[FileText], problems: list[Problem]) -> list[pl.DataFra
     if not texts:
         return []
     try:
-        frame = pl.read_ndjson(b"".join(text.body for text in texts), schema=SCHEMA)
+        # The blank line first, which is passed over: polars would unpack what begins as gzip or zstd do.
+        frame = pl.read_ndjson(b"\n" + b"".join(text.body for text in texts), schema=SCHEMA)
     except pl.exceptions.ComputeError:
         frame = None
     # Every line is a record, or the rows cannot be told apart by file: polars passes over blank lines.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.restart_trace.schema import SCHEMA_VERSION, check_record
 from tools.ckpt_analysis.discover import TraceFile
+from tools.ckpt_analysis.lines import parse_json
+
+MOST_RANKS = 10_000_000  # a hundred times the largest trainings; more is no number that a run had
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Head:
 def process_record(line: bytes) -> tuple[dict[str, Any] | None, str | None]:
     """(record, None) or (None, what is wrong). Another schema version is reported later, for all records."""
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError:
         return None, "not a JSON record"
     if not isinstance(record, dict) or record.get("type") != "process":
@@ -29,4 +31,19 @@ def process_record(line: bytes) -> tuple[dict[str, Any] | None, str | None]:
     if record.get("v") != SCHEMA_VERSION:
         return None, None
     faults = [fault for fault in check_record(record) if not fault.startswith("unknown field")]
+    if not faults and record["role"] == "rank":
+        faults = impossible_ranks(record)
     return (None, faults[0]) if faults else (record, None)
+
+
+def impossible_ranks(record: dict[str, Any]) -> list[str]:
+    """What is wrong with the number of ranks: all of them are expected, so it must not come from a damaged byte."""
+    world_size, rank = record["world_size"], record["rank"]
+    sizes = [record["layout"].get(name) for name in ("tp", "pp", "dp")]
+    if not all(isinstance(size, int) and size >= 1 for size in sizes):
+        return [f"field layout is no layout: {record['layout']}"]
+    if world_size != sizes[0] * sizes[1] * sizes[2]:
+        return [f"field world_size is not that of its layout {record['layout']}: {world_size}"]
+    if not 0 <= rank < world_size <= MOST_RANKS:
+        return [f"field rank is not from 0 to world_size, of {MOST_RANKS} at most: {rank} of {world_size}"]
+    return []

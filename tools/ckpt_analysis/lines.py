@@ -18,6 +18,14 @@ class LineFault:
     torn: bool
 
 
+def parse_json(line: bytes) -> Any:
+    """What a line holds. Raises ValueError if it is no JSON, or nested deeper than any record is."""
+    try:
+        return json.loads(line)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
 def decode_lines(text: bytes, column_types: dict[str, str]) -> tuple[list[dict[str, Any]], list[LineFault]]:
     """Return (records cut down to the columns of `column_types`, faults) of text that ends in a newline.
 
@@ -30,7 +38,7 @@ def decode_lines(text: bytes, column_types: dict[str, str]) -> tuple[list[dict[s
         if not line.strip():
             continue
         try:
-            decoded = json.loads(line)
+            decoded = parse_json(line)
         except ValueError:  # includes UnicodeDecodeError
             faults.append(LineFault(number, "not a JSON record", False))
             continue

@@ -62,8 +62,10 @@ def load_trace(
         )
     chosen, found = _choose_run(processes, run_id, listing.directory)
     problems += found
+    runs = _runs(records)
+    problems += _stray_runs(runs - {process["run_id"] for process in processes}, chosen)
     processes = [process for process in processes if process["run_id"] == chosen]
-    if _runs(records) - {chosen}:
+    if runs - {chosen}:
         records = only_files(records, pl.col("run_id") == chosen)
     records, found = _align(records, heads, processes)
     problems += found + check_clocks(processes)
@@ -130,6 +132,17 @@ def _choose_run(
         f"left out: {', '.join(others)} (choose with --run-id)"
     )
     return chosen, [Problem("mixed_runs", message, {"analysed": chosen, "left_out": others})]
+
+
+def _stray_runs(strays: set[str], chosen: str) -> list[Problem]:
+    """Runs that only have records in the files of others, or in files without a process record."""
+    if not strays:
+        return []
+    named = ", ".join(sorted(strays))
+    message = (
+        f"records of another run, which no process record is of, lie among the others: left out: {named}"
+    )
+    return [Problem("mixed_runs", message, {"analysed": chosen, "left_out": sorted(strays)})]
 
 
 def _align(

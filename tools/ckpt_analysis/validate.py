@@ -5,13 +5,14 @@ Needs nothing but the standard library, so that its worker processes start at on
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.restart_trace.schema import SCHEMA_VERSION, check_record
+from tools.ckpt_analysis.head import impossible_ranks
+from tools.ckpt_analysis.lines import parse_json
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class _Course:
         kind = record["type"]
         if (number == 1) != (kind == "process"):
             yield "the first record of a file, and no other, is its process record"
+        if kind == "process" and record["role"] == "rank":
+            yield from impossible_ranks(record)
         if self.rank is not None and (record["rank"], record["cycle"]) != (self.rank, self.cycle):
             yield f"is of rank {record['rank']}, cycle {record['cycle']}, which the name of the file is not"
         if kind in ("span", "operation_end"):
@@ -93,7 +96,7 @@ class _Course:
 
 def _line(line: bytes, number: int, course: _Course) -> Iterator[str]:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError:  # includes UnicodeDecodeError
         yield "not a JSON record"
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -97,6 +98,12 @@ def _named(texts: list[str]) -> dict[str, list[Path]]:
     return named
 
 
+def _reason(exc: OSError) -> str:
+    """The reason alone, in the system's words: polars puts its number and the draft's name behind it."""
+    number = re.search(r"\(os error (\d+)\)", str(exc))
+    return os.strerror(int(number[1])) if number else str(exc)
+
+
 def strict_status(report: Report, arguments: argparse.Namespace) -> int:
     """FINDINGS under --strict if the report has any, else OK."""
     return FINDINGS if arguments.strict and report.has_findings else OK
@@ -131,7 +138,7 @@ def output_file(path: Path) -> Iterator[Path]:
             draft.replace(path)
     except OSError as exc:
         raise CouldNotRunError(
-            f"{path}: cannot be written: {exc.strerror or exc}; give another place with -o"
+            f"{path}: cannot be written: {exc.strerror or _reason(exc)}; give another place with -o"
         ) from exc
     finally:
         if not is_special:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ def write_run(run: ImportedRun, directory: Path, *, force: bool = False) -> Path
     is replaced only with `force`.
     """
     target = directory / IMPORTED_FILE
+    partial = target.with_suffix(".json.tmp")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         others = sorted(name for name in os.listdir(directory) if name.endswith(".jsonl"))
@@ -42,13 +44,14 @@ def write_run(run: ImportedRun, directory: Path, *, force: bool = False) -> Path
             raise CouldNotRunError(
                 f"-o {directory}: holds an imported run already: give another directory or --force"
             )
-        partial = target.with_suffix(".json.tmp")
         partial.write_text(
             json.dumps({"format": FORMAT, "version": VERSION} | asdict(run), indent=1) + "\n",
             encoding="utf-8",
         )
         partial.replace(target)
     except OSError as exc:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise CouldNotRunError(
             f"-o {directory}: cannot be written: {exc.strerror}. Give another directory"
         ) from exc
@@ -68,7 +71,7 @@ def read_run(directory: Path) -> ImportedRun:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as exc:
         raise LogDirectoryError(f"{path}: cannot be read: {exc.strerror}") from exc
-    except ValueError:
+    except (ValueError, RecursionError):
         raise LogDirectoryError(f"{path}: is damaged (not JSON): {again}") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise LogDirectoryError(f"{path}: is not the file of an imported run: {again}")
