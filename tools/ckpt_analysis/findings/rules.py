@@ -60,8 +60,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "cold_imports",
         {"share": 0.4, "least_s": 1.0},
-        "Keep the Python environment on node-local storage or in the container image, warm its files before "
-        "the launch, and leave MEGATRON_FULL_IMPORTS unset.",
+        "Launch with `python -m megatron.launch` in torchrun's place: it imports once for all ranks of a node, and "
+        "not again when it restarts them. Keep the Python environment on node-local storage or in the container "
+        "image, and leave MEGATRON_FULL_IMPORTS unset.",
         cold_imports,
     ),
     Rule(
