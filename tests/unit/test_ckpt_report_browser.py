@@ -26,6 +26,16 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+TEXTS_OUTSIDE = """() => Array.from(document.querySelectorAll('.plot')).flatMap(plot => {
+    const room = plot.getBoundingClientRect();
+    return Array.from(plot.querySelectorAll('.main-svg text')).filter(text => {
+        const box = text.getBoundingClientRect();
+        return box.width > 0 && (box.left < room.left - 1 || box.right > room.right + 1
+            || box.bottom > room.bottom + 1 || box.top < room.top - 1);
+    }).map(text => plot.id + ': ' + text.textContent);
+})"""
+
+
 @dataclass
 class Watched:
     """A page in the browser, and all that it said or asked for since it was opened."""
@@ -102,17 +112,7 @@ def test_draws_every_figure_without_a_word_or_a_request(opened: Watched, report:
 
 def test_every_text_of_a_plot_lies_within_it(opened: Watched) -> None:
     """Labels that are cut off would be missing in print, too."""
-    outside = opened.page.evaluate(
-        """() => Array.from(document.querySelectorAll('.plot')).flatMap(plot => {
-            const room = plot.getBoundingClientRect();
-            return Array.from(plot.querySelectorAll('.main-svg text')).filter(text => {
-                const box = text.getBoundingClientRect();
-                return box.width > 0 && (box.left < room.left - 1 || box.right > room.right + 1
-                    || box.bottom > room.bottom + 1 || box.top < room.top - 1);
-            }).map(text => plot.id + ': ' + text.textContent);
-        })"""
-    )
-    assert outside == []
+    assert opened.page.evaluate(TEXTS_OUTSIDE) == []
 
 
 def column(opened: Watched, table: int, number: int) -> list[str]:
@@ -226,5 +226,6 @@ def test_comparison_draws(browser: Any, tmp_path: Path) -> None:
     watched = Watched(page)
     watched.open(path)
     assert page.locator("#comparison .plot .point").count() > 6
+    assert page.evaluate(TEXTS_OUTSIDE) == []
     watched.assert_quiet(path)
     page.close()

@@ -100,6 +100,20 @@ def test_report_prints_what_compare_prints(
     assert "blocked_share" in as_compared
 
 
+def test_facts_too_long_for_a_column_stand_below(
+    study: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Equal ones together; a column each would make lines that no terminal shows."""
+    trace = str(write_trace(tmp_path / "trace"))
+    assert main(["report", study[0], trace, study[1]]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (header,) = [i for i, line in enumerate(lines) if line.split() == ["differs", "in", "A", "B", "C"]]
+    end = lines.index("", header)
+    assert "  model of A, C: 1 G parameters; layers 16, hidden size 2048" in lines[header:end]
+    row = ["layout", "TP2", "PP1", "DP2", "TP2", "PP2", "DP2", "TP2", "PP1", "DP2"]
+    assert row in [line.split() for line in lines[header:end]]
+
+
 def test_the_figure_shows_the_numbers_and_verdicts_of_compare(
     study: list[str], study_page: Page, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,7 +173,7 @@ def test_the_checkpoint_of_a_trace_has_its_size(
     study: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = write_trace(tmp_path / "trace" / "restart_trace", Options(supervisor=False))
-    other = write_trace(tmp_path / "other", Options(background_flush=True))
+    other = write_trace(tmp_path / "other" / "trace", Options(background_flush=True))
     page = page_of_runs([str(trace), str(other)], tmp_path, capsys)
     runs = rows_of(page, "Runs compared")
     assert [row[0] for row in runs] == ["A trace", "B other"]

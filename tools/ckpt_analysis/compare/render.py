@@ -15,6 +15,7 @@ from tools.ckpt_analysis.formatting import NOT_RECORDED
 from tools.ckpt_analysis.tables import Style, align
 
 _WIDTH = 100
+_COLUMN = 30  # characters of a fact in a column
 METHOD = (
     f"differs: Mann-Whitney U test on the repeats of both, two-sided, p < {ALPHA}; too few repeats: not even "
     f"samples without overlap would reach that (or fewer than {LEAST_REPEATS}). Brackets: 95 % bootstrap interval of "
@@ -66,17 +67,27 @@ def to_table(comparison: Comparison, style: Style, *, show_all: bool = False) ->
     lines = [style.heading(f"Comparison of {runs} runs; ratios are to A, n counts {comparison.repeats}")]
     lines += [f"  {variant.label}  {_describe(variant)}" for variant in comparison.variants]
     if comparison.differing:
-        facts = [(name, *(_text(value) for value in of)) for name, of in comparison.differing.items()]
-        lines += [
-            "",
-            *align(("differs in", *(variant.label for variant in comparison.variants)), facts, style),
-        ]
+        lines += ["", *_differing(comparison, style)]
     lines += ["", *align(header, rows, style), ""]
     for note in [*comparison.notes, METHOD]:
         lines += textwrap.wrap(note, _WIDTH)
     if not show_all and any(not row.headline for row in comparison.rows):
         lines.append("--all shows every metric.")
     return "\n".join(lines) + "\n"
+
+
+def _differing(comparison: Comparison, style: Style) -> list[str]:
+    """What is not the same in all: a table, and below it what is too long for a column, equal ones together."""
+    labels = [variant.label for variant in comparison.variants]
+    texts = {name: [_text(value) for value in of] for name, of in comparison.differing.items()}
+    long = {name: of for name, of in texts.items() if max(map(len, of)) > _COLUMN}
+    short = [(name, *of) for name, of in texts.items() if name not in long]
+    lines = align(("differs in", *labels), short, style) if short else []
+    for name, of in long.items():
+        for text in dict.fromkeys(of):
+            whose = ", ".join(label for label, its in zip(labels, of, strict=True) if its == text)
+            lines.append(f"  {name} of {whose}: {text}")
+    return lines
 
 
 def _describe(variant: VariantFacts) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import log10
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tools.ckpt_analysis.html.plots import LINE, SECOND_LINE, THIRD_LINE, layout
 
 _COLOURS = (LINE, SECOND_LINE, THIRD_LINE, "#AA3377", "#999933", "#66CCEE", "#888888")
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star")
+_TRACES = ("restart_trace", "trace")  # what directories of traces are called, of trainings and of drills
 _SHARE = "blocked_share"
 _TIMES = {
     "blocked_s": "save:<br>training<br>blocked",
@@ -69,7 +71,7 @@ def name_of(variant: VariantFacts) -> str:
     path = Path(variant.name)
     if not Path(variant.directories[0]).is_relative_to(path):  # a NAME, which may hold slashes
         return f"{variant.label} {variant.name}"
-    named = path.parent.name if path.name == "restart_trace" else path.name
+    named = path.parent.name if path.name in _TRACES else path.name
     return f"{variant.label} {named or variant.name}"
 
 
@@ -115,12 +117,19 @@ def _values(title: str, names: dict[str, str], comparison: Comparison) -> Plot |
             "array": [max(cell.values) - at for cell, at in zip(mine.values(), medians, strict=True)],
             "arrayminus": [at - min(cell.values) for cell, at in zip(mine.values(), medians, strict=True)],
         }
-        texts = [f"  {value:.3g}" for value in medians]
-        data.append(points | {"mode": "markers+text", "text": texts, "textposition": "middle right"})
+        texts = [f"{value:.3g}" for value in medians]
+        data.append(points | {"mode": "markers+text", "text": texts, "textposition": "top center"})
     arranged = _arranged(rows, next(iter(rows.values())).unit)
+    arranged["yaxis"] |= _room_for_labels(rows)
     measured = ", ".join(row.name for row in rows.values())
     description = f"{title}. Points of {measured} for {len(comparison.variants)} runs."
     return plot(title, data, arranged, description)
+
+
+def _room_for_labels(rows: dict[str, MetricRow]) -> dict[str, Any]:
+    """A range of the logarithmic axis, in powers of ten, that labels above the highest point lie within."""
+    values = [value for row in rows.values() for cell in row.cells for value in cell.values if value > 0]
+    return {"range": [log10(min(values)) - 0.15, log10(max(values)) + 0.3]} if values else {}
 
 
 def _speed_ups(comparison: Comparison) -> Plot | None:
@@ -196,17 +205,16 @@ def _shares(comparison: Comparison) -> Plot | None:
             "y": names,
             "marker": {"color": [_COLOURS[index % len(_COLOURS)] for index in known]},
             "text": [percent(share) for share in known.values()],
-            "textposition": "outside",
-            "cliponaxis": False,
+            "textposition": "auto",
+            "insidetextanchor": "end",
             "hoverinfo": "skip",
         }
     ]
-    widest = max(100 * share for share in known.values())
     arranged = layout(
         110 + 34 * len(known),
         x="% of the training time",
         y="",
-        xaxis={"range": [0, 1.12 * widest or 1]},
+        xaxis={"rangemode": "tozero"},
         yaxis={"type": "category", "autorange": "reversed"},
     )
     title = "Training time that saves block: less is better"

@@ -19,6 +19,7 @@ from tools.ckpt_analysis.html.content import Content, Plot
 from tools.ckpt_analysis.html.definitions import DEFINITIONS
 from tools.ckpt_analysis.html.figures import FIGURES
 from tools.ckpt_analysis.html.run_data import choose
+from tools.ckpt_analysis.problems import ERROR
 from tools.ckpt_analysis.report import Analysis, Report
 from tools.ckpt_analysis.run_info import layout_text
 
@@ -78,7 +79,7 @@ def _first_page(report: Report, name: str) -> dict[str, Any]:
     shown = report.problems[:_MOST_PROBLEMS]
     return {
         "name": name,
-        "broken": report.has_findings,
+        "broken": any(problem.severity == ERROR for problem in report.problems),
         "facts": _facts(report),
         "answer": answer(report),
         "problems": shown,
