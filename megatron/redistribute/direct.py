@@ -2,8 +2,9 @@
 
 Masters and moments are read out of the files of all ranks that saved them, wherever the bytes lie that belong to this
 rank's ZeRO-1 partition. So no two DP replicas read the same bytes. The weights are the masters, rounded and gathered
-over the replicas, as after a step of the optimizer. Weights alone (--no-load-optim) all DP replicas hold: each reads
-some of them, and they share these over the network. The ranks verify between them what they read (verifying.py).
+over the replicas, as after a step of the optimizer (gathering.py). Weights alone (--no-load-optim) all DP replicas
+hold: each reads some of them, and they share these over the network. The ranks verify between them what they read
+(verifying.py).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from megatron.checkpoint_state import (
 from megatron.control_plane import ControlPlane
 from megatron.redistribute.agreement import CheckpointRejectedError, together
 from megatron.redistribute.base import LayoutLoad
+from megatron.redistribute.gathering import update_weights
 from megatron.redistribute.reading import Reading
 from megatron.redistribute.sources import WEIGHT, SourceIndex
 from megatron.redistribute.targets import Target, plan
@@ -172,10 +174,10 @@ class DirectLoad(LayoutLoad):
             else:
                 engine.optimizer._restore_from_bit16_weights()
             progress = restore_progress(engine, self._common, self._config)
-        with self._op.span("redistribute", "all_gather" if self._with_optimizer else "broadcast"):
-            if self._with_optimizer:
-                engine.optimizer.update_lp_params()
-            else:
+        if self._with_optimizer:
+            update_weights(engine.optimizer, self._op)
+        else:
+            with self._op.span("redistribute", "broadcast"):
                 restore_tied_weights(engine, False)
         return progress
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from megatron.topology import Layout
 from tests.dist.harness import Zygote, losses, records
 from tests.dist.redistribute_runs import LAYOUTS, SAVED, Model, assembled, assert_same, shown
 from tests.dist.tiny_runs import Launcher
+
+SCRIPTS = Path(__file__).parent / "scripts"
 
 
 @pytest.fixture(scope="module", params=["llama", "classic"])
@@ -96,7 +99,19 @@ def test_training_goes_on_as_if_nothing_had_changed(model: Model, old: Layout, n
         assert loss == pytest.approx(before[step], rel=tolerance)
     spans = [r for r in records(resumed / "restart_trace", rank=0) if r["type"] == "span" and r["operation"] == "load"]
     phases = {(r["phase"], r.get("detail")) for r in spans}
-    assert {("load", "read"), ("load", "verify"), ("redistribute", "reshard"), ("redistribute", "all_gather")} <= phases
+    assert {("load", "read"), ("load", "verify"), ("redistribute", "reshard")} <= phases
+    ways = {way for phase, way in phases if phase == "redistribute"}
+    assert ("broadcast" in ways) == (new.dp > 1) and ("all_gather" in ways) == (new.dp == 1), "and the trace says which"
+
+
+def test_weights_are_those_that_deepspeed_gathers(model: Model) -> None:
+    """On every replica, bit for bit: gloo broadcasts the parts in place, and DeepSpeed gathers them (NCCL)."""
+    new = Layout(1, 1, 4)
+    load = model.launcher.directory / model.saved(Layout(2, 2, 1))
+    argv = [*model.flags, "--load", str(load), "--train-iters", str(SAVED)]
+    run = model.launcher.run(new, *argv, script=str(SCRIPTS / "weights_both_ways.py"))
+    assert run.ok, run.output[-6000:]
+    assert run.output.count("both ways give the same weights") == new.world_size
 
 
 def test_weights_alone(model: Model) -> None:
