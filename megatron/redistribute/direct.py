@@ -167,7 +167,8 @@ class DirectLoad(LayoutLoad):
     def _apply(self) -> Progress:
         """Make what was read the state of training; collective over all ranks."""
         engine = self._engine
-        self._share_weights()
+        if not self._with_optimizer:
+            self._share_weights()
         with self._op.span("load", "host_to_device"):
             if self._with_optimizer:
                 restore_optimizer(engine, self._place, self._shard)

@@ -9,6 +9,7 @@ With `--direct-io auto` what lies in the page cache is copied from there.
 
 from __future__ import annotations
 
+import bisect
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,14 +46,26 @@ class _FilePlan:
     target: Array
 
 
-class _Stretch(NamedTuple):
-    """Pieces [first, last) of a file, which lie in the bytes [start, stop) and are read together."""
+class _Rows(NamedTuple):
+    """`count` rows of `length` bytes, in regular steps, to copy to byte `to` of target number `target` and on."""
 
-    plan: _FilePlan
-    first: int
-    last: int
+    target: int
+    start: int  # byte in the file
+    to: int
+    length: int
+    count: int
+    step: int  # bytes from row to row in the file
+    target_step: int
+
+
+class _Stretch(NamedTuple):
+    """The bytes [start, stop) of a file, which are read together: what to copy of them, and what to verify."""
+
+    path: Path
     start: int
     stop: int
+    rows: Sequence[_Rows]
+    checks: Sequence[tuple[int, int]]  # byte in the file, number of bytes
 
 
 class Reading:
@@ -82,10 +95,8 @@ class Reading:
         """What is read of which file, for all ranks to know."""
         reads = {}
         for plan in self._plans:
-            stretches = _stretches(plan)
-            reads[plan.path.name] = merged(
-                [positions([s.start for s in stretches], [s.stop for s in stretches])]
-            )
+            _, starts, stops = _bounds(plan)
+            reads[plan.path.name] = merged([positions(starts, stops)])
         return Share(reads, self._checked)
 
     def run(self, shares: Sequence[Share], rank: int, op: Operation) -> list[Piece]:
@@ -163,16 +174,65 @@ def _cut(plan: _FilePlan) -> _FilePlan:
     return _FilePlan(plan.path, start[order], moved[order], (stop - start)[order], plan.target[of][order])
 
 
-def _stretches(plan: _FilePlan) -> list[_Stretch]:
-    """What is read together: pieces of one cell of the grid with no more than GAP between them."""
+def _bounds(plan: _FilePlan) -> tuple[Array, Array, Array]:
+    """What is read together, pieces of one cell of the grid with no more than GAP between them.
+
+    First piece, first byte and end of each such stretch.
+    """
     ends = np.maximum.accumulate(plan.file_offset + plan.num_bytes)
     apart = plan.file_offset[1:] - ends[:-1] > GAP
     other_cell = plan.file_offset[1:] // BLOCK != plan.file_offset[:-1] // BLOCK
-    cuts = [0, *(np.flatnonzero(apart | other_cell) + 1).tolist(), len(plan.file_offset)]
-    return [
-        _Stretch(plan, a, b, int(plan.file_offset[a]), int(ends[b - 1]))
-        for a, b in zip(cuts[:-1], cuts[1:], strict=True)
+    firsts = np.concatenate(([0], np.flatnonzero(apart | other_cell) + 1))
+    return firsts, plan.file_offset[firsts], ends[np.append(firsts[1:], len(ends)) - 1]
+
+
+def _stretches(plan: _FilePlan) -> list[_Stretch]:
+    """All stretches of a file. What is to be copied of them is worked out here for all at once: it is many rows."""
+    firsts, starts, stops = _bounds(plan)
+    found = [
+        _Stretch(plan.path, *bounds, [], []) for bounds in zip(starts.tolist(), stops.tolist(), strict=True)
     ]
+    of = np.repeat(np.arange(len(firsts)), np.diff(np.append(firsts, len(plan.file_offset))))
+    checks = plan.target == _CHECK
+    for stretch, *check in zip(
+        *(a[checks].tolist() for a in (of, plan.file_offset, plan.num_bytes)), strict=True
+    ):
+        found[stretch].checks.append(tuple(check))
+    copied = np.flatnonzero(~checks)
+    key = of[copied] * (plan.target.max() + 1) + plan.target[copied]  # a stretch, and a target in it
+    order = np.argsort(key, kind="stable")
+    copied, key = copied[order], key[order]
+    pieces = plan.file_offset[copied], plan.target_offset[copied], plan.num_bytes[copied]
+    for i, count, *steps in _progressions(*pieces, key):
+        piece = copied[i]
+        start, to, length = (int(array[i]) for array in pieces)
+        found[of[piece]].rows.append(_Rows(int(plan.target[piece]), start, to, length, count, *steps))
+    return found
+
+
+def _progressions(
+    source: Array, target: Array, length: Array, key: Array
+) -> Iterator[tuple[int, int, int, int]]:
+    """Pieces as few regular patterns: (first piece, how many, step in the source, step in the target).
+
+    Those of a pattern have the same length and the same `key`.
+    """
+    source_step, target_step = np.diff(source), np.diff(target)
+    same = (length[1:] == length[:-1]) & (key[1:] == key[:-1])
+    goes_on = same.copy()  # whether piece i + 1 continues what the pieces i - 1 and i began
+    goes_on[1:] &= (source_step[1:] == source_step[:-1]) & (target_step[1:] == target_step[:-1])
+    ends = np.flatnonzero(~goes_on).tolist()
+    begins = same.tolist()
+    i = 0
+    while i < len(source):
+        if i < len(begins) and begins[i]:  # the first two are a pattern whatever came before
+            after = bisect.bisect_left(ends, i + 1)
+            last = ends[after] if after < len(ends) else len(source) - 1
+            yield i, last - i + 1, int(source_step[i]), int(target_step[i])
+        else:
+            last = i
+            yield i, 1, 0, 0
+        i = last + 1
 
 
 class _Pool:
@@ -211,7 +271,7 @@ class _Pool:
             buffer, ahead = aligned_memory(BLOCK + ALIGNMENT), ReadAhead()
             while (stretch := self._next()) is not None:
                 began = now_ns()
-                path, start = stretch.plan.path, stretch.start // ALIGNMENT * ALIGNMENT
+                path, start = stretch.path, stretch.start // ALIGNMENT * ALIGNMENT
                 stop = start + align_up(stretch.stop - start)
                 if self._on_cpu and self._files[path].can_be_mapped(start, stop):
                     view = ahead.read(path, start, stop)
@@ -222,7 +282,9 @@ class _Pool:
                 read = now_ns()
                 pieces += _checksums(view, stretch, start)
                 verified = now_ns()
-                self._scatter(np.frombuffer(view, dtype=np.uint8), stretch, start)
+                block = np.frombuffer(view, dtype=np.uint8)
+                for rows in stretch.rows:
+                    _copy_rows(block, start, self._targets[rows.target], rows)
                 reading, verifying = reading + read - began, verifying + verified - read
                 copying += now_ns() - verified
         except BaseException as exc:
@@ -240,61 +302,23 @@ class _Pool:
         with self._lock:
             return None if self._error is not None else next(self._queue, None)
 
-    def _scatter(self, block: np.ndarray[Any, Any], stretch: _Stretch, start: int) -> None:
-        """Copy the pieces of a stretch from `block`, which begins at byte `start` of the file."""
-        plan, first, last, *_ = stretch
-        of = plan.target[first:last]
-        for target in np.unique(of[of != _CHECK]).tolist():
-            mine = np.flatnonzero(of == target) + first
-            pieces = plan.file_offset[mine] - start, plan.target_offset[mine], plan.num_bytes[mine]
-            for rows in _progressions(*pieces):
-                _copy_rows(block, self._targets[target], *rows)
-
 
 def _checksums(block: memoryview, stretch: _Stretch, start: int) -> Iterator[Piece]:
     """Of what is to be verified of a stretch; `block` begins at byte `start` of the file."""
-    plan, first, last, *_ = stretch
-    for i in (np.flatnonzero(plan.target[first:last] == _CHECK) + first).tolist():
-        at, length = int(plan.file_offset[i]), int(plan.num_bytes[i])
-        yield Piece(plan.path.name, at, length, isal_zlib.crc32(block[at - start : at - start + length]))
+    for at, length in stretch.checks:
+        yield Piece(stretch.path.name, at, length, isal_zlib.crc32(block[at - start : at - start + length]))
 
 
-def _progressions(
-    source: Array, target: Array, length: Array
-) -> Iterator[tuple[int, int, int, int, int, int]]:
-    """Pieces as few regular patterns: (source, target, length, count, step in the source, step in the target)."""
-    source_step, target_step = np.diff(source), np.diff(target)
-    same = length[1:] == length[:-1]
-    goes_on = same.copy()  # whether piece i + 1 continues what the pieces i - 1 and i began
-    goes_on[1:] &= (source_step[1:] == source_step[:-1]) & (target_step[1:] == target_step[:-1])
-    ends = np.flatnonzero(~goes_on)
-    i = 0
-    while i < len(source):
-        last = i
-        if i < len(same) and same[i]:  # the first two are a pattern whatever came before
-            after = np.searchsorted(ends, i + 1)
-            last = int(ends[after]) if after < len(ends) else len(source) - 1
-        count = last - i + 1
-        steps = (int(source_step[i]), int(target_step[i])) if count > 1 else (0, 0)
-        yield int(source[i]), int(target[i]), int(length[i]), count, steps[0], steps[1]
-        i = last + 1
-
-
-def _copy_rows(
-    block: np.ndarray[Any, Any],
-    target: torch.Tensor,
-    source: int,
-    to: int,
-    length: int,
-    count: int,
-    source_step: int,
-    target_step: int,
-) -> None:
-    """Copy `count` rows of `length` bytes. `target` is uint8, of one dimension."""
+def _copy_rows(block: np.ndarray[Any, Any], start: int, target: torch.Tensor, rows: _Rows) -> None:
+    """Copy `rows` from `block`, which begins at byte `start` of the file. `target` is uint8, of one dimension."""
+    _, at, to, length, count, step, target_step = rows
+    at -= start
     if target.device.type != "cpu":
-        rows = torch.from_numpy(block).as_strided((count, length), (source_step, 1), source)
-        target.as_strided((count, length), (target_step, 1), target.storage_offset() + to).copy_(rows)
-        return
-    strided = np.lib.stride_tricks.as_strided
-    into = strided(target.numpy()[to:], (count, length), (target_step, 1))
-    np.copyto(into, strided(block[source:], (count, length), (source_step, 1)))
+        taken = torch.from_numpy(block).as_strided((count, length), (step, 1), at)
+        target.as_strided((count, length), (target_step, 1), target.storage_offset() + to).copy_(taken)
+    elif count == 1:
+        target.numpy()[to : to + length] = block[at : at + length]
+    else:
+        strided = np.lib.stride_tricks.as_strided
+        into = strided(target.numpy()[to:], (count, length), (target_step, 1))
+        np.copyto(into, strided(block[at:], (count, length), (step, 1)))

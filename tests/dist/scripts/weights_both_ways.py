@@ -1,4 +1,4 @@
-"""pretrain_gpt.py that makes the weights of the masters as this program does, then as DeepSpeed does, and compares them."""
+"""pretrain_gpt.py that makes weights of masters as this program does, then as DeepSpeed does, and compares them."""
 
 from __future__ import annotations
 
