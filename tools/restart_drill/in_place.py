@@ -51,17 +51,7 @@ def strike_in_place(
     trace.failure("stopped", cycle=cycle, at_ns=min(gone_ns, started_ns))
     trace.failure("relaunched", cycle=cycle, at_ns=started_ns)
     launch.has_recovered()
-    return Strike(
-        cycle=cycle,
-        fault=intent.fault,
-        moment=intent.moment.text,
-        iteration=struck.iteration,
-        processes=struck.processes,
-        exit_code=None,
-        expected_step=expected,
-        failed_save=struck.failed_save,
-        damaged=None if damaged is None else str(damaged),
-    )
+    return struck.ended(cycle, intent, None, expected, damaged)
 
 
 def _until(condition: Callable[[], bool], plan: Plan, what: str) -> None:

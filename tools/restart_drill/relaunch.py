@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
+from dataclasses import replace
 
 from megatron.restart_trace.supervisor import open_supervisor_trace
 from tools import page_cache
@@ -33,19 +34,7 @@ def launch_and_strike(plan: Plan, number: int, intent: Intent, checkpoints: Chec
         cache = _drop_page_cache(checkpoints) if plan.cold_cache else page_cache.WARM
         drill_s = time.monotonic() - begin
         trace.failure("relaunched", cycle=number)
-    return Strike(
-        cycle=number,
-        fault=intent.fault,
-        moment=intent.moment.text,
-        iteration=struck.iteration,
-        processes=struck.processes,
-        exit_code=exit_code,
-        expected_step=expected,
-        failed_save=struck.failed_save,
-        damaged=None if damaged is None else str(damaged),
-        cache=cache,
-        drill_s=drill_s,
-    )
+    return replace(struck.ended(number, intent, exit_code, expected, damaged), cache=cache, drill_s=drill_s)
 
 
 def _end(launch: Launch, struck: Struck, fault: str) -> int:

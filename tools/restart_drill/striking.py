@@ -15,7 +15,7 @@ from tools.restart_drill.faults import DISK_FULL, HANGS, MAY_FAIL_A_SAVE, commit
 from tools.restart_drill.full_disk import full_disk
 from tools.restart_drill.launch import DrillError, Launch
 from tools.restart_drill.moments import TraceTail, wait_for
-from tools.restart_drill.plan import Intent, Plan
+from tools.restart_drill.plan import Intent, Plan, Strike
 
 _POLL_S = 0.005
 
@@ -30,6 +30,22 @@ class Struck:
     processes: int
     hangs: bool
     failed_save: str | None
+
+    def ended(
+        self, cycle: int, intent: Intent, exit_code: int | None, expected_step: int, damaged: Path | None
+    ) -> Strike:
+        """The strike as it is reported, now that the job has failed; the arguments are fields of Strike."""
+        return Strike(
+            cycle=cycle,
+            fault=intent.fault,
+            moment=intent.moment.text,
+            iteration=self.iteration,
+            processes=self.processes,
+            exit_code=exit_code,
+            expected_step=expected_step,
+            failed_save=self.failed_save,
+            damaged=None if damaged is None else str(damaged),
+        )
 
 
 def strike(
