@@ -64,8 +64,8 @@ class _Stretch(NamedTuple):
     path: Path
     start: int
     stop: int
-    rows: Sequence[_Rows]
-    checks: Sequence[tuple[int, int]]  # byte in the file, number of bytes
+    rows: list[_Rows]
+    checks: list[tuple[int, int]]  # byte in the file, number of bytes
 
 
 class Reading:
@@ -187,27 +187,33 @@ def _bounds(plan: _FilePlan) -> tuple[Array, Array, Array]:
 
 
 def _stretches(plan: _FilePlan) -> list[_Stretch]:
-    """All stretches of a file. What is to be copied of them is worked out here for all at once: it is many rows."""
+    """All stretches of a file, in its order."""
     firsts, starts, stops = _bounds(plan)
     found = [
-        _Stretch(plan.path, *bounds, [], []) for bounds in zip(starts.tolist(), stops.tolist(), strict=True)
+        _Stretch(plan.path, start, stop, [], [])
+        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
     ]
     of = np.repeat(np.arange(len(firsts)), np.diff(np.append(firsts, len(plan.file_offset))))
-    checks = plan.target == _CHECK
-    for stretch, *check in zip(
-        *(a[checks].tolist() for a in (of, plan.file_offset, plan.num_bytes)), strict=True
-    ):
-        found[stretch].checks.append(tuple(check))
-    copied = np.flatnonzero(~checks)
+    for i in np.flatnonzero(plan.target == _CHECK).tolist():
+        found[of[i]].checks.append((int(plan.file_offset[i]), int(plan.num_bytes[i])))
+    for stretch, rows in _rows(plan, of):
+        found[stretch].rows.append(rows)
+    return found
+
+
+def _rows(plan: _FilePlan, of: Array) -> Iterator[tuple[int, _Rows]]:
+    """What is to be copied, by number of the stretch; `of`: that of each piece.
+
+    For a whole file at once: the threads that read share one interpreter, and pieces are many.
+    """
+    copied = np.flatnonzero(plan.target != _CHECK)
     key = of[copied] * (plan.target.max() + 1) + plan.target[copied]  # a stretch, and a target in it
     order = np.argsort(key, kind="stable")
-    copied, key = copied[order], key[order]
+    copied = copied[order]
     pieces = plan.file_offset[copied], plan.target_offset[copied], plan.num_bytes[copied]
-    for i, count, *steps in _progressions(*pieces, key):
-        piece = copied[i]
+    for i, count, *steps in _progressions(*pieces, key[order]):
         start, to, length = (int(array[i]) for array in pieces)
-        found[of[piece]].rows.append(_Rows(int(plan.target[piece]), start, to, length, count, *steps))
-    return found
+        yield int(of[copied[i]]), _Rows(int(plan.target[copied[i]]), start, to, length, count, *steps)
 
 
 def _progressions(
@@ -227,12 +233,12 @@ def _progressions(
     while i < len(source):
         if i < len(begins) and begins[i]:  # the first two are a pattern whatever came before
             after = bisect.bisect_left(ends, i + 1)
-            last = ends[after] if after < len(ends) else len(source) - 1
-            yield i, last - i + 1, int(source_step[i]), int(target_step[i])
+            count = (ends[after] if after < len(ends) else len(source) - 1) - i + 1
+            yield i, count, int(source_step[i]), int(target_step[i])
         else:
-            last = i
-            yield i, 1, 0, 0
-        i = last + 1
+            count = 1
+            yield i, count, 0, 0
+        i += count
 
 
 class _Pool:

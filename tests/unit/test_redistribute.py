@@ -290,7 +290,7 @@ def test_regular_rows_are_one_pattern() -> None:
     source = np.concatenate([np.arange(100) * 64, 10_000 + np.arange(50) * 32, [90_000], [90_100]])
     target = np.concatenate([np.arange(100) * 16, 5000 + np.arange(50) * 16, [7000], [7016]])
     length = np.array([16] * 150 + [7] * 2)
-    found = list(reading._progressions(source, target, length, np.zeros(152)))
+    found = list(reading._progressions(source, target, length, np.zeros(152, dtype=np.int64)))
     assert found == [(0, 100, 64, 16), (100, 50, 32, 16), (150, 2, 100, 16)]
     key = np.array([0] * 30 + [1] * 122)  # as where another stretch begins, or another tensor
     found = list(reading._progressions(source, target, length, key))
