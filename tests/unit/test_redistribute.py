@@ -17,6 +17,7 @@ from megatron.checkpoint_engines.errors import CheckpointDamagedError, Checkpoin
 from megatron.checkpoint_placements import flat_partition, fragments, shard_placement, weight_placement
 from megatron.redistribute import reading
 from megatron.redistribute.direct import spread
+from megatron.redistribute.gathering import by_broadcasts
 from megatron.redistribute.reading import Reading
 from megatron.redistribute.runs import (
     Runs,
@@ -313,3 +314,8 @@ def test_a_file_that_is_short_is_named(tmp_path: Path) -> None:
 def test_what_replicas_share_is_spread_evenly() -> None:
     assert spread([1, 8, 2, 5, 4], 2) == [1, 0, 0, 1, 1]
     assert spread([3, 3], 1) == [0, 0] and spread([], 4) == []
+
+
+def test_weights_are_broadcast_where_gathering_them_takes_new_memory() -> None:
+    assert by_broadcasts("gloo", 2) and by_broadcasts("gloo", 4)
+    assert not by_broadcasts("gloo", 1) and not by_broadcasts("nccl", 4)
