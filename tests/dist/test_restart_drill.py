@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from tests.dist.tiny_runs import NO_DROPOUT
 TRAINING = [
     *LLAMA_STYLE, "--num-layers", "2", "--hidden-size", "64", "--ffn-hidden-size", "96", "--num-attention-heads", "4",
     "--seq-length", "64", "--bf16", "--micro-batch-size", "1", "--global-batch-size", "2", "--train-iters", "30",
-    "--lr", "1e-3", "--log-interval", "1", "--save-interval", "5", "--keep-last", "3", "--exit-signal-handler",
+    "--lr", "1e-3", "--lr-decay-iters", "150", "--log-interval", "1", "--save-interval", "5", "--keep-last", "3",
+    "--exit-signal-handler",
 ]  # fmt: skip
 WITHOUT_HANDLER = [flag for flag in TRAINING if flag != "--exit-signal-handler"]
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -85,6 +87,27 @@ def left_of(out: Path) -> list[int]:
     return found
 
 
+@dataclass(frozen=True)
+class Sample:
+    """A sample of the matrix. Its reference run is as long as any drill here, and serves them too."""
+
+    out: Path
+    done: subprocess.CompletedProcess[str]
+
+    @property
+    def reference(self) -> list[str]:
+        return ["--reference", str(self.out)]
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory, dataset: list[str]) -> Sample:
+    """The full one: python -m tools.restart_drill.matrix --out DIR; see docs/restart_drill.md."""
+    out = tmp_path_factory.mktemp("sample") / "matrix"
+    command = [*LAUNCHER, str(ROOT / "pretrain_gpt.py"), *dataset, *WITHOUT_HANDLER, "--train-iters", "150"]
+    options = ["--sample", "3", "--seed", "38", "--quiet", "--time-limit", "60", "--hang-limit", "4"]
+    return Sample(out, run(out, "tools.restart_drill.matrix", "--out", str(out), *options, "--", *command))
+
+
 def drilled(out: Path) -> dict[str, Any]:
     return json.loads((out / "drill.json").read_text())
 
@@ -118,9 +141,16 @@ def cycles(done: subprocess.CompletedProcess[str], out: Path) -> list[dict[str, 
     ],
 )
 def test_every_cycle_is_verified_and_accounted_for(
-    tmp_path: Path, dataset: list[str], fault: str, moment: str, engine: str, options: list[str]
+    tmp_path: Path,
+    dataset: list[str],
+    sample: Sample,
+    fault: str,
+    moment: str,
+    engine: str,
+    options: list[str],
 ) -> None:
     out = tmp_path / "drill"
+    options = options if "--no-reference" in options else [*options, *sample.reference]
     length = "150" if moment.startswith("random") else "30"
     training = ("--train-iters", length)
     done = drill(out, dataset, fault, moment, *options, "--checkpoint-engine", engine, training=training)
@@ -135,15 +165,19 @@ def test_every_cycle_is_verified_and_accounted_for(
         if fault == "sigterm":
             assert cycle["exit_code"] == 0 and cycle["lost_steps"] == 0
     assert "yes" in done.stdout
-    compared_with = drilled(out)["losses_compared_with"]
-    assert ("no reference run" in compared_with) == ("--no-reference" in options), compared_with
+    told = drilled(out)
+    without = "--no-reference" in options
+    assert ("no reference run" in told["losses_compared_with"]) == without, told
+    assert told["reference"] == (None if without else str(sample.out / "reference"))
+    assert not (out / "reference").exists()
 
 
 @pytest.mark.slow
-def test_a_restart_is_struck_itself(tmp_path: Path, dataset: list[str]) -> None:
+def test_a_restart_is_struck_itself(tmp_path: Path, dataset: list[str], sample: Sample) -> None:
     out = tmp_path / "drill"
     # Against a reference run: the kill after the commit may come before any iteration that could be repeated.
-    first, second = cycles(drill(out, dataset, "sigkill-all", "mid-load", "--checkpoint-engine", "lazy"), out)
+    options = ["--checkpoint-engine", "lazy", *sample.reference]
+    first, second = cycles(drill(out, dataset, "sigkill-all", "mid-load", *options), out)
     assert first["restart_s"] is None and first["moment"] == "after-commit"
     assert second["moment"] == "mid-load" and second["restart_s"] > 0
 
@@ -167,9 +201,9 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_resumed(
 
 
 @pytest.mark.slow
-def test_the_agent_restarts_the_ranks_in_place(tmp_path: Path, dataset: list[str]) -> None:
+def test_the_agent_restarts_the_ranks_in_place(tmp_path: Path, dataset: list[str], sample: Sample) -> None:
     out = tmp_path / "drill"
-    options = ["--supervisor", "torchrun", "--cycles", "2", "--checkpoint-engine", "lazy"]
+    options = ["--supervisor", "torchrun", "--cycles", "2", "--checkpoint-engine", "lazy", *sample.reference]
     found = cycles(drill(out, dataset, "exception", "mid-step", *options), out)
     assert len(found) == 2 and drilled(out)["supervisor"] == "torchrun"
     log = (out / "logs" / "cycle_000.log").read_text()
@@ -218,23 +252,20 @@ def test_another_layout_after_the_strike(tmp_path: Path, dataset: list[str]) -> 
     assert cycle["layout"] == [2, 1, 1] and cycle["losses"] == "within 0.02 relative"
     assert cycle["state_hashes"] == "not compared: saved on another layout"
     assert "reshard" in (out / "trace" / "rank_00000_cycle_001.jsonl").read_text()
+    assert drilled(out)["reference"] == str(out / "reference")  # with dropout off it is another training's
 
 
 @pytest.mark.slow
-def test_a_sample_of_the_matrix(tmp_path: Path, dataset: list[str]) -> None:
-    """The full one: python -m tools.restart_drill.matrix --out DIR; see docs/restart_drill.md."""
-    out = tmp_path / "matrix"
-    command = [*LAUNCHER, str(ROOT / "pretrain_gpt.py"), *dataset, *WITHOUT_HANDLER, "--train-iters", "120"]
-    options = ["--sample", "3", "--seed", "38", "--quiet", "--time-limit", "60", "--hang-limit", "4"]
-    done = run(out, "tools.restart_drill.matrix", "--out", str(out), *options, "--", *command)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert "3 of 3 cells verified" in done.stdout and (out / "matrix.md").read_text() in done.stdout
-    told = json.loads((out / "matrix.json").read_text())["cells"]
+def test_a_sample_of_the_matrix(sample: Sample) -> None:
+    assert sample.done.returncode == 0, sample.done.stdout + sample.done.stderr[-3000:]
+    assert "3 of 3 cells verified" in sample.done.stdout
+    assert (sample.out / "matrix.md").read_text() in sample.done.stdout
+    told = json.loads((sample.out / "matrix.json").read_text())["cells"]
     assert [cell["verified"] for cell in told] == [True] * 3
     assert len({(cell["cell"]["supervisor"], cell["cell"]["engine"]) for cell in told}) > 1
 
 
-def test_what_cannot_be_drilled_is_said(tmp_path: Path, dataset: list[str]) -> None:
+def test_what_cannot_be_drilled_is_said(tmp_path: Path, dataset: list[str], sample: Sample) -> None:
     """Before anything is launched."""
 
     def refused(name: str, *options: str, fault: str = "sigkill-all", training: tuple[str, ...] = ()) -> str:
@@ -248,6 +279,8 @@ def test_what_cannot_be_drilled_is_said(tmp_path: Path, dataset: list[str]) -> N
         "c", "--supervisor", "torchrun", fault="sigterm"
     )
     assert "is on the same file system as" in refused("d", fault="disk-full")
+    told = refused("f", *sample.reference, training=("--seed", "7"))
+    assert f"--reference {sample.out}: is of another training: --seed 1234 there, and 7 here" in told
     done = run(tmp_path / "e", "tools.restart_drill", "--fault", "sigterm", "--at", "mid-step", "--out",
                str(tmp_path / "e"), "--supervisor", "torchrun", "--", "sleep", "9")  # fmt: skip
     assert done.returncode == 2 and "the command is not torchrun's" in done.stderr

@@ -15,6 +15,7 @@ from tools.restart_drill.faults import commits_needed
 from tools.restart_drill.moments import STAGES, parse_moment, stage_begun_by
 from tools.restart_drill.output import describe, table
 from tools.restart_drill.plan import Strike, intended
+from tools.restart_drill.reference import Reference
 
 
 def test_moments() -> None:
@@ -63,7 +64,7 @@ def test_phases_of_a_load_do_not_overlap() -> None:
     overlapping = restart(1)
     overlapping["phases"]["load"]["at_critical_s"] = 0.6  # and its parts have 0.75
     cycles = {0: trained({9: 1.0}), 1: trained({9: 1.0}, resumed=8)}
-    content = describe([strike(0)], "relaunch", {"restarts": [overlapping]}, cycles, trained({9: 1.0}), 0.0)
+    content = describe([strike(0)], "relaunch", {"restarts": [overlapping]}, cycles, REFERENCE, 0.0)
     phases = content["cycles"][0]["phases"]
     assert phases["discover"] + phases["load"] == pytest.approx(0.6) and phases["load"] == pytest.approx(0.35)
 
@@ -76,6 +77,9 @@ def trained(
     return CycleFacts(world_size=1, layout=layout, losses=losses, resumed=there, hashed=set(there))
 
 
+REFERENCE = Reference(trained({9: 1.0}), Path("/drill/reference"))
+
+
 def strike(cycle: int, fault: str = "sigkill-all", expected_step: int = 8, **fields: Any) -> Strike:
     return Strike(cycle, fault, "mid-step", 9, 2, 1, expected_step, **fields)
 
@@ -83,8 +87,9 @@ def strike(cycle: int, fault: str = "sigkill-all", expected_step: int = 8, **fie
 def test_phases_follow_one_another_and_add_up() -> None:
     cycles = {0: trained({9: 1.0}), 1: trained({9: 1.0}, resumed=8), 2: trained({9: 1.0}, resumed=8)}
     strikes = [strike(0, drill_s=0.75, cache="cold"), strike(1, "sigstop")]
-    content = describe(strikes, "relaunch", {"restarts": [restart(1)]}, cycles, trained({9: 1.0}), 0.0)
+    content = describe(strikes, "relaunch", {"restarts": [restart(1)]}, cycles, REFERENCE, 0.0)
     assert content["supervisor"] == "relaunch" and "reference run" in content["losses_compared_with"]
+    assert content["reference"] == "/drill/reference"
     first, second = content["cycles"]
     assert first["phases"] == {
         "detect": 1.0, "stop": 0.5, "drill": 0.75, "relaunch": 0.25, "launcher": 1.5, "imports": 4.0, "discover": 0.25,
@@ -96,7 +101,7 @@ def test_phases_follow_one_another_and_add_up() -> None:
     assert table(content).count("yes") == 2 and table(content).count("cold") == 1
 
     cycles[1].losses[9] = 2.0
-    content = describe(strikes, "relaunch", {"restarts": [restart(1)]}, cycles, trained({9: 1.0}), 0.0)
+    content = describe(strikes, "relaunch", {"restarts": [restart(1)]}, cycles, REFERENCE, 0.0)
     assert not content["cycles"][0]["verified"] and table(content).count("NO") == 2
 
 
@@ -125,6 +130,7 @@ RIGHT = ["--fault", "sigkill-all", "--at", "mid-step"]
             ["--fault", "truncate", "--at", "mid-startup", "--cycles", "2"],
             "--fault truncate --at mid-startup --cycles 2: nothing is saved between such strikes",
         ),
+        (["--reference", "/a", "--no-reference"], "--reference /a with --no-reference: give one of them"),
         (["--supervisor", "torchrun", "--resume-pp", "2"], "--supervisor torchrun with --resume-tp"),
         (
             ["--supervisor", "torchrun", "--cold-cache"],

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from tests.unit.test_restart_drill_reference import TRAINING, drilled
 from tools.restart_drill import matrix
 from tools.restart_drill.facts import CycleFacts
 from tools.restart_drill.faults import FAULTS
 from tools.restart_drill.launch import DrillError
 from tools.restart_drill.matrix import ENGINES, MOMENTS, Cell, Result, cells, courses, markdown, strikes_of
 from tools.restart_drill.plan import SUPERVISORS, Plan, Strike
+from tools.restart_drill.reference import Reference
 
 
 def test_only_what_makes_sense_is_drilled() -> None:
@@ -66,7 +68,7 @@ def run(
         if error is not None:
             raise DrillError(error)
 
-    def content(plan: Plan, done: list[Strike], reference: CycleFacts) -> dict[str, Any]:
+    def content(plan: Plan, done: list[Strike], reference: Reference) -> dict[str, Any]:
         entry = {"different": [], "restart_s": 1.0, "accounted": 1.0, "lost_steps": 0}
         return {"cycles": [entry | {"verified": strike.cycle not in unverified} for strike in done]}
 
@@ -76,7 +78,7 @@ def run(
     argv = ["--out", str(out), "--", "torchrun", "--nproc-per-node", "2", "pretrain_gpt.py"]
     base = matrix._base(matrix.parse_arguments(argv), argv[3:])
     (out / "course_000" / "checkpoints").mkdir(parents=True)
-    return matrix.run_course(base, 0, COURSE, CycleFacts())
+    return matrix.run_course(base, 0, COURSE, Reference(CycleFacts(), tmp_path))
 
 
 def test_an_error_costs_one_cell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -119,3 +121,26 @@ def test_a_wrong_command_line(
     with pytest.raises(SystemExit):
         matrix.parse_arguments(["--out", str(tmp_path / "out"), *argv])
     assert message in capsys.readouterr().err
+
+
+def test_the_reference_run_of_another_matrix(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The courses are a stand-in: what is looked at is what they are compared with, and that it is not run again."""
+    seen: list[Reference] = []
+
+    def course(base: Plan, chosen: list[Cell], reference: Reference) -> list[Result]:
+        seen.append(reference)
+        return [Result(cell, True) for cell in chosen]
+
+    monkeypatch.setattr(matrix, "run_matrix", course)
+    monkeypatch.setattr(matrix, "catch_stop_signals", lambda: None)
+    earlier = drilled(tmp_path / "earlier", TRAINING)
+    argv = ["--sample", "2", "--reference", str(earlier), "--"]
+    assert matrix.main(["--out", str(tmp_path / "out"), *argv, *TRAINING]) == matrix.VERIFIED
+    assert [reference.directory for reference in seen] == [earlier / "reference"]
+    assert (
+        matrix.main(["--out", str(tmp_path / "other"), *argv, *TRAINING, "--seed", "7"])
+        == matrix.COULD_NOT_RUN
+    )
+    assert len(seen) == 1 and "--seed 1234 there, and 7 here" in capsys.readouterr().err

@@ -10,8 +10,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from tools.restart_drill import command as commands
-from tools.restart_drill.drill import run_drill, run_reference
-from tools.restart_drill.facts import CycleFacts, facts_of
+from tools.restart_drill.drill import run_drill
+from tools.restart_drill.facts import facts_of
 from tools.restart_drill.faults import DAMAGE, FAULTS, refusal
 from tools.restart_drill.full_disk import GIB
 from tools.restart_drill.launch import DrillError
@@ -19,6 +19,7 @@ from tools.restart_drill.moments import STAGES, Moment, parse_moment
 from tools.restart_drill.output import analysed, describe, table
 from tools.restart_drill.plan import RELAUNCH, SUPERVISORS, TORCHRUN, Plan, Strike, intended, say
 from tools.restart_drill.preset import expanded
+from tools.restart_drill.reference import Reference, run_reference, stored_reference
 from tools.restart_drill.verify import TOLERANCES, repeated, repetition_table
 
 VERIFIED, NOT_VERIFIED, COULD_NOT_RUN = 0, 1, 2
@@ -90,6 +91,10 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hang-limit", type=float, default=30.0, help="seconds without an iteration: a hang (30)"
     )
+    parser.add_argument(
+        "--reference", type=Path, metavar="DIR",
+        help="--out of a drill or a matrix whose run without a fault is to be compared with, too, instead of another",
+    )  # fmt: skip
     parser.add_argument("--quiet", action="store_true", help="do not pass on the output of the job")
     parser.add_argument(
         "command",
@@ -122,6 +127,8 @@ def _refusal(args: argparse.Namespace) -> str | None:
     if found is not None:
         return found
     elsewhere = sizes_of(args).given
+    if args.reference is not None and args.no_reference:
+        return f"--reference {args.reference} with --no-reference: give one of them"
     if args.fault in DAMAGE and args.at.strikes_a_restart and args.cycles > 1:
         return (
             f"--fault {args.fault} --at {args.at.text} --cycles {args.cycles}: nothing is saved between such strikes, "
@@ -179,15 +186,6 @@ def plan_of(args: argparse.Namespace, training: list[str]) -> Plan:
     )
 
 
-def reference_of(plan: Plan, training: list[str], engine: str | None) -> CycleFacts:
-    """Losses of the same training without a fault, with checkpoints and a trace of its own."""
-    where = plan.out / "reference"
-    (where / "trace").mkdir(parents=True)
-    command = commands.completed(training, where / "checkpoints", where / "trace", engine)
-    run_reference(plan, command)
-    return facts_of(where / "trace")[0]
-
-
 def tolerance_of(command: list[str]) -> float:
     """How far losses may be apart on another layout; for flags that cannot be seen, as in bf16."""
     config = commands.configuration(command)
@@ -200,12 +198,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         training = expanded(args.command)
         plan = plan_of(args, training)
+        reference = None if args.reference is None else stored_reference(args.reference, training)
         strikes: list[Strike] = []
         run_drill(plan, say, strikes)
-        reference = None
-        if not args.no_reference:
+        if reference is None and not args.no_reference:
             say("the same training without a fault, for comparison")
-            reference = reference_of(plan, training, args.checkpoint_engine)
+            reference = run_reference(plan, training, args.checkpoint_engine)
         content = _report(plan, strikes, reference)
     except (DrillError, OSError) as error:
         say(f"error: {error}")
@@ -216,7 +214,7 @@ def main(argv: list[str] | None = None) -> int:
     return VERIFIED if all(cycle["verified"] for cycle in content["cycles"]) else NOT_VERIFIED
 
 
-def _report(plan: Plan, strikes: list[Strike], reference: CycleFacts | None) -> dict[str, Any]:
+def _report(plan: Plan, strikes: list[Strike], reference: Reference | None) -> dict[str, Any]:
     """Write report.json (of the analysis) and drill.json, print the table; the content of drill.json."""
     cycles = facts_of(plan.trace_dir)
     report = analysed(plan.trace_dir)

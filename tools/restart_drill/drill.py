@@ -1,4 +1,4 @@
-"""The course of a drill: strike after strike, the last launch to its end, and the run without a fault."""
+"""The course of a drill: strike after strike, and the last launch to its end."""
 
 from __future__ import annotations
 
@@ -79,13 +79,3 @@ def _told(strike: Strike) -> str:
     return text + (
         "it hung and was killed" if hangs else f"the launcher ended with exit code {strike.exit_code}"
     )
-
-
-def run_reference(plan: Plan, command: list[str]) -> None:
-    """Train without a fault. `command` is complete. Raises DrillError."""
-    log = plan.out / "reference" / "launch.log"
-    with launched(command, log, plan.echo) as launch:
-        exit_code = launch.wait(plan.limit_s)
-        if exit_code != 0:
-            raise DrillError(f"the reference run ended with exit code {exit_code}; see {log}")
-        launch.wait_until_gone(GRACE_S)

@@ -28,11 +28,10 @@ from tools.restart_drill.cli import (
     add_run_options,
     catch_stop_signals,
     check_out,
-    reference_of,
     tolerance_of,
 )
 from tools.restart_drill.drill import run_drill
-from tools.restart_drill.facts import CycleFacts, facts_of
+from tools.restart_drill.facts import facts_of
 from tools.restart_drill.faults import DAMAGE, DISK_FULL, FAULTS, refusal
 from tools.restart_drill.full_disk import GIB
 from tools.restart_drill.launch import DrillError
@@ -40,6 +39,7 @@ from tools.restart_drill.moments import STAGES, parse_moment
 from tools.restart_drill.output import analysed, describe
 from tools.restart_drill.plan import FIRST, RELAUNCH, SUPERVISORS, TORCHRUN, Intent, Plan, Strike, say
 from tools.restart_drill.preset import expanded
+from tools.restart_drill.reference import Reference, run_reference, stored_reference
 
 ENGINES = ("torch", "lazy")
 MOMENTS = (*STAGES, "random:1")  # iteration:N is mid-step at a given iteration
@@ -112,7 +112,7 @@ def strikes_of(course: list[Cell]) -> tuple[Intent, ...]:
     return (FIRST, *intents) if needs_one else intents
 
 
-def run_course(base: Plan, number: int, course: list[Cell], reference: CycleFacts) -> list[Result]:
+def run_course(base: Plan, number: int, course: list[Cell], reference: Reference) -> list[Result]:
     """Strike with all cells of `course`. After an error the cells from there on are another course's."""
     out = base.out / f"course_{number:03d}"
     strikes = strikes_of(course)
@@ -147,7 +147,7 @@ def run_course(base: Plan, number: int, course: list[Cell], reference: CycleFact
     return [*results, Result(course[len(results)], None, error)]
 
 
-def _content(plan: Plan, done: list[Strike], reference: CycleFacts) -> dict[str, Any]:
+def _content(plan: Plan, done: list[Strike], reference: Reference) -> dict[str, Any]:
     if not done:
         return {"cycles": []}
     tolerance = tolerance_of(plan.command)
@@ -165,7 +165,7 @@ def _result(cell: Cell, entry: dict[str, Any]) -> Result:
     )  # fmt: skip
 
 
-def run_matrix(base: Plan, chosen: list[Cell], reference: CycleFacts) -> list[Result]:
+def run_matrix(base: Plan, chosen: list[Cell], reference: Reference) -> list[Result]:
     """All cells; an error costs its own cell only."""
     results: list[Result] = []
     waiting = courses(chosen)
@@ -264,8 +264,13 @@ def main(argv: list[str] | None = None) -> int:
             chosen = [chosen[i] for i in sorted(picked)]
         training = _training(args.command)
         base = _base(args, training)
-        say(f"{len(chosen)} cells; the training without a fault, for comparison")
-        reference = reference_of(base, training, None)
+        base.out.mkdir(parents=True, exist_ok=True)
+        say(f"{len(chosen)} cells")
+        if args.reference is not None:
+            reference = stored_reference(args.reference, training)
+        else:
+            say("the training without a fault, for comparison")
+            reference = run_reference(base, training, None)
         results = run_matrix(base, chosen, reference)
     except (DrillError, OSError) as error:
         say(f"error: {error}")

@@ -12,6 +12,7 @@ from typing import Any
 from tools.restart_drill.facts import CycleFacts
 from tools.restart_drill.launch import DrillError
 from tools.restart_drill.plan import Strike
+from tools.restart_drill.reference import Reference
 from tools.restart_drill.verify import Verdict, check_losses, judge
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,12 +35,12 @@ def describe(
     supervisor: str,
     report: dict[str, Any],
     cycles: dict[int, CycleFacts],
-    reference: CycleFacts | None,
+    reference: Reference | None,
     tolerance: float,
 ) -> dict[str, Any]:
     """Content of drill.json: for each strike what it was, the restart that followed it, and the verdict."""
     restarts = {restart["cycle"]: restart for restart in report["restarts"]}
-    losses = check_losses(cycles, reference, tolerance)
+    losses = check_losses(cycles, None if reference is None else reference.facts, tolerance)
     told = []
     for strike in strikes:
         verdict = judge(strike, cycles, losses)
@@ -47,6 +48,7 @@ def describe(
     return {
         "supervisor": supervisor,
         "losses_compared_with": REFERENCE if reference is not None else REPETITION,
+        "reference": None if reference is None else str(reference.directory),
         "cycles": told,
     }
 

@@ -1,0 +1,99 @@
+"""The run without a fault that a drill is compared with: done here, or taken from a drill that has done it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.config import Config
+from megatron.config.flags import spec_of
+from tools.restart_drill import command as commands
+from tools.restart_drill.facts import CycleFacts, facts_of
+from tools.restart_drill.launch import DrillError, launched
+from tools.restart_drill.plan import Plan
+from tools.restart_drill.relaunch import GRACE_S
+
+DIRECTORY = "reference"  # below --out
+_TRAINING = "training.json"  # its command; there once the run has ended well
+# Of the other groups of flags, those of checkpoints and of the trace, none may change a loss.
+_GROUPS = ("model", "parallel", "training", "optimizer", "data")
+_MAY_DIFFER = ("exit_signal_handler",)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Losses of an uninterrupted run, and the directory that it lies in."""
+
+    facts: CycleFacts
+    directory: Path
+
+
+def run_reference(plan: Plan, training: list[str], engine: str | None) -> Reference:
+    """Train without a fault, with checkpoints and a trace of its own. Raises DrillError."""
+    where = plan.out / DIRECTORY
+    (where / "trace").mkdir(parents=True)
+    command = commands.completed(training, where / "checkpoints", where / "trace", engine)
+    log = where / "launch.log"
+    with launched(command, log, plan.echo) as launch:
+        exit_code = launch.wait(plan.limit_s)
+        if exit_code != 0:
+            raise DrillError(f"the reference run ended with exit code {exit_code}; see {log}")
+        launch.wait_until_gone(GRACE_S)
+    (where / _TRAINING).write_text(json.dumps({"command": training}) + "\n")
+    return Reference(facts_of(where / "trace")[0], where)
+
+
+def stored_reference(out: Path, training: list[str]) -> Reference:
+    """The reference run of the drill or the matrix whose --out was `out`, for a drill over the command `training`.
+
+    Raises DrillError if there is none, or if it was of a training that need not have the same losses.
+    """
+    where = out.absolute() / DIRECTORY
+    told = where / _TRAINING
+    facts = facts_of(where / "trace").get(0) if told.is_file() else None
+    if facts is None:
+        raise DrillError(
+            f"--reference {out}: holds no finished reference run ({told} and its trace are not there); give the --out "
+            "of a drill or a matrix that has done one"
+        )
+    theirs = json.loads(told.read_text())["command"]
+    different = _differences(theirs, training)
+    if different:
+        raise DrillError(
+            f"--reference {out}: is of another training: {'; '.join(different)}; give the reference run of this one, "
+            "or drop --reference to have it done"
+        )
+    return Reference(facts, where)
+
+
+def _differences(theirs: list[str], mine: list[str]) -> list[str]:
+    """What of two commands may give other losses; all words count where the flags of the training are not seen."""
+    one, other = _configuration(theirs), _configuration(mine)
+    if one is None or other is None:
+        return [] if theirs == mine else [f"{shlex.join(theirs)} there, and {shlex.join(mine)} here"]
+    found = []
+    for group in _GROUPS:
+        old, new = getattr(one, group), getattr(other, group)
+        for field in dataclasses.fields(old):
+            pair = getattr(old, field.name), getattr(new, field.name)
+            if pair[0] == pair[1] or field.name in _MAY_DIFFER:
+                continue
+            # A longer run has the same losses up to there: the decay of the learning rate is another flag's.
+            if field.name == "train_iters" and pair[0] > pair[1]:
+                continue
+            found.append(f"{_shown(field)} {pair[0]} there, and {pair[1]} here")
+    return found
+
+
+def _configuration(training: list[str]) -> Config | None:
+    nowhere = Path("reference")  # flags that need --save are refused without
+    return commands.configuration(commands.completed(training, nowhere, nowhere, None))
+
+
+def _shown(field: dataclasses.Field[object]) -> str:
+    """The flag that sets a field, or its name where that is the environment."""
+    spec = spec_of(field)
+    return field.name if spec is None else spec.names[0]
