@@ -122,16 +122,8 @@ def test_blocking_spans_account_for_the_time_that_training_waits(launcher: Launc
 def test_nothing_saved_changes_until_it_is_released(launcher: Launcher, precision: str) -> None:
     """Forward, backward, the reduction of tied gradients and evaluation in between: the engine compares bit by bit."""
     save = launcher.directory / "run"
-    flags = [
-        *MODEL,
-        *TRAINING,
-        *DROPOUT,
-        *RECOMPUTE,
-        *PRECISIONS[precision],
-        "--train-iters",
-        "4",
-        *saving(save, 1),
-    ]
+    flags = [*MODEL, *TRAINING, *DROPOUT, *RECOMPUTE, *PRECISIONS[precision], "--train-iters", "4"]
+    flags += saving(save, 1)
     evaluating = ["--split", "80,20,0", "--eval-iters", "1", "--eval-interval", "100"]
     finished = train(launcher, STAGES, *flags, *evaluating, env={"EVALUATE": "1"})
     assert finished.output.count("validation loss at iteration") >= 3
@@ -147,28 +139,19 @@ def test_nothing_saved_changes_until_it_is_released(launcher: Launcher, precisio
 def test_resumed_run_equals_uninterrupted_one(launcher: Launcher, layout: Layout) -> None:
     """With a flush longer than several iterations, which change every tensor that is being written."""
     whole, resumed = launcher.directory / "whole", launcher.directory / "resumed"
-    flags = [
-        *MODEL,
-        *LLAMA_STYLE,
-        "--num-key-value-heads",
-        "2",
-        *TRAINING,
-        *DROPOUT,
-        "--bf16",
-        "--train-iters",
-        "8",
-    ]
-    train(launcher, layout, *flags, *saving(whole, 5), env={"SLOW_DELAY": "1.0"})
+    model = [*MODEL, *LLAMA_STYLE, "--num-key-value-heads", "2"]
+    flags = [*model, *TRAINING, *DROPOUT, "--bf16", "--train-iters", "5"]
+    train(launcher, layout, *flags, *saving(whole, 3), env={"SLOW_DELAY": "1.0"})
     ended = [r for r in records(whole / "restart_trace", rank=0) if r["type"] == "iteration"]
-    assert ended[5]["end_ns"] < save_ends(whole)[0]["end_ns"]  # iteration 6 was done before 5 was committed
-    train(launcher, layout, *flags, *saving(resumed, 5), "--load", whole, "--load-tag", "global_step5")
+    assert ended[3]["end_ns"] < save_ends(whole)[0]["end_ns"]  # iteration 4 was done before 3 was committed
+    train(launcher, layout, *flags, *saving(resumed, 3), "--load", whole, "--load-tag", "global_step3")
     expected = losses_of_ranks(whole, layout)
-    assert [list(mine) for mine in expected] == [list(range(1, 9))] * layout.world_size
-    assert losses_of_ranks(resumed, layout) == from_iteration(expected, 6)
-    assert_same_checkpoint(whole / "global_step8", resumed / "global_step8")
+    assert [list(mine) for mine in expected] == [list(range(1, 6))] * layout.world_size
+    assert losses_of_ranks(resumed, layout) == from_iteration(expected, 4)
+    assert_same_checkpoint(whole / "global_step5", resumed / "global_step5")
     synchronous = launcher.directory / "synchronous"
-    launcher.train(layout, *flags, *saving(synchronous, 5))
-    assert_same_checkpoint(whole / "global_step5", synchronous / "global_step5")
+    launcher.train(layout, *flags, *saving(synchronous, 3), "--exit-interval", "3")
+    assert_same_checkpoint(whole / "global_step3", synchronous / "global_step3")
 
 
 # ---------------------------------------------------------------- failures

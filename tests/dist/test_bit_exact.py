@@ -44,9 +44,8 @@ CASES = [
     (Layout(tp=2, pp=1, dp=2), "bf16"),
     (FOUR_STAGES, "bf16"),
 ]
-TWO_LAYERS = [*MODEL, "--num-layers", "2"]
-LLAMA = [*TWO_LAYERS, *LLAMA_STYLE, "--num-key-value-heads", "2", *TRAINING, *DROPOUT, *RECOMPUTE]
-CLASSIC = [*TWO_LAYERS, *TRAINING, *DROPOUT, *RECOMPUTE]
+LLAMA = [*MODEL, *LLAMA_STYLE, "--num-key-value-heads", "2", *TRAINING, *DROPOUT, *RECOMPUTE]
+CLASSIC = [*MODEL, *TRAINING, *DROPOUT, *RECOMPUTE]
 FIVE = ["--train-iters", "5"]
 RESUME = ["--load-tag", "global_step3"]
 WORKERS = ["--num-workers", "2"]  # data-loading processes, as by default

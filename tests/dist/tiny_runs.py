@@ -18,7 +18,7 @@ from tests.dist.harness import Run, Zygote, losses
 
 SINGLE = Layout(tp=1, pp=1, dp=1)
 MODEL = [
-    "--num-layers", "4", "--hidden-size", "64", "--ffn-hidden-size", "96", "--num-attention-heads", "4",
+    "--num-layers", "2", "--hidden-size", "64", "--ffn-hidden-size", "96", "--num-attention-heads", "4",
     "--seq-length", "32",
 ]  # fmt: skip
 TRAINING = [
