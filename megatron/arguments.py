@@ -47,7 +47,7 @@ GROUPS: dict[str, type] = {
     "trace": TraceConfig,
 }
 # A launcher kills all ranks when one has exited; the others leave rank 0 this long to say why.
-_OTHER_RANKS_WAIT_S = 5.0
+OTHER_RANKS_WAIT_S = 5.0
 _FOREIGN_WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
@@ -269,15 +269,15 @@ def rank_of(env: Mapping[str, str]) -> int:
 
 
 def exit_with(
-    error: Exception, rank: int, wait_s: float = _OTHER_RANKS_WAIT_S, *, every_rank_sees_it: bool = True
+    error: Exception, rank: int, wait_s: float | None = None, *, every_rank_sees_it: bool = True
 ) -> NoReturn:
     """End the process with exit code 2; rank 0 prints the error, the others keep silent and go later.
 
     An error that may be of one node only (its files, its disk) is also printed by another rank that is still
-    there after the wait: rank 0 has not met it then.
+    there after the wait (OTHER_RANKS_WAIT_S if `wait_s` is None): rank 0 has not met it then.
     """
     if rank != 0:
-        time.sleep(wait_s)
+        time.sleep(OTHER_RANKS_WAIT_S if wait_s is None else wait_s)
     if rank == 0:
         print(f"error: {error}", file=sys.stderr, flush=True)
     elif not every_rank_sees_it:

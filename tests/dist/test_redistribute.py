@@ -67,10 +67,16 @@ def test_from_a_checkpoint_of_engine_torch(model: Model, old: Layout, new: Layou
             assert torch.equal(values, same[kind, parameter])
 
 
-@pytest.mark.parametrize("engine", ["fastpersist", "fastpersist-decoupled"])
-def test_from_a_checkpoint_of_engine_fastpersist(model: Model, engine: str) -> None:
+@pytest.mark.parametrize(
+    ("engine", "old", "new"),
+    [
+        ("fastpersist", Layout(2, 2, 2), Layout(1, 4, 1)),
+        ("fastpersist-decoupled", Layout(2, 1, 1), Layout(1, 2, 1)),  # a process that imports torch for each old rank
+    ],
+    ids=lambda value: value if isinstance(value, str) else shown(value),
+)
+def test_from_a_checkpoint_of_engine_fastpersist(model: Model, engine: str, old: Layout, new: Layout) -> None:
     """Files of torch.save, by other writers."""
-    old, new = Layout(2, 2, 2), Layout(1, 4, 1)
     expected = assembled(model.launcher.directory / model.saved(old))
     assert_same(assembled(model.moved(old, new, engine)), expected)
 

@@ -56,7 +56,11 @@ def run_rank(request: dict[str, Any], environment: dict[str, str]) -> int:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.stdout = os.fdopen(1, "w", buffering=1)
     sys.stderr = os.fdopen(2, "w", buffering=1)
+    import megatron.arguments
+
     sys.argv = ["pretrain_gpt.py", *request["argv"]]
+    if not request.get("launcher"):  # which would kill the others before rank 0 has told its error
+        megatron.arguments.OTHER_RANKS_WAIT_S = 0.2
     try:
         runpy.run_path(request.get("script") or str(ROOT / "pretrain_gpt.py"), run_name="__main__")
     except SystemExit as exit_:
@@ -83,11 +87,10 @@ def serve() -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.path.insert(0, str(ROOT))
-    from megatron.heavy_imports import import_everything
+    from megatron.heavy_imports import import_for_forks
 
-    import_everything()
-    import megatron.data.gpt_dataset
-    import megatron.tokenizer  # noqa: F401
+    import_for_forks()
+    import megatron.checkpoint_engines.dcp_engine  # noqa: F401  half a second of each rank that uses it
 
     for line in sys.stdin:
         request = json.loads(line)
