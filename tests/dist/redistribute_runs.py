@@ -38,9 +38,7 @@ TRAINING = [
     "--lr-decay-iters", "9", "--lr-decay-style", "cosine", "--log-interval", "1",
 ]  # fmt: skip
 SAVED = 2
-LAYOUTS = [
-    Layout(tp, pp, dp) for tp, pp, dp in itertools.product((1, 2, 4), repeat=3) if tp * pp * dp <= 8
-]
+LAYOUTS = [Layout(tp, pp, dp) for tp, pp, dp in itertools.product((1, 2, 4), repeat=3) if tp * pp * dp <= 8]
 KINDS = ("weight", "master", "exp_avg", "exp_avg_sq")
 TIED = "tied_modules.embed.word_embeddings.weight"
 # The copies on the first and the last stage are summed and rounded apart: see test_checkpoint_placements.
@@ -74,8 +72,14 @@ class Model:
     ) -> Path:
         """Train until `iterations` are done, from the checkpoint in `load`; the directory that it saved to."""
         save = self.launcher.directory / name
-        resume = ["--load", str(self.launcher.directory / load), "--exit-on-missing-checkpoint"] if load else []
-        saves = [*saving(save, SAVED)[:-1], "--checkpoint-engine", engine]  # no hashes: they are of one layout
+        resume = (
+            ["--load", str(self.launcher.directory / load), "--exit-on-missing-checkpoint"] if load else []
+        )
+        saves = [
+            *saving(save, SAVED)[:-1],
+            "--checkpoint-engine",
+            engine,
+        ]  # no hashes: they are of one layout
         iters = ["--train-iters", str(iterations)]
         self.run = self.launcher.train(layout, *self.flags, *saves, *iters, *resume, *flags)
         return save

@@ -116,7 +116,7 @@ def finished(trace: Path, operation: str, cycle: int, rank: int = 0) -> list[dic
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("engine", "kills", "within"), [("torch", 14, TARGETS), ("lazy", 8, IN_BACKGROUND)])
+@pytest.mark.parametrize(("engine", "kills", "within"), [("torch", 20, TARGETS), ("lazy", 8, IN_BACKGROUND)])
 def test_sigkill_at_random_instants_of_saves(
     launcher: Launcher, engine: str, kills: int, within: tuple[str, ...]
 ) -> None:

@@ -219,7 +219,15 @@ def test_engine_none_writes_nothing(launcher: Launcher, save: Path) -> None:
 def lazy_training(launcher: Launcher, *flags: str) -> Run:
     trace = str(launcher.directory / "trace")
     return launcher.run(
-        TWO, *MODEL, *TRAINING, "--checkpoint-engine", "lazy", "--restart-trace-dir", trace, *flags, launcher=True
+        TWO,
+        *MODEL,
+        *TRAINING,
+        "--checkpoint-engine",
+        "lazy",
+        "--restart-trace-dir",
+        trace,
+        *flags,
+        launcher=True,
     )
 
 

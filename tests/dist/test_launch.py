@@ -104,8 +104,8 @@ def test_a_relaunch_is_verified_and_accounted_for_by_the_drill(tmp_path: Path, d
     done = subprocess.run(
         [
             sys.executable, "-m", "tools.restart_drill", "--fault", "sigkill-all", "--at", "mid-step", "--out",
-            str(out), "--quiet", "--time-limit", "60", "--", *LAUNCHER, str(ROOT / "pretrain_gpt.py"), *dataset, *TRAINING,
-            "--train-iters", "40",
+            str(out), "--quiet", "--time-limit", "60", "--", *LAUNCHER, str(ROOT / "pretrain_gpt.py"), *dataset,
+            *TRAINING, "--train-iters", "40",
         ],
         env=environment(out), cwd=ROOT, capture_output=True, text=True, timeout=200,
     )  # fmt: skip

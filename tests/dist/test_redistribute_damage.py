@@ -30,7 +30,10 @@ LAYER = "layer_03-model_01-model_states.pt"
 
 @pytest.fixture(scope="module", params=["torch", "lazy"])
 def trained(
-    request: pytest.FixtureRequest, zygote: Zygote, dataset: list[str], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    zygote: Zygote,
+    dataset: list[str],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Model, Path]:
     """Checkpoints after the iterations 1 to STEPS."""
     launcher = Launcher(zygote, dataset, tmp_path_factory.mktemp(request.param))
@@ -51,7 +54,9 @@ def flip_in(tag: Path, state: str, *path: Any) -> Path:
     """Flip a bit in the middle of the tensor at `path` of a state; the file that it lies in."""
     manifest = Manifest.from_json((tag / "manifest.json").read_text())
     if manifest.engine == "torch":
-        nest = create_engine("torch", EngineOptions()).load_values(state, tag, manifest.files, NullOperation())
+        nest = create_engine("torch", EngineOptions()).load_values(
+            state, tag, manifest.files, NullOperation()
+        )
         for key in path:
             nest = nest[key]
         flip_bit(tag / state, position_in_file(nest) + nest.numel() * nest.element_size() // 2, bit=4)
@@ -119,7 +124,9 @@ def mismatch_of(run: Run) -> str:
     return error
 
 
-@pytest.mark.parametrize("trained", ["lazy"], indirect=True)  # torch's files do not say how many tokens there are
+@pytest.mark.parametrize(
+    "trained", ["lazy"], indirect=True
+)  # torch's files do not say how many tokens there are
 def test_a_mismatch_that_some_ranks_see_ends_all(trained: tuple[Model, Path]) -> None:
     """Another vocabulary of the same padding: the stages between the embedding and the head hold none of it."""
     model, save = trained
@@ -127,7 +134,9 @@ def test_a_mismatch_that_some_ranks_see_ends_all(trained: tuple[Model, Path]) ->
     padded = manifest["model"]["padded_vocab_size"]
     other = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(padded - 2)]
     error = mismatch_of(model.resume(NEW, save, "--train-iters", "5", *other))
-    assert "word_embeddings.weight has " in error and f" tokens in the checkpoint and {padded - 1} here" in error
+    assert (
+        "word_embeddings.weight has " in error and f" tokens in the checkpoint and {padded - 1} here" in error
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,7 +146,9 @@ def test_a_mismatch_that_some_ranks_see_ends_all(trained: tuple[Model, Path]) ->
         ("KeyError", "error: rank 2: KeyError: 'of rank 2 alone'"),
     ],
 )
-def test_an_error_of_one_rank_while_planning_ends_all(trained: tuple[Model, Path], kind: str, message: str) -> None:
+def test_an_error_of_one_rank_while_planning_ends_all(
+    trained: tuple[Model, Path], kind: str, message: str
+) -> None:
     model, save = trained
     env = {"FAILS_WITH": kind, "FAILS_ON": "2"}
     argv = [*model.flags, "--load", str(save), "--train-iters", "5"]

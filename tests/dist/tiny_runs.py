@@ -40,7 +40,11 @@ class Launcher:
     directory: Path
 
     def run(
-        self, layout: Layout, *flags: str | Path, during: Callable[[list[int]], None] | None = None, **options: Any
+        self,
+        layout: Layout,
+        *flags: str | Path,
+        during: Callable[[list[int]], None] | None = None,
+        **options: Any,
     ) -> Run:
         """Launch pretrain_gpt.py (or `script`) on all ranks of `layout` and return when they have ended."""
         argv = [*self.dataset, *parallel(layout), *map(str, flags)]

@@ -42,9 +42,13 @@ def main() -> None:
     directory, tag = config.checkpoint.load, config.checkpoint.load_tag
     path, client_state = engine.load_checkpoint(directory, tag)
     assert path is not None, f"DeepSpeed found no {tag} in {directory}"
-    del client_state["checkpoint_parallel_dimensions"]  # its own: it hands it out, and refuses to take it back
+    del client_state[
+        "checkpoint_parallel_dimensions"
+    ]  # its own: it hands it out, and refuses to take it back
     recorded = Path(directory, tag, f"tensor_hashes_rank_{config.parallel.rank:05d}.json")
-    assert tensor_hashes(engine) == json.loads(recorded.read_text()), f"restored otherwise than {recorded} says"
+    assert tensor_hashes(engine) == json.loads(recorded.read_text()), (
+        f"restored otherwise than {recorded} says"
+    )
     engine.save_checkpoint(os.environ["ROUNDTRIP_OUT"], tag, client_state=client_state)
     dist.barrier()
     dist.destroy_process_group()
