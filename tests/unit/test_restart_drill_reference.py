@@ -96,3 +96,10 @@ def test_without_a_finished_run(out: Path, missing: str) -> None:
         DrillError, match="holds no finished reference run .* give the --out of a drill or a matrix"
     ):
         stored_reference(out, TRAINING)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "\x00", '{"command": 1}'])
+def test_a_damaged_record_of_the_command(out: Path, text: str) -> None:
+    (out / "reference" / "training.json").write_text(text)
+    with pytest.raises(DrillError, match=r"training.json cannot be read .* give the --out of another drill"):
+        stored_reference(out, TRAINING)

@@ -59,14 +59,24 @@ def stored_reference(out: Path, training: list[str]) -> Reference:
             f"--reference {out}: holds no finished reference run ({told} and its trace are not there); give the --out "
             "of a drill or a matrix that has done one"
         )
-    theirs = json.loads(told.read_text())["command"]
-    different = _differences(theirs, training)
+    different = _differences(_told(told, out), training)
     if different:
         raise DrillError(
             f"--reference {out}: is of another training: {'; '.join(different)}; give the reference run of this one, "
             "or drop --reference to have it done"
         )
     return Reference(facts, where)
+
+
+def _told(path: Path, out: Path) -> list[str]:
+    """The command in the file at `path`."""
+    try:
+        return [str(word) for word in json.loads(path.read_text())["command"]]
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise DrillError(
+            f"--reference {out}: {path} cannot be read ({exc!r}); give the --out of another drill, or "
+            "drop --reference to have the run done"
+        ) from None
 
 
 def _differences(theirs: list[str], mine: list[str]) -> list[str]:
