@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import os
-import shlex
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from megatron.arguments import config_from_args, parse_args
-from megatron.config import Config
 from megatron.launch.cli import parse_arguments
-
-ROOT = Path(__file__).resolve().parents[2]
-BENCH = ROOT / "examples_deepspeed" / "restart_bench"
+from tests.unit.script_helpers import (
+    BENCH,
+    ROOT,
+    TINY,
+    configuration,
+    dry_run,
+    run_script,
+)
 
 
 class Preset(NamedTuple):
@@ -40,50 +41,6 @@ PRESETS = [
     Preset("run_70b_tp8_pp8.sh", 8192, 28672, 80, 64, 8, 8, 8),
 ]
 SCRIPTS = [preset.script for preset in PRESETS]
-TINY = "run_tiny_tp2_pp2_dp2.sh"
-
-
-def run_script(script: str, cwd: Path, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    """Run a script as on a machine without GPUs, with these settings and none from outside."""
-    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
-    return subprocess.run(
-        ["bash", str(BENCH / script), *arguments],
-        cwd=cwd,
-        env=kept | {"CUDA_VISIBLE_DEVICES": ""} | settings,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
-class Command(NamedTuple):
-    environment: dict[str, str]
-    launcher: list[str]
-    training: list[str]
-
-    def option(self, name: str) -> str:
-        return self.launcher[self.launcher.index(name) + 1]
-
-
-def split_command(line: str) -> Command:
-    words = shlex.split(line)
-    assert words[0] == "env"
-    python = next(i for i, word in enumerate(words) if "=" not in word and i > 0)
-    program = words.index(str(ROOT / "pretrain_gpt.py"))
-    environment = dict(word.split("=", 1) for word in words[1:python])
-    return Command(environment, words[python:program], words[program + 1 :])
-
-
-def dry_run(script: str, cwd: Path, **settings: str) -> list[Command]:
-    done = run_script(script, cwd, DRY_RUN="1", WORK_DIR=str(cwd / "work"), **settings)
-    assert done.returncode == 0, done.stderr
-    assert list(cwd.glob("work*")) == []
-    return [split_command(line) for line in done.stdout.splitlines()]
-
-
-def configuration(command: Command, world_size: int) -> Config:
-    env = {"WORLD_SIZE": str(world_size), "RANK": "0", "LOCAL_RANK": "0"}
-    return config_from_args(parse_args(command.training, env), env)
 
 
 def test_no_script_is_forgotten() -> None:
@@ -301,151 +258,3 @@ def test_one_launcher_per_host_of_a_hostfile(launcher: str, fail_node: str, tmp_
     assert time.monotonic() - start < 20
     for path in tmp_path.glob("started_*"):
         assert not Path(f"/proc/{path.read_text().strip()}").exists()
-
-
-def test_kill_resume_passes_its_arguments_on(tmp_path: Path) -> None:
-    done = run_script("kill_resume.sh", tmp_path, DRY_RUN="1", OUT_DIR="/o ut", SKIP_SETUP="1", PYTHON="py")
-    assert done.returncode == 0, done.stderr
-    first, preset = done.stdout.splitlines()
-    assert shlex.split(first) == [
-        "py", "-m", "tools.restart_drill", "--fault", "sigkill-all", "--at", "mid-save-write", "--cycles", "2", "--out",
-        "/o ut", "--", "tiny_tp2_pp2_dp2",
-    ]  # fmt: skip
-    assert split_command(preset).option("--nproc_per_node") == "8"
-
-    arguments = ["--fault", "sigstop", "--at", "random:7", "--", "my program", "--flag"]
-    done = run_script("kill_resume.sh", tmp_path, *arguments, DRY_RUN="1", SKIP_SETUP="1", PYTHON="py")
-    (line,) = done.stdout.splitlines()
-    words = shlex.split(line)
-    assert words[-len(arguments) :] == arguments and "tiny_tp2_pp2_dp2" not in words
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_kill_resume_drills(tmp_path: Path) -> None:
-    """It ends as the drill does, here with what the drill says of its command line."""
-    done = run_script("kill_resume.sh", tmp_path, "--cycles", "0", SKIP_SETUP="1", PYTHON=sys.executable)
-    assert done.returncode == 2 and "--cycles 0: must be at least 1" in done.stderr
-
-
-SCONTROL = """#!/usr/bin/env bash
-# Stands in for Slurm's, which cannot be had here.
-[[ "$*" == "show hostnames n[4-5]" ]] && printf 'n4\nn5\n'
-"""
-
-
-def test_drill_within_an_allocation(tmp_path: Path) -> None:
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text(SCONTROL)
-    scontrol.chmod(0o755)
-    arguments = ["--fault", "sigkill-one", "--at", "mid-step", "--", "13b_tp4_pp4"]
-    done = run_script(
-        "drill_slurm.sh",
-        tmp_path,
-        *arguments,
-        PATH=f"{tmp_path}:{os.environ['PATH']}",
-        DRY_RUN="1",
-        SLURM_JOB_ID="7",
-        SLURM_JOB_NUM_NODES="2",
-        SLURM_JOB_NODELIST="n[4-5]",
-        SLURM_TASKS_PER_NODE="8(x2)",
-        SKIP_SETUP="1",
-        PYTHON="py",
-    )
-    assert done.returncode == 0, done.stderr
-    job, drill, preset = done.stdout.splitlines()
-    assert job == "# job 7: 2 nodes, rank 0 on n4, 8 tasks per node"
-    assert shlex.split(drill)[-len(arguments) :] == arguments
-    words = shlex.split(preset)
-    srun = words.index("srun")
-    step = ["--nodes", "2", "--ntasks", "16", "--ntasks-per-node", "8", "--kill-on-bad-exit=1"]
-    assert words[srun + 1 : srun + 1 + len(step)] == step
-    assert {"MASTER_ADDR=n4", "WORLD_SIZE=16", "LOCAL_WORLD_SIZE=8"} <= set(words[:srun])
-
-
-SRUN = """#!/usr/bin/env bash
-# Stands in for Slurm's, which cannot be had here: starts the tasks, and ends all of them when one fails.
-tasks=0
-while [[ $1 == --* ]]; do
-    case $1 in
-    --ntasks) tasks=$2 && shift 2 ;;
-    --nodes | --ntasks-per-node) shift 2 ;;
-    *) shift ;;
-    esac
-done
-for ((task = 0; task < tasks; task++)); do
-    SLURM_PROCID=$task SLURM_LOCALID=$task "$@" &
-done
-status=0
-while [[ -n $(jobs -pr) ]]; do
-    wait -n || { status=$? && kill $(jobs -pr); }
-done
-exit "$status"
-"""
-
-
-def test_srun_gives_every_task_its_rank(tmp_path: Path) -> None:
-    """Through COMMAND_TO, as the drill gets the command."""
-    told, program = tmp_path / "command", tmp_path / "python"
-    (tmp_path / "srun").write_text(SRUN)
-    program.write_text(
-        '#!/usr/bin/env bash\necho "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR" >"$NOTES/rank_$RANK"\n'
-    )
-    for path in (program, tmp_path / "srun"):
-        path.chmod(0o755)
-    done = run_script(
-        TINY,
-        tmp_path,
-        COMMAND_TO=str(told),
-        LAUNCHER="srun",
-        DEVICE="cpu",
-        SKIP_SETUP="1",
-        PYTHON=str(program),
-        DATA_PATH="/given",
-        MASTER_PORT="29500",
-    )
-    assert done.returncode == 0, done.stderr
-    command = told.read_bytes().decode().split("\0")[:-1]
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NOTES": str(tmp_path)}
-    subprocess.run(command, env=environment, check=True, timeout=30)
-    found = sorted(path.read_text().split() for path in tmp_path.glob("rank_*"))
-    assert found == [[str(rank), str(rank), "8", "127.0.0.1"] for rank in range(8)]
-
-
-def test_setup_refuses_to_empty_a_directory(tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("")
-    done = run_script("setup_env.sh", tmp_path, VENV_DIR=str(tmp_path), TORCH_VARIANT="cpu")
-    assert done.returncode == 1
-    assert "is not empty and no virtual environment" in done.stderr
-    assert (tmp_path / "thesis.txt").exists()
-
-
-def test_setup_names_a_python_that_does_not_work(tmp_path: Path) -> None:
-    done = run_script("setup_env.sh", tmp_path, VENV_DIR=str(tmp_path / "venv"), PYTHON="/no/python")
-    assert done.returncode == 1
-    assert "PYTHON=/no/python is not a working Python 3.10 to 3.12" in done.stderr
-
-
-@pytest.mark.slow
-def test_setup_that_fails_is_not_taken_for_done(tmp_path: Path) -> None:
-    venv = tmp_path / "venv"
-    done = run_script(
-        "setup_env.sh",
-        tmp_path,
-        VENV_DIR=str(venv),
-        PYTHON=sys.executable,
-        TORCH_VARIANT="cpu",
-        PIP_NO_INDEX="1",
-        PIP_CONFIG_FILE="/dev/null",
-    )
-    assert done.returncode == 1
-    assert "pip failed" in done.stderr
-    assert (venv / "setup.log").exists() and not (venv / ".setup_stamp").exists()
-
-
-def test_setup_that_is_done_returns_at_once(tmp_path: Path) -> None:
-    if not (ROOT / ".venv" / ".setup_stamp").exists():
-        pytest.skip("setup_env.sh has not been run in this checkout")
-    start = time.monotonic()
-    done = run_script("setup_env.sh", tmp_path)
-    assert time.monotonic() - start < 0.5
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

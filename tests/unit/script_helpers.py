@@ -1,0 +1,59 @@
+"""Runs the launch scripts as on a machine without GPUs, and takes apart what they print."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron.arguments import config_from_args, parse_args
+from megatron.config import Config
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCH = ROOT / "examples_deepspeed" / "restart_bench"
+TINY = "run_tiny_tp2_pp2_dp2.sh"
+
+
+def run_script(script: str, cwd: Path, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    """Run a script as on a machine without GPUs, with these settings and none from outside."""
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+    return subprocess.run(
+        ["bash", str(BENCH / script), *arguments],
+        cwd=cwd,
+        env=kept | {"CUDA_VISIBLE_DEVICES": ""} | settings,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+class Command(NamedTuple):
+    environment: dict[str, str]
+    launcher: list[str]
+    training: list[str]
+
+    def option(self, name: str) -> str:
+        return self.launcher[self.launcher.index(name) + 1]
+
+
+def split_command(line: str) -> Command:
+    words = shlex.split(line)
+    assert words[0] == "env"
+    python = next(i for i, word in enumerate(words) if "=" not in word and i > 0)
+    program = words.index(str(ROOT / "pretrain_gpt.py"))
+    environment = dict(word.split("=", 1) for word in words[1:python])
+    return Command(environment, words[python:program], words[program + 1 :])
+
+
+def dry_run(script: str, cwd: Path, **settings: str) -> list[Command]:
+    done = run_script(script, cwd, DRY_RUN="1", WORK_DIR=str(cwd / "work"), **settings)
+    assert done.returncode == 0, done.stderr
+    assert list(cwd.glob("work*")) == []
+    return [split_command(line) for line in done.stdout.splitlines()]
+
+
+def configuration(command: Command, world_size: int) -> Config:
+    env = {"WORLD_SIZE": str(world_size), "RANK": "0", "LOCAL_RANK": "0"}
+    return config_from_args(parse_args(command.training, env), env)
