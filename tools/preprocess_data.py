@@ -389,12 +389,10 @@ def main(argv: list[str] | None = None) -> int:
 def _explain(error: Exception, arguments: argparse.Namespace) -> str:
     if not isinstance(error, OSError):
         return str(error)
-    flag, path = "--output-prefix", arguments.output_prefix
+    path = arguments.output_prefix
     if error.filename == arguments.input:
         return f"--input {arguments.input}: {error.strerror}: give a JSON lines file that can be read"
-    return (
-        f"{flag} {path}: {error}: give a path in an existing directory that can be written, with enough space"
-    )
+    return f"--output-prefix {path}: {error}: give a path in an existing directory with enough space, writable"
 
 
 if __name__ == "__main__":
