@@ -389,10 +389,10 @@ def main(argv: list[str] | None = None) -> int:
 def _explain(error: Exception, arguments: argparse.Namespace) -> str:
     if not isinstance(error, OSError):
         return str(error)
-    path = arguments.output_prefix
     if error.filename == arguments.input:
         return f"--input {arguments.input}: {error.strerror}: give a JSON lines file that can be read"
-    return f"--output-prefix {path}: {error}: give a path in an existing directory with enough space, writable"
+    fix = "give a path in an existing directory that can be written, with enough space"
+    return f"--output-prefix {arguments.output_prefix}: {error}: {fix}"
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from tools.ckpt_replay.plan import Request, Share
 
 def request(**changes: Any) -> Request:
     share = Share("70b", (8, 8, 1), (0, 1), **changes)
-    argv = ["--model", "70b", "--tp", "8", "--pp", "8", "--engine", "torch,lazy", "--dir", ".", "--ranks", "0-1"]
-    found = request_from(parse_arguments([*argv, "--steps-between", "6", "--step-seconds", "3"]), None)
+    line = (
+        "--model 70b --tp 8 --pp 8 --engine torch,lazy --dir . --ranks 0-1 --steps-between 6 --step-seconds 3"
+    )
+    found = request_from(parse_arguments(line.split()), None)
     return Request(**vars(found) | {"share": share, "repeat": 5, "cold": True})
