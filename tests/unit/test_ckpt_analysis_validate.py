@@ -29,6 +29,18 @@ def test_validate_finds_nothing_in_a_sound_run(tmp_path: Path, capsys: pytest.Ca
     ]
 
 
+def test_ranks_that_are_a_share_of_their_layout_are_sound(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """tools.ckpt_replay plays a few ranks of a large layout."""
+    run = write_trace(tmp_path / "run")
+    for path in run.glob("rank_*"):
+        path.write_bytes(path.read_bytes().replace(b'"dp":2}', b'"dp":16}'))
+        assert b'"layout":{"tp":2,"pp":2,"dp":16}' in path.read_bytes()
+    assert "no problems" in output(capsys, "validate", str(run))
+    output(capsys, "summary", str(run))
+
+
 def records_with(change: Any) -> Any:
     def damage(path: Path) -> None:
         records = [json.loads(line) for line in path.read_text().splitlines()]
