@@ -29,10 +29,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from megatron.checkpoint_engines.base import (
     CheckpointEngine,
@@ -40,13 +40,12 @@ from megatron.checkpoint_engines.base import (
     FileState,
     PendingSave,
     SavedFile,
-    check_size,
 )
 from megatron.checkpoint_engines.errors import CheckpointSaveError, EngineUnavailableError
 from megatron.checkpoint_engines.fastpersist_process import Failure, Reply, Request
 from megatron.checkpoint_engines.fastpersist_snapshot import Capture, SharedMemory
 from megatron.checkpoint_engines.fastpersist_writer import WriterNotice, choose_writer
-from megatron.checkpoint_engines.torch_files import read_state, read_values
+from megatron.checkpoint_engines.torch_files import ReadsTorchFiles
 from megatron.restart_trace.recorder import Operation
 
 logger = logging.getLogger(__name__)
@@ -54,7 +53,7 @@ logger = logging.getLogger(__name__)
 _END_S = 5.0  # for a process that was told to end
 
 
-class FastPersistDecoupledEngine(CheckpointEngine):
+class FastPersistDecoupledEngine(ReadsTorchFiles, CheckpointEngine):
     """Files and loading are those of engine `fastpersist`, and so are its options; see the module for the rest."""
 
     name = "fastpersist-decoupled"
@@ -97,16 +96,6 @@ class FastPersistDecoupledEngine(CheckpointEngine):
         if self._process is None:
             self._process = WriterProcess(self.options, self._memory.fd)
         return self._memory, self._process
-
-    def _load_file(self, path: Path, expected: SavedFile | None, op: Operation) -> Any:
-        return read_state(path, expected, self.options.verify_checksums, op)
-
-    def load_values(
-        self, name: str, directory: Path, expected: Mapping[str, SavedFile], op: Operation
-    ) -> Any:
-        path, file = directory / name, expected.get(name)
-        check_size(path, file)
-        return read_values(path, file, self.options.verify_checksums, op)
 
     def close(self) -> None:
         if self._process is not None:

@@ -7,24 +7,22 @@ own load, torch.load without an allow-list, cannot read what DeepSpeed saves). f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from megatron.checkpoint_engines.base import (
     CheckpointEngine,
     EngineOptions,
     FileState,
     SavedFile,
-    check_size,
 )
 from megatron.checkpoint_engines.fastpersist_writer import StateWriter, WriterNotice
 from megatron.checkpoint_engines.host_staging import Staging, stage_on_host
-from megatron.checkpoint_engines.torch_files import read_state, read_values
+from megatron.checkpoint_engines.torch_files import ReadsTorchFiles
 from megatron.restart_trace.recorder import Operation
 
 
-class FastPersistEngine(CheckpointEngine):
+class FastPersistEngine(ReadsTorchFiles, CheckpointEngine):
     """Host memory: a copy of one file's device tensors at a time, and with FastFileWriter 64 MiB pinned.
 
     --direct-io off takes PyFileWriter, on FastFileWriter, auto what the machine has; of FastFileWriter --io-threads
@@ -51,13 +49,3 @@ class FastPersistEngine(CheckpointEngine):
         saved = self._writer.write(state, staging, directory / file.name, file.name, op)
         self._notice.give(str(self._writer.choose()), op)
         return saved
-
-    def _load_file(self, path: Path, expected: SavedFile | None, op: Operation) -> Any:
-        return read_state(path, expected, self.options.verify_checksums, op)
-
-    def load_values(
-        self, name: str, directory: Path, expected: Mapping[str, SavedFile], op: Operation
-    ) -> Any:
-        path, file = directory / name, expected.get(name)
-        check_size(path, file)
-        return read_values(path, file, self.options.verify_checksums, op)

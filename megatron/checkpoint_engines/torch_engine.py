@@ -8,20 +8,19 @@ refused when saving.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from megatron.checkpoint_engines.base import CheckpointEngine, FileState, SavedFile, check_size
+from megatron.checkpoint_engines.base import CheckpointEngine, FileState, SavedFile
 from megatron.checkpoint_engines.host_staging import Staging, check_loadable, stage_on_host
 from megatron.checkpoint_engines.timed_files import TimedWriter
-from megatron.checkpoint_engines.torch_files import read_state, read_values, write_state
+from megatron.checkpoint_engines.torch_files import ReadsTorchFiles, write_state
 from megatron.checkpoint_engines.zip_records import open_directory_checksum
 from megatron.restart_trace.clock import now_ns
 from megatron.restart_trace.recorder import Operation
 
 
-class TorchEngine(CheckpointEngine):
+class TorchEngine(ReadsTorchFiles, CheckpointEngine):
     """The baseline of every comparison. Host memory: a copy of one file's device tensors at a time."""
 
     name = "torch"
@@ -59,13 +58,3 @@ class TorchEngine(CheckpointEngine):
         finally:
             writer.close()
         return SavedFile(file.name, writer.num_bytes, checksum)
-
-    def _load_file(self, path: Path, expected: SavedFile | None, op: Operation) -> Any:
-        return read_state(path, expected, self.options.verify_checksums, op)
-
-    def load_values(
-        self, name: str, directory: Path, expected: Mapping[str, SavedFile], op: Operation
-    ) -> Any:
-        path, file = directory / name, expected.get(name)
-        check_size(path, file)
-        return read_values(path, file, self.options.verify_checksums, op)

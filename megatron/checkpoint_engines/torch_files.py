@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from isal import isal_zlib
 
 from megatron.checkpoint_engines import safe_unpickling
-from megatron.checkpoint_engines.base import SavedFile, check_size
+from megatron.checkpoint_engines.base import EngineOptions, SavedFile, check_size
 from megatron.checkpoint_engines.errors import CheckpointDamagedError
 from megatron.checkpoint_engines.timed_files import TimedReader, VerifyingReader
 from megatron.checkpoint_engines.zip_records import ALGORITHM, Record, directory_checksum, read_records
@@ -189,3 +190,19 @@ def _load_known_classes(path: Path, file: Any, device: str = "cpu") -> Any:
             raise CheckpointDamagedError(
                 f"{path}: cannot be read as a torch.save file ({type(exc).__name__}: {exc})"
             ) from exc
+
+
+class ReadsTorchFiles:
+    """The reading side of an engine whose files are those of torch.save, whatever writes them."""
+
+    options: EngineOptions
+
+    def _load_file(self, path: Path, expected: SavedFile | None, op: Operation) -> Any:
+        return read_state(path, expected, self.options.verify_checksums, op)
+
+    def load_values(
+        self, name: str, directory: Path, expected: Mapping[str, SavedFile], op: Operation
+    ) -> Any:
+        path, file = directory / name, expected.get(name)
+        check_size(path, file)
+        return read_values(path, file, self.options.verify_checksums, op)

@@ -20,6 +20,7 @@ from tools.ckpt_overhead.plan import Plan, Request
 
 ROOT = Path(__file__).resolve().parents[2]
 _POLL_S = 0.2
+_PREFIX = "ckpt_overhead_"
 
 
 class MeasurementError(RuntimeError):
@@ -48,7 +49,10 @@ def measure(place: Path, ranks: int, request: Request, progress: Callable[[str],
     Raises MeasurementError if a rank fails, OSError if `place` cannot be written.
     """
     found = Measurement(str(place), filesystem_of(place), ranks)
-    with _own_directory(place) as directory, _own_directory(Path(tempfile.gettempdir())) as notes:
+    with (
+        own_directory(place, _PREFIX) as directory,
+        own_directory(Path(tempfile.gettempdir()), _PREFIX) as notes,
+    ):
         output = str(notes / "samples.jsonl")
         plan = Plan(**asdict(request), ranks=ranks, directory=str(directory), output=output)
         (notes / "plan.json").write_text(json.dumps(asdict(plan)))
@@ -65,8 +69,9 @@ def measure(place: Path, ranks: int, request: Request, progress: Callable[[str],
 
 
 @contextlib.contextmanager
-def _own_directory(place: Path) -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(prefix="ckpt_overhead_", dir=place))
+def own_directory(place: Path, prefix: str) -> Iterator[Path]:
+    """A new directory in `place`, removed with all that is in it."""
+    directory = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
     try:
         yield directory
     finally:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import shutil
 import subprocess
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.ckpt_overhead.launch import free_port, start_rank
+from tools.ckpt_overhead.launch import free_port, own_directory, start_rank
 from tools.redistribute_bench.plan import SOURCE, Plan, Request, hidden_size
 
 _POLL_S = 0.2
@@ -46,7 +44,7 @@ def measure(place: Path, request: Request, progress: Callable[[str], None]) -> l
 
     Raises MeasurementError if a rank fails, OSError if `place` cannot be written.
     """
-    with _own_directory(place) as directory:
+    with own_directory(place, "redistribute_bench_") as directory:
         hidden = hidden_size(request.bytes)
         plan = Plan(hidden, SOURCE, str(directory), str(directory / "samples.jsonl"), None, request.cold)
         progress(f"saving on TP{SOURCE[0]} PP{SOURCE[1]} DP{SOURCE[2]}")
@@ -83,15 +81,6 @@ def _measure_on(
     for path in directory.glob("own_*"):
         shutil.rmtree(path)
     return found
-
-
-@contextlib.contextmanager
-def _own_directory(place: Path) -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(prefix="redistribute_bench_", dir=place))
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _run(plan: Plan, directory: Path, poll: Callable[[], None]) -> None:
