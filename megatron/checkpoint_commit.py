@@ -2,17 +2,20 @@
 
 Files are written into `.incomplete_*`; the manifest is written last into that directory, which is then renamed
 to its tag; then `latest` is replaced. Every step is synchronised before the next, so at any instant the newest
-directory that has a manifest is a complete checkpoint. A directory is removed by renaming it back to
-`.incomplete_*` first, so none is ever seen half-removed.
+directory that has a manifest is a complete checkpoint. A directory is removed by renaming it to
+`.incomplete_removed_*` first, so none is ever seen half-removed, and of two launches only one can have it: the one
+whose rename succeeds. All renames are the owner's of the directory (megatron.checkpoint_ownership).
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import shutil
+import stat
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +24,7 @@ from typing import Any
 
 from megatron import checkpoint_layout as names
 from megatron.checkpoint_engines.base import SavedFile
+from megatron.checkpoint_ownership import Ownership
 
 logger = logging.getLogger(__name__)
 
@@ -127,12 +131,33 @@ def write_manifest(directory: Path, manifest: Manifest, fsync: bool) -> None:
         fsync_directory(directory)
 
 
-def publish(save_dir: Path, temporary: Path, tag: str, step: int, fsync: bool) -> None:
+def publish(
+    save_dir: Path, temporary: Path, tag: str, step: int, fsync: bool, owner: Ownership | None = None
+) -> None:
     """Give the finished `temporary` directory its name and let `latest` name it.
 
     An older checkpoint of the same tag is moved aside first and stays loadable until the new one is in place;
-    `prune` removes it. Raises OSError, with the older checkpoints as they were, if the storage refuses.
+    `prune` removes it. Raises OSError, with the older checkpoints as they were, if the storage refuses or a file of the
+    manifest is not there; SaveDirectorySupersededError if another launch owns the directory. Without `owner` nobody
+    else may write there.
     """
+    with _changing(owner):
+        _check_complete(temporary)
+        _publish(save_dir, temporary, tag, step, fsync)
+
+
+def _changing(owner: Ownership | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if owner is None else owner.exclusively()
+
+
+def _check_complete(temporary: Path) -> None:
+    """Raises OSError unless every file of the manifest in `temporary` is there and has its size."""
+    found = _inspect(temporary)
+    if not isinstance(found, Candidate):
+        raise FileNotFoundError(f"{temporary} is not complete: {found or f'it has no {names.MANIFEST}'}")
+
+
+def _publish(save_dir: Path, temporary: Path, tag: str, step: int, fsync: bool) -> None:
     final = save_dir / tag
     replaced = save_dir / f"{tag}{names.REPLACED_SUFFIX}"
     # What needs space comes before the checkpoint appears: a full disk must not leave it half published.
@@ -160,40 +185,54 @@ def publish(save_dir: Path, temporary: Path, tag: str, step: int, fsync: bool) -
 
 def remove_directory(path: Path) -> None:
     """Remove a checkpoint so that a crash half-way leaves it whole or out of every load's sight."""
-    doomed = path.with_name(f"{names.TEMPORARY_PREFIX}removed_{path.name}_{time.time_ns():x}")
+    shutil.rmtree(_set_aside(path), ignore_errors=True)
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename a directory that is to be removed; its new path. Raises OSError if another launch was first."""
+    doomed = path.with_name(f"{names.REMOVED_PREFIX}{path.name.lstrip('.')}_{time.time_ns():x}")
     os.rename(path, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    return doomed
 
 
-def prune(save_dir: Path, keep_last: int | None, step: int) -> list[str]:
+def prune(save_dir: Path, keep_last: int | None, step: int, owner: Ownership | None = None) -> list[str]:
     """Remove what no load can use any more; returns the names removed.
 
-    Always: leftovers of saves and removals that were killed, and checkpoints that were moved aside for one that
-    stands now. With `keep_last`: all but that many of the newest complete checkpoints up to `step`, which was
-    just committed. Newer ones are of a course that was given up (or are damaged): they are not counted, and go
-    when training has passed them. Raises OSError if the storage refuses; every checkpoint that is still there
-    is whole then.
+    Always: leftovers of removals that were killed, and checkpoints that were moved aside for one that stands now. With
+    `owner`: leftovers of saves of earlier generations, which can never be committed. With `keep_last`: all but that
+    many of the newest complete checkpoints up to `step`, which was just committed. Newer ones are of a course that was
+    given up (or are damaged): they are not counted, and go when training has passed them.
+
+    Raises OSError if the storage refuses (every checkpoint that is still there is whole then), and
+    SaveDirectorySupersededError, with nothing removed, if another launch owns the directory.
     """
     entries = sorted(save_dir.iterdir())
-    leftovers = [p for p in entries if p.name.startswith(names.TEMPORARY_PREFIX)]
-    for path in leftovers:
-        shutil.rmtree(path, ignore_errors=True)
-    doomed = [
-        p
-        for p in entries
-        if p.name.endswith(names.REPLACED_SUFFIX)
-        and (save_dir / p.name.removesuffix(names.REPLACED_SUFFIX) / names.MANIFEST).is_file()
-    ]
-    for path in doomed:
-        remove_directory(path)
-    removed = leftovers + doomed
+    half_removed = [path for path in entries if path.name.startswith(names.REMOVED_PREFIX)]
+    doomed = [path for path in entries if path not in half_removed and _is_of_no_use(path, owner)]
     if keep_last is not None:
         found, _ = discover(save_dir, None)
         ours = [c for c in found if c.manifest is not None and c.step <= step]
-        for candidate in ours[keep_last:]:
-            remove_directory(candidate.directory)
-            removed.append(candidate.directory)
-    return [path.name for path in removed]
+        doomed += [candidate.directory for candidate in ours[keep_last:]]
+    set_aside: list[Path] = []
+    try:
+        if doomed:
+            with _changing(owner):
+                for path in doomed:
+                    set_aside.append(_set_aside(path))
+    finally:
+        for path in half_removed + set_aside:  # which takes its time, and concerns nobody else
+            shutil.rmtree(path, ignore_errors=True)
+    return [path.name for path in half_removed + doomed]
+
+
+def _is_of_no_use(path: Path, owner: Ownership | None) -> bool:
+    """Whether `path` is a save of a generation that is over, or was moved aside for a checkpoint that stands now."""
+    generation = names.generation_of(path.name)
+    if generation is not None:
+        return owner is not None and generation < owner.generation
+    if not path.name.endswith(names.REPLACED_SUFFIX):
+        return False
+    return (path.with_name(path.name.removesuffix(names.REPLACED_SUFFIX)) / names.MANIFEST).is_file()
 
 
 def discover(load_dir: Path, load_tag: str | None) -> tuple[list[Candidate], list[str]]:
@@ -286,11 +325,27 @@ def _wrong_files(directory: Path, manifest: Manifest) -> list[str]:
     sizes = {name: size for folder in sorted(folders) for name, size in _sizes_in(directory, folder)}
     wrong = []
     for name, file in manifest.files.items():
-        if name not in sizes:
+        if sizes.get(name) == file.num_bytes:
+            continue
+        size = _size_of(directory / name)
+        if size is None:
             wrong.append(f"{directory / name} is missing")
-        elif sizes[name] != file.num_bytes:
-            wrong.append(f"{directory / name} has {sizes[name]} bytes, {file.num_bytes} were saved")
+        elif size != file.num_bytes:
+            wrong.append(f"{directory / name} has {size} bytes, {file.num_bytes} were saved")
     return wrong
+
+
+def _size_of(path: Path) -> int | None:
+    """Bytes of a file; None if it is not there. It is opened: network file systems then ask the server."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        status = os.fstat(fd)
+    finally:
+        os.close(fd)
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def _sizes_in(directory: Path, folder: str) -> list[tuple[str, int]]:

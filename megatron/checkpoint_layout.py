@@ -1,5 +1,7 @@
 """Every file and directory name of a checkpoint, as pure functions. Names are DeepSpeed's, so upstream reads them.
 
+SAVE/.generations/00000003                           who saves here: megatron.checkpoint_ownership
+SAVE/.incomplete_global_step5_g3_1                   first save of generation 3, until it is committed
 SAVE/latest                                          tag of the newest checkpoint
 SAVE/latest_checkpointed_iteration.txt               its iteration
 SAVE/global_step5/manifest.json                      written last: with it, the checkpoint is complete
@@ -18,7 +20,12 @@ LATEST = "latest"
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 TEMPORARY_PREFIX = ".incomplete_"
+REMOVED_PREFIX = f"{TEMPORARY_PREFIX}removed_"
 REPLACED_SUFFIX = ".replaced"
+GENERATIONS = ".generations"
+_ATTEMPT = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}.+_g(\d+)_\d+")
+# Before there were generations: cycle, time, number of the save.
+_OLD_ATTEMPT = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}global_step\d+_\d{{3,}}_[0-9a-f]+_\d+")
 
 
 def tag_of(step: int) -> str:
@@ -32,9 +39,21 @@ def step_of(tag: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
+def attempt_of(generation: int) -> str:
+    """What the attempts at saving of one generation begin with; a number of its own follows for each."""
+    return f"g{generation}"
+
+
 def temporary_directory(tag: str, attempt: str) -> str:
     """Where a checkpoint is written until it is committed; `attempt` is unique to this save."""
     return f"{TEMPORARY_PREFIX}{tag}_{attempt}"
+
+
+def generation_of(directory: str) -> int | None:
+    """Generation whose attempt at a save the temporary `directory` is; None for any other name."""
+    if match := _ATTEMPT.fullmatch(directory):
+        return int(match.group(1))
+    return 0 if _OLD_ATTEMPT.fullmatch(directory) else None
 
 
 def model_parallel_rank(layout: Layout, at: Coordinates) -> int:

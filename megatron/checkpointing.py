@@ -28,8 +28,9 @@ from megatron.checkpoint_engines.base import (
     PendingSave,
     SavedFile,
 )
-from megatron.checkpoint_engines.errors import CheckpointSaveError
+from megatron.checkpoint_engines.errors import CheckpointSaveError, SaveDirectorySupersededError
 from megatron.checkpoint_loading import load_checkpoint
+from megatron.checkpoint_ownership import Ownership
 from megatron.checkpoint_state import Progress, RankPlace, collect_state
 from megatron.config import Config
 from megatron.control_plane import ControlPlane
@@ -57,11 +58,14 @@ class Checkpointer:
     recorder: Recorder
     checkpoint_engine: CheckpointEngine
     attempt: str  # unique to this launch: names temporary directories
+    ownership: Ownership | None = None  # rank 0's of --save; None: nobody else writes there
     run_id: str = ""
     prefetch: Prefetch | None = None  # of --prefetch-on-start
     commit_control: ControlPlane | None = None  # for the commits of an asynchronous engine, made by a thread
     background: BackgroundSaves = field(default_factory=BackgroundSaves, init=False)
     last_saved_step: int | None = field(default=None, init=False)
+    # On every rank, once a save has found out that a later launch owns --save.
+    superseded: SaveDirectorySupersededError | None = field(default=None, init=False)
     _saves: int = field(default=0, init=False)
 
     @property
@@ -110,6 +114,8 @@ class _Hashes:
 def save_checkpoint(ctx: Checkpointer, engine: Any, progress: Progress) -> None:
     """Save the state after iteration `progress.iteration`; collective.
 
+    Raises SaveDirectorySupersededError on every rank if this save, or an asynchronous one before it, has found that a
+    later launch owns --save.
     A synchronous engine: raises CheckpointSaveError on every rank, with the reason, if any rank failed; the previous
     checkpoint is untouched then. An asynchronous one: returns when training may go on, while the save goes on in
     `ctx.background`, which tells in time what came of it. The state must not change before
@@ -133,7 +139,7 @@ def save_checkpoint(ctx: Checkpointer, engine: Any, progress: Progress) -> None:
         saved, error = _write_files(ctx, engine, progress, save, op)
         failure = _agree_and_commit(ctx, save, saved, error, op)
         if failure is not None:
-            raise CheckpointSaveError(failure)
+            raise ctx.superseded or CheckpointSaveError(failure)
     ctx.last_saved_step = progress.iteration
 
 
@@ -174,6 +180,8 @@ def _save_in_background(
     error: str | None = None
     try:
         ctx.background.wait_previous(op)
+        if ctx.superseded is not None:
+            raise ctx.superseded
         try:
             files = _collect(ctx, engine, progress, save, op)
             pending = ctx.checkpoint_engine.begin_save(files, save.temporary, op)
@@ -256,11 +264,31 @@ def _agree_and_commit(
     decision = _decide(ctx, gathered, save, op) if gathered is not None else None
     with op.span("barrier", blocking=save.blocking):
         decision = save.control.broadcast(decision)
+    if isinstance(decision, SaveDirectorySupersededError):
+        ctx.superseded = decision
     return None if decision is None else f"checkpoint {save.tag} was not saved: {decision}"
 
 
-def _decide(ctx: Checkpointer, gathered: list[Any], save: _Save, op: Operation) -> str | None:
+def _decide(
+    ctx: Checkpointer, gathered: list[Any], save: _Save, op: Operation
+) -> str | SaveDirectorySupersededError | None:
     """On rank 0: commit if every rank succeeded. Returns None, or why there is no new checkpoint."""
+    try:
+        # First, as it explains what else went wrong: the successor has removed this save.
+        if ctx.ownership is not None:
+            ctx.ownership.check()
+        return _commit(ctx, gathered, save, op)
+    except SaveDirectorySupersededError as superseded:
+        commit.discard(save.temporary)
+        return superseded
+    except Exception as exc:  # whatever it is, the other ranks wait to hear of it
+        logger.exception("the commit failed")
+        commit.discard(save.temporary)
+        return f"rank 0, commit: {type(exc).__name__}: {exc}"
+
+
+def _commit(ctx: Checkpointer, gathered: list[Any], save: _Save, op: Operation) -> str | None:
+    """As `_decide`; raises whatever goes wrong."""
     failed = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(gathered) if error is not None]
     if failed:
         commit.discard(save.temporary)
@@ -268,25 +296,20 @@ def _decide(ctx: Checkpointer, gathered: list[Any], save: _Save, op: Operation) 
     if not ctx.checkpoint_engine.writes_files:
         return None
     fsync = ctx.checkpoint_engine.options.fsync
-    try:
-        with op.span("commit", "manifest", blocking=save.blocking):
-            manifest = commit.Manifest(
-                tag=save.tag,
-                step=save.step,
-                engine=ctx.checkpoint_engine.name,
-                layout=ctx.place.layout.as_dict(),
-                model=model_identity(ctx.config, ctx.padded_vocab_size),
-                files=commit.collect_files([saved for _, saved in gathered]),
-                run_id=ctx.run_id,
-                sequence=commit.next_sequence(save.save_dir),
-            )
-            commit.write_manifest(save.temporary, manifest, fsync)
-        with op.span("commit", "publish", blocking=save.blocking):
-            commit.publish(save.save_dir, save.temporary, save.tag, save.step, fsync)
-    except Exception as exc:  # whatever it is, the other ranks wait to hear of it
-        logger.exception("the commit failed")
-        commit.discard(save.temporary)
-        return f"rank 0, commit: {type(exc).__name__}: {exc}"
+    with op.span("commit", "manifest", blocking=save.blocking):
+        manifest = commit.Manifest(
+            tag=save.tag,
+            step=save.step,
+            engine=ctx.checkpoint_engine.name,
+            layout=ctx.place.layout.as_dict(),
+            model=model_identity(ctx.config, ctx.padded_vocab_size),
+            files=commit.collect_files([saved for _, saved in gathered]),
+            run_id=ctx.run_id,
+            sequence=commit.next_sequence(save.save_dir),
+        )
+        commit.write_manifest(save.temporary, manifest, fsync)
+    with op.span("commit", "publish", blocking=save.blocking):
+        commit.publish(save.save_dir, save.temporary, save.tag, save.step, fsync, ctx.ownership)
     _prune(ctx, save.save_dir, save.step, op, blocking=save.blocking)
     return None
 
@@ -295,8 +318,8 @@ def _prune(ctx: Checkpointer, save_dir: Path, step: int, op: Operation, *, block
     """On rank 0: remove old checkpoints. The new one is committed, so a failure here is no failed save."""
     try:
         with op.span("commit", "prune", blocking=blocking):
-            removed = commit.prune(save_dir, ctx.config.checkpoint.keep_last, step)
-    except OSError as exc:
+            removed = commit.prune(save_dir, ctx.config.checkpoint.keep_last, step, ctx.ownership)
+    except (OSError, SaveDirectorySupersededError) as exc:
         logger.warning("old checkpoints were not removed: %s", exc)
         return
     for name in removed:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megatron.arguments import exit_with, parse_or_exit
 from megatron.config import Config, ConfigError
 from megatron.heavy_imports import import_everything
+from megatron.parent_process import end_with_launcher
 from megatron.restart_trace.clock import now_ns
 from megatron.restart_trace.process import RankIdentity, open_rank_trace
 from megatron.restart_trace.recorder import Recorder
@@ -21,6 +22,7 @@ from megatron.restart_trace.startup import Startup, preload_of
 from megatron.topology import Layout
 
 if TYPE_CHECKING:
+    from megatron.checkpoint_ownership import Ownership
     from megatron.checkpoint_prefetch import Prefetch
     from megatron.checkpoint_state import Progress
     from megatron.checkpointing import Checkpointer
@@ -60,6 +62,7 @@ def pretrain(
     data or the checkpoint do not fit, as the message says. `entered_ns` is when the program's own code began
     (monotonic, ns).
     """
+    end_with_launcher(os.environ)
     config = parse_or_exit()
     rank = config.parallel.rank
     if config.training.allow_injected_faults:
@@ -71,7 +74,8 @@ def pretrain(
 
     try:
         vocabulary = _check_before_imports(config)
-        recorder, startup, cycle = _open_trace(config, entered_ns)
+        ownership = _claim_save_directory(config)
+        recorder, startup = _open_trace(config, entered_ns)
         prefetch = start_prefetch(config, _layout(config))
     except (CheckpointError, ConfigError, OSError, ValueError) as error:
         exit_with(error, rank, every_rank_sees_it=False)
@@ -84,13 +88,15 @@ def pretrain(
     config.log_notes(logger)
     try:
         trainer = _set_up(
-            config, recorder, startup, cycle, vocabulary, prefetch, datasets_provider, model_provider, batch_fn
+            config, recorder, startup, ownership, vocabulary, prefetch, datasets_provider, model_provider, batch_fn
         )  # fmt: skip
         _train_to_the_last_commit(trainer)
     except (CheckpointError, ConfigError, DataError, EngineUnavailableError) as error:
         recorder.close()
         exit_with(error, rank)
     _shut_down(trainer)
+    if ownership is not None:
+        ownership.release()
     return 1 if trainer.saves.failed else 0
 
 
@@ -130,6 +136,27 @@ def _check_before_imports(config: Config) -> _Vocabulary:
     return _Vocabulary(vocab_size, check_newest(config, _layout(config), vocab_size), eod)
 
 
+def _claim_save_directory(config: Config) -> Ownership | None:
+    """Rank 0's hold on --save; None on other ranks.
+
+    Raises SaveDirectoryInUseError if another launch saves there and is alive.
+    """
+    from megatron.checkpoint_ownership import check_not_in_use, claim
+    from megatron.restart_trace.cycles import launch_key
+
+    if config.checkpoint.save is None:
+        return None
+    save_dir, key = Path(config.checkpoint.save), launch_key(os.environ)
+    # A launch that was superseded and is restarted in place must not take the directory back.
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    take_over = config.checkpoint.take_over and not restarted
+    if config.parallel.rank == 0:
+        return claim(save_dir, key, take_over=take_over)
+    if not take_over:
+        check_not_in_use(save_dir, key, first_of_host=config.parallel.local_rank == 0)
+    return None
+
+
 def _layout(config: Config) -> Layout:
     parallel = config.parallel
     return Layout(
@@ -139,7 +166,7 @@ def _layout(config: Config) -> Layout:
     )
 
 
-def _open_trace(config: Config, entered_ns: int) -> tuple[Recorder, Startup, int]:
+def _open_trace(config: Config, entered_ns: int) -> tuple[Recorder, Startup]:
     parallel, layout = config.parallel, _layout(config)
     directory = config.trace.restart_trace_dir if config.trace.restart_trace else None
     trace_dir = Path(directory) if directory else None
@@ -165,14 +192,14 @@ def _open_trace(config: Config, entered_ns: int) -> tuple[Recorder, Startup, int
             "--restart-trace off"
         ) from error
     preload = preload_of(os.environ)
-    return recorder, Startup(recorder, trace_dir, parallel.rank, cycle, entered_ns, preload), cycle
+    return recorder, Startup(recorder, trace_dir, parallel.rank, cycle, entered_ns, preload)
 
 
 def _set_up(
     config: Config,
     recorder: Recorder,
     startup: Startup,
-    cycle: int,
+    ownership: Ownership | None,
     vocabulary: _Vocabulary,
     prefetch: Prefetch | None,
     datasets_provider: Callable[..., Any],
@@ -200,7 +227,7 @@ def _set_up(
     eod = vocabulary.eod if config.data.eod_mask_loss else None
     with phase_apart_from_communicators(startup, "engine_init"), printed_as_debug():
         engine = build_engine(config, model, functools.partial(batch_fn, eod_token=eod))
-        checkpointer = build_checkpointer(config, runtime, control, recorder, cycle, vocabulary[:2])
+        checkpointer = build_checkpointer(config, runtime, control, recorder, ownership, vocabulary[:2])
         checkpointer.prefetch = prefetch
     facts = runtime_facts(engine, runtime, config)
     recorder.write(

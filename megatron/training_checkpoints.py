@@ -10,6 +10,8 @@ from megatron import checkpointing
 from megatron.checkpoint_background import BackgroundSave, release_before_steps
 from megatron.checkpoint_engines.errors import CheckpointNotFoundError, CheckpointSaveError
 from megatron.checkpoint_engines.registry import create_engine
+from megatron.checkpoint_layout import attempt_of
+from megatron.checkpoint_ownership import Ownership
 from megatron.checkpoint_state import Progress, RankPlace, start_over
 from megatron.checkpointing import Checkpointer, engine_options, load_checkpoint
 from megatron.config import Config
@@ -30,19 +32,19 @@ def build_checkpointer(
     runtime: Runtime,
     control: ControlPlane,
     recorder: Recorder,
-    cycle: int,
+    ownership: Ownership | None,
     vocab_sizes: tuple[int, int],
 ) -> Checkpointer:
     """Create the engine of --checkpoint-engine and what goes around it; collective.
 
-    `vocab_sizes`: the tokenizer's, and that padded for TP. Raises EngineUnavailableError if --save is given and
-    this machine cannot save with the engine.
+    `ownership`: rank 0's of --save. `vocab_sizes`: the tokenizer's, and that padded for TP. Raises
+    EngineUnavailableError if --save is given and this machine cannot save with the engine.
     """
     engine = create_engine(config.checkpoint.checkpoint_engine, engine_options(config))
     if config.checkpoint.save is not None:
         engine.check_can_save()
-    # One name for the temporary directories of this launch, whether it is traced or not.
-    attempt = control.broadcast(f"{cycle:03d}_{time.time_ns():x}")
+    # One name for the temporary directories of this launch; without --save there are none.
+    attempt = control.broadcast(attempt_of(0 if ownership is None else ownership.generation))
     commits = ControlPlane(runtime.rank, runtime.layout.world_size, runtime.commit_group)
     return Checkpointer(
         config=config,
@@ -53,6 +55,7 @@ def build_checkpointer(
         recorder=recorder,
         checkpoint_engine=engine,
         attempt=attempt,
+        ownership=ownership,
         commit_control=commits if engine.asynchronous else None,
     )
 
@@ -137,12 +140,14 @@ class CheckpointSaves:
             self._check_agreement()
 
     def drain(self) -> None:
-        """Wait for the pending save and tell what came of it."""
+        """Wait for the pending save and tell what came of it. Raises SaveDirectorySupersededError as a save does."""
         if self._background.pending is not None:
             logger.info("waiting for the checkpoint of iteration %d", self._background.pending.step)
             self._background.drain()
         self._tell()
         self._check_agreement()
+        if self._checkpointer.superseded is not None:
+            raise self._checkpointer.superseded
 
     def drain_after_error(self) -> None:
         """As `drain`, with a limit: the exception that ends training is to be seen soon."""
@@ -167,7 +172,7 @@ class CheckpointSaves:
         for save in self._background.finished():
             if save.error is None:
                 self._committed(save)
-            else:
+            elif self._checkpointer.superseded is None:  # else the error that ends the run says it
                 self._failed(save.error)
 
     def _check_agreement(self) -> None:

@@ -11,6 +11,14 @@ class CheckpointSaveError(CheckpointError):
     """A save failed on at least one rank; the previous checkpoint is untouched."""
 
 
+class SaveDirectoryInUseError(CheckpointError):
+    """Another launch saves to --save and is alive."""
+
+
+class SaveDirectorySupersededError(CheckpointError):
+    """A later launch owns --save: this one may not save there any more, and ends."""
+
+
 class CheckpointDamagedError(CheckpointError):
     """A file is missing, truncated or altered; the message names it."""
 

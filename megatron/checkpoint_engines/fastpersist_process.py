@@ -7,7 +7,6 @@ once when the engine closes its end of the connection or ceases to exist, whatev
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import pickle
 import queue
@@ -18,12 +17,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.parent_process import end_with_parent
+
 # What takes time to import comes after the process has seen to its own end.
 if TYPE_CHECKING:
     from megatron.checkpoint_engines.base import EngineOptions, SavedFile
     from megatron.checkpoint_engines.fastpersist_snapshot import PickledState
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Sent to whole process groups or jobs: whether they end a training is the training's to say.
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -68,8 +68,8 @@ def main(connection_fd: int, memory_fd: int, parent: int, dies_with_thread: bool
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     if dies_with_thread:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
+        end_with_parent(parent)
+    elif os.getppid() != parent:
         os._exit(0)
     connection = Connection(connection_fd)
     received: queue.SimpleQueue[bytes] = queue.SimpleQueue()

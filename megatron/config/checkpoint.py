@@ -7,7 +7,7 @@ import dataclasses
 from megatron.config.errors import ConfigError, refuse, require_at_least, require_one_of, require_positive
 from megatron.config.flags import flag, flag_name
 
-_NEED_SAVE = ("save_interval", "keep_last", "no_save_optim", "no_save_rng")
+_NEED_SAVE = ("save_interval", "keep_last", "no_save_optim", "no_save_rng", "take_over")
 _NEED_LOAD = (
     "load_tag",
     "no_load_optim",
@@ -27,6 +27,9 @@ class CheckpointConfig:
     save: str | None = flag(None, "directory to save checkpoints to")
     save_interval: int | None = flag(None, "iterations between saves; needed with --save")
     keep_last: int | None = flag(None, "keep only this many newest checkpoints (default: all)")
+    take_over: bool = flag(
+        False, "save to --save though another launch saves there and is alive: that one then stops saving and ends"
+    )
     no_save_optim: bool = flag(False, "save no optimizer state")
     no_save_rng: bool = flag(False, "save no random-number state")
     load: str | None = flag(

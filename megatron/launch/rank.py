@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import runpy
-import signal
 import sys
 from typing import NoReturn
 
 from megatron.launch.plan import Plan
 from megatron.launch.process_environment import publish
+from megatron.parent_process import end_with_parent
 from megatron.restart_trace.startup import PRELOAD_VARIABLE, Preload
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def rank_environment(
@@ -44,7 +41,7 @@ def become_rank(
 ) -> NoReturn:
     """Run the script as the rank; raises SystemExit with its exit code, or what the script raises."""
     os.setsid()  # as from torchrun: what the rank starts is found by its process group
-    _end_with_the_launcher(launcher)
+    end_with_parent(launcher)
     os.environ.pop(PRELOAD_VARIABLE, None)
     os.environ.update(rank_environment(plan, local_rank, restart, port, preloaded))
     refused = publish(os.environ)
@@ -61,13 +58,6 @@ def become_rank(
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     runpy.run_path(plan.script, run_name="__main__")
     raise SystemExit(0)
-
-
-def _end_with_the_launcher(launcher: int) -> None:
-    """Have the kernel end this rank when the launcher is gone, however it went."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-    if os.getppid() != launcher:  # it was gone before
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _check_cuda() -> None:

@@ -20,6 +20,7 @@ from megatron import checkpoint_layout as names
 from megatron.checkpoint_engines.base import CheckpointEngine
 from megatron.checkpoint_engines.errors import CheckpointError, CheckpointMismatchError
 from megatron.checkpoint_engines.torch_files import verify_file
+from megatron.checkpoint_ownership import newest_owner
 from megatron.checkpoint_state import Progress, restore_progress, universal_checkpoint_info
 from megatron.control_plane import ControlPlane
 from megatron.redistribute.agreement import together
@@ -43,7 +44,7 @@ class UniversalLoad(LayoutLoad):
         together(control, self._op, lambda: self._check(reader, control))
         folder = self._directory.with_name(
             names.temporary_directory(
-                f"universal_{self._directory.name}", f"{os.getpid()}_{time.time_ns():x}"
+                f"universal_{self._directory.name}", _attempt_in(self._directory.parent)
             )
         )
         try:
@@ -141,3 +142,14 @@ def _environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",
     }
+
+
+def _attempt_in(save_dir: Path) -> str:
+    """The name of the attempt: of this launch's generation where it saves there, so that the next one clears it away.
+
+    In the directory of others it is removed by nobody but this launch: they may be saving there.
+    """
+    owner = newest_owner(save_dir)
+    if owner is None or owner.pid != os.getpid():
+        return f"{os.getpid()}_{time.time_ns():x}"
+    return f"{names.attempt_of(owner.generation)}_0"

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
-import signal
 import time
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+from megatron.parent_process import end_with_parent
 
 
 def main(source: str, target: str, parent: int) -> None:
@@ -18,13 +16,13 @@ def main(source: str, target: str, parent: int) -> None:
     The last line of standard output is JSON: seconds of imports and of the conversion.
     """
     began = time.monotonic()
-    _end_with(parent)
+    end_with_parent(parent)
     from deepspeed.checkpoint import ds_to_universal
 
     from megatron.checkpoint_engines.safe_unpickling import known_classes
 
     os.register_at_fork(
-        after_in_child=lambda: _end_with(None)
+        after_in_child=end_with_parent
     )  # its pools' processes, when this one is killed
     ready = time.monotonic()
     arguments = argparse.Namespace(
@@ -39,9 +37,3 @@ def main(source: str, target: str, parent: int) -> None:
     with known_classes():
         ds_to_universal.main(arguments)
     print(json.dumps({"imports_s": ready - began, "conversion_s": time.monotonic() - ready}), flush=True)
-
-
-def _end_with(parent: int | None) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if parent is not None and os.getppid() != parent:
-        os._exit(0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,9 @@ from hypothesis import strategies as st
 
 from megatron import checkpoint_commit as commit
 from megatron.checkpoint_engines.base import SavedFile
+from megatron.checkpoint_engines.errors import SaveDirectorySupersededError
 from megatron.checkpoint_layout import temporary_directory
+from megatron.checkpoint_ownership import claim
 
 FILE = "mp_rank_00_model_states.pt"
 
@@ -144,7 +148,7 @@ def test_crash_with_the_old_one_aside(tmp_path: Path) -> None:
     """The old one is loaded, kept by the next commit, and gone once its tag stands again."""
     committed(tmp_path, 5)
     os.rename(tmp_path / "global_step5", tmp_path / "global_step5.replaced")
-    write(tmp_path, 5, b"new")
+    shutil.rmtree(write(tmp_path, 5, b"new"))
     assert found(tmp_path) == found(tmp_path, "global_step5") == ["global_step5.replaced"]
     committed(tmp_path, 6)
     commit.prune(tmp_path, None, 6)
@@ -229,11 +233,68 @@ def test_after_going_back_the_new_course_is_newest_and_the_old_one_last(tmp_path
 # Pruning
 
 
-def test_prune_removes_leftovers_and_keeps_all_without_keep_last(tmp_path: Path) -> None:
+def test_prune_keeps_all_without_keep_last(tmp_path: Path) -> None:
     committed(tmp_path, 1, 2, 3)
-    leftover = write(tmp_path, 4).name
-    assert commit.prune(tmp_path, None, 3) == [leftover]
+    assert commit.prune(tmp_path, None, 3) == []
     assert names(tmp_path) == ["global_step1", "global_step2", "global_step3"]
+
+
+def test_prune_removes_attempts_of_generations_that_are_over_and_no_others(tmp_path: Path) -> None:
+    claim(tmp_path).release()
+    owner = claim(tmp_path)  # generation 2
+    attempts = ("g1_7", "g2_1", "g3_1", "000_185f3a_2")  # the last one as before there were generations
+    for attempt in attempts:
+        (tmp_path / temporary_directory("global_step4", attempt)).mkdir()
+    conversion = tmp_path / temporary_directory("universal_global_step4", "4711_185f3a")
+    conversion.mkdir()
+    assert commit.prune(tmp_path, None, 3) == []  # without an owner, nobody's generation is over
+    removed = {temporary_directory("global_step4", attempt) for attempt in ("g1_7", "000_185f3a_2")}
+    assert set(commit.prune(tmp_path, None, 3, owner)) == removed
+    left = [temporary_directory("global_step4", attempt) for attempt in ("g2_1", "g3_1")]
+    assert names(tmp_path) == sorted([".generations", *left, conversion.name])
+    owner.release()
+
+
+def test_superseded_owner_neither_publishes_nor_prunes(tmp_path: Path) -> None:
+    owner = claim(tmp_path)
+    committed(tmp_path, 1, 2, 3)
+    unfinished = write(tmp_path, 4)
+    successor = claim(tmp_path, take_over=True)
+    for change in (
+        lambda: commit.publish(tmp_path, unfinished, "global_step4", 4, False, owner),
+        lambda: commit.prune(tmp_path, 1, 3, owner),
+    ):
+        with pytest.raises(SaveDirectorySupersededError, match=successor.owner.launch_id):
+            change()
+    assert names(tmp_path)[2:] == ["global_step1", "global_step2", "global_step3"] and unfinished.is_dir()
+    assert (tmp_path / "latest").read_text() == "global_step3"
+    commit.publish(tmp_path, unfinished, "global_step4", 4, False, successor)
+    assert found(tmp_path)[0] == "global_step4"
+    for held in (owner, successor):
+        held.release()
+
+
+def damage_missing(directory: Path) -> None:
+    (directory / FILE).unlink()
+
+
+def damage_short(directory: Path) -> None:
+    (directory / FILE).write_bytes(b"short")
+
+
+def damage_no_manifest(directory: Path) -> None:
+    (directory / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize("damage", [damage_missing, damage_short, damage_no_manifest])
+def test_only_what_is_complete_is_published(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    committed(tmp_path, 4)
+    temporary = write(tmp_path, 5)
+    damage(temporary)
+    with pytest.raises(FileNotFoundError, match="is not complete"):
+        commit.publish(tmp_path, temporary, "global_step5", 5, fsync=False)
+    assert names(tmp_path) == [temporary.name, "global_step4"]
+    assert (tmp_path / "latest").read_text() == "global_step4"
 
 
 @pytest.mark.parametrize(("keep_last", "left"), [(1, [3]), (2, [2, 3]), (3, [1, 2, 3]), (9, [1, 2, 3])])

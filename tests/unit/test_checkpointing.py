@@ -17,7 +17,9 @@ from megatron.restart_trace.recorder import NullOperation
 
 
 def test_failed_pruning_is_no_failed_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    context: Any = SimpleNamespace(config=SimpleNamespace(checkpoint=SimpleNamespace(keep_last=1)))
+    context: Any = SimpleNamespace(
+        config=SimpleNamespace(checkpoint=SimpleNamespace(keep_last=1)), ownership=None
+    )
     checkpointing._prune(context, tmp_path / "gone", 5, NullOperation())
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert caplog.messages[0].startswith("old checkpoints were not removed: [Errno 2]")

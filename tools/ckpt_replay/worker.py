@@ -9,7 +9,6 @@ With CUDA, which does not survive a fork, each is a new interpreter instead: `..
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -20,16 +19,10 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron.parent_process import end_with_parent
 from tools.ckpt_replay.plan import LOAD_COLD, LOAD_WARM, SAVE, Task, result_file
 
 PREPARE, TASK = "prepare", "task"
-_PR_SET_PDEATHSIG = 1
-
-
-def _end_with_parent() -> None:
-    """Ask the kernel (prctl(2)) to end this process when the one that started it is gone, however it ended."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def carry_out(what: str, path: Path, process: int) -> None:
@@ -108,7 +101,7 @@ class _Server:
         """In the forked process: be the rank, then end as any interpreter does."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._running = {}
-        _end_with_parent()
+        end_with_parent()
         os.environ.clear()
         os.environ.update(settings["environment"])
         log = os.open(settings["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -147,7 +140,7 @@ class _Server:
 
 
 def main() -> None:
-    _end_with_parent()
+    end_with_parent()
     if len(sys.argv) == 1:
         _Server().serve()
         return

@@ -1,0 +1,233 @@
+"""Who may save into a directory: real processes claim it, are killed, stopped and superseded."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron import checkpoint_ownership as ownership
+from megatron.checkpoint_engines.errors import SaveDirectoryInUseError, SaveDirectorySupersededError
+from megatron.checkpoint_ownership import Owner, Ownership, claim, newest_owner
+
+ROOT = Path(__file__).resolve().parents[2]
+CLAIM = """
+import sys
+from pathlib import Path
+from megatron.checkpoint_ownership import claim
+held = claim(Path(sys.argv[1]))
+print(held.generation, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def other_launch(save: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that has claimed `save` and holds it until it is killed."""
+    with subprocess.Popen(
+        [sys.executable, "-c", CLAIM, str(save)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().strip().isdigit()
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[Ownership]:
+    mine = claim(tmp_path)
+    yield mine
+    mine.release()
+
+
+def on_another_host(save: Path) -> Owner:
+    """Have the present owner be seen as one of another host; its heart beats on."""
+    owner = newest_owner(save)
+    assert owner is not None
+    moved = dataclasses.replace(owner, host="elsewhere", boot_id="another")
+    (save / ".generations" / f"{owner.generation:08d}").write_text(json.dumps(dataclasses.asdict(moved)))
+    return moved
+
+
+def test_generations_count_up_and_the_newest_owns(tmp_path: Path) -> None:
+    assert newest_owner(tmp_path) is None
+    first = claim(tmp_path)
+    assert first.generation == 1 and newest_owner(tmp_path) == first.owner
+    first.check()
+    first.release()
+    second = claim(tmp_path)
+    assert second.generation == 2
+    second.check()
+    with pytest.raises(SaveDirectorySupersededError) as told:
+        first.check()
+    for fact in (second.owner.launch_id, second.owner.host, f"pid {os.getpid()}", "generation 2"):
+        assert fact in str(told.value)
+    with pytest.raises(SaveDirectorySupersededError), first.exclusively():
+        raise AssertionError("a superseded launch may change nothing")
+    second.release()
+    assert sorted(path.name for path in (tmp_path / ".generations").iterdir()) == ["00000002", "lock"]
+
+
+def test_a_second_launch_beside_a_living_one_is_refused(tmp_path: Path) -> None:
+    with other_launch(tmp_path) as process:
+        with pytest.raises(SaveDirectoryInUseError, match=rf"pid {process.pid}.*--take-over"):
+            claim(tmp_path)
+        mine = claim(tmp_path, take_over=True)
+        assert mine.generation == 2
+        mine.release()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_owner_is_followed_at_once(tmp_path: Path, signum: signal.Signals) -> None:
+    """Also while nobody has reaped it, and while it is stopped."""
+    with other_launch(tmp_path) as process:
+        process.send_signal(signum)
+        mine = claim(tmp_path)
+        assert mine.generation == 2
+        mine.release()
+
+
+def test_a_stopped_owner_is_alive(tmp_path: Path) -> None:
+    with other_launch(tmp_path) as process:
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(SaveDirectoryInUseError):
+            claim(tmp_path)
+        process.send_signal(signal.SIGCONT)
+
+
+def test_another_process_with_the_pid_of_the_owner_is_not_the_owner(tmp_path: Path, held: Ownership) -> None:
+    file = tmp_path / ".generations" / "00000001"
+    earlier = dataclasses.replace(held.owner, process_start_ticks=1)
+    file.write_text(json.dumps(dataclasses.asdict(earlier)))
+    claim(tmp_path).release()
+
+
+def test_an_owner_on_another_host_is_alive_while_its_heart_beats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with other_launch(tmp_path) as process:
+        on_another_host(tmp_path)
+        with monkeypatch.context() as patience, pytest.raises(SaveDirectoryInUseError, match="host elsewhere"):
+            # Enough for a machine on which the other process seldom gets to run.
+            patience.setattr(ownership, "PATIENCE_S", 120.0)
+            patience.setattr(ownership, "_STALE_S", 120.0)
+            claim(tmp_path)
+        process.kill()
+        process.wait()
+        mine = claim(tmp_path)
+        assert mine.generation == 2
+        mine.release()
+
+
+def test_a_silent_owner_on_another_host_is_not_waited_for(
+    tmp_path: Path, held: Ownership, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither one that has ended by itself nor one whose heart stopped long ago."""
+
+    def no_waiting(*_: object) -> bool:
+        raise AssertionError("it waits for a heartbeat")
+
+    monkeypatch.setattr(ownership, "_beats", no_waiting)
+    held.release()
+    on_another_host(tmp_path)
+    for last_beat in (0.0, time.time() - 3600):
+        os.utime(tmp_path / ".generations" / f"{newest(tmp_path):08d}", (last_beat, last_beat))
+        mine = claim(tmp_path)
+        mine.release()
+        on_another_host(tmp_path)
+
+
+def test_other_ranks_know_their_own_launch(tmp_path: Path) -> None:
+    ownership.check_not_in_use(tmp_path, "mine", first_of_host=True)
+    with other_launch(tmp_path):
+        for first_of_host in (True, False):  # on the owner's host all of them look
+            with pytest.raises(SaveDirectoryInUseError):
+                ownership.check_not_in_use(tmp_path, "mine", first_of_host=first_of_host)
+        mine = claim(tmp_path, "mine", take_over=True)
+        ownership.check_not_in_use(tmp_path, "mine", first_of_host=True)
+        mine.release()
+
+
+def newest(save: Path) -> int:
+    owner = newest_owner(save)
+    assert owner is not None
+    return owner.generation
+
+
+def test_of_many_launches_at_once_one_owns(tmp_path: Path) -> None:
+    """All of them take over, over and over; every generation is one launch's, and only the last one is sound."""
+    claimed: list[Ownership] = []
+    threads = [
+        threading.Thread(target=lambda: claimed.extend(claim(tmp_path, take_over=True) for _ in range(5)))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    generations = [mine.generation for mine in claimed]
+    assert len(set(generations)) == len(claimed) == 40
+    sound = []
+    for mine in claimed:
+        with contextlib.suppress(SaveDirectorySupersededError):
+            mine.check()
+            sound.append(mine.generation)
+    assert sound == [max(generations)]
+    for mine in claimed:
+        mine.release()
+
+
+def test_without_locks_the_generation_alone_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for a file system that has none: real ones are not to be had here."""
+
+    def no_locks(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    test_of_many_launches_at_once_one_owns(tmp_path)
+
+
+def test_a_holder_that_hangs_does_not_keep_a_successor_waiting(tmp_path: Path, held: Ownership) -> None:
+    with held.exclusively():
+        mine = claim(tmp_path, take_over=True)  # returns
+        with pytest.raises(SaveDirectorySupersededError):
+            held.check()
+        mine.release()
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "null", '{"generation": 1}', '{"generation": 1, "launch_id": "\\u001b[2J"}', "[" * 100_000],
+)
+def test_garbage_is_an_owner_that_is_not_known(tmp_path: Path, content: str) -> None:
+    """Its number counts all the same, and it is as good as dead once its heart is silent."""
+    (tmp_path / ".generations").mkdir()
+    (tmp_path / ".generations" / "00000001").write_text(content)
+    (tmp_path / ".generations" / "no_number").write_text("")
+    owner = newest_owner(tmp_path)
+    assert owner is not None and (owner.generation, owner.launch_id) == (1, "unknown")
+    mine = claim(tmp_path)
+    assert mine.generation == 2
+    mine.release()
+
+
+def test_an_owner_goes_on_after_its_directory_was_emptied(
+    tmp_path: Path, held: Ownership, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / ".generations" / "00000001").unlink()
+    with held.exclusively():
+        pass
+    assert newest_owner(tmp_path) == held.owner and "was emptied" in caplog.text
