@@ -108,6 +108,10 @@ class Launch:
         """The ranks themselves, in order of rank."""
         return _living(self._ranks)
 
+    def launcher(self) -> list[psutil.Process]:
+        """The process that was started with the command."""
+        return _living([psutil.Process(self._launcher.pid)]) if self._launcher.poll() is None else []
+
     def of_attempt(self, number: int) -> list[psutil.Process]:
         """Those of ranks that torchrun's agent has started in its `number`-th attempt, from 0; looks anew."""
         self.look()

@@ -1,0 +1,306 @@
+"""Many rounds of kills and of launches that follow at once or beside, all in one directory: is a checkpoint ever lost?
+
+    python -m tools.restart_drill.rounds --out runs/rounds                          # 300 rounds over five engines
+    python -m tools.restart_drill.rounds --out runs/few --rounds 6 --engines lazy --seed 3
+
+A round waits until the running launch has committed a few more checkpoints, and then does one of these, drawn by the
+seed: it kills something of the launch and starts the next one at once, without waiting for anything to be gone; or it
+starts a second launch beside it, which must be refused; or one with --take-over, before which the first must yield.
+After every round all checkpoints that any launch was told of as committed must be there with all their files. At the
+end every loss of every launch must be that of a run without a fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from megatron.checkpoint_commit import discover
+from tools.restart_drill import command as commands
+from tools.restart_drill.cli import COULD_NOT_RUN, NOT_VERIFIED, VERIFIED, catch_stop_signals, check_out
+from tools.restart_drill.facts import facts_of
+from tools.restart_drill.launch import DrillError, Launch
+from tools.restart_drill.plan import say
+from tools.restart_drill.preset import expanded
+
+ENGINES = ("torch", "lazy", "fastpersist-decoupled", "torchsnapshot", "dcp-async")
+KILLS = ("launcher", "all", "rank-0", "one-rank", "writer")  # writer: the process that an engine writes with
+BESIDE, TAKE_OVER = "beside", "take-over"
+_WITH_A_WRITER = ("fastpersist-decoupled",)
+_PORT = ("--master_port", "--master-port")
+_PRESET = "tiny_tp2_pp2_dp2"
+# A tiny model saved at every iteration: what matters is how often, not how much.
+_SMALL = (
+    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --seq-length 32 --global-batch-size 2 --micro-batch-size 1 "
+    "--save-interval 1 --train-iters 100000 --lr-decay-iters 1000"
+)
+_COMMIT_MARK, _SAVE = '"operation_end"', '"save"'
+
+
+@dataclass
+class Tally:
+    """What came of the rounds with one engine."""
+
+    engine: str
+    rounds: Counter[str] = field(default_factory=Counter)  # action -> how often
+    launches: int = 0
+    refused: int = 0  # launches that found the one before still alive
+    committed: int = 0
+    lost: list[str] = field(default_factory=list)  # checkpoints that are gone, or lack a file
+    wrong: list[str] = field(default_factory=list)  # anything else that must not be
+    different_losses: int = 0
+    steps: int = 0
+
+    @property
+    def sound(self) -> bool:
+        return not (self.lost or self.wrong or self.different_losses)
+
+
+class Course:
+    """Rounds with one engine over one directory."""
+
+    def __init__(self, training: list[str], engine: str, out: Path, rng: random.Random, limit_s: float) -> None:
+        self.tally = Tally(engine)
+        self._engine, self._out, self._rng, self._limit_s = engine, out, rng, limit_s
+        self._save, self._trace = out / "checkpoints", out / "trace"
+        self._command = commands.completed(training, self._save, self._trace, engine)
+        self._all: list[Launch] = []
+        out.mkdir(parents=True)
+
+    def run(self, rounds: int) -> Tally:
+        try:
+            current = self._start()
+            for number in range(rounds):
+                current = self._round(current, self._action())
+                self._check(number)
+            current.clean_up()
+            self._finish()
+        finally:
+            for launch in self._all:
+                launch.clean_up()
+        return self.tally
+
+    def _action(self) -> str:
+        kills = [kill for kill in KILLS if kill != "writer" or self._engine in _WITH_A_WRITER]
+        return self._rng.choice([*kills, BESIDE, TAKE_OVER])
+
+    def _round(self, current: Launch, action: str) -> Launch:
+        """Carry out a round; the launch that runs then."""
+        self.tally.rounds[action] += 1
+        self._await_commits(current, self._rng.randint(1, 3))
+        current.look()
+        time.sleep(self._rng.uniform(0.0, 0.05))
+        if action == BESIDE:
+            self._expect_refusal(current)
+            return current
+        if action == TAKE_OVER:
+            successor = self._start("--take-over")
+            if current.wait(self._limit_s) == 0:
+                self.tally.wrong.append(f"{self._log_of(current)}: ended with 0 though it was superseded")
+            elif "has superseded this one" not in self._log_of(current).read_text(errors="replace"):
+                self.tally.wrong.append(f"{self._log_of(current)}: does not name its successor")
+            return successor
+        current.send(signal.SIGKILL, self._victims(current, action))
+        if action == "writer":  # the training may go on, without saving or with another writer
+            self._expect_refusal_or_end(current)
+            current.kill(Launch.everything)
+        return self._start_until_accepted()
+
+    def _victims(self, launch: Launch, kill: str) -> list[psutil.Process]:
+        ranks = launch.ranks()
+        if kill == "launcher":
+            return launch.launcher()
+        if kill == "all":
+            return self._rng.sample(everything, len(everything)) if (everything := launch.everything()) else []
+        if kill == "rank-0":
+            return ranks[:1]
+        if kill == "writer":
+            writers = [process for process in launch.of_ranks() if process not in ranks]
+            return self._rng.sample(writers, min(1, len(writers)))
+        return self._rng.sample(ranks, min(1, len(ranks)))
+
+    def _start(self, *flags: str) -> Launch:
+        log = self._out / f"launch_{self.tally.launches:03d}.log"
+        self.tally.launches += 1
+        launch = Launch([*_on_free_port(self._command), *flags], log, echo=False)
+        self._all.append(launch)
+        return launch
+
+    def _log_of(self, launch: Launch) -> Path:
+        return self._out / f"launch_{self._all.index(launch):03d}.log"
+
+    def _start_until_accepted(self) -> Launch:
+        """The next launch. While rank 0 of the one before is alive it is refused, and then started again."""
+        while True:
+            launch = self._start()
+            before = len(self._committed())
+            deadline = time.monotonic() + self._limit_s
+            while launch.exit_code is None and len(self._committed()) == before:
+                self._check_deadline(deadline, launch)
+                time.sleep(0.05)
+            if launch.exit_code is None:
+                return launch
+            if not self._was_refused(launch):
+                raise DrillError(f"a launch ended with exit code {launch.exit_code}; see {self._log_of(launch)}")
+            self.tally.refused += 1
+
+    def _was_refused(self, launch: Launch) -> bool:
+        return "--take-over: it then stops saving" in self._log_of(launch).read_text(errors="replace")
+
+    def _expect_refusal(self, current: Launch) -> None:
+        second = self._start()
+        code = second.wait(self._limit_s)
+        if current.exit_code is not None:
+            raise DrillError(f"a launch was disturbed by one beside it; see {self._log_of(current)}")
+        if code == 0 or not self._was_refused(second):
+            self.tally.wrong.append(f"{self._log_of(second)}: was not refused beside a living launch")
+        self.tally.refused += 1
+        second.wait_until_gone(self._limit_s)
+
+    def _expect_refusal_or_end(self, current: Launch) -> None:
+        if current.exit_code is None:
+            second = self._start()
+            second.wait(self._limit_s)
+            second.clean_up()
+
+    def _await_commits(self, launch: Launch, number: int) -> None:
+        before = len(self._committed())
+        deadline = time.monotonic() + self._limit_s
+        while len(self._committed()) < before + number:
+            if launch.exit_code is not None:
+                raise DrillError(f"a launch ended with exit code {launch.exit_code}; see {self._log_of(launch)}")
+            self._check_deadline(deadline, launch)
+            time.sleep(0.02)
+
+    def _check_deadline(self, deadline: float, launch: Launch) -> None:
+        if time.monotonic() > deadline:
+            raise DrillError(f"no checkpoint was committed for {self._limit_s:g} s; see {self._log_of(launch)}")
+
+    def _committed(self) -> list[tuple[str, int]]:
+        """(file, step) of every save of which rank 0 was told that it is committed."""
+        found = []
+        for path in sorted(self._trace.glob("rank_00000_cycle_*.jsonl")):
+            for line in path.read_text(errors="replace").split("\n")[:-1]:
+                if _COMMIT_MARK in line and _SAVE in line:
+                    record = json.loads(line)
+                    if record["operation"] == "save" and record["outcome"] == "ok":
+                        found.append((path.name, record["step"]))
+        return found
+
+    def _check(self, number: int) -> None:
+        """All that was committed is there. A directory that is replaced at this moment may be missed once."""
+        for attempt in range(3):
+            expected = {step for _, step in self._committed()}
+            candidates, problems = discover(self._save, None)
+            missing = expected - {candidate.step for candidate in candidates}
+            if not (missing or problems):
+                break
+            time.sleep(0.2 * (attempt + 1))
+        else:
+            self.tally.lost += [f"round {number}: global_step{step}" for step in sorted(missing)]
+            self.tally.lost += [f"round {number}: {problem}" for problem in problems]
+
+    def _finish(self) -> None:
+        """Compare all losses with those of a run without a fault, which is done here."""
+        cycles = facts_of(self._trace)
+        self.tally.committed = len(self._committed())
+        self.tally.steps = max(step for facts in cycles.values() for step in facts.losses)
+        reference = self._out / "reference"
+        words = [*self._command[: self._command.index("--save")], "--restart-trace-dir", str(reference)]
+        words = commands.without_option(words, ("--save-interval", "--keep-last"))
+        words = [*_on_free_port(words), "--exit-interval", str(self.tally.steps)]
+        launch = Launch(words, self._out / "reference.log", echo=False)
+        self._all.append(launch)
+        code = launch.wait(self._limit_s + self.tally.steps)
+        if code != 0:
+            raise DrillError(f"the run without a fault ended with exit code {code}; see {self._out / 'reference.log'}")
+        expected = facts_of(reference)[0].losses
+        for facts in cycles.values():
+            self.tally.different_losses += sum(expected.get(step) != loss for step, loss in facts.losses.items())
+
+
+def _on_free_port(command: list[str]) -> list[str]:
+    """Launches beside each other need a port each; a command without the option sees to that itself."""
+    if commands.option(command, _PORT) is None:
+        return command
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return commands.with_launcher_option(command, _PORT, int(probe.getsockname()[1]))
+
+
+def markdown(tallies: list[Tally], elapsed_s: float) -> str:
+    """The results as a table."""
+    actions = (*KILLS, BESIDE, TAKE_OVER)
+    lines = [
+        "| engine | " + " | ".join(actions) + " | launches | refused | steps | committed | lost | other losses | |",
+        "|---" * (len(actions) + 8) + "|",
+    ]
+    for tally in tallies:
+        counts = [str(tally.rounds[action]) for action in actions]
+        figures = (tally.launches, tally.refused, tally.steps, tally.committed, len(tally.lost), tally.different_losses)
+        verdict = "verified" if tally.sound else "NOT VERIFIED: " + "; ".join([*tally.lost, *tally.wrong][:3])
+        lines.append(" | ".join([f"| {tally.engine}", *counts, *map(str, figures), verdict]) + " |")
+    rounds = sum(tally.rounds.total() for tally in tallies)
+    return "\n".join([*lines, "", f"{rounds} rounds in {elapsed_s / 60:.1f} minutes.", ""])
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="restart_drill.rounds",
+        description="Kill launches and start others at once or beside them, over and over: is a checkpoint ever lost?",
+    )
+    parser.add_argument("--out", type=Path, required=True, help="new directory for everything that this leaves")
+    parser.add_argument("--rounds", type=int, default=300, help="over all engines (300)")
+    parser.add_argument("--seed", type=int, default=1, help="of what is drawn (1)")
+    parser.add_argument("--engines", default=",".join(ENGINES), help=f"separated by commas ({','.join(ENGINES)})")
+    parser.add_argument("--time-limit", type=float, default=300.0, help="seconds for each launch and commit (300)")
+    parser.add_argument("command", nargs="*", help="after --: the training command (a tiny model on two ranks)")
+    args = parser.parse_args(argv)
+    args.engines = tuple(args.engines.split(","))
+    if args.rounds < len(args.engines):
+        parser.error(f"--rounds {args.rounds}: must be at least 1 for each of the {len(args.engines)} engines")
+    check_out(parser, args.out)
+    return args
+
+
+def _training(words: list[str]) -> list[str]:
+    if words:
+        return words
+    os.environ.setdefault("EXTRA_ARGS", _SMALL)
+    return commands.on_layout(expanded([_PRESET]), commands.Sizes(1, 1, 2))
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    catch_stop_signals()
+    begin = time.monotonic()
+    tallies: list[Tally] = []
+    try:
+        training = _training(args.command)
+        for i, engine in enumerate(args.engines):
+            rounds = args.rounds // len(args.engines) + (i < args.rounds % len(args.engines))
+            say(f"{rounds} rounds with engine {engine}")
+            rng = random.Random(f"{args.seed}/{engine}")
+            tallies.append(Course(training, engine, args.out.absolute() / engine, rng, args.time_limit).run(rounds))
+    except (DrillError, OSError) as error:
+        say(f"error: {error}")
+        return COULD_NOT_RUN
+    text = markdown(tallies, time.monotonic() - begin)
+    (args.out / "rounds.md").write_text(text)
+    print(text)
+    return VERIFIED if all(tally.sound for tally in tallies) else NOT_VERIFIED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
