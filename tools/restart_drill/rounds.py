@@ -72,7 +72,7 @@ class Course:
 
     def __init__(self, training: list[str], engine: str, out: Path, rng: random.Random, limit_s: float) -> None:
         self.tally = Tally(engine)
-        self._engine, self._out, self._rng, self._limit_s = engine, out, rng, limit_s
+        self._training, self._engine, self._out, self._rng, self._limit_s = training, engine, out, rng, limit_s
         self._save, self._trace = out / "checkpoints", out / "trace"
         self._command = commands.completed(training, self._save, self._trace, engine)
         self._all: list[Launch] = []
@@ -217,8 +217,7 @@ class Course:
         self.tally.committed = len(self._committed())
         self.tally.steps = max(step for facts in cycles.values() for step in facts.losses)
         reference = self._out / "reference"
-        words = [*self._command[: self._command.index("--save")], "--restart-trace-dir", str(reference)]
-        words = commands.without_option(words, ("--save-interval", "--keep-last"))
+        words = commands.completed(self._training, reference / "checkpoints", reference, "none")
         words = [*_on_free_port(words), "--exit-interval", str(self.tally.steps)]
         launch = Launch(words, self._out / "reference.log", echo=False)
         self._all.append(launch)

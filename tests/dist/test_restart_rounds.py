@@ -1,0 +1,28 @@
+"""A few of the rounds of kills and relaunches in one directory; docs/results has hundreds of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.dist.harness import ROOT
+from tests.dist.test_save_directory import TORCHRUN, TRAINING
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_no_checkpoint_is_lost_in_some_rounds(tmp_path: Path, dataset: list[str]) -> None:
+    """The seed draws a kill of the launcher alone, one of rank 0, a launch beside and one that takes over."""
+    out = tmp_path / "rounds"
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "tools.restart_drill.rounds", "--out", str(out), "--rounds", "4", "--seed", "18",
+            "--engines", "lazy", "--", *TORCHRUN, *dataset, *TRAINING,
+        ],
+        cwd=ROOT, capture_output=True, text=True, timeout=800,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert "| verified |" in (out / "rounds.md").read_text()
