@@ -30,6 +30,7 @@ from megatron.config import (
 from megatron.config.flags import FlagSpec, on_off, spec_of
 from megatron.deepspeed_config import (
     build_deepspeed_config,
+    check_engine_stanza,
     file_precision,
     flag_values,
     load_deepspeed_file,
@@ -178,7 +179,7 @@ def config_from_args(args: argparse.Namespace, env: Mapping[str, str] = os.envir
     path = given.get("deepspeed_config")
     raw = {} if path is None else load_deepspeed_file(path)
     given["params_dtype"] = _params_dtype(given, file_precision(raw, str(path)))
-    given = flag_values(raw, str(path), given["params_dtype"]) | given
+    given = flag_values(raw, given["params_dtype"]) | given
     _check_required(given)
     groups: dict[str, Any] = {}
     for name, cls in GROUPS.items():
@@ -188,6 +189,7 @@ def config_from_args(args: argparse.Namespace, env: Mapping[str, str] = os.envir
             given["data_parallel_size"] = groups[name].data_parallel_size
     config = Config(**groups, notes=tuple(notes))
     if path is not None:
+        check_engine_stanza(config)
         build_deepspeed_config(config)  # shows conflicts of file and flags before anything heavy runs
     return config
 
