@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from megatron.config import Config, ConfigError
@@ -15,10 +16,17 @@ from megatron.config.flags import flag_name
 from megatron.deepspeed_file import engine_stanzas, get, load_deepspeed_file
 from megatron.deepspeed_keys import KEYS, Names, Passes
 
-__all__ = ["build_deepspeed_config", "check_engine_stanza", "file_precision", "flag_values", "load_deepspeed_file"]
+__all__ = [
+    "build_deepspeed_config",
+    "check_engine_stanza",
+    "file_precision",
+    "flag_values",
+    "load_deepspeed_file",
+    "name_source",
+]
 
 _STEPS_PER_PRINT = 2**31 - 1  # DeepSpeed's own step lines would double the training log
-_MIB = 1 << 20
+_MIB, _PAGE = 1 << 20, 4096
 # Key -> argparse destination of the flag that takes its value as it is.
 _FLAGS = {
     "train_batch_size": "global_batch_size",
@@ -40,6 +48,12 @@ _SWITCHES = {
     "activation_checkpointing.cpu_checkpointing": "checkpoint_in_cpu",
     "activation_checkpointing.synchronize_checkpoint_boundary": "synchronize_each_layer",
     "activation_checkpointing.profile": "profile_backward",
+}
+_OTHER_FLAGS = {
+    "fp16.loss_scale": "loss_scale",
+    "fp16.initial_scale_power": "initial_loss_scale",
+    "aio.block_size": "io_block_size",
+    "checkpoint.writer.type": "direct_io",
 }
 _WRITERS = {"fast": "on", "python": "off"}  # checkpoint.writer.type -> --direct-io
 # What a stanza says to its engine's library and no flag does.
@@ -112,6 +126,14 @@ def _engine_values(raw: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
+def name_source(error: ConfigError, dests: Collection[str], path: str) -> ConfigError:
+    """The error about a flag, with the key of the file where that gave the flag its value; `dests` are such flags."""
+    for key, dest in (_FLAGS | _FP16_NUMBERS | _SWITCHES | _OTHER_FLAGS).items():
+        if dest in dests and str(error).startswith(flag_name(dest)):
+            return ConfigError(f"{error} ({key} in --deepspeed_config {path} says it)")
+    return error
+
+
 def check_engine_stanza(config: Config) -> None:
     """Raises: ConfigError naming file, key and both values where a stanza says another engine, or something else of the
     engine, than the command line."""
@@ -125,7 +147,7 @@ def check_engine_stanza(config: Config) -> None:
                 f"--deepspeed_config {path}: {key} names engine {engine}, but --checkpoint-engine is "
                 f"{checkpoint.checkpoint_engine}; give --checkpoint-engine {engine} or drop one of the two"
             )
-    if "aio" in raw and not checkpoint.checkpoint_engine.startswith("fastpersist"):
+    if raw.get("aio") and not checkpoint.checkpoint_engine.startswith("fastpersist"):
         raise ConfigError(
             f"--deepspeed_config {path}: aio is for DeepSpeed's checkpoint writer, and --checkpoint-engine is "
             f"{checkpoint.checkpoint_engine}; use --checkpoint-engine fastpersist, or drop the section"
@@ -136,6 +158,12 @@ def check_engine_stanza(config: Config) -> None:
         _Leaf("aio.block_size", int(checkpoint.io_block_size * _MIB), "--io-block-size"),
     ):
         _check_agrees(raw, leaf, path)
+    unit, buffer = 2 * _PAGE * (checkpoint.io_threads or 1), _given(raw, "checkpoint.writer.io_buffer_size")
+    if buffer is not None and buffer % unit:
+        raise ConfigError(
+            f"--deepspeed_config {path}: checkpoint.writer.io_buffer_size is {buffer}; with --io-threads "
+            f"{checkpoint.io_threads} it must be a multiple of {unit}"
+        )
     writer = _given(raw, "checkpoint.writer.type")
     if writer is not None and _WRITERS[writer] != checkpoint.direct_io:
         raise ConfigError(

@@ -263,8 +263,12 @@ def _number(key: str, value: Any, kind: Kind, path: str) -> int | float:
 
 def _refuse_unknown(prefix: str, name: str, path: str, known: tuple[str, ...] = ()) -> NoReturn:
     """Suggests the nearest key of the same section, else one of that name in another."""
-    beside = [key for key in known or KEYS if key.startswith(prefix) and "." not in key[len(prefix) :]]
-    near = difflib.get_close_matches(prefix + name, beside, n=1, cutoff=0.75)
+    if prefix + name in KEYS:
+        outer, _, inner = name.rpartition(".")
+        _refuse(path, f"unknown key {_name(prefix + name)}:", f"a dot names no section; put {inner} into {outer}")
+    beside = [key[len(prefix) :] for key in known or KEYS if key.startswith(prefix)]
+    near = difflib.get_close_matches(name, [inner for inner in beside if "." not in inner], n=1, cutoff=0.7)
+    near = [prefix + inner for inner in near]
     if not near:
         last = name.rpartition(".")[2]
         near = [key for key in KEYS if key.rpartition(".")[2] == last][:1]
@@ -288,8 +292,8 @@ def _check_together(tree: dict[str, Any], path: str) -> None:
         _refuse(path, "comms_logger.enabled", 'logs nothing without "verbose": true; give that, too')
     if get(tree, "comms_logger.prof_ops") and get(tree, "comms_logger.prof_all") is not False:
         _refuse(path, "comms_logger.prof_ops", 'has no effect without "prof_all": false; give that, too')
-    if get(tree, "checkpoint.writer.io_buffer_size") and get(tree, "checkpoint.writer.type") == "python":
-        _refuse(path, "checkpoint.writer.io_buffer_size", "is of the fast writer, and type is python; drop one of them")
+    if get(tree, "checkpoint.writer.io_buffer_size") and get(tree, "checkpoint.writer.type") != "fast":
+        _refuse(path, "checkpoint.writer.io_buffer_size", 'is of the fast writer; give "type": "fast", too, or drop it')
     named = engine_stanzas(tree)
     if len(named) > 1:
         both = " and ".join(f"{key} (engine {engine})" for key, engine in named.items())
