@@ -256,6 +256,8 @@ def _number(key: str, value: Any, kind: Kind, path: str) -> int | float:
         _refuse(path, key, f"is {value!r}; it must be at least {kind.least}")
     if kind.above is not None and value <= kind.above:
         _refuse(path, key, f"is {value!r}; it must be more than {kind.above}")
+    if value > kind.most:
+        _refuse(path, key, f"is {value!r}; it must be at most {kind.most}")
     if value % kind.multiple and kind.name == "int":
         _refuse(path, key, f"is {value!r}; it must be a multiple of {kind.multiple}")
     return value

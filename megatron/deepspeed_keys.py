@@ -21,6 +21,7 @@ class Kind(NamedTuple):
     name: str
     least: int | None = None
     above: int | None = None
+    most: int = MAXIMUM
     choices: tuple[str, ...] = ()  # of a str, whatever its case
     multiple: int = 1
 
@@ -147,8 +148,8 @@ _TOP: dict[str, Rule] = {
     "datastates": Off("use --checkpoint-engine datastates", ("enabled",)),
     "amp": Off(_PRECISION, ("enabled", "opt_level")),
     "torch_autocast": Off(_PRECISION, ("enabled", "dtype", "lower_precision_safe_modules")),
-    "curriculum_learning": Off("drop it: the batch has a constant shape here", _CURRICULUM_KEYS),
-    "data_efficiency": Off("drop it: the batch has a constant shape here", ("enabled", "seed")),
+    "curriculum_learning": Off("train with one sequence length, the batch has a constant shape here", _CURRICULUM_KEYS),
+    "data_efficiency": Off("train with one sequence length, the batch has a constant shape here", ("enabled", "seed")),
     "compression_training": Off("train the model as it is", ("enabled",)),
     "quantize_training": Off("train the model as it is", ("enabled",)),
     "progressive_layer_drop": Off("train all layers", ("enabled", "theta", "gamma")),
@@ -269,7 +270,7 @@ _SECTIONS: dict[str, dict[str, Rule]] = {
     "fp16": {
         "enabled": Settled(BOOL),
         "loss_scale": Settled(Kind("number", least=0)),
-        "initial_scale_power": Settled(Kind("int", least=0)),
+        "initial_scale_power": Settled(Kind("int", least=0, most=127)),  # 2^128 is no fp32 number
         "loss_scale_window": Settled(COUNT),
         "hysteresis": Settled(COUNT),
         "min_loss_scale": Settled(COUNT),

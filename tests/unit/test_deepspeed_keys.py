@@ -219,6 +219,7 @@ def test_what_has_no_effect_is_refused_by_name(tmp_path: Path, key: str) -> None
         ({"curriculum_learning": {"enabled": False, "foo": 1}}, "unknown key curriculum_learning.foo"),
         ({"activation_checkpointing": {"partition_activations": True}}, "--partition-activations does nothing without"),
         ({"steps_per_print": 0}, "steps_per_print is 0; it must be at least 1"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 5000}}, "scale_power is 5000; it must be at most 127"),
         ({"fp16": {"loss_scale": -1}}, "fp16.loss_scale is -1; it must be at least 0"),
         ({"train_batch_size": True}, "train_batch_size is True; it must be a number"),
         ({"train_batch_size": 10**30}, "a number of more than 19 digits; it must be less than 2^63"),
