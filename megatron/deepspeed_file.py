@@ -192,10 +192,14 @@ def _check_off(key: str, value: Any, rule: Off, path: str) -> None:
 
 
 def _leaves(tree: dict[str, Any]) -> list[str]:
-    """Dotted names of what is in a section that is off, one section deep."""
+    """Dotted names of what is in a section that is off: one section deep, and where that goes on its first key."""
     found = []
     for name, value in tree.items():
-        found += [f"{name}.{inner}" for inner in value] if isinstance(value, dict) and value else [name]
+        if not isinstance(value, dict) or not value:
+            found.append(name)
+            continue
+        for inner, more in value.items():
+            found.append(f"{name}.{inner}" + (f".{next(iter(more))}" if isinstance(more, dict) and more else ""))
     return found
 
 
