@@ -30,9 +30,11 @@ from megatron.config import (
 from megatron.config.flags import FlagSpec, on_off, spec_of
 from megatron.deepspeed_config import (
     build_deepspeed_config,
+    check_engine_stanza,
     file_precision,
     flag_values,
     load_deepspeed_file,
+    name_source,
 )
 from megatron.unsupported_flags import NO_EFFECT, UNSUPPORTED
 
@@ -178,18 +180,28 @@ def config_from_args(args: argparse.Namespace, env: Mapping[str, str] = os.envir
     path = given.get("deepspeed_config")
     raw = {} if path is None else load_deepspeed_file(path)
     given["params_dtype"] = _params_dtype(given, file_precision(raw, str(path)))
-    given = flag_values(raw, str(path), given["params_dtype"]) | given
+    in_file = flag_values(raw, given["params_dtype"])
+    of_file = in_file.keys() - given.keys()
+    given = in_file | given
     _check_required(given)
+    try:
+        config = _config(given, notes)
+    except ConfigError as error:
+        raise name_source(error, of_file, str(path)) from error
+    if path is not None:
+        check_engine_stanza(config)
+        build_deepspeed_config(config)  # shows conflicts of file and flags before anything heavy runs
+    return config
+
+
+def _config(given: dict[str, Any], notes: list[Note]) -> Config:
     groups: dict[str, Any] = {}
     for name, cls in GROUPS.items():
         fields = {field.name for field in dataclasses.fields(cls)}
         groups[name] = cls(**{key: value for key, value in given.items() if key in fields})
         if isinstance(groups[name], ParallelConfig):  # the batch sizes are checked against it
             given["data_parallel_size"] = groups[name].data_parallel_size
-    config = Config(**groups, notes=tuple(notes))
-    if path is not None:
-        build_deepspeed_config(config)  # shows conflicts of file and flags before anything heavy runs
-    return config
+    return Config(**groups, notes=tuple(notes))
 
 
 def _params_dtype(given: dict[str, Any], in_file: str | None) -> str:

@@ -87,6 +87,7 @@ def engine_options(config: Config) -> EngineOptions:
         direct_io=options.direct_io,
         rank=parallel.rank,
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1),
+        library=options.library_options,
     )
 
 

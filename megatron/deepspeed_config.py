@@ -1,45 +1,66 @@
 """The DeepSpeed configuration of a run: the flags, merged with the --deepspeed_config file.
 
-Keys are those of DeepSpeed's configuration JSON (https://www.deepspeed.ai/docs/config-json/).
+Keys are those of DeepSpeed's configuration JSON (https://www.deepspeed.ai/docs/config-json/); megatron.deepspeed_keys
+says what becomes of each.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import math
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from megatron.config import Config, ConfigError
+from megatron.config.flags import flag_name
+from megatron.deepspeed_file import engine_stanzas, get, load_deepspeed_file
+from megatron.deepspeed_keys import KEYS, Names, Passes
+
+__all__ = [
+    "build_deepspeed_config",
+    "check_engine_stanza",
+    "file_precision",
+    "flag_values",
+    "load_deepspeed_file",
+    "name_source",
+]
 
 _STEPS_PER_PRINT = 2**31 - 1  # DeepSpeed's own step lines would double the training log
-_USE_ENGINE = "use --checkpoint-engine NAME"
-_REFUSED_SECTIONS = {
-    "checkpoint.writer": _USE_ENGINE,
-    "datastates": _USE_ENGINE,
-    "nebula": _USE_ENGINE,
-    "checkpoint.load_universal": "another layout needs no conversion; --redistribute universal makes one",
-    "optimizer": "use --optimizer, --lr, --weight-decay and --adam-beta1/2",
-    "scheduler": "use --lr-decay-style and the other --lr flags",
-    "curriculum_learning": "the batch has a constant shape here",
-    "data_efficiency": "the batch has a constant shape here",
-    "compression_training": "the model is trained as it is",
-    "elasticity": "use --global-batch-size and --micro-batch-size",
-    "amp": "use --bf16 or --fp16",
-}
-_NUMBERS = {
+_MIB, _PAGE = 1 << 20, 4096
+# Key -> argparse destination of the flag that takes its value as it is.
+_FLAGS = {
     "train_batch_size": "global_batch_size",
     "train_micro_batch_size_per_gpu": "micro_batch_size",
     "gradient_clipping": "clip_grad",
     "zero_optimization.stage": "zero_stage",
+    "datastates_ckpt.host_cache_size": "host_cache_size",
+    "aio.intra_op_parallelism": "io_threads",
 }
-_DATASTATES = "datastates_ckpt"  # DeepSpeed's section for DataStates-LLM
-_DATASTATES_CACHE = f"{_DATASTATES}.host_cache_size"  # GiB
-_FRACTIONS = ("gradient_clipping", "fp16.loss_scale", _DATASTATES_CACHE)
 _FP16_NUMBERS = {
     "fp16.loss_scale_window": "loss_scale_window",
     "fp16.hysteresis": "hysteresis",
     "fp16.min_loss_scale": "min_loss_scale",
+}
+# Flags that only switch something on.
+_SWITCHES = {
+    "activation_checkpointing.partition_activations": "partition_activations",
+    "activation_checkpointing.contiguous_memory_optimization": "contigious_checkpointing",
+    "activation_checkpointing.cpu_checkpointing": "checkpoint_in_cpu",
+    "activation_checkpointing.synchronize_checkpoint_boundary": "synchronize_each_layer",
+    "activation_checkpointing.profile": "profile_backward",
+}
+_OTHER_FLAGS = {
+    "fp16.loss_scale": "loss_scale",
+    "fp16.initial_scale_power": "initial_loss_scale",
+    "aio.block_size": "io_block_size",
+    "checkpoint.writer.type": "direct_io",
+}
+_WRITERS = {"fast": "on", "python": "off"}  # checkpoint.writer.type -> --direct-io
+# What a stanza says to its engine's library and no flag does.
+_LIBRARY_OPTIONS = {
+    "datastates_ckpt.engine_type": "engine_type",
+    "datastates_ckpt.profile_engine": "profile_engine",
+    "checkpoint.writer.io_buffer_size": "io_buffer_size",
 }
 
 
@@ -55,136 +76,160 @@ class _Leaf(NamedTuple):
     only_if_present: bool = False
 
 
-def load_deepspeed_file(path: str) -> dict[str, Any]:
-    """The JSON object in `path`.
-
-    Raises: ConfigError naming the file when it is missing, unreadable, no JSON, no object, or holds a section
-    that this program does not hand to DeepSpeed.
-    """
-    try:
-        with open(path, encoding="utf-8") as stream:
-            raw = json.load(stream)
-    except OSError as error:
-        raise ConfigError(
-            f"--deepspeed_config {path}: {error.strerror}; give a readable JSON file or drop it"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(
-            f"--deepspeed_config {path}: not JSON ({error}); correct the file or drop it"
-        ) from error
-    if not isinstance(raw, dict):
-        raise ConfigError(
-            f"--deepspeed_config {path}: holds a JSON {type(raw).__name__}; it must be an object"
-        )
-    if "bfloat16" in raw:  # DeepSpeed's older name of the section
-        raw.setdefault("bf16", raw.pop("bfloat16"))
-    if raw.get(_DATASTATES, False) in (None, False):  # off, as DeepSpeed has it
-        raw.pop(_DATASTATES, None)
-    for section in ("zero_optimization", "bf16", "fp16", "checkpoint", "data_types", _DATASTATES):
-        if not isinstance(raw.get(section, {}), dict):
-            raise ConfigError(
-                f"--deepspeed_config {path}: {section} is {raw[section]!r}; it must be an object"
-            )
-    for key, instead in _REFUSED_SECTIONS.items():
-        if _get(raw, key) not in (None, False):
-            raise ConfigError(f"--deepspeed_config {path}: {key} is not supported; drop it and {instead}")
-    for key in raw.get(_DATASTATES, {}).keys() - {"host_cache_size"}:
-        raise ConfigError(
-            f"--deepspeed_config {path}: {_DATASTATES}.{key} is not supported; drop it, host_cache_size is what "
-            "--checkpoint-engine datastates takes"
-        )
-    for key, value in raw.get("zero_optimization", {}).items():
-        if value == "auto" and key != "stage":
-            raise ConfigError(
-                f"--deepspeed_config {path}: zero_optimization.{key} is auto; no flag sets it, give its value"
-            )
-    return raw
-
-
 def file_precision(raw: dict[str, Any], path: str) -> str | None:
     """ "bf16" or "fp16" where the file enables one of them.
 
     Raises: ConfigError naming the file when it enables both.
     """
-    on = []
-    for precision in ("bf16", "fp16"):
-        value = _get(raw, f"{precision}.enabled")
-        if value not in (None, "auto", True, False):
-            raise ConfigError(
-                f"--deepspeed_config {path}: {precision}.enabled is {value!r}; use true or false"
-            )
-        if value is True:
-            on.append(precision)
+    on = [precision for precision in ("bf16", "fp16") if get(raw, f"{precision}.enabled") is True]
     if len(on) == 2:
         raise ConfigError(f"--deepspeed_config {path}: bf16 and fp16 are both enabled; enable one of them")
     return on[0] if on else None
 
 
-def flag_values(raw: dict[str, Any], path: str, params_dtype: str) -> dict[str, Any]:
-    """What the file says for flags that were not given: argparse destination -> value.
+def flag_values(raw: dict[str, Any], params_dtype: str) -> dict[str, Any]:
+    """What a file, as load_deepspeed_file gives it, says for flags that were not given: destination -> value.
 
     "auto" values are left out, and so are those of an fp16 section that `params_dtype` does not use.
-
-    Raises: ConfigError naming file, key and value for a value of the wrong type.
     """
     fp16 = params_dtype == "fp16"
     values: dict[str, Any] = {}
-    for key, dest in (_NUMBERS | _FP16_NUMBERS if fp16 else _NUMBERS).items():
-        value = _number(raw, key, path)
-        if value is not None:
-            values[dest] = value
-    if _get(raw, "data_types.grad_accum_dtype") == "fp32":
+    for key, dest in (_FLAGS | _FP16_NUMBERS if fp16 else _FLAGS).items():
+        if _given(raw, key) is not None:
+            values[dest] = _given(raw, key)
+    if get(raw, "data_types.grad_accum_dtype") == "fp32":
         values["accumulate_allreduce_grads_in_fp32"] = True
-    cache = _number(raw, _DATASTATES_CACHE, path)
-    if cache is not None:
-        values["host_cache_size"] = float(cache)
     if fp16:
-        scale = _number(raw, "fp16.loss_scale", path)
+        scale = _given(raw, "fp16.loss_scale")
         if scale:  # 0 is DeepSpeed's word for a dynamic scale
             values["loss_scale"] = float(scale)
-        power = _number(raw, "fp16.initial_scale_power", path)
+        power = _given(raw, "fp16.initial_scale_power")
         if power is not None:
             values["initial_loss_scale"] = 2.0**power
+    return values | {dest: True for key, dest in _SWITCHES.items() if get(raw, key) is True} | _engine_values(raw)
+
+
+def _engine_values(raw: dict[str, Any]) -> dict[str, Any]:
+    """What the stanzas say of the checkpoint engine: argparse destination -> value."""
+    values: dict[str, Any] = {}
+    for engine in engine_stanzas(raw).values():  # one at most
+        values["checkpoint_engine"] = engine
+    writer = _given(raw, "checkpoint.writer.type")
+    if writer is not None:
+        values["direct_io"] = _WRITERS[writer]
+    block = _given(raw, "aio.block_size")
+    if block is not None:
+        values["io_block_size"] = block / _MIB
+    options = {name: _given(raw, key) for key, name in _LIBRARY_OPTIONS.items() if _given(raw, key) is not None}
+    if options:
+        values["library_options"] = tuple(options.items())
     return values
+
+
+def name_source(error: ConfigError, dests: Collection[str], path: str) -> ConfigError:
+    """The error about a flag, with the key of the file where that gave the flag its value; `dests` are such flags."""
+    for key, dest in (_FLAGS | _FP16_NUMBERS | _SWITCHES | _OTHER_FLAGS).items():
+        if dest in dests and str(error).startswith(flag_name(dest)):
+            return ConfigError(f"{error} ({key} in --deepspeed_config {path} says it)")
+    return error
+
+
+def check_engine_stanza(config: Config) -> None:
+    """Raises: ConfigError naming file, key and both values where a stanza says another engine, or something else of the
+    engine, than the command line."""
+    path, checkpoint = config.parallel.deepspeed_config, config.checkpoint
+    if path is None:
+        return
+    raw = load_deepspeed_file(path)
+    for key, engine in engine_stanzas(raw).items():
+        if engine != checkpoint.checkpoint_engine:
+            raise ConfigError(
+                f"--deepspeed_config {path}: {key} names engine {engine}, but --checkpoint-engine is "
+                f"{checkpoint.checkpoint_engine}; give --checkpoint-engine {engine} or drop one of the two"
+            )
+    if raw.get("aio") and not checkpoint.checkpoint_engine.startswith("fastpersist"):
+        raise ConfigError(
+            f"--deepspeed_config {path}: aio is for DeepSpeed's checkpoint writer, and --checkpoint-engine is "
+            f"{checkpoint.checkpoint_engine}; use --checkpoint-engine fastpersist, or drop the section"
+        )
+    for leaf in (
+        _Leaf("datastates_ckpt.host_cache_size", checkpoint.host_cache_size, "--host-cache-size"),
+        _Leaf("aio.intra_op_parallelism", checkpoint.io_threads, "--io-threads"),
+        _Leaf("aio.block_size", int(checkpoint.io_block_size * _MIB), "--io-block-size"),
+    ):
+        _check_agrees(raw, leaf, path)
+    unit, buffer = 2 * _PAGE * (checkpoint.io_threads or 1), _given(raw, "checkpoint.writer.io_buffer_size")
+    if buffer is not None and buffer % unit:
+        raise ConfigError(
+            f"--deepspeed_config {path}: checkpoint.writer.io_buffer_size is {buffer}; with --io-threads "
+            f"{checkpoint.io_threads} it must be a multiple of {unit}"
+        )
+    writer = _given(raw, "checkpoint.writer.type")
+    if writer is not None and _WRITERS[writer] != checkpoint.direct_io:
+        raise ConfigError(
+            f"--deepspeed_config {path}: checkpoint.writer.type is {writer!r}, that is --direct-io "
+            f"{_WRITERS[writer]}, but --direct-io is {checkpoint.direct_io}; make them agree or drop one of them"
+        )
 
 
 def build_deepspeed_config(config: Config) -> dict[str, Any]:
     """The dict for `deepspeed.initialize(config=...)`.
 
     Starts from the --deepspeed_config file, if any; what flags decide is filled in where the file is
-    silent or says "auto", and sections that no flag knows pass through.
+    silent or says "auto". What is this program's own business (checkpoint engines, activation checkpointing) and what
+    changes nothing is left out.
 
     Raises: ConfigError naming file, key and both values where file and flags disagree.
     """
     path = config.parallel.deepspeed_config
     merged = copy.deepcopy(load_deepspeed_file(path)) if path is not None else {}
-    if _DATASTATES in merged and config.checkpoint.checkpoint_engine != "datastates":
-        raise ConfigError(
-            f"--deepspeed_config {path}: {_DATASTATES} is set, but --checkpoint-engine is "
-            f"{config.checkpoint.checkpoint_engine}; give --checkpoint-engine datastates or drop the section"
-        )
     for leaf in _leaves(config):
-        found = _get(merged, leaf.key)
-        if found not in (None, "auto") and found != leaf.value:
-            raise ConfigError(
-                f"--deepspeed_config {path}: {leaf.key} is {found!r}, but {leaf.flags} makes it "
-                f"{leaf.value!r}; make them agree or drop one of them"
-            )
-        if found is not None or not leaf.only_if_present:
+        _check_agrees(merged, leaf, path)
+        if get(merged, leaf.key) is not None or not leaf.only_if_present:
             _set(merged, leaf.key, leaf.value)
+    _check_optimizer(merged, config)
     for key, value in (
         ("steps_per_print", _STEPS_PER_PRINT),
         ("wall_clock_breakdown", False),
         ("checkpoint.tag_validation", "Fail"),  # ranks that save under different names must not go on
     ):
-        if _get(merged, key) in (None, "auto"):
+        if get(merged, key) is None:
             _set(merged, key, value)
-    # DeepSpeed would start a second instance of the library for itself, or fail where the package is missing, although
-    # our engine needs it for saving only.
-    merged.pop(_DATASTATES, None)
+    # DeepSpeed would start an engine of its own for a stanza, or fail where its package is missing.
+    for key in ("aio", *(key for key, rule in KEYS.items() if isinstance(rule, Names))):
+        section, _, name = key.rpartition(".")
+        (get(merged, section) if section else merged).pop(name, None)
     if config.optimizer.optimizer != "adam":  # DeepSpeed's list of optimizers tested with ZeRO has no SGD
         merged.setdefault("zero_allow_untested_optimizer", True)
     return merged
+
+
+def _check_agrees(tree: dict[str, Any], leaf: _Leaf, path: str | None) -> None:
+    found = get(tree, leaf.key)
+    if found not in (None, "auto") and found != leaf.value:
+        raise ConfigError(
+            f"--deepspeed_config {path}: {leaf.key} is {found!r}, but {leaf.flags} makes it "
+            f"{leaf.value!r}; make them agree or drop one of them"
+        )
+
+
+def _check_optimizer(merged: dict[str, Any], config: Config) -> None:
+    """Raises: ConfigError for keys that the run's optimizer does not read, or must not."""
+    path = config.parallel.deepspeed_config
+    for key, rule in KEYS.items():
+        found = get(merged, key)
+        if not isinstance(rule, Passes) or rule.zero_default is None or found in (None, rule.zero_default):
+            continue
+        if config.model.bf16:
+            raise ConfigError(
+                f"--deepspeed_config {path}: {key} is {found!r}; BF16_Optimizer, which trains --bf16, does not read "
+                "it: drop it, or train in fp16 or fp32"
+            )
+    if config.optimizer.optimizer != "adam" and get(merged, "zero_allow_untested_optimizer") is False:
+        raise ConfigError(
+            f"--deepspeed_config {path}: zero_allow_untested_optimizer is False, but --optimizer "
+            f"{config.optimizer.optimizer} is not on DeepSpeed's list; drop the key or use --optimizer adam"
+        )
 
 
 def _leaves(config: Config) -> list[_Leaf]:
@@ -198,7 +243,11 @@ def _leaves(config: Config) -> list[_Leaf]:
         _Leaf("zero_optimization.stage", config.parallel.zero_stage, "--zero-stage"),
         _Leaf("gradient_clipping", config.optimizer.clip_grad, "--clip-grad"),
         _Leaf("data_types.grad_accum_dtype", _grad_accum_dtype(config), precision_flag),
-        _Leaf(_DATASTATES_CACHE, config.checkpoint.host_cache_size, "--host-cache-size", True),
+        _Leaf("data_types.param_dtype", model.params_dtype, precision_flag, True),
+        _Leaf("activation_checkpointing.number_checkpoints", model.num_layers, "--num-layers", True),
+    ]
+    leaves += [
+        _Leaf(key, getattr(config.parallel, dest), flag_name(dest), True) for key, dest in _SWITCHES.items()
     ]
     for precision in ("bf16", "fp16"):
         on = model.params_dtype == precision
@@ -225,25 +274,12 @@ def _grad_accum_dtype(config: Config) -> str:
     return "fp32" if config.training.accumulate_allreduce_grads_in_fp32 else config.model.params_dtype
 
 
-def _get(tree: dict[str, Any], key: str) -> Any:
-    """The value under a dotted key, or None."""
-    section, _, name = key.rpartition(".")
-    return (tree.get(section) or {}).get(name) if section else tree.get(name)
-
-
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     section, _, name = key.rpartition(".")
     (tree.setdefault(section, {}) if section else tree)[name] = value
 
 
-def _number(raw: dict[str, Any], key: str, path: str) -> int | float | None:
-    value = _get(raw, key)
-    if value is None or value == "auto":
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"--deepspeed_config {path}: {key} is {value!r}; it must be a number")
-    if key in _FRACTIONS:
-        return value
-    if value != int(value):
-        raise ConfigError(f"--deepspeed_config {path}: {key} is {value!r}; it must be a whole number")
-    return int(value)
+def _given(raw: dict[str, Any], key: str) -> Any:
+    """The value under a dotted key; None where it is absent or "auto"."""
+    value = get(raw, key)
+    return None if value == "auto" else value

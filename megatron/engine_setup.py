@@ -37,9 +37,48 @@ def build_engine(config: Config, model: Any, batch_fn: Callable[[Any], Any]) -> 
     )
     scheduler.optimizer = engine.optimizer
     engine.set_batch_fn(batch_fn)
+    _start_backward_timers_once(engine)
     if config.parallel.deepspeed_activation_checkpointing:
         _configure_activation_checkpointing(config, engine)
     return engine
+
+
+def _start_backward_timers_once(engine: Any) -> None:
+    """Let wall_clock_breakdown and flops_profiler run with pipeline stages.
+
+    DeepSpeed 0.19.8's PipelineEngine starts the timers of the backward pass itself, and on every stage but the last the
+    hooks of its DeepSpeedEngine start them once more, which fails an assertion.
+    """
+    if not engine.is_last_stage():
+        engine.engine_timers.backward_timers = []
+        engine.engine_timers.backward_inner_timers = []
+
+
+def report_flops(engine: Any) -> None:
+    """Print the profile that flops_profiler has made in the iteration just done, where that is its profile_step.
+
+    DeepSpeed does so in DeepSpeedEngine.step, which its PipelineEngine does not call. The profile is that of rank 0's
+    last micro-batch and its stage.
+    """
+    step = engine.global_steps - 1
+    if not engine.flops_profiler_enabled() or step != engine.flops_profiler_profile_step() or engine.global_rank:
+        return
+    profiler = engine.flops_profiler
+    if not profiler.started:  # a profile_step that was skipped over by a resume
+        return
+    # Its timers hold all micro-batches of the iteration, or nothing; the profile has the time of its own micro-batch.
+    engine.wall_clock_breakdown = lambda: False
+    try:
+        profiler.print_model_profile(
+            profile_step=step,
+            module_depth=engine.flops_profiler_module_depth(),
+            top_modules=engine.flops_profiler_top_modules(),
+            detailed=engine.flops_profiler_detailed(),
+            output_file=engine.flops_profiler_output_file(),
+        )
+    finally:
+        del engine.wall_clock_breakdown
+    profiler.end_profile()
 
 
 def _configure_activation_checkpointing(config: Config, engine: Any) -> None:

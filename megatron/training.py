@@ -325,6 +325,10 @@ def _train_step(trainer: Trainer, loop_start: int) -> None:
     trainer.recorder.iteration(progress.iteration, start, end, loss)
     skipped = engine.skipped_steps > skipped_before
     trainer.log.iteration(engine, progress, loss, (end - start) / 1e9, skipped)
+    if engine.flops_profiler_enabled():
+        from megatron.engine_setup import report_flops
+
+        report_flops(engine)
 
 
 def _evaluate(trainer: Trainer, split: str) -> None:

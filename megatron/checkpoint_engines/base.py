@@ -39,6 +39,7 @@ class EngineOptions:
     direct_io: str = "auto"  # --direct-io: auto, on or off
     rank: int = 0  # of the process that the engine runs in
     local_world_size: int = 1  # ranks that share this host's memory
+    library: tuple[tuple[str, Any], ...] = ()  # what a --deepspeed_config stanza says to the engine's library
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class DataStatesEngine(CheckpointEngine):
         self._cache_bytes = 0
 
     def check_can_save(self) -> None:
-        find_library()
+        find_library(dict(self.options.library))
 
     def begin_save(self, files: Sequence[FileState], directory: Path, op: Operation) -> PendingSave:
         """Raises ConfigError if --host-cache-size is less than the largest tensor, EngineUnavailableError if the
@@ -105,7 +105,7 @@ class DataStatesEngine(CheckpointEngine):
                 str(directory),
             )
         if self._library is None:
-            self._library = open_library(self._cache_bytes, self.options.rank)
+            self._library = open_library(self._cache_bytes, self.options.rank, dict(self.options.library))
             logger.info(
                 "DataStates through %s, host cache %.3g GiB", self._library.api, self._cache_bytes / GIB
             )

@@ -23,7 +23,7 @@ import os
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -127,10 +127,11 @@ class CheckpointEngineLibrary(Library):
         super().close()
 
 
-def find_library() -> tuple[type[Library], Any]:
+def find_library(options: Mapping[str, Any] | None = None) -> tuple[type[Library], Any]:
     """(how to use it, the library's own class).
 
-    Raises EngineUnavailableError if the package is not installed or cannot be imported, or there is no CUDA device.
+    Raises EngineUnavailableError if the package is not installed or cannot be imported, there is no CUDA device, or
+    the installed branch does not read `options`, which are of the later one.
     """
     if importlib.util.find_spec("datastates") is None:
         raise EngineUnavailableError(
@@ -144,20 +145,30 @@ def find_library() -> tuple[type[Library], Any]:
     reasons = []
     for kind, module in ((CheckpointEngineLibrary, "datastates"), (CheckpointingLibrary, "datastates.llm")):
         try:
-            return kind, getattr(importlib.import_module(module), kind.api.rpartition(".")[2])
+            library_class = getattr(importlib.import_module(module), kind.api.rpartition(".")[2])
         except (ImportError, AttributeError, OSError) as exc:
             reasons.append(f"{kind.api}: {exc}")
+            continue
+        if options and kind is CheckpointingLibrary:
+            raise EngineUnavailableError(
+                f"--deepspeed_config: datastates_ckpt.{next(iter(options))} is of the branch of DataStates that has "
+                f"{CheckpointEngineLibrary.api}, and {kind.api} is installed; drop it or install that branch"
+            )
+        return kind, library_class
     raise EngineUnavailableError(
         f"--checkpoint-engine datastates: package datastates cannot be used ({'; '.join(reasons)}); {_INSTALL}"
     )
 
 
-def open_library(host_cache_bytes: int, rank: int) -> Library:
-    """Start the library with its own pinned host cache. Raises EngineUnavailableError if it does not."""
-    kind, library_class = find_library()
+def open_library(host_cache_bytes: int, rank: int, options: Mapping[str, Any] | None = None) -> Library:
+    """Start the library with its own pinned host cache, and with `options` of its own.
+
+    Raises EngineUnavailableError if it does not start.
+    """
+    kind, library_class = find_library(options)
     try:
         with errors_of_library("starting"):
-            return kind(library_class({"host_cache_size": host_cache_bytes / GIB}, rank))
+            return kind(library_class({"host_cache_size": host_cache_bytes / GIB, **(options or {})}, rank))
     except OSError as exc:
         raise EngineUnavailableError(
             f"--checkpoint-engine datastates: {exc}; is --host-cache-size {host_cache_bytes / GIB:g} (GiB) more than "

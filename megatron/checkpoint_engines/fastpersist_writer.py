@@ -206,7 +206,8 @@ def _factory(writer_type: str, options: EngineOptions) -> Any:
 
     threads = options.io_threads or 1
     unit = 2 * _PAGE * threads  # two buffers, each a multiple of every thread's alignment
-    buffer_bytes = _IO_BUFFER_BYTES // unit * unit
+    buffer_bytes = dict(options.library).get("io_buffer_size", _IO_BUFFER_BYTES)
+    buffer_bytes = buffer_bytes // unit * unit
     writer = {"type": writer_type, "io_buffer_size": buffer_bytes, "io_buffer_double": True}
     aio = {"block_size": options.io_block_bytes, "intra_op_parallelism": threads}
     alone = DataParallelWriterConfig(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from megatron.config.errors import ConfigError, refuse, require_at_least, require_one_of, require_positive
 from megatron.config.flags import flag, flag_name
@@ -95,6 +96,7 @@ class CheckpointConfig:
     verify_restored_state: bool = flag(
         False, "record a hash of every tensor when saving, and compare them after loading"
     )
+    library_options: tuple[tuple[str, Any], ...] = ()  # for the engine's library, of a --deepspeed_config stanza
 
     def __post_init__(self) -> None:
         for owner, names in (("save", _NEED_SAVE), ("load", _NEED_LOAD)):

@@ -31,7 +31,7 @@ class ParallelConfig:
     deepspeed_config: str | None = flag(
         None,
         "DeepSpeed configuration, a JSON file; optional. A flag that was not given takes the file's value, "
-        "one that was given must agree with it",
+        "one that was given must agree with it; a key without effect is refused",
         names=("--deepspeed_config", "--deepspeed-config"),
     )
     deepspeed_activation_checkpointing: bool = flag(

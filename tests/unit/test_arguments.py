@@ -111,8 +111,9 @@ def test_every_flag_reaches_a_field() -> None:
     dests = {action.dest for action in build_parser()._actions}
     assert dests - fields == {"help", "bf16", "fp16", "no_effect"}
     assert len(fields) == sum(len(dataclasses.fields(cls)) for cls in GROUPS.values())
-    # data_parallel_size is a copy, not a flag; the rest comes from the environment or from --bf16 and --fp16.
-    assert fields - dests == {"params_dtype", "world_size", "rank", "data_parallel_size"}
+    # data_parallel_size is a copy, not a flag, and library_options are keys of --deepspeed_config; the rest comes from
+    # the environment or from --bf16 and --fp16.
+    assert fields - dests == {"params_dtype", "world_size", "rank", "data_parallel_size", "library_options"}
 
 
 def test_every_flag_has_help_and_every_dataclass_default_survives() -> None:

@@ -115,6 +115,20 @@ def directory(parent: Path, name: str) -> Path:
     return made
 
 
+def test_options_of_the_later_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a --deepspeed_config stanza reach it; branch main would drop them, and is refused."""
+    options = (("engine_type", "simple_engine"), ("profile_engine", True))
+    later = installed(LATER, monkeypatch)
+    engine = later.engine(library=options)
+    engine.check_can_save()
+    engine.save(file_states(), tmp_path, NullOperation())
+    assert later.behaviour.calls[0] == ("init", {"host_cache_size": 0.25, **dict(options)}, 0)
+    monkeypatch.undo()
+    main = installed(MAIN, monkeypatch)
+    with pytest.raises(EngineUnavailableError, match="datastates_ckpt.engine_type is of the branch of DataStates that"):
+        main.engine(library=options).check_can_save()
+
+
 def test_what_the_later_library_keeps_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = installed(LATER, monkeypatch).engine()
     engine.save(file_states(), tmp_path, NullOperation())

@@ -240,6 +240,8 @@ def test_gpt2_files_pass(tmp_path: Path) -> None:
     ("vocab", "merges", "message"),
     [
         ("a b", MERGES, "vocab.json: not JSON"),
+        ('{"a": ' * 100_000, MERGES, "vocab.json: not JSON"),
+        ('{"a": 0, "b": 1, "a": 2}', MERGES, "vocab.json: not JSON (token 'a' is given twice)"),
         ('["a"]', MERGES, "vocab.json: it must be a JSON object from token to number"),
         (
             '{"a": "b", "<|endoftext|>": 1}',

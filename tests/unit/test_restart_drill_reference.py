@@ -98,7 +98,7 @@ def test_without_a_finished_run(out: Path, missing: str) -> None:
         stored_reference(out, TRAINING)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", "\x00", '{"command": 1}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", "\x00", '{"command": 1}', "[" * 100_000])
 def test_a_damaged_record_of_the_command(out: Path, text: str) -> None:
     (out / "reference" / "training.json").write_text(text)
     with pytest.raises(DrillError, match=r"training.json cannot be read .* give the --out of another drill"):

@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         results = [json.loads(Path(name).read_text()) for name in argv]
         print("\n\n".join(_section(result) for result in results))
-    except (OSError, ValueError, KeyError) as exc:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as exc:
         print(f"targets_table: not the output of a replay with --targets: {exc}", file=sys.stderr)
         return 2
     return 0

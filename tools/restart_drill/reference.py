@@ -72,7 +72,7 @@ def _told(path: Path, out: Path) -> list[str]:
     """The command in the file at `path`."""
     try:
         return [str(word) for word in json.loads(path.read_text())["command"]]
-    except (OSError, ValueError, KeyError, TypeError) as exc:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as exc:
         raise DrillError(
             f"--reference {out}: {path} cannot be read ({exc!r}); give the --out of another drill, or "
             "drop --reference to have the run done"
