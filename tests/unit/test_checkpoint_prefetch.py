@@ -161,7 +161,7 @@ def test_a_rank_reads_its_own_part_and_its_load_nothing_again(tmp_path: Path, na
 def test_reading_ahead_ends_at_its_limit(tmp_path: Path) -> None:
     save(tmp_path, "torch")
     prefetch = Prefetch(config("--load", str(tmp_path), "--prefetch-on-start"), TWO, 1, 5 * MIB)
-    prefetch._thread.join(20)
+    prefetch._thread.join(300)
     spans = finish(prefetch, tmp_path / "global_step5", tmp_path / "trace.jsonl")
     assert 0 < sum(span["bytes"] for span in spans if not span["blocking"]) <= 5 * MIB
     assert "--prefetch-limit" in prefetch._note
@@ -206,7 +206,7 @@ def test_nothing_is_read_of_what_does_not_fit(tmp_path: Path) -> None:
         (nothing, "none with a manifest"),
         (missing, "No such file"),
     ):
-        prefetch._thread.join(20)
+        prefetch._thread.join(300)
         prefetch.close()
         assert why in prefetch._note and not prefetch._read
 

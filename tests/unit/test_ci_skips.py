@@ -45,7 +45,7 @@ def outcome(tmp_path: Path, ci: str | None) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-rsfE", "-p", "tests.conftest", "-c", os.devnull, "--rootdir",
          str(tmp_path), str(tmp_path), "--continue-on-collection-errors"],
-        cwd=ROOT, env=kept | ({} if ci is None else {"CI": ci}), capture_output=True, text=True, timeout=120,
+        cwd=ROOT, env=kept | ({} if ci is None else {"CI": ci}), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.stderr == "", done.stderr
     return done.stdout
@@ -70,7 +70,7 @@ def install(tmp_path: Path, *there: str) -> tuple[subprocess.CompletedProcess[st
         command.write_text(f'#!/bin/bash\necho "$*" >>{tmp_path}/asked\n')
         command.chmod(0o755)
     done = subprocess.run(
-        ["/bin/bash", str(INSTALL)], env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60
+        ["/bin/bash", str(INSTALL)], env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=300
     )
     asked = tmp_path / "asked"
     return done, asked.read_text() if asked.exists() else ""

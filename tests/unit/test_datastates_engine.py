@@ -157,7 +157,7 @@ def test_wait_on_another_thread(tmp_path: Path, library: Library) -> None:
     thread = threading.Thread(target=lambda: saved.extend(pending.wait()))
     thread.start()
     pending.release_state()
-    thread.join(30)
+    thread.join(300)
     assert [file.name for file in saved] == NAMES
 
 

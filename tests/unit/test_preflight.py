@@ -328,7 +328,7 @@ def test_write_that_fails_leaves_no_probe(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert result.stdout.startswith(f"--save {tmp_path}: cannot be written to: File too large")
     assert list(tmp_path.iterdir()) == []

@@ -62,7 +62,7 @@ def after_signal(argv: list[str], signum: int, environment: dict[str, str]) -> t
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         process.send_signal(signum)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=300)
     return process.returncode, errors
 
 
