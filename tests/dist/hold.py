@@ -54,7 +54,7 @@ def wait_for_strikes(count: int) -> None:
     if cycle >= int(os.environ["HELD_CYCLES"]) or "reference" in trace.parts:
         return
     while strikes(trace, cycle) < count:
-        time.sleep(0.002)
+        time.sleep(0.01)
 
 
 def trace_directory() -> Path:

@@ -93,7 +93,7 @@ def refused(
     assert result.stdout == ""
     assert len(said) == 1 and said[0].startswith("error: "), said
     assert "megatron.arguments" in imported and not imported & {"torch", "deepspeed", "numpy"}
-    assert seconds < 1.0
+    assert seconds < 5.0  # 0.2 s
     return said[0].removeprefix("error: ")
 
 

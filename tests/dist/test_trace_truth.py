@@ -248,7 +248,7 @@ def test_a_real_launch_is_accounted_for_from_process_start_to_first_step(
             "first_step",
         }  # fmt: skip
         imports = next(r for r in own_spans(trace, end) if r["phase"] == "imports")
-        assert imports["duration_ns"] > 300e6
+        assert imports["duration_ns"] > 10e6  # 2 s
         assert launched_ns < end["start_ns"]
 
 
