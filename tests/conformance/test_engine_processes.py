@@ -63,7 +63,7 @@ def test_full_disk(subject: Subject, tmp_path: Path, room: int) -> None:
     state = {"weight": torch.arange(2.0 * MIB), "step": 1}
     with small_disk(tmp_path / "disk", 4 * MIB) as mounted:
         if not mounted:
-            pytest.skip("no disk of our own can be mounted here")
+            pytest.skip("no disk of our own can be mounted here: run as root, with CAP_SYS_ADMIN")
         fill(tmp_path / "disk" / "ballast", room)
         try:
             where = tmp_path / "disk" / "checkpoint"

@@ -216,7 +216,7 @@ def test_save_directory_that_may_not_be_written(inputs: Inputs) -> None:
 def test_save_directory_on_a_full_disk(inputs: Inputs) -> None:
     with small_disk(inputs.directory / "disk", 1 << 20) as mounted:
         if not mounted:
-            pytest.skip("no disk of our own can be mounted here")
+            pytest.skip("no disk of our own can be mounted here: run as root, with CAP_SYS_ADMIN")
         save = inputs.directory / "disk" / "save"
         fill(inputs.directory / "disk" / "ballast")
         found = refused([*inputs.flags, *saving(save, 1)])

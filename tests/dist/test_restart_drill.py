@@ -243,7 +243,7 @@ def test_an_error_in_a_save_fails_the_save_and_the_drill_kills(tmp_path: Path, d
 def test_a_full_disk_fails_the_save_by_name(tmp_path: Path, dataset: list[str]) -> None:
     with small_disk(tmp_path / "disk", 48 << 20) as mounted:
         if not mounted:
-            pytest.skip("no file system may be mounted here")
+            pytest.skip("no file system may be mounted here: run as root, with CAP_SYS_ADMIN")
         out, checkpoints = tmp_path / "drill", tmp_path / "disk" / "run"
         options = ["--checkpoints", str(checkpoints), "--checkpoint-engine", "torch", "--no-reference"]
         (cycle,) = cycles(drill(out, dataset, "disk-full", "mid-step", *options), out)

@@ -209,7 +209,7 @@ class DirectoryEngineChecks:
     def test_a_full_disk_is_an_error_with_number_and_file(self, tmp_path: Path) -> None:
         with small_disk(tmp_path / "disk", 2 * MIB) as mounted:
             if not mounted:
-                pytest.skip("needs the right to mount a tmpfs")
+                pytest.skip("needs the right to mount a tmpfs: run as root, with CAP_SYS_ADMIN")
             for threads in (None, 3):
                 directory = tmp_path / "disk" / f"save{threads}"
                 directory.mkdir()

@@ -224,7 +224,7 @@ def test_no_space_for_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[s
     disk = tmp_path / "disk"
     with small_disk(disk, 1 << 18) as mounted:
         if not mounted:
-            pytest.skip("no file system may be mounted here")
+            pytest.skip("no file system may be mounted here: run as root, with CAP_SYS_ADMIN")
         for flags, begin in (
             ([str(directory)], "Run "),
             ([f"x={directory}", f"y={directory}"], "Comparison of "),
