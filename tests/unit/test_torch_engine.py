@@ -197,7 +197,7 @@ def test_name_used_twice_is_an_error(tmp_path: Path) -> None:
 
 # Loading what is damaged
 
-PROPERTY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+PROPERTY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
