@@ -3,6 +3,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 examples_deepspeed/restart_bench/setup_env.sh
+[[ ${CI:-} != true ]] || tests/install_system_packages.sh
 bin=${VENV_DIR:-$PWD/.venv}/bin
 
 echo "== ruff"

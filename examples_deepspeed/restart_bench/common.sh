@@ -9,14 +9,19 @@
 #   WORK_DIR                                       where everything goes (default: runs/NAME in the repository)
 #   LAUNCHER=torchrun|deepspeed|srun|fork HOSTFILE NNODES NODE_RANK GPUS_PER_NODE
 #   MASTER_ADDR MASTER_PORT MAX_RESTARTS           the last for LAUNCHER=fork: restarts in place
+#   EXPORT="NAME ..."                              variables for the ranks of all nodes, beside those that go there
+#                                                  anyway: NCCL_* GLOO_* FI_* UCX_* OMP_* CUDA_* TORCH_* HF_*
+#                                                  LD_LIBRARY_PATH PYTHONPATH
 #   DEVICE=cuda|cpu                                cpu: for the tiny preset only
 #   SKIP_SETUP=1 PYTHON                            run with this interpreter instead of the repository's .venv
-#   DRY_RUN=1                                      print the command of each node, one per line; touch nothing
+#   DRY_RUN=1                                      print the command of each node, one per line, with *** in place of
+#                                                  secrets (names with TOKEN KEY SECRET PASSWORD); touch nothing
 #   COMMAND_TO=FILE                                prepare everything, write the command to FILE, each word ended by a
 #                                                  NUL, and launch nothing: how tools/restart_drill runs a preset
 
 BENCH_DIR=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 ROOT=$(cd "$BENCH_DIR/../.." && pwd)
+source "$BENCH_DIR/launch/environment.sh"
 source "$BENCH_DIR/launch/nodes.sh"
 source "$BENCH_DIR/launch/torchrun.sh"
 source "$BENCH_DIR/launch/deepspeed.sh"
@@ -40,6 +45,7 @@ require_whole_number() {
 
 # Sets every variable that the functions below read; the preset's values and the environment's come together here.
 load_settings() {
+    collect_user_env
     MODEL=$1 TP=$2 PP=$3
     DP=${DP:-1}
     require_whole_number DP
@@ -113,7 +119,7 @@ build_launch_env() {
     if [[ $DEVICE == cpu ]]; then
         LAUNCH_ENV+=(DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" CUDA_VISIBLE_DEVICES=)
         if ((NNODES == 1)) && [[ -e /sys/class/net/lo ]]; then
-            LAUNCH_ENV+=(GLOO_SOCKET_IFNAME=lo)
+            LAUNCH_ENV+=(GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}")
         fi
     fi
 }
@@ -141,9 +147,10 @@ print_quoted() {
 
 print_commands() {
     local node
+    show_user_env
     for ((node = 0; node < $("${LAUNCHER}_num_commands"); node++)); do
         node_command "$node"
-        print_quoted "${COMMAND[@]}"
+        print_quoted "${COMMAND[@]}" | sed 's/=\\\*\\\*\\\* /=*** /g'
     done
 }
 

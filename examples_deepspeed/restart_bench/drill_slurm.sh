@@ -27,9 +27,8 @@ NNODES=${SLURM_JOB_NUM_NODES:-${SLURM_NNODES:-}}
 if [[ -z ${MASTER_ADDR:-} ]]; then
     MASTER_ADDR=127.0.0.1
     if ((NNODES > 1)); then
-        mapfile -t hosts < <(scontrol show hostnames "${SLURM_JOB_NODELIST:-}")
-        ((${#hosts[@]} > 0)) || die "scontrol names no host of SLURM_JOB_NODELIST=${SLURM_JOB_NODELIST:-}; set MASTER_ADDR"
-        MASTER_ADDR=${hosts[0]}
+        source "$SCRIPTS/launch/srun.sh"
+        MASTER_ADDR=$(first_allocated_host)
     fi
 fi
 # 8(x4) or 8: what Slurm says of the tasks of its nodes; presets fill their nodes evenly.

@@ -41,7 +41,7 @@ def refused(tmp_path: Path, engine: str, *, without: str = "") -> str:
     environment = {"PYTHONPATH": str(tmp_path / "hidden"), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         [sys.executable, str(ROOT / "pretrain_gpt.py"), *MODEL, *data, *save],
-        env=os.environ | environment, capture_output=True, text=True, timeout=120,
+        env=os.environ | environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     said = result.stdout + result.stderr
     assert result.returncode == 2 and "Traceback" not in said, (result.returncode, said)

@@ -22,7 +22,7 @@ from tools.ckpt_analysis.restart_parts import OUTSIDE, UNNAMED, parts_of
 from tools.ckpt_analysis.results import StartStats
 
 EXACT = 1e-9  # seconds
-LEAST_ACCOUNTED = 0.98
+LEAST_ACCOUNTED = 0.9  # 0.98 on a quiet machine: what else runs here takes its time between two spans, too
 _MANIFEST = "manifest.json"  # written by the commit: in no engine's bytes (docs/metrics.md)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+HANGS_S = 300.0  # what has not come by then never will; no test passes or fails by how soon a thing comes
 
 LLAMA_STYLE = [
     "--use-rotary-position-embeddings", "--untie-embeddings-and-output-weights", "--swiglu",
@@ -67,7 +68,7 @@ class Zygote:
     def close(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.wait(timeout=30)
+        self.process.wait(timeout=HANGS_S)
 
     def run(
         self,
@@ -76,7 +77,7 @@ class Zygote:
         log_dir: Path,
         *,
         env: dict[str, str] | None = None,
-        timeout: float = 120.0,
+        timeout: float = HANGS_S,
         during: Callable[[list[int]], None] | None = None,
         script: str | None = None,
         launcher: bool = False,
@@ -100,19 +101,19 @@ class Zygote:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
-        pids: list[int] = self._answer(120.0)["pids"]
+        pids: list[int] = self._answer(HANGS_S)["pids"]
         if during is not None:
             try:
                 during(pids)
             except BaseException:  # leave no rank behind, and the zygote ready for the next test
                 kill_all(pids)
-                self._answer(30.0)
+                self._answer(HANGS_S)
                 raise
         try:
             codes = self._answer(timeout)["exit_codes"]
         except TimeoutError:
             kill_all(pids)
-            codes = self._answer(30.0)["exit_codes"]
+            codes = self._answer(HANGS_S)["exit_codes"]
             raise AssertionError(
                 f"ranks still ran after {timeout} s; their output:\n{Run(codes, directory, pids).output}"
             ) from None
@@ -137,11 +138,11 @@ def kill_all(pids: list[int]) -> None:
             continue
 
 
-def wait_for(condition: Callable[[], bool], timeout: float, what: str) -> None:
+def wait_for(condition: Callable[[], bool], what: str) -> None:
     """Poll `condition` every millisecond."""
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + HANGS_S
     while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen within {timeout} s"
+        assert time.monotonic() < deadline, f"{what} did not happen within {HANGS_S:g} s"
         time.sleep(0.001)
 
 

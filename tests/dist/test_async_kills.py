@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ def kill_when(
 
     def during(pids: list[int]) -> None:
         tail = TraceTail(save / "restart_trace", 0, rank)
-        wait_for(lambda: any(reached(r) for r in tail.new_records()), 60.0, "the moment to kill")
+        wait_for(lambda: any(reached(r) for r in tail.new_records()), "the moment to kill")
         kill_all(pids[victims])
 
     return during
@@ -57,7 +56,7 @@ def check_resumes_from(launcher: Launcher, save: Path, step: int) -> None:
 
 @pytest.mark.parametrize(
     ("delay", "moment"),
-    [("0.8", iteration(3)), ("[0.0, 0.8]", hashes_written)],
+    [('{"2": 600}', iteration(3)), ('{"2": [0, 600]}', hashes_written)],
     ids=["writing in the background", "between write and commit"],
 )
 def test_sigkill_before_the_commit(
@@ -88,14 +87,8 @@ def test_rank_that_dies_while_the_others_agree(launcher: Launcher) -> None:
     """They are told by the broken connections, say so, commit nothing and end by themselves."""
     save = launcher.directory / "run"
     flags = [*TINY_RUN, "--num-layers", "4", "--train-iters", "500", *saving(save, 2)]
-    moments: list[float] = []
-
-    def kill_last(pids: list[int]) -> None:
-        kill_when(save, hashes_written, slice(-1, None))(pids)
-        moments.append(time.monotonic())
-
-    finished = run(launcher, FOUR, *flags, env={"SLOW_DELAY": "[0, 0, 0, 30]"}, during=kill_last)
-    assert time.monotonic() - moments[0] < 20.0
+    kill_last = kill_when(save, hashes_written, slice(-1, None))
+    finished = run(launcher, FOUR, *flags, env={"SLOW_DELAY": "[0, 0, 0, 600]"}, during=kill_last)
     assert finished.exit_codes[-1] == -9
     assert all(code > 0 for code in finished.exit_codes[:-1]), finished.exit_codes
     assert committed(save) == [] and len(list(save.glob(".incomplete_global_step2*"))) == 1

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 
 from megatron.topology import Layout
 from tests.dist.async_runs import ASYNC, SCRIPT, TINY_RUN, committed, run, save_ends, spans_of, train
-from tests.dist.harness import LLAMA_STYLE, ROOT, Zygote, records, wait_for
+from tests.dist.harness import HANGS_S, LLAMA_STYLE, ROOT, Zygote, losses, records, wait_for
 from tests.dist.test_commit_protocol import TWO
 from tests.dist.tiny_runs import (
     DROPOUT,
@@ -52,7 +51,7 @@ def launcher(zygote: Zygote, dataset: list[str], tmp_path: Path) -> Launcher:
 def test_training_goes_on_while_a_save_is_written_and_the_next_save_waits_for_it(launcher: Launcher) -> None:
     save = launcher.directory / "run"
     finished = train(
-        launcher, TWO, *TINY_RUN, "--train-iters", "6", *saving(save, 4), env={"SLOW_DELAY": "1.0"}
+        launcher, TWO, *TINY_RUN, "--train-iters", "6", *saving(save, 4), env={"SLOW_DELAY": "waited"}
     )
     for rank in range(TWO.world_size):
         first, last = save_ends(save, rank)
@@ -67,8 +66,9 @@ def test_training_goes_on_while_a_save_is_written_and_the_next_save_waits_for_it
         check_that_saves_do_not_overlap(save, first, last)
         # The end of training waits for the last one, which is a part of that save.
         waits = [s for s in spans_of(save, last) if s["phase"] == "wait_previous"]
-        assert len(waits) == 2 and last["end_ns"] - waits[1]["end_ns"] < 50e6
-        assert waits[1]["blocking"] and waits[1]["duration_ns"] > 0.4e9
+        assert len(waits) == 2 and waits[1]["blocking"] and waits[1]["end_ns"] <= last["end_ns"]
+        written = [s for s in spans_of(save, last) if s["phase"] == "flush" and s.get("file") != "delay"]
+        assert written and all(waits[1]["start_ns"] < s["start_ns"] < waits[1]["end_ns"] for s in written)
     assert committed(save) == ["global_step4", "global_step6"]
     log = finished.log(0)
     assert re.search(
@@ -94,7 +94,7 @@ def check_that_saves_do_not_overlap(save: Path, first: dict[str, Any], last: dic
     waited, collected = (
         next(s for s in spans if s["phase"] == phase) for phase in ("wait_previous", "collect")
     )
-    assert waited["blocking"] and waited["thread"] == "MainThread" and waited["duration_ns"] > 0.1e9
+    assert waited["blocking"] and waited["thread"] == "MainThread"
     assert last["start_ns"] < first["end_ns"] <= waited["end_ns"] <= collected["start_ns"]
 
 
@@ -103,16 +103,18 @@ def test_blocking_spans_account_for_the_time_that_training_waits(launcher: Launc
     save = launcher.directory / "run"
     env = {"SLOW_COPY": "begin", "SLOW_DELAY": "0.2"}
     flags = [*BIG, "--num-layers", "4", "--train-iters", "3", "--save", save, "--save-interval", "2"]
-    ratios: list[float] = []
-    while not ratios or ratios[-1] < 0.98:  # what the scheduler takes is not left out every time
-        assert len(ratios) < 4, f"blocking spans cover only {ratios} of the time"
+    gaps: list[float] = []  # seconds that are in no span
+    allowed = 0.0
+    while not gaps or gaps[-1] > allowed:  # what the scheduler takes is not left out every time
+        assert len(gaps) < 4, f"{gaps} s of the time are in no blocking span"
         finished = train(launcher, PAIR, *flags, "--restart-trace-dir", save / "restart_trace", env=env)
         waited = re.search(r"iteration 2 committed to \S+ training was blocked (\S+) s", finished.log(0))
         assert waited
-        end = save_ends(save, cycle=len(ratios))[0]
+        end = save_ends(save, cycle=len(gaps))[0]
         named = sum(s["duration_ns"] for s in spans_of(save, end) if s["blocking"])
         assert named / 1e9 < float(waited[1]) + 0.001 and end["end_ns"] - end["start_ns"] > named + 0.2e9
-        ratios.append(named / 1e9 / float(waited[1]))
+        gaps.append(float(waited[1]) - named / 1e9)
+        allowed = max(0.02 * float(waited[1]), 0.05)
 
 
 # ---------------------------------------------------------------- what is saved
@@ -141,7 +143,7 @@ def test_resumed_run_equals_uninterrupted_one(launcher: Launcher, layout: Layout
     whole, resumed = launcher.directory / "whole", launcher.directory / "resumed"
     model = [*MODEL, *LLAMA_STYLE, "--num-key-value-heads", "2"]
     flags = [*model, *TRAINING, *DROPOUT, "--bf16", "--train-iters", "5"]
-    train(launcher, layout, *flags, *saving(whole, 3), env={"SLOW_DELAY": "1.0"})
+    train(launcher, layout, *flags, *saving(whole, 3), env={"SLOW_DELAY": "waited"})
     ended = [r for r in records(whole / "restart_trace", rank=0) if r["type"] == "iteration"]
     assert ended[3]["end_ns"] < save_ends(whole)[0]["end_ns"]  # iteration 4 was done before 3 was committed
     train(launcher, layout, *flags, *saving(resumed, 3), "--load", whole, "--load-tag", "global_step3")
@@ -197,15 +199,16 @@ def test_exit_code_tells_that_the_last_save_failed(launcher: Launcher) -> None:
 
 
 def test_training_ends_when_no_save_can_be_agreed_on_any_more(launcher: Launcher) -> None:
-    """On all ranks, and soon, though every one of them is there: a connection that timed out does not come back."""
+    """On all ranks, long before its end, though each is there: a connection that timed out does not come back."""
     save = launcher.directory / "run"
     flags = [*TINY_RUN, "--train-iters", "5000", *saving(save, 2)]
-    finished = run(launcher, TWO, *flags, env={"LOSE_AT": "4"}, timeout=60.0)
+    finished = run(launcher, TWO, *flags, env={"LOSE_AT": "4"})
     assert finished.exit_codes == [1, 1]
     # A rank that has not asked yet may hear of it by a collective of training that the other one has left.
     assert "AgreementLostError: the ranks cannot agree on checkpoints any more" in finished.output
     for rank in range(TWO.world_size):
         assert [end["outcome"] for end in save_ends(save, rank)][:2] == ["ok", "failed"]
+        assert max(losses(save / "restart_trace", rank=rank)) < 1000
     assert "Timed out waiting for another rank; the previous checkpoint is untouched" not in finished.log(0)
     assert committed(save) == ["global_step2"]
 
@@ -219,13 +222,13 @@ def test_sigterm_waits_for_the_save(launcher: Launcher) -> None:
     def terminate(pids: list[int]) -> None:
         tail = TraceTail(save / "restart_trace", 0)
         wait_for(
-            lambda: any(r["type"] == "iteration" for r in tail.new_records()), 60.0, "the first iteration"
+            lambda: any(r["type"] == "iteration" for r in tail.new_records()), "the first iteration"
         )
         for pid in pids:
             os.kill(pid, signal.SIGTERM)
 
     flags = [*TINY_RUN, "--train-iters", "5000", *saving(save, 5000), "--exit-signal-handler"]
-    finished = train(launcher, TWO, *flags, env={"SLOW_DELAY": "0.5"}, during=terminate)
+    finished = train(launcher, TWO, *flags, env={"SLOW_DELAY": "waited"}, during=terminate)
     (end,) = save_ends(save)
     assert end["outcome"] == "ok" and committed(save) == [end["tag"]]
     assert f"waiting for the checkpoint of iteration {end['step']}" in finished.log(0)
@@ -247,16 +250,14 @@ def test_error_in_training_does_not_wait_for_storage_that_hangs(dataset: list[st
     flags = [*TINY_RUN, *parallel(SINGLE), "--train-iters", "6", *saving(save, 3), *ASYNC]
     env = os.environ | {"SLOW_DELAY": "600", "RAISE_AT": "5", "DRAIN_S": "0.5", "PYTHONPATH": str(ROOT)}
     env |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    started = time.monotonic()
     finished = subprocess.run(
         [sys.executable, SCRIPT, *dataset, *flags],
         env=env,
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=HANGS_S,  # half of what the storage would take
     )
-    assert time.monotonic() - started < 60
     assert finished.returncode == 1, finished.stdout + finished.stderr
     assert "RuntimeError: training met an error" in finished.stderr
     assert "the checkpoint of iteration 3 was not committed within 0.5 s" in finished.stdout + finished.stderr

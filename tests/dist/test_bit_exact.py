@@ -17,6 +17,7 @@ import torch
 
 from megatron.topology import Layout
 from tests.dist.harness import LLAMA_STYLE, Run, Zygote, kill_all, losses, records, wait_for
+from tests.dist.hold import HELD_TRAINING
 from tests.dist.tiny_runs import (
     DROPOUT,
     MODEL,
@@ -148,10 +149,13 @@ def test_sigkill_of_all_ranks(launcher: Launcher) -> None:
 
     def kill_after_five(pids: list[int]) -> None:
         trace = killed / "restart_trace"
-        wait_for(lambda: 5 in losses(trace, rank=0), 60.0, "iteration 5")
+        wait_for(lambda: 5 in losses(trace, rank=0), "iteration 5")
         kill_all(pids)
 
-    run = launcher.run(ALL_THREE, *flags, *saving(killed, 4), during=kill_after_five)
+    held = {"HELD_CYCLES": "1", "HELD_AFTER": "5"}  # no further than that, however late the kill comes
+    run = launcher.run(
+        ALL_THREE, *flags, *saving(killed, 4), during=kill_after_five, script=HELD_TRAINING, env=held
+    )
     assert run.exit_codes == [-9] * 8
     launcher.train(ALL_THREE, *flags, *saving(killed, 4), "--load", killed, "--exit-interval", "6")
     expected, again = losses_of_ranks(whole, ALL_THREE), losses_of_ranks(killed, ALL_THREE, cycle=1)

@@ -24,7 +24,7 @@ WITHOUT_DATASTATES = pytest.mark.skipif(
 COMMAND = [sys.executable, "-m", "tools.ckpt_replay"]
 SMALL = ["--small-tensors", "16", "--small-tensor-bytes", "64KiB"]
 PLUGINS = '''
-import threading, time
+import io, threading, time
 import torch
 from megatron.checkpoint_engines.base import CheckpointEngine, PendingSave, SavedFile
 
@@ -37,16 +37,23 @@ class Faulty(CheckpointEngine):
             raise OSError(28, "No space left on device", str(directory))
         return []
 
+def content_of(file):
+    buffer = io.BytesIO()
+    torch.save(file.state, buffer)
+    return buffer.getvalue()
+
 class TornSave(PendingSave):
     def __init__(self, files, directory):
         self.files, self.directory, self.released = files, directory, threading.Event()
+        self.before = [content_of(file) for file in files]
 
     def release_state(self):
         self.released.set()
 
     def wait(self):  # reads the state when it is no longer its own
         self.released.wait()
-        time.sleep(0.5)
+        while self.before == [content_of(file) for file in self.files]:
+            time.sleep(0.01)
         found = []
         for file in self.files:
             torch.save(file.state, self.directory / file.name)
@@ -69,7 +76,7 @@ class Torn(CheckpointEngine):
 def replay(argv: list[str], directory: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*COMMAND, *argv, "--dir", str(directory)], cwd=ROOT, env=os.environ | environment, capture_output=True,
-        text=True, check=False, timeout=240,
+        text=True, check=False, timeout=300,
     )  # fmt: skip
 
 
@@ -240,9 +247,9 @@ def test_nothing_is_left_after_a_termination(tmp_path: Path) -> None:
         [*COMMAND, *SMALL, "--engine", "torch", "--repeat", "1000", "--dir", str(tmp_path)],
         cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    wait_for(lambda: bool(list(tmp_path.glob("*/torch/global_step*"))), 60.0, "the first checkpoint")
+    wait_for(lambda: bool(list(tmp_path.glob("*/torch/global_step*"))), "the first checkpoint")
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    assert process.wait(timeout=300) == 128 + signal.SIGTERM
     assert not list(tmp_path.iterdir())
 
 
@@ -264,7 +271,7 @@ def test_under_torchrun_each_process_is_a_rank(tmp_path: Path) -> None:
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
             "-m", "tools.ckpt_replay", *argv,
         ],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=240,
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
@@ -282,7 +289,7 @@ def test_one_command_prints_every_target(tmp_path: Path) -> None:
     }  # fmt: skip
     done = subprocess.run(
         ["bash", str(ROOT / "examples_deepspeed/restart_bench/engine_targets.sh")],
-        cwd=tmp_path, env=os.environ | settings, capture_output=True, text=True, check=False, timeout=280,
+        cwd=tmp_path, env=os.environ | settings, capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     table = done.stdout.split("== verdicts")[1]

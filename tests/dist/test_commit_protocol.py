@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.topology import Layout
-from tests.dist.harness import LLAMA_STYLE, Zygote, kill_all, losses, records
+from tests.dist.harness import HANGS_S, LLAMA_STYLE, Zygote, kill_all, losses, records
 from tests.dist.tiny_runs import DROPOUT, Launcher, saving
 from tools.restart_drill.moments import TraceTail
 
@@ -34,6 +34,8 @@ TINY = [
 TARGETS = ("begun", "writing", "fsync", "agreeing", "manifest", "publish", "prune")
 IN_BACKGROUND = ("begun", "fsync", "manifest", "publish", "prune")
 SHORT = ("agreeing", "manifest", "publish")
+SCRIPTS = Path(__file__).with_name("scripts")
+KILLED_WHEN_WRITTEN = str(SCRIPTS / "killed_when_written.py")
 
 
 @pytest.fixture
@@ -91,7 +93,7 @@ class Killer:
     def __call__(self, pids: list[int]) -> None:
         tail = TraceTail(self.trace, self.cycle, self.rank)
         where = f"stage {self.target} of save {self.nth} in cycle {self.cycle}"
-        deadline = time.monotonic() + 60.0
+        deadline = time.monotonic() + HANGS_S
         saves = 0
         while True:
             time.sleep(0.0002)  # some stages last a millisecond
@@ -191,19 +193,12 @@ def loaded_tags(trace: Path, cycle: int, world_size: int) -> list[str | None]:
 
 
 def test_sigkill_of_one_rank(launcher: Launcher) -> None:
-    """Without a launcher that would end them, the others end by themselves, soon, and commit nothing."""
+    """Without a launcher that would end them, the others end by themselves and commit nothing."""
     save = launcher.directory / "run"
     trace = save / "restart_trace"
     flags = [*MODEL, *TRAINING, *saving(save, 1), "--load", str(save)]
-    moments: list[float] = []
-
-    def last_rank(pids: list[int]) -> list[int]:
-        moments.append(time.monotonic())
-        return pids[-1:]
-
-    killer = Killer(trace, 0, "writing", 2, 0.0, last_rank, rank=LAYOUT.world_size - 1)
-    run = launcher.run(LAYOUT, *flags, during=killer)
-    assert time.monotonic() - moments[0] < 20.0
+    last = {"KILL_STEP": "2", "KILL_RANK": str(LAYOUT.world_size - 1), "KILL_ENGINE": "torch"}
+    run = launcher.run(LAYOUT, *flags, script=KILLED_WHEN_WRITTEN, env=last)
     assert run.exit_codes[-1] == -9
     assert all(code > 0 for code in run.exit_codes[:-1]), run.exit_codes
     assert not (save / "global_step2").exists() and (save / "latest").read_text() == "global_step1"
@@ -213,7 +208,7 @@ def test_sigkill_of_one_rank(launcher: Launcher) -> None:
 
 
 TWO = Layout(tp=1, pp=1, dp=2)
-CRASH = str(Path(__file__).with_name("scripts") / "crash_in_commit.py")
+CRASH = str(SCRIPTS / "crash_in_commit.py")
 
 
 @dataclass

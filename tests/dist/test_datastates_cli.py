@@ -68,7 +68,7 @@ def test_saving_without_a_device(launcher: Launcher) -> None:
             sys.executable, str(ROOT / "pretrain_gpt.py"), *launcher.dataset,
             *saving(launcher.directory / "save", 2), "--checkpoint-engine", "datastates",
         ],
-        env=os.environ | places, capture_output=True, text=True, timeout=120,
+        env=os.environ | places, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert one_error(result.stdout + result.stderr, result.returncode) == (
         "--checkpoint-engine datastates: there is no CUDA device here, and saving needs one; use another engine, or "

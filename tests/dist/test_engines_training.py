@@ -15,7 +15,8 @@ from megatron.checkpoint_commit import Manifest
 from megatron.checkpoint_engines.registry import engine_class
 from megatron.topology import Layout
 from tests.conformance.subjects import engines_under_test
-from tests.dist.harness import LLAMA_STYLE, Run, Zygote, kill_all, losses, records, wait_for
+from tests.dist.harness import HANGS_S, LLAMA_STYLE, Run, Zygote, kill_all, losses, records, wait_for
+from tests.dist.hold import HELD_TRAINING
 from tests.dist.tiny_runs import (
     DROPOUT,
     MODEL,
@@ -83,10 +84,10 @@ def committed(save: Path) -> int:
 
 
 def kill_with_helpers(pids: list[int]) -> None:
-    """SIGKILL the ranks; processes that they had started must end by themselves, soon."""
+    """SIGKILL the ranks; processes that they had started must end by themselves."""
     helpers = [child for pid in pids for child in psutil.Process(pid).children(recursive=True)]
     kill_all(pids)
-    _, left = psutil.wait_procs(helpers, timeout=15.0)
+    _, left = psutil.wait_procs(helpers, timeout=HANGS_S)
     for helper in left:
         helper.kill()
     assert not left, f"left behind by ranks that were killed: {left}"
@@ -98,16 +99,20 @@ def kill_with_helpers(pids: list[int]) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_killed_and_resumed_on_eight_ranks(launcher: Launcher, reference: Path, engine: str) -> None:
-    """TP2 PP2 DP2, SIGKILL at no chosen instant; every loss and every tensor of every rank is as without it."""
+    """TP2 PP2 DP2, SIGKILL at no chosen instant; every loss and every tensor of every rank is as without it.
+
+    The ranks train no further than to iteration 5, so that it cannot come when everything is saved.
+    """
     save = launcher.directory / "run"
     flags = [*LLAMA, *ITERATIONS, *saving(save, 2), "--checkpoint-engine", engine]
 
     def kill_once_a_checkpoint_is_there(pids: list[int]) -> None:
         there = lambda: committed(save) > 0 and 3 in losses(save / "restart_trace")  # noqa: E731
-        wait_for(there, 60.0, "a checkpoint")
+        wait_for(there, "a checkpoint")
         kill_with_helpers(pids)
 
-    run = launcher.run(ALL_THREE, *flags, during=kill_once_a_checkpoint_is_there)
+    held = {"HELD_CYCLES": "1", "HELD_AFTER": str(LAST - 1)}
+    run = launcher.run(ALL_THREE, *flags, during=kill_once_a_checkpoint_is_there, script=HELD_TRAINING, env=held)
     assert run.exit_codes == [-9] * ALL_THREE.world_size, run.output[-4000:]
     last_committed = committed(save)
     assert last_committed < LAST, (
@@ -168,16 +173,17 @@ def unfinished(save: Path, step: int) -> list[Path]:
 
 
 def kill_while_writing(job: Job, step: int) -> None:
-    """Kill both ranks once there is something, and not everything, of the checkpoint of `step`."""
+    """Kill both ranks once there is something of the checkpoint of `step`, which one of them never says is written."""
 
     def writing() -> bool:
         return any(path.stat().st_size for found in unfinished(job.save, step) for path in files_in(found))
 
     def harm(pids: list[int]) -> None:
-        wait_for(writing, 60.0, f"a file of step {step}")
+        wait_for(writing, f"a file of step {step}")
         kill_with_helpers(pids)
 
-    run = job.start(during=harm)
+    hanging = {"KILL_STEP": str(step), "KILL_RANK": "1", "KILL_ENGINE": job.engine, "HANG": "1"}
+    run = job.start(during=harm, script=str(SCRIPTS / "killed_when_written.py"), env=hanging)
     assert run.exit_codes == [-9, -9], run.output[-4000:]
     (left,) = unfinished(job.save, step)
     assert not (left / "manifest.json").exists(), "it was killed too late"
@@ -210,7 +216,7 @@ def test_killed_in_every_part_of_a_save(job: Job, expected_losses: dict[int, flo
 @pytest.mark.parametrize("job", [e for e in ENGINES if engine_class(e).asynchronous], indirect=True)
 def test_saves_that_take_longer_than_the_steps_between(job: Job, expected_losses: dict[int, float]) -> None:
     """Each save waits for the one before; training on meanwhile shows in neither."""
-    slow = {"SLOW_ENGINE": job.engine, "SLOW_S": "0.3"}
+    slow = {"SLOW_ENGINE": job.engine}
     run = job.start("--exit-interval", "4", script=str(SCRIPTS / "slow_saves.py"), env=slow)
     assert run.ok, run.output[-6000:]
     for rank in range(TWO.world_size):

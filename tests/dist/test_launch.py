@@ -14,7 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.dist.harness import ROOT, losses, records, wait_for
+from tests.dist.drill_reports import LEAST_ACCOUNTED
+from tests.dist.harness import HANGS_S, ROOT, losses, records, wait_for
+from tests.dist.hold import held_environment
 from tests.dist.test_restart_drill import TRAINING
 
 LAUNCHER = [sys.executable, str(ROOT / "megatron" / "launch"), "--nproc-per-node", "2"]
@@ -38,11 +40,12 @@ def environment(out: Path) -> dict[str, str]:
     return kept | {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", MARK: str(out)}
 
 
-def committed(trace: Path) -> bool:
-    """Whether rank 0 of the first launch has a checkpoint and trains on."""
-    found = records(trace, 0, 0) if trace.exists() else []
-    saved = [r["step"] for r in found if r["type"] == "operation_end" and r["operation"] == "save"]
-    return bool(saved) and any(r["type"] == "iteration" and r["step"] > saved[0] for r in found)
+HELD_AT = 8  # with a save every 5 iterations: 6, 7 and 8 will be trained again
+
+
+def all_held(trace: Path) -> bool:
+    """Whether both ranks of the first launch have done the last iteration before they wait."""
+    return trace.exists() and all(HELD_AT in losses(trace, 0, rank) for rank in (0, 1))
 
 
 def spans(trace: Path, cycle: int, phase: str) -> list[dict[str, Any]]:
@@ -68,24 +71,29 @@ def test_ranks_that_are_killed_go_on_in_place(tmp_path: Path, dataset: list[str]
     command = [*LAUNCHER, "--max-restarts", "1", str(ROOT / "pretrain_gpt.py"), *dataset, *TRAINING, *saving]
     with (tmp_path / "log").open("wb") as log:
         job = subprocess.Popen(
-            command, cwd=tmp_path, env=environment(tmp_path), stdout=log, stderr=subprocess.STDOUT
+            command,
+            cwd=tmp_path,
+            env=environment(tmp_path) | held_environment(cycles=1, after=HELD_AT),
+            stdout=log,
+            stderr=subprocess.STDOUT,
         )
     try:
-        wait_for(lambda: committed(trace), 60.0, "a checkpoint")
+        wait_for(lambda: all_held(trace) or job.poll() is not None, f"iteration {HELD_AT}")
         ranks = [process for process in marked(tmp_path) if "RANK" in process.environ()]
         assert len(ranks) == 2
         for process in ranks:
             process.send_signal(signal.SIGKILL)
-        assert job.wait(100) == 0, (tmp_path / "log").read_text()[-4000:]
+        assert job.wait(HANGS_S) == 0, (tmp_path / "log").read_text()[-4000:]
     finally:
         for process in marked(tmp_path):
             process.kill()
-        job.wait(30)
+        job.wait(HANGS_S)
     assert marked(tmp_path) == []
     assert set(os.listdir("/dev/shm")) == shared_memory
     before, after = losses(trace, 0, 1), losses(trace, 1, 1)
     repeated = set(before) & set(after)
-    assert max(after) == 40 and repeated and all(before[step] == after[step] for step in repeated)
+    assert sorted(before) == list(range(1, HELD_AT + 1)) and sorted(after) == list(range(6, 41))
+    assert all(before[step] == after[step] for step in repeated) and repeated == {6, 7, 8}
 
     # The first start has the launcher's imports in it, the second has none and begins with the fork.
     begin, forked = start_of(trace, 0)
@@ -95,7 +103,7 @@ def test_ranks_that_are_killed_go_on_in_place(tmp_path: Path, dataset: list[str]
     begin, forked = start_of(trace, 1)
     assert begin == forked
     imports = sum(span["duration_ns"] for span in spans(trace, 1, "imports"))
-    assert imports < 0.2 * first["duration_ns"], "something is imported again in a restart"
+    assert imports < 0.5 * first["duration_ns"], "something is imported again in a restart"
 
 
 @pytest.mark.slow
@@ -104,10 +112,11 @@ def test_a_relaunch_is_verified_and_accounted_for_by_the_drill(tmp_path: Path, d
     done = subprocess.run(
         [
             sys.executable, "-m", "tools.restart_drill", "--fault", "sigkill-all", "--at", "mid-step", "--out",
-            str(out), "--quiet", "--time-limit", "60", "--", *LAUNCHER, str(ROOT / "pretrain_gpt.py"), *dataset,
+            str(out), "--quiet", "--time-limit", str(HANGS_S), "--", *LAUNCHER, str(ROOT / "pretrain_gpt.py"), *dataset,
             *TRAINING, "--train-iters", "40",
         ],
-        env=environment(out), cwd=ROOT, capture_output=True, text=True, timeout=200,
+        env=environment(out) | held_environment(cycles=1), cwd=ROOT, capture_output=True, text=True,
+        timeout=3 * HANGS_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert marked(out) == []
@@ -116,7 +125,7 @@ def test_a_relaunch_is_verified_and_accounted_for_by_the_drill(tmp_path: Path, d
     assert cycle["processes"] == 2 and cycle["exit_code"] == 1 and cycle["verified"]
     assert sum(phases.values()) == pytest.approx(cycle["restart_s"])
     assert min(phases.values()) > -0.011, phases  # the kernel tells the start of the launcher to 10 ms
-    assert cycle["accounted"] >= 0.98, phases
+    assert cycle["accounted"] >= LEAST_ACCOUNTED, phases
     found = [
         r for r in records(out / "trace", cycle=1, rank=0) if r["type"] == "span" and r["phase"] == "imports"
     ]

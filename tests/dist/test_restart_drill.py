@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.dist.drill_reports import assert_report_agrees
-from tests.dist.harness import LLAMA_STYLE, ROOT
+from tests.dist.drill_reports import LEAST_ACCOUNTED, assert_report_agrees
+from tests.dist.harness import HANGS_S, LLAMA_STYLE, ROOT, wait_for
+from tests.dist.hold import held_environment
 from tests.dist.storage import small_disk
 from tests.dist.tiny_runs import NO_DROPOUT
 
@@ -31,6 +31,7 @@ TRAINING = [
 WITHOUT_HANDLER = [flag for flag in TRAINING if flag != "--exit-signal-handler"]
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 MARK = "RESTART_DRILL_TEST"
+ALWAYS = 1000  # a matrix ends the last launch of a course itself
 
 
 def environment(out: Path) -> dict[str, str]:
@@ -41,24 +42,33 @@ def environment(out: Path) -> dict[str, str]:
 
 
 def drill(
-    out: Path, dataset: list[str], fault: str, moment: str, *options: str, training: tuple[str, ...] = ()
+    out: Path,
+    dataset: list[str],
+    fault: str,
+    moment: str,
+    *options: str,
+    training: tuple[str, ...] = (),
+    strikes: int = 1,
 ) -> subprocess.CompletedProcess[str]:
-    """Run the drill over a training of two DP ranks under torchrun; nothing of it may be left."""
+    """Run the drill over a training of two DP ranks under torchrun; nothing of it may be left.
+
+    The ranks wait for each of its strikes: none may come too late.
+    """
     command = [*LAUNCHER, str(ROOT / "pretrain_gpt.py"), *dataset, *TRAINING, *training]
-    argv = ["--fault", fault, "--at", moment, "--out", str(out), "--quiet", "--time-limit", "60", *options]
-    return run(out, "tools.restart_drill", *argv, "--", *command)
+    argv = ["--fault", fault, "--at", moment, "--out", str(out), "--quiet", "--time-limit", str(HANGS_S), *options]
+    return run(out, "tools.restart_drill", *argv, "--", *command, held=strikes)
 
 
 # A /dev/shm of its own shows what the drill leaves there, and not what others on this machine do meanwhile.
 OWN_SHM = 'mount -t tmpfs none /dev/shm && "$@"; code=$?; ls -A /dev/shm >"$0"; exit "$code"'
 
 
-def run(out: Path, module: str, *argv: str) -> subprocess.CompletedProcess[str]:
+def run(out: Path, module: str, *argv: str, held: int = 0) -> subprocess.CompletedProcess[str]:
     left_in_shm = out.with_name(f"{out.name}_shm")
     wrapper = ["unshare", "--mount", "bash", "-c", OWN_SHM, str(left_in_shm)] if may_mount() else []
     done = subprocess.run(
         [*wrapper, sys.executable, "-m", module, *argv],
-        env=environment(out), cwd=ROOT, capture_output=True, text=True, timeout=280,
+        env=environment(out) | held_environment(held), cwd=ROOT, capture_output=True, text=True, timeout=3 * HANGS_S,
     )  # fmt: skip
     assert left_of(out) == []
     if wrapper:
@@ -104,8 +114,9 @@ def sample(tmp_path_factory: pytest.TempPathFactory, dataset: list[str]) -> Samp
     """The full one: python -m tools.restart_drill.matrix --out DIR; see docs/restart_drill.md."""
     out = tmp_path_factory.mktemp("sample") / "matrix"
     command = [*LAUNCHER, str(ROOT / "pretrain_gpt.py"), *dataset, *WITHOUT_HANDLER, "--train-iters", "150"]
-    options = ["--sample", "3", "--seed", "38", "--quiet", "--time-limit", "60", "--hang-limit", "4"]
-    return Sample(out, run(out, "tools.restart_drill.matrix", "--out", str(out), *options, "--", *command))
+    options = ["--sample", "3", "--seed", "38", "--quiet", "--time-limit", str(HANGS_S), "--hang-limit", "4"]
+    done = run(out, "tools.restart_drill.matrix", "--out", str(out), *options, "--", *command, held=ALWAYS)
+    return Sample(out, done)
 
 
 def drilled(out: Path) -> dict[str, Any]:
@@ -123,7 +134,7 @@ def cycles(done: subprocess.CompletedProcess[str], out: Path) -> list[dict[str, 
             assert sum(phases.values()) == pytest.approx(cycle["restart_s"])
             assert {"detect", "stop", "relaunch", "launcher", "imports", "load", "first_step"} <= set(phases)
             assert min(phases.values()) > -1e-6, phases
-            assert cycle["accounted"] >= 0.98, phases
+            assert cycle["accounted"] >= LEAST_ACCOUNTED, phases
     assert_report_agrees(out)
     return found
 
@@ -151,11 +162,13 @@ def test_every_cycle_is_verified_and_accounted_for(
 ) -> None:
     out = tmp_path / "drill"
     options = options if "--no-reference" in options else [*options, *sample.reference]
-    length = "150" if moment.startswith("random") else "30"
-    training = ("--train-iters", length)
-    done = drill(out, dataset, fault, moment, *options, "--checkpoint-engine", engine, training=training)
+    strikes = 2 if "--cycles" in options else 1
+    training = ("--train-iters", "60")
+    done = drill(
+        out, dataset, fault, moment, *options, "--checkpoint-engine", engine, training=training, strikes=strikes
+    )
     found = cycles(done, out)
-    assert len(found) == (2 if "--cycles" in options else 1)
+    assert len(found) == strikes
     for cycle in found:
         assert (cycle["fault"], cycle["moment"]) == (fault, moment)
         assert (cycle["losses"], cycle["state_hashes"], cycle["cache"]) == ("identical", "equal", "warm")
@@ -177,7 +190,7 @@ def test_a_restart_is_struck_itself(tmp_path: Path, dataset: list[str], sample: 
     out = tmp_path / "drill"
     # Against a reference run: the kill after the commit may come before any iteration that could be repeated.
     options = ["--checkpoint-engine", "lazy", *sample.reference]
-    first, second = cycles(drill(out, dataset, "sigkill-all", "mid-load", *options), out)
+    first, second = cycles(drill(out, dataset, "sigkill-all", "mid-load", *options, strikes=2), out)
     assert first["restart_s"] is None and first["moment"] == "after-commit"
     assert second["moment"] == "mid-load" and second["restart_s"] > 0
 
@@ -204,7 +217,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_resumed(
 def test_the_agent_restarts_the_ranks_in_place(tmp_path: Path, dataset: list[str], sample: Sample) -> None:
     out = tmp_path / "drill"
     options = ["--supervisor", "torchrun", "--cycles", "2", "--checkpoint-engine", "lazy", *sample.reference]
-    found = cycles(drill(out, dataset, "exception", "mid-step", *options), out)
+    found = cycles(drill(out, dataset, "exception", "mid-step", *options, strikes=2), out)
     assert len(found) == 2 and drilled(out)["supervisor"] == "torchrun"
     log = (out / "logs" / "cycle_000.log").read_text()
     assert log.count("InjectedFault: an exception that was asked for") >= 2
@@ -230,7 +243,7 @@ def test_an_error_in_a_save_fails_the_save_and_the_drill_kills(tmp_path: Path, d
 def test_a_full_disk_fails_the_save_by_name(tmp_path: Path, dataset: list[str]) -> None:
     with small_disk(tmp_path / "disk", 48 << 20) as mounted:
         if not mounted:
-            pytest.skip("no file system may be mounted here")
+            pytest.skip("no file system may be mounted here: run as root, with CAP_SYS_ADMIN")
         out, checkpoints = tmp_path / "drill", tmp_path / "disk" / "run"
         options = ["--checkpoints", str(checkpoints), "--checkpoint-engine", "torch", "--no-reference"]
         (cycle,) = cycles(drill(out, dataset, "disk-full", "mid-step", *options), out)
@@ -246,7 +259,7 @@ def test_another_layout_after_the_strike(tmp_path: Path, dataset: list[str]) -> 
     """A bit of the newest checkpoint is flipped, too: none of it may come into the other layout."""
     out = tmp_path / "drill"
     options = ["--resume-tp", "2", "--resume-dp", "1", "--checkpoint-engine", "lazy"]
-    training = (*NO_DROPOUT, "--train-iters", "14")
+    training = (*NO_DROPOUT, "--train-iters", "16")
     (cycle,) = cycles(drill(out, dataset, "bitflip", "after-commit", *options, training=training), out)
     assert cycle["damaged"] and cycle["resumed_step"] == cycle["expected_step"] == 5
     assert cycle["layout"] == [2, 1, 1] and cycle["losses"] == "within 0.02 relative"
@@ -309,10 +322,8 @@ def test_stopping_the_drill_stops_the_job(tmp_path: Path, dataset: list[str]) ->
         [sys.executable, "-m", "tools.restart_drill", *argv],
         env=environment(out), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    deadline = time.monotonic() + 60
-    while not list((out / "trace").glob("rank_*")) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_for(lambda: bool(list((out / "trace").glob("rank_*"))), "a rank")
     running.send_signal(signal.SIGTERM)
-    _, errors = running.communicate(timeout=30)
+    _, errors = running.communicate(timeout=HANGS_S)
     assert running.returncode == 2 and "stopped by signal SIGTERM" in errors
     assert left_of(out) == []

@@ -22,7 +22,7 @@ def test_restarts_of_both_kinds_are_measured(tmp_path: Path) -> None:
             sys.executable, "-m", "tools.restart_speed", "--only", "fork-in-place", "plain", "--repeat", "1", "--dp",
             "1", "--dir", str(tmp_path), "--format", "json", "--time-limit", "120",
         ],
-        env=environment(tmp_path), cwd=ROOT, capture_output=True, text=True, timeout=290,
+        env=environment(tmp_path), cwd=ROOT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout)

@@ -47,7 +47,7 @@ class TracedZygote:
         run = self.zygote.run(argv, PAIR.world_size, log_dir, **options)
         assert run.ok, run.output
         mine = [self.directory / f"calls.{pid}" for pid in run.pids]
-        wait_for(lambda: all(map(is_finished, mine)), 20.0, "the end of strace's account")
+        wait_for(lambda: all(map(is_finished, mine)), "the end of strace's account")
         # The account of the zygote itself goes on.
         return run, read_calls([path for path in set(self.directory.iterdir()) - before if is_finished(path)])
 
@@ -154,10 +154,9 @@ def assert_nothing_else_was_written(calls: SystemCalls, save: Path) -> None:
 
 
 def assert_fsync_times_agree(totals: list[tuple[float, float]]) -> None:
-    """Within 5 % for at least one save: a machine with more to run than processors delays a return at random."""
-    if max(by_kernel for _, by_kernel in totals) < 0.02:
-        pytest.skip("fsync returns at once on this file system: there is no time to compare")
-    assert min(abs(logged / by_kernel - 1) for logged, by_kernel in totals) < 0.05, totals
+    """No less by the log than by the kernel, and at least once no more than the tracer and other processes take."""
+    assert all(logged > 0.9 * by_kernel for logged, by_kernel in totals), totals
+    assert min(logged - max(2 * by_kernel, by_kernel + 1.0) for logged, by_kernel in totals) < 0, totals
 
 
 @dataclass

@@ -97,9 +97,9 @@ class DirectoryEngineChecks:
     def test_many_small_tensors_take_no_more_than_their_number_of_steps(self, tmp_path: Path) -> None:
         state = {f"layer.{i}.weight": torch.full((8,), i) for i in range(1000)}
         saved = self.save(tmp_path, state, fsync=False)
-        start = time.perf_counter()
+        start = time.process_time()
         assert identical(self.load(tmp_path, saved), state)
-        assert time.perf_counter() - start < 5  # 0.3 s; 15 s if every read looks through all others
+        assert time.process_time() - start < 5  # 0.3 s; 15 s if every read looks through all others
 
     def test_several_states_are_kept_apart(self, tmp_path: Path) -> None:
         engine = self.engine()
@@ -209,7 +209,7 @@ class DirectoryEngineChecks:
     def test_a_full_disk_is_an_error_with_number_and_file(self, tmp_path: Path) -> None:
         with small_disk(tmp_path / "disk", 2 * MIB) as mounted:
             if not mounted:
-                pytest.skip("needs the right to mount a tmpfs")
+                pytest.skip("needs the right to mount a tmpfs: run as root, with CAP_SYS_ADMIN")
             for threads in (None, 3):
                 directory = tmp_path / "disk" / f"save{threads}"
                 directory.mkdir()
@@ -342,7 +342,7 @@ def ranks_save_and_load_alone(engines: Sequence[str], directory: Path) -> None:
         """
     ranks = [start_python(code, directory, rank, *engines) for rank in range(2)]
     try:
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

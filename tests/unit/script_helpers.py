@@ -25,7 +25,7 @@ def run_script(script: str, cwd: Path, *arguments: str, **settings: str) -> subp
         env=kept | {"CUDA_VISIBLE_DEVICES": ""} | settings,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
 
 

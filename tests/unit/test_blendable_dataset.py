@@ -164,7 +164,7 @@ def test_negative_samples_are_refused() -> None:
 
 @pytest.mark.parametrize("count", [3, 300])
 def test_a_million_samples_take_seconds(count: int) -> None:
-    start = time.monotonic()
+    start = time.thread_time()
     index = blending_indices(np.full(count, 1 / count), 0, 1_000_000, np.zeros(count, dtype=np.int64))
-    assert time.monotonic() - start < 15  # 0.3 s and 1.5 s on an idle core
+    assert time.thread_time() - start < 15  # 0.3 s and 1.5 s
     assert np.ptp(np.bincount(index)) <= 1

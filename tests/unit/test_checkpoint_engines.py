@@ -90,7 +90,7 @@ def test_checking_a_name_imports_no_engine() -> None:
         "assert sorted(loaded) == [f'megatron.checkpoint_engines.{name}' for name in ('errors', 'registry')], loaded\n"
         "assert not {'torch', 'deepspeed', 'torchsnapshot'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=300)
 
 
 # The guards

@@ -341,8 +341,8 @@ def test_cheap_and_without_data() -> None:
         fragments(flat_partition(parts, 1, 2), VOCAB)
 
     def seconds() -> float:
-        start = time.perf_counter()
+        start = time.thread_time()
         place_all()
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
-    assert min(seconds() for _ in range(20)) < 0.005
+    assert min(seconds() for _ in range(20)) < 0.05  # 0.002 s

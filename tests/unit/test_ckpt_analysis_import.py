@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.unit.analysis_helpers import ROOT
+from tests.unit.test_ckpt_plan import study_listing
 from tests.unit.upstream_log_factory import PARAMETERS, LogOptions, files_of, upstream_log
 from tools.ckpt_analysis.cli import main
 from tools.ckpt_analysis.discover import LogDirectoryError
@@ -22,8 +23,6 @@ from tools.ckpt_analysis.json_output import to_dict
 from tools.ckpt_analysis.load import load_trace
 from tools.ckpt_analysis.tables import Style
 from tools.ckpt_analysis.terminal import render
-
-STUDY_LOGS = ROOT.parent / "shared" / "data" / "upstream_logs"
 
 
 def imported(text: str, tmp_path: Path, world_size: int | None = None) -> ImportedRun:
@@ -325,30 +324,35 @@ def test_damaged_imports(
     assert message in captured.err and captured.err.count("\n") == 1
 
 
-@pytest.mark.skipif(not STUDY_LOGS.is_dir(), reason="the study's logs are not beside this checkout")
-class TestTheStudysLogs:
-    """Done when: the torch log shows 30 saves of about 15 s on 4 ranks, and its 132 files."""
+class TestALogOfTheStudysSize:
+    """30 saves on 4 ranks, of 132 files each, and a listing; by an engine that waits and one that does not."""
+
+    options = LogOptions(tp=4, dp=1, layers=32, save_ms=[60_000.0] + [15_000.0 + 40 * n for n in range(29)])
 
     def test_torch(self, tmp_path: Path) -> None:
-        run = import_log(STUDY_LOGS / "3B-tp4-pp1-dp1-ckpt2.log")
+        listing = study_listing().replace("Oct  1 01:52", "Mar  1 12:00").splitlines()
+        run = imported(upstream_log(replace(self.options, listing=listing)), tmp_path)
         assert (run.launched.world_size, run.launched.layout) == (4, {"tp": 4, "pp": 1, "dp": 1})
-        assert (run.engine, run.parameters, len(run.saves)) == ("Torch", 3_130_699_776, 30)
+        assert (run.engine, run.parameters, len(run.saves)) == ("Torch", PARAMETERS, 30)
         calls = [save.call.max_s for save in run.saves if save.call]
-        assert len(calls) == 30 and all(15 <= took < 17.5 or took == 22.42905 for took in calls)
+        assert calls == pytest.approx([60.0] + [15.0 + 0.04 * n for n in range(29)])
         assert {save.num_files for save in run.saves} == {132} and all(save.completed for save in run.saves)
         assert run.listing is not None and run.listing.files == 132
         assert run.listing.low_bytes is not None and run.listing.high_bytes is not None
-        estimated = 14 * 3_130_699_776  # upstream's estimate lies within what was listed
-        assert 43.5e9 < run.listing.low_bytes < estimated < run.listing.high_bytes < 44.5e9
+        assert 43.5e9 < run.listing.low_bytes < run.listing.high_bytes < 44.5e9
         assert run.listing.step == 1  # by the files' times, the first save and not the last
         text = render(to_report(run, tmp_path), Style(io.StringIO()))
-        assert "TP4 PP1 DP1, 4 ranks on 1 host (localhost)" in text and "132 files" in text
+        assert "TP4 PP1 DP1, 4 ranks on hosts not recorded" in text and "132 files" in text
 
-    def test_torchsnapshot(self) -> None:
-        run = import_log(STUDY_LOGS / "3B-tp4-pp1-dp1-ckpt5.log")
+    def test_torchsnapshot(self, tmp_path: Path) -> None:
+        directories = study_listing().replace("-rw-r--r-- 1", "drwxr-xr-x 2").replace("Oct  1", "Mar  1")
+        options = replace(
+            self.options, engine="TorchSnapshot", waits_s=[3.0, 3.1, 3.075694, 2.9], listing=directories.splitlines()
+        )
+        run = imported(upstream_log(options), tmp_path)
         assert (run.engine, len(run.saves)) == ("TorchSnapshot", 30)
         assert run.listing is not None
         assert (run.listing.files, run.listing.directories, run.listing.low_bytes) == (0, 132, None)
         waits = [save.wait.max_s for save in run.saves if save.wait]
-        assert len(waits) == 29 and waits[0] == 3.075694 and waits[-1] == 4.163588
-        assert run.saves[-1].drain is not None and run.saves[-1].drain.max_s == 3.304934
+        assert waits == [3.1] * 29
+        assert run.saves[-1].drain is not None and run.saves[-1].drain.max_s == 3.1

@@ -16,6 +16,7 @@ import torch
 from megatron.checkpoint_engines.host_staging import Staging, stage_on_host
 from megatron.config import ConfigError
 from megatron.topology import Layout
+from tests.unit.upstream_log_factory import LogOptions, upstream_log
 from tools.ckpt_plan.cli import main
 from tools.ckpt_plan.listing import compare, human_size, parse_listing
 from tools.ckpt_plan.plan import make_plan
@@ -24,8 +25,6 @@ from tools.ckpt_plan.rank_state import planned_files
 from tools.ckpt_plan.sizes import map_tensors, tensors_of, torch_file_size, torch_named_file_size
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "upstream_run"
-# Not part of the repository: a log of upstream's, with a listing at its end.
-STUDY_LOG = Path(__file__).resolve().parents[3] / "shared/data/upstream_logs/3B-tp4-pp1-dp1-ckpt2.log"
 FLAGS = [
     "--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "8",
     "--micro-batch-size", "1", "--train-iters", "4", "--lr", "1e-3", "--data-path", "none",
@@ -204,11 +203,11 @@ def test_the_plan_agrees_with_the_listing_of_the_study(
     assert out == f"{path}: 132 of 132 listed files agree with the plan in name and size as listed\n"
 
 
-@pytest.mark.skipif(
-    not STUDY_LOG.is_file(), reason=f"{STUDY_LOG} is not here; it is no part of the repository"
-)
-def test_the_plan_agrees_with_the_log_of_the_study(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, *STUDY, "--compare-listing", str(STUDY_LOG))
+def test_a_listing_within_a_log_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Between the lines of a training, as `ls` at the end of a job's script leaves it."""
+    path = tmp_path / "log"
+    path.write_text(upstream_log(LogOptions(listing=study_listing().splitlines())) + "job ended\n")
+    status, out, _ = run(capsys, *STUDY, "--compare-listing", str(path))
     assert status == 0, out
     assert "132 of 132" in out
 

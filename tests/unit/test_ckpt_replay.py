@@ -204,10 +204,8 @@ def test_a_missing_and_an_extra_tensor_show() -> None:
 # Page cache, memory, steps
 
 
-def test_a_file_gets_out_of_the_page_cache_and_in(tmp_path: Path) -> None:
-    if filesystem_of(tmp_path) == "tmpfs":
-        pytest.skip("temporary files are in memory here: they cannot leave the page cache")
-    path = tmp_path / "file"
+def test_a_file_gets_out_of_the_page_cache_and_in(path_on_disk: Path) -> None:
+    path = path_on_disk / "file"
     path.write_bytes(bytes(range(256)) * 40_000)
     assert page_cache.state_of(page_cache.drop([path])) == COLD
     assert page_cache.state_of(page_cache.fill([path])) == WARM

@@ -49,7 +49,7 @@ class Watched:
         self.page.on("pageerror", lambda error: self.console.append(f"error: {error}"))
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.goto(path.as_uri())
-        self.page.wait_for_function("document.documentElement.dataset.drawn === 'all'", timeout=60_000)
+        self.page.wait_for_function("document.documentElement.dataset.drawn === 'all'", timeout=300_000)
 
     def assert_quiet(self, path: Path) -> None:
         """Nothing was said, and nothing asked for but the file itself and what it holds."""
@@ -186,7 +186,7 @@ def test_keyboard_colours_sizes_and_print(fresh: Watched, report: Path, tmp_path
     for width in (1280, 480):
         fresh.page.set_viewport_size({"width": width, "height": 900})
         fresh.page.wait_for_function(
-            "document.documentElement.scrollWidth <= document.documentElement.clientWidth", timeout=20_000
+            "document.documentElement.scrollWidth <= document.documentElement.clientWidth", timeout=300_000
         )
 
     fresh.page.emulate_media(color_scheme="dark")
@@ -194,7 +194,7 @@ def test_keyboard_colours_sizes_and_print(fresh: Watched, report: Path, tmp_path
     widths = (
         "Array.from(document.querySelectorAll('.plot .main-svg'), (svg) => svg.getBoundingClientRect().width)"
     )
-    fresh.page.wait_for_function(f"Math.max(...{widths}) <= 680", timeout=20_000)  # of the paper
+    fresh.page.wait_for_function(f"Math.max(...{widths}) <= 680", timeout=300_000)  # of the paper
     fresh.page.evaluate("window.dispatchEvent(new Event('afterprint'))")
     printed = fresh.page.pdf(path=str(tmp_path / "report.pdf"), print_background=True)
     assert printed.startswith(b"%PDF") and len(printed) > 50_000

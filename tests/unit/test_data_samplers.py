@@ -47,9 +47,9 @@ def test_a_sampler_can_be_read_twice() -> None:
 
 
 def test_starting_late_takes_no_time_and_needs_no_end() -> None:
-    start = time.monotonic()
+    start = time.thread_time()
     batches = list(itertools.islice(PretrainingSampler(None, 10**15, 2, 1, 4), 2))
-    assert time.monotonic() - start < 1
+    assert time.thread_time() - start < 1
     assert batches == [[10**15 + 2, 10**15 + 3], [10**15 + 10, 10**15 + 11]]
     with pytest.raises(TypeError, match="no length"):
         len(PretrainingSampler(None, 0, 1, 0, 1))

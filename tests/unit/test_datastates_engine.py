@@ -171,7 +171,7 @@ def test_wait_on_another_thread(tmp_path: Path, library: Library) -> None:
     thread = threading.Thread(target=lambda: saved.extend(pending.wait()))
     thread.start()
     pending.release_state()
-    thread.join(30)
+    thread.join(300)
     assert [file.name for file in saved] == NAMES
 
 
@@ -318,7 +318,7 @@ def test_full_storage_is_found_before_the_library_dies_of_it(tmp_path: Path, lib
     at = tmp_path / "disk"
     with small_disk(at, 1 << 20) as mounted:
         if not mounted:
-            pytest.skip("no disk of our own can be mounted here")
+            pytest.skip("no disk of our own can be mounted here: run as root, with CAP_SYS_ADMIN")
         with pytest.raises(OSError, match="No space left|do not fit"):
             library.engine().save(file_states(), at, NullOperation())
         assert list(at.iterdir()) == []

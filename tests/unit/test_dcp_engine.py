@@ -113,14 +113,17 @@ class _DcpChecks(DirectoryEngineChecks):
     ) -> None:
         """The library drops what its second and further threads raise, and calls the checkpoint complete."""
         fsync, lock, calls = os.fsync, threading.Lock(), []
+        failed = threading.Event()
 
         def fails_off_the_calling_thread(fd: int) -> None:
             path = os.readlink(f"/proc/self/fd/{fd}")
             if "distcp" in path and "_write_files_from_queue" in threading.current_thread().name:
                 with lock:
                     calls.append(path)
+                failed.set()
                 raise OSError(5, "Input/output error")
-            time.sleep(0.05)  # so that the other threads have something left to do
+            if "distcp" in path:
+                failed.wait(300)  # so that the other threads have something left to do
             fsync(fd)
 
         monkeypatch.setattr(os, "fsync", fails_off_the_calling_thread)
@@ -183,17 +186,15 @@ class TestDcpAsyncEngine(_DcpChecks):
         hang, fsync = threading.Event(), os.fsync
 
         def hanging(fd: int) -> None:
-            hang.wait(20)
+            hang.wait(300)
             fsync(fd)
 
         monkeypatch.setattr(os, "fsync", hanging)
-        start = time.monotonic()
         try:
             with pytest.raises(TimeoutError, match="not written within"):
                 self.save(tmp_path, {"a": torch.ones(3)})
         finally:
             hang.set()
-        assert time.monotonic() - start < 10
 
 
 def test_nothing_more_is_begun_after_an_error(tmp_path: Path) -> None:

@@ -252,7 +252,7 @@ def test_deepspeed_takes_what_is_built() -> None:
         "          config.gradient_clipping, config.grad_accum_dtype)\n"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], input=json.dumps(built), capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], input=json.dumps(built), capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 0, result.stderr
     lines = [line for line in result.stdout.splitlines() if line.startswith("result")]

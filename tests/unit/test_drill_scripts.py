@@ -118,6 +118,6 @@ def test_srun_gives_every_task_its_rank(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     command = told.read_bytes().decode().split("\0")[:-1]
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NOTES": str(tmp_path)}
-    subprocess.run(command, env=environment, check=True, timeout=30)
+    subprocess.run(command, env=environment, check=True, timeout=300)
     found = sorted(path.read_text().split() for path in tmp_path.glob("rank_*"))
     assert found == [[str(rank), str(rank), "8", "127.0.0.1"] for rank in range(8)]

@@ -33,7 +33,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = directory / "installed"
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--target", str(target)]
     command = [sys.executable, "-m", "pip", "install", *options, str(directory / "source")]
-    subprocess.run(command, check=True, timeout=120)
+    subprocess.run(command, check=True, timeout=300)
     return target
 
 
@@ -44,7 +44,7 @@ def python(
     paths = os.pathsep.join([str(ROOT), *([str(installed)] if installed else [])])
     environment |= {"PYTHONPATH": paths, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=300)
 
 
 def train(

@@ -228,7 +228,7 @@ def test_fsync_is_called_if_and_only_if_it_is_asked_for(tmp_path: Path) -> None:
     ]
     environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     code = textwrap.dedent(code)
-    subprocess.run([*command, sys.executable, "-c", code], cwd=ROOT, env=environment, check=True, timeout=120)
+    subprocess.run([*command, sys.executable, "-c", code], cwd=ROOT, env=environment, check=True, timeout=300)
     calls = re.findall(r"(\w+)\(\d+<([^>]*)>", account.read_text())
     assert calls == [("fsync", str(tmp_path / f"{name}_True" / "state")) for name in BOTH]
 
@@ -290,7 +290,7 @@ def test_no_permission(tmp_path: Path) -> None:
             engine.close()
     """
     process = start_python(code)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     assert output.splitlines()[-2:] == [f"{errno.EACCES} {tmp_path / 'forbidden' / NAME}"] * 2
     assert process.returncode == 0
 

@@ -143,7 +143,7 @@ def _rank(rank: int, barrier: Any, failures: Any, results: Any, arguments: dict[
         if error is not None:
             with failures.get_lock():
                 failures.value += 1
-        barrier.wait(30)
+        barrier.wait(300)
         if failures.value:
             raise RuntimeError("a rank failed")
 
@@ -164,9 +164,9 @@ def run_ranks(count: int, arguments: dict[str, Any]) -> list[tuple[int, int, str
     ]
     for process in processes:
         process.start()
-    outcomes = sorted(results.get(timeout=60) for _ in processes)
+    outcomes = sorted(results.get(timeout=300) for _ in processes)
     for process in processes:
-        process.join(10)
+        process.join(300)
     return outcomes
 
 

@@ -56,7 +56,7 @@ class Job:
 
     def wait(self) -> int:
         """Exit status; nothing of the launch may be left then."""
-        code = self.process.wait(30)
+        code = self.process.wait(300)
         assert self.left() == [], self.said
         return code
 
@@ -85,7 +85,7 @@ class Job:
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.005)
@@ -106,7 +106,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     for job in jobs:
         for process in job.left():
             process.kill()
-        job.process.wait(30)
+        job.process.wait(300)
 
 
 def test_a_rank_finds_what_torchrun_would_have_given_it(start: Start) -> None:
@@ -237,11 +237,15 @@ def test_a_rank_that_does_not_end_is_killed_after_the_timeout(start: Start) -> N
 def test_a_launcher_under_nohup_goes_on_without_its_terminal(start: Start) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        job = start("here(); time.sleep(1)")
+        job = start("""
+            here()
+            while not os.path.exists("go"): time.sleep(0.01)
+        """)
     finally:
         signal.signal(signal.SIGHUP, before)
     job.pid(0)
     job.process.send_signal(signal.SIGHUP)
+    (job.directory / "go").touch()
     assert job.wait() == 0, job.said
 
 
@@ -250,7 +254,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(start: Start) -> None:
     for rank in (0, 1):
         job.pid(rank)
     job.process.kill()
-    assert job.process.wait(30) == -signal.SIGKILL
+    assert job.process.wait(300) == -signal.SIGKILL
     until(lambda: not job.left(), "ranks outlive their launcher")
 
 

@@ -288,7 +288,7 @@ def test_the_analysis_needs_no_torch() -> None:
 def test_light_imports_stay_light(statement: str) -> None:
     script = f"{statement}\nimport sys\nprint(*{HEAVY!r}.intersection(sys.modules))"
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True, timeout=300
     )
     assert done.stdout.split() == []
 

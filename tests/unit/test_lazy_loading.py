@@ -107,7 +107,7 @@ def test_what_has_a_placement_gets_a_tensor_of_its_own(tmp_path: Path, cached: b
 def test_live_tensors_are_filled_where_the_file_system_refuses_direct_io(tmp_path: Path) -> None:
     with disk_without_direct_io(tmp_path / "ram") as mounted:
         if not mounted:
-            pytest.skip("mounting a file system is not allowed here")
+            pytest.skip("mounting a file system is not allowed here: run as root, with CAP_SYS_ADMIN")
         (saved,) = engine().save(files(5 * MIB), tmp_path / "ram", NullOperation())
         live, flat = live_files(files(5 * MIB))
         found = engine().load_into(live, tmp_path / "ram", {saved.name: saved}, NullOperation())

@@ -17,7 +17,7 @@ def run(code: str, *arguments: str, **environment: str) -> str:
     base = os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *arguments],
-        env=base | environment, capture_output=True, text=True, timeout=120,
+        env=base | environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout

@@ -161,7 +161,7 @@ record = {"type": "iteration", "step": 1, "start_ns": 0, "end_ns": 1}
 def test_a_training_without_a_checkpoint_cannot_be_struck(tmp_path: Path) -> None:
     options = [*RIGHT, "--out", str(tmp_path / "out"), "--no-reference", "--quiet"]
     command = [sys.executable, "-m", "tools.restart_drill", *options, "--", sys.executable, "-c", NEVER_SAVES]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     told = done.stderr
     assert done.returncode == 2 and "before the moment mid-step had come" in told
     assert "No checkpoint was committed, from which on moments within training count: save more often" in told

@@ -188,7 +188,7 @@ def test_nodes_that_take_a_command_each(settings: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 2
     assert "COMMAND_TO: 2 nodes take a command each with LAUNCHER=torchrun" in done.stderr

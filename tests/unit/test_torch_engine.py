@@ -163,12 +163,15 @@ def test_phases_of_a_save(recorded: tuple[Recorder, Path], tmp_path: Path, fsync
 @pytest.mark.parametrize("verify", [True, False])
 def test_phases_of_a_load(recorded: tuple[Recorder, Path], saved: Saved, verify: bool) -> None:
     recorder, trace = recorded
-    with recorder.operation("load", engine="TorchEngine") as op:
-        engine(verify_checksums=verify).load([NAME], saved.path.parent, {NAME: saved.entry}, op)
-    spans = {r["detail"]: r for r in read(trace) if r["type"] == "span"}
+    for _ in range(10):  # what takes its time between two of them need not do so in each
+        with recorder.operation("load", engine="TorchEngine") as op:
+            engine(verify_checksums=verify).load([NAME], saved.path.parent, {NAME: saved.entry}, op)
+    every = [r for r in read(trace) if r["type"] == "span"]
+    spans = {r["detail"]: r for r in every}  # of the last load
     assert set(spans) == {"read", "verify", "deserialize"}
     assert spans["read"]["bytes"] == saved.entry.num_bytes == read(trace)[-1]["bytes"]
-    assert verify or spans["verify"]["duration_ns"] < 1_000_000  # the clock is read, no checksum is computed
+    verifying = min(r["duration_ns"] for r in every if r["detail"] == "verify")
+    assert verify or verifying < 1_000_000  # the clock is read, no checksum is computed
     window = spans["read"]["end_ns"] - spans["read"]["start_ns"]
     assert sum(span["duration_ns"] for span in spans.values()) == window
 
@@ -194,7 +197,7 @@ def test_name_used_twice_is_an_error(tmp_path: Path) -> None:
 
 # Loading what is damaged
 
-PROPERTY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+PROPERTY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")

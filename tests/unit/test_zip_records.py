@@ -82,7 +82,9 @@ def test_other_files_are_no_archives(tmp_path: Path, content: bytes) -> None:
         directory_checksum(path)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=400)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None, max_examples=400
+)
 @given(st.data())
 def test_any_damage_is_a_bad_zip_file_or_leaves_the_records_in_the_file(
     saved: Path, data: st.DataObject

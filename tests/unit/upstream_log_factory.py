@@ -27,6 +27,7 @@ class LogOptions:
     step_s: float = 0.5
     printed: bool = True
     file_calls: bool = True
+    layers: int = 3
     deepspeed_iterations: bool = True
     loads_step: int | None = None
     listing: list[str] = field(default_factory=list)
@@ -34,9 +35,13 @@ class LogOptions:
 
 
 def files_of(step: int, options: LogOptions) -> list[str]:
-    """The files of a save: three layers per tensor rank, and two kinds per rank."""
+    """The files of a save: of each layer one per tensor rank, and two kinds per rank."""
     root = f"/scratch/run/global_step{step}"
-    layers = [f"layer_{n:02d}-model_{t:02d}-model_states.pt" for n in (1, 2, 3) for t in range(options.tp)]
+    layers = [
+        f"layer_{n:02d}-model_{t:02d}-model_states.pt"
+        for n in range(1, options.layers + 1)
+        for t in range(options.tp)
+    ]
     shards = [
         f"bf16_zero_pp_rank_{d}_mp_rank_{m:02d}_optim_states.pt"
         for d in range(options.dp)

@@ -6,15 +6,16 @@ deepspeed_starts_all() { ((NNODES == 1)); } # its file of variables would be of 
 
 # Sets COMMAND. Variables reach remote ranks through the file that DS_ENV_FILE names.
 deepspeed_command() {
-    local hosts=()
+    local hosts=() file=()
     if ((${#HOSTS[@]} > 0)); then
         hosts=(--hostfile "$HOSTFILE" --num_nodes "$NNODES")
-        LAUNCH_ENV+=(DS_ENV_FILE="$(deepspeed_env_file)")
+        file=(DS_ENV_FILE="$(deepspeed_env_file)")
+        collect_deepspeed_env
     elif ((NNODES > 1)) && [[ -z ${DRY_RUN:-} ]]; then
         die "LAUNCHER=deepspeed on $NNODES nodes: name them in HOSTFILE"
     fi
     COMMAND=(
-        env "${LAUNCH_ENV[@]}"
+        env "${CARRIED_ENV[@]}" "${LAUNCH_ENV[@]}" "${file[@]}"
         "$(python_path)" -m deepspeed.launcher.runner "${hosts[@]}" --num_gpus "$GPUS_PER_NODE"
         --master_addr "$MASTER_ADDR" --master_port "${MASTER_PORT:-29500}"
         "$ROOT/pretrain_gpt.py" "${TRAINING_ARGS[@]}"
@@ -23,13 +24,51 @@ deepspeed_command() {
 
 deepspeed_env_file() { printf '%s' "$WORK_DIR/deepspeed_env"; }
 
+# Sets DEEPSPEED_ENV to the lines of our file: the user's variables, ours, and the lines of the user's own files, which
+# DeepSpeed would read if DS_ENV_FILE did not name ours. It is the last line of a variable that counts.
+collect_deepspeed_env() {
+    local variable name=${DS_ENV_FILE:-.deepspeed_env} directory path line
+    DEEPSPEED_ENV=()
+    for variable in "${USER_ENV[@]}" "${LAUNCH_ENV[@]}"; do
+        [[ $variable != PYTHONPATH=* ]] || variable=PYTHONPATH=$PWD:${variable#*=} # DeepSpeed puts it first, too
+        DEEPSPEED_ENV+=("$(deepspeed_line "$variable")") || exit
+    done
+    for directory in "${HOME:-}" .; do
+        path=$directory/$name
+        [[ $name != /* ]] || path=$name
+        [[ -f $path ]] || continue
+        while IFS= read -r line || [[ -n $line ]]; do
+            [[ -n ${line//[[:space:]]/} && $line != \#* ]] || continue
+            [[ $line == *=* ]] || die "$path: '$line' is no line NAME=VALUE"
+            DEEPSPEED_ENV+=("$line")
+        done <"$path"
+    done
+}
+
+# NAME=VALUE as DeepSpeed reads it: a line, stripped, whose value it puts between " for the other node's shell if there
+# is anything in it but these characters.
+deepspeed_line() {
+    local name=${1%%=*} value=${1#*=}
+    if [[ $value == *$'\n'* || $value == [[:space:]]* || $value == *[[:space:]] ]]; then
+        die "$name: DeepSpeed's launcher cannot carry a value with a line break, or with white space at an end, to" \
+            "another node; use LAUNCHER=torchrun or fork"
+    fi
+    if [[ $value =~ [^a-zA-Z0-9_@%+=:,./-] ]]; then
+        value=${value//\\/\\\\}
+        value=${value//\"/\\\"}
+        value=${value//\$/\\\$}
+        value=${value//\`/\\\`}
+    fi
+    printf '%s=%s' "$name" "$value"
+}
+
 deepspeed_launch() {
     if ((NNODES == 1)); then
         : "${MASTER_PORT:=$(free_port)}"
     fi
-    if ((${#HOSTS[@]} > 0)); then
-        printf '%s\n' "${LAUNCH_ENV[@]}" >"$(deepspeed_env_file)"
-    fi
     deepspeed_command 0
+    if ((${#HOSTS[@]} > 0)); then
+        printf '%s\n' "${DEEPSPEED_ENV[@]}" | write_private "$(deepspeed_env_file)"
+    fi
     exec "${COMMAND[@]}"
 }

@@ -11,7 +11,7 @@ fork_command() {
         port=(--master-port "${MASTER_PORT:-29500}")
     fi
     COMMAND=(
-        env "${LAUNCH_ENV[@]}"
+        env "${CARRIED_ENV[@]}" "${LAUNCH_ENV[@]}"
         "$(python_path)" "$ROOT/megatron/launch"
         --nnodes "$NNODES" --node-rank "$1" --nproc-per-node "$GPUS_PER_NODE"
         --master-addr "$MASTER_ADDR" "${port[@]}" --max-restarts "${MAX_RESTARTS:-0}"

@@ -30,6 +30,7 @@ settle_device() {
 read_hostfile() {
     HOSTS=() HOST_SLOTS=()
     [[ -n ${HOSTFILE:-} ]] || return 0
+    [[ $LAUNCHER != srun ]] || die "HOSTFILE=$HOSTFILE: srun starts the ranks on the hosts of the allocation; leave it out"
     [[ -r $HOSTFILE ]] || die "HOSTFILE=$HOSTFILE: cannot be read"
     local host rest
     while read -r host rest || [[ -n $host ]]; do
@@ -63,8 +64,20 @@ settle_nodes() {
     count_seen
     NNODES_GIVEN=${NNODES:-}
     NNODES=$(((WORLD_SIZE + GPUS_PER_NODE - 1) / GPUS_PER_NODE))
-    if [[ -z ${MASTER_ADDR:-} ]]; then
-        if ((NNODES == 1 && ${#HOSTS[@]} == 0)); then MASTER_ADDR=127.0.0.1; else MASTER_ADDR=${HOSTS[0]:-$(hostname)}; fi
+    [[ -n ${MASTER_ADDR:-} ]] || settle_master
+}
+
+# Sets MASTER_ADDR to where rank 0 runs.
+settle_master() {
+    if ((NNODES == 1 && ${#HOSTS[@]} == 0)); then
+        MASTER_ADDR=127.0.0.1
+    elif [[ $LAUNCHER == srun && -n ${SLURM_JOB_ID:-} ]]; then
+        MASTER_ADDR=$(first_allocated_host) || exit
+    elif [[ $LAUNCHER == srun ]]; then
+        [[ -n ${DRY_RUN:-} ]] || die_without_allocation
+        MASTER_ADDR=FIRST_HOST_OF_THE_ALLOCATION
+    else
+        MASTER_ADDR=${HOSTS[0]:-$(hostname)}
     fi
 }
 
@@ -99,7 +112,7 @@ count_seen() {
 # Whether there is what the launch needs, before anything heavy is done.
 check_devices() {
     if [[ $LAUNCHER == srun && -z ${SLURM_JOB_ID:-}${COMMAND_TO:-} ]]; then
-        die "LAUNCHER=srun: no allocation; start within one, by salloc or sbatch"
+        die_without_allocation
     fi
     check_gpus
     check_nodes

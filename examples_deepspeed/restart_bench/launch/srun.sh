@@ -7,7 +7,7 @@ srun_starts_all() { :; }
 # Sets COMMAND. Slurm numbers the tasks; a rank that fails ends the step.
 srun_command() {
     COMMAND=(
-        env "${LAUNCH_ENV[@]}" MASTER_ADDR="$MASTER_ADDR" MASTER_PORT="${MASTER_PORT:-29500}"
+        env "${CARRIED_ENV[@]}" "${LAUNCH_ENV[@]}" MASTER_ADDR="$MASTER_ADDR" MASTER_PORT="${MASTER_PORT:-29500}"
         WORLD_SIZE="$WORLD_SIZE" LOCAL_WORLD_SIZE="$GPUS_PER_NODE"
         srun --nodes "$NNODES" --ntasks "$WORLD_SIZE" --ntasks-per-node "$GPUS_PER_NODE" --kill-on-bad-exit=1
         --export=ALL --unbuffered
@@ -15,6 +15,18 @@ srun_command() {
         "$(python_path)" "$ROOT/pretrain_gpt.py" "${TRAINING_ARGS[@]}"
     )
 }
+
+# The first host of the allocation, where Slurm starts rank 0. It need not be this one: salloc leaves us on a login node.
+first_allocated_host() {
+    local nodes=${SLURM_JOB_NODELIST:-${SLURM_NODELIST:-}} hosts=()
+    command -v scontrol >/dev/null ||
+        die "scontrol, which tells the hosts of SLURM_JOB_NODELIST=$nodes, is not on PATH; set MASTER_ADDR to the first of them"
+    mapfile -t hosts < <(scontrol show hostnames "$nodes")
+    ((${#hosts[@]} > 0)) || die "scontrol names no host of SLURM_JOB_NODELIST=$nodes; set MASTER_ADDR"
+    printf '%s' "${hosts[0]}"
+}
+
+die_without_allocation() { die "LAUNCHER=srun: no allocation; start within one, by salloc or sbatch"; }
 
 srun_launch() {
     srun_command 0

@@ -8,7 +8,7 @@ torchrun_starts_all() { ((NNODES == 1)); }
 # Sets COMMAND for node $1. Static rendezvous: the quickest to come up, and a failed rank ends the launch.
 torchrun_command() {
     COMMAND=(
-        env "${LAUNCH_ENV[@]}"
+        env "${CARRIED_ENV[@]}" "${LAUNCH_ENV[@]}"
         "$(python_path)" -m torch.distributed.run
         --nnodes "$NNODES" --node_rank "$1" --nproc_per_node "$GPUS_PER_NODE"
         --rdzv_backend static --master_addr "$MASTER_ADDR" --master_port "${MASTER_PORT:-29500}"
@@ -37,6 +37,7 @@ is_this_host() { [[ $1 == localhost || $1 == 127.0.0.1 || $1 == "$(hostname)" ||
 
 # To be run at exit: a failure in here would replace the exit code.
 stop_jobs() {
+    [[ -z $SECRETS ]] || rm -f "$SECRETS" || true
     kill $(jobs -pr) 2>/dev/null || true
     wait || true
 }
@@ -45,6 +46,7 @@ stop_jobs() {
 launch_over_hosts() {
     local node pid pids=() status=0
     trap stop_jobs EXIT
+    carry_user_env
     for ((node = 0; node < NNODES; node++)); do
         node_command "$node"
         if is_this_host "${HOSTS[node]}"; then
@@ -52,7 +54,8 @@ launch_over_hosts() {
         else
             # A terminal of its own makes the remote processes end with the connection.
             ssh -tt -o BatchMode=yes "${HOSTS[node]}" \
-                "cd $(printf '%q' "$PWD") && exec $(print_quoted "${COMMAND[@]}")" </dev/null &
+                "cd $(shell_quoted "$PWD") ${SECRETS:+&& . $(shell_quoted "$SECRETS")} && exec $(shell_quoted "${COMMAND[@]}")" \
+                </dev/null &
         fi
         pids+=($!)
     done

@@ -1,6 +1,7 @@
 """An asynchronous engine for tests, and pretrain_gpt.py with it: --checkpoint-engine slow-async.
 
-SLOW_DELAY: seconds that its thread takes before it writes; a JSON list: one number per rank.
+SLOW_DELAY: what its thread waits for before it writes: so many seconds, or "waited": until training waits for the
+    save. A JSON list: seconds per rank; a JSON object: seconds, or a list, per iteration, and none for the others.
 SLOW_COPY: "begin" copies the state when the save begins; "release" (default) when it is released, as late as it may
     be, and fails the save if anything of the state differs by then from what it was when the save began.
 SLOW_FAIL: JSON object from iteration to [rank, how often]: that rank's thread fails as often, then no more.
@@ -28,15 +29,28 @@ import torch
 from megatron.checkpoint_engines.base import FileState, PendingSave, SavedFile
 from megatron.checkpoint_engines.torch_engine import TorchEngine
 from megatron.restart_trace.recorder import Operation
+from tests.dist.hold import note_waits
 from tests.dist.tiny_runs import differences
 
 RANK = int(os.environ.get("RANK", "0"))
 FAILURES: dict[str, list[int]] = json.loads(os.environ.get("SLOW_FAIL", "{}"))
 
 
-def delay_s() -> float:
-    delay = json.loads(os.environ.get("SLOW_DELAY", "0"))
-    return float(delay[RANK] if isinstance(delay, list) else delay)
+WAITED = "waited"
+waited_for = note_waits()
+
+
+def delay(step: str) -> None:
+    told = os.environ.get("SLOW_DELAY", "0")
+    wanted = told if told == WAITED else json.loads(told)
+    if isinstance(wanted, dict):
+        wanted = wanted.get(step, 0)
+    if isinstance(wanted, list):
+        wanted = wanted[RANK]
+    if wanted == WAITED:
+        waited_for.wait()
+    else:
+        time.sleep(wanted)
 
 
 def copied(state: Any) -> Any:
@@ -72,7 +86,9 @@ class _SlowSave(PendingSave):
         self, engine: TorchEngine, files: Sequence[FileState], directory: Path, op: Operation
     ) -> None:
         self._engine, self._directory, self._op = engine, directory, op
+        self._step = re.findall(r"global_step(\d+)", directory.name)[0]
         self._live = files
+        waited_for.clear()
         self._copied = threading.Event()
         self._saved: list[SavedFile] = []
         self._error: Exception | None = None
@@ -99,17 +115,16 @@ class _SlowSave(PendingSave):
             op = _InBackground(self._op)
             with op.span("flush", "write", file="delay"):
                 self._copied.wait()
-                time.sleep(delay_s())
+                delay(self._step)
             self._fail_if_asked_to()
             self._saved = [self._engine._save_file(file, self._directory, op) for file in self._copy]
         except Exception as exc:
             self._error = exc
 
     def _fail_if_asked_to(self) -> None:
-        step = re.findall(r"global_step(\d+)", self._directory.name)[0]
-        rank, times = FAILURES.get(step, (-1, 0))
+        rank, times = FAILURES.get(self._step, (-1, 0))
         if rank == RANK and times:
-            FAILURES[step][1] -= 1
+            FAILURES[self._step][1] -= 1
             raise IndexError("a broken engine")
 
     def wait(self) -> list[SavedFile]:

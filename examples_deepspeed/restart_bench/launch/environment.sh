@@ -1,0 +1,67 @@
+# Variables of the user's environment that ranks on other nodes need, too; sourced by common.sh.
+#
+# A process that this script starts here inherits them. What ssh or DeepSpeed's launcher starts on another node does not.
+
+CARRIED_FAMILIES='^(NCCL|GLOO|FI|UCX|OMP|CUDA|TORCH|HF)_|^(LD_LIBRARY_PATH|PYTHONPATH)$'
+NOT_CARRIED='^TORCH_(VARIANT|INDEX_URL)$' # settings of setup_env.sh, which runs on this node only
+
+# Sets USER_ENV to NAME=VALUE of each variable of the families above and of each that EXPORT names.
+collect_user_env() {
+    USER_ENV=() CARRIED_ENV=() SECRETS=
+    local name further=()
+    read -r -d '' -a further <<<"${EXPORT:-}" || true
+    for name in "${further[@]}"; do
+        [[ $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || die "EXPORT=$EXPORT: $name is no name of a variable; give names alone"
+        [[ -n ${!name+set} ]] || die "EXPORT=$EXPORT: $name is not set; set it, or leave it out"
+    done
+    for name in $(compgen -e | sort); do
+        if [[ $name =~ $CARRIED_FAMILIES && ! $name =~ $NOT_CARRIED || " ${further[*]} " == *" $name "* ]]; then
+            USER_ENV+=("$name=${!name}")
+        fi
+    done
+}
+
+# Whether NAME=VALUE must be shown to nobody: by its name, or as it is an address with a password.
+is_secret() {
+    local name=${1%%=*}
+    [[ ${name^^} =~ TOKEN|KEY|SECRET|PASSW|CREDENTIAL || ${1#*=} =~ ://[^/@]*:[^/@]*@ ]]
+}
+
+# Sets CARRIED_ENV, which each launcher puts before its command, for a reader: with *** in place of secrets.
+show_user_env() {
+    local variable
+    CARRIED_ENV=()
+    for variable in "${USER_ENV[@]}"; do
+        ! is_secret "$variable" || variable="${variable%%=*}=***"
+        CARRIED_ENV+=("$variable")
+    done
+}
+
+# Sets CARRIED_ENV for commands on other nodes, and SECRETS to a file with those that no list of processes may show.
+carry_user_env() {
+    local variable secrets=()
+    CARRIED_ENV=() SECRETS=
+    for variable in "${USER_ENV[@]}"; do
+        if is_secret "$variable"; then secrets+=("$variable"); else CARRIED_ENV+=("$variable"); fi
+    done
+    if ((${#secrets[@]} > 0)); then
+        SECRETS=$WORK_DIR/launch_secrets
+        write_private "$SECRETS" <<<"export $(shell_quoted "${secrets[@]}")"
+    fi
+}
+
+# Standard input to file $1, which nobody but this user may read.
+write_private() {
+    mkdir -p "$(dirname "$1")"
+    rm -f "$1"
+    (umask 077 && cat >"$1")
+}
+
+# Words that any POSIX shell reads as they are here: the user's shell on the other node may be one that has no $'...'.
+shell_quoted() {
+    local word quoted= apostrophe="'\\''"
+    for word in "$@"; do
+        quoted+=" '${word//\'/"$apostrophe"}'"
+    done
+    printf '%s' "${quoted# }"
+}

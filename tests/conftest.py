@@ -1,0 +1,61 @@
+"""In continuous integration (CI=true) nothing is skipped but what needs a GPU, and what takes ten minutes.
+
+No property fails because a machine is slow: hypothesis has a deadline of its own for each example otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tools.ckpt_overhead.launch import filesystem_of
+
+MAY_BE_SKIPPED_IN_CI = re.compile(r"GPU|CUDA|takes 10 minutes")
+ROOT = Path(__file__).resolve().parents[1]
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
+
+
+def fail_if_skipped(report: Any) -> None:
+    """Turn a skip into a failure: a test that CI does not run is one that nobody runs."""
+    if os.environ.get("CI") != "true" or not report.skipped or hasattr(report, "wasxfail"):
+        return
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    if not MAY_BE_SKIPPED_IN_CI.search(reason):
+        report.outcome = "failed"
+        report.longrepr = (
+            f"{reason}\nWith CI=true this is a failure; tests/install_system_packages.sh installs what tests need."
+        )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, Any, Any]:
+    report = yield
+    fail_if_skipped(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, Any, Any]:
+    report = yield  # of a module that skips itself as a whole
+    fail_if_skipped(report)
+    return report
+
+
+@pytest.fixture
+def path_on_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A new directory whose files can leave the page cache, where temporary files are kept in memory too."""
+    temporary = tmp_path_factory.mktemp("disk")
+    if filesystem_of(temporary) not in ("tmpfs", "ramfs"):
+        yield temporary
+        return
+    (ROOT / "runs").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=ROOT / "runs") as directory:
+        yield Path(directory)

@@ -1,0 +1,91 @@
+"""A skipped test fails in continuous integration, unless it needs a GPU or ten minutes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.unit.script_helpers import ROOT
+
+INSTALL = ROOT / "tests" / "install_system_packages.sh"
+TESTS = '''
+import pytest
+
+@pytest.mark.skipif(True, reason="needs a CUDA device")
+def test_gpu(): pass
+
+@pytest.mark.skipif(True, reason="takes 10 minutes; set ALL to run it")
+def test_walk(): pass
+
+@pytest.mark.skipif(True, reason="no browser here")
+def test_marked(): pass
+
+def test_told():
+    pytest.skip("no strace here")
+
+@pytest.fixture
+def tool():
+    pytest.skip("no tool here")
+
+def test_fixture(tool): pass
+
+@pytest.mark.xfail(reason="known")
+def test_expected(): raise AssertionError
+
+def test_passes(): pass
+'''  # fmt: skip
+
+
+def outcome(tmp_path: Path, ci: str | None) -> str:
+    (tmp_path / "test_some.py").write_text(TESTS)
+    (tmp_path / "test_module.py").write_text('import pytest\npytest.importorskip("no_such_module")\n')
+    kept = {name: value for name, value in os.environ.items() if name not in ("CI", "PYTEST_ADDOPTS")}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-rsfE", "-p", "tests.conftest", "-c", os.devnull, "--rootdir",
+         str(tmp_path), str(tmp_path), "--continue-on-collection-errors"],
+        cwd=ROOT, env=kept | ({} if ci is None else {"CI": ci}), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.stderr == "", done.stderr
+    return done.stdout
+
+
+def test_elsewhere_skips_are_skips(tmp_path: Path) -> None:
+    assert "1 passed, 6 skipped, 1 xfailed" in outcome(tmp_path, None)
+
+
+def test_in_ci_they_are_failures_with_the_reason(tmp_path: Path) -> None:
+    told = outcome(tmp_path, "true")
+    assert "1 failed, 1 passed, 2 skipped, 1 xfailed, 3 errors" in told, told
+    for reason in ("no browser here", "no strace here", "no tool here", "could not import 'no_such_module'"):
+        assert f"Skipped: {reason}" in told, told
+    assert "tests/install_system_packages.sh" in told
+
+
+def install(tmp_path: Path, *there: str) -> tuple[subprocess.CompletedProcess[str], str]:
+    """Run the script where these commands are, and apt-get is a stand-in; what it was asked for."""
+    for name in (*there, "apt-get"):
+        command = tmp_path / name
+        command.write_text(f'#!/bin/bash\necho "$*" >>{tmp_path}/asked\n')
+        command.chmod(0o755)
+    done = subprocess.run(
+        ["/bin/bash", str(INSTALL)], env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=300
+    )
+    asked = tmp_path / "asked"
+    return done, asked.read_text() if asked.exists() else ""
+
+
+def test_nothing_is_installed_where_all_is_there(tmp_path: Path) -> None:
+    done, asked = install(tmp_path, "google-chrome", "strace", "mount", "umount", "unshare")
+    assert (done.returncode, done.stdout, done.stderr, asked) == (0, "", "", "")
+
+
+def test_what_is_missing_is_installed_by_root(tmp_path: Path) -> None:
+    done, asked = install(tmp_path, "mount", "umount", "unshare")
+    assert done.returncode == 0
+    if os.geteuid() == 0:
+        assert asked.splitlines()[0].startswith("update")
+        assert asked.splitlines()[1].startswith("install") and asked.endswith(" chromium strace\n")
+    else:
+        assert asked == "" and "tests will be skipped without: chromium strace" in done.stderr
