@@ -266,7 +266,7 @@ def _comparable(name: str, value: Any) -> Any:
             return parse_blend(flag_name(name), tuple(value))
     except ConfigError:  # what an older program or upstream took
         return value
-    return value
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _difference(name: str, spec: FlagSpec | None, old: Any, new: Any) -> str:

@@ -32,7 +32,7 @@ _CONNECTION_LOST = re.compile(
     re.IGNORECASE,
 )
 _OF_C10D = "torch.distributed.distributed_c10d"
-_TRANSPORT = re.compile(r"gloo/|\bTCPStore\b|\bDist\w*Error\b|\bsocket\b", re.IGNORECASE)
+_TRANSPORT = re.compile(r"gloo/|\bTCPStore\b|\bDist\w*Error\b")
 _PEER_LENGTH = 300
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.topology import Layout
 from tests.dist.harness import LLAMA_STYLE, Zygote
@@ -149,6 +150,17 @@ def test_another_global_batch_neither_repeats_nor_skips_samples(launcher: Launch
     assert (by_two[5] + by_two[6]) / 2 == pytest.approx(by_four[4], abs=1e-5)
     state = load_file(resumed / "global_step6" / "mp_rank_00_model_states.pt")
     assert (state["args"].consumed_train_samples, state["iteration"]) == (16, 6)
+
+
+def test_schedule_that_begins_anew(launcher: Launcher, saved: Path) -> None:
+    """With --no-load-lr-state the very first step is at the beginning of the warm-up, where nothing moves."""
+    out = launcher.directory / "out"
+    launcher.train(SINGLE, *RUN, *saving(out, 1)[:-1], "--load", saved, "--no-load-lr-state", "--exit-interval", "3")
+    masters = [
+        shard_of(where)["single_partition_of_fp32_groups"]
+        for where in (saved / "global_step2", out / "global_step3")
+    ]
+    assert all(torch.equal(before, after) for before, after in zip(*masters, strict=True))
 
 
 def test_loss_scale(launcher: Launcher) -> None:
