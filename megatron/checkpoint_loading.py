@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron import checkpoint_commit as commit
 from megatron import checkpoint_layout as names
+from megatron.arguments import namespace_from_config
+from megatron.changed_flags import check_optimizer
 from megatron.checkpoint_compatibility import cannot_be_read, check_candidate, foreign_engine
 from megatron.checkpoint_engines.base import CheckpointEngine
 from megatron.checkpoint_engines.errors import (
@@ -146,6 +148,8 @@ def _load_candidate(
         for reason in reasons:
             _report_rejected(ctx, reason)
         return reasons
+    saved = states[names.model_states_file(place.layout, place.at)]["args"]
+    check_optimizer(saved, namespace_from_config(ctx.config), candidate.directory)
     with op.span("load", "host_to_device"):
         progress = restore_state(engine, place, states, ctx.config)
         states.clear()  # giving gigabytes back to the system takes its time: here, where it is accounted for

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from deepspeed import __version__ as deepspeed_version
 
 from megatron import checkpoint_layout as names
 from megatron.arguments import namespace_from_config
+from megatron.changed_flags import changes
 from megatron.checkpoint_engines.base import FileState
 from megatron.checkpoint_engines.errors import CheckpointMismatchError
 from megatron.checkpoint_placements import add_placements, layer_modules
@@ -24,7 +26,12 @@ from megatron.config import Config, ModelConfig
 from megatron.tensor_parallel.random import get_rng_state, set_rng_state
 from megatron.topology import Coordinates, Layout
 
+logger = logging.getLogger(__name__)
+
 _MASTERS = "single_partition_of_fp32_groups"  # in DeepSpeed's shards
+# Of a parameter group: what the command line decides. The schedule sets the last two again, if it is restored.
+_HYPER_PARAMETERS = ("betas", "eps", "momentum", "lr", "weight_decay")
+_COURSE_OF_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 @dataclass
@@ -202,8 +209,14 @@ def restore_state(engine: Any, place: RankPlace, states: Mapping[str, Any], conf
 
 
 def restore_progress(engine: Any, common: Mapping[str, Any], config: Config) -> Progress:
-    """Put what an mp_rank file says of the course of training into the live engine."""
+    """Put what an mp_rank file says of the course of training into the live engine.
+
+    Rank 0 tells of each flag that is not as in the run that saved.
+    """
     options = config.checkpoint
+    if config.parallel.rank == 0:
+        for line in changes(common["args"], namespace_from_config(config)):
+            logger.warning("changed on resume: %s", line)
     if options.finetune:
         return Progress()
     if not options.no_load_lr_state and common.get("lr_scheduler") is not None:
@@ -263,10 +276,37 @@ def restore_optimizer(engine: Any, place: RankPlace, shard: dict[str, Any]) -> N
     """Load this rank's `optimizer_state_dict` into DeepSpeed's optimizer."""
     shards: list[Any] = [None] * place.layout.dp
     shards[place.at.dp] = shard
-    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints a line of debugging here
+    with (
+        settings_kept(engine.optimizer),
+        contextlib.redirect_stdout(io.StringIO()),  # DeepSpeed prints a line of debugging here
+    ):
         engine.optimizer.load_state_dict(
             state_dict_list=shards, load_optimizer_states=True, load_from_fp32_weights=True
         )
+
+
+@contextlib.contextmanager
+def settings_kept(optimizer: Any) -> Iterator[None]:
+    """Load state into DeepSpeed's `optimizer`, which replaces its settings, too, and put those of the flags back.
+
+    A dynamic loss scale goes on where it was. Whether weight decay is decoupled stays the checkpoint's
+    (megatron.optimizer.build).
+    """
+    clip_grad = optimizer.clip_grad
+    scaler = getattr(optimizer, "loss_scaler", None)  # with --bf16 there is none
+    kept = [{key: group[key] for key in _HYPER_PARAMETERS if key in group} for group in optimizer.param_groups]
+    yield
+    for group, mine in zip(optimizer.param_groups, kept, strict=True):
+        group.update(mine)
+    optimizer.clip_grad = clip_grad
+    if scaler is not None:
+        loaded, optimizer.loss_scaler = optimizer.loss_scaler, scaler
+        optimizer.dynamic_loss_scale = scaler.dynamic
+        if scaler.dynamic and loaded.dynamic:
+            for name in _COURSE_OF_SCALE:
+                setattr(scaler, name, getattr(loaded, name))
+            scaler.cur_scale = max(scaler.cur_scale, scaler.min_scale)
+            scaler.cur_hysteresis = min(scaler.cur_hysteresis, scaler.delayed_shift)
 
 
 def _restore_rng(common: Mapping[str, Any], shard: Mapping[str, Any] | None) -> None:

@@ -83,21 +83,28 @@ def freeze_imported_objects() -> None:
     gc.freeze()
 
 
+def group_timeout(config: Config) -> datetime.timedelta:
+    """--distributed-timeout-minutes, which every process group of the run is created with."""
+    return datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
+
+
 @contextmanager
-def phase_apart_from_communicators(startup: Startup, name: str) -> Iterator[None]:
+def phase_apart_from_communicators(startup: Startup, name: str, timeout: datetime.timedelta) -> Iterator[None]:
     """Measure a start-up phase in which DeepSpeed also creates process groups; those count as `communicators`.
 
-    Gloo connects its ranks there and then. NCCL connects at the first collective of a group, which is in the
-    phase that runs it.
+    Their operations wait for `timeout`, where DeepSpeed takes torch's default: new_group does not go by that of the
+    default group. Gloo connects its ranks there and then. NCCL connects at the first collective of a group, which is
+    in the phase that runs it.
     """
     import torch.distributed as dist
 
     create = dist.new_group
     with startup.phase_around(name, "communicators") as creating:
 
-        def timed(*args: Any, **kwargs: Any) -> Any:
+        def timed(ranks: Any = None, timeout_given: Any = None, *args: Any, **kwargs: Any) -> Any:
+            chosen = timeout_given or kwargs.pop("timeout", None) or timeout
             with creating:
-                return create(*args, **kwargs)
+                return create(ranks, chosen, *args, **kwargs)
 
         dist.new_group = timed
         try:
@@ -132,7 +139,7 @@ def initialize_megatron(config: Config, startup: Startup, *, commits_in_backgrou
     if on_cuda:
         device_type.set_device(parallel.local_rank)
     device = torch.device(device_type.device_name(), parallel.local_rank) if on_cuda else torch.device("cpu")
-    timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
+    timeout = group_timeout(config)
     with startup.phase("rendezvous"):
         deepspeed.init_distributed(
             dist_backend=backend,
@@ -142,7 +149,9 @@ def initialize_megatron(config: Config, startup: Startup, *, commits_in_backgrou
             init_method=init_method(),
         )
     with startup.phase("communicators"):
-        control_group = None if backend == "gloo" else torch.distributed.new_group(backend="gloo")
+        control_group = None
+        if backend != "gloo":
+            control_group = torch.distributed.new_group(backend="gloo", timeout=timeout)
         commit_group = None
         if commits_in_background and layout.world_size > 1:
             commit_group = torch.distributed.new_group(backend="gloo", timeout=timeout)

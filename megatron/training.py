@@ -58,9 +58,9 @@ def pretrain(
 ) -> int:
     """Train as the command line says; returns the exit code.
 
-    0: trained to the end; 1: trained, but the last checkpoint could not be saved; 2: the command line, the
-    data or the checkpoint do not fit, as the message says. `entered_ns` is when the program's own code began
-    (monotonic, ns).
+    0: trained to the end; 1: trained, but the last checkpoint could not be saved, or another rank was waited for in
+    vain; 2: the command line, the data or the checkpoint do not fit, as the message says. `entered_ns` is when the
+    program's own code began (monotonic, ns).
     """
     end_with_launcher(os.environ)
     config = parse_or_exit()
@@ -81,6 +81,7 @@ def pretrain(
         exit_with(error, rank, every_rank_sees_it=False)
     with startup.phase("imports"):
         import_everything()
+    from megatron.lost_ranks import explain
     from megatron.training_data import DataError
     from megatron.training_log import set_up_logging
 
@@ -91,10 +92,18 @@ def pretrain(
             config, recorder, startup, ownership, vocabulary, prefetch, datasets_provider, model_provider, batch_fn
         )  # fmt: skip
         _train_to_the_last_commit(trainer)
+        _shut_down(trainer)
     except (CheckpointError, ConfigError, DataError, EngineUnavailableError) as error:
         recorder.close()
         exit_with(error, rank)
-    _shut_down(trainer)
+    except RuntimeError as error:
+        explained = explain(error, config)
+        if explained is None:
+            raise
+        recorder.close()
+        logger.debug("rank %d waited in vain", rank, exc_info=True)
+        print(f"error on rank {rank}, {os.uname().nodename}: {explained}", file=sys.stderr, flush=True)
+        return 1
     if ownership is not None:
         ownership.release()
     return 1 if trainer.saves.failed else 0
@@ -211,7 +220,7 @@ def _set_up(
     from megatron.control_plane import ControlPlane
     from megatron.engine_setup import build_engine, runtime_facts
     from megatron.exit_conditions import ExitConditions
-    from megatron.initialize import initialize_megatron, phase_apart_from_communicators
+    from megatron.initialize import group_timeout, initialize_megatron, phase_apart_from_communicators
     from megatron.training_checkpoints import CheckpointSaves, build_checkpointer
     from megatron.training_data import build_data_iterators
     from megatron.training_log import TrainingLog, printed_as_debug
@@ -220,12 +229,12 @@ def _set_up(
         config, startup, commits_in_background=_saves_in_background(config, startup)
     )
     control = ControlPlane(runtime.rank, runtime.layout.world_size, runtime.control_group)
-    with phase_apart_from_communicators(startup, "model_build"), printed_as_debug():
+    with phase_apart_from_communicators(startup, "model_build", group_timeout(config)), printed_as_debug():
         model = model_provider(config, vocabulary.padded, runtime)
     if prefetch is not None:
         prefetch.also([layer_file(number, runtime.coordinates.tp) for number, _ in model.numbered_layers()])
     eod = vocabulary.eod if config.data.eod_mask_loss else None
-    with phase_apart_from_communicators(startup, "engine_init"), printed_as_debug():
+    with phase_apart_from_communicators(startup, "engine_init", group_timeout(config)), printed_as_debug():
         engine = build_engine(config, model, functools.partial(batch_fn, eod_token=eod))
         checkpointer = build_checkpointer(config, runtime, control, recorder, ownership, vocabulary[:2])
         checkpointer.prefetch = prefetch

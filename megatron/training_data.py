@@ -55,21 +55,23 @@ def build_data_iterators(
 ) -> DataIterators:
     """Build the datasets and position them at `progress`, in constant time; collective.
 
-    Sets `progress.indexed_samples` if it is not set yet. Raises DataError on every rank, with the reason,
-    if any rank fails.
+    Sets `progress.indexed_samples` of the splits of which it is not set yet. Raises DataError on every rank, with the
+    reason, if any rank fails.
     """
     training = config.training
     needed = samples_of_run(
         training.train_iters, training.eval_interval, training.eval_iters, training.global_batch_size
     )
-    progress.indexed_samples = progress.indexed_samples or needed
+    train, valid, test = progress.indexed_samples or (0, 0, 0)
+    # A split that no launch has read yet, such as one without --eval-iters, has no order to keep.
+    progress.indexed_samples = train or needed[0], valid or needed[1], test or needed[2]
 
     def agree(error: Exception | None) -> None:
         failed = control.agree(None if error is None else str(error))
         if failed:
             raise DataError("; ".join(dict.fromkeys(reason for _, reason in failed)))
 
-    train, valid, test = provider(
+    train_set, valid_set, test_set = provider(
         DataRequest(config, progress.indexed_samples, needed, control.rank == 0, agree)
     )
 
@@ -80,9 +82,9 @@ def build_data_iterators(
         return build_pretraining_data_loader(dataset, sampler, config.data.num_workers)
 
     return DataIterators(
-        train=loader(train, progress.consumed_train_samples),
-        valid=loader(valid, progress.consumed_valid_samples),
-        test=loader(test, 0),
-        has_valid=valid is not None and training.eval_iters > 0,
-        has_test=test is not None and training.eval_iters > 0,
+        train=loader(train_set, progress.consumed_train_samples),
+        valid=loader(valid_set, progress.consumed_valid_samples),
+        test=loader(test_set, 0),
+        has_valid=valid_set is not None and training.eval_iters > 0,
+        has_test=test_set is not None and training.eval_iters > 0,
     )

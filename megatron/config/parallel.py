@@ -26,7 +26,9 @@ class ParallelConfig:
     distributed_backend: str | None = flag(
         None, "torch.distributed backend: nccl or gloo (default: nccl where CUDA is there, else gloo)"
     )
-    distributed_timeout_minutes: int = flag(10, "how long a collective may wait for the other ranks")
+    distributed_timeout_minutes: float = flag(
+        10, "how long an operation of any process group may wait for the other ranks; 0.5: half a minute"
+    )
     zero_stage: int = flag(1, "ZeRO stage; 1, which partitions the optimizer state over DP, is the only one")
     deepspeed_config: str | None = flag(
         None,
@@ -53,7 +55,7 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         require_at_least("--tensor-model-parallel-size", self.tensor_model_parallel_size, 1)
         require_at_least("--pipeline-model-parallel-size", self.pipeline_model_parallel_size, 1)
-        require_at_least("--distributed-timeout-minutes", self.distributed_timeout_minutes, 1)
+        self._check_timeout()
         require_at_least("--local-rank", self.local_rank, 0)
         require_at_least("WORLD_SIZE", self.world_size, 1)
         if not 0 <= self.rank < self.world_size:
@@ -73,6 +75,14 @@ class ParallelConfig:
     def data_parallel_size(self) -> int:
         """Replicas of the model: world size / (TP x PP)."""
         return self.world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)
+
+    def _check_timeout(self) -> None:
+        if not 0.01 <= self.distributed_timeout_minutes <= 525600:
+            refuse(
+                "--distributed-timeout-minutes",
+                self.distributed_timeout_minutes,
+                "must be from 0.01, which is 0.6 s, to 525600, which is a year",
+            )
 
     def _check_layout(self) -> None:
         tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size

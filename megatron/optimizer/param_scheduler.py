@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -12,6 +13,19 @@ _STATE_NAMES = (
     "lr_decay_steps", "lr_decay_tokens", "min_lr", "start_wd", "end_wd", "wd_incr_style", "wd_incr_steps",
 )  # fmt: skip
 _PROGRESS = ("num_steps", "num_tokens")
+_SET_BY = {
+    "max_lr": "--lr",
+    "lr_warmup_steps": "samples: --lr-warmup-iters or --lr-warmup-fraction, by --global-batch-size",
+    "lr_decay_style": "--lr-decay-style",
+    "lr_decay_steps": "samples: --lr-decay-iters, which is --train-iters by default, by --global-batch-size",
+    "min_lr": "--min-lr",
+    "start_wd": "--start-weight-decay or --weight-decay",
+    "end_wd": "--end-weight-decay or --weight-decay",
+    "wd_incr_style": "--weight-decay-incr-style",
+    "wd_incr_steps": "samples: --train-iters by --global-batch-size",
+}
+
+logger = logging.getLogger(__name__)
 
 
 class OptimizerParamScheduler:
@@ -105,6 +119,7 @@ class OptimizerParamScheduler:
 
         Raises ConfigError where checkpoint and command line disagree and no flag says which counts.
         """
+        self._tell_of_changes(state)
         for name in _STATE_NAMES:
             if name in _PROGRESS or name not in state or self._override:
                 continue
@@ -113,10 +128,22 @@ class OptimizerParamScheduler:
                 continue
             if mine != theirs and not self._use_checkpoint:
                 raise ConfigError(
-                    f"learning-rate schedule: {name} is {theirs} in the checkpoint and {mine} here; "
-                    "give the same schedule, or --use-checkpoint-opt_param-scheduler or "
-                    "--override-opt_param-scheduler to say which counts"
+                    f"learning-rate schedule: {name} is {theirs} in the checkpoint and {mine} here "
+                    f"({_SET_BY.get(name, 'in tokens, as upstream counts')}); give the same schedule, or "
+                    "--use-checkpoint-opt_param-scheduler or --override-opt_param-scheduler to say which counts"
                 )
             setattr(self, name, theirs)
         self.num_steps = 0
         self.step(state["num_steps"])
+
+    def _tell_of_changes(self, state: dict[str, Any]) -> None:
+        """Log what one of the two flags settles."""
+        for name, flags in _SET_BY.items():
+            mine, theirs = getattr(self, name), state.get(name)
+            if name not in state or mine == theirs or self._has_no_effect(name):
+                continue
+            if self._override:
+                logger.info("--override-opt_param-scheduler: %s %s -> %s (%s)", name, theirs, mine, flags)
+            elif self._use_checkpoint:
+                told = "--use-checkpoint-opt_param-scheduler: %s stays %s, not %s (%s)"
+                logger.info(told, name, theirs, mine, flags)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+from megatron.arguments import namespace_from_config
+from megatron.changed_flags import check_optimizer
 from megatron.checkpoint_commit import Candidate, Manifest
 from megatron.checkpoint_engines.base import CheckpointEngine
 from megatron.checkpoint_state import Progress, RankPlace
@@ -34,6 +36,10 @@ class LayoutLoad(ABC):
         self._manifest: Manifest = candidate.manifest  # pyright: ignore[reportAttributeAccessIssue]
         self._op = op
         self._common: dict[str, Any] = {}  # what is the same for all ranks of the checkpoint
+
+    def _check_optimizer(self) -> None:
+        """Raises CheckpointMismatchError if `_common` is of a run with another optimizer."""
+        check_optimizer(self._common["args"], namespace_from_config(self._config), self._directory)
 
     @abstractmethod
     def run(self, reader: CheckpointEngine, control: ControlPlane) -> Progress:

@@ -130,6 +130,7 @@ class DirectLoad(LayoutLoad):
         with self._op.span("discover"):
             index = SourceIndex(self._placed_tensors(reader, surveyed.tensors))
         self._common = surveyed.values[0]
+        self._check_optimizer()
         if self._with_optimizer:
             targets = self._optimizer(surveyed.values[1]["optimizer_state_dict"], index)
         else:

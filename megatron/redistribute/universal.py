@@ -21,7 +21,7 @@ from megatron.checkpoint_engines.base import CheckpointEngine
 from megatron.checkpoint_engines.errors import CheckpointError, CheckpointMismatchError
 from megatron.checkpoint_engines.torch_files import verify_file
 from megatron.checkpoint_ownership import newest_owner
-from megatron.checkpoint_state import Progress, restore_progress, universal_checkpoint_info
+from megatron.checkpoint_state import Progress, restore_progress, settings_kept, universal_checkpoint_info
 from megatron.control_plane import ControlPlane
 from megatron.redistribute.agreement import together
 from megatron.redistribute.base import LayoutLoad
@@ -69,6 +69,7 @@ class UniversalLoad(LayoutLoad):
                 f"--redistribute universal: {self._directory / first} was saved with other patterns for DeepSpeed's "
                 "conversion than this program would use, which may split its parameters wrongly; drop the flag"
             )
+        self._check_optimizer()
         if not reader.options.verify_checksums:
             return
         states = sorted(name for name in files if name.endswith(".pt"))
@@ -114,7 +115,7 @@ class UniversalLoad(LayoutLoad):
 
     def _load(self, folder: Path) -> None:
         """DeepSpeed reads, slices and copies parameter by parameter: one span for all of it."""
-        with self._op.span("load", "deserialize"):
+        with self._op.span("load", "deserialize"), settings_kept(self._engine.optimizer):
             try:
                 self._engine.optimizer.load_state_dict(
                     state_dict_list=None,

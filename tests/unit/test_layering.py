@@ -119,6 +119,11 @@ ALLOWED = {
         "megatron.checkpoint_placements",
         "megatron.checkpoint_state",
         "megatron.control_plane",
+        "megatron.arguments",
+        "megatron.changed_flags",
+    ),
+    "megatron.changed_flags": (
+        "megatron.arguments", "megatron.config", "megatron.checkpoint_engines.errors",
     ),
     "megatron.arguments": ("megatron.config", "megatron.deepspeed_config", "megatron.unsupported_flags"),
     "megatron.preflight": ("megatron.config",),

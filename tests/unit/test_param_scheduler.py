@@ -102,7 +102,7 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_disagreement_is_named_and_flags_settle_it(name: str) -> None:
+def test_disagreement_is_named_and_flags_settle_it(name: str, caplog: pytest.LogCaptureFixture) -> None:
     saved = scheduler()
     for _ in range(5):
         saved.step()
@@ -111,20 +111,27 @@ def test_disagreement_is_named_and_flags_settle_it(name: str) -> None:
         scheduler(**DIFFERENT[name]).load_state_dict(state)
     message = str(caught.value)
     if name == "end_wd":  # start and end are set by one flag here: either may be named
-        assert "_wd is 0.01 in the checkpoint and 0.3 here" in message
+        assert "_wd is 0.01 in the checkpoint and 0.3 here (--start-weight-decay or --weight-decay)" in message
     else:
         mine = getattr(scheduler(**DIFFERENT[name]), name)
-        assert f"{name} is {state[name]} in the checkpoint and {mine} here" in message
+        assert f"{name} is {state[name]} in the checkpoint and {mine} here (" in message
     assert "--use-checkpoint-opt_param-scheduler or --override-opt_param-scheduler" in message
 
+    caplog.set_level("INFO")
     theirs = scheduler(**DIFFERENT[name], use_checkpoint_opt_param_scheduler=True)
+    mine = getattr(theirs, name)
     theirs.load_state_dict(state)
+    assert f"--use-checkpoint-opt_param-scheduler: {name} stays {state[name]}, not {mine} (" in caplog.text
     assert theirs.state_dict() == state and theirs.get_last_lr() == saved.get_last_lr()
 
     override = scheduler(**DIFFERENT[name], override_opt_param_scheduler=True)
     mine = getattr(override, name)
     override.load_state_dict(state)
     assert getattr(override, name) == mine and override.num_steps == saved.num_steps
+    assert f"--override-opt_param-scheduler: {name} {state[name]} -> {mine} (" in caplog.text
+    caplog.clear()
+    scheduler(override_opt_param_scheduler=True).load_state_dict(state)
+    assert not caplog.text  # nothing is changed
 
 
 def test_state_of_an_older_kind_without_every_name() -> None:

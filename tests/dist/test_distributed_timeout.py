@@ -1,0 +1,100 @@
+"""--distributed-timeout-minutes: it governs every process group, and a rank that waits longer ends and says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.topology import Layout
+from tests.dist.harness import LLAMA_STYLE, Zygote, losses, wait_for
+from tests.dist.tiny_runs import MODEL, NO_DROPOUT, TRAINING, Launcher, saving
+
+SCRIPTS = Path(__file__).with_name("scripts")
+RUN = [*MODEL, *LLAMA_STYLE, *TRAINING, *NO_DROPOUT]
+# Far longer than the flag's value, far shorter than torch's own 30 minutes.
+AT_MOST_S = 240.0
+
+
+@pytest.fixture
+def launcher(zygote: Zygote, dataset: list[str], tmp_path: Path) -> Launcher:
+    return Launcher(zygote, dataset, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("engine", "backend"), [("lazy", "gloo"), ("dcp-async", "cpu:gloo")], ids=["gloo", "control-group"]
+)
+def test_every_group_waits_as_long_as_the_flag_says(launcher: Launcher, engine: str, backend: str) -> None:
+    """DeepSpeed's groups, the control plane's, that of the commits, and the store, restarted in place or not."""
+    layout = Layout(tp=1, pp=2, dp=2)
+    out = launcher.directory / "out"
+    out.mkdir()
+    launcher.train(
+        layout, *RUN, "--train-iters", "2", "--lr-decay-iters", "4", *saving(launcher.directory / "save", 1),
+        "--checkpoint-engine", engine, "--distributed-backend", backend, "--distributed-timeout-minutes", "7.5",
+        script=str(SCRIPTS / "group_timeouts.py"),
+        env={"OUT": str(out), "TORCHELASTIC_RESTART_COUNT": "0" if backend == "gloo" else "1"},
+    )  # fmt: skip
+    for rank in range(layout.world_size):
+        found = json.loads((out / f"rank_{rank}.json").read_text())
+        groups = [tuple(ranks) for ranks, _ in found["groups"]]
+        everybody = tuple(range(layout.world_size))
+        # the default group, DeepSpeed's own of all ranks, that of the commits, and on another backend the control's
+        assert groups.count(everybody) >= (3 if backend == "gloo" else 4)
+        assert len(set(groups)) >= 3  # of the pipeline and of data parallelism, too
+        assert {seconds for _, seconds in found["groups"]} == {450.0}, found["groups"]
+        assert found["store"] == 450.0
+
+
+def test_ranks_that_wait_for_a_stopped_one_end_and_say_why(launcher: Launcher) -> None:
+    """One message of each, with the flag and the kind of wait; no traceback."""
+    layout = Layout(tp=1, pp=2, dp=2)
+    save = launcher.directory / "save"
+    stopped_at: list[float] = []
+
+    def stop_one(pids: list[int]) -> None:
+        wait_for(lambda: len(losses(save / "restart_trace")) >= 2, 120.0, "two iterations")
+        os.kill(pids[3], signal.SIGSTOP)
+        stopped_at.append(time.monotonic())
+        others = pids[:3]
+        try:
+            wait_for(lambda: all(map(has_ended, others)), AT_MOST_S, "the end of the ranks that wait")
+        finally:
+            os.kill(pids[3], signal.SIGKILL)
+
+    run = launcher.run(
+        layout, *RUN, "--train-iters", "100000", *saving(save, 100000), "--distributed-timeout-minutes", "0.25",
+        during=stop_one, timeout=AT_MOST_S,
+    )  # fmt: skip
+    assert time.monotonic() - stopped_at[0] >= 15.0
+    assert run.exit_codes == [1, 1, 1, -signal.SIGKILL]
+    for rank in range(3):
+        log = run.log(rank)
+        errors = re.findall(rf"^error on rank {rank}, .*", log, re.MULTILINE)
+        assert len(errors) == 1 and "Traceback" not in log, log
+        assert "--distributed-timeout-minutes 0.25" in errors[0], errors
+        assert "in a training step" in errors[0], errors
+
+
+def test_a_rank_that_the_others_never_meet(launcher: Launcher) -> None:
+    """One of two is never started."""
+    run = launcher.run(
+        Layout(tp=1, pp=1, dp=1), *RUN, "--train-iters", "4", "--distributed-timeout-minutes", "0.02",
+        env={"WORLD_SIZE": "2"},
+    )  # fmt: skip
+    assert run.exit_codes == [1] and "Traceback" not in run.output
+    (error,) = re.findall(r"^error on rank 0, .*", run.output, re.MULTILINE)
+    assert "in the rendezvous of all ranks waited longer than --distributed-timeout-minutes 0.02" in error
+
+
+def has_ended(pid: int) -> bool:
+    """Whether the process is gone, or a zombie that its parent has yet to ask for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
