@@ -165,6 +165,8 @@ def build_deepspeed_config(config: Config) -> dict[str, Any]:
         )
     for leaf in _leaves(config):
         found = _get(merged, leaf.key)
+        if leaf.key == "zero_optimization.stage" and found == config.parallel.zero_stage_asked:
+            found = leaf.value  # --zero-stage says why 0 and 2 are 1
         if found not in (None, "auto") and found != leaf.value:
             raise ConfigError(
                 f"--deepspeed_config {path}: {leaf.key} is {found!r}, but {leaf.flags} makes it "

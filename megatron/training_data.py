@@ -60,7 +60,11 @@ def build_data_iterators(
     """
     training = config.training
     needed = samples_of_run(
-        training.train_iters, training.eval_interval, training.eval_iters, training.global_batch_size
+        training.train_iters,
+        training.eval_interval,
+        training.eval_iters,
+        training.global_batch_size,
+        training.train_samples,
     )
     progress.indexed_samples = progress.indexed_samples or needed
 

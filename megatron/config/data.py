@@ -82,7 +82,11 @@ class DataConfig:
     data_cache_path: str | None = flag(None, "directory for sample index files (default: beside the dataset)")
     num_workers: int = flag(2, "data-loading processes per rank; 0: load in the training process")
     eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens")
-    tokenizer_type: str | None = flag(None, "tokenizer", choices=TOKENIZER_TYPES)
+    tokenizer_type: str | None = flag(
+        None,
+        "tokenizer (default: GPT2BPETokenizer, if --vocab-file and --merge-file are given)",
+        choices=TOKENIZER_TYPES,
+    )
     tokenizer_model: str | None = flag(None, "SentencePiece model file")
     vocab_file: str | None = flag(None, "vocab.json of the GPT-2 BPE tokenizer")
     merge_file: str | None = flag(None, "merges.txt of the GPT-2 BPE tokenizer")
