@@ -56,6 +56,12 @@ class Config:
             save = self.checkpoint.save
             self._fill("trace", restart_trace_dir=lambda: os.path.join(save, "restart_trace"))
         self._check_divisible()
+        if self.training.log_optimizer_states_to_tensorboard and self.optimizer.optimizer != "adam":
+            refuse(
+                "--optimizer",
+                self.optimizer.optimizer,
+                "--log-optimizer-states-to-tensorboard writes Adam's moments; drop it",
+            )
         self._check_stages()
         object.__setattr__(self, "notes", tuple(dict.fromkeys((*self.notes, *self._own_notes()))))
 

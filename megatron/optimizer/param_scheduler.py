@@ -72,6 +72,8 @@ class OptimizerParamScheduler:
 
     def get_lr(self) -> float:
         """Learning rate now: linear warm-up, then the decay style down to min_lr."""
+        if self.lr_decay_tokens is not None and self.num_steps >= self.lr_warmup_steps:
+            self._tokens_at_end_of_warmup()
         at, warmup = self._warmup_position()
         if warmup > 0 and at <= warmup:
             return self.max_lr * at / warmup
