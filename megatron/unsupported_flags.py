@@ -92,8 +92,7 @@ _REASONS: dict[str, str] = {
         --cpu-optimizer --cpu_torch_adam --ds_fused_adam
     """,
     _INDEX: """
-        --train-idx-path --train-desc-path --train-doc-idx-path --train-sample-idx-path
-        --train-shuffle-idx-path --train-data-exact-num-epochs --return-data-index
+        --train-data-exact-num-epochs --return-data-index
     """,
     _DDP: """
         --use-distributed-optimizer --use-contiguous-buffers-in-ddp
@@ -226,6 +225,8 @@ NO_EFFECT_VALUES: dict[str, InertValue] = {
         "the restart trace has the times of all ranks; see --restart-trace-dir", ("max", "minmax", "all"),
         "use max, minmax or all",
     ),
+    "--train-desc-path": InertValue("index files say themselves what they are; see --train-doc-idx-path"),
+    "--train-idx-path": InertValue("it is of BERT's data; --train-doc-idx-path and its two companions are of GPT's"),
     "--wandb-project": InertValue(_WANDB),
     "--wandb-exp-name": InertValue(_WANDB),
     "--wandb-save-dir": InertValue(_WANDB),

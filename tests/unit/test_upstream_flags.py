@@ -31,6 +31,8 @@ REFUSALS = [
     ("--recompute-num-layers 2", 1, "--recompute-num-layers 2: add --recompute-granularity full"),
     ("--reset-iteration", 1, "--reset-iteration does nothing without --load DIR"),
     ("--universal-checkpoint", 1, "--universal-checkpoint does nothing without --load DIR"),
+    ("--train-doc-idx-path d --train-sample-idx-path s", 1, "needs --train-shuffle-idx-path beside it"),
+    ("--optimizer sgd --log-optimizer-states-to-tensorboard --tensorboard-dir /t", 1, "writes Adam's moments; drop"),
     ("--log-optimizer-states-to-tensorboard", 1, "needs --tensorboard-dir"),
 ]  # fmt: skip
 
