@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint_state import samples_of_run
 from megatron.config import ConfigError
 from megatron.unsupported_flags import NO_EFFECT_VALUES
 from tests.unit.test_arguments import SMALL, configure, small
+from tools.upstream_flags_page import page
+
+ROOT = Path(__file__).resolve().parents[2]
 
 REFUSALS = [
     ("--no-pipeline-parallel --pipeline-model-parallel-size 2", 2, "--no-pipeline-parallel contradicts"),
@@ -100,3 +105,20 @@ def test_length_and_schedule_in_samples() -> None:
         with pytest.raises(ConfigError) as caught:
             configure(line + extra)
         assert message in str(caught.value)
+
+
+def test_universal_checkpoint_is_redistribute_universal() -> None:
+    assert small("--load /s --universal-checkpoint").checkpoint.redistribute == "universal"
+    assert small("--load /s").checkpoint.redistribute == "direct"
+
+
+def test_samples_of_the_run_decide_the_order_of_the_data() -> None:
+    """Upstream indexes --train-samples, more than the whole batches that are read."""
+    assert samples_of_run(10, 5, 2, 4) == (40, 24, 8)
+    assert samples_of_run(10, 5, 2, 4, 41) == (41, 24, 8)
+
+
+def test_the_page_of_upstreams_flags_is_of_this_parser() -> None:
+    """If this fails, print the page again: its first lines say how."""
+    upstream = (ROOT / "tests" / "golden" / "upstream_flags.txt").read_text().split()
+    assert (ROOT / "docs" / "upstream_flags.md").read_text() == page(upstream)
