@@ -232,8 +232,7 @@ def build_train_valid_test_datasets(
         such
             list for each split, of which all documents are used.
         train_valid_test_num_samples: samples of each split that decide its order. A resumed run passes those
-        of the
-            run's first start (see GPTDataset), whatever its iterations are now.
+        of the run's first start (see GPTDataset), whatever its iterations are now.
         required_num_samples: samples that will be read, where more than those: their index is then built
         ahead, too. data_cache_path: directory for index files; None for ``index-cache`` beside each dataset.
         train_dataset: makes the training set(s) of the arguments of GPTDataset.

@@ -195,6 +195,7 @@ def test_missing_required_flags_are_all_named() -> None:
         "--hidden-size",
         "--seq-length",
         "--micro-batch-size",
+        "--train-iters or --train-samples",
         "--lr",
         "--data-path",
         "--tokenizer-type",
