@@ -58,6 +58,7 @@ def loss_func(logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor], t
 
 def train_valid_test_datasets_provider(request: DataRequest) -> SplitDatasets:
     """The three datasets; collective, since one rank builds what is not in the index cache yet."""
+    from megatron.data.given_index import dataset_of_files
     from megatron.data.gpt_dataset import build_train_valid_test_datasets
 
     data, model, training = request.config.data, request.config.model, request.config.training
@@ -72,6 +73,7 @@ def train_valid_test_datasets_provider(request: DataRequest) -> SplitDatasets:
         seq_length=model.seq_length,
         seed=training.seed,
         data_cache_path=data.data_cache_path,
+        train_dataset=dataset_of_files(data.train_index_files),
         is_builder=request.is_builder,
         agree=request.agree,
     )

@@ -36,7 +36,7 @@ from megatron.deepspeed_config import (
     load_deepspeed_file,
     name_source,
 )
-from megatron.unsupported_flags import NO_EFFECT, UNSUPPORTED
+from megatron.unsupported_flags import NO_EFFECT, NO_EFFECT_VALUES, UNSUPPORTED
 
 EXIT_CODE = 2
 GROUPS: dict[str, type] = {
@@ -66,6 +66,14 @@ class _Parser(argparse.ArgumentParser):
             super().print_help(file)
 
 
+class _KeepNameAndValues(argparse.Action):
+    """Appends (flag, its values...) to the list of the flags that change nothing."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        kept = [*getattr(namespace, self.dest, ()), (self.option_strings[0], *values)]
+        setattr(namespace, self.dest, kept)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """A parser of every supported flag. Flags that are not given leave no attribute in the namespace."""
     parser = _Parser(
@@ -89,7 +97,12 @@ def build_parser() -> argparse.ArgumentParser:
             group.add_argument("--fp16", action="store_true", help="train in float16, with loss scaling")
     group = parser.add_argument_group("accepted", "flags of upstream's scripts that change nothing here")
     for name, why in NO_EFFECT.items():
-        group.add_argument(name, action="append_const", const=name, dest="no_effect", help=why)
+        group.add_argument(name, action="append_const", const=(name,), dest="no_effect", help=why)
+    for name, inert in NO_EFFECT_VALUES.items():
+        group.add_argument(
+            name, action=_KeepNameAndValues, dest="no_effect", nargs="+" if inert.many else 1, help=inert.why,
+            metavar="{" + ",".join(inert.accepted) + "}" if inert.accepted else "VALUE",
+        )  # fmt: skip
     return parser
 
 
@@ -173,9 +186,7 @@ def config_from_args(args: argparse.Namespace, env: Mapping[str, str] = os.envir
     Raises: ConfigError naming flag, value and fix.
     """
     given = dict(vars(args))
-    notes = [
-        Note(logging.INFO, f"{name}: no effect, {NO_EFFECT[name]}") for name in given.pop("no_effect", ())
-    ]
+    notes = [_note_of_no_effect(name, values) for name, *values in given.pop("no_effect", ())]
     given |= _process_place(given, env)
     path = given.get("deepspeed_config")
     raw = {} if path is None else load_deepspeed_file(path)
@@ -183,6 +194,8 @@ def config_from_args(args: argparse.Namespace, env: Mapping[str, str] = os.envir
     in_file = flag_values(raw, given["params_dtype"])
     of_file = in_file.keys() - given.keys()
     given = in_file | given
+    if "tokenizer_type" not in given and {"vocab_file", "merge_file"} <= given.keys():
+        given["tokenizer_type"] = "GPT2BPETokenizer"  # as upstream's pretrain_gpt.py
     _check_required(given)
     try:
         config = _config(given, notes)
@@ -204,6 +217,17 @@ def _config(given: dict[str, Any], notes: list[Note]) -> Config:
     return Config(**groups, notes=tuple(notes))
 
 
+def _note_of_no_effect(name: str, values: list[str]) -> Note:
+    """Raises ConfigError for a value that would have to have an effect."""
+    if not values:
+        level = logging.WARNING if name == "--sequence-parallel" else logging.INFO  # it costs memory
+        return Note(level, f"{name}: no effect, {NO_EFFECT[name]}")
+    inert = NO_EFFECT_VALUES[name]
+    if inert.accepted is not None and not set(values) <= set(inert.accepted):
+        raise ConfigError(f"{name} {' '.join(values)} is not supported: {inert.otherwise}")
+    return Note(logging.INFO, f"{name} {' '.join(values)}: no effect, {inert.why}")
+
+
 def _params_dtype(given: dict[str, Any], in_file: str | None) -> str:
     bf16, fp16 = given.pop("bf16", False), given.pop("fp16", False)
     if bf16 and fp16:
@@ -218,6 +242,8 @@ def _check_required(given: dict[str, Any]) -> None:
             spec = spec_of(field)
             if spec is not None and field.default is dataclasses.MISSING and field.name not in given:
                 missing.append(f"{spec.names[0]} ({spec.help})")
+    if "train_iters" not in given and "train_samples" not in given:
+        missing.append("--train-iters or --train-samples (the length of the run)")
     if not given.get("data_path") and not given.get("train_data_path"):
         missing.append("--data-path or --train-data-path (the dataset)")
     if given.get("tokenizer_type") is None:

@@ -221,6 +221,8 @@ def restore_progress(engine: Any, common: Mapping[str, Any], config: Config) -> 
         return Progress()
     if not options.no_load_lr_state and common.get("lr_scheduler") is not None:
         _restore_schedule(engine, common["lr_scheduler"])
+    if options.reset_iteration:
+        return Progress()
     engine.global_steps = common["global_steps"]
     engine.global_samples = common["global_samples"]
     engine.skipped_steps = common["skipped_steps"]
@@ -249,7 +251,11 @@ def progress_of(common: Mapping[str, Any]) -> Progress:
     indexed = getattr(args, "indexed_samples", None)
     if indexed is None:  # upstream: the index was built for all iterations of the run that saved
         indexed = samples_of_run(
-            args.train_iters, args.eval_interval, args.eval_iters, args.global_batch_size
+            args.train_iters,
+            args.eval_interval,
+            args.eval_iters,
+            args.global_batch_size,
+            getattr(args, "train_samples", None),
         )
     train, valid, test = indexed
     consumed = args.consumed_train_samples, args.consumed_valid_samples
@@ -257,12 +263,17 @@ def progress_of(common: Mapping[str, Any]) -> Progress:
 
 
 def samples_of_run(
-    train_iters: int, eval_interval: int, eval_iters: int, global_batch_size: int
+    train_iters: int,
+    eval_interval: int,
+    eval_iters: int,
+    global_batch_size: int,
+    train_samples: int | None = None,
 ) -> tuple[int, int, int]:
-    """(train, valid, test) samples that a run of this length reads; upstream's count."""
+    """(train, valid, test) samples that a run of this length reads; upstream's count, also of --train-samples."""
     evaluations = train_iters // eval_interval + 1 if eval_interval else 1
     batches = (train_iters, evaluations * eval_iters, eval_iters)
-    return batches[0] * global_batch_size, batches[1] * global_batch_size, batches[2] * global_batch_size
+    train = train_samples or batches[0] * global_batch_size
+    return train, batches[1] * global_batch_size, batches[2] * global_batch_size
 
 
 def _restore_schedule(engine: Any, state: dict[str, Any]) -> None:

@@ -184,7 +184,8 @@ def build_deepspeed_config(config: Config) -> dict[str, Any]:
     path = config.parallel.deepspeed_config
     merged = copy.deepcopy(load_deepspeed_file(path)) if path is not None else {}
     for leaf in _leaves(config):
-        _check_agrees(merged, leaf, path)
+        if leaf.key != "zero_optimization.stage" or get(merged, leaf.key) != config.parallel.zero_stage_asked:
+            _check_agrees(merged, leaf, path)  # --zero-stage says why 0 and 2 are 1
         if get(merged, leaf.key) is not None or not leaf.only_if_present:
             _set(merged, leaf.key, leaf.value)
     _check_optimizer(merged, config)

@@ -26,6 +26,7 @@ def build_engine(config: Config, model: Any, batch_fn: Callable[[Any], Any]) -> 
         train_iters=config.training.train_iters,
         global_batch_size=config.training.global_batch_size,
         seq_length=config.model.seq_length,
+        train_samples=config.training.train_samples,
     )
     engine: Any
     engine, *_ = deepspeed.initialize(

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from megatron.training_checkpoints import CheckpointSaves
     from megatron.training_data import DataIterators
     from megatron.training_log import TrainingLog
+    from megatron.training_statistics import TrainingStatistics
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class Trainer:
     saves: CheckpointSaves
     exits: ExitConditions
     log: TrainingLog
+    statistics: TrainingStatistics
 
 
 def pretrain(
@@ -224,6 +226,7 @@ def _set_up(
     from megatron.training_checkpoints import CheckpointSaves, build_checkpointer
     from megatron.training_data import build_data_iterators
     from megatron.training_log import TrainingLog, printed_as_debug
+    from megatron.training_statistics import TrainingStatistics
 
     runtime = initialize_megatron(
         config, startup, commits_in_background=_saves_in_background(config, startup)
@@ -261,6 +264,7 @@ def _set_up(
     return Trainer(
         config, engine, data, progress, recorder, startup, CheckpointSaves(checkpointer, engine),
         ExitConditions(config, control), log,
+        TrainingStatistics(engine, config.training, runtime.layout, runtime.coordinates),
     )  # fmt: skip
 
 
@@ -297,12 +301,12 @@ def _saves_in_background(config: Config, startup: Startup) -> bool:
 
 
 def train(trainer: Trainer) -> None:
-    """Iterate until --train-iters or an exit condition; evaluate and save on the way and at the end."""
+    """Iterate to the end of the run or an exit condition; evaluate and save on the way and at the end."""
     config, progress = trainer.config, trainer.progress
     training = config.training
     loop_start = now_ns()
     trainer.exits.start()
-    while progress.iteration < training.train_iters:
+    while progress.iteration < training.train_iters and not _enough_tokens(config, progress):
         _train_step(trainer, loop_start)
         trainer.saves.poll()
         if training.eval_interval and progress.iteration % training.eval_interval == 0:
@@ -320,20 +324,38 @@ def train(trainer: Trainer) -> None:
     trainer.saves.save(progress)
 
 
+def _enough_tokens(config: Config, progress: Progress) -> bool:
+    limit = config.training.train_tokens
+    return limit is not None and progress.consumed_train_samples * config.model.seq_length >= limit
+
+
+def _begin_iteration(trainer: Trainer) -> int:
+    """Tell DeepSpeed and the schedule of the next batch; returns its size, samples over all ranks."""
+    progress, engine = trainer.progress, trainer.engine
+    batch_size = trainer.config.training.batch_sizes.at(progress.consumed_train_samples)
+    if batch_size != engine.train_batch_size():
+        logger.info("iteration %d: the global batch size is %d now", progress.iteration + 1, batch_size)
+        engine.set_train_batch_size(batch_size)
+    engine.lr_scheduler.begin_iteration(batch_size, progress.consumed_train_samples)
+    return batch_size
+
+
 def _train_step(trainer: Trainer, loop_start: int) -> None:
-    config, progress, engine = trainer.config, trainer.progress, trainer.engine
+    progress, engine = trainer.progress, trainer.engine
+    batch_size = _begin_iteration(trainer)
     start = now_ns()
     skipped_before = engine.skipped_steps
     loss_tensor = engine.train_batch(data_iter=trainer.data.train)
     progress.iteration += 1
-    progress.consumed_train_samples += config.training.global_batch_size
+    progress.consumed_train_samples += batch_size
     # Reading the loss waits for the device; DeepSpeed has broadcast it to all stages already.
     loss = float(loss_tensor)
     end = now_ns()
     trainer.startup.iteration_done(progress.iteration, loop_start, end)
     trainer.recorder.iteration(progress.iteration, start, end, loss)
     skipped = engine.skipped_steps > skipped_before
-    trainer.log.iteration(engine, progress, loss, (end - start) / 1e9, skipped)
+    statistics = trainer.statistics.measure(progress.iteration)
+    trainer.log.iteration(engine, progress, loss, (end - start) / 1e9, skipped, statistics)
     if engine.flops_profiler_enabled():
         from megatron.engine_setup import report_flops
 
@@ -350,10 +372,8 @@ def _evaluate(trainer: Trainer, split: str) -> None:
     for _ in range(training.eval_iters):
         total += float(trainer.engine.eval_batch(iterator))
         if split == "validation":
-            progress.consumed_valid_samples += training.global_batch_size
-    trainer.log.evaluation(
-        f"iteration {progress.iteration}", total / training.eval_iters, progress.iteration, split
-    )
+            progress.consumed_valid_samples += trainer.engine.train_batch_size()
+    trainer.log.evaluation(total / training.eval_iters, progress, split)
 
 
 def _shut_down(trainer: Trainer) -> None:

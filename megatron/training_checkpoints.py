@@ -86,6 +86,8 @@ def restore(checkpointer: Checkpointer, engine: Any) -> Progress | None:
         )
     if progress is None:
         logger.info("--load %s: no checkpoint there; starting from iteration 0", options.load)
+    elif options.reset_iteration:
+        logger.info("loaded %s; counting iterations and samples from 0 (--reset-iteration)", options.load)
     elif not options.finetune:
         logger.info("resumed from iteration %d of %s", progress.iteration, options.load)
         warn_of_l2_weight_decay(engine.basic_optimizer)

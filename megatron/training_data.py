@@ -60,7 +60,11 @@ def build_data_iterators(
     """
     training = config.training
     needed = samples_of_run(
-        training.train_iters, training.eval_interval, training.eval_iters, training.global_batch_size
+        training.train_iters,
+        training.eval_interval,
+        training.eval_iters,
+        training.global_batch_size,
+        training.train_samples,
     )
     train, valid, test = progress.indexed_samples or (0, 0, 0)
     # A split that no launch has read yet, such as one without --eval-iters, has no order to keep.

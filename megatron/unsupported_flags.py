@@ -5,21 +5,20 @@ Names are those of Megatron-DeepSpeed 4efb479d and a few older ones that its pub
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 _MOE = "mixture of experts is not part of this fork; train a dense model"
 _T5_BERT = "only decoder-only GPT is trained here; drop it"
 _VISION = "there is no vision model here; drop it"
 _RETRIEVAL = "there is no retrieval model here; drop it"
 _FP8 = "fp8 and Transformer Engine are not used; train in --bf16"
-_RECOMPUTE = "use --checkpoint-activations, with --checkpoint-num-layers N for N layers per chunk"
-_SAMPLES = "the schedule counts iterations; use --train-iters, --lr-decay-iters and --lr-warmup-iters"
+_RECOMPUTE = "use --partition-activations, with --deepspeed-activation-checkpointing"
 _CURRICULUM = "the batch has a constant shape here; drop it"
 _SEQUENCE = "sequence parallelism is not supported; use --tensor-model-parallel-size"
 _DISTILL = "knowledge distillation is not part of this fork; drop it"
 _INFERENCE = "this fork trains; use another program for inference"
 _ZERO_JSON = "set it in zero_optimization of the --deepspeed_config file"
-_TIMERS = "phases are timed by the restart trace; use --restart-trace-dir"
 _PROFILE = "use --restart-trace on with --restart-trace-nvtx on under a profiler"
-_WANDB = "use --tensorboard-dir"
 _OPTIMIZER = "the fastest Adam that is installed for the device is used and named in the log; drop it"
 _INDEX = "the sample index is built and cached; use --data-cache-path to say where"
 _DDP = "gradients are reduced by DeepSpeed; drop it"
@@ -33,18 +32,10 @@ _DATALOADER = (
     "data is read once in the order of the sample index and resumes at the consumed samples; drop it"
 )
 _MULTI_LAYERS = "use --num-layers"
-_ATTENTION = "attention runs through scaled_dot_product_attention; use --use-flash-attn-v2 or no such flag"
 _KILL = "send SIGTERM with --exit-signal-handler given"
 
 _REASONS: dict[str, str] = {
     _WARMUP: "--mmap-warmup",
-    _MOE: """
-        --num-experts --mlp-type --topk --expert-interval --num-experts-switch
-        --disable-moe-token-dropping --moe-train-capacity-factor --moe-eval-capacity-factor
-        --moe-min-capacity --moe-loss-coeff --create-moe-param-group --use-tutel
-        --disable-moe-top2-2nd-expert-sampling --enable-expert-tensor-parallelism
-        --moe-expert-parallel-size
-    """,
     _T5_BERT: """
         --decoder-num-layers --decoder-seq-length --bert-no-binary-head --vocab-extra-ids
         --mask-prob --short-seq-prob --sample-rate --pipeline-model-parallel-split-rank
@@ -52,7 +43,7 @@ _REASONS: dict[str, str] = {
     """,
     _VISION: """
         --num-classes --img-h --img-w --num-channels --patch-dim --classes-fraction
-        --data-per-class-fraction --no-data-sharding --head-lr-mult --vision-pretraining
+        --data-per-class-fraction --head-lr-mult --vision-pretraining
         --vision-pretraining-type --vision-backbone-type --swin-backbone-type --mask-type
         --mask-factor --iter-per-epoch --dino-local-img-size --dino-local-crops-number
         --dino-head-hidden-size --dino-bottleneck-size --dino-freeze-last-layer
@@ -69,25 +60,17 @@ _REASONS: dict[str, str] = {
         --retro-num-neighbors --retro-num-retrieved-chunks --retro-return-doc-ids
     """,
     _FP8: """
-        --fp8-e4m3 --fp8-hybrid --no-fp8-wgrad --fp8-margin --fp8-interval --transformer-impl
+        --fp8-e4m3 --fp8-hybrid --no-fp8-wgrad --fp8-margin --fp8-interval
         --fp8-amax-history-len --fp8-amax-compute-algo
     """,
     _RECOMPUTE: """
-        --recompute-activations --recompute-granularity --recompute-method --recompute-num-layers
         --distribute-saved-activations --distribute-checkpointed-activations
-        --activations-checkpoint-method --activations-checkpoint-num-layers
-        --activations-checkpoint-granularity
-    """,
-    _SAMPLES: """
-        --train-samples --train-tokens --lr-decay-samples --lr-decay-tokens --lr-warmup-samples
-        --lr-warmup-tokens --warmup
     """,
     _CURRICULUM: """
-        --rampup-batch-size --curriculum-learning --data-efficiency-curriculum-learning --random-ltd
+        --curriculum-learning --data-efficiency-curriculum-learning --random-ltd
     """,
     _SEQUENCE: """
-        --sequence-parallel --ds-sequence-parallel-size --force-ds-sequence-parallel
-        --ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size
+        --force-ds-sequence-parallel --ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size
         --ds-sequence-parallel-fpdt-offloading
     """,
     _DISTILL: """
@@ -102,24 +85,17 @@ _REASONS: dict[str, str] = {
         --zero-reduce-scatter --zero-contigious-gradients --zero-reduce-bucket-size
         --zero-allgather-bucket-size
     """,
-    _TIMERS: """
-        --timing-log-level --timing-log-option
-    """,
     _PROFILE: """
         --profile --profile_steps --profile-steps --profile-ranks
-    """,
-    _WANDB: """
-        --wandb-project --wandb-exp-name --wandb-save-dir
     """,
     _OPTIMIZER: """
         --cpu-optimizer --cpu_torch_adam --ds_fused_adam
     """,
     _INDEX: """
-        --train-idx-path --train-desc-path --train-doc-idx-path --train-sample-idx-path
-        --train-shuffle-idx-path --train-data-exact-num-epochs --return-data-index
+        --train-data-exact-num-epochs --return-data-index
     """,
     _DDP: """
-        --DDP-impl --use-distributed-optimizer --use-contiguous-buffers-in-ddp
+        --use-distributed-optimizer --use-contiguous-buffers-in-ddp
     """,
     _PIPELINE: """
         --num-layers-per-virtual-pipeline-stage --enable-zbh1-pipeline --enable-zbh1-exact-semantics
@@ -138,7 +114,10 @@ _REASONS: dict[str, str] = {
         --reset-position-ids --reset-attention-mask
     """,
     _DATALOADER: """
-        --dataloader-type --repeated-dataloader --use-dataset-only
+        --repeated-dataloader --use-dataset-only
+    """,
+    _MOE: """
+        --num-experts-switch
     """,
     _MULTI_LAYERS: """
         --encoder-num-layers
@@ -152,18 +131,8 @@ _SINGLE: dict[str, str] = {
     "--encoder-seq-length": "use --seq-length",
     "--batch-size": "use --micro-batch-size",
     "--model-parallel-size": "use --tensor-model-parallel-size",
-    "--no-pipeline-parallel": "training always runs through the pipeline engine; "
-    "--pipeline-model-parallel-size 1 is the run without pipeline parallelism",
-    "--use-checkpoint-args": "give the arguments of the run again; loading says which of them differ",
-    "--universal-checkpoint": "another layout needs no conversion; --redistribute universal makes one",
     "--no-initialization": "weights are always initialized before a checkpoint is loaded; drop it",
-    "--reset-iteration": "use --finetune",
     "--skip-train": "evaluation runs while training; use --eval-interval and --eval-iters",
-    "--use-flash-attn-triton": _ATTENTION,
-    "--use-flash-attn-builder": _ATTENTION,
-    "--log-params-norm": "the gradient norm is logged; drop it",
-    "--log-num-zeros-in-grad": "the gradient norm is logged; drop it",
-    "--log-optimizer-states-to-tensorboard": "the log has the gradient norm; drop it",
     "--empty-unused-memory-level": "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True instead",
     "--remote-device": "ZeRO-3 does not run with pipelines; use --zero-stage 1",
     "--use-pin-memory": "ZeRO-3 does not run with pipelines; use --zero-stage 1",
@@ -173,6 +142,7 @@ _SINGLE: dict[str, str] = {
     "--tile-factor": "use --tensor-model-parallel-size to save memory",
     "--aml-data-download-path": "give the whole path in --data-path",
     "--trust-remote-code": "there is no HFTokenizer here; use GPTSentencePieceTokenizer or GPT2BPETokenizer",
+    "--warmup": "use --lr-warmup-fraction",
     "--deepscale": "use --deepspeed",
     "--deepscale_config": "use --deepspeed_config",
 }
@@ -184,6 +154,13 @@ UNSUPPORTED: dict[str, str] = {
 
 _FLASH = "scaled_dot_product_attention takes its flash kernel by itself where dtype and head size allow"
 _NO_KERNEL = "there is no such fused kernel here to switch off"
+
+_NO_SEQUENCE_PARALLEL = (
+    "every TP rank keeps the activations between its parallel layers whole; the result is the same, the memory is not"
+)
+_DENSE = "the model is dense: --num-experts is 1"
+_WANDB = "no Weights & Biases run is started; --tensorboard-dir writes the same figures"
+_DDP_REDUCES = "gradients are reduced by DeepSpeed"
 
 NO_EFFECT: dict[str, str] = {
     "--deepspeed": "training always runs through DeepSpeed",
@@ -202,5 +179,56 @@ NO_EFFECT: dict[str, str] = {
     "--use-flash-attn": _FLASH,
     "--use-flash-attn-v1": _FLASH,
     "--use-flash-attn-v2": _FLASH,
+    "--use-flash-attn-triton": _FLASH,
+    "--use-flash-attn-builder": _FLASH,
+    "--sequence-parallel": _NO_SEQUENCE_PARALLEL,
+    "--use-checkpoint-args": "the model comes from the flags, and a checkpoint of another model is refused by the "
+    "names of the flags that differ",
+    "--no-data-sharding": "it concerns the data of retrieval models only",
+    "--create-moe-param-group": _DENSE,
+    "--disable-moe-token-dropping": _DENSE,
+    "--disable-moe-top2-2nd-expert-sampling": _DENSE,
+    "--enable-expert-tensor-parallelism": _DENSE,
+    "--use-tutel": _DENSE,
 }
 """Flag -> why it changes nothing: it switches off what is not there, or asks for what is always done."""
+
+
+class InertValue(NamedTuple):
+    """A flag that takes values and changes nothing here. `accepted`: its only possible values; None: all."""
+
+    why: str
+    accepted: tuple[str, ...] | None = None
+    otherwise: str = ""  # what to do instead of another value
+    many: bool = False
+
+
+NO_EFFECT_VALUES: dict[str, InertValue] = {
+    "--num-experts": InertValue("the model is dense", ("1",), _MOE, many=True),
+    "--moe-expert-parallel-size": InertValue(_DENSE),
+    "--expert-interval": InertValue(_DENSE),
+    "--mlp-type": InertValue(_DENSE, ("standard",), _MOE),
+    "--topk": InertValue(_DENSE),
+    "--moe-train-capacity-factor": InertValue(_DENSE),
+    "--moe-eval-capacity-factor": InertValue(_DENSE),
+    "--moe-min-capacity": InertValue(_DENSE),
+    "--moe-loss-coeff": InertValue(_DENSE),
+    "--ds-sequence-parallel-size": InertValue("a sequence is never split over ranks", ("1",), _SEQUENCE),
+    "--dataloader-type": InertValue("samples are read once, in order", ("single",), _DATALOADER),
+    "--DDP-impl": InertValue(_DDP_REDUCES, ("local", "torch"), _DDP),
+    "--transformer-impl": InertValue("layers are this program's own", ("local",), _FP8),
+    "--timing-log-level": InertValue(
+        "the restart trace has the time of every iteration, save and load; see --restart-trace-dir", ("0", "1", "2"),
+        "use 0, 1 or 2",
+    ),
+    "--timing-log-option": InertValue(
+        "the restart trace has the times of all ranks; see --restart-trace-dir", ("max", "minmax", "all"),
+        "use max, minmax or all",
+    ),
+    "--train-desc-path": InertValue("index files say themselves what they are; see --train-doc-idx-path"),
+    "--train-idx-path": InertValue("it is of BERT's data; --train-doc-idx-path and its two companions are of GPT's"),
+    "--wandb-project": InertValue(_WANDB),
+    "--wandb-exp-name": InertValue(_WANDB),
+    "--wandb-save-dir": InertValue(_WANDB),
+}  # fmt: skip
+"""Flag with a value -> why it changes nothing, and which values are refused because they would have to."""

@@ -8,13 +8,15 @@ from typing import Any
 from megatron.config.errors import ConfigError, refuse, require_at_least, require_one_of, require_positive
 from megatron.config.flags import flag, flag_name
 
-_NEED_SAVE = ("save_interval", "keep_last", "no_save_optim", "no_save_rng", "take_over")
+_NEED_SAVE = ("keep_last", "no_save_optim", "no_save_rng", "take_over")
 _NEED_LOAD = (
     "load_tag",
     "no_load_optim",
     "no_load_rng",
     "no_load_lr_state",
     "finetune",
+    "reset_iteration",
+    "universal_checkpoint",
     "exit_on_missing_checkpoint",
     "allow_start_over",
     "prefetch_on_start",
@@ -43,6 +45,11 @@ class CheckpointConfig:
     no_load_rng: bool = flag(False, "restore no random-number state")
     no_load_lr_state: bool = flag(False, "restore no schedule state")
     finetune: bool = flag(False, "restore weights only and start from iteration 0")
+    reset_iteration: bool = flag(
+        False,
+        "restore weights, optimizer and random state, but count iterations and samples from 0; the schedule goes on "
+        "from the checkpoint unless --no-load-lr-state is given, too",
+    )
     exit_on_missing_checkpoint: bool = flag(
         False, "stop when --load holds no checkpoint, instead of starting afresh"
     )
@@ -87,6 +94,10 @@ class CheckpointConfig:
         names=("--checkpoint-verify",),
         choices=("checksum", "size"),
     )
+    universal_checkpoint: bool = flag(
+        False,
+        "as --redistribute universal; the checkpoint in --load is converted first, so it needs no conversion by hand",
+    )
     redistribute: str = flag(
         "direct",
         "how a checkpoint of another TP x PP x DP layout is loaded; direct: each rank reads its share; universal: "
@@ -122,6 +133,8 @@ class CheckpointConfig:
         require_one_of("--checksum", self.checksum, ("crc32", "none"))
         require_one_of("--checkpoint-verify", self.verify_checkpoint, ("checksum", "size"))
         require_one_of("--redistribute", self.redistribute, ("direct", "universal"))
+        if self.universal_checkpoint:
+            object.__setattr__(self, "redistribute", "universal")
         if self.redistribute == "universal":
             self._check_universal()
         if self.load_tag is not None and ("/" in self.load_tag or self.load_tag in ("", ".", "..")):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from megatron.config.checkpoint import CheckpointConfig
@@ -46,13 +46,23 @@ class Config:
 
     def __post_init__(self) -> None:
         self._fill_training()
-        self._fill("optimizer", lr_decay_iters=lambda: self.training.train_iters)
+        if self.training.train_samples is None:
+            self._check_counted_in_iterations()
+            self._fill("optimizer", lr_decay_iters=lambda: self.training.train_iters)
+        else:
+            self._check_counted_in_samples()
+            self._fill("optimizer", lr_decay_samples=lambda: self.training.train_samples)
         if self.trace.restart_trace and self.checkpoint.save is not None:
             save = self.checkpoint.save
             self._fill("trace", restart_trace_dir=lambda: os.path.join(save, "restart_trace"))
         self._check_divisible()
+        if self.training.log_optimizer_states_to_tensorboard and self.optimizer.optimizer != "adam":
+            refuse(
+                "--optimizer",
+                self.optimizer.optimizer,
+                "--log-optimizer-states-to-tensorboard writes Adam's moments; drop it",
+            )
         self._check_stages()
-        self._check_loss_scale_flags()
         object.__setattr__(self, "notes", tuple(dict.fromkeys((*self.notes, *self._own_notes()))))
 
     def log_notes(self, logger: logging.Logger) -> None:
@@ -76,7 +86,52 @@ class Config:
             "accumulate_allreduce_grads_in_fp32": old.accumulate_allreduce_grads_in_fp32
             or self.model.params_dtype in ("fp32", "bf16"),
         }
-        object.__setattr__(self, "training", dataclasses.replace(old, **new))
+        filled = dataclasses.replace(old, **new)
+        if filled.train_samples is not None:
+            iterations = filled.batch_sizes.iterations(filled.train_samples)
+            # A filled-in value may come back here through dataclasses.replace.
+            if old.train_iters not in (None, iterations):
+                refuse(
+                    "--train-iters",
+                    old.train_iters,
+                    f"--train-samples {old.train_samples} is given; drop one of them",
+                )
+            if iterations == 0:
+                refuse("--train-samples", filled.train_samples, "is less than the first batch; raise it")
+            filled = dataclasses.replace(filled, train_iters=iterations)
+        object.__setattr__(self, "training", filled)
+
+    def _check_counted_in_iterations(self) -> None:
+        for name in ("lr_decay_samples", "lr_warmup_samples"):
+            if getattr(self.optimizer, name):
+                refuse(
+                    flag_name(name),
+                    getattr(self.optimizer, name),
+                    "needs --train-samples instead of --train-iters",
+                )
+        if self.training.rampup_batch_size:
+            refuse(
+                "--rampup-batch-size",
+                self.training.rampup_batch_size,
+                "needs --train-samples instead of --train-iters, since the iterations differ in size",
+            )
+
+    def _check_counted_in_samples(self) -> None:
+        optimizer, train_samples = self.optimizer, self.training.train_samples
+        for name in ("lr_decay_iters", "lr_warmup_iters"):
+            if getattr(optimizer, name):
+                refuse(
+                    flag_name(name),
+                    getattr(optimizer, name),
+                    f"--train-samples {train_samples} is given; use {flag_name(name).replace('iters', 'samples')}",
+                )
+        decay = optimizer.lr_decay_samples or train_samples
+        if optimizer.lr_warmup_samples >= (decay or 0):
+            refuse(
+                "--lr-warmup-samples",
+                optimizer.lr_warmup_samples,
+                f"must be less than the {decay} samples of the decay (--lr-decay-samples, by default --train-samples)",
+            )
 
     def _check_divisible(self) -> None:
         tp = self.parallel.tensor_model_parallel_size
@@ -105,23 +160,38 @@ class Config:
                 "add --checkpoint-activations"
             )
 
-    def _check_loss_scale_flags(self) -> None:
+    def _unused_loss_scale_flags(self) -> Iterator[Note]:
         if self.model.fp16:
             return
         defaults = {field.name: field.default for field in dataclasses.fields(TrainingConfig)}
         for name in _FP16_FIELDS:
             value = getattr(self.training, name)
             if value != defaults[name]:
-                refuse(
-                    flag_name(name), value, f"loss scaling is for --fp16, and this run is in "
-                    f"{self.model.params_dtype}; drop it or add --fp16"
-                )  # fmt: skip
+                yield Note(
+                    logging.WARNING,
+                    f"{flag_name(name)} {value}: no effect, loss scaling is for --fp16, and this run is in "
+                    f"{self.model.params_dtype}",
+                )
 
     def _own_notes(self) -> list[Note]:
         notes = [
             Note(logging.WARNING, f"{shown} is not read by --tokenizer-type {self.data.tokenizer_type}")
             for shown in self.data.unread_tokenizer_files
         ]
+        notes += self._unused_loss_scale_flags()
+        notes += self._notes_of_layout()
+        if self.checkpoint.save is None and self.checkpoint.save_interval is not None:
+            notes.append(
+                Note(logging.WARNING, "--save-interval: no effect, no checkpoint is saved without --save DIR")
+            )
+        if self.model.recompute_granularity == "selective" or self.model.recompute_activations:
+            notes.append(
+                Note(
+                    logging.INFO,
+                    "--recompute-granularity selective: no effect, scaled_dot_product_attention recomputes its scores "
+                    "by itself wherever its flash or memory-efficient kernel runs",
+                )
+            )
         if self.trace.restart_trace and self.trace.restart_trace_dir is None:
             notes.append(
                 Note(
@@ -130,3 +200,20 @@ class Config:
                 )
             )
         return notes
+
+    def _notes_of_layout(self) -> Iterator[Note]:
+        asked = self.parallel.zero_stage_asked
+        if asked == 0:
+            yield Note(
+                logging.INFO, "--zero-stage 0: ZeRO-1 is used, which computes the same and needs less memory"
+            )
+        if asked == 2:
+            yield Note(
+                logging.WARNING,
+                "--zero-stage 2: ZeRO-1 is used, which computes the same but keeps the whole gradient on every rank",
+            )
+        if self.parallel.no_pipeline_parallel:
+            yield Note(
+                logging.INFO,
+                "--no-pipeline-parallel: there is one stage, and DeepSpeed's pipeline engine runs it",
+            )

@@ -17,6 +17,7 @@ _TOKENIZER_FILES = {
     "GPTSentencePieceTokenizer": ("tokenizer_model",),
     "NullTokenizer": ("vocab_size",),
 }
+_INDEX_FIELDS = ("train_doc_idx_path", "train_sample_idx_path", "train_shuffle_idx_path")
 _PATH_FIELDS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
 
@@ -80,9 +81,18 @@ class DataConfig:
         "infer", "dataset format; mmap is the only one there is, infer finds it", choices=DATA_IMPLS
     )
     data_cache_path: str | None = flag(None, "directory for sample index files (default: beside the dataset)")
+    train_doc_idx_path: str | None = flag(
+        None, "doc-idx file of the training set, instead of building one; with the next two"
+    )
+    train_sample_idx_path: str | None = flag(None, "sample-idx file of the training set")
+    train_shuffle_idx_path: str | None = flag(None, "shuffle-idx file of the training set: the order of its samples")
     num_workers: int = flag(2, "data-loading processes per rank; 0: load in the training process")
     eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens")
-    tokenizer_type: str | None = flag(None, "tokenizer", choices=TOKENIZER_TYPES)
+    tokenizer_type: str | None = flag(
+        None,
+        "tokenizer (default: GPT2BPETokenizer, if --vocab-file and --merge-file are given)",
+        choices=TOKENIZER_TYPES,
+    )
     tokenizer_model: str | None = flag(None, "SentencePiece model file")
     vocab_file: str | None = flag(None, "vocab.json of the GPT-2 BPE tokenizer")
     merge_file: str | None = flag(None, "merges.txt of the GPT-2 BPE tokenizer")
@@ -96,6 +106,7 @@ class DataConfig:
             object.__setattr__(self, name, tuple(getattr(self, name)))
             self.blend(name)
         self._check_paths()
+        self._check_index_files()
         require_one_of("--data-impl", self.data_impl, DATA_IMPLS)
         require_at_least("--num-workers", self.num_workers, 0)
         require_at_least("--vocab-size", self.vocab_size, 1)
@@ -126,6 +137,22 @@ class DataConfig:
             raise ConfigError(f"--{separate[0].replace('_', '-')} needs --train-data-path beside it")
         if separate and self.split != DEFAULT_SPLIT:
             refuse("--split", self.split, "cuts --data-path and does nothing with --train-data-path; drop it")
+
+    @property
+    def train_index_files(self) -> tuple[str, str, str] | None:
+        """Paths of doc-idx, sample-idx and shuffle-idx, if they are given."""
+        doc, sample, shuffle = (getattr(self, name) for name in _INDEX_FIELDS)
+        return None if doc is None else (doc, sample, shuffle)
+
+    def _check_index_files(self) -> None:
+        given = [name for name in _INDEX_FIELDS if getattr(self, name) is not None]
+        missing = [name for name in _INDEX_FIELDS if name not in given]
+        if given and missing:
+            raise ConfigError(
+                f"{flag_name(given[0])} needs {flag_name(missing[0])} beside it: the three belong together"
+            )
+        if given and (len(self.data_path) > 1 or len(self.train_data_path) > 1):
+            raise ConfigError(f"{flag_name(given[0])} is of one dataset, and several are blended: drop it")
 
     def _check_tokenizer(self) -> None:
         if self.tokenizer_type is None:

@@ -33,6 +33,7 @@ _VALUE_TYPES: dict[str, Callable[[str], Any]] = {
     "float": float,
     "str": str,
     "tuple[str, ...]": str,
+    "tuple[int, ...]": int,
 }
 
 

@@ -8,6 +8,7 @@ from megatron.config.errors import ConfigError, refuse, require_at_least, requir
 from megatron.config.flags import REQUIRED, flag, flag_name
 
 PARAMS_DTYPES = ("bf16", "fp16", "fp32")
+RECOMPUTE_GRANULARITIES = ("full", "selective")
 
 
 def default_ffn_hidden_size(hidden_size: int, swiglu: bool) -> int:
@@ -65,12 +66,31 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = flag(128, "the vocabulary is padded to a multiple of this times TP")
     checkpoint_activations: bool = flag(False, "recompute activations in the backward pass")
     checkpoint_num_layers: int = flag(1, "layers per recomputed chunk; needs --checkpoint-activations")
+    recompute_granularity: str | None = flag(
+        None,
+        "full: as --checkpoint-activations; selective: nothing to do, since attention keeps no score matrix",
+        names=("--recompute-granularity", "--activations-checkpoint-granularity"),
+        choices=RECOMPUTE_GRANULARITIES,
+    )
+    recompute_activations: bool = flag(False, "as --recompute-granularity selective")
+    recompute_method: str | None = flag(
+        None,
+        "how --recompute-granularity full, which it implies, forms chunks: uniform is the only way",
+        names=("--recompute-method", "--activations-checkpoint-method"),
+        choices=("uniform",),
+    )
+    recompute_num_layers: int | None = flag(
+        None,
+        "as --checkpoint-num-layers, with --recompute-granularity full",
+        names=("--recompute-num-layers", "--activations-checkpoint-num-layers"),
+    )
     params_dtype: str = "fp32"  # from --bf16 and --fp16, which exclude each other
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
             require_at_least(flag_name(name), getattr(self, name), 1)
         self._fill_defaults()
+        self._resolve_recomputation()
         self._check_sizes()
         self._check_positions()
         self._check_numerics()
@@ -114,6 +134,34 @@ class ModelConfig:
             object.__setattr__(self, "add_position_embedding", False)
         if self.swiglu or not self.add_bias_linear:
             object.__setattr__(self, "bias_gelu_fusion", False)
+
+    def _resolve_recomputation(self) -> None:
+        """Turn the --recompute flags into checkpoint_activations and checkpoint_num_layers."""
+        if self.recompute_activations and self.recompute_granularity == "full":
+            raise ConfigError(
+                "--recompute-activations is --recompute-granularity selective, and full is given: drop one of them"
+            )
+        if self.recompute_granularity is not None:
+            require_one_of("--recompute-granularity", self.recompute_granularity, RECOMPUTE_GRANULARITIES)
+        if self.recompute_method is not None:
+            require_one_of("--recompute-method", self.recompute_method, ("uniform",))
+        if self.recompute_granularity == "selective" or self.recompute_activations:
+            if self.recompute_method is not None:
+                refuse("--recompute-method", self.recompute_method, "is for --recompute-granularity full")
+        elif self.recompute_granularity == "full" or self.recompute_method is not None:
+            object.__setattr__(self, "checkpoint_activations", True)
+        if self.recompute_num_layers is None:
+            return
+        require_at_least("--recompute-num-layers", self.recompute_num_layers, 1)
+        if not self.checkpoint_activations:
+            refuse("--recompute-num-layers", self.recompute_num_layers, "add --recompute-granularity full")
+        if self.checkpoint_num_layers not in (1, self.recompute_num_layers):
+            refuse(
+                "--recompute-num-layers",
+                self.recompute_num_layers,
+                f"--checkpoint-num-layers {self.checkpoint_num_layers} says otherwise; drop one of them",
+            )
+        object.__setattr__(self, "checkpoint_num_layers", self.recompute_num_layers)
 
     def _check_sizes(self) -> None:
         for name in ("ffn_hidden_size", "num_key_value_heads", "kv_channels", "make_vocab_size_divisible_by"):

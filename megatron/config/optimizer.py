@@ -21,9 +21,19 @@ class OptimizerConfig:
     min_lr: float = flag(0.0, "learning rate at the end of the decay")
     lr_decay_style: str = flag("linear", "shape of the decay", choices=LR_DECAY_STYLES)
     lr_decay_iters: int = flag(None, "iterations after which --min-lr is reached (default: --train-iters)")
+    lr_decay_samples: int | None = flag(
+        None, "samples after which --min-lr is reached, with --train-samples (default: --train-samples)"
+    )
+    lr_decay_tokens: int | None = flag(
+        None, "tokens after which --min-lr is reached, instead of iterations or samples"
+    )
     lr_warmup_iters: int = flag(0, "iterations of linear warm-up from zero")
+    lr_warmup_samples: int = flag(0, "samples of linear warm-up from zero, with --train-samples")
+    lr_warmup_tokens: int | None = flag(
+        None, "tokens of linear warm-up from zero, instead of iterations or samples"
+    )
     lr_warmup_fraction: float | None = flag(
-        None, "warm-up as a fraction of the decay, instead of --lr-warmup-iters"
+        None, "warm-up as a fraction of the decay, instead of --lr-warmup-iters or --lr-warmup-samples"
     )
     weight_decay: float = flag(0.01, "weight decay")
     start_weight_decay: float = flag(None, "weight decay at the start, with --weight-decay-incr-style")
@@ -77,8 +87,18 @@ class OptimizerConfig:
         if self.min_lr > self.lr:
             refuse("--min-lr", self.min_lr, f"is above --lr {self.lr}; lower it")
         require_at_least("--lr-decay-iters", self.lr_decay_iters, 1)
+        require_at_least("--lr-decay-samples", self.lr_decay_samples, 1)
+        require_at_least("--lr-decay-tokens", self.lr_decay_tokens, 1)
         require_at_least("--lr-warmup-iters", self.lr_warmup_iters, 0)
+        require_at_least("--lr-warmup-samples", self.lr_warmup_samples, 0)
+        require_at_least("--lr-warmup-tokens", self.lr_warmup_tokens, 0)
+        self._check_lr_tokens()
         if self.lr_warmup_fraction is not None:
+            if self.lr_warmup_samples:
+                raise ConfigError(
+                    f"--lr-warmup-samples {self.lr_warmup_samples} and --lr-warmup-fraction "
+                    f"{self.lr_warmup_fraction} both set the warm-up: give one of them"
+                )
             if self.lr_warmup_iters:
                 raise ConfigError(
                     f"--lr-warmup-iters {self.lr_warmup_iters} and --lr-warmup-fraction "
@@ -92,6 +112,24 @@ class OptimizerConfig:
                 self.warmup_iters,
                 f"must be less than the {self.lr_decay_iters} iterations of the decay (--lr-decay-iters, by "
                 "default --train-iters); shorten the warm-up or lengthen the decay",
+            )
+
+    def _check_lr_tokens(self) -> None:
+        if self.lr_warmup_tokens is None:
+            return
+        for name in ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"):
+            if getattr(self, name):
+                refuse(
+                    flag_name(name), getattr(self, name), "--lr-warmup-tokens sets the warm-up, too; give one of them"
+                )
+        if self.lr_decay_tokens is None:
+            # Upstream then decays by samples from a warm-up it never counted in them.
+            refuse("--lr-warmup-tokens", self.lr_warmup_tokens, "needs --lr-decay-tokens beside it")
+        if self.lr_warmup_tokens >= self.lr_decay_tokens:
+            refuse(
+                "--lr-warmup-tokens",
+                self.lr_warmup_tokens,
+                f"must be less than --lr-decay-tokens {self.lr_decay_tokens}",
             )
 
     def _check_weight_decay(self) -> None:

@@ -29,7 +29,14 @@ class ParallelConfig:
     distributed_timeout_minutes: float = flag(
         10, "how long an operation of any process group may wait for the other ranks; 0.5: half a minute"
     )
-    zero_stage: int = flag(1, "ZeRO stage; 1, which partitions the optimizer state over DP, is the only one")
+    no_pipeline_parallel: bool = flag(
+        False, "no pipeline stages: --pipeline-model-parallel-size must be 1, and DeepSpeed's pipeline engine has one"
+    )
+    zero_stage: int = flag(
+        1,
+        "ZeRO stage. It is always 1, which partitions the optimizer state over DP; 0 and 2 compute the same, so they "
+        "are taken as 1, with a word about memory",
+    )
     deepspeed_config: str | None = flag(
         None,
         "DeepSpeed configuration, a JSON file; optional. A flag that was not given takes the file's value, "
@@ -49,6 +56,7 @@ class ParallelConfig:
     local_rank: int = flag(
         0, "index of this process on its node; launchers give it", names=("--local-rank", "--local_rank")
     )
+    zero_stage_asked: int = 1  # before 0 and 2 became 1
     world_size: int = 1  # WORLD_SIZE
     rank: int = 0  # RANK
 
@@ -62,13 +70,7 @@ class ParallelConfig:
             refuse("RANK", self.rank, f"must be in [0, WORLD_SIZE {self.world_size})")
         self._check_layout()
         self._check_backend()
-        if self.zero_stage != 1:
-            refuse(
-                "--zero-stage",
-                self.zero_stage,
-                "checkpoints are made of ZeRO-1 shards, and stages 2 and 3 do not run with pipelines; "
-                "use --zero-stage 1",
-            )
+        self._resolve_zero_stage()
         self._check_activation_flags()
 
     @property
@@ -84,8 +86,24 @@ class ParallelConfig:
                 "must be from 0.01, which is 0.6 s, to 525600, which is a year",
             )
 
+    def _resolve_zero_stage(self) -> None:
+        if self.zero_stage not in (0, 1, 2):
+            refuse(
+                "--zero-stage",
+                self.zero_stage,
+                "checkpoints are made of ZeRO-1 shards, and stages 2 and 3 do not run with pipelines; "
+                "use --zero-stage 1",
+            )
+        if self.zero_stage != 1:
+            object.__setattr__(self, "zero_stage_asked", self.zero_stage)
+            object.__setattr__(self, "zero_stage", 1)
+
     def _check_layout(self) -> None:
         tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        if self.no_pipeline_parallel and pp != 1:
+            raise ConfigError(
+                f"--no-pipeline-parallel contradicts --pipeline-model-parallel-size {pp}: drop one of them"
+            )
         if self.world_size % (tp * pp):
             raise ConfigError(
                 f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} = {tp * pp} does "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from megatron.config.batch_ramp import BatchSizes, batch_sizes
 from megatron.config.errors import ConfigError, refuse, require_at_least, require_one_of, require_positive
 from megatron.config.flags import REQUIRED, flag, flag_name
 
@@ -15,6 +16,7 @@ _TENSORBOARD_SWITCHES = {
     "log_validation_ppl_to_tensorboard": "--log-validation-ppl-to-tensorboard",
     "log_memory_to_tensorboard": "--log-memory-to-tensorboard",
     "log_world_size_to_tensorboard": "--log-world-size-to-tensorboard",
+    "log_optimizer_states_to_tensorboard": "--log-optimizer-states-to-tensorboard",
 }
 
 
@@ -24,7 +26,20 @@ class TrainingConfig:
 
     micro_batch_size: int = flag(REQUIRED, "samples per rank in one forward pass")
     global_batch_size: int = flag(None, "samples per iteration over all ranks (default: micro batch x DP)")
-    train_iters: int = flag(REQUIRED, "iterations to train for, over all restarts")
+    rampup_batch_size: tuple[int, ...] = flag(
+        (),
+        "START INCREMENT SAMPLES: the global batch grows from START to --global-batch-size in steps of INCREMENT, over "
+        "so many samples; with --train-samples",
+    )
+    train_iters: int = flag(
+        None, "iterations to train for, over all restarts (default: as many as --train-samples make)"
+    )
+    train_samples: int | None = flag(
+        None, "samples to train on, over all restarts, instead of --train-iters; an incomplete last batch is dropped"
+    )
+    train_tokens: int | None = flag(
+        None, "stop, and save, when so many tokens are consumed, or earlier by --train-iters or --train-samples"
+    )
     seed: int = flag(1234, "seed of initialization, dropout and data order")
     data_parallel_random_init: bool = flag(
         False,
@@ -52,6 +67,10 @@ class TrainingConfig:
     tensorboard_dir: str | None = flag(None, "directory for TensorBoard event files (default: none written)")
     tensorboard_log_interval: int = flag(1, "iterations between TensorBoard points")
     tensorboard_queue_size: int = flag(1000, "TensorBoard points held before they are flushed")
+    log_params_norm: bool = flag(False, "log the L2 norm of all parameters, each counted once")
+    log_num_zeros_in_grad: bool = flag(
+        False, "log how many elements of the reduced gradient are zero, each parameter counted once"
+    )
     log_timers_to_tensorboard: bool = flag(False, "write the time per iteration to TensorBoard")
     log_batch_size_to_tensorboard: bool = flag(False, "write the batch size to TensorBoard")
     log_learning_rate_to_tensorboard: bool = flag(
@@ -65,11 +84,16 @@ class TrainingConfig:
     log_validation_ppl_to_tensorboard: bool = flag(False, "write the validation perplexity to TensorBoard")
     log_memory_to_tensorboard: bool = flag(False, "write accelerator memory to TensorBoard")
     log_world_size_to_tensorboard: bool = flag(False, "write the world size to TensorBoard")
+    log_optimizer_states_to_tensorboard: bool = flag(
+        False, "write norms and largest elements of Adam's moments and of the master weights to TensorBoard"
+    )
     data_parallel_size: int = 1  # copied here by Config, for num_micro_batches
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch_size", "global_batch_size", "train_iters", "log_interval", "exit_interval",
-                     "seed", "hysteresis", "tensorboard_log_interval", "tensorboard_queue_size"):  # fmt: skip
+        object.__setattr__(self, "rampup_batch_size", tuple(self.rampup_batch_size))
+        for name in ("micro_batch_size", "global_batch_size", "train_iters", "train_samples", "train_tokens",
+                     "log_interval", "exit_interval", "seed", "hysteresis", "tensorboard_log_interval",
+                     "tensorboard_queue_size"):  # fmt: skip
             require_at_least(flag_name(name), getattr(self, name), 1)
         require_positive("--exit-duration-in-mins", self.exit_duration_in_mins)
         require_at_least("--eval-interval", self.eval_interval, 0)
@@ -80,8 +104,14 @@ class TrainingConfig:
         self._check_tensorboard()
 
     @property
+    def batch_sizes(self) -> BatchSizes:
+        """Global batch size by consumed samples; valid inside a Config. Raises ConfigError."""
+        step = self.micro_batch_size * self.data_parallel_size
+        return batch_sizes(self.rampup_batch_size, self.global_batch_size, step)
+
+    @property
     def num_micro_batches(self) -> int:
-        """Micro batches that each data-parallel rank runs per iteration; valid inside a Config."""
+        """Micro batches that each data-parallel rank runs per iteration, after a ramp; valid inside a Config."""
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
 
     def _check_batch(self) -> None:

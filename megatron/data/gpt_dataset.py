@@ -217,6 +217,7 @@ def build_train_valid_test_datasets(
     is_builder: bool,
     agree: Callable[[Exception | None], None],
     required_num_samples: tuple[int, int, int] | None = None,
+    train_dataset: Callable[..., GPTDataset] = GPTDataset,
 ) -> SplitDatasets:
     """Build the datasets of the three splits; None where nothing is asked for (0 samples, or a share of 0).
 
@@ -231,10 +232,10 @@ def build_train_valid_test_datasets(
         such
             list for each split, of which all documents are used.
         train_valid_test_num_samples: samples of each split that decide its order. A resumed run passes those
-        of the
-            run's first start (see GPTDataset), whatever its iterations are now.
+        of the run's first start (see GPTDataset), whatever its iterations are now.
         required_num_samples: samples that will be read, where more than those: their index is then built
         ahead, too. data_cache_path: directory for index files; None for ``index-cache`` beside each dataset.
+        train_dataset: makes the training set(s) of the arguments of GPTDataset.
 
     Raises ValueError (IndexedDatasetError, IndexCacheError) naming flag or file.
     """
@@ -242,7 +243,7 @@ def build_train_valid_test_datasets(
     datasets: list[SplitDataset | None] = [None, None, None]
     try:
         sources = _sources(data_path, (train_data_path, valid_data_path, test_data_path), splits_string)
-        planner = _Planner(splits_string, seq_length, seed, data_cache_path)
+        planner = _Planner(splits_string, seq_length, seed, data_cache_path, train_dataset)
         for split, (source, num_samples) in enumerate(
             zip(sources, train_valid_test_num_samples, strict=True)
         ):
@@ -290,7 +291,15 @@ def _sources(
 class _Planner:
     """Opens each token file once and makes the datasets, without building their indices."""
 
-    def __init__(self, splits_string: str, seq_length: int, seed: int, data_cache_path: str | None) -> None:
+    def __init__(
+        self,
+        splits_string: str,
+        seq_length: int,
+        seed: int,
+        data_cache_path: str | None,
+        train_dataset: Callable[..., GPTDataset],
+    ) -> None:
+        self.train_dataset = train_dataset
         self.splits_string = splits_string
         self.seq_length = seq_length
         self.seed = seed
@@ -333,4 +342,5 @@ class _Planner:
                 f"{prefix}: give {name} a larger share or a share of 0, or use a larger corpus"
             )
         cache = IndexCache.beside(prefix, self.data_cache_path)
-        return GPTDataset(name, indexed, documents, num_samples, self.seq_length, self.seed, cache)
+        make = self.train_dataset if split == 0 else GPTDataset
+        return make(name, indexed, documents, num_samples, self.seq_length, self.seed, cache)

@@ -32,7 +32,9 @@ class OptimizerParamScheduler:
     """Sets `lr` and `weight_decay` of every parameter group before each iteration.
 
     "Steps" are samples, so that a schedule does not depend on the global batch size: --lr-decay-iters and
-    --lr-warmup-iters times the global batch. Decay styles: constant, linear, cosine, inverse-square-root.
+    --lr-warmup-iters times the global batch, or --lr-decay-samples and --lr-warmup-samples. With --lr-decay-tokens
+    the decay counts tokens, with --lr-warmup-tokens the warm-up, too: those of all iterations before, whether their
+    step was skipped or not, as upstream. Decay styles: constant, linear, cosine, inverse-square-root.
     """
 
     def __init__(
@@ -43,46 +45,82 @@ class OptimizerParamScheduler:
         train_iters: int,
         global_batch_size: int,
         seq_length: int,
+        train_samples: int | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.increment = global_batch_size
         self.seq_length = seq_length
-        decay_iters = config.lr_decay_iters or train_iters
-        warmup_iters: float = config.lr_warmup_iters
-        if config.lr_warmup_fraction is not None:
-            warmup_iters = config.lr_warmup_fraction * decay_iters
         self.max_lr = float(config.lr)
         self.min_lr = config.min_lr
-        self.lr_warmup_steps = warmup_iters * global_batch_size
-        self.lr_decay_steps = decay_iters * global_batch_size
+        self.lr_warmup_steps: float
+        if train_samples is not None:
+            self.lr_decay_steps = config.lr_decay_samples or train_samples
+            self.lr_warmup_steps = config.lr_warmup_samples
+            if config.lr_warmup_fraction is not None:
+                self.lr_warmup_steps = config.lr_warmup_fraction * self.lr_decay_steps
+        else:
+            decay_iters = config.lr_decay_iters or train_iters
+            warmup_iters: float = config.lr_warmup_iters
+            if config.lr_warmup_fraction is not None:
+                warmup_iters = config.lr_warmup_fraction * decay_iters
+            self.lr_warmup_steps = warmup_iters * global_batch_size
+            self.lr_decay_steps = decay_iters * global_batch_size
         self.lr_decay_style = config.lr_decay_style
-        self.lr_warmup_tokens = None
-        self.lr_decay_tokens = None
+        self.lr_warmup_tokens = config.lr_warmup_tokens
+        self.lr_decay_tokens = config.lr_decay_tokens
         self.start_wd = config.start_weight_decay
         self.end_wd = config.end_weight_decay
         self.wd_incr_style = config.weight_decay_incr_style
-        self.wd_incr_steps = train_iters * global_batch_size
+        self.wd_incr_steps = train_samples or train_iters * global_batch_size
         self.num_steps = 0
         self.num_tokens = 0
+        self._tokens_before: int | None = None
         self._override = config.override_opt_param_scheduler
         self._use_checkpoint = config.use_checkpoint_opt_param_scheduler
         self.step(0)
 
+    def begin_iteration(self, batch_size: int, consumed_samples: int) -> None:
+        """Tell of the iteration that follows: its samples, and those of all iterations before it."""
+        self.increment = batch_size
+        self._tokens_before = consumed_samples * self.seq_length
+
     def get_lr(self) -> float:
-        """Learning rate at `num_steps` samples: linear warm-up, then the decay style down to min_lr."""
-        if self.lr_warmup_steps > 0 and self.num_steps <= self.lr_warmup_steps:
-            return self.max_lr * self.num_steps / self.lr_warmup_steps
+        """Learning rate now: linear warm-up, then the decay style down to min_lr."""
+        if self.lr_decay_tokens is not None and self.num_steps >= self.lr_warmup_steps:
+            self._tokens_at_end_of_warmup()
+        at, warmup = self._warmup_position()
+        if warmup > 0 and at <= warmup:
+            return self.max_lr * at / warmup
         if self.lr_decay_style == "constant":
             return self.max_lr
-        if self.num_steps > self.lr_decay_steps:
+        decay: float = self.lr_decay_steps
+        if self.lr_decay_tokens is not None:
+            at, warmup, decay = self.num_tokens, self._tokens_at_end_of_warmup(), self.lr_decay_tokens
+        if at > decay:
             return self.min_lr
         if self.lr_decay_style == "inverse-square-root":
-            return max(
-                self.min_lr, self.max_lr * math.sqrt(max(self.lr_warmup_steps, 1) / max(self.num_steps, 1))
-            )
-        done = (self.num_steps - self.lr_warmup_steps) / (self.lr_decay_steps - self.lr_warmup_steps)
+            return max(self.min_lr, self.max_lr * math.sqrt(max(warmup, 1) / max(at, 1)))
+        done = (at - warmup) / (decay - warmup)
         left = 1.0 - done if self.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * done) + 1.0)
         return self.min_lr + left * (self.max_lr - self.min_lr)
+
+    def _warmup_position(self) -> tuple[float, float]:
+        """(where training is, where the warm-up ends), both in tokens or both in samples."""
+        if self.lr_warmup_tokens is not None and not self._warmup_tokens_are_derived:
+            return self.num_tokens, self.lr_warmup_tokens
+        return self.num_steps, self.lr_warmup_steps
+
+    @property
+    def _warmup_tokens_are_derived(self) -> bool:
+        return self.lr_warmup_steps > 0
+
+    def _tokens_at_end_of_warmup(self) -> int:
+        """Tokens when a warm-up counted in samples was over; noted once, since a decay in tokens begins there."""
+        if self.lr_warmup_tokens is None:
+            over = max(0, self.num_steps - self.increment) * self.seq_length
+            first = max(0, math.ceil(self.lr_warmup_steps) - self.increment) * self.seq_length
+            self.lr_warmup_tokens = min(over, first)
+        return self.lr_warmup_tokens
 
     def get_wd(self) -> float:
         """Weight decay at `num_steps` samples: constant, or rising from start to end."""
@@ -92,12 +130,15 @@ class OptimizerParamScheduler:
         risen = done if self.wd_incr_style == "linear" else 0.5 * (math.cos(math.pi * (1 - done)) + 1.0)
         return self.start_wd + risen * (self.end_wd - self.start_wd)
 
-    def step(self, increment: int | None = None) -> None:
-        """Advance by `increment` samples; by a global batch if None, as DeepSpeed calls it."""
+    def step(self, increment: int | None = None, tokens: int | None = None) -> None:
+        """Advance by `increment` samples; by a batch if None, as DeepSpeed calls it. `tokens`: consumed in all."""
         samples = self.increment if increment is None else increment
         self.num_steps += samples
+        if tokens is None and increment is None:
+            tokens = self._tokens_before
         # upstream counts the tokens of finished iterations, so this trails num_steps by one batch
-        self.num_tokens = max(0, self.num_steps - self.increment) * self.seq_length
+        trailing = max(0, self.num_steps - self.increment) * self.seq_length
+        self.num_tokens = trailing if tokens is None else tokens
         lr, wd = self.get_lr(), self.get_wd()
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_mult", 1.0)
@@ -108,8 +149,11 @@ class OptimizerParamScheduler:
 
     def _has_no_effect(self, name: str) -> bool:
         """Whether a setting does not matter to this schedule, such as the length of a decay that is none."""
-        constant_lr = self.lr_decay_style == "constant" and name in ("lr_decay_steps", "min_lr")
-        return constant_lr or (self.wd_incr_style == "constant" and name == "wd_incr_steps")
+        if self.lr_decay_style == "constant" and name in ("lr_decay_steps", "lr_decay_tokens", "min_lr"):
+            return True
+        if self.lr_decay_tokens is not None and name == "lr_decay_steps":
+            return True
+        return (self.wd_incr_style == "constant" and name == "wd_incr_steps")
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _STATE_NAMES}
@@ -126,6 +170,9 @@ class OptimizerParamScheduler:
             mine, theirs = getattr(self, name), state[name]
             if self._has_no_effect(name):
                 continue
+            if name == "lr_warmup_tokens" and self._warmup_tokens_are_derived:
+                self.lr_warmup_tokens = theirs
+                continue
             if mine != theirs and not self._use_checkpoint:
                 raise ConfigError(
                     f"learning-rate schedule: {name} is {theirs} in the checkpoint and {mine} here "
@@ -134,7 +181,7 @@ class OptimizerParamScheduler:
                 )
             setattr(self, name, theirs)
         self.num_steps = 0
-        self.step(state["num_steps"])
+        self.step(state["num_steps"], state.get("num_tokens"))
 
     def _tell_of_changes(self, state: dict[str, Any]) -> None:
         """Log what one of the two flags settles."""

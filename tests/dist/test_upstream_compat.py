@@ -9,7 +9,7 @@ Faults of upstream, and the test that each is not ours (B: test_bit_exact, P: te
     grouped KV heads crash                          P test_curve_is_that_of_plain_torch[llama-*], 4 of 8 heads, also TP4
     RoPE without pipeline is silently wrong         P test_curve_is_that_of_plain_torch[llama-*], and PP2, PP4 equal it
     a non-contiguous V crashes                      P both styles: V is a slice of the fused projection, micro-batch 2
-    --use-checkpoint-args exits 0 without training  test_use_checkpoint_args_is_refused
+    --use-checkpoint-args exits 0 without training  test_use_checkpoint_args_trains
     --exit-on-missing-checkpoint is ignored         B test_exit_on_missing_checkpoint
     --no-load-optim is ignored                      B test_no_load_optim
     --train-iters on resume changes the data order  B test_other_train_iters_keep_the_data_order
@@ -296,7 +296,7 @@ def test_checkpoint_of_another_layout_is_refused(launcher: Launcher) -> None:
     assert not list(save.glob("global_step*"))
     universal = launcher.run(SINGLE, *UPSTREAM_ARGUMENTS, "--load", UPSTREAM, "--universal-checkpoint")
     assert universal.exit_codes == [2]
-    assert "--universal-checkpoint" in universal.output
+    assert "saved on TP2 PP2 DP2, but this run is TP1 PP1 DP1" in universal.output
 
 
 def test_another_tp_shards_the_fused_weights_rightly(launcher: Launcher, ours: Path) -> None:
@@ -319,10 +319,10 @@ def test_another_tp_shards_the_fused_weights_rightly(launcher: Launcher, ours: P
     assert found[1] == pytest.approx(found[0], abs=2e-3)  # bf16, and sums in another order
 
 
-def test_use_checkpoint_args_is_refused(launcher: Launcher, small: Path) -> None:
-    run = launcher.run(SINGLE, *SMALL, "--load", small, "--use-checkpoint-args")
-    assert run.exit_codes == [2]
-    assert "--use-checkpoint-args" in run.output
+def test_use_checkpoint_args_trains(launcher: Launcher, small: Path) -> None:
+    run = launcher.train(SINGLE, *SMALL, "--load", small, "--use-checkpoint-args", "--exit-interval", "2")
+    assert "resumed from iteration 1" in run.log(0)
+    assert "--use-checkpoint-args: no effect, the model comes from the flags" in run.log(0)
 
 
 def test_no_unneeded_package_is_imported(launcher: Launcher) -> None:

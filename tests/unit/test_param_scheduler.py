@@ -143,3 +143,42 @@ def test_state_of_an_older_kind_without_every_name() -> None:
     resumed = scheduler()
     resumed.load_state_dict(state)
     assert resumed.num_steps == 3 * BATCH
+
+
+# Upstream's class, stepped over `batches` samples in turn; the iterations in `skipped` had an overflow, so that
+# DeepSpeed did not step it, though their tokens count. `lr` is that of each iteration, `state` the last.
+TOKENS = json.loads(
+    (Path(__file__).resolve().parents[1] / "golden" / "upstream_token_schedules.json").read_text()
+)
+
+
+def token_schedule(case: dict[str, Any]) -> OptimizerParamScheduler:
+    settings = dict(case["settings"])
+    train_samples = settings.pop("train_samples", None)
+    return OptimizerParamScheduler(
+        optimizer(),
+        OptimizerConfig(**settings),
+        train_iters=TOKENS["train_iters"],
+        global_batch_size=TOKENS["global_batch_size"],
+        seq_length=TOKENS["seq_length"],
+        train_samples=train_samples,
+    )
+
+
+@pytest.mark.parametrize("resume_at", [None, 1, 7, 20])
+@pytest.mark.parametrize("case", TOKENS["cases"], ids=lambda case: str(case["settings"].values()))
+def test_samples_and_tokens_give_upstreams_values(case: dict[str, Any], resume_at: int | None) -> None:
+    """Each learning rate is upstream's to the last bit or so, also when a checkpoint is loaded on the way."""
+    schedule, found, consumed = token_schedule(case), [], 0
+    for iteration, batch in enumerate(case["batches"]):
+        if iteration == resume_at:
+            state = schedule.state_dict()
+            schedule = token_schedule(case)
+            schedule.load_state_dict(state)
+        found.append(schedule.get_last_lr()[0])
+        schedule.begin_iteration(batch, consumed)
+        if iteration not in case["skipped"]:
+            schedule.step()
+        consumed += batch
+    assert found == pytest.approx(case["lr"], rel=1e-12)
+    assert schedule.state_dict() == pytest.approx(case["state"])

@@ -118,6 +118,8 @@ def _configuration(arguments: argparse.Namespace, flags: list[str]) -> Planned:
         raise ConfigError(
             f"--engine {arguments.engine}: upstream writes with torch.save; drop it or --upstream"
         )
+    if arguments.zero != 1:
+        raise ConfigError(f"--zero {arguments.zero}: checkpoints are made of ZeRO-1 shards; use --zero 1")
     if arguments.model is not None:
         sizes = (1 if arguments.tp is None else arguments.tp, 1 if arguments.pp is None else arguments.pp)
         flags = ["--zero-stage", str(arguments.zero), *flags]

@@ -70,10 +70,14 @@ def progress_at(config: Config, iteration: int) -> Progress:
     evaluations = iteration // training.eval_interval if training.eval_interval else 0
     return Progress(
         iteration=iteration,
-        consumed_train_samples=iteration * training.global_batch_size,
+        consumed_train_samples=training.batch_sizes.consumed(iteration),
         consumed_valid_samples=evaluations * training.eval_iters * training.global_batch_size,
         indexed_samples=samples_of_run(
-            training.train_iters, training.eval_interval, training.eval_iters, training.global_batch_size
+            training.train_iters,
+            training.eval_interval,
+            training.eval_iters,
+            training.global_batch_size,
+            training.train_samples,
         ),
     )
 
@@ -120,6 +124,7 @@ class _Engine:
             train_iters=training.train_iters,
             global_batch_size=training.global_batch_size,
             seq_length=config.model.seq_length,
+            train_samples=training.train_samples,
         )
         self.lr_scheduler.step(progress.consumed_train_samples)
         self.mpu = _Grid(layout)
