@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.restart_trace import clock
+from megatron.restart_trace.redaction import redact_text
 from megatron.restart_trace.schema import CYCLE_FILE_PATTERN, CYCLE_FILE_REGEX, RANK_FILE_PATTERN
 
 LAUNCH_ID_VARIABLE = "RESTART_TRACE_LAUNCH_ID"
@@ -31,10 +32,10 @@ def launch_key(env: Mapping[str, str]) -> str:
     restarts in place count as launches of their own.
     """
     restarts = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    explicit = env.get(LAUNCH_ID_VARIABLE)
+    explicit = redact_text(env.get(LAUNCH_ID_VARIABLE, ""))
     if explicit:
         return f"{explicit}/{restarts}"
-    parts = [env.get(name, "") for name in _LAUNCHER_VARIABLES]
+    parts = [redact_text(env.get(name, "")) for name in _LAUNCHER_VARIABLES]
     # torchrun exports LOCAL_WORLD_SIZE, the deepspeed launcher LOCAL_SIZE. With neither it is unknown whether
     # all ranks share one parent, so none is named.
     local = env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE")

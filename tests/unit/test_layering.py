@@ -89,7 +89,7 @@ def of_project(found: Import) -> bool:
 
 
 _BELOW_COMMANDS = (
-    "discover", "errors", "formatting", "iterations", "problems", "report", "results", "run_info", "tables",
+    "discover", "errors", "escaping", "formatting", "iterations", "problems", "report", "results", "run_info", "tables",
 )  # fmt: skip
 
 # Package -> the packages of the project that it may import, itself included without being named.

@@ -62,7 +62,7 @@ def _read(file: TraceFile, reading: Reading) -> FileText | None:
         message = f"{name}: has no records: its process died before the first, or the disk was full"
         reading.problems.append(Problem("empty_file", message, {"file": name}))
         return None
-    process, fault = process_record(content[: content.find(b"\n") + 1] or content)
+    process, fault = process_record(content[: content.find(b"\n") + 1] or content, file)
     if fault:
         reading.problems.append(Problem("no_process_record", f"{name}: line 1: {fault}", {"file": name}))
     reading.heads.append(Head(file, process))

@@ -16,6 +16,7 @@ import polars as pl
 from megatron.restart_trace.schema import SCHEMA_VERSION
 from tools.ckpt_analysis.batches import FileText
 from tools.ckpt_analysis.head import Head
+from tools.ckpt_analysis.misread import is_misread
 from tools.ckpt_analysis.names import FILE, NAME, OPERATION, TYPE_SCHEMAS, WHO
 from tools.ckpt_analysis.valid import possible
 
@@ -96,6 +97,8 @@ def _decode(name: str, lines: list[bytes]) -> pl.DataFrame | None:
         try:
             frame = pl.read_ndjson(text, schema=TYPE_SCHEMAS[name])
         except pl.exceptions.ComputeError:
+            return None
+        if is_misread(frame, text):
             return None
     if frame.height != len(lines):  # a blank line would shift the rows against the files
         return None

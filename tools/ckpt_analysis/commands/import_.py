@@ -12,8 +12,8 @@ EXAMPLES = """\
   ckpt-analysis report train-imported     what the log tells; the rest is marked as not recorded
   %(prog)s fast.log --world-size 8        a log of FastPersist's statistics alone, of 8 ranks
 
-reads the output of upstream Megatron-DeepSpeed (iterations, save-checkpoint and load-checkpoint timers,
-<TIMER:name,seconds> lines, `ls -l` and `du` of a checkpoint) and DeepSpeed's FastPersist statistics.
+reads the output of upstream Megatron-DeepSpeed and of Megatron-LM (iterations, save-checkpoint and load-checkpoint
+timers, <TIMER:name,seconds> lines, `ls -l` and `du` of a checkpoint) and DeepSpeed's FastPersist statistics.
 """
 
 
