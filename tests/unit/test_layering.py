@@ -120,7 +120,7 @@ ALLOWED = {
     "megatron.arguments": ("megatron.config", "megatron.deepspeed_config", "megatron.unsupported_flags"),
     "megatron.preflight": ("megatron.config",),
     "megatron.launch": ("megatron.restart_trace", "megatron.heavy_imports"),
-    "tools.ckpt_analysis": ("megatron.restart_trace.schema",),
+    "tools.ckpt_analysis": ("megatron.restart_trace.schema", "megatron.restart_trace.regular"),
     # Beside each other: none of them imports another.
     **{
         f"tools.ckpt_analysis.{package}": tuple(f"tools.ckpt_analysis.{module}" for module in _BELOW_COMMANDS)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.restart_trace.regular import read_regular
 from megatron.restart_trace.schema import SCHEMA_VERSION, check_record
 from tools.ckpt_analysis.head import impossible_ranks, impossible_supervisor
 from tools.ckpt_analysis.lines import parse_json
@@ -40,7 +41,7 @@ class Checked:
 def check_file(path: Path, rank: int | None, cycle: int | None) -> Checked:
     """Check a file whose name says `rank` and `cycle` (both None: a supervisor's)."""
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
     except OSError as exc:
         return Checked(0, 0, [Fault(path.name, 0, str(exc.strerror))])
     if not content:

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
+from megatron.restart_trace.regular import read_regular
 from tools.ckpt_analysis.discover import IMPORTED_FILE, LogDirectoryError
 from tools.ckpt_analysis.errors import CouldNotRunError
 from tools.ckpt_analysis.imported.model import (
@@ -70,7 +71,7 @@ def read_run(directory: Path) -> ImportedRun:
     path = directory / IMPORTED_FILE
     again = "import the log again"
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_regular(path))
     except OSError as exc:
         raise LogDirectoryError(f"{path}: cannot be read: {exc.strerror}") from exc
     except (ValueError, RecursionError):
