@@ -1,6 +1,6 @@
 """Record types, fields and phase names of the restart trace: the contract that docs/log_format.md describes.
 
-This module is the only part of the project that the offline tools import; it imports nothing but the
+This module and `regular` are the only parts of the project that the offline tools import; it imports nothing but the
 standard library. A change to a name, a type or a meaning here raises SCHEMA_VERSION.
 """
 

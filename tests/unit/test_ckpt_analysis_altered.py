@@ -18,7 +18,7 @@ from tools.ckpt_analysis.cli import main
 
 GOLDEN = ROOT / "tests" / "golden" / "trace_tp2_pp2_dp2" / "restart_trace"
 COMMANDS: dict[str, list[str]] = {
-    "report": [], "page": ["-o", "out.html"], "summary": [], "validate": [], "export": ["-o", "out.csv"],
+    "report": ["-o", "out.html"], "summary": [], "validate": [], "export": ["-o", "out.csv"],
     "probes": ["-o", "out.parquet", "--table", "probes"], "timeline": ["-o", "out.json"],
     "project": ["--nodes", "4", "--mtbf-hours", "9"], "compare": [str(GOLDEN)],
 }  # fmt: skip

@@ -400,7 +400,9 @@ def test_more_ranks_than_can_be_planned_are_refused_at_once(capsys: pytest.Captu
     assert "1000000 ranks; at most 65536 are planned" in said and "--dp" in said and said.count("\n") == 1
 
 
-def test_a_long_planning_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_planning_says_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("tools.ckpt_plan.cli._TELL_EVERY_S", 0.0)
     assert main(["--model", "tiny", "--dp", "2", "--summary"]) == 0
     told = capsys.readouterr().err.splitlines()

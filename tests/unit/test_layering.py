@@ -123,7 +123,9 @@ ALLOWED = {
     "tools.ckpt_analysis": ("megatron.restart_trace.schema", "megatron.restart_trace.regular"),
     # Beside each other: none of them imports another.
     **{
-        f"tools.ckpt_analysis.{package}": tuple(f"tools.ckpt_analysis.{module}" for module in _BELOW_COMMANDS)
+        f"tools.ckpt_analysis.{package}": (
+            "megatron.restart_trace.regular", *(f"tools.ckpt_analysis.{module}" for module in _BELOW_COMMANDS)
+        )
         for package in ("compare", "imported", "project")
     },
     "tools.ckpt_replay": (

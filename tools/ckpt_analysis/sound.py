@@ -90,6 +90,7 @@ def decode_sorted(found: SortedLines) -> dict[str, pl.DataFrame] | None:
 def _decode(name: str, lines: list[bytes]) -> pl.DataFrame | None:
     """The records of one type; None if one of them is not valid."""
     frame = pl.DataFrame(schema=TYPE_SCHEMAS[name])
+    text = b""
     if lines:
         lines[0] = b"{" + lines[0]
         lines[-1] += b"\n"
@@ -97,8 +98,6 @@ def _decode(name: str, lines: list[bytes]) -> pl.DataFrame | None:
         try:
             frame = pl.read_ndjson(text, schema=TYPE_SCHEMAS[name])
         except pl.exceptions.ComputeError:
-            return None
-        if is_misread(frame, text):
             return None
     if frame.height != len(lines):  # a blank line would shift the rows against the files
         return None
@@ -110,6 +109,8 @@ def _decode(name: str, lines: list[bytes]) -> pl.DataFrame | None:
         )
         if frame["detail"].null_count() != nulls:  # a word that is no detail is not the same as none
             return None
+    if is_misread(frame, text):  # now, as words need no look: what is none of them is null
+        return None
     return frame if frame.select(possible(name).all()).item() else None
 
 
