@@ -7,6 +7,7 @@ others find their own launch in it and join.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -15,6 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.restart_trace import clock
+from megatron.restart_trace.redaction import redact_text
+from megatron.restart_trace.regular import read_regular
 from megatron.restart_trace.schema import CYCLE_FILE_PATTERN, CYCLE_FILE_REGEX, RANK_FILE_PATTERN
 
 LAUNCH_ID_VARIABLE = "RESTART_TRACE_LAUNCH_ID"
@@ -31,10 +34,10 @@ def launch_key(env: Mapping[str, str]) -> str:
     restarts in place count as launches of their own.
     """
     restarts = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    explicit = env.get(LAUNCH_ID_VARIABLE)
+    explicit = redact_text(env.get(LAUNCH_ID_VARIABLE, ""))
     if explicit:
         return f"{explicit}/{restarts}"
-    parts = [env.get(name, "") for name in _LAUNCHER_VARIABLES]
+    parts = [redact_text(env.get(name, "")) for name in _LAUNCHER_VARIABLES]
     # torchrun exports LOCAL_WORLD_SIZE, the deepspeed launcher LOCAL_SIZE. With neither it is unknown whether
     # all ranks share one parent, so none is named.
     local = env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE")
@@ -66,11 +69,21 @@ def claim_cycle(trace_dir: Path, key: str, rank: int) -> tuple[str, int]:
 
 
 def newest_cycle(trace_dir: Path) -> tuple[int, dict[str, str]] | None:
-    """(number, content) of the newest cycle claimed in `trace_dir`; None if there is none."""
+    """(number, content) of the newest cycle claimed in `trace_dir`; None if there is none.
+
+    Raises OSError if it cannot be read, or is not what `claim_cycle` writes.
+    """
     numbers = [int(m.group(1)) for p in trace_dir.iterdir() if (m := re.match(CYCLE_FILE_REGEX, p.name))]
     if not numbers:
         return None
-    content = json.loads((trace_dir / CYCLE_FILE_PATTERN.format(cycle=max(numbers))).read_text())
+    path = trace_dir / CYCLE_FILE_PATTERN.format(cycle=max(numbers))
+    try:
+        content = json.loads(read_regular(path))
+        damaged = not all(isinstance(content[name], str) for name in ("run_id", "launch_key"))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        damaged = True
+    if damaged:
+        raise OSError(errno.EINVAL, "is no claim of a cycle; remove it, or give another trace directory", str(path))
     return max(numbers), content
 
 

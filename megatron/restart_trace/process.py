@@ -16,18 +16,34 @@ from typing import Any
 from megatron.restart_trace import clock, cycles
 from megatron.restart_trace.probes import make_probe
 from megatron.restart_trace.recorder import NullRecorder, Recorder
+from megatron.restart_trace.redaction import redact_command, redact_text
 from megatron.restart_trace.schema import RANK_FILE_PATTERN
 from megatron.restart_trace.sink import JsonlSink
 
 _PACKAGES = ("torch", "deepspeed", "numpy", "torchsnapshot", "datastates")
-_ENVIRONMENT_PREFIXES = (
-    "NCCL_", "GLOO_", "OMP_", "CUDA_VISIBLE", "TORCH_NCCL", "TORCHELASTIC_", "RESTART_TRACE_",
-)  # fmt: skip
-_ENVIRONMENT_NAMES = (
+# Whole names alone, since a plugin may call its variable NCCL_AUTH_TOKEN: what matters to a restart.
+_ENVIRONMENT_NAMES = frozenset((
     "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE",
     "CROSS_RANK", "CROSS_SIZE", "DS_ACCELERATOR", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID",
-    "PBS_JOBID", "PYTHONDONTWRITEBYTECODE",
-)  # fmt: skip
+    "PBS_JOBID", "PYTHONDONTWRITEBYTECODE", "RESTART_TRACE_LAUNCH_ID", "RESTART_TRACE_PRELOAD",
+    "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE",
+    "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING",
+    "CUDA_MODULE_LOADING",
+    "OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "OMP_DYNAMIC", "OMP_SCHEDULE", "OMP_WAIT_POLICY",
+    "GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT", "TORCH_GLOO_LAZY_INIT",
+    "NCCL_ALGO", "NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT", "NCCL_BUFFSIZE", "NCCL_COLLNET_ENABLE",
+    "NCCL_COMM_BLOCKING", "NCCL_CROSS_NIC", "NCCL_CUMEM_ENABLE", "NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_IB_DISABLE",
+    "NCCL_IB_GID_INDEX", "NCCL_IB_HCA", "NCCL_IB_QPS_PER_CONNECTION", "NCCL_IB_RETRY_CNT", "NCCL_IB_SL",
+    "NCCL_IB_TC", "NCCL_IB_TIMEOUT", "NCCL_LAUNCH_MODE", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS", "NCCL_NET",
+    "NCCL_NET_GDR_LEVEL", "NCCL_NET_PLUGIN", "NCCL_NSOCKS_PERTHREAD", "NCCL_NTHREADS", "NCCL_NVLS_ENABLE",
+    "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_PROTO", "NCCL_RUNTIME_CONNECT", "NCCL_SHM_DISABLE",
+    "NCCL_SOCKET_FAMILY", "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_NTHREADS", "NCCL_TOPO_FILE",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_AVOID_RECORD_STREAMS", "TORCH_NCCL_BLOCKING_WAIT",
+    "TORCH_NCCL_COORD_CHECK_MILSEC", "TORCH_NCCL_DESYNC_DEBUG", "TORCH_NCCL_DUMP_ON_TIMEOUT",
+    "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_ENABLE_TIMING", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
+    "TORCH_NCCL_HIGH_PRIORITY", "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_USE_COMM_NONBLOCKING",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
+))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,12 +70,8 @@ def versions() -> dict[str, str]:
 
 
 def environment(env: Mapping[str, str]) -> dict[str, str]:
-    """The allow-listed part of an environment: nothing that could hold a secret."""
-    return {
-        name: value
-        for name, value in sorted(env.items())
-        if name in _ENVIRONMENT_NAMES or name.startswith(_ENVIRONMENT_PREFIXES)
-    }
+    """The variables of an environment that are listed above, each by its whole name, without passwords in URLs."""
+    return {name: redact_text(value) for name, value in sorted(env.items()) if name in _ENVIRONMENT_NAMES}
 
 
 def process_fields(env: Mapping[str, str]) -> dict[str, Any]:
@@ -77,7 +89,7 @@ def process_fields(env: Mapping[str, str]) -> dict[str, Any]:
         "anchor_error_ns": anchor.error_ns,
         "versions": versions(),
         "environment": environment(env),
-        "argv": sys.argv,
+        "argv": redact_command(sys.argv),
     }
 
 

@@ -1,6 +1,6 @@
 """Record types, fields and phase names of the restart trace: the contract that docs/log_format.md describes.
 
-This module is the only part of the project that the offline tools import; it imports nothing but the
+This module and `regular` are the only parts of the project that the offline tools import; it imports nothing but the
 standard library. A change to a name, a type or a meaning here raises SCHEMA_VERSION.
 """
 
@@ -183,25 +183,85 @@ _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
     "list": (list,),
 }
+# Fields whose text is one of a few words, whatever the record.
+WORDS: dict[str, tuple[str, ...]] = {
+    "operation": tuple(PHASES),
+    "role": ("rank", "supervisor"),
+    "outcome": ("ok", "failed"),
+    "at": ("start", "end"),
+}
+# JSON type of what an object or a list holds.
+_ELEMENTS = {"layout": "int", "versions": "str", "environment": "str", "argv": "str", "values": "float"}
+# Names of fields without the bound -> what they are at most; -1 where a supervisor has no number.
+_MOST = {"cycle": 100_000, "rank": 10_000_000, "tp": 10_000_000, "pp": 10_000_000, "dp": 10_000_000}
+_NEGATIVE = {"rank", "tp", "pp", "dp"}
+
+
+def int_range(name: str) -> tuple[int, int]:
+    """What an int field may be, both ends included.
+
+    Times are at most 2^61 ns (73 years of uptime) and Unix times 2^62 ns (the year 2116), so that sums of both stay
+    within 64 bits; amounts are what a JSON number holds exactly.
+    """
+    low = -1 if name in _NEGATIVE else 0
+    if name.endswith("_ns"):
+        return low, 1 << (62 if name == "wall_ns" else 61)
+    return low, _MOST.get(name, 1 << 53)
 
 
 def check_record(record: dict[str, Any]) -> list[str]:
     """Return what is wrong with one decoded record: an empty list if nothing is."""
-    fields = RECORD_FIELDS.get(record.get("type", ""))
+    record_type = record.get("type", "")
+    fields = RECORD_FIELDS.get(record_type) if isinstance(record_type, str) else None
     if fields is None:
-        return [f"unknown record type {record.get('type')!r}"]
+        return [f"unknown record type {record_type!r}"]
     problems = [f"missing field {name}" for name, f in fields.items() if f.required and name not in record]
     for name, value in record.items():
         field = fields.get(name)
         if field is None:
             problems.append(f"unknown field {name}")
-        elif not isinstance(value, _PYTHON_TYPES[field.json_type]) or (
-            field.json_type == "int" and isinstance(value, bool)
-        ):
-            problems.append(f"field {name} is not {field.json_type}: {value!r}")
-    if record.get("type") == "span":
-        problems += check_phase(record.get("operation"), record.get("phase"), record.get("detail"))
+        else:
+            problems += _check_value(name, field.json_type, value)
+    if problems:
+        return problems
+    if record_type == "span":
+        problems += check_phase(record["operation"], record["phase"], record.get("detail"))
+    if "start_ns" in record and "end_ns" in record:
+        problems += _check_times(record)
     return problems
+
+
+def _check_value(name: str, json_type: str, value: Any) -> list[str]:
+    fault = _fault(json_type, value, *int_range(name))
+    if fault is None and isinstance(value, (dict, list)):
+        inside = value.values() if isinstance(value, dict) else value
+        faults = [_fault(_ELEMENTS[name], element, 0, 1 << 53) for element in inside]
+        fault = next((f"holds what {found}" for found in faults if found), None)
+    if fault is None and name in WORDS and value not in WORDS[name]:
+        return [f"unknown {name} {value!r}"]
+    return [] if fault is None else [f"field {name} {fault}"]
+
+
+def _fault(json_type: str, value: Any, low: int, high: int) -> str | None:
+    """What is wrong with one value; None if nothing is."""
+    if not isinstance(value, _PYTHON_TYPES[json_type]) or (
+        json_type in ("int", "float") and isinstance(value, bool)
+    ):
+        return f"is not {json_type}: {value!r}"
+    if json_type == "int" and not low <= value <= high:
+        return f"is out of range: {value}"
+    if json_type == "float" and not abs(value) < 1e300:  # nor is NaN
+        return f"is not finite: {value!r}" if isinstance(value, float) else "is out of range"
+    return None
+
+
+def _check_times(record: dict[str, Any]) -> list[str]:
+    window = record["end_ns"] - record["start_ns"]
+    if window < 0:
+        return [f"ends {-window} ns before it starts"]
+    if not 0 <= record.get("duration_ns", 0) <= window:
+        return [f"duration_ns {record['duration_ns']} is not from 0 to end_ns - start_ns, {window}"]
+    return []
 
 
 def check_phase(operation: str | None, phase: str | None, detail: str | None) -> list[str]:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from megatron.restart_trace import clock
 from megatron.restart_trace.recorder import Operation, Recorder, SpanHandle
+from megatron.restart_trace.regular import open_regular
 from megatron.restart_trace.schema import RANK_FILE_PATTERN
 
 PRELOAD_VARIABLE = "RESTART_TRACE_PRELOAD"
@@ -134,7 +135,7 @@ def reached_iteration(trace_dir: Path, rank: int, cycle: int) -> int | None:
     for previous in range(cycle - 1, -1, -1):
         for candidate in (rank, 0):
             path = trace_dir / RANK_FILE_PATTERN.format(rank=candidate, cycle=previous)
-            if path.exists():
+            if path.is_file():  # a FIFO would block
                 step = _last_iteration(path)
                 if step is not None:
                     return step
@@ -142,17 +143,28 @@ def reached_iteration(trace_dir: Path, rank: int, cycle: int) -> int | None:
     return None
 
 
+def _step_in(line: bytes) -> int | None:
+    """The step of an iteration record; None if the line is damaged."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, RecursionError):
+        return None
+    return step if type(step) is int else None
+
+
 def _last_iteration(path: Path) -> int | None:
     """Step of the last whole iteration record. The spans of a large save may lie between it and the end."""
     size = path.stat().st_size
     tail = _TAIL_BYTES
     while True:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(max(0, size - tail))
             lines = file.read().splitlines()
         for line in reversed(lines):
             if b'"type":"iteration"' in line and line.endswith(b"}") and line.startswith(b"{"):
-                return int(json.loads(line)["step"])
+                step = _step_in(line)
+                if step is not None:
+                    return step
         if tail >= size:
             return None
         tail *= 8

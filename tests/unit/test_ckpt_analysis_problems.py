@@ -100,9 +100,9 @@ def change_one_span(path: Path, phase: str, changes: dict[str, Any]) -> None:
     [
         ({"phase": "colect"}, "unknown phase 'colect' of save"),
         ({"detail": "write"}, "phase collect of save has no details"),
-        ({"duration_ns": -1}, "impossible times"),
-        ({"duration_ns": 1 << 60}, "impossible times"),
-        ({"end_ns": 0, "duration_ns": 0}, "impossible times"),
+        ({"duration_ns": -1}, "field duration_ns is out of range: -1"),
+        ({"duration_ns": 1 << 60}, "is not from 0 to end_ns - start_ns"),
+        ({"end_ns": 0, "duration_ns": 0}, "before it starts"),
     ],
 )
 def test_spans_that_cannot_be(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:

@@ -392,3 +392,18 @@ def test_host_memory_of_lazy_is_bounded_by_its_cache() -> None:
     small = make_plan((dataclasses.replace(config, checkpoint=checkpoint), layout, vocab_sizes), "lazy")
     assert {rank.host_bytes for rank in small.ranks} == {1 << 30}
     assert all(rank.host_bytes > 8 << 30 for rank in make_plan((config, layout, vocab_sizes), "lazy").ranks)
+
+
+def test_more_ranks_than_can_be_planned_are_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "tiny", "--dp", "1000000"]) == 2
+    said = capsys.readouterr().err
+    assert "1000000 ranks; at most 65536 are planned" in said and "--dp" in said and said.count("\n") == 1
+
+
+def test_a_long_planning_says_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tools.ckpt_plan.cli._TELL_EVERY_S", 0.0)
+    assert main(["--model", "tiny", "--dp", "2", "--summary"]) == 0
+    told = capsys.readouterr().err.splitlines()
+    assert [line.partition(",")[0] for line in told] == [f"ckpt_plan: {n} of 2 ranks planned" for n in (1, 2)]

@@ -250,3 +250,12 @@ def test_interference_compares_what_ran_meanwhile_with_the_rest() -> None:
     after = [steps.Unit(100 * ms, 112 * ms), steps.Unit(112 * ms, 124 * ms), steps.Unit(124 * ms, 134 * ms)]
     assert steps.interference(before, after, 124 * ms) == pytest.approx(0.2)
     assert steps.interference(before, after, 99 * ms) is None
+
+
+@pytest.mark.parametrize("flag", ["--dir", "--trace-dir"])
+def test_a_directory_below_none_is_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    missing = tmp_path / "mistyped" / "deeper"
+    others = ["--dir", str(tmp_path)] if flag == "--trace-dir" else []
+    assert main(["--small-tensors", "3", *others, flag, str(missing)]) == COULD_NOT_RUN
+    assert f"{flag} {missing}: {missing.parent} is no directory; make it first" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

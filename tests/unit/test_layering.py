@@ -89,7 +89,7 @@ def of_project(found: Import) -> bool:
 
 
 _BELOW_COMMANDS = (
-    "discover", "errors", "formatting", "iterations", "problems", "report", "results", "run_info", "tables",
+    "discover", "errors", "escaping", "formatting", "iterations", "problems", "report", "results", "run_info", "tables",
 )  # fmt: skip
 
 # Package -> the packages of the project that it may import, itself included without being named.
@@ -128,10 +128,12 @@ ALLOWED = {
     "megatron.arguments": ("megatron.config", "megatron.deepspeed_config", "megatron.unsupported_flags"),
     "megatron.preflight": ("megatron.config",),
     "megatron.launch": ("megatron.restart_trace", "megatron.heavy_imports", "megatron.parent_process"),
-    "tools.ckpt_analysis": ("megatron.restart_trace.schema",),
+    "tools.ckpt_analysis": ("megatron.restart_trace.schema", "megatron.restart_trace.regular"),
     # Beside each other: none of them imports another.
     **{
-        f"tools.ckpt_analysis.{package}": tuple(f"tools.ckpt_analysis.{module}" for module in _BELOW_COMMANDS)
+        f"tools.ckpt_analysis.{package}": (
+            "megatron.restart_trace.regular", *(f"tools.ckpt_analysis.{module}" for module in _BELOW_COMMANDS)
+        )
         for package in ("compare", "imported", "project")
     },
     "tools.ckpt_replay": (

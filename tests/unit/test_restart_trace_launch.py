@@ -16,6 +16,7 @@ from megatron.restart_trace import clock, cycles
 from megatron.restart_trace.probes import make_probe
 from megatron.restart_trace.process import RankIdentity, environment, open_rank_trace, versions
 from megatron.restart_trace.recorder import Recorder
+from megatron.restart_trace.redaction import redact_command
 from megatron.restart_trace.sink import JsonlSink
 from megatron.restart_trace.startup import Startup, reached_iteration
 from tests.unit.trace_helpers import COMMON, ROOT, read, start_python
@@ -308,3 +309,36 @@ def test_reached_iteration(tmp_path: Path) -> None:
 def test_reached_iteration_of_another_layout(tmp_path: Path) -> None:
     (tmp_path / "rank_00000_cycle_000.jsonl").write_text(iteration_line(8))
     assert reached_iteration(tmp_path, 12, 1) == 8
+
+
+@pytest.mark.parametrize(
+    "name", ["NCCL_AUTH_TOKEN", "GLOO_SECRET", "TORCHELASTIC_API_KEY", "RESTART_TRACE_TOKEN", "OMP_KEY", "NCCL_COMM_ID"]
+)
+def test_a_variable_is_recorded_by_its_whole_name_alone(name: str) -> None:
+    assert environment({name: "hunter2", "NCCL_DEBUG": "INFO"}) == {"NCCL_DEBUG": "INFO"}
+
+
+def test_passwords_in_addresses_are_not_recorded() -> None:
+    env = {"MASTER_ADDR": "tcp://user:hunter2@node1", "TORCHELASTIC_RUN_ID": "job:hunter2@queue"}
+    assert environment(env)["MASTER_ADDR"] == "tcp://user:***@node1"
+    assert "hunter2" not in cycles.launch_key(env | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"})
+
+
+@pytest.mark.parametrize(
+    ("words", "recorded"),
+    [
+        (["--wandb-api-key", "hunter2", "--lr", "1"], ["--wandb-api-key", "***", "--lr", "1"]),
+        (["--hub-token=hunter2"], ["--hub-token=***"]),
+        (["key=hunter2", "AWS_SECRET_ACCESS_KEY=hunter2"], ["key=***", "AWS_SECRET_ACCESS_KEY=***"]),
+        (["s3://me:hunter2@host/bucket", "https://hunter2@host"], ["s3://me:***@host/bucket", "https://***@host"]),
+        (["-c", "export DB_PASSWORD=hunter2; run"], ["-c", "export DB_PASSWORD=***; run"]),
+        (["Authorization: Bearer hunter2"], ["Authorization: ***"]),
+        (['{"api_key": "hunter2", "n": 1}'], ['{"api_key": "***", "n": 1}']),
+        (["--token", "--next"], ["--token", "--next"]),
+        (["--train-tokens", "5", "--tokenizer-type", "T"], ["--train-tokens", "5", "--tokenizer-type", "T"]),
+        (["--num-key-value-heads", "8"], ["--num-key-value-heads", "8"]),
+        (["\udcff"], ["?"]),
+    ],
+)
+def test_secrets_of_a_command_line(words: list[str], recorded: list[str]) -> None:
+    assert redact_command(words) == recorded

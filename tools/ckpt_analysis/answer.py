@@ -20,7 +20,7 @@ def answer(report: Report) -> list[str]:
         sentences += _save(saves)
     if not report.restarts and report.loads:
         sentences += _load(report.loads[-1])
-    failed = len(report.saves) - len(saves)
+    failed = sum(save.outcome in ("failed", "unfinished") for save in report.saves)
     if failed:
         sentences.append(f"{failed} of {len(report.saves)} saves did not complete.")
     return sentences or ["No save, load or start-up was recorded to its end."]

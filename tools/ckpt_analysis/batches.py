@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron.restart_trace.regular import read_regular
 from tools.ckpt_analysis.discover import TraceFile
 from tools.ckpt_analysis.head import Head, process_record
 from tools.ckpt_analysis.lines import LineFault, parse_json
@@ -54,7 +55,7 @@ def read_batches(files: list[TraceFile], reading: Reading) -> Iterator[tuple[lis
 def _read(file: TraceFile, reading: Reading) -> FileText | None:
     name = file.path.name
     try:
-        content = file.path.read_bytes()
+        content = read_regular(file.path)
     except OSError as exc:
         reading.problems.append(Problem("unreadable_file", f"{name}: {exc.strerror}", {"file": name}))
         return None
@@ -62,7 +63,7 @@ def _read(file: TraceFile, reading: Reading) -> FileText | None:
         message = f"{name}: has no records: its process died before the first, or the disk was full"
         reading.problems.append(Problem("empty_file", message, {"file": name}))
         return None
-    process, fault = process_record(content[: content.find(b"\n") + 1] or content)
+    process, fault = process_record(content[: content.find(b"\n") + 1] or content, file)
     if fault:
         reading.problems.append(Problem("no_process_record", f"{name}: line 1: {fault}", {"file": name}))
     reading.heads.append(Head(file, process))

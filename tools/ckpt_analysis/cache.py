@@ -17,6 +17,7 @@ from typing import Any
 
 import polars as pl
 
+from megatron.restart_trace.regular import open_regular, read_regular
 from megatron.restart_trace.schema import SCHEMA_VERSION
 from tools.ckpt_analysis.discover import Listing, TraceFile
 from tools.ckpt_analysis.head import Head
@@ -73,8 +74,8 @@ class Entry:
     def load(self) -> Loaded | None:
         """What was stored; None if there is nothing, or it is damaged."""
         try:
-            facts = json.loads((self.path / "facts.json").read_text())
-            tables = {name: pl.read_parquet(self.path / f"{name}.parquet") for name in facts["heights"]}
+            facts = json.loads(read_regular(self.path / "facts.json"))
+            tables = {name: _read_table(self.path / f"{name}.parquet") for name in facts["heights"]}
             whole = {name: table.height for name, table in tables.items()} == facts["heights"]
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -106,6 +107,12 @@ class Entry:
             )
         finally:
             shutil.rmtree(draft, ignore_errors=True)
+
+
+def _read_table(path: Path) -> pl.DataFrame:
+    """Raises OSError or PolarsError."""
+    with open_regular(path):  # polars would wait for the writer of a FIFO
+        return pl.read_parquet(path)
 
 
 def _state(file: TraceFile) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from types import ModuleType
 from tools.ckpt_analysis.commands import exit_codes
 from tools.ckpt_analysis.commands.common import add_shared_arguments
 from tools.ckpt_analysis.errors import CouldNotRunError
+from tools.ckpt_analysis.escaping import visible
 
 PROGRAM = "ckpt-analysis"
 # Name -> module, in the order of --help. See tools/ckpt_analysis/commands/__init__.py for what each gives.
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return command.run(arguments)
     except CouldNotRunError as exc:
-        print(f"{PROGRAM}: {exc}", file=sys.stderr)
+        print(f"{PROGRAM}: {visible(str(exc))}", file=sys.stderr)
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
     except ModuleNotFoundError as exc:  # polars and what else the extra brings

@@ -10,6 +10,7 @@ import polars as pl
 
 from tools.ckpt_analysis.batches import FileText
 from tools.ckpt_analysis.lines import decode_lines
+from tools.ckpt_analysis.misread import is_misread
 from tools.ckpt_analysis.names import COLUMN_TYPES, FILE, SCHEMA
 from tools.ckpt_analysis.problems import Problem
 
@@ -42,7 +43,10 @@ def _together(texts: list[FileText], problems: list[Problem]) -> list[pl.DataFra
         return []
     try:
         # The blank line first, which is passed over: polars would unpack what begins as gzip or zstd do.
-        frame = pl.read_ndjson(b"\n" + b"".join(text.body for text in texts), schema=SCHEMA)
+        body = b"\n" + b"".join(text.body for text in texts)
+        frame = pl.read_ndjson(body, schema=SCHEMA)
+        if is_misread(frame, body):
+            frame = None
     except pl.exceptions.ComputeError:
         frame = None
     # Every line is a record, or the rows cannot be told apart by file: polars passes over blank lines.

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from tools.ckpt_analysis.escaping import visible
+
 _SHOWN_AFTER_S = 2
 
 
@@ -32,4 +34,4 @@ class Progress:
     def remark(self, text: str) -> None:
         """A line that is no part of the answer."""
         if not self.quiet:
-            print(f"ckpt-analysis: {text}", file=sys.stderr)
+            print(f"ckpt-analysis: {visible(text)}", file=sys.stderr)

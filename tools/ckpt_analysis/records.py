@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 import polars as pl
 
 from tools.ckpt_analysis.batches import FileText, Reading, read_batches
+from tools.ckpt_analysis.contradictions import OPERATION_KEY, drop_contradictions
 from tools.ckpt_analysis.decode import decode, torn_line
 from tools.ckpt_analysis.discover import TraceFile
 from tools.ckpt_analysis.head import Head
@@ -21,9 +22,6 @@ from tools.ckpt_analysis.parallel import map_ahead
 from tools.ckpt_analysis.problems import Problem
 from tools.ckpt_analysis.sound import decode_sorted, sort_lines
 from tools.ckpt_analysis.valid import drop_unusable, other_versions
-
-# What tells an operation of one process from all others.
-OPERATION_KEY = [FILE, *WHO, "op_id"]
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ def _read_batch(
         return records, [], torn, num_bytes
     frames, counts, problems = _thorough(texts, heads)
     records = _tables(frames)
-    assert records is not None, "spans that say who they are of can be told apart"
+    assert records is not None, "what contradicts was left out"
     return records, [counts], torn + problems, num_bytes
 
 
@@ -123,6 +121,7 @@ def _thorough(
     """(valid records by type, counts of those of other versions, problems) of a batch with something wrong."""
     frame, problems = decode(texts)
     frame, versions, found = drop_unusable(frame, heads)
+    problems += found
     frame = frame.with_columns(pl.col("run_id").cast(pl.Categorical))
     frames = {
         name: frame.filter(pl.col("type") == name).select(*schema, FILE, *WHO)
@@ -131,13 +130,22 @@ def _thorough(
     frames["span"] = frames["span"].with_columns(
         pl.col("phase", "detail").cast(NAME), pl.col("operation").cast(OPERATION)
     )
+    frames, found = drop_contradictions(frames, _gaps(frames, problems, heads), heads)
     return frames, versions, problems + found
 
 
+def _gaps(frames: dict[str, pl.DataFrame], problems: list[Problem], heads: list[Head]) -> set[int]:
+    """Files that lack records: some were left out, or could not be written."""
+    damaged = {problem.data["file"] for problem in problems if problem.kind == "invalid_record"}
+    events = frames["event"]
+    full = set(events.filter(pl.col("phase") == "records_lost")[FILE])
+    return full | {index for index, head in enumerate(heads) if head.file.path.name in damaged}
+
+
 def _tables(frames: dict[str, pl.DataFrame]) -> Records | None:
-    """The valid records of one batch; None if spans do not say who they are of and their operation is unknown."""
+    """The valid records of one batch; None if some contradict others, or the operation of a span is unknown."""
     found = _operations_and_spans(frames["operation_begin"], frames["operation_end"], frames["span"])
-    if found is None:
+    if found is None or _contradicts(frames["probe"], found[0]):
         return None
     operations, spans = found
 
@@ -166,8 +174,10 @@ def _tables(frames: dict[str, pl.DataFrame]) -> Records | None:
 def _operations_and_spans(
     begins: pl.DataFrame, ends: pl.DataFrame, spans: pl.DataFrame
 ) -> tuple[pl.DataFrame, pl.DataFrame] | None:
-    """(operations, spans with the column op)."""
+    """(operations, spans with the column op); None as `_tables`."""
     operations = _from_marks(begins, ends)
+    if operations is None:
+        return None
     op = _rows_of(operations, spans)
     if op.has_nulls():  # spans of operations whose own records were lost
         if "rank" not in spans.columns:
@@ -176,23 +186,34 @@ def _operations_and_spans(
         begun = lost.group_by(OPERATION_KEY).agg(pl.col("operation").first(), pl.col("start_ns").min())
         operations = pl.concat([operations, begun], how="diagonal").sort(FILE, "op_id", maintain_order=True)
         op = _rows_of(operations, spans)
+    if (operations["operation"].gather(op) != spans["operation"]).any():
+        return None
     spans = spans.with_columns(op)
     operations = _with_labels_of_spans(operations.with_row_index("op"), spans).drop("op")
     return operations.with_columns(pl.col("outcome").fill_null("unfinished")), spans
 
 
-def _from_marks(begins: pl.DataFrame, ends: pl.DataFrame) -> pl.DataFrame:
-    """Operations that have a begin or an end."""
+def _contradicts(probes: pl.DataFrame, operations: pl.DataFrame) -> bool:
+    """Whether a probe names another operation than the one that its op_id is of."""
+    both = probes.select(*OPERATION_KEY, pl.col("operation").cast(OPERATION)).join(operations, on=OPERATION_KEY)
+    return bool((both["operation"] != both["operation_right"]).any())
+
+
+def _from_marks(begins: pl.DataFrame, ends: pl.DataFrame) -> pl.DataFrame | None:
+    """Operations that have a begin or an end; None if one has two, or they contradict each other."""
 
     def of(found: pl.DataFrame, *names: str) -> pl.DataFrame:
-        if found.select(pl.struct(FILE, "op_id").is_duplicated().any()).item():
-            found = found.unique(OPERATION_KEY, keep="first", maintain_order=True)
         return found.select(*OPERATION_KEY, pl.col("operation").cast(OPERATION), *names)
 
     labels = ("tag", "step", "engine", "start_ns")
     begins = of(begins, *labels)
     ends = of(ends, *labels, "end_ns", "outcome", "bytes", "num_files", "durable", "error")
+    for marks in (begins, ends):
+        if marks.select(pl.struct(OPERATION_KEY).is_duplicated().any()).item():
+            return None
     both = begins.join(ends, on=OPERATION_KEY, how="full", coalesce=True, suffix="_at_end")
+    if any((both[name] != both[f"{name}_at_end"]).any() for name in ("operation", "start_ns")):
+        return None
     return both.select(
         *OPERATION_KEY,
         pl.coalesce("operation", "operation_at_end"),

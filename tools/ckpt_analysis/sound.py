@@ -16,6 +16,7 @@ import polars as pl
 from megatron.restart_trace.schema import SCHEMA_VERSION
 from tools.ckpt_analysis.batches import FileText
 from tools.ckpt_analysis.head import Head
+from tools.ckpt_analysis.misread import is_misread
 from tools.ckpt_analysis.names import FILE, NAME, OPERATION, TYPE_SCHEMAS, WHO
 from tools.ckpt_analysis.valid import possible
 
@@ -89,6 +90,7 @@ def decode_sorted(found: SortedLines) -> dict[str, pl.DataFrame] | None:
 def _decode(name: str, lines: list[bytes]) -> pl.DataFrame | None:
     """The records of one type; None if one of them is not valid."""
     frame = pl.DataFrame(schema=TYPE_SCHEMAS[name])
+    text = b""
     if lines:
         lines[0] = b"{" + lines[0]
         lines[-1] += b"\n"
@@ -107,6 +109,8 @@ def _decode(name: str, lines: list[bytes]) -> pl.DataFrame | None:
         )
         if frame["detail"].null_count() != nulls:  # a word that is no detail is not the same as none
             return None
+    if is_misread(frame, text):  # now, as words need no look: what is none of them is null
+        return None
     return frame if frame.select(possible(name).all()).item() else None
 
 

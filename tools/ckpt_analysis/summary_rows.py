@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import io
 from typing import Any
 
+from tools.ckpt_analysis.escaping import csv_row, markdown, shown
 from tools.ckpt_analysis.formatting import count, percent, rate, seconds, size
 from tools.ckpt_analysis.report import Report
 from tools.ckpt_analysis.results import OperationStats, PhaseStats, Spread, StartStats
@@ -33,21 +33,24 @@ Stats = OperationStats | StartStats
 def csv_text(report: Report) -> str:
     """One line per operation and per phase and detail of it; numbers that are not known are empty."""
     stream = io.StringIO()
-    writer = csv.DictWriter(stream, list(CSV_COLUMNS), restval="", lineterminator="\n")
-    writer.writeheader()
+    csv_row(stream, CSV_COLUMNS)
+
+    def write(row: dict[str, Any]) -> None:
+        csv_row(stream, [row.get(name, "") for name in CSV_COLUMNS])
+
     for stats in _operations(report):
         labels = {"run_id": report.run_id} | _labels(stats)
-        writer.writerow(labels | _whole(stats))
+        write(labels | _whole(stats))
         for phase in stats.phases:
-            writer.writerow(labels | _phase(phase) | {"phase": phase.name})
+            write(labels | _phase(phase) | {"phase": phase.name})
             for detail in phase.details:
-                writer.writerow(labels | _phase(detail) | {"phase": phase.name, "detail": detail.name})
+                write(labels | _phase(detail) | {"phase": phase.name, "detail": detail.name})
     return stream.getvalue()
 
 
 def table_text(report: Report, style: Style, *, show_all: bool) -> str:
     """Both tables for a terminal."""
-    operations, phases = _tables(report, show_all)
+    operations, phases = _tables(shown(report), show_all)
     lines = [style.heading("Operations"), *align(_OPERATION_HEADER, operations, style, indent="")]
     lines += ["", style.heading("Phases"), *align(_PHASE_HEADER, phases, style, indent="")]
     return "\n".join(lines) + "\n"
@@ -55,7 +58,7 @@ def table_text(report: Report, style: Style, *, show_all: bool) -> str:
 
 def markdown_text(report: Report, *, show_all: bool) -> str:
     """Both tables as GitHub's Markdown."""
-    operations, phases = _tables(report, show_all)
+    operations, phases = _tables(shown(report, markdown), show_all)
     return (
         "\n".join([*_markdown(_OPERATION_HEADER, operations), "", *_markdown(_PHASE_HEADER, phases)]) + "\n"
     )
@@ -173,5 +176,5 @@ def _phase_row(stats: Stats, phase: PhaseStats, name: str) -> tuple[str, ...]:
 
 def _markdown(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     ruler = "|".join(["---", *["---:"] * (len(header) - 1)])
-    lines = [" | ".join(header), *(" | ".join(cell.replace("|", r"\|") for cell in row) for row in rows)]
+    lines = [" | ".join(header), *(" | ".join(row) for row in rows)]
     return [f"| {lines[0]} |", f"|{ruler}|", *(f"| {line} |" for line in lines[1:])]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from tools.ckpt_analysis.answer import answer
+from tools.ckpt_analysis.escaping import shown
 from tools.ckpt_analysis.findings import Finding
 from tools.ckpt_analysis.formatting import count, digits_for, percent, plural, rate, seconds, size
 from tools.ckpt_analysis.problems import ERROR, WARNING, Problem, number_list
@@ -23,6 +24,7 @@ _VOLUME_HEADER = ("bytes", "files", "GB/s", "blocking")
 
 def render(report: Report, style: Style, *, show_all: bool = False) -> str:
     """The whole report. Of many saves the last one is shown in full and the others in a line each."""
+    report = shown(report)
     lines = _header(report, style)
     lines += _problems(report.problems, style)
     lines += ["", *textwrap.wrap(" ".join(answer(report)), _WIDTH)]

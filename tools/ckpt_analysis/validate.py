@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.restart_trace.regular import read_regular
 from megatron.restart_trace.schema import SCHEMA_VERSION, check_record
-from tools.ckpt_analysis.head import impossible_ranks
+from tools.ckpt_analysis.head import impossible_ranks, impossible_supervisor
 from tools.ckpt_analysis.lines import parse_json
 
 
@@ -40,7 +41,7 @@ class Checked:
 def check_file(path: Path, rank: int | None, cycle: int | None) -> Checked:
     """Check a file whose name says `rank` and `cycle` (both None: a supervisor's)."""
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
     except OSError as exc:
         return Checked(0, 0, [Fault(path.name, 0, str(exc.strerror))])
     if not content:
@@ -61,7 +62,8 @@ class _Course:
 
     def __init__(self, rank: int | None, cycle: int | None) -> None:
         self.rank, self.cycle = rank, cycle
-        self.begun: dict[int, str] = {}
+        self.place: dict[str, int] = {}
+        self.begun: dict[int, dict[str, Any]] = {}
         self.ended: set[int] = set()
 
     def check(self, record: dict[str, Any], number: int) -> Iterator[str]:
@@ -69,29 +71,32 @@ class _Course:
         kind = record["type"]
         if (number == 1) != (kind == "process"):
             yield "the first record of a file, and no other, is its process record"
-        if kind == "process" and record["role"] == "rank":
-            yield from impossible_ranks(record)
+        if kind == "process":
+            yield from (impossible_ranks if record["role"] == "rank" else impossible_supervisor)(record)
+            self.place = self.place or {name: record[name] for name in ("tp", "pp", "dp")}
+        elif any(record[name] != value for name, value in self.place.items()):
+            yield f"tp, pp, dp are not those of the process record, {list(self.place.values())}"
         if self.rank is not None and (record["rank"], record["cycle"]) != (self.rank, self.cycle):
             yield f"is of rank {record['rank']}, cycle {record['cycle']}, which the name of the file is not"
-        if kind in ("span", "operation_end"):
-            yield from _times(record)
         if kind == "operation_begin":
             if record["op_id"] in self.begun:
                 yield f"operation {record['op_id']} begins a second time"
-            self.begun[record["op_id"]] = record["operation"]
+            self.begun.setdefault(record["op_id"], record)
         elif kind in ("span", "operation_end"):
-            begun = self.begun.get(record["op_id"])
-            if begun != record["operation"]:
+            begun = self.begun.get(record["op_id"], {})
+            if begun.get("operation") != record["operation"]:
                 yield f"{record['operation']} {record['op_id']} has no operation_begin before this"
+            elif kind == "operation_end" and begun["start_ns"] != record["start_ns"]:
+                yield f"{record['operation']} {record['op_id']} has another start_ns than its operation_begin"
             if kind == "operation_end":
                 if record["op_id"] in self.ended:
                     yield f"operation {record['op_id']} ends a second time"
                 self.ended.add(record["op_id"])
 
     def unfinished(self) -> Iterator[str]:
-        for op_id, operation in self.begun.items():
+        for op_id, begun in self.begun.items():
             if op_id not in self.ended:
-                yield f"{operation} {op_id} has no operation_end: it was killed, or is still running"
+                yield f"{begun['operation']} {op_id} has no operation_end: it was killed, or is still running"
 
 
 def _line(line: bytes, number: int, course: _Course) -> Iterator[str]:
@@ -108,11 +113,3 @@ def _line(line: bytes, number: int, course: _Course) -> Iterator[str]:
         yield from faults
     else:
         yield from course.check(record, number)
-
-
-def _times(record: dict[str, Any]) -> Iterator[str]:
-    window = record["end_ns"] - record["start_ns"]
-    if window < 0:
-        yield f"ends {-window} ns before it starts"
-    elif not 0 <= record.get("duration_ns", 0) <= window:
-        yield f"duration_ns {record['duration_ns']} is not from 0 to end_ns - start_ns, {window}"

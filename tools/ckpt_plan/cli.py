@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from tools.ckpt_plan.presets import Planned
 
 OK, DIFFERS, COULD_NOT_RUN = 0, 1, 2
+MOST_RANKS = 1 << 16
+_TELL_EVERY_S = 5.0
 _LAYOUT_FLAGS = {
     "--tensor-model-parallel-size": "--tp",
     "--pipeline-model-parallel-size": "--pp",
@@ -94,6 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, flags = parse_arguments(sys.argv[1:] if argv is None else argv)
     try:
         planned = _configuration(arguments, flags)
+        _check_ranks(planned[1].world_size, str(planned[1]))
         listing = _read_listing(arguments.compare_listing)
         plan = _plan(arguments, planned)
     except ValueError as exc:  # ConfigError, TokenizerError and those of engines are ValueErrors
@@ -135,6 +138,15 @@ def _configuration(arguments: argparse.Namespace, flags: list[str]) -> Planned:
     return config_from_flags(flags, arguments.dp, arguments.vocab_size)
 
 
+def _check_ranks(ranks: int, layout: str) -> None:
+    """Raises ConfigError for more ranks than can be planned in minutes: each has files of its own, told one by one."""
+    if ranks > MOST_RANKS:
+        raise ConfigError(
+            f"{layout} has {ranks} ranks; at most {MOST_RANKS} are planned, as the files of each are worked out by "
+            "themselves: give a smaller --dp, whose weights per rank are the same"
+        )
+
+
 def _plan(arguments: argparse.Namespace, planned: Planned) -> Plan:
     if arguments.iteration is not None and arguments.iteration < 1:
         raise ConfigError(f"--iteration {arguments.iteration}: must be at least 1")
@@ -146,7 +158,22 @@ def _plan(arguments: argparse.Namespace, planned: Planned) -> Plan:
     from tools.ckpt_plan.rank_state import progress_at
 
     progress = None if arguments.iteration is None else progress_at(planned[0], arguments.iteration)
-    return make_plan(planned, UPSTREAM if arguments.upstream else arguments.engine or "torch", progress)
+    engine = UPSTREAM if arguments.upstream else arguments.engine or "torch"
+    return make_plan(planned, engine, progress, tell=_Teller())
+
+
+class _Teller:
+    """Says on stderr every few seconds how far the planning is."""
+
+    def __init__(self) -> None:
+        self._began = self._told = time.monotonic()
+
+    def __call__(self, done: int, ranks: int) -> None:
+        now = time.monotonic()
+        if now - self._told >= _TELL_EVERY_S:
+            self._told = now
+            left_s = (now - self._began) / done * (ranks - done)
+            print(f"ckpt_plan: {done} of {ranks} ranks planned, about {left_s:.0f} s left", file=sys.stderr)
 
 
 def _own_flags(message: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron import checkpoint_layout as names
@@ -77,10 +77,16 @@ class Plan:
         return {kind: sum(rank.by_kind[kind] for rank in self.ranks) for kind in KINDS}
 
 
-def make_plan(planned: Planned, engine: str, progress: Progress | None = None) -> Plan:
+def make_plan(
+    planned: Planned,
+    engine: str,
+    progress: Progress | None = None,
+    tell: Callable[[int, int], None] = lambda done, ranks: None,
+) -> Plan:
     """The plan of a checkpoint of `planned` written by `engine`, or by upstream if that is its name.
 
-    `progress`: at the save; None: of the first save. Raises ConfigError for what cannot be planned.
+    `progress`: at the save; None: of the first save. `tell` is called after each rank with how many are done, and of
+    how many. Raises ConfigError for what cannot be planned.
     """
     config, layout, vocab_sizes = planned
     if engine != UPSTREAM:
@@ -97,7 +103,10 @@ def make_plan(planned: Planned, engine: str, progress: Progress | None = None) -
     progress = progress or first_save(config)
     # Ranks of one stage one after the other, as their model is made once.
     order = sorted(range(layout.world_size), key=lambda rank: _model_first(layout.coordinates(rank)))
-    made = {rank: _plan_rank(planned, engine, progress, rank) for rank in order}
+    made = {}
+    for rank in order:
+        made[rank] = _plan_rank(planned, engine, progress, rank)
+        tell(len(made), layout.world_size)
     ranks = tuple(made[rank][0] for rank in range(layout.world_size))
     saved = [made[rank][1] for rank in range(layout.world_size)]
     commit_files = () if engine in (UPSTREAM, "none") else _commit_files(planned, engine, progress, saved)

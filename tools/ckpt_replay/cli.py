@@ -98,12 +98,19 @@ def _settled(request: Request, prepared: dict[str, Any], *, explicit: bool) -> R
 
 
 def _check_directories(request: Request) -> None:
-    """Make --dir and --trace-dir if they are not there. Raises ReplayError if one cannot be written."""
+    """Make --dir and --trace-dir if they are not there, in a directory that is.
+
+    Raises ReplayError if one cannot be written, or its parent does not exist, as with a mistyped path.
+    """
     for flag, name in (("--dir", request.directory), ("--trace-dir", request.trace_dir)):
         if name is None:
             continue
         try:
-            Path(name).mkdir(parents=True, exist_ok=True)
+            if not Path(name).parent.is_dir():
+                raise ReplayError(
+                    f"{flag} {name}: {Path(name).parent} is no directory; make it first, or correct the path"
+                )
+            Path(name).mkdir(exist_ok=True)
             with tempfile.TemporaryFile(dir=name):
                 pass
         except OSError as exc:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron.config import Config
 from megatron.config.flags import spec_of
+from megatron.restart_trace.redaction import redact_command
 from tools.restart_drill import command as commands
 from tools.restart_drill.facts import CycleFacts, facts_of
 from tools.restart_drill.launch import DrillError, launched
@@ -42,7 +43,7 @@ def run_reference(plan: Plan, training: list[str], engine: str | None) -> Refere
         if exit_code != 0:
             raise DrillError(f"the reference run ended with exit code {exit_code}; see {log}")
         launch.wait_until_gone(GRACE_S)
-    (where / _TRAINING).write_text(json.dumps({"command": training}) + "\n")
+    (where / _TRAINING).write_text(json.dumps({"command": redact_command(training)}) + "\n")
     return Reference(facts_of(where / "trace")[0], where)
 
 
@@ -59,7 +60,7 @@ def stored_reference(out: Path, training: list[str]) -> Reference:
             f"--reference {out}: holds no finished reference run ({told} and its trace are not there); give the --out "
             "of a drill or a matrix that has done one"
         )
-    different = _differences(_told(told, out), training)
+    different = _differences(_told(told, out), redact_command(training))
     if different:
         raise DrillError(
             f"--reference {out}: is of another training: {'; '.join(different)}; give the reference run of this one, "

@@ -45,6 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     from tools.ckpt_analysis.compare.comparison import compare_variants
     from tools.ckpt_analysis.compare.conditions import failures, parse_condition
     from tools.ckpt_analysis.compare.render import to_csv, to_json, to_markdown, to_table
+    from tools.ckpt_analysis.escaping import visible
     from tools.ckpt_analysis.tables import Style
 
     conditions = [parse_condition(text) for text in arguments.fail_if]
@@ -60,5 +61,5 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         write_stdout(to_table(comparison, Style(sys.stdout), show_all=arguments.all))
     for sentence in failed:
-        print(f"ckpt-analysis: {sentence}", file=sys.stderr)
+        print(f"ckpt-analysis: {visible(sentence)}", file=sys.stderr)
     return FINDINGS if failed else OK

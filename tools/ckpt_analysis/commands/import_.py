@@ -10,16 +10,17 @@ EXAMPLES = """\
   %(prog)s train.log                      writes train-imported/ beside the log
   %(prog)s train.log -o runs/baseline     the same into runs/baseline
   ckpt-analysis report train-imported     what the log tells; the rest is marked as not recorded
+  zcat train.log.gz | %(prog)s - -o runs/baseline
   %(prog)s fast.log --world-size 8        a log of FastPersist's statistics alone, of 8 ranks
 
-reads the output of upstream Megatron-DeepSpeed (iterations, save-checkpoint and load-checkpoint timers,
-<TIMER:name,seconds> lines, `ls -l` and `du` of a checkpoint) and DeepSpeed's FastPersist statistics.
+reads the output of upstream Megatron-DeepSpeed and of Megatron-LM (iterations, save-checkpoint and load-checkpoint
+timers, <TIMER:name,seconds> lines, `ls -l` and `du` of a checkpoint) and DeepSpeed's FastPersist statistics.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this command."""
-    parser.add_argument("log", metavar="UPSTREAM_LOG", type=Path, help="the log of one launch")
+    parser.add_argument("log", metavar="UPSTREAM_LOG", type=Path, help="the log of one launch; - or a pipe with -o")
     parser.add_argument(
         "-o", "--output", metavar="DIR", type=Path, help="directory to write (default: beside the log)"
     )
@@ -35,10 +36,12 @@ def run(arguments: argparse.Namespace) -> int:
     from tools.ckpt_analysis.commands.exit_codes import OK
     from tools.ckpt_analysis.errors import CouldNotRunError
     from tools.ckpt_analysis.imported.file import write_run
-    from tools.ckpt_analysis.imported.importer import import_log
+    from tools.ckpt_analysis.imported.importer import import_log, is_pipe
 
     if arguments.world_size is not None and arguments.world_size < 1:
         raise CouldNotRunError(f"--world-size {arguments.world_size}: give a number of ranks, 1 or more")
+    if arguments.output is None and is_pipe(arguments.log):
+        raise CouldNotRunError(f"{arguments.log}: is a pipe, beside which nothing can lie: give a directory with -o")
     imported = import_log(arguments.log, arguments.world_size)
     directory = arguments.output or arguments.log.with_name(f"{arguments.log.stem}-imported")
     path = write_run(imported, directory, force=arguments.force)

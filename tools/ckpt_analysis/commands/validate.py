@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print every problem; returns FINDINGS if there is one."""
     from tools.ckpt_analysis.discover import list_trace
+    from tools.ckpt_analysis.escaping import visible
 
     listing = list_trace(arguments.logdir)
     files = records = faults = 0
@@ -46,9 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
         files += 1
         records += checked.records
         faults += len(checked.faults)
-        write_stdout("".join(f"{fault}\n" for fault in checked.faults))
+        write_stdout("".join(f"{visible(str(fault))}\n" for fault in checked.faults))
     problems = _of_the_whole(arguments)
-    write_stdout("".join(f"{problem.kind}: {problem.message}\n" for problem in problems))
+    write_stdout("".join(f"{visible(f'{problem.kind}: {problem.message}')}\n" for problem in problems))
     faults += len(problems)
     verdict = "no problems" if not faults else f"{faults} problem{'s' * (faults > 1)}"
     write_stdout(f"{listing.directory}: {files} files, {records} records: {verdict}\n")

@@ -130,7 +130,7 @@ def _notes(
         )
     for variant, known in zip(variants, facts, strict=True):
         for report in variant.reports:
-            bad = sum(save.outcome != "ok" for save in report.saves)
+            bad = sum(save.outcome in ("failed", "unfinished") for save in report.saves)
             if bad:
                 where = f"{known.label} ({report.directory})"
                 notes.append(

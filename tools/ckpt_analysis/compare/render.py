@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import textwrap
@@ -11,6 +10,7 @@ from typing import Any
 
 from tools.ckpt_analysis.compare.results import DIFFERS, Cell, Comparison, MetricRow, VariantFacts
 from tools.ckpt_analysis.compare.statistics import ALPHA, LEAST_REPEATS
+from tools.ckpt_analysis.escaping import csv_row, markdown, shown
 from tools.ckpt_analysis.formatting import NOT_RECORDED
 from tools.ckpt_analysis.tables import Style, align
 
@@ -34,22 +34,24 @@ def to_json(comparison: Comparison) -> str:
 def to_csv(comparison: Comparison) -> str:
     """One line per metric and variant."""
     stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(
+    csv_row(
+        stream,
         ("metric", "unit", "better", "variant", "name", "repeats", "left_out", "median", "ratio", "ratio_low",
-         "ratio_high", "p_value", "verdict")
+         "ratio_high", "p_value", "verdict"),
     )  # fmt: skip
     for row in comparison.rows:
         for variant, cell in zip(comparison.variants, row.cells, strict=True):
-            writer.writerow(
+            csv_row(
+                stream,
                 (row.name, row.unit, row.better, variant.label, variant.name, len(cell.values), cell.left_out,
-                 cell.median, cell.ratio, cell.ratio_low, cell.ratio_high, cell.p_value, cell.verdict)
+                 cell.median, cell.ratio, cell.ratio_low, cell.ratio_high, cell.p_value, cell.verdict),
             )  # fmt: skip
     return stream.getvalue()
 
 
 def to_markdown(comparison: Comparison, *, show_all: bool = False) -> str:
     """Tables in GitHub's markdown."""
+    comparison = shown(comparison, markdown)
     header, rows = metric_lines(comparison, show_all)
     lines = [f"- **{variant.label}** {_describe(variant)}" for variant in comparison.variants]
     if comparison.differing:
@@ -62,6 +64,7 @@ def to_markdown(comparison: Comparison, *, show_all: bool = False) -> str:
 
 def to_table(comparison: Comparison, style: Style, *, show_all: bool = False) -> str:
     """For the terminal. Without `show_all` headline metrics alone."""
+    comparison = shown(comparison)
     header, rows = metric_lines(comparison, show_all)
     runs = sum(len(variant.directories) for variant in comparison.variants)
     lines = [style.heading(f"Comparison of {runs} runs; ratios are to A, n counts {comparison.repeats}")]
@@ -150,6 +153,6 @@ def _text(value: str | None) -> str:
 
 def _markdown(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     def line(cells: tuple[str, ...]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        return "| " + " | ".join(cells) + " |"
 
     return [line(header), line(("---",) * len(header)), *(line(row) for row in rows)]

@@ -17,6 +17,7 @@ class SaveDraft:
     begun: bool = False  # the log has the line of its begin; else only its files were printed
     tag: str | None = None
     completed: bool = False
+    scheduled: bool = False
     call: Range | None = None
     waits_s: list[float] = field(default_factory=list)
     drains_s: list[float] = field(default_factory=list)  # after the training
@@ -32,16 +33,24 @@ class SaveDraft:
             self.first = self.first or moment
             self.last = moment
 
-    def finish(self, world_size: int) -> ImportedSave:
-        """The save. Bytes are given only if the shards of all `world_size` ranks were counted."""
+    def finish(self, world_size: int, ends_are_known: bool) -> ImportedSave:
+        """The save. Bytes are given only if the shards of all `world_size` ranks were counted.
+
+        `ends_are_known`: a completed save would have a line that says so. Else one is judged only by a timer, which
+        is printed when the call has returned on all ranks.
+        """
         shards = {entry.shard for entry in self.written.values()} - {None}
         counted = self.written and len(shards) == world_size
+        completed: bool | None = self.completed or (not self.begun and bool(counted))
+        if not completed and self.begun and not ends_are_known:
+            completed = True if self.call is not None and not self.scheduled else None
         times = self.calls_s or {path: entry.write_s for path, entry in self.written.items()}
         slowest = max(times, key=lambda name: times[name], default=None)
         return ImportedSave(
             step=self.step,
             tag=self.tag,
-            completed=self.completed or (not self.begun and bool(counted)),
+            completed=completed,
+            scheduled=self.scheduled,
             call=self.call,
             wait=_range(self.waits_s),
             drain=_range(self.drains_s),

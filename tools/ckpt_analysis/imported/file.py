@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import types
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
+from megatron.restart_trace.regular import read_regular
 from tools.ckpt_analysis.discover import IMPORTED_FILE, LogDirectoryError
 from tools.ckpt_analysis.errors import CouldNotRunError
 from tools.ckpt_analysis.imported.model import (
@@ -68,7 +71,7 @@ def read_run(directory: Path) -> ImportedRun:
     path = directory / IMPORTED_FILE
     again = "import the log again"
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_regular(path))
     except OSError as exc:
         raise LogDirectoryError(f"{path}: cannot be read: {exc.strerror}") from exc
     except (ValueError, RecursionError):
@@ -80,8 +83,10 @@ def read_run(directory: Path) -> ImportedRun:
             f"{path}: has version {data.get('version')}; this tool reads version {VERSION}: {again}"
         )
     try:
-        return _decode(data)
-    except (KeyError, TypeError, AttributeError) as exc:
+        run = _decode(data)
+        check_types(run)
+        return run
+    except (KeyError, TypeError, AttributeError, ValueError) as exc:
         raise LogDirectoryError(f"{path}: is damaged ({exc}): {again}") from None
 
 
@@ -107,3 +112,33 @@ def _save(entry: dict[str, Any]) -> ImportedSave:
 
 def _range(entry: dict[str, Any] | None) -> Range | None:
     return None if entry is None else Range(**entry)
+
+
+def check_types(value: Any, expected: Any = None, name: str = "") -> None:
+    """Raises ValueError for a field, of a dataclass or below, that has not the type of its annotation.
+
+    Numbers must be finite, fit into 64 bits and not be negative, which losses alone may be.
+    """
+    expected = expected or type(value)
+    origin, parts = get_origin(expected), get_args(expected)
+    if origin is types.UnionType:
+        if value is not None:
+            check_types(value, next(part for part in parts if part is not type(None)), name)
+    elif dataclasses.is_dataclass(expected) and isinstance(value, cast(type, expected)):
+        for field, hint in get_type_hints(expected).items():
+            check_types(getattr(value, field), hint, field)
+    elif origin is list and isinstance(value, list):
+        for item in value:
+            check_types(item, parts[0], name)
+    elif origin is dict and isinstance(value, dict):
+        for key, item in value.items():
+            check_types(key, parts[0], name)
+            check_types(item, parts[1], name)
+    elif not _is_a(value, expected, name):
+        raise ValueError(f"field {name} is not {getattr(origin or expected, '__name__', expected)}: {value!r:.60}")
+
+
+def _is_a(value: Any, expected: Any, name: str) -> bool:
+    if isinstance(value, bool) or expected not in (int, float):
+        return expected in (bool, str) and isinstance(value, expected)
+    return isinstance(value, (int, expected)) and (0 if name != "loss" else -1 << 63) <= value < 1 << 63

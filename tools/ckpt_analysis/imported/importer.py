@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import stat
 from pathlib import Path
+from typing import BinaryIO
 
 from tools.ckpt_analysis.errors import CouldNotRunError
 from tools.ckpt_analysis.imported.model import ImportedRun
 from tools.ckpt_analysis.imported.reader import LogReader
 
+STANDARD_INPUT = "-"
 _LONGEST_LINE = (
     1 << 20
 )  # bytes; no line that is read is longer, and garbage without a newline must not fill memory
@@ -26,9 +30,7 @@ def import_log(path: Path, world_size: int | None = None) -> ImportedRun:
     reader = LogReader()
     digest = hashlib.sha256()
     try:
-        if path.is_dir():
-            raise CouldNotRunError(f"{path}: is a directory: {_EXPECTED}")
-        with path.open("rb") as stream:
+        with _open(path) as stream:
             while line := stream.readline(_LONGEST_LINE):
                 digest.update(line)
                 _feed(reader, line, path)
@@ -43,6 +45,29 @@ def import_log(path: Path, world_size: int | None = None) -> ImportedRun:
         return reader.finish(path.name, digest.hexdigest()[:12], world_size)
     except CouldNotRunError as exc:
         raise CouldNotRunError(f"{path}: {exc}") from None
+
+
+def _open(path: Path) -> BinaryIO:
+    """The log: a regular file, or a pipe, which "-" is the standard input of.
+
+    A named pipe that nobody has open for writing is empty, and not waited for. Raises OSError and CouldNotRunError.
+    """
+    if str(path) == STANDARD_INPUT:
+        file = os.dup(0)
+    else:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    mode = os.fstat(file).st_mode
+    if stat.S_ISREG(mode) or stat.S_ISFIFO(mode):
+        os.set_blocking(file, True)
+        return os.fdopen(file, "rb")
+    os.close(file)
+    kind = "a directory" if stat.S_ISDIR(mode) else "neither a regular file nor a pipe"
+    raise CouldNotRunError(f"{path}: is {kind}: {_EXPECTED}")
+
+
+def is_pipe(path: Path) -> bool:
+    """Whether the log comes through a pipe, so that no directory lies beside it."""
+    return str(path) == STANDARD_INPUT or path.is_fifo()
 
 
 def _feed(reader: LogReader, line: bytes, path: Path) -> None:

@@ -28,7 +28,7 @@ class ImportedSave:
 
     step: int
     tag: str | None
-    completed: bool
+    completed: bool | None  # None: the log is of a program whose words for it are not known
     call: Range | None
     wait: Range | None
     drain: Range | None
@@ -37,6 +37,7 @@ class ImportedSave:
     slowest_file: str | None
     slowest_file_s: float | None
     printed: Printed | None
+    scheduled: bool = False  # the call left the writing to others: it says nothing of when the files were there
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Reads the log of an upstream Megatron-DeepSpeed run, line by line.
 
-The lines that it knows are those of upstream's own prints (Megatron-DeepSpeed 4efb479d), of DeepSpeed's logger and
-launcher, of FastPersist's statistics, and the extra timers of the llm-restart-perf branches. Ranks print into one
+The lines that it knows are those of upstream's own prints (Megatron-DeepSpeed 4efb479d), of Megatron-LM's (v2.0 to core
+v0.19: megatron/arguments.py and checkpointing.py, later in megatron/training/), of DeepSpeed's logger and launcher, of
+FastPersist's statistics, and the extra timers of the llm-restart-perf branches. Ranks print into one
 stream, so a line may hold what several wrote: patterns are searched for, not anchored, where that can happen.
 """
 
@@ -70,6 +71,7 @@ class LogReader:
     _loaded: int | None = None
     _launched_at: int | None = None
     _trained: bool = False
+    _ends_are_known: bool = False
 
     def feed(self, line: str) -> None:
         """Take the next line. Raises CouldNotRunError if it contradicts an earlier one."""
@@ -106,7 +108,7 @@ class LogReader:
             parameters=self.parameters.pop() if len(self.parameters) == 1 else None,
             arguments=self.arguments,
             versions=self.versions,
-            saves=[save.finish(launched.world_size) for save in self.saves],
+            saves=[save.finish(launched.world_size, self._ends_are_known) for save in self.saves],
             loads=self.loads,
             iterations=[self.iterations[step] for step in sorted(self.iterations)],
             setup=self.setup,
@@ -132,16 +134,40 @@ class LogReader:
 
     # One method per pattern of _HANDLERS.
 
-    def _world(self, match: re.Match[str]) -> None:
+    def _launch_line(self) -> None:
+        """A line that a launch prints once, in words that tell the dialect. Raises CouldNotRunError at the second."""
+        self._ends_are_known = True
         if self._launched_at is not None:
             raise CouldNotRunError(
                 f"the log holds several launches, at lines {self._launched_at} and {self._number}: cut it between "
                 "them and import each part"
             )
         self._launched_at = self._number
+
+    def _world(self, match: re.Match[str]) -> None:
+        self._launch_line()
         for name, value in zip(("world_size", "dp", "sp", "tp", "pp"), match.groups(), strict=True):
             if value is not None:
                 self.layout.state(name, int(value), self._number)
+
+    def _megatron_lm_world(self, match: re.Match[str]) -> None:
+        """Megatron-LM's sizes. Its versions differ in what stands between them, and in the commas."""
+        self._launch_line()
+        sizes = {"world_size": int(match[1]), "dp": int(match[2])}
+        of_encoder = re.findall(r"encoder-\w+-model-parallel size: (\d+)", match[3])
+        if any(int(size) for size in of_encoder):  # its ranks are no product of the sizes
+            self.layout.state("world_size", sizes["world_size"], self._number)
+            return
+        for name, words in (("tp", "tensor"), ("pp", "pipeline")):
+            found = re.search(rf"(?<!encoder-){words}-model-parallel size: (\d+)", match[3])
+            if found:
+                sizes[name] = int(found[1])
+        if {"tp", "pp"} <= sizes.keys():
+            ranks = sizes["dp"] * sizes["tp"] * sizes["pp"]
+            if ranks and sizes["world_size"] % ranks == 0:
+                sizes["sp"] = sizes["world_size"] // ranks  # context-parallel ranks, and what else cuts a layer
+        for name, value in sizes.items():
+            self.layout.state(name, value, self._number)
 
     def _world_info(self, match: re.Match[str]) -> None:
         self.layout.world_info(match[1], self._number)
@@ -168,7 +194,7 @@ class LogReader:
         self._timed(match[1], Range(max_s=float(match[2]) / 1e3, min_s=None))
 
     def _timed(self, name: str, took: Range) -> None:
-        if name == "save-checkpoint":
+        if name in ("save-checkpoint", "save-checkpoint-non-persistent"):
             if self.saves:
                 self.saves[-1].call = took
         elif name == "load-checkpoint":
@@ -180,8 +206,16 @@ class LogReader:
         self.saves.append(SaveDraft(step=int(match[1]), begun=True))
 
     def _end_save(self, match: re.Match[str]) -> None:
-        if self.saves and self.saves[-1].step == int(match[1]):
-            self.saves[-1].completed = True
+        self._ends_are_known = True
+        # An asynchronous save may end after the next has begun.
+        save = next((save for save in reversed(self.saves) if save.step == int(match[1])), None)
+        if save is not None:
+            save.completed = True
+
+    def _scheduled_save(self, match: re.Match[str]) -> None:
+        save = next((save for save in reversed(self.saves) if save.step == int(match[1])), None)
+        if save is not None:
+            save.scheduled = True
 
     def _about_to_save(self, match: re.Match[str]) -> None:
         self.engine = self.engine or match[1]
@@ -248,6 +282,7 @@ _HANDLERS: list[tuple[re.Pattern[str], Callable[[LogReader, re.Match[str]], None
             r"tensor-model-parallel size: (\d+), pipeline-model-parallel size: (\d+)",
             LogReader._world,
         ),
+        (r"using world size: (\d+), data-parallel size: (\d+), (.*)", LogReader._megatron_lm_world),
         (r"WORLD INFO DICT: (\{[^{}]*\})", LogReader._world_info),
         (rf"{_PREFIX}  (\w+) \.{{2,}} (.*)$", LogReader._argument),
         (r"process \d+ spawned with command", LogReader._spawn),
@@ -256,7 +291,8 @@ _HANDLERS: list[tuple[re.Pattern[str], Callable[[LogReader, re.Match[str]], None
         (rf"(?<![\w/-])([\w/-]+) \.{{2,}}: \({_NUMBER}, {_NUMBER}\)", LogReader._timer),
         (rf"{_PREFIX}    ([\w/-]+) \.{{2,}}: {_NUMBER}$", LogReader._max_timer),
         (r"saving checkpoint at iteration\s+(\d+) to ", LogReader._begin_save),
-        (r"successfully saved checkpoint at iteration\s+(\d+) to ", LogReader._end_save),
+        (r"successfully saved (?:local )?checkpoint (?:at|from) iteration\s+(\d+)", LogReader._end_save),
+        (r"scheduled an async checkpoint save at iteration\s+(\d+) to ", LogReader._scheduled_save),
         (r"\[(\w+)\] Checkpoint (\S+) is about to be saved", LogReader._about_to_save),
         (rf"\[(\w+)\] CkptTime (\S+) {_NUMBER}", LogReader._file_call),
         (r"\[after training is done\]", LogReader._training_done),

@@ -27,6 +27,7 @@ _SHAPE = {
     "micro_batch_size": "micro batch",
     "global_batch_size": "global batch",
 }
+_OUTCOMES = {True: "ok", False: "unfinished", None: "unknown"}
 _BYTES_PER_PARAMETER = 14  # what upstream multiplies by where it prints "Checkpoint Save GB"
 
 
@@ -86,7 +87,7 @@ def _save(save: ImportedSave, run: ImportedRun) -> OperationStats:
         "save",
         tag=save.tag or f"global_step{save.step}",
         step=save.step,
-        outcome="ok" if save.completed else "unfinished",
+        outcome=_OUTCOMES[save.completed],
         wall=_spread(save.call),
         num_bytes=save.bytes,
         num_files=save.num_files,
@@ -223,6 +224,17 @@ def _notes(run: ImportedRun) -> list[Problem]:
             "blocked_s of a save is its save-checkpoint timer and the longest wait for its files that was printed "
             "after it. Which ranks these were is not recorded, so it is an upper bound, too high by at most the "
             "timer's max less its min. The waits lie within the next training step, whose time has them too"
+        )
+    unknown = sum(save.completed is None for save in run.saves)
+    if unknown:
+        notes.append(
+            f"whether {unknown} of {len(run.saves)} saves completed is not known: no line of the log is one that "
+            "Megatron-DeepSpeed or Megatron-LM prints at the launch or after a save"
+        )
+    if any(save.scheduled for save in run.saves):
+        notes.append(
+            "saves were asynchronous: their times are those of the call that blocked training, not until their files "
+            "were there"
         )
     if any(save.printed for save in run.saves):
         notes.append(_printed(run))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import textwrap
 from dataclasses import asdict, fields
 
+from tools.ckpt_analysis.escaping import csv_row, markdown, shown
 from tools.ckpt_analysis.formatting import NOT_RECORDED, percent
 from tools.ckpt_analysis.project.inputs import Input
 from tools.ckpt_analysis.project.projection import Projection, Row, save_GBps
@@ -29,16 +29,16 @@ def to_json(projection: Projection) -> str:
 def to_csv(projection: Projection) -> str:
     """One line per row; the first column says that it is a projection."""
     stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
     names = [entry.name for entry in fields(Row)]
-    writer.writerow(("kind", *names))
+    csv_row(stream, ("kind", *names))
     for row in projection.rows:
-        writer.writerow((projection.kind, *(getattr(row, name) for name in names)))
+        csv_row(stream, (projection.kind, *(getattr(row, name) for name in names)))
     return stream.getvalue()
 
 
 def to_markdown(projection: Projection) -> str:
     """Tables in GitHub's markdown."""
+    projection = shown(projection, markdown)
     lines = [f"**{_TITLE}**", "", "| input | value | from |", "| --- | --- | --- |"]
     lines += [f"| {name} | {value} | {source} |" for name, value, source in _inputs(projection)]
     lines += ["", f"| {' | '.join(_HEADER)} |", f"|{' --- |' * len(_HEADER)}"]
@@ -49,6 +49,7 @@ def to_markdown(projection: Projection) -> str:
 
 def to_table(projection: Projection, style: Style) -> str:
     """For the terminal."""
+    projection = shown(projection)
     lines = [style.heading(_TITLE), *align(("input", "value", "from"), _inputs(projection), style)]
     lines += ["", *align(_HEADER, [_cells(row) for row in projection.rows], style), ""]
     lines.append("Assumed:")
