@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.checkpoint_commit import Candidate, Manifest
 from megatron.checkpoint_engines.base import CheckpointEngine
+from megatron.checkpoint_foreign import ForeignCheckpoint
 from megatron.checkpoint_state import Progress, RankPlace
 from megatron.config import Config
 from megatron.control_plane import ControlPlane
@@ -23,15 +24,17 @@ class LayoutLoad(ABC):
         config: Config,
         vocab_size: int,
         candidate: Candidate,
+        foreign: ForeignCheckpoint | None,
         op: Operation,
     ) -> None:
-        """`vocab_size`: the tokenizer's. `candidate` has a manifest."""
+        """`vocab_size`: the tokenizer's. `candidate` has a manifest, made for it if it is `foreign`."""
         self._engine = engine
         self._place = place
         self._config = config
         self._vocab_size = vocab_size
         self._directory = candidate.directory
         self._manifest: Manifest = candidate.manifest  # pyright: ignore[reportAttributeAccessIssue]
+        self._foreign = foreign
         self._op = op
         self._common: dict[str, Any] = {}  # what is the same for all ranks of the checkpoint
 

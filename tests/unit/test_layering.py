@@ -113,6 +113,7 @@ ALLOWED = {
         "megatron.checkpoint_engines",
         "megatron.checkpoint_layout",
         "megatron.checkpoint_commit",
+        "megatron.checkpoint_foreign",
         "megatron.checkpoint_placements",
         "megatron.checkpoint_state",
         "megatron.control_plane",
