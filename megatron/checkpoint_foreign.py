@@ -190,3 +190,10 @@ class _Object(dict[Any, Any]):
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
+
+    def __call__(self, *_: Any, **__: Any) -> _Object:
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
