@@ -50,7 +50,11 @@ def load_elsewhere(
         return rejected.reasons
     if foreign is not None and control.rank == 0:
         tell(candidate.tag, foreign)
-    if options.verify_restored_state and control.rank == 0:
+        if options.verify_restored_state:
+            logger.warning(
+                "%s: upstream records no hashes of tensors, so --verify-restored-state compares none", candidate.tag
+            )
+    if foreign is None and options.verify_restored_state and control.rank == 0:
         logger.warning(
             "%s was saved on another layout: its hashes, which --verify-restored-state recorded, are of tensors that "
             "no rank has here, and are not compared", candidate.tag,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -281,3 +282,41 @@ def test_the_padding_of_the_checkpoint_is_kept_where_tp_divides_it(tmp_path: Pat
         CheckpointMismatchError, match="padded_vocab_size is 508 in the checkpoint and 512 here"
     ):
         check_newest(here, Layout(2, 1, 1), 500)
+
+
+def upstreams(load: Path = UPSTREAM, **model: Any) -> Config:
+    llama = {"use_rotary_position_embeddings": True, "swiglu": True, "normalization": "rmsnorm"}
+    llama |= {"ffn_hidden_size": 176, "untie_embeddings_and_output_weights": True, "add_bias_linear": False}
+    return dataclasses.replace(config(**(llama | model)), checkpoint=CheckpointConfig(load=str(load)))
+
+
+def test_the_padding_of_an_upstream_checkpoint_is_kept_too() -> None:
+    """512 rows of 500 tokens, from TP2. 128 x TP would be 1,024 on TP8; TP3 does not divide 512, and needs 768."""
+    for tp, padded in ((1, 512), (2, 512), (8, 512), (3, 768)):
+        assert check_newest(upstreams(), Layout(tp, 1, 1), 500) == padded
+
+
+def test_another_model_than_upstreams_costs_no_start_up(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointMismatchError, match="swiglu is True in the checkpoint and False here"):
+        check_newest(upstreams(swiglu=False), HERE, 500)
+    foreign(tmp_path, module={}, optimizer=None)
+    (tmp_path / "latest").write_text("global_step5")
+    with pytest.raises(CheckpointMismatchError, match="mp_rank_00_model_states.pt: no `args` in it"):
+        check_newest(loading(tmp_path), HERE, VOCAB)
+    foreign(tmp_path, args=arguments(indexed_samples=(1, 1, 1)), dp_world_size=2)
+    check_newest(loading(tmp_path), HERE, VOCAB)  # ours without its manifest: the load passes it over
+
+
+@pytest.mark.parametrize("latest", ["global_step5/..", "/", "", "x" * 300, "a\0b"])
+def test_a_latest_that_names_no_directory_here_is_the_loads_to_tell(tmp_path: Path, latest: str) -> None:
+    foreign(tmp_path, args=arguments(hidden_size=32), dp_world_size=2)
+    (tmp_path / "latest").write_text(latest)
+    check_newest(loading(tmp_path), HERE, VOCAB)
+
+
+def test_a_latest_that_is_a_pipe_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "latest")
+    check_newest(loading(tmp_path), HERE, VOCAB)
+    (tmp_path / "global_step5").mkdir()
+    os.mkfifo(tmp_path / "global_step5" / "mp_rank_00_model_states.pt")
+    check_newest(loading(tmp_path, "global_step5"), HERE, VOCAB)
