@@ -73,15 +73,14 @@ class ForeignCheckpoint:
 
     def model_files(self) -> list[str]:
         """The files that must be there beside those of the optimizer."""
-        models = {names.model_states_file(self.layout, at): None for at in self._places()}
-        return [*models, *(names.layer_file(number, tp) for number in self.layers for tp in range(self.layout.tp))]
+        first = Layout(self.layout.tp, self.layout.pp, 1)  # the first replica writes them
+        models = [names.model_states_file(first, first.coordinates(rank)) for rank in range(first.world_size)]
+        return [*models, *(names.layer_file(number, tp) for number in self.layers for tp in range(first.tp))]
 
     def optimizer_files(self) -> list[str]:
         """The ZeRO-1 shards of all ranks."""
-        return [names.optimizer_file(self.layout, at, self.model["params_dtype"]) for at in self._places()]
-
-    def _places(self) -> list[Any]:
-        return [self.layout.coordinates(rank) for rank in range(self.layout.world_size)]
+        places = map(self.layout.coordinates, range(self.layout.world_size))
+        return [names.optimizer_file(self.layout, at, self.model["params_dtype"]) for at in places]
 
 
 def describe(directory: Path, state: Any) -> ForeignCheckpoint:

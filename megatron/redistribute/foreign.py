@@ -78,8 +78,8 @@ def tell(tag: str, found: ForeignCheckpoint) -> None:
     rearranged = ", its fused QKV rearranged from heads to blocks," if found.heads_interleaved else ""
     logger.info(
         "%s has no manifest (upstream wrote it, on %s): its checksums cannot be verified. Weights, masters, moments, "
-        "step counts and schedule%s are upstream's, and so is the order of the samples; it has no random state for "
-        "another layout, so dropout draws other masks from here on", tag, found.layout, rearranged,
+        "step counts and schedule%s are upstream's, and so is the order of the samples. Random state is seeded anew, "
+        "since upstream saves none for these ranks: dropout draws other masks from here on", tag, found.layout, rearranged,
     )  # fmt: skip
     grouped = found.model["num_key_value_heads"] != found.model["num_attention_heads"]
     if grouped and not found.heads_interleaved:
@@ -96,12 +96,17 @@ def files_to_read(directory: Path, found: ForeignCheckpoint, with_optimizer: boo
     """
     with os.scandir(directory) as entries:
         there = {entry.name for entry in entries if entry.is_file() and _OF_A_RANK.fullmatch(entry.name)}
-    if found.layout.world_size > len(there):
+    shards_there = {name for name in there if "zero_pp_rank_" in name}
+    with_optimizer = with_optimizer and bool(shards_there)
+    there -= set() if with_optimizer else shards_there
+    layout = found.layout
+    least = layout.world_size if with_optimizer else layout.tp * layout.pp
+    if least > len(there):
         raise CheckpointDamagedError(
-            f"{directory}: has {len(there)} files, fewer than the {found.layout.world_size} ranks of {found.layout}, "
-            f"of which {FIRST_FILE} says that it is"
+            f"{directory}: has {len(there)} files, fewer than the ranks of {layout}, of which {FIRST_FILE} says that "
+            "it is"
         )
-    models, shards = found.model_files(), found.optimizer_files()
+    models, shards = found.model_files(), found.optimizer_files() if with_optimizer else []
     other = sorted(there.difference(models, shards))
     if any("expert" in name or name.startswith("expp_") for name in other):
         raise CheckpointMismatchError(
@@ -109,15 +114,15 @@ def files_to_read(directory: Path, found: ForeignCheckpoint, with_optimizer: boo
         )
     if other:
         raise CheckpointMismatchError(
-            f"{directory}: {FIRST_FILE} says that it was saved on {found.layout} in {found.model['params_dtype']}, and "
+            f"{directory}: {FIRST_FILE} says that it was saved on {layout} in {found.model['params_dtype']}, and "
             f"{_some(other)} {'is' if len(other) == 1 else 'are'} not of that: another save lies in the same "
             "directory, or ZeRO was not of stage 1; remove what does not belong there, or load another checkpoint"
         )
-    wanted = [*models, *(shards if with_optimizer and there.intersection(shards) else [])]
+    wanted = [*models, *shards]
     missing = [name for name in wanted if name not in there]
     if missing:
         raise CheckpointDamagedError(
-            f"{directory / missing[0]} is missing ({len(missing)} of the {len(wanted)} files of {found.layout} are)"
+            f"{directory / missing[0]} is missing ({len(missing)} of the {len(wanted)} files of {layout} are)"
         )
     return wanted
 

@@ -9,7 +9,7 @@ import torch
 
 from megatron.checkpoint_adam import as_here
 
-OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
 def fused(step_in_state: bool) -> dict[str, Any]:
@@ -22,7 +22,8 @@ def fused(step_in_state: bool) -> dict[str, Any]:
 
 def adam(**options: Any) -> torch.optim.Adam:
     groups = [{"params": [torch.nn.Parameter(torch.ones(3))], "name": "wd_no_scale_lr"}]
-    return torch.optim.Adam(groups, **(OPTIONS | {"fused": True, "decoupled_weight_decay": True} | options))
+    chosen: Any = OPTIONS | {"fused": True, "decoupled_weight_decay": True} | options
+    return torch.optim.Adam(groups, **chosen)
 
 
 @pytest.mark.parametrize("step_in_state", [False, True])

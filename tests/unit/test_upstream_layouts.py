@@ -237,6 +237,15 @@ def test_files_of_another_layout_are_named(checkpoint: Path, name: str, as_name:
     assert as_name in message and told in message
 
 
+def test_more_ranks_than_files(checkpoint: Path) -> None:
+    """A number of replicas is only a number; the weights alone do not need their shards."""
+    changed(checkpoint, "mp_rank_00_model_states.pt", dp_world_size=1 << 40)
+    message = refusal(checkpoint, CheckpointRejectedError)
+    assert f"{checkpoint}: has 26 files, fewer than the ranks of TP2 PP2 DP{1 << 40}, of which" in message
+    found, _ = surveyed(checkpoint, GOLDEN, with_optimizer=False)
+    assert found.manifest is not None and len(found.manifest.files) == 18
+
+
 def changed(checkpoint: Path, name: str, **content: Any) -> None:
     state = load_known(checkpoint / name)
     for key, value in content.items():
