@@ -79,8 +79,11 @@ def tell(tag: str, found: ForeignCheckpoint) -> None:
     logger.info(
         "%s has no manifest (upstream wrote it, on %s): its checksums cannot be verified. Weights, masters, moments, "
         "step counts and schedule%s are upstream's, and so is the order of the samples. Random state is seeded anew, "
-        "since upstream saves none for these ranks: dropout draws other masks from here on", tag, found.layout, rearranged,
-    )  # fmt: skip
+        "since upstream saves none for these ranks: dropout draws other masks from here on",
+        tag,
+        found.layout,
+        rearranged,
+    )
     grouped = found.model["num_key_value_heads"] != found.model["num_attention_heads"]
     if grouped and not found.heads_interleaved:
         logger.warning(
