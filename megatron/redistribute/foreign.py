@@ -77,9 +77,9 @@ def tell(tag: str, found: ForeignCheckpoint) -> None:
     """What of a resume from it is not as it would have been with upstream, in one line of the log."""
     rearranged = ", its fused QKV rearranged from heads to blocks," if found.heads_interleaved else ""
     logger.info(
-        "%s has no manifest (upstream wrote it, on %s): its checksums cannot be verified. What is loaded%s is as upstream "
-        "saved it. Random state is seeded anew, since upstream saves none for these ranks: dropout draws other masks "
-        "from here on, while the order of the samples is no part of it and stays",
+        "%s has no manifest (upstream wrote it, on %s): its checksums cannot be verified. What is loaded%s is as "
+        "upstream saved it. Random state is seeded anew, since upstream saves none for these ranks: dropout draws "
+        "other masks from here on, while the order of the samples is no part of it and stays",
         tag,
         found.layout,
         rearranged,
