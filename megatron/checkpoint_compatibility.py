@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron.checkpoint_engines.registry import (
     is_redistributable,
     redistributable_engines,
 )
+from megatron.checkpoint_foreign import FIRST_FILE, ForeignCheckpoint, describe, read_header
 from megatron.config import Config, padded_vocab_size
 from megatron.restart_trace.recorder import NullOperation
 from megatron.topology import Layout
@@ -52,16 +54,32 @@ def check_candidate(
 ) -> bool:
     """Whether the checkpoint was saved on another layout than `layout`, and is to be loaded onto it.
 
-    Raises CheckpointMismatchError naming every difference of shape, and a difference of layout unless the engine that
-    saved it is `redistributable` (None: not known yet). A checkpoint without manifest is judged by the arguments in
-    its mp_rank_00 file, as upstream wrote them; if they are ours, its manifest is gone: CheckpointDamagedError.
+    So is one of upstream's whose shards are cut otherwise on the same layout, too. Raises CheckpointMismatchError
+    naming every difference of shape, and a difference of layout unless the engine that saved it is `redistributable`
+    (None: not known yet). A checkpoint without manifest is judged by the arguments in its mp_rank_00 file, as upstream
+    wrote them; if they are ours, its manifest is gone: CheckpointDamagedError.
     """
+    if candidate.manifest is None:
+        return _check(candidate, _described(candidate, config), config, layout, padded_vocab_size, redistributable)
+    return _check(candidate, None, config, layout, padded_vocab_size, redistributable)
+
+
+def _check(
+    candidate: Candidate,
+    foreign: ForeignCheckpoint | None,
+    config: Config,
+    layout: Layout,
+    padded_vocab_size: int,
+    redistributable: bool | None,
+) -> bool:
+    """`check_candidate`, with what the checkpoint says of itself if it is `foreign`."""
     mine = model_identity(config, padded_vocab_size)
-    if candidate.manifest is not None:
-        theirs, their_layout = candidate.manifest.model, Layout(**candidate.manifest.layout)
+    if foreign is not None:
+        engine, theirs, their_layout = foreign_engine(config), foreign.model, foreign.layout
     else:
-        theirs, their_layout = _foreign_identity(candidate, mine, foreign_engine(config))
-    elsewhere = their_layout != layout
+        manifest: Manifest = candidate.manifest  # pyright: ignore[reportAssignmentType]
+        engine, theirs, their_layout = manifest.engine, manifest.model, Layout(**manifest.layout)
+    elsewhere = their_layout != layout or (foreign is not None and foreign.needs_rearranging)
     if elsewhere:
         del mine["padded_vocab_size"]  # TP pads it; the true size is checked parameter by parameter
     different = [
@@ -76,7 +94,7 @@ def check_candidate(
             + "; give the flags of the run that "
             "saved it, or another --load"
         )
-    if elsewhere and (redistributable is False or candidate.manifest is None):
+    if elsewhere and redistributable is False:
         *others, last = redistributable_engines()
         raise CheckpointMismatchError(
             f"{candidate.directory}: saved on {their_layout}, but this run is {layout}, and only a checkpoint of "
@@ -84,8 +102,8 @@ def check_candidate(
             f"--tensor-model-parallel-size {their_layout.tp} --pipeline-model-parallel-size {their_layout.pp} on "
             f"{their_layout.world_size} ranks"
         )
-    if elsewhere and candidate.manifest is not None and config.checkpoint.redistribute == "universal":
-        _check_universal(candidate.directory, candidate.manifest.engine)
+    if elsewhere and config.checkpoint.redistribute == "universal":
+        _check_universal(candidate.directory, engine)
     return elsewhere
 
 
@@ -120,23 +138,48 @@ def check_newest(config: Config, layout: Layout, vocab_size: int) -> int:
 
     Rows of tokens that are none take part in the softmax, so a model with another number of them is another model;
     without such a checkpoint it is --make-vocab-size-divisible-by times TP. `vocab_size`: the tokenizer's.
-    Makes check_candidate of that checkpoint, if it has a readable manifest: one small file, so that a wrong shape
-    costs no start-up. All else is left to the load. Raises OSError if --load cannot be listed.
+    Makes check_candidate of that checkpoint, if it has a readable manifest, or is upstream's: one small file, so that a
+    wrong shape costs no start-up. All else is left to the load. Raises OSError if --load cannot be listed.
     """
     padded = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, layout.tp)
-    found = newest_with_manifest(config)
-    if found is None or found.manifest is None:
+    found, foreign = _named_without_manifest(config)
+    found = found or newest_with_manifest(config)
+    if found is None:
         return padded
-    engine = found.manifest.engine
+    engine = found.manifest.engine if found.manifest is not None else foreign_engine(config)
     try:
         check_engine_name(engine)
     except (UnknownEngineError, EngineUnavailableError) as exc:
         raise cannot_be_read(found.directory, engine, str(exc)) from exc
-    kept = found.manifest.model.get("padded_vocab_size")
+    model = found.manifest.model if found.manifest is not None else foreign.model if foreign is not None else {}
+    kept = model.get("padded_vocab_size")
     if kept in _paddings(config, vocab_size) and kept % layout.tp == 0:
         padded = kept
-    check_candidate(found, config, layout, padded, is_redistributable(engine))
+    _check(found, foreign, config, layout, padded, is_redistributable(engine))
     return padded
+
+
+def _named_without_manifest(config: Config) -> tuple[Candidate | None, ForeignCheckpoint | None]:
+    """The checkpoint that `latest` or --load-tag names, if it has no manifest and says what it is; without torch.
+
+    What is wrong with one that does not is the load's to tell.
+    """
+    options = config.checkpoint
+    latest = Path(options.load or "") / names.LATEST
+    if options.load is None or not (options.load_tag or latest.is_file()):
+        return None, None
+    tag = options.load_tag or latest.read_text(errors="replace").strip()
+    directory = Path(options.load) / tag
+    if tag != os.path.basename(tag) or os.path.exists(directory / names.MANIFEST):
+        return None, None
+    state = read_header(directory)
+    if state is None:
+        return None, None
+    try:
+        foreign = describe(directory, state)
+    except CheckpointDamagedError:
+        return None, None
+    return Candidate(directory, tag, foreign.step, None), foreign
 
 
 def newest_with_manifest(config: Config) -> Candidate | None:
@@ -168,23 +211,7 @@ def _tags_newest_first(load_dir: Path) -> list[str]:
     return sorted((tag for tag in steps if steps[tag] is not None), key=lambda tag: -(steps[tag] or 0))
 
 
-def _foreign_identity(
-    candidate: Candidate, mine: dict[str, Any], engine: str
-) -> tuple[dict[str, Any], Layout]:
-    name = names.model_states_file(Layout(1, 1, 1), Layout(1, 1, 1).coordinates(0))
-    reader = create_engine(engine, EngineOptions())
-    state = reader.load([name], candidate.directory, {}, NullOperation())[name]
-    path = candidate.directory / name
-    if "args" not in state:
-        raise CheckpointMismatchError(
-            f"{path}: no `args` in it, so it is not a Megatron-DeepSpeed checkpoint"
-        )
-    args = state["args"]
-    if hasattr(args, "indexed_samples"):  # upstream has no such argument
-        raise CheckpointDamagedError(
-            f"{candidate.directory / names.MANIFEST}: missing, so {candidate.tag} may be incomplete"
-        )
-    theirs = {name: getattr(args, name) for name in mine if hasattr(args, name)}
-    theirs["params_dtype"] = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
-    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    return theirs, Layout(tp=tp, pp=pp, dp=state["dp_world_size"])
+def _described(candidate: Candidate, config: Config) -> ForeignCheckpoint:
+    reader = create_engine(foreign_engine(config), EngineOptions())
+    state = reader.load([FIRST_FILE], candidate.directory, {}, NullOperation())[FIRST_FILE]
+    return describe(candidate.directory, state)

@@ -19,6 +19,7 @@ from deepspeed import __version__ as deepspeed_version
 from megatron import checkpoint_layout as names
 from megatron.arguments import namespace_from_config
 from megatron.changed_flags import changes
+from megatron.checkpoint_adam import as_here
 from megatron.checkpoint_engines.base import FileState
 from megatron.checkpoint_engines.errors import CheckpointMismatchError
 from megatron.checkpoint_placements import add_placements, layer_modules
@@ -285,8 +286,9 @@ def _restore_schedule(engine: Any, state: dict[str, Any]) -> None:
 
 def restore_optimizer(engine: Any, place: RankPlace, shard: dict[str, Any]) -> None:
     """Load this rank's `optimizer_state_dict` into DeepSpeed's optimizer."""
+    base = as_here(shard["base_optimizer_state"], engine.basic_optimizer.param_groups)
     shards: list[Any] = [None] * place.layout.dp
-    shards[place.at.dp] = shard
+    shards[place.at.dp] = shard | {"base_optimizer_state": base}
     with (
         settings_kept(engine.optimizer),
         contextlib.redirect_stdout(io.StringIO()),  # DeepSpeed prints a line of debugging here

@@ -9,6 +9,7 @@ from megatron.arguments import namespace_from_config
 from megatron.changed_flags import check_optimizer
 from megatron.checkpoint_commit import Candidate, Manifest
 from megatron.checkpoint_engines.base import CheckpointEngine
+from megatron.checkpoint_foreign import ForeignCheckpoint
 from megatron.checkpoint_state import Progress, RankPlace
 from megatron.config import Config
 from megatron.control_plane import ControlPlane
@@ -25,15 +26,17 @@ class LayoutLoad(ABC):
         config: Config,
         vocab_size: int,
         candidate: Candidate,
+        foreign: ForeignCheckpoint | None,
         op: Operation,
     ) -> None:
-        """`vocab_size`: the tokenizer's. `candidate` has a manifest."""
+        """`vocab_size`: the tokenizer's. `candidate` has a manifest, made for it if it is `foreign`."""
         self._engine = engine
         self._place = place
         self._config = config
         self._vocab_size = vocab_size
         self._directory = candidate.directory
         self._manifest: Manifest = candidate.manifest  # pyright: ignore[reportAttributeAccessIssue]
+        self._foreign = foreign
         self._op = op
         self._common: dict[str, Any] = {}  # what is the same for all ranks of the checkpoint
 

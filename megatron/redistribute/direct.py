@@ -185,7 +185,10 @@ class DirectLoad(LayoutLoad):
 
     def _torch_shards(self, reader: CheckpointEngine) -> TorchShards:
         parts = {name: slice_of(param, name) for name, param in self._engine.module.named_parameters()}
-        return TorchShards(reader, self._directory, self._manifest, parts, self._vocab_size, self._op)
+        interleaved = self._foreign is not None and self._foreign.heads_interleaved
+        return TorchShards(
+            reader, self._directory, self._manifest, parts, self._vocab_size, interleaved, self._op
+        )
 
     def _placed_tensors(self, reader: CheckpointEngine, surveyed: list[Any]) -> list[PlacedTensor]:
         if reader.wants_placements:

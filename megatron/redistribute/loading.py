@@ -13,6 +13,7 @@ from megatron.control_plane import ControlPlane
 from megatron.redistribute.agreement import CheckpointRejectedError
 from megatron.redistribute.base import LayoutLoad
 from megatron.redistribute.direct import DirectLoad
+from megatron.redistribute.foreign import tell, with_manifest
 from megatron.redistribute.universal import UniversalLoad
 from megatron.restart_trace.recorder import Operation
 from megatron.tensor_parallel.random import seed_everything
@@ -38,12 +39,22 @@ def load_elsewhere(
     masters may then hold some of it, and are for the next candidate to replace. Raises CheckpointMismatchError on all
     ranks, before a tensor is read, if the checkpoint does not fit, and CheckpointError if a rank met something else.
     """
-    load = _METHODS[config.checkpoint.redistribute](engine, place, config, vocab_size, candidate, op)
+    options, foreign = config.checkpoint, None
     try:
-        progress = load.run(reader, control)
+        if candidate.manifest is None:
+            with_optimizer = not (options.no_load_optim or options.finetune)
+            candidate, foreign = with_manifest(candidate, reader, vocab_size, with_optimizer, control, op)
+        method = _METHODS[options.redistribute]
+        progress = method(engine, place, config, vocab_size, candidate, foreign, op).run(reader, control)
     except CheckpointRejectedError as rejected:
         return rejected.reasons
-    if config.checkpoint.verify_restored_state and control.rank == 0:
+    if foreign is not None and control.rank == 0:
+        tell(candidate.tag, foreign)
+        if options.verify_restored_state:
+            logger.warning(
+                "%s: upstream records no hashes of tensors, so --verify-restored-state compares none", candidate.tag
+            )
+    if foreign is None and options.verify_restored_state and control.rank == 0:
         logger.warning(
             "%s was saved on another layout: its hashes, which --verify-restored-state recorded, are of tensors that "
             "no rank has here, and are not compared", candidate.tag,

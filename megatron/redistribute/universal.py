@@ -4,6 +4,9 @@ Rank 0 has deepspeed.checkpoint.ds_to_universal write each parameter whole, with
 directory of its own beside the checkpoint; every rank then loads its part by DeepSpeed's load_universal, and the
 directory is removed. It has the name of an unfinished checkpoint: no load takes it for one, and the next save removes
 what a killed process left. DeepSpeed's: all of it but the patterns (checkpoint_state.universal_checkpoint_info).
+
+Upstream's patterns split fused QKV as one matrix. An upstream checkpoint is converted by ours instead, out of a
+directory of links to its files in which mp_rank_00 has them.
 """
 
 from __future__ import annotations
@@ -14,12 +17,18 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from megatron import checkpoint_layout as names
 from megatron.checkpoint_engines.base import CheckpointEngine
 from megatron.checkpoint_engines.errors import CheckpointError, CheckpointMismatchError
+from megatron.checkpoint_engines.safe_unpickling import known_classes
 from megatron.checkpoint_engines.torch_files import verify_file
+from megatron.checkpoint_foreign import FIRST_FILE, ForeignCheckpoint
 from megatron.checkpoint_ownership import newest_owner
 from megatron.checkpoint_state import Progress, restore_progress, settings_kept, universal_checkpoint_info
 from megatron.control_plane import ControlPlane
@@ -35,6 +44,8 @@ _LAST_WORDS = 2000  # characters
 
 class UniversalLoad(LayoutLoad):
     """By DeepSpeed's universal checkpoint, out of files of torch.save."""
+
+    _patterns: dict[str, Any] | None = None  # to convert by, where the checkpoint has others: upstream's
 
     def run(self, reader: CheckpointEngine, control: ControlPlane) -> Progress:
         """Verify, convert, load, apply; collective over all ranks, and raises on all of them as `together`.
@@ -64,7 +75,10 @@ class UniversalLoad(LayoutLoad):
         self._common = reader.load_values(first, self._directory, files, self._op)
         padded = self._manifest.model["padded_vocab_size"]
         patterns = universal_checkpoint_info(self._config.model, old.tp, self._vocab_size, padded)
-        if self._common.get("universal_checkpoint_info") != patterns:
+        if self._foreign is not None:
+            self._check_foreign(self._foreign)
+            self._patterns = patterns_for_upstream(patterns)
+        elif self._common.get("universal_checkpoint_info") != patterns:
             raise CheckpointMismatchError(
                 f"--redistribute universal: {self._directory / first} was saved with other patterns for DeepSpeed's "
                 "conversion than this program would use, which may split its parameters wrongly; drop the flag"
@@ -76,12 +90,20 @@ class UniversalLoad(LayoutLoad):
         for name in states[control.rank :: control.world_size]:
             verify_file(self._directory / name, files[name], self._op)
 
+    def _check_foreign(self, foreign: ForeignCheckpoint) -> None:
+        if foreign.heads_interleaved:
+            raise CheckpointMismatchError(
+                f"--redistribute universal: {self._directory} is of an upstream before December 2024, whose fused QKV "
+                "lies head by head, and DeepSpeed's conversion leaves it so; drop the flag"
+            )
+
     def _convert(self, folder: Path, rank: int) -> Path | None:
         """On rank 0: have `folder` made, with the checkpoint in it; returns where."""
         if rank != 0:
             return None
         target = folder / self._directory.name
-        arguments = (os.fspath(self._directory), os.fspath(target), os.getpid())
+        source = folder / "source" if self._patterns is not None else self._directory
+        arguments = (os.fspath(source), os.fspath(target), os.getpid())
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; "
             f"from megatron.redistribute.universal_convert import main; main{arguments!r}"
@@ -89,6 +111,8 @@ class UniversalLoad(LayoutLoad):
         with self._op.span("redistribute", "reshard"):
             try:
                 folder.mkdir()
+                if self._patterns is not None:
+                    make_source(source, self._directory, self._manifest.files, self._patterns)
             except OSError as exc:
                 raise CheckpointError(self._cannot_convert(target, str(exc))) from exc
             done = subprocess.run(
@@ -133,6 +157,25 @@ class UniversalLoad(LayoutLoad):
         with self._op.span("redistribute", "all_gather"):
             self._engine.optimizer.update_lp_params()
         return progress
+
+
+def patterns_for_upstream(patterns: dict[str, Any]) -> dict[str, Any]:
+    """`patterns`, and where upstream has more on the last stage than this program: a copy of the position embedding."""
+    replicated = patterns["pipeline_replicated_parameter_patterns"]
+    positions = ["tied_modules.embed.position_embeddings.weight"] if replicated else []
+    return patterns | {"pipeline_replicated_parameter_patterns": replicated + positions}
+
+
+def make_source(source: Path, checkpoint: Path, files: Iterable[str], patterns: dict[str, Any]) -> None:
+    """Make the directory `source` of links to `files` of an upstream checkpoint, with `patterns` in its mp_rank_00."""
+    source.mkdir()
+    for name in files:
+        if name != FIRST_FILE:
+            (source / name).symlink_to(checkpoint.absolute() / name)
+    with known_classes():
+        state = torch.load(checkpoint / FIRST_FILE, map_location="cpu", weights_only=True)
+    del state["args"]  # it has a class of upstream's, and the conversion has no use for it
+    torch.save(state | {"universal_checkpoint_info": patterns}, source / FIRST_FILE)
 
 
 def _environment() -> dict[str, str]:

@@ -103,10 +103,10 @@ class Model:
         return self.train(new, name, SAVED, self.saved(old, engine), *flags)
 
 
-def read(save: Path) -> Reader:
+def read(save: Path, step: int = SAVED) -> Reader:
     """All that a checkpoint of engine lazy holds, by code that knows the placements alone."""
     reader = Reader(rounding=TIED_ROUNDING)
-    for path in sorted((save / f"global_step{SAVED}").glob("*.safetensors")):
+    for path in sorted((save / f"global_step{step}").glob("*.safetensors")):
         with safetensors.safe_open(path, "pt") as file:
             described = json.loads(file.metadata()["tensors"])
             for name in file.keys():  # noqa: SIM118  it is no dict

@@ -49,6 +49,7 @@ from tests.dist.tiny_runs import (
     saving,
     state_files,
 )
+from tests.upstream_files import SINCE_BLOCKS
 
 UPSTREAM = ROOT / "tests" / "golden" / "upstream_run"
 LAYOUT = Layout(tp=2, pp=2, dp=2)
@@ -108,6 +109,7 @@ def small(zygote: Zygote, dataset: list[str], tmp_path_factory: pytest.TempPathF
     path = save / "global_step1" / "mp_rank_00_model_states.pt"
     state = load_file(path)
     del state["args"].indexed_samples
+    setattr(state["args"], SINCE_BLOCKS, False)  # else its fused QKV would be taken for that of an older upstream
     torch.save(state, path)
     return save
 
@@ -287,13 +289,19 @@ def test_without_manifest_the_same_checkpoint_loads(launcher: Launcher, small: P
     assert "has no manifest" in run.log(0)
 
 
-def test_checkpoint_of_another_layout_is_refused(launcher: Launcher) -> None:
-    """Upstream's own, that is: what says how to read it is in the manifest."""
-    save = launcher.directory / "save"
-    run = launcher.run(SINGLE, *UPSTREAM_ARGUMENTS, "--load", UPSTREAM, *saving(save, 5))
+def test_a_file_that_is_cut_off_ends_a_load_onto_another_layout(launcher: Launcher) -> None:
+    """Onto another layout test_upstream_layouts.py loads it. There is no manifest that knows the sizes of its files."""
+    load, save = copied(UPSTREAM, launcher.directory / "load"), launcher.directory / "save"
+    path = load / "global_step5" / "bf16_zero_pp_rank_1_mp_rank_02_optim_states.pt"
+    path.write_bytes(path.read_bytes()[:-100])
+    run = launcher.run(SINGLE, *UPSTREAM_ARGUMENTS, "--load", load, *saving(save, 5))
     assert run.exit_codes == [2]
-    assert "saved on TP2 PP2 DP2, but this run is TP1 PP1 DP1" in run.output
-    assert not list(save.glob("global_step*"))
+    (error,) = [line for line in run.output.splitlines() if line.startswith("error:")]
+    assert f"no checkpoint there is whole: rank 0: {path}: not a complete torch.save file" in error
+    assert "Traceback" not in run.output and not list(save.glob("global_step*"))
+
+
+def test_universal_checkpoint_names_what_there_is_instead(launcher: Launcher) -> None:
     universal = launcher.run(SINGLE, *UPSTREAM_ARGUMENTS, "--load", UPSTREAM, "--universal-checkpoint")
     assert universal.exit_codes == [2]
     assert "saved on TP2 PP2 DP2, but this run is TP1 PP1 DP1" in universal.output

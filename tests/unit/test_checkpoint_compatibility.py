@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -126,11 +127,15 @@ def manifest_of(found: Candidate) -> Manifest:
     return found.manifest
 
 
+COUNTERS = {"iteration": 5, "global_steps": 5, "global_samples": 20, "skipped_steps": 0}
+SINCE_BLOCKS = "ds_sequence_parallel_fpdt"  # upstream's fused QKV is [Q; K; V] since it has this argument
+
+
 def foreign(directory: Path, **content: Any) -> Candidate:
     tag = directory / "global_step5"
     tag.mkdir(exist_ok=True)
     if content:
-        torch.save(content, tag / "mp_rank_00_model_states.pt")
+        torch.save((COUNTERS if "args" in content else {}) | content, tag / "mp_rank_00_model_states.pt")
     return Candidate(tag, "global_step5", 5, None)
 
 
@@ -138,6 +143,8 @@ def arguments(**changes: Any) -> argparse.Namespace:
     known = vars(config().model) | {"padded_vocab_size": VOCAB, "bf16": True, "fp16": False}
     known |= {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1}
     known.pop("params_dtype")
+    known |= {"consumed_train_samples": 20, "consumed_valid_samples": 0, "global_batch_size": 4, "train_iters": 9}
+    known |= {"eval_interval": 0, "eval_iters": 0, SINCE_BLOCKS: False}
     return argparse.Namespace(**(known | changes))
 
 
@@ -147,16 +154,37 @@ def test_checkpoint_without_manifest_is_judged_by_its_arguments(tmp_path: Path) 
         check_candidate(
             foreign(tmp_path, args=arguments(hidden_size=32), dp_world_size=2), config(), HERE, VOCAB
         )
-    with pytest.raises(CheckpointMismatchError, match="saved on TP2 PP1 DP4, but this run is TP2 PP1 DP2"):
-        check_candidate(foreign(tmp_path, args=arguments(), dp_world_size=4), config(), HERE, VOCAB)
     with pytest.raises(CheckpointMismatchError, match="params_dtype is fp16 in the checkpoint and bf16 here"):
         changed = arguments(bf16=False, fp16=True)
         check_candidate(foreign(tmp_path, args=changed, dp_world_size=2), config(), HERE, VOCAB)
 
 
+def test_upstreams_is_for_another_layout_too_where_torch_reads_it(tmp_path: Path) -> None:
+    found = foreign(tmp_path, args=arguments(), dp_world_size=4)
+    assert check_candidate(found, config(), HERE, VOCAB, redistributable=True)
+    assert check_candidate(found, config(), HERE, 2 * VOCAB, redistributable=True)
+    with pytest.raises(CheckpointMismatchError, match="saved on TP2 PP1 DP4, but this run is TP2 PP1 DP2"):
+        check_candidate(found, config(), HERE, VOCAB, redistributable=False)
+    foreign(tmp_path, args=arguments(), dp_world_size=2)
+    assert not check_candidate(found, config(), HERE, VOCAB, redistributable=True)
+
+
+def test_upstreams_is_cut_anew_where_its_shards_are_other_ones(tmp_path: Path) -> None:
+    """Fused QKV head by head (before December 2024); a second position embedding on the last stage."""
+    older = arguments()
+    delattr(older, SINCE_BLOCKS)
+    assert check_candidate(foreign(tmp_path, args=older, dp_world_size=2), config(), HERE, VOCAB)
+    stages = Layout(1, 2, 2)
+    spare = arguments(tensor_model_parallel_size=1, pipeline_model_parallel_size=2)
+    assert check_candidate(foreign(tmp_path, args=spare, dp_world_size=2), config(), stages, VOCAB)
+    spare.untie_embeddings_and_output_weights = True
+    untied = config(untie_embeddings_and_output_weights=True)
+    assert not check_candidate(foreign(tmp_path, args=spare, dp_world_size=2), untied, stages, VOCAB)
+
+
 def test_checkpoint_of_datastates_without_manifest_is_read_for_who_asks_for_it(tmp_path: Path) -> None:
     found = foreign(tmp_path)
-    content = {"args": arguments(hidden_size=32), "dp_world_size": 2, "some": torch.zeros(3)}
+    content = COUNTERS | {"args": arguments(hidden_size=32), "dp_world_size": 2, "some": torch.zeros(3)}
     (found.directory / "mp_rank_00_model_states.pt").write_bytes(packed(content))
     asking = dataclasses.replace(config(), checkpoint=CheckpointConfig(checkpoint_engine="datastates"))
     with pytest.raises(CheckpointMismatchError, match="hidden_size is 32 in the checkpoint and 64 here"):
@@ -254,3 +282,41 @@ def test_the_padding_of_the_checkpoint_is_kept_where_tp_divides_it(tmp_path: Pat
         CheckpointMismatchError, match="padded_vocab_size is 508 in the checkpoint and 512 here"
     ):
         check_newest(here, Layout(2, 1, 1), 500)
+
+
+def upstreams(load: Path = UPSTREAM, **model: Any) -> Config:
+    llama = {"use_rotary_position_embeddings": True, "swiglu": True, "normalization": "rmsnorm"}
+    llama |= {"ffn_hidden_size": 176, "untie_embeddings_and_output_weights": True, "add_bias_linear": False}
+    return dataclasses.replace(config(**(llama | model)), checkpoint=CheckpointConfig(load=str(load)))
+
+
+def test_the_padding_of_an_upstream_checkpoint_is_kept_too() -> None:
+    """512 rows of 500 tokens, from TP2. 128 x TP would be 1,024 on TP8; TP3 does not divide 512, and needs 768."""
+    for tp, padded in ((1, 512), (2, 512), (8, 512), (3, 768)):
+        assert check_newest(upstreams(), Layout(tp, 1, 1), 500) == padded
+
+
+def test_another_model_than_upstreams_costs_no_start_up(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointMismatchError, match="swiglu is True in the checkpoint and False here"):
+        check_newest(upstreams(swiglu=False), HERE, 500)
+    foreign(tmp_path, module={}, optimizer=None)
+    (tmp_path / "latest").write_text("global_step5")
+    with pytest.raises(CheckpointMismatchError, match="mp_rank_00_model_states.pt: no `args` in it"):
+        check_newest(loading(tmp_path), HERE, VOCAB)
+    foreign(tmp_path, args=arguments(indexed_samples=(1, 1, 1)), dp_world_size=2)
+    check_newest(loading(tmp_path), HERE, VOCAB)  # ours without its manifest: the load passes it over
+
+
+@pytest.mark.parametrize("latest", ["global_step5/..", "/", "", "x" * 300, "a\0b"])
+def test_a_latest_that_names_no_directory_here_is_the_loads_to_tell(tmp_path: Path, latest: str) -> None:
+    foreign(tmp_path, args=arguments(hidden_size=32), dp_world_size=2)
+    (tmp_path / "latest").write_text(latest)
+    check_newest(loading(tmp_path), HERE, VOCAB)
+
+
+def test_a_latest_that_is_a_pipe_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "latest")
+    check_newest(loading(tmp_path), HERE, VOCAB)
+    (tmp_path / "global_step5").mkdir()
+    os.mkfifo(tmp_path / "global_step5" / "mp_rank_00_model_states.pt")
+    check_newest(loading(tmp_path, "global_step5"), HERE, VOCAB)

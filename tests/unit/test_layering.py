@@ -116,6 +116,7 @@ ALLOWED = {
         "megatron.checkpoint_layout",
         "megatron.checkpoint_commit",
         "megatron.checkpoint_ownership",
+        "megatron.checkpoint_foreign",
         "megatron.checkpoint_placements",
         "megatron.checkpoint_state",
         "megatron.control_plane",
