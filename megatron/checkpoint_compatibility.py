@@ -13,6 +13,7 @@ from megatron.checkpoint_engines.errors import (
     CheckpointMismatchError,
     EngineUnavailableError,
     UnknownEngineError,
+    reading,
 )
 from megatron.checkpoint_engines.registry import (
     check_engine_name,
@@ -133,7 +134,7 @@ def check_newest(config: Config, layout: Layout, vocab_size: int) -> int:
     except (UnknownEngineError, EngineUnavailableError) as exc:
         raise cannot_be_read(found.directory, engine, str(exc)) from exc
     kept = found.manifest.model.get("padded_vocab_size")
-    if kept in _paddings(config, vocab_size) and kept % layout.tp == 0:
+    if type(kept) is int and kept in _paddings(config, vocab_size) and kept % layout.tp == 0:
         padded = kept
     check_candidate(found, config, layout, padded, is_redistributable(engine))
     return padded
@@ -148,7 +149,7 @@ def newest_with_manifest(config: Config) -> Candidate | None:
     for tag in tags:
         directory = Path(options.load) / tag
         try:
-            manifest = Manifest.from_json((directory / names.MANIFEST).read_text())
+            manifest = Manifest.of(directory)
         except (OSError, ValueError):
             continue
         return Candidate(directory, manifest.tag, manifest.step, manifest)
@@ -173,18 +174,22 @@ def _foreign_identity(
 ) -> tuple[dict[str, Any], Layout]:
     name = names.model_states_file(Layout(1, 1, 1), Layout(1, 1, 1).coordinates(0))
     reader = create_engine(engine, EngineOptions())
-    state = reader.load([name], candidate.directory, {}, NullOperation())[name]
+    with reading(candidate.directory / name):
+        state = reader.load([name], candidate.directory, {}, NullOperation())[name]
     path = candidate.directory / name
-    if "args" not in state:
-        raise CheckpointMismatchError(
-            f"{path}: no `args` in it, so it is not a Megatron-DeepSpeed checkpoint"
-        )
-    args = state["args"]
-    if hasattr(args, "indexed_samples"):  # upstream has no such argument
-        raise CheckpointDamagedError(
-            f"{candidate.directory / names.MANIFEST}: missing, so {candidate.tag} may be incomplete"
-        )
-    theirs = {name: getattr(args, name) for name in mine if hasattr(args, name)}
-    theirs["params_dtype"] = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
-    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    return theirs, Layout(tp=tp, pp=pp, dp=state["dp_world_size"])
+    with reading(path):  # it may hold anything
+        if "args" not in state:
+            raise CheckpointMismatchError(
+                f"{path}: no `args` in it, so it is not a Megatron-DeepSpeed checkpoint"
+            )
+        args = state["args"]
+        if hasattr(args, "indexed_samples"):  # upstream has no such argument
+            raise CheckpointDamagedError(
+                f"{candidate.directory / names.MANIFEST}: missing, so {candidate.tag} may be incomplete"
+            )
+        theirs = {name: getattr(args, name) for name in mine if hasattr(args, name)}
+        theirs["params_dtype"] = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+        sizes = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, state["dp_world_size"]
+        if any(type(size) is not int or size < 1 for size in sizes):
+            raise ValueError(f"layout {sizes}")
+        return theirs, Layout(*sizes)

@@ -20,6 +20,7 @@ from megatron import checkpoint_commit as commit
 from megatron import checkpoint_layout as names
 from megatron.checkpoint_background import BackgroundSave, BackgroundSaves
 from megatron.checkpoint_compatibility import model_identity
+from megatron.checkpoint_directories import loaded_from
 from megatron.checkpoint_engines.base import (
     MIB,
     CheckpointEngine,
@@ -278,15 +279,18 @@ def _decide(ctx: Checkpointer, gathered: list[Any], save: _Save, op: Operation) 
                 model=model_identity(ctx.config, ctx.padded_vocab_size),
                 files=commit.collect_files([saved for _, saved in gathered]),
                 run_id=ctx.run_id,
+                loaded_from=loaded_from(ctx.config.checkpoint),
                 sequence=commit.next_sequence(save.save_dir),
             )
             commit.write_manifest(save.temporary, manifest, fsync)
         with op.span("commit", "publish", blocking=save.blocking):
-            commit.publish(save.save_dir, save.temporary, save.tag, save.step, fsync)
+            wrong = commit.publish(save.save_dir, save.temporary, save.tag, save.step, fsync)
     except Exception as exc:  # whatever it is, the other ranks wait to hear of it
         logger.exception("the commit failed")
         commit.discard(save.temporary)
         return f"rank 0, commit: {type(exc).__name__}: {exc}"
+    for what in wrong:
+        logger.error("checkpoint %s is complete and will be found by loads, but %s", save.tag, what)
     _prune(ctx, save.save_dir, save.step, op, blocking=save.blocking)
     return None
 

@@ -13,6 +13,7 @@ import torch
 
 from megatron.checkpoint_commit import Candidate, Manifest
 from megatron.checkpoint_compatibility import check_candidate, check_newest, model_identity
+from megatron.checkpoint_engines.base import SavedFile
 from megatron.checkpoint_engines.errors import CheckpointDamagedError, CheckpointMismatchError
 from megatron.config import (
     CheckpointConfig,
@@ -26,6 +27,7 @@ from megatron.config import (
 from megatron.topology import Layout
 from tests.unit.datastates_files import packed
 
+FILES = {"f.pt": SavedFile("f.pt", 1, "none")}
 HERE = Layout(tp=2, pp=1, dp=2)
 VOCAB = 512
 UPSTREAM = Path(__file__).resolve().parents[1] / "golden" / "upstream_run"
@@ -49,7 +51,7 @@ def config(**model: Any) -> Config:
 
 
 def candidate(config: Config, layout: Layout = HERE) -> Candidate:
-    manifest = Manifest("global_step5", 5, "torch", layout.as_dict(), model_identity(config, VOCAB), {})
+    manifest = Manifest("global_step5", 5, "torch", layout.as_dict(), model_identity(config, VOCAB), FILES)
     return Candidate(Path("/save/global_step5"), "global_step5", 5, manifest)
 
 
@@ -245,7 +247,7 @@ def test_the_padding_of_the_checkpoint_is_kept_where_tp_divides_it(tmp_path: Pat
         shutil.rmtree(tmp_path / "global_step3", ignore_errors=True)
         (tmp_path / "global_step3").mkdir()
         identity = model_identity(here, saved)
-        manifest = Manifest("global_step3", 3, "torch", Layout(2, 1, 1).as_dict(), identity, {})
+        manifest = Manifest("global_step3", 3, "torch", Layout(2, 1, 1).as_dict(), identity, FILES)
         (tmp_path / "global_step3" / "manifest.json").write_text(manifest.to_json())
         assert check_newest(here, Layout(tp, 1, 2), 500) == kept
     same = dataclasses.replace(manifest, model=identity | {"padded_vocab_size": 508})

@@ -118,7 +118,12 @@ ALLOWED = {
         "megatron.control_plane",
     ),
     "megatron.arguments": ("megatron.config", "megatron.deepspeed_config", "megatron.unsupported_flags"),
-    "megatron.preflight": ("megatron.config",),
+    "megatron.checkpoint_manifest": (
+        "megatron.topology",
+        "megatron.checkpoint_layout",
+        "megatron.checkpoint_engines.regular_files",
+    ),
+    "megatron.preflight": ("megatron.config", "megatron.checkpoint_manifest"),
     "megatron.launch": ("megatron.restart_trace", "megatron.heavy_imports"),
     "tools.ckpt_analysis": ("megatron.restart_trace.schema",),
     # Beside each other: none of them imports another.
