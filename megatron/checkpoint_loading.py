@@ -20,6 +20,7 @@ from megatron.checkpoint_engines.errors import (
     CheckpointNotFoundError,
     EngineUnavailableError,
     UnknownEngineError,
+    reading,
 )
 from megatron.checkpoint_engines.registry import create_engine
 from megatron.checkpoint_state import Progress, live_state, restore_state, restore_tied_weights
@@ -134,8 +135,10 @@ def _load_candidate(
                 live = live_state(engine, place, with_optimizer, reader.loads_in_place)
                 _check_wanted(candidate, [file.name for file in live])
             expected = manifest.files if manifest else {}
-            states = reader.load_into(live, candidate.directory, expected, op)
+            with reading(candidate.directory):  # engines name the file, where they can
+                states = reader.load_into(live, candidate.directory, expected, op)
     except (CheckpointDamagedError, OSError) as exc:
+        logger.debug("%s cannot be read", candidate.directory, exc_info=exc)
         error = str(exc)
     if elsewhere:
         return _load_elsewhere(ctx, reader, engine, candidate, op)

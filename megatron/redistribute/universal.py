@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatron import checkpoint_layout as names
 from megatron.checkpoint_engines.base import CheckpointEngine
-from megatron.checkpoint_engines.errors import CheckpointError, CheckpointMismatchError
+from megatron.checkpoint_engines.errors import CheckpointError, CheckpointMismatchError, reading
 from megatron.checkpoint_engines.torch_files import verify_file
 from megatron.checkpoint_state import Progress, restore_progress, universal_checkpoint_info
 from megatron.control_plane import ControlPlane
@@ -60,9 +60,10 @@ class UniversalLoad(LayoutLoad):
         old = Layout(**self._manifest.layout)
         files = self._manifest.files
         first = names.model_states_file(old, old.coordinates(0))
-        self._common = reader.load_values(first, self._directory, files, self._op)
-        padded = self._manifest.model["padded_vocab_size"]
-        patterns = universal_checkpoint_info(self._config.model, old.tp, self._vocab_size, padded)
+        with reading(self._directory / first):
+            self._common = reader.load_values(first, self._directory, files, self._op)
+            padded = self._manifest.model["padded_vocab_size"]
+            patterns = universal_checkpoint_info(self._config.model, old.tp, self._vocab_size, padded)
         if self._common.get("universal_checkpoint_info") != patterns:
             raise CheckpointMismatchError(
                 f"--redistribute universal: {self._directory / first} was saved with other patterns for DeepSpeed's "

@@ -137,6 +137,7 @@ ALLOWED = {
         "megatron.checkpoint_engines",
         "megatron.checkpoint_commit",
         "megatron.checkpoint_layout",
+        "megatron.checkpoint_manifest",
         "megatron.control_plane",
         "megatron.topology",
         "megatron.initialize",
