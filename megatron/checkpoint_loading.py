@@ -39,7 +39,8 @@ def load_checkpoint(ctx: Checkpointer, engine: Any) -> Progress | None:
 
     A damaged one is reported and the next older one is used. Returns None if --load has none at all (then the
     model keeps the values it has). Raises CheckpointNotFoundError if none is loadable,
-    CheckpointMismatchError if it is of another shape or layout, or of an engine that is not here.
+    CheckpointMismatchError if it is of another shape or layout, or of an engine that is not here;
+    CheckpointDamagedError if none is loadable and one was found out only when some of it had been applied.
     """
     options = ctx.config.checkpoint
     load_dir = Path(options.load or "")
@@ -53,12 +54,15 @@ def load_checkpoint(ctx: Checkpointer, engine: Any) -> Progress | None:
             candidates, problems = ctx.control.broadcast(found)
         for problem in problems:
             _report_rejected(ctx, problem)
+        half_applied = False
         for candidate in candidates:
             op.label(tag=candidate.tag, step=candidate.step)
             reader = _reader_of(ctx, candidate, op)
             op.label(engine=type(reader).__name__)
             try:
                 loaded = _load_candidate(ctx, reader, engine, candidate, op)
+            except _NotAppliedError as exc:
+                loaded, half_applied = exc.reasons, True
             finally:
                 if reader is not ctx.checkpoint_engine:
                     reader.close()
@@ -72,6 +76,11 @@ def load_checkpoint(ctx: Checkpointer, engine: Any) -> Progress | None:
                     f"--load-tag {options.load_tag}: no such checkpoint in --load {load_dir}"
                 )
             return None
+        if half_applied:
+            raise CheckpointDamagedError(
+                f"--load {load_dir}: no checkpoint there can be used: {'; '.join(problems)}. Parts of one are in the "
+                "model already, so that nothing can start over from here: move it away, or restore another"
+            )
         raise CheckpointNotFoundError(
             f"--load {load_dir}: no checkpoint there is whole: {'; '.join(problems)}. Restore one of them, or "
             "start from iteration 0 with --allow-start-over"
@@ -149,15 +158,48 @@ def _load_candidate(
         for reason in reasons:
             _report_rejected(ctx, reason)
         return reasons
-    with op.span("load", "host_to_device"):
-        progress = restore_state(engine, place, states, ctx.config)
-        states.clear()  # giving gigabytes back to the system takes its time: here, where it is accounted for
+    progress = _apply(ctx, engine, candidate, states, op)
     with op.span("redistribute", "all_gather" if with_optimizer else "broadcast"):
         restore_tied_weights(engine, with_optimizer)
     if options.verify_restored_state and not options.finetune:
         _verify_restored(ctx, engine, candidate, op)
     if manifest is None:
         logger.info("%s has no manifest (upstream wrote it): its checksums cannot be verified", candidate.tag)
+    return progress
+
+
+class _NotAppliedError(CheckpointDamagedError):
+    """What a rank read is not what a checkpoint holds, as it found when it applied it. `reasons`: of each rank."""
+
+    def __init__(self, reasons: list[str]) -> None:
+        super().__init__("; ".join(reasons))
+        self.reasons = reasons
+
+
+def _apply(
+    ctx: Checkpointer, engine: Any, candidate: commit.Candidate, states: dict[str, Any], op: Operation
+) -> Progress:
+    """Put the states that were read into the live engine; collective, for they may still be of any content.
+
+    Raises _NotAppliedError on all ranks if they were on one. Then the next candidate replaces whatever was applied.
+    """
+    progress: Progress | None = None
+    error: str | None = None
+    with op.span("load", "host_to_device"):
+        try:
+            with reading(candidate.directory):
+                progress = restore_state(engine, ctx.place, states, ctx.config)
+        except CheckpointDamagedError as exc:
+            logger.debug("%s cannot be applied", candidate.directory, exc_info=exc)
+            error = str(exc)
+        states.clear()  # giving gigabytes back to the system takes its time: here, where it is accounted for
+    with op.span("barrier"):
+        failed = ctx.control.agree(error)
+    if progress is None or failed:
+        reasons = [f"rank {rank}: {reason}" for rank, reason in failed]
+        for reason in reasons:
+            _report_rejected(ctx, reason)
+        raise _NotAppliedError(reasons)
     return progress
 
 

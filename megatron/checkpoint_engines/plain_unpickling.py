@@ -35,6 +35,7 @@ class PlainUnpickler(pickle._Unpickler):
             raise pickle.UnpicklingError(
                 f"it sets attributes of {ascii(instance)[:80]}, which is no instance of a class on the allow-list"
             )
-        pickle._Unpickler.dispatch[pickle.BUILD[0]](self)
+        build: Any = pickle._Unpickler.dispatch[pickle.BUILD[0]]
+        build(self)
 
     dispatch[pickle.BUILD[0]] = _build

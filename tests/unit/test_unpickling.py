@@ -151,7 +151,7 @@ def test_what_pickle_builds_by_itself_is_built() -> None:
     """Objects, NumPy's arrays and types, and attributes of an OrderedDict."""
     ordered = collections.OrderedDict(a=1)
     vars(ordered)["_metadata"] = {"version": 1}
-    state = {"args": argparse.Namespace(a=[1]), "array": np.arange(3), "scaler": LossScaler(2.0), "ordered": ordered}
+    state = {"args": argparse.Namespace(a=[1]), "array": np.arange(3), "scaler": LossScaler(2), "ordered": ordered}
     read = put_together(pickle.dumps(state, pickle.HIGHEST_PROTOCOL), {}, PATH)
     assert read["args"] == state["args"] and read["array"].tolist() == [0, 1, 2]
     assert vars(read["scaler"]) == vars(state["scaler"]) and vars(read["ordered"]) == vars(ordered)
