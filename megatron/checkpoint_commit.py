@@ -24,6 +24,7 @@ from megatron.checkpoint_engines.base import SavedFile
 from megatron.checkpoint_engines.regular_files import NotRegularFileError, check_regular
 from megatron.checkpoint_manifest import (
     MANIFEST_VERSION,
+    MAX_SEQUENCE,
     content_checksum,
     leads_out,
     parse_manifest,
@@ -117,10 +118,11 @@ def next_sequence(save_dir: Path) -> int:
     Where `latest` does not name a whole checkpoint of ours, all of them are looked at.
     """
     try:
-        return 1 + Manifest.of(save_dir / (read_latest(save_dir) or "")).sequence
+        return min(1 + Manifest.of(save_dir / (read_latest(save_dir) or "")).sequence, MAX_SEQUENCE)
     except (OSError, ValueError):
         found, _ = discover(save_dir, None)
-        return 1 + max((c.manifest.sequence for c in found if c.manifest is not None), default=0)
+        newest = max((c.manifest.sequence for c in found if c.manifest is not None), default=0)
+        return min(1 + newest, MAX_SEQUENCE)
 
 
 def write_manifest(directory: Path, manifest: Manifest, fsync: bool) -> None:
@@ -236,7 +238,9 @@ def discover(load_dir: Path, load_tag: str | None) -> tuple[list[Candidate], lis
         try:
             found = _inspect(directory)
         except (OSError, ValueError) as exc:
-            problems.append((directory.name, f"{directory / names.MANIFEST}: cannot be used: {exc}"))
+            path = directory / names.MANIFEST
+            why = str(exc).removeprefix(f"{path}: ")
+            problems.append((directory.name, f"{path}: cannot be used: {why}"))
             continue
         if isinstance(found, str):
             problems.append((directory.name, found))

@@ -17,6 +17,7 @@ from megatron import checkpoint_layout as names
 from megatron.checkpoint_engines.regular_files import read_regular
 
 MANIFEST_VERSION = 1
+MAX_SEQUENCE = (1 << 63) - 1  # nobody commits as often; one that is forged must not keep others from being committed
 
 _MAX_MANIFEST = 1 << 30  # bytes: some millions of files
 _MAX_NAME = 255  # bytes in the name of a file or directory (NAME_MAX)
@@ -213,7 +214,7 @@ _MANIFEST = {
     "files": _files,
     "run_id": _text,
     "loaded_from": _text,
-    "sequence": _integer(0),
+    "sequence": _integer(0, MAX_SEQUENCE),
     "manifest_version": _integer(0),
 }
 _REQUIRED = ("tag", "step", "engine", "layout", "model", "files")

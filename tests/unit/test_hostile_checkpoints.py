@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron import checkpoint_commit as commit
+from megatron.checkpoint_engines.base import SavedFile
 from tests.unit.hostile import NO_FILES, altered, fifo, no_longer_than
 from tests.unit.test_checkpoint_commit import FILE, committed, found, manifest_of, write
 
@@ -267,6 +269,23 @@ def test_altered_manifest_is_a_manifest_or_told_of(
     assert all(problem.isprintable() for problem in problems)
     commit.prune(save, 1, 2)
     assert discovered(save)[0]
+
+
+def test_forged_sequence_keeps_nobody_from_saving(tmp_path: Path) -> None:
+    committed(tmp_path, 1)
+    (tmp_path / "global_step1" / MANIFEST).write_text(signed(content_of(1) | {"sequence": (1 << 63) - 1}))
+    committed(tmp_path, 2, 3)
+    assert found(tmp_path) == ["global_step3", "global_step2", "global_step1"]
+    (tmp_path / "latest").write_bytes(b"\xff")
+    committed(tmp_path, 4)
+    assert found(tmp_path)[0] == "global_step4"
+
+
+def test_manifest_that_no_load_would_take_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="leads out of the checkpoint"):
+        bad = SavedFile("../x", 1, "none")
+        commit.write_manifest(tmp_path, replace(manifest_of(1), files={"../x": bad}), fsync=False)
+    assert list(tmp_path.iterdir()) == []
 
 
 # What lies in a checkpoint
