@@ -133,6 +133,11 @@ def _line(value: Any) -> None:
         raise ValueError(f"must be printable text, and is {_shown(value)}")
 
 
+def _line_or_nothing(value: Any) -> None:
+    if value != "":
+        _line(value)
+
+
 def _tag(value: Any) -> None:
     _text(value)
     wrong = _wrong_in_name(value)
@@ -169,8 +174,8 @@ def _model(value: Any) -> None:
         _line(key)
         if type(item) not in (str, int, float, bool, type(None)):
             raise ValueError(f"{key} must be one value, and is {_shown(item)}")
-        if item != "" and type(item) is str:
-            _line(item)
+        if type(item) is str:
+            _line_or_nothing(item)
         if type(item) is int:
             _integer(-_MAX_INTEGER)(item)
 
@@ -204,7 +209,7 @@ def _check_object(value: Any, checks: dict[str, _Check], required: tuple[str, ..
             raise ValueError(f"{key}: {exc}") from None
 
 
-_FILE = {"name": _path, "num_bytes": _integer(0), "checksum": _line, "states": _paths}
+_FILE = {"name": _path, "num_bytes": _integer(0), "checksum": _line_or_nothing, "states": _paths}
 _MANIFEST = {
     "tag": _tag,
     "step": _integer(0),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from pathlib import Path
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -57,7 +56,7 @@ def open_regular(path: str | os.PathLike[str]) -> int:
 def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
     """All of the file at `path`. Raises ValueError if it has more than `limit` bytes, OSError as `open_regular`."""
     with open(open_regular(path), "rb") as file:
-        content = file.read(limit + 1)
-    if len(content) > limit:
-        raise ValueError(f"{Path(path)}: more than {limit} bytes, which it cannot have")
-    return content
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise ValueError(f"{os.fspath(path)}: has {size} bytes, and {limit} are the most")
+        return file.read(size)
