@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from megatron.checkpoint_commit import Candidate, Manifest
 from megatron.checkpoint_compatibility import check_candidate, check_newest, model_identity
 from megatron.checkpoint_engines.base import SavedFile
 from megatron.checkpoint_engines.errors import CheckpointDamagedError, CheckpointMismatchError
+from megatron.checkpoint_manifest import content_checksum
 from megatron.config import (
     CheckpointConfig,
     Config,
@@ -26,6 +30,7 @@ from megatron.config import (
 )
 from megatron.topology import Layout
 from tests.unit.datastates_files import packed
+from tests.unit.hostile import altered
 
 FILES = {"f.pt": SavedFile("f.pt", 1, "none")}
 HERE = Layout(tp=2, pp=1, dp=2)
@@ -236,6 +241,28 @@ def test_an_engine_that_is_not_here_is_missed_before_the_imports(tmp_path: Path)
         CheckpointMismatchError, match="saved with --checkpoint-engine elsewhere, and only that can"
     ):
         check_newest(loading(tmp_path), HERE, VOCAB)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_manifest_of_any_content_fits_or_is_told_of(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """With the right checksum: before the imports nothing but a mismatch ends the run."""
+    load = tmp_path_factory.mktemp("load")
+    written(load, 9)
+    path = load / "global_step9" / "manifest.json"
+    content = json.loads(path.read_text())
+    del content["checksum"]
+    content = data.draw(altered(content))
+    if isinstance(content, dict):
+        content["checksum"] = content_checksum(content)
+    path.write_text(json.dumps(content))
+    try:
+        padded = check_newest(loading(load), HERE, VOCAB)
+    except CheckpointMismatchError:
+        return
+    assert type(padded) is int and padded >= VOCAB
 
 
 def test_the_padding_of_the_checkpoint_is_kept_where_tp_divides_it(tmp_path: Path) -> None:
