@@ -144,9 +144,7 @@ class DirectLoad(LayoutLoad):
         with self._op.span("redistribute", "reshard"):
             options = self._config.checkpoint
             sizes = {self._directory / name: file.num_bytes for name, file in self._manifest.files.items()}
-            with reading(self._directory):
-                transfers = plan(targets, index)
-            return Reading(transfers, sizes, options.direct_io, options.io_threads)
+            return Reading(plan(targets, index), sizes, options.direct_io, options.io_threads)
 
     def _read(self, reading: Reading, shares: list[Share], rank: int) -> list[Piece]:
         pieces = reading.run(shares, rank, self._op)
