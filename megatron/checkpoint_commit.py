@@ -10,7 +10,6 @@ whose rename succeeds. All renames are the owner's of the directory (megatron.ch
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -24,11 +23,19 @@ from typing import Any
 
 from megatron import checkpoint_layout as names
 from megatron.checkpoint_engines.base import SavedFile
+from megatron.checkpoint_manifest import (
+    MANIFEST_VERSION,
+    MAX_SEQUENCE,
+    content_checksum,
+    leads_out,
+    parse_manifest,
+    read_latest,
+    read_manifest_text,
+)
 from megatron.checkpoint_ownership import Ownership
+from megatron.restart_trace.regular import NotRegularFileError, check_regular, open_regular
 
 logger = logging.getLogger(__name__)
-
-MANIFEST_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,9 @@ class Manifest:
     """Content of manifest.json. `files` has every file of the checkpoint but the manifest itself.
 
     `sequence` counts the commits into a directory from 1: with it, the newest checkpoint is the last one that
-    was committed, even after training went back to an earlier step with --load-tag.
+    was committed, even after training went back to an earlier step with --load-tag. `loaded_from` is the other
+    directory that the run began from, "" if it began from its own or from none.
+    What each key may hold is in megatron.checkpoint_manifest: a new one must be told there.
     """
 
     tag: str
@@ -46,34 +55,29 @@ class Manifest:
     model: dict[str, Any]
     files: dict[str, SavedFile]
     run_id: str = ""
+    loaded_from: str = ""
     sequence: int = 1
     manifest_version: int = MANIFEST_VERSION
 
     def to_json(self) -> str:
         """The content and, under "checksum", the SHA-256 of its canonical JSON."""
         content = asdict(self)
-        return json.dumps(content | {"checksum": _content_checksum(content)}, indent=1) + "\n"
+        return json.dumps(content | {"checksum": content_checksum(content)}, indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str) -> Manifest:
-        """Raises ValueError if `text` is not a manifest, whole and unaltered."""
-        content = json.loads(text)
-        if not isinstance(content, dict) or "checksum" not in content:
-            raise ValueError("it has no checksum")
-        if content.pop("checksum") != _content_checksum(content):
-            raise ValueError("its content does not have the checksum it was written with")
-        version = content.get("manifest_version")
-        if version != MANIFEST_VERSION:
-            raise ValueError(f"manifest version {version}, and only {MANIFEST_VERSION} is known")
+        """Raises ValueError if `text` is not a manifest, whole, unaltered, and of the right types."""
+        content = parse_manifest(text)
         content["files"] = {
             name: SavedFile(**entry | {"states": tuple(entry.get("states", ()))})
             for name, entry in content["files"].items()
         }
         return Manifest(**content)
 
-
-def _content_checksum(content: dict[str, Any]) -> str:
-    return "sha256:" + hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    @staticmethod
+    def of(directory: Path) -> Manifest:
+        """The manifest in `directory`. Raises ValueError as `from_json`, and OSError if it cannot be read."""
+        return Manifest.from_json(read_manifest_text(directory))
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,8 @@ def write_atomically(path: Path, text: str, fsync: bool) -> None:
 def _write_beside(path: Path, text: str, fsync: bool) -> Path:
     """Write what is to replace `path` into a temporary file next to it; returns that file."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w") as file:
+    temporary.unlink(missing_ok=True)  # of a save that was killed; and a FIFO or a link must not be written to
+    with temporary.open("x") as file:
         file.write(text)
         file.flush()
         if fsync:
@@ -115,35 +120,37 @@ def next_sequence(save_dir: Path) -> int:
 
     Where `latest` does not name a whole checkpoint of ours, all of them are looked at.
     """
-    latest = save_dir / names.LATEST
     try:
-        tag = latest.read_text().strip()
-        return 1 + Manifest.from_json((save_dir / tag / names.MANIFEST).read_text()).sequence
-    except (OSError, ValueError, TypeError):
+        return min(1 + Manifest.of(save_dir / (read_latest(save_dir) or "")).sequence, MAX_SEQUENCE)
+    except (OSError, ValueError):
         found, _ = discover(save_dir, None)
-        return 1 + max((c.manifest.sequence for c in found if c.manifest is not None), default=0)
+        newest = max((c.manifest.sequence for c in found if c.manifest is not None), default=0)
+        return min(1 + newest, MAX_SEQUENCE)
 
 
 def write_manifest(directory: Path, manifest: Manifest, fsync: bool) -> None:
-    """Make the files in `directory` a whole checkpoint."""
-    write_atomically(directory / names.MANIFEST, manifest.to_json(), fsync)
+    """Make the files in `directory` a whole checkpoint. Raises ValueError for a manifest that no load would take."""
+    text = manifest.to_json()
+    Manifest.from_json(text)
+    write_atomically(directory / names.MANIFEST, text, fsync)
     if fsync:
         fsync_directory(directory)
 
 
 def publish(
     save_dir: Path, temporary: Path, tag: str, step: int, fsync: bool, owner: Ownership | None = None
-) -> None:
+) -> list[str]:
     """Give the finished `temporary` directory its name and let `latest` name it.
 
     An older checkpoint of the same tag is moved aside first and stays loadable until the new one is in place;
     `prune` removes it. Raises OSError, with the older checkpoints as they were, if the storage refuses or a file of the
-    manifest is not there; SaveDirectorySupersededError if another launch owns the directory. Without `owner` nobody
+    manifest is not there; SaveDirectorySupersededError if another launch owns the directory. Once the checkpoint is
+    there nothing is raised any more, and what went wrong then is returned: it is no failed save. Without `owner` nobody
     else may write there.
     """
     with _changing(owner):
         _check_complete(temporary)
-        _publish(save_dir, temporary, tag, step, fsync)
+        return _publish(save_dir, temporary, tag, step, fsync)
 
 
 def _changing(owner: Ownership | None) -> contextlib.AbstractContextManager[None]:
@@ -157,7 +164,7 @@ def _check_complete(temporary: Path) -> None:
         raise FileNotFoundError(f"{temporary} is not complete: {found or f'it has no {names.MANIFEST}'}")
 
 
-def _publish(save_dir: Path, temporary: Path, tag: str, step: int, fsync: bool) -> None:
+def _publish(save_dir: Path, temporary: Path, tag: str, step: int, fsync: bool) -> list[str]:
     final = save_dir / tag
     replaced = save_dir / f"{tag}{names.REPLACED_SUFFIX}"
     # What needs space comes before the checkpoint appears: a full disk must not leave it half published.
@@ -175,12 +182,30 @@ def _publish(save_dir: Path, temporary: Path, tag: str, step: int, fsync: bool) 
         if replaced.exists() and not final.exists():
             os.rename(replaced, final)
         raise
-    if fsync:
-        fsync_directory(save_dir)
+    return _point_to(save_dir, pointers, fsync)
+
+
+def _point_to(save_dir: Path, pointers: dict[Path, Path], fsync: bool) -> list[str]:
+    """Replace `latest` and its like, for a checkpoint that is there already; returns what did not work."""
+    wrong = _not_synchronised(save_dir) if fsync else []
     for pointer, written in pointers.items():
-        os.replace(written, pointer)
-    if fsync:
+        try:
+            os.replace(written, pointer)
+        except OSError as exc:
+            written.unlink(missing_ok=True)
+            wrong.append(
+                f"{pointer} could not be replaced ({exc.strerror}): remove it, for upstream's programs and DeepSpeed "
+                "read it; a load of this program does without"
+            )
+    return wrong + [what for what in (_not_synchronised(save_dir) if fsync else []) if what not in wrong]
+
+
+def _not_synchronised(save_dir: Path) -> list[str]:
+    try:
         fsync_directory(save_dir)
+    except OSError as exc:
+        return [f"{save_dir} could not be synchronised ({exc.strerror}): it may not survive a power loss"]
+    return []
 
 
 def remove_directory(path: Path) -> None:
@@ -239,8 +264,8 @@ def discover(load_dir: Path, load_tag: str | None) -> tuple[list[Candidate], lis
     """Checkpoints in `load_dir` whose files are all there, newest first, and what is wrong with the others.
 
     Sizes are compared with the manifest; checksums are left to the load. A directory without a manifest counts
-    only if `latest` (or `load_tag`) names it: then it is upstream's or DeepSpeed's. Raises OSError if the
-    directory itself cannot be read.
+    only if `latest` (or `load_tag`) names it: then it is upstream's or DeepSpeed's. A `latest` that names nothing
+    is something wrong, too. Raises OSError if the directory itself cannot be read.
     """
     candidates: list[Candidate] = []
     problems: list[tuple[str, str]] = []  # (tag, what is wrong)
@@ -250,20 +275,36 @@ def discover(load_dir: Path, load_tag: str | None) -> tuple[list[Candidate], lis
     for directory in directories:
         try:
             found = _inspect(directory)
-        except (OSError, ValueError, TypeError) as exc:
-            problems.append((directory.name, f"{directory / names.MANIFEST}: cannot be used: {exc}"))
+        except (OSError, ValueError) as exc:
+            path = directory / names.MANIFEST
+            why = str(exc).removeprefix(f"{path}: ")
+            problems.append((directory.name, f"{path}: cannot be used: {why}"))
             continue
         if isinstance(found, str):
             problems.append((directory.name, found))
         elif found is not None:
             candidates.append(found)
-    candidates += _foreign(load_dir, load_tag)
     if load_tag is not None:
-        candidates = [c for c in candidates if c.tag == load_tag]
-    problems += _without_manifest(directories, candidates)
-    if load_tag is not None:
+        candidates = [c for c in [*candidates, *_foreign(load_dir, load_tag)] if c.tag == load_tag]
+        problems += _without_manifest(directories, candidates)
         problems = [p for p in problems if p[0].removesuffix(names.REPLACED_SUFFIX) == load_tag]
+        return _newest_first(candidates), [what for _, what in problems]
+    try:
+        latest = read_latest(load_dir)
+    except ValueError as exc:
+        latest, problems = None, [*problems, ("", str(exc))]
+    candidates += _foreign(load_dir, latest)
+    problems += _without_manifest(directories, candidates)
+    told = {c.tag for c in candidates} | {tag.removesuffix(names.REPLACED_SUFFIX) for tag, _ in problems}
+    if latest is not None and latest not in told:
+        problems.append((latest, names_nothing(load_dir, latest)))
     return _newest_first(candidates), [what for _, what in problems]
+
+
+def names_nothing(load_dir: Path, latest: str) -> str:
+    """What is wrong with a `latest` that names a tag of which there is no checkpoint."""
+    why = "in which there is no checkpoint" if os.path.isdir(load_dir / latest) else "which is not there"
+    return f"{load_dir / names.LATEST} names {latest}, {why}"
 
 
 def _newest_first(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -284,12 +325,11 @@ def _newest_first(candidates: Sequence[Candidate]) -> list[Candidate]:
 def _inspect(directory: Path) -> Candidate | str | None:
     """The checkpoint in `directory`, or what is wrong with it; None without a manifest.
 
-    Raises OSError, ValueError or TypeError if the manifest cannot be read.
+    Raises OSError or ValueError if the manifest cannot be read.
     """
-    path = directory / names.MANIFEST
-    if not path.is_file():
+    if not os.path.lexists(directory / names.MANIFEST):
         return None
-    manifest = Manifest.from_json(path.read_text())
+    manifest = Manifest.of(directory)
     wrong = _wrong_files(directory, manifest)
     if wrong:
         return f"{directory.name}: " + "; ".join(wrong)
@@ -305,15 +345,14 @@ def _without_manifest(directories: Sequence[Path], candidates: Sequence[Candidat
     found = []
     for path in directories:
         step = names.step_of(path.name)
-        if step is not None and step > newest and not os.path.exists(path / names.MANIFEST):
+        if step is not None and step > newest and not os.path.lexists(path / names.MANIFEST):
             found.append((path.name, f"{path / names.MANIFEST} is missing, so {path.name} may be incomplete"))
     return found
 
 
-def _foreign(load_dir: Path, load_tag: str | None) -> list[Candidate]:
-    latest = load_dir / names.LATEST
-    tag = load_tag or (latest.read_text(errors="replace").strip() if latest.is_file() else None)
-    if not tag or not (load_dir / tag).is_dir() or (load_dir / tag / names.MANIFEST).exists():
+def _foreign(load_dir: Path, tag: str | None) -> list[Candidate]:
+    """The checkpoint called `tag`, if upstream or DeepSpeed wrote it."""
+    if tag is None or not os.path.isdir(load_dir / tag) or os.path.lexists(load_dir / tag / names.MANIFEST):
         return []
     if not any((load_dir / tag).glob("mp_rank_*_model_states.pt")):
         return []
@@ -321,40 +360,58 @@ def _foreign(load_dir: Path, load_tag: str | None) -> list[Candidate]:
 
 
 def _wrong_files(directory: Path, manifest: Manifest) -> list[str]:
+    """What of the files of `manifest` is not in `directory` as it was saved. Raises OSError if it cannot be listed."""
     folders = {"", *(os.path.dirname(name) for name in manifest.files)}
-    sizes = {name: size for folder in sorted(folders) for name, size in _sizes_in(directory, folder)}
-    wrong = []
+    wrong = [
+        f"{directory / folder} is a link that leads out of the checkpoint"
+        for folder in sorted(folders)
+        if leads_out(directory, folder)
+    ]
+    if wrong:
+        return wrong
+    found = {name: entry for folder in sorted(folders) for name, entry in _entries_in(directory, folder)}
     for name, file in manifest.files.items():
-        if sizes.get(name) == file.num_bytes:
-            continue
-        size = _size_of(directory / name)
-        if size is None:
-            wrong.append(f"{directory / name} is missing")
-        elif size != file.num_bytes:
-            wrong.append(f"{directory / name} has {size} bytes, {file.num_bytes} were saved")
+        path = directory / name
+        try:
+            size = _size_of(directory, name, found.get(name), file.num_bytes)
+        except FileNotFoundError:  # a link may lead nowhere
+            wrong.append(f"{path} is missing")
+        except NotRegularFileError as exc:
+            wrong.append(f"{path} {exc.reason}")
+        else:
+            if size != file.num_bytes:
+                wrong.append(f"{path} has {size} bytes, {file.num_bytes} were saved")
     return wrong
 
 
-def _size_of(path: Path) -> int | None:
-    """Bytes of a file; None if it is not there. It is opened: network file systems then ask the server."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    try:
-        status = os.fstat(fd)
-    finally:
-        os.close(fd)
-    return status.st_size if stat.S_ISREG(status.st_mode) else None
-
-
-def _sizes_in(directory: Path, folder: str) -> list[tuple[str, int]]:
-    """(name within `directory`, bytes) of the files right in `folder`: one scan rather than a stat per file."""
+def _entries_in(directory: Path, folder: str) -> list[tuple[str, os.DirEntry[str]]]:
+    """(name within `directory`, entry) of what is right in `folder`: one scan rather than a look for each file."""
     try:
         with os.scandir(directory / folder) as entries:
-            return [(os.path.join(folder, e.name), e.stat().st_size) for e in entries if e.is_file()]
+            return [(os.path.join(folder, entry.name), entry) for entry in entries]
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def _size_of(directory: Path, name: str, entry: os.DirEntry[str] | None, expected: int) -> int:
+    """Bytes of a file. Raises NotRegularFileError, of a link that leads out of the checkpoint as well, or OSError.
+
+    Where the listing does not say what is `expected`, the file is opened: network file systems may list a directory as
+    it was a while ago, and ask the server about a file that is opened.
+    """
+    path = directory / name
+    if (entry is None or entry.is_symlink()) and leads_out(directory, name):
+        raise NotRegularFileError(path, stat.S_IFLNK)
+    if entry is not None:
+        status = entry.stat()
+        check_regular(path, status)
+        if status.st_size == expected:
+            return expected
+    fd = open_regular(path)
+    try:
+        return os.fstat(fd).st_size
+    finally:
+        os.close(fd)
 
 
 def discard(temporary: Path) -> None:

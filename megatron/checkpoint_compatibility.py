@@ -14,6 +14,7 @@ from megatron.checkpoint_engines.errors import (
     CheckpointMismatchError,
     EngineUnavailableError,
     UnknownEngineError,
+    reading,
 )
 from megatron.checkpoint_engines.registry import (
     check_engine_name,
@@ -22,6 +23,7 @@ from megatron.checkpoint_engines.registry import (
     redistributable_engines,
 )
 from megatron.checkpoint_foreign import FIRST_FILE, ForeignCheckpoint, describe, read_header
+from megatron.checkpoint_manifest import read_latest
 from megatron.config import Config, padded_vocab_size
 from megatron.restart_trace.recorder import NullOperation
 from megatron.topology import Layout
@@ -153,7 +155,7 @@ def check_newest(config: Config, layout: Layout, vocab_size: int) -> int:
         raise cannot_be_read(found.directory, engine, str(exc)) from exc
     model = found.manifest.model if found.manifest is not None else foreign.model if foreign is not None else {}
     kept = model.get("padded_vocab_size")
-    if kept in _paddings(config, vocab_size) and kept % layout.tp == 0:
+    if type(kept) is int and kept in _paddings(config, vocab_size) and kept % layout.tp == 0:
         padded = kept
     _check(found, foreign, config, layout, padded, is_redistributable(engine))
     return padded
@@ -165,18 +167,21 @@ def _named_without_manifest(config: Config) -> tuple[Candidate | None, ForeignCh
     What is wrong with one that does not is the load's to tell.
     """
     options = config.checkpoint
-    latest = Path(options.load or "") / names.LATEST
-    if options.load is None or not (options.load_tag or latest.is_file()):
+    if options.load is None:
         return None, None
-    tag = options.load_tag or latest.read_text(errors="replace").strip()
-    directory = Path(options.load) / tag
-    if tag != os.path.basename(tag) or os.path.exists(directory / names.MANIFEST):
+    try:
+        tag = options.load_tag or read_latest(Path(options.load))
+    except ValueError:
+        return None, None
+    directory = Path(options.load) / (tag or "")
+    if tag is None or os.path.lexists(directory / names.MANIFEST):
         return None, None
     state = read_header(directory)
     if state is None:
         return None, None
     try:
-        foreign = describe(directory, state)
+        with reading(directory / FIRST_FILE):
+            foreign = describe(directory, state)
     except CheckpointDamagedError:
         return None, None
     return Candidate(directory, tag, foreign.step, None), foreign
@@ -191,7 +196,7 @@ def newest_with_manifest(config: Config) -> Candidate | None:
     for tag in tags:
         directory = Path(options.load) / tag
         try:
-            manifest = Manifest.from_json((directory / names.MANIFEST).read_text())
+            manifest = Manifest.of(directory)
         except (OSError, ValueError):
             continue
         return Candidate(directory, manifest.tag, manifest.step, manifest)
@@ -213,5 +218,6 @@ def _tags_newest_first(load_dir: Path) -> list[str]:
 
 def _described(candidate: Candidate, config: Config) -> ForeignCheckpoint:
     reader = create_engine(foreign_engine(config), EngineOptions())
-    state = reader.load([FIRST_FILE], candidate.directory, {}, NullOperation())[FIRST_FILE]
-    return describe(candidate.directory, state)
+    with reading(candidate.directory / FIRST_FILE):  # it may hold anything
+        state = reader.load([FIRST_FILE], candidate.directory, {}, NullOperation())[FIRST_FILE]
+        return describe(candidate.directory, state)

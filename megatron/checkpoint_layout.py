@@ -35,7 +35,7 @@ def tag_of(step: int) -> str:
 
 def step_of(tag: str) -> int | None:
     """Iteration in a tag of the form global_stepN; None for any other tag."""
-    match = re.fullmatch(r"global_step(\d+)", tag)
+    match = re.fullmatch(r"global_step([0-9]{1,18})", tag)
     return int(match.group(1)) if match else None
 
 

@@ -22,6 +22,7 @@ from megatron.checkpoint_engines.errors import (
     CheckpointNotFoundError,
     EngineUnavailableError,
     UnknownEngineError,
+    reading,
 )
 from megatron.checkpoint_engines.registry import create_engine
 from megatron.checkpoint_state import Progress, live_state, restore_state, restore_tied_weights
@@ -40,7 +41,8 @@ def load_checkpoint(ctx: Checkpointer, engine: Any) -> Progress | None:
 
     A damaged one is reported and the next older one is used. Returns None if --load has none at all (then the
     model keeps the values it has). Raises CheckpointNotFoundError if none is loadable,
-    CheckpointMismatchError if it is of another shape or layout, or of an engine that is not here.
+    CheckpointMismatchError if it is of another shape or layout, or of an engine that is not here;
+    CheckpointDamagedError if none is loadable and one was found out only when some of it had been applied.
     """
     options = ctx.config.checkpoint
     load_dir = Path(options.load or "")
@@ -54,12 +56,15 @@ def load_checkpoint(ctx: Checkpointer, engine: Any) -> Progress | None:
             candidates, problems = ctx.control.broadcast(found)
         for problem in problems:
             _report_rejected(ctx, problem)
+        half_applied = False
         for candidate in candidates:
             op.label(tag=candidate.tag, step=candidate.step)
             reader = _reader_of(ctx, candidate, op)
             op.label(engine=type(reader).__name__)
             try:
                 loaded = _load_candidate(ctx, reader, engine, candidate, op)
+            except _NotAppliedError as exc:
+                loaded, half_applied = exc.reasons, True
             finally:
                 if reader is not ctx.checkpoint_engine:
                     reader.close()
@@ -73,6 +78,11 @@ def load_checkpoint(ctx: Checkpointer, engine: Any) -> Progress | None:
                     f"--load-tag {options.load_tag}: no such checkpoint in --load {load_dir}"
                 )
             return None
+        if half_applied:
+            raise CheckpointDamagedError(
+                f"--load {load_dir}: no checkpoint there can be used: {'; '.join(problems)}. Parts of one are in the "
+                "model already, so that nothing can start over from here: move it away, or restore another"
+            )
         raise CheckpointNotFoundError(
             f"--load {load_dir}: no checkpoint there is whole: {'; '.join(problems)}. Restore one of them, or "
             "start from iteration 0 with --allow-start-over"
@@ -136,8 +146,10 @@ def _load_candidate(
                 live = live_state(engine, place, with_optimizer, reader.loads_in_place)
                 _check_wanted(candidate, [file.name for file in live])
             expected = manifest.files if manifest else {}
-            states = reader.load_into(live, candidate.directory, expected, op)
+            with reading(candidate.directory):  # engines name the file, where they can
+                states = reader.load_into(live, candidate.directory, expected, op)
     except (CheckpointDamagedError, OSError) as exc:
+        logger.debug("%s cannot be read", candidate.directory, exc_info=exc)
         error = str(exc)
     if elsewhere:
         return _load_elsewhere(ctx, reader, engine, candidate, op)
@@ -148,17 +160,50 @@ def _load_candidate(
         for reason in reasons:
             _report_rejected(ctx, reason)
         return reasons
-    saved = states[names.model_states_file(place.layout, place.at)]["args"]
-    check_optimizer(saved, namespace_from_config(ctx.config), candidate.directory)
-    with op.span("load", "host_to_device"):
-        progress = restore_state(engine, place, states, ctx.config)
-        states.clear()  # giving gigabytes back to the system takes its time: here, where it is accounted for
+    progress = _apply(ctx, engine, candidate, states, op)
     with op.span("redistribute", "all_gather" if with_optimizer else "broadcast"):
         restore_tied_weights(engine, with_optimizer)
     if options.verify_restored_state and not options.finetune:
         _verify_restored(ctx, engine, candidate, op)
     if manifest is None:
         logger.info("%s has no manifest (upstream wrote it): its checksums cannot be verified", candidate.tag)
+    return progress
+
+
+class _NotAppliedError(CheckpointDamagedError):
+    """What a rank read is not what a checkpoint holds, as it found when it applied it. `reasons`: of each rank."""
+
+    def __init__(self, reasons: list[str]) -> None:
+        super().__init__("; ".join(reasons))
+        self.reasons = reasons
+
+
+def _apply(
+    ctx: Checkpointer, engine: Any, candidate: commit.Candidate, states: dict[str, Any], op: Operation
+) -> Progress:
+    """Put the states that were read into the live engine; collective, for they may still be of any content.
+
+    Raises _NotAppliedError on all ranks if they were on one. Then the next candidate replaces whatever was applied.
+    """
+    progress: Progress | None = None
+    error: str | None = None
+    with op.span("load", "host_to_device"):
+        try:
+            with reading(candidate.directory):
+                saved = states[names.model_states_file(ctx.place.layout, ctx.place.at)]["args"]
+                check_optimizer(saved, namespace_from_config(ctx.config), candidate.directory)
+                progress = restore_state(engine, ctx.place, states, ctx.config)
+        except CheckpointDamagedError as exc:
+            logger.debug("%s cannot be applied", candidate.directory, exc_info=exc)
+            error = str(exc)
+        states.clear()  # giving gigabytes back to the system takes its time: here, where it is accounted for
+    with op.span("barrier"):
+        failed = ctx.control.agree(error)
+    if progress is None or failed:
+        reasons = [f"rank {rank}: {reason}" for rank, reason in failed]
+        for reason in reasons:
+            _report_rejected(ctx, reason)
+        raise _NotAppliedError(reasons)
     return progress
 
 

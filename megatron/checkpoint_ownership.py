@@ -30,6 +30,7 @@ from pathlib import Path
 from megatron import checkpoint_layout as names
 from megatron.checkpoint_engines.errors import SaveDirectoryInUseError, SaveDirectorySupersededError
 from megatron.restart_trace import clock
+from megatron.restart_trace.regular import open_regular, read_regular
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ PATIENCE_S = 1.0
 _STALE_S = 5.0
 _LOCK_PATIENCE_S = 1.0
 _POLL_S = 0.02
+_MAX_BYTES = 1 << 16  # of a file of .generations; ours have less than 1 kB
 _PF_EXITING = 0x4  # linux/sched.h: the flag of a process that is being torn down
 _RELEASED = 0  # the heartbeat, in seconds since 1970, of an owner that has ended by itself
 
@@ -171,7 +173,7 @@ def newest_owner(save_dir: Path) -> Owner | None:
         return None
     newest = max(numbers)
     try:
-        return _parse(newest, _file(save_dir, newest).read_text())
+        return _parse(newest, read_regular(_file(save_dir, newest), _MAX_BYTES).decode())
     except FileNotFoundError:
         return newest_owner(save_dir)  # a later launch has just removed it
     except (OSError, ValueError, TypeError, RecursionError):
@@ -300,7 +302,7 @@ def _is_there(path: Path) -> bool:
 
 def _modified(path: Path) -> float:
     """Modification time, s. The file is opened for it: network file systems then ask the server."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    fd = open_regular(path)
     try:
         return os.fstat(fd).st_mtime
     finally:

@@ -26,6 +26,7 @@ from megatron.checkpoint_engines.host_memory import available_memory, resident_p
 from megatron.config import Config
 from megatron.restart_trace.clock import now_ns
 from megatron.restart_trace.recorder import Operation
+from megatron.restart_trace.regular import open_regular
 from megatron.topology import Coordinates, Layout
 
 logger = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ class Prefetch:
         self._thread.join()
 
     def _run(self) -> None:
-        """A problem is the load's to tell: here it ends the reading ahead."""
+        """A problem, of whatever kind damage makes, is the load's to tell: here it ends the reading ahead."""
         try:
             found = newest_with_manifest(self._config)
             if found is None or found.manifest is None:
@@ -114,8 +115,8 @@ class Prefetch:
                 return
             self._directory = found.directory
             self._read_all(found.manifest, found.directory)
-        except (OSError, ValueError, TypeError) as exc:
-            self._note = str(exc)
+        except Exception as exc:
+            self._note = f"{type(exc).__name__}: {exc}"
 
     def _read_all(self, manifest: Manifest, directory: Path) -> None:
         seen: set[str] = set()
@@ -129,7 +130,7 @@ class Prefetch:
 
     def _read_file(self, path: Path, my_optimizer_file: str) -> None:
         start, count = now_ns(), 0
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_regular(path)
         try:
             there = resident_pages(fd)
             # Just what is asked for: the kernel's own reading ahead, megabytes of it, knows of no limit.
@@ -198,6 +199,8 @@ def _stretches(fd: int, path: Path, wanted: Callable[[str], bool]) -> list[Stret
     for name, entry in entries.items():
         if name != "__metadata__" and wanted(name.partition("/")[0]):
             start, stop = entry["data_offsets"]
+            if not 0 <= start <= stop <= size - begin:
+                raise ValueError(f"{path}: its header tells of bytes {start} to {stop}")
             found.append((begin + start, begin + stop))
     return _merged(sorted(found))
 

@@ -247,7 +247,7 @@ def restore_tied_weights(engine: Any, with_optimizer: bool) -> None:
 
 
 def progress_of(common: Mapping[str, Any]) -> Progress:
-    """Progress recorded in an mp_rank file, ours or upstream's."""
+    """Progress recorded in an mp_rank file, ours or upstream's. Raises ValueError if it is no count of anything."""
     args = common["args"]
     indexed = getattr(args, "indexed_samples", None)
     if indexed is None:  # upstream: the index was built for all iterations of the run that saved
@@ -260,6 +260,9 @@ def progress_of(common: Mapping[str, Any]) -> Progress:
         )
     train, valid, test = indexed
     consumed = args.consumed_train_samples, args.consumed_valid_samples
+    counts = common["iteration"], *consumed, train, valid, test
+    if any(not isinstance(count, int) or count < 0 for count in counts):
+        raise ValueError(f"progress {ascii(counts)[:200]}")
     return Progress(common["iteration"], *consumed, (train, valid, test))
 
 

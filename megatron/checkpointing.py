@@ -20,6 +20,7 @@ from megatron import checkpoint_commit as commit
 from megatron import checkpoint_layout as names
 from megatron.checkpoint_background import BackgroundSave, BackgroundSaves
 from megatron.checkpoint_compatibility import model_identity
+from megatron.checkpoint_directories import loaded_from
 from megatron.checkpoint_engines.base import (
     MIB,
     CheckpointEngine,
@@ -306,11 +307,14 @@ def _commit(ctx: Checkpointer, gathered: list[Any], save: _Save, op: Operation) 
             model=model_identity(ctx.config, ctx.padded_vocab_size),
             files=commit.collect_files([saved for _, saved in gathered]),
             run_id=ctx.run_id,
+            loaded_from=loaded_from(ctx.config.checkpoint),
             sequence=commit.next_sequence(save.save_dir),
         )
         commit.write_manifest(save.temporary, manifest, fsync)
     with op.span("commit", "publish", blocking=save.blocking):
-        commit.publish(save.save_dir, save.temporary, save.tag, save.step, fsync, ctx.ownership)
+        wrong = commit.publish(save.save_dir, save.temporary, save.tag, save.step, fsync, ctx.ownership)
+    for what in wrong:
+        logger.error("checkpoint %s is complete and will be found by loads, but %s", save.tag, what)
     _prune(ctx, save.save_dir, save.step, op, blocking=save.blocking)
     return None
 

@@ -13,7 +13,9 @@ import os
 import stat
 import struct
 from collections.abc import Callable
+from pathlib import Path
 
+from megatron.checkpoint_manifest import read_latest
 from megatron.config import CheckpointConfig, Config, ConfigError, DataConfig
 
 logger = logging.getLogger(__name__)
@@ -255,10 +257,11 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
 
 
 def check_load(checkpoint: CheckpointConfig, *, warn: bool = True) -> None:
-    """Check that --load holds a checkpoint: a `latest` file, or a directory with a manifest.
+    """Check that --load holds a checkpoint: a directory with a manifest, or one that `latest` names.
 
     Without one the run starts from iteration 0, with a logged warning if `warn`, or stops if
-    --exit-on-missing-checkpoint is given. A --load-tag that is not there is always an error. Whether a
+    --exit-on-missing-checkpoint is given. It stops, too, if `latest` names one that is gone: something was lost, and
+    only --allow-start-over starts all over again. A --load-tag that is not there is always an error. Whether a
     checkpoint is complete shows on load.
 
     Raises: ConfigError naming flag, directory and fix.
@@ -276,9 +279,10 @@ def check_load(checkpoint: CheckpointConfig, *, warn: bool = True) -> None:
             there = ", ".join(tags) or "none"
             raise ConfigError(f"--load-tag {checkpoint.load_tag}: not in --load {load}; there are: {there}")
         return
-    if os.path.isfile(os.path.join(load, "latest")) or any(
-        os.path.isfile(os.path.join(load, tag, "manifest.json")) for tag in tags
-    ):
+    if any(os.path.lexists(os.path.join(load, tag, "manifest.json")) for tag in tags):
+        return
+    if os.path.lexists(os.path.join(load, "latest")):
+        _check_latest(checkpoint, load)
         return
     hint = "correct the path"
     if os.path.isfile(os.path.join(load, "manifest.json")) or os.path.isfile(
@@ -300,6 +304,23 @@ def check_load(checkpoint: CheckpointConfig, *, warn: bool = True) -> None:
         )
 
 
+def _check_latest(checkpoint: CheckpointConfig, load: str) -> None:
+    """Check that `latest` names a directory in `load`, in which there is no manifest."""
+    path = os.path.join(load, "latest")
+    try:
+        tag = read_latest(Path(load))
+        if tag is not None and os.path.isdir(os.path.join(load, tag)):
+            return  # upstream's, or damaged: that shows on load
+        wrong = f"{path} names {tag}, which is not there"
+    except ValueError as error:
+        wrong = str(error)
+    if not checkpoint.allow_start_over:
+        raise ConfigError(
+            f"--load {load}: {wrong}, and there is no other checkpoint; put it back, or start from iteration 0 with "
+            "--allow-start-over"
+        )
+
+
 def _tags(load: str) -> list[str]:
     """Names of the directories in `load` that could be checkpoints."""
     try:
@@ -310,7 +331,7 @@ def _tags(load: str) -> list[str]:
         raise ConfigError(
             f"--load {load}: cannot be read: {error.strerror}; correct the path or its rights"
         ) from error
-    return [name for name in names if name != "restart_trace"]
+    return [name for name in names if name != "restart_trace" and not name.startswith(".")]
 
 
 def check_writable(flag: str, directory: str, *, sync: bool = True) -> None:

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 
 from megatron.checkpoint_engines.errors import CheckpointDamagedError
+from megatron.restart_trace.regular import NotRegularFileError, read_regular
+
+_MAX_BYTES = 1 << 30
 
 
 def tensor_hashes(engine: Any) -> dict[str, str]:
@@ -21,12 +24,14 @@ def tensor_hashes(engine: Any) -> dict[str, str]:
 def compare_hashes(engine: Any, path: Path) -> None:
     """Raises CheckpointDamagedError naming the tensors whose live bits differ from those in `path`."""
     try:
-        saved = json.loads(path.read_text())
+        saved = json.loads(read_regular(path, _MAX_BYTES))
+        if not isinstance(saved, dict):
+            raise ValueError("it holds no object")
     except FileNotFoundError:
         raise CheckpointDamagedError(
             f"{path}: not there; --verify-restored-state needs a checkpoint that was saved with it"
         ) from None
-    except ValueError as exc:
+    except (ValueError, RecursionError, NotRegularFileError) as exc:
         raise CheckpointDamagedError(
             f"{path}: not whole ({exc}), so the restored state cannot be compared"
         ) from None

@@ -130,11 +130,13 @@ class _Vocabulary(NamedTuple):
 def _check_before_imports(config: Config) -> _Vocabulary:
     """Cheap checks of flags and files, before anything heavy."""
     from megatron.checkpoint_compatibility import check_newest
+    from megatron.checkpoint_directories import check_save
     from megatron.checkpoint_engines.registry import check_engine_name
     from megatron.preflight import check_inputs
     from megatron.tokenizer import tokenizer_info
 
     check_engine_name(config.checkpoint.checkpoint_engine)
+    check_save(config.checkpoint, warn=config.parallel.rank == 0)
     check_inputs(config)
     data = config.data
     vocab_size, eod = tokenizer_info(

@@ -5,11 +5,14 @@ Written from the description of the format, by index arithmetic, and independent
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from megatron.checkpoint_engines.placement_check import check_placement
 
 
 @dataclass
@@ -50,6 +53,7 @@ class Reader:
     cut: Counter[str] = field(default_factory=Counter)  # fragments that are not a whole slice, by name
 
     def add(self, tensor: torch.Tensor, placement: dict[str, Any]) -> None:
+        check_placement(json.loads(json.dumps(placement)), tensor.numel())  # a load would take it
         if "fragments" not in placement:
             positions = positions_of(placement)
             assert tensor.shape == positions.shape, placement["name"]

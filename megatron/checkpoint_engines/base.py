@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron.checkpoint_engines.errors import CheckpointDamagedError
+from megatron.checkpoint_engines.errors import CheckpointDamagedError, reading
 from megatron.restart_trace.recorder import Operation
+from megatron.restart_trace.regular import NotRegularFileError, check_regular
 
 if TYPE_CHECKING:
     import torch
@@ -196,8 +197,9 @@ class CheckpointEngine(ABC):
         num_bytes = 0
         for name in names:
             path = directory / name
-            size = check_size(path, expected.get(name))
-            states[name] = self._load_file(path, expected.get(name), op)
+            with reading(path):
+                size = check_size(path, expected.get(name))
+                states[name] = self._load_file(path, expected.get(name), op)
             num_bytes += size
         op.bytes = (op.bytes or 0) + num_bytes
         op.num_files = (op.num_files or 0) + len(states)
@@ -256,11 +258,18 @@ def refuse_duplicates(files: Sequence[FileState]) -> None:
 
 
 def check_size(path: Path, expected: SavedFile | None) -> int:
-    """Size of the file at `path`, bytes. Raises CheckpointDamagedError if it is missing or not as expected."""
+    """Size of the file at `path`, bytes. Raises CheckpointDamagedError if it is missing or not as expected.
+
+    It is missing, too, if something else is there: to open a FIFO would block for ever.
+    """
     try:
-        size = path.stat().st_size
+        status = path.stat()
+        check_regular(path, status)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointDamagedError(f"{path}: file is missing") from None
+    except NotRegularFileError as exc:
+        raise CheckpointDamagedError(str(exc)) from None
+    size = status.st_size
     if expected is not None and size != expected.num_bytes:
         raise CheckpointDamagedError(f"{path}: {size} bytes, but {expected.num_bytes} were saved")
     return size

@@ -165,7 +165,7 @@ def _parse(path: Path, file: BinaryIO | Any, size: int) -> Header:
         if content is not None and SKELETON in content:
             try:
                 return _header(layout, content, begin + length, size)
-            except (ValueError, KeyError, TypeError, AttributeError) as exc:
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as exc:
                 raise CheckpointDamagedError(
                     f"{path}: its header is not one of DataStates ({type(exc).__name__}: {exc})"
                 ) from exc
@@ -187,25 +187,25 @@ def _read(file: Any, begin: int, length: int) -> bytes:
 def _json_of(text: bytes) -> dict[str, Any] | None:
     try:
         content = json.loads(text)
-    except ValueError:  # UnicodeDecodeError is one
+    except (ValueError, RecursionError):  # UnicodeDecodeError is one; nested too deeply
         return None
     return content if isinstance(content, dict) else None
 
 
 def _header(layout: str, content: dict[str, Any], header_end: int, size: int) -> Header:
-    """Raises ValueError, KeyError or TypeError if the content is not as the format has it."""
+    """Raises ValueError, KeyError, TypeError or AttributeError if the content is not as the format has it."""
     name = "data_offsets" if layout == "packed" else "offsets"
     base = {"packed": header_end, "aligned": -(-header_end // ALIGNMENT) * ALIGNMENT, "trailing": 0}[layout]
     tensors: dict[str, TensorRegion] = {}
     for key, item in content.items():
         if key == SKELETON:
             continue
-        start, stop = (base + int(offset) for offset in item[name])
+        start, stop = (base + _offset(offset) for offset in item[name])
         region = TensorRegion(start, stop, _dtype(item["dtype"]), _shape(item["shape"]))
         if stop - start != _num_bytes(region):
             raise ValueError(f"{key}: {stop - start} bytes for {region.dtype} {list(region.shape)}")
         tensors[key.removeprefix(TENSOR_PREFIX) if layout == "trailing" else key] = region
-    start, stop = (base + int(offset) for offset in content[SKELETON][name])
+    start, stop = (base + _offset(offset) for offset in content[SKELETON][name])
     if layout == "aligned":
         stop = max(start + 1, size)
     last = max([stop, *(region.stop for region in tensors.values())])
@@ -223,6 +223,12 @@ def _check_no_overlap(header: Header, position: int) -> None:
         position = region.stop
 
 
+def _offset(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"offset {ascii(value)[:80]}")
+    return value
+
+
 def _dtype(text: str) -> torch.dtype:
     found = getattr(torch, text.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
@@ -235,11 +241,10 @@ def _shape(value: Any) -> tuple[int, ...]:
     if isinstance(value, str):
         if not re.fullmatch(r"(torch\.Size)?\(?\[?[\d, ]*\]?\)?", value):
             raise ValueError(f"shape {value!r}")
-        value = re.findall(r"\d+", value)
-    shape = tuple(int(item) for item in value)
-    if any(item < 0 for item in shape):
-        raise ValueError(f"shape {value!r}")
-    return shape
+        value = [int(item) for item in re.findall(r"\d+", value)]
+    if type(value) is not list or any(type(item) is not int or item < 0 for item in value):
+        raise ValueError(f"shape {ascii(value)[:80]}")
+    return tuple(value)
 
 
 def _num_bytes(region: TensorRegion) -> int:

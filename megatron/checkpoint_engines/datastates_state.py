@@ -24,6 +24,7 @@ import torch
 from megatron.checkpoint_engines import safe_unpickling
 from megatron.checkpoint_engines.datastates_format import TENSOR_PREFIX
 from megatron.checkpoint_engines.errors import CheckpointDamagedError
+from megatron.checkpoint_engines.plain_unpickling import PlainUnpickler
 
 _STATE = "megatron_state"
 _TENSORS = "tensors"
@@ -116,9 +117,9 @@ class _UnknownClassError(pickle.UnpicklingError):
     pass
 
 
-class _KnownClasses(pickle.Unpickler):
+class _KnownClasses(PlainUnpickler):
     def __init__(self, pickled: bytes, tensors: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(io.BytesIO(pickled))
+        super().__init__(pickled)
         self._tensors = tensors
 
     def find_class(self, module: str, name: str, /) -> Any:
@@ -127,7 +128,7 @@ class _KnownClasses(pickle.Unpickler):
             return getattr(torch, name)
         if found is None:
             raise _UnknownClassError(f"holds {module}.{name}, which is not on the allow-list")
-        return found
+        return self.allowed(found)
 
     def persistent_load(self, pid: Any, /) -> Any:
         if pid[0] == "tensor":

@@ -26,6 +26,7 @@ from megatron.checkpoint_engines.measured_io import (
     read_file,
     with_name,
 )
+from megatron.checkpoint_engines.plain_unpickling import PlainUnpickler
 from megatron.restart_trace.clock import now_ns
 
 METADATA = ".metadata"
@@ -227,10 +228,10 @@ class Reader(filesystem.FileSystemReader):
                 )
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(PlainUnpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         if (module_name, global_name) in _CLASSES:
-            return _CLASSES[module_name, global_name]
+            return self.allowed(_CLASSES[module_name, global_name])
         dtype = vars(torch).get(global_name) if module_name == "torch" else None
         if isinstance(dtype, torch.dtype):
             return dtype
@@ -240,7 +241,7 @@ class _Unpickler(pickle.Unpickler):
 def _parse(path: Path, content: bytes) -> metadata.Metadata:
     """Unpickle metadata; runs nothing of the checkpoint's choice. Raises CheckpointDamagedError."""
     try:
-        found = _Unpickler(io.BytesIO(content)).load()
+        found = _Unpickler(content).load()
         if not isinstance(found, metadata.Metadata):
             raise TypeError(f"it holds a {type(found).__name__}")
         return found

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron.config import ConfigError
+
 
 class CheckpointError(RuntimeError):
     """Base of all checkpoint errors."""
@@ -37,3 +43,28 @@ class UnknownEngineError(ValueError):
 
 class EngineUnavailableError(ValueError):
     """The engine is known, but this machine lacks a package or a device that it needs."""
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Within it, a file of a checkpoint is read: whatever that raises is damage to `path`.
+
+    What a damaged file makes of a parser is beyond listing. These keep their meaning: CheckpointError and OSError,
+    which name a file themselves; a flag or a package that is wrong; and want of memory.
+    Raises CheckpointDamagedError in place of any other Exception.
+    """
+    try:
+        yield
+    except (CheckpointError, OSError, MemoryError, ConfigError, UnknownEngineError, EngineUnavailableError):
+        raise
+    except Exception as exc:
+        if _is_want_of_memory(exc):
+            raise
+        raise CheckpointDamagedError(f"{path}: cannot be read ({type(exc).__name__}: {exc})") from exc
+
+
+def _is_want_of_memory(exc: Exception) -> bool:
+    """torch has no MemoryError: on a device it raises a class of its own, on the host a plain RuntimeError."""
+    return isinstance(exc, RuntimeError) and (
+        type(exc).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: " in str(exc)
+    )

@@ -5,6 +5,7 @@ The parts: lazy_format (the file), lazy_writer (a save), host_cache (its memory)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -26,12 +27,13 @@ from megatron.checkpoint_engines.base import (
     files_of,
     refuse_duplicates,
 )
-from megatron.checkpoint_engines.errors import CheckpointDamagedError
+from megatron.checkpoint_engines.errors import CheckpointDamagedError, reading
 from megatron.checkpoint_engines.host_cache import DEFAULT_IO_THREADS, HostCache
 from megatron.checkpoint_engines.lazy_reader import Reader
 from megatron.checkpoint_engines.lazy_writer import LazySave
 from megatron.checkpoint_engines.load_ranges import Wanted
 from megatron.checkpoint_engines.load_sources import Arena
+from megatron.checkpoint_engines.placement_check import check_placement
 from megatron.restart_trace.recorder import Operation
 
 _HEADER_THREADS = 8
@@ -123,6 +125,8 @@ class LazyEngine(CheckpointEngine):
     def _placed(
         self, path: Path, data_start: int, entry: lazy_format.TensorEntry, placement: dict[str, Any]
     ) -> PlacedTensor:
+        with reading(path):
+            check_placement(placement, math.prod(entry.shape))
         start = data_start + entry.start
         checked = None
         if self.options.verify_checksums and entry.crc32 is not None:
@@ -163,11 +167,12 @@ class LazyEngine(CheckpointEngine):
 
     def _open_checked(self, path: Path, file: SavedFile, op: Operation) -> lazy_format.Contents:
         check_size(path, file)
-        with op.span("load", "read", file=path.name) as span:
-            header = lazy_format.read_header(path)
-            span.bytes = len(header)
-        with op.span("load", "deserialize", file=path.name):
-            return self._parse(header, path, file)
+        with reading(path):
+            with op.span("load", "read", file=path.name) as span:
+                header = lazy_format.read_header(path)
+                span.bytes = len(header)
+            with op.span("load", "deserialize", file=path.name):
+                return self._parse(header, path, file)
 
     def _parse(self, header: bytes, path: Path, file: SavedFile) -> lazy_format.Contents:
         if self.options.verify_checksums:
@@ -191,7 +196,8 @@ def _join(
         raise CheckpointDamagedError(f"{path}: does not hold {name}")
     prefix = name + "/"
     mine = {entry.name.removeprefix(prefix): tensors[path, entry.name] for entry in contents.tensors_of(name)}
-    try:
-        return state_skeleton.join(contents.states[name], mine)
-    except state_skeleton.SkeletonError as exc:
-        raise CheckpointDamagedError(f"{path}: {name}: {exc}") from exc
+    with reading(path):
+        try:
+            return state_skeleton.join(contents.states[name], mine)
+        except state_skeleton.SkeletonError as exc:
+            raise CheckpointDamagedError(f"{path}: {name}: {exc}") from exc

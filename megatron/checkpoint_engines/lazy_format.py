@@ -12,6 +12,8 @@ format, lie as JSON: `states`, the state of each file name of DeepSpeed's layout
 from __future__ import annotations
 
 import json
+import math
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -215,8 +217,11 @@ def decode(header: bytes, path: Path) -> Contents:
             )
         described = json.loads(metadata["tensors"])
         entries = {name: _entry(name, item, described[name]) for name, item in content.items()}
+        _check_order(entries)
         states = json.loads(metadata["states"])
-    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+        if not isinstance(states, dict):
+            raise TypeError("its states are no object")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise CheckpointDamagedError(
             f"{path}: its header is not one of engine lazy ({type(exc).__name__}: {exc})"
         ) from exc
@@ -224,13 +229,32 @@ def decode(header: bytes, path: Path) -> Contents:
 
 
 def _entry(name: str, item: dict[str, Any], described: dict[str, Any]) -> TensorEntry:
+    """Raises ValueError, KeyError, TypeError or AttributeError if it is not as this program writes it."""
     start, stop = item["data_offsets"]
     dtype, shape = _DTYPES[item["dtype"]], item["shape"]
     if "torch_dtype" in described:
         dtype, shape = _OTHER_DTYPES[described["torch_dtype"]], described["shape"]
-    return TensorEntry(
-        name, dtype, tuple(shape), start, stop, described.get("placement"), described.get("crc32")
-    )  # fmt: skip
+    if type(shape) is not list or any(type(size) is not int or size < 0 for size in [*shape, start, stop]):
+        raise ValueError(f"{ascii(name)}: shape {ascii(shape)[:80]} at {ascii([start, stop])[:80]}")
+    if stop - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{ascii(name)}: {stop - start} bytes for {dtype} {str(shape)[:80]}")
+    placement, crc32 = described.get("placement"), described.get("crc32")
+    if crc32 is not None and not (type(crc32) is str and re.fullmatch("[0-9a-f]{8}", crc32)):
+        raise ValueError(f"{ascii(name)}: checksum {ascii(crc32)[:80]}")
+    if type(placement) not in (dict, type(None)):
+        raise ValueError(f"{ascii(name)}: placement {ascii(placement)[:80]}")
+    return TensorEntry(name, dtype, tuple(shape), start, stop, placement, crc32)
+
+
+def _check_order(entries: Mapping[str, TensorEntry]) -> None:
+    """Raises ValueError if the tensors do not lie one after the other, without gaps."""
+    position = 0
+    for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.stop)):
+        if entry.start != position:
+            raise ValueError(
+                f"{ascii(entry.name)} begins at byte {entry.start}, and what is before it ends at {position}"
+            )
+        position = entry.stop
 
 
 def planned_size(files: Sequence[FileState], rank: int, checksums: bool = True) -> tuple[str, int]:

@@ -15,6 +15,7 @@ import torch
 from megatron.checkpoint_engines import direct_files
 from megatron.checkpoint_engines.direct_files import ALIGNMENT, align_up
 from megatron.checkpoint_engines.errors import CheckpointDamagedError
+from megatron.restart_trace.regular import open_regular
 
 _MOSTLY_CACHED = 0.5
 _POPULATE_READ = 22  # MADV_POPULATE_READ of linux/mman.h, since 5.14; not in Python's mmap
@@ -61,7 +62,7 @@ class OpenFile:
         self._path = path
         self._size = size
         self._mode = mode
-        self._buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._buffered = open_regular(path)
         self._direct: int | None = None
         self._resident: direct_files.ResidentPages | None = None
         try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import collections
 import enum
+import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,6 +18,16 @@ class ModelType(enum.Enum):
     encoder_and_decoder = 2
     retro_encoder = 3
     retro_decoder = 4
+
+
+@functools.cache
+def _member_of(kind: type[enum.Enum]) -> Callable[[Any], enum.Enum]:
+    """Looks a member up. On the allow-list in place of its class, whose members an unpickler would let be altered."""
+
+    def member(value: Any) -> enum.Enum:
+        return kind(value)
+
+    return member
 
 
 def known_classes() -> AbstractContextManager[None]:
@@ -35,9 +47,9 @@ def known_classes() -> AbstractContextManager[None]:
         collections.OrderedDict,
         DynamicLossScaler,
         LossScaler,
-        ZeroStageEnum,
         fragment_address,
-        (ModelType, "megatron.core.enums.ModelType"),
+        (_member_of(ZeroStageEnum), f"{ZeroStageEnum.__module__}.{ZeroStageEnum.__qualname__}"),
+        (_member_of(ModelType), "megatron.core.enums.ModelType"),
         *numpy_types,
         (reconstruct, "numpy.core.multiarray._reconstruct"),  # its place in NumPy 1
         (reconstruct, "numpy._core.multiarray._reconstruct"),  # and in NumPy 2

@@ -13,7 +13,7 @@ from isal import isal_zlib
 
 from megatron.checkpoint_engines import safe_unpickling
 from megatron.checkpoint_engines.base import EngineOptions, SavedFile, check_size
-from megatron.checkpoint_engines.errors import CheckpointDamagedError
+from megatron.checkpoint_engines.errors import CheckpointDamagedError, reading
 from megatron.checkpoint_engines.timed_files import TimedReader, VerifyingReader
 from megatron.checkpoint_engines.zip_records import ALGORITHM, Record, directory_checksum, read_records
 from megatron.restart_trace.clock import now_ns
@@ -205,4 +205,5 @@ class ReadsTorchFiles:
     ) -> Any:
         path, file = directory / name, expected.get(name)
         check_size(path, file)
-        return read_values(path, file, self.options.verify_checksums, op)
+        with reading(path):
+            return read_values(path, file, self.options.verify_checksums, op)

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.config.errors import ConfigError, refuse, require_at_least, require_one_of, require_positive
 from megatron.config.flags import flag, flag_name
 
-_NEED_SAVE = ("keep_last", "no_save_optim", "no_save_rng", "take_over")
+_NEED_SAVE = ("keep_last", "no_save_optim", "no_save_rng", "take_over", "allow_other_checkpoints")
 _NEED_LOAD = (
     "load_tag",
     "no_load_optim",
@@ -53,7 +53,12 @@ class CheckpointConfig:
     exit_on_missing_checkpoint: bool = flag(
         False, "stop when --load holds no checkpoint, instead of starting afresh"
     )
-    allow_start_over: bool = flag(False, "start from iteration 0 if every checkpoint in --load is damaged")
+    allow_start_over: bool = flag(
+        False, "start from iteration 0 if every checkpoint in --load is damaged, or latest names one that is gone"
+    )
+    allow_other_checkpoints: bool = flag(
+        False, "save into a --save that holds checkpoints which this run does not resume from"
+    )
     checkpoint_engine: str = flag(
         "torch", "how checkpoint files are written; an unknown name lists those there are"
     )

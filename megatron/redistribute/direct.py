@@ -17,7 +17,7 @@ import torch
 
 from megatron import checkpoint_layout as names
 from megatron.checkpoint_engines.base import CheckpointEngine, PlacedTensor, files_of
-from megatron.checkpoint_engines.errors import CheckpointMismatchError
+from megatron.checkpoint_engines.errors import CheckpointMismatchError, reading
 from megatron.checkpoint_placements import (
     flat_partitions,
     fragments,
@@ -114,8 +114,9 @@ class DirectLoad(LayoutLoad):
                 names.model_states_file(old, first),
                 *([optimizer_file] if self._with_optimizer else []),
             ]
-            found.values = [reader.load_values(name, self._directory, files, self._op) for name in wanted]
-        with self._op.span("discover"):
+            with reading(self._directory):
+                found.values = [reader.load_values(name, self._directory, files, self._op) for name in wanted]
+        with self._op.span("discover"), reading(self._directory):
             if reader.wants_placements:
                 mine = {name: files[name] for name in _share(sorted(files), rank, world_size)}
                 found.tensors = reader.placed_tensors(self._directory, mine, self._op)
@@ -127,12 +128,14 @@ class DirectLoad(LayoutLoad):
 
     def _plan(self, reader: CheckpointEngine, surveyed: _Survey) -> Reading:
         """What this rank reads: into live tensors, and into memory for the moments. `surveyed`: by all ranks."""
-        with self._op.span("discover"):
+        with self._op.span("discover"), reading(self._directory):
             index = SourceIndex(self._placed_tensors(reader, surveyed.tensors))
         self._common = surveyed.values[0]
         self._check_optimizer()
         if self._with_optimizer:
-            targets = self._optimizer(surveyed.values[1]["optimizer_state_dict"], index)
+            with reading(self._directory):
+                saved = surveyed.values[1]["optimizer_state_dict"]
+            targets = self._optimizer(saved, index)
         else:
             self._weights = self._live_weights()
             here = self._place.at.dp
@@ -225,8 +228,11 @@ class DirectLoad(LayoutLoad):
             for partition in flat_partitions(self._engine, self._place.at.dp)
         ]
         kinds = sorted(index.kinds() - {WEIGHT, _MASTER})
-        base = saved["base_optimizer_state"]
-        counters = _counters(base)
+        with reading(self._directory):
+            base = saved["base_optimizer_state"]
+            counters = _counters(base)
+            groups = _groups(base["param_groups"], own["base_optimizer_state"]["param_groups"])
+            of_training = {key: saved[key] for key in own if key in _OF_TRAINING and key in saved}
         targets, state = [], {}
         for group, (master, param) in enumerate(zip(masters, params, strict=True)):
             placement = shard_placement(_MASTER, held[group], master.numel())
@@ -235,8 +241,6 @@ class DirectLoad(LayoutLoad):
             for kind, moment in moments.items():
                 targets.append(Target(moment, kind, shard_placement(kind, held[group], moment.numel())))
             state[group] = _copied(counters) | moments  # torch counts in place, for each parameter by itself
-        groups = _groups(base["param_groups"], own["base_optimizer_state"]["param_groups"])
-        of_training = {key: saved[key] for key in own if key in _OF_TRAINING and key in saved}
         self._shard = own | of_training | {"base_optimizer_state": {"state": state, "param_groups": groups}}
         return targets
 

@@ -25,7 +25,7 @@ import torch
 
 from megatron import checkpoint_layout as names
 from megatron.checkpoint_engines.base import CheckpointEngine
-from megatron.checkpoint_engines.errors import CheckpointError, CheckpointMismatchError
+from megatron.checkpoint_engines.errors import CheckpointError, CheckpointMismatchError, reading
 from megatron.checkpoint_engines.safe_unpickling import known_classes
 from megatron.checkpoint_engines.torch_files import verify_file
 from megatron.checkpoint_foreign import FIRST_FILE, ForeignCheckpoint
@@ -72,9 +72,10 @@ class UniversalLoad(LayoutLoad):
         old = Layout(**self._manifest.layout)
         files = self._manifest.files
         first = names.model_states_file(old, old.coordinates(0))
-        self._common = reader.load_values(first, self._directory, files, self._op)
-        padded = self._manifest.model["padded_vocab_size"]
-        patterns = universal_checkpoint_info(self._config.model, old.tp, self._vocab_size, padded)
+        with reading(self._directory / first):
+            self._common = reader.load_values(first, self._directory, files, self._op)
+            padded = self._manifest.model["padded_vocab_size"]
+            patterns = universal_checkpoint_info(self._config.model, old.tp, self._vocab_size, padded)
         if self._foreign is not None:
             self._check_foreign(self._foreign)
             self._patterns = patterns_for_upstream(patterns)

@@ -157,7 +157,7 @@ def _last_iteration(path: Path) -> int | None:
     size = path.stat().st_size
     tail = _TAIL_BYTES
     while True:
-        with open_regular(path) as file:
+        with open(open_regular(path), "rb") as file:
             file.seek(max(0, size - tail))
             lines = file.read().splitlines()
         for line in reversed(lines):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
-from megatron.checkpoint_engines.zip_records import read_records
+from megatron.checkpoint_engines.zip_records import directory_checksum, read_records
+from megatron.checkpoint_manifest import content_checksum
 from megatron.topology import Layout
 from tests.dist.harness import LLAMA_STYLE, Run, Zygote, losses, records
 from tests.dist.tiny_runs import Launcher, saving
@@ -138,6 +142,72 @@ def test_nothing_whole_is_left(launcher: Launcher, save: Path, trained: Path) ->
     assert run.ok, run.output[-4000:]
     again, whole = losses(launcher.directory / "trace", cycle=1), losses(trained / "restart_trace")
     assert sorted(again) == [1, 2] and again.items() <= whole.items()
+
+
+def hostile_manifest(path: Path, **changes: object) -> None:
+    """Of wrong types, with the checksum that belongs to it."""
+    content = json.loads(path.read_text()) | changes
+    del content["checksum"]
+    path.write_text(json.dumps(content | {"checksum": content_checksum(content)}))
+
+
+def test_hostile_files_are_passed_over_and_training_saves_on(launcher: Launcher, save: Path, trained: Path) -> None:
+    """By every rank, without a traceback or a wait; `latest` cannot be replaced, and that is what is said of it."""
+    tag = {step: save / f"global_step{step}" for step in range(1, STEPS + 1)}
+    for step in range(1, 4):
+        shutil.rmtree(tag[step])
+    (save / "latest").unlink()
+    (save / "latest").mkdir()
+    hostile_manifest(tag[9] / "manifest.json", step="9")
+    (tag[8] / "manifest.json").write_text("[" * 100_000)
+    (tag[7] / "manifest.json").unlink()
+    os.mkfifo(tag[7] / "manifest.json")
+    pickled = tag[6] / SHARD_OF_RANK_1
+    size = pickled.stat().st_size
+    torch.save({"optimizer_state_dict": [1] * 5}, pickled)
+    with pickled.open("ab") as file:
+        file.truncate(size)
+    forged = tag[5] / SHARD_OF_RANK_1  # with all its checksums
+    torch.save({"optimizer_state_dict": [1] * 5}, forged)
+    files = json.loads((tag[5] / "manifest.json").read_text())["files"]
+    files[forged.name] |= {"num_bytes": forged.stat().st_size, "checksum": directory_checksum(forged)}
+    hostile_manifest(tag[5] / "manifest.json", files=files)
+    saves = [*saving(save, 1), "--exit-interval", "5"]
+    run = resume(launcher, save, *saves)
+    assert run.ok, run.output[-6000:]
+    assert loaded_steps(launcher) == [4, 4]
+    for told in (
+        f"rank 1: {tag[5]}: cannot be read (AttributeError: ",
+        f"{save / 'latest'}: names no checkpoint: is a directory and no regular file",
+        f"{tag[9] / 'manifest.json'}: cannot be used: step: must be a whole number",
+        f"{tag[8] / 'manifest.json'}: cannot be used: it is nested too deeply",
+        f"{tag[7] / 'manifest.json'}: cannot be used: is a FIFO and no regular file",
+        f"rank 1: {pickled}: ",
+    ):
+        assert told in run.log(0), told
+    assert f"checkpoint global_step5 is complete and will be found by loads, but {save / 'latest'}" in run.log(0)
+    assert "untouched" not in run.output and "Traceback" not in run.output
+    whole = losses(trained / "restart_trace")
+    assert losses(launcher.directory / "trace").items() <= whole.items()
+
+
+def test_directory_whose_checkpoints_are_gone(launcher: Launcher, save: Path) -> None:
+    """Training begins again neither in it nor beside the checkpoints of another run, unless it is told to."""
+    refused = launcher.run(TWO, *MODEL, *TRAINING, *saving(save, 1), launcher=True)
+    errors = [line for line in refused.output.splitlines() if line.startswith("error: ")]
+    assert refused.exit_codes[0] == 2 and len(errors) == 1
+    assert errors[0].startswith(f"error: --save {save}: holds checkpoints already (the newest is global_step{STEPS})")
+    for step in range(1, STEPS + 1):
+        shutil.rmtree(save / f"global_step{step}")
+    refused = resume(launcher, save, *saving(save, 1))
+    errors = [line for line in refused.output.splitlines() if line.startswith("error: ")]
+    assert refused.exit_codes[0] == 2 and len(errors) == 1
+    assert errors[0].startswith(f"error: --load {save}: {save / 'latest'} names global_step{STEPS}, which is not there")
+    assert losses(launcher.directory / "trace") == {}
+    over = resume(launcher, save, *saving(save, 1), "--allow-start-over", "--exit-interval", "1")
+    assert over.ok, over.output[-4000:]
+    assert f"{save / 'latest'} names global_step{STEPS}, which is not there" in over.log(0)
+    assert (save / "latest").read_text() == "global_step1"
 
 
 def test_verify_size_computes_no_checksum(launcher: Launcher, save: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import shutil
 from pathlib import Path
@@ -11,10 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from megatron.checkpoint_commit import Candidate, Manifest
 from megatron.checkpoint_compatibility import check_candidate, check_newest, model_identity
+from megatron.checkpoint_engines.base import SavedFile
 from megatron.checkpoint_engines.errors import CheckpointDamagedError, CheckpointMismatchError
+from megatron.checkpoint_manifest import content_checksum
 from megatron.config import (
     CheckpointConfig,
     Config,
@@ -26,7 +31,9 @@ from megatron.config import (
 )
 from megatron.topology import Layout
 from tests.unit.datastates_files import packed
+from tests.unit.hostile import altered
 
+FILES = {"f.pt": SavedFile("f.pt", 1, "none")}
 HERE = Layout(tp=2, pp=1, dp=2)
 VOCAB = 512
 UPSTREAM = Path(__file__).resolve().parents[1] / "golden" / "upstream_run"
@@ -50,7 +57,7 @@ def config(**model: Any) -> Config:
 
 
 def candidate(config: Config, layout: Layout = HERE) -> Candidate:
-    manifest = Manifest("global_step5", 5, "torch", layout.as_dict(), model_identity(config, VOCAB), {})
+    manifest = Manifest("global_step5", 5, "torch", layout.as_dict(), model_identity(config, VOCAB), FILES)
     return Candidate(Path("/save/global_step5"), "global_step5", 5, manifest)
 
 
@@ -264,6 +271,28 @@ def test_an_engine_that_is_not_here_is_missed_before_the_imports(tmp_path: Path)
         check_newest(loading(tmp_path), HERE, VOCAB)
 
 
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_manifest_of_any_content_fits_or_is_told_of(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """With the right checksum: before the imports nothing but a mismatch ends the run."""
+    load = tmp_path_factory.mktemp("load")
+    written(load, 9)
+    path = load / "global_step9" / "manifest.json"
+    content = json.loads(path.read_text())
+    del content["checksum"]
+    content = data.draw(altered(content))
+    if isinstance(content, dict):
+        content["checksum"] = content_checksum(content)
+    path.write_text(json.dumps(content))
+    try:
+        padded = check_newest(loading(load), HERE, VOCAB)
+    except CheckpointMismatchError:
+        return
+    assert type(padded) is int and padded >= VOCAB
+
+
 def test_the_padding_of_the_checkpoint_is_kept_where_tp_divides_it(tmp_path: Path) -> None:
     """500 tokens, in multiples of 8 x TP: 504 with TP1, 512 with TP2 or 4. A padding of no TP is no padding of them."""
     model = dataclasses.replace(config().model, make_vocab_size_divisible_by=8)
@@ -273,7 +302,7 @@ def test_the_padding_of_the_checkpoint_is_kept_where_tp_divides_it(tmp_path: Pat
         shutil.rmtree(tmp_path / "global_step3", ignore_errors=True)
         (tmp_path / "global_step3").mkdir()
         identity = model_identity(here, saved)
-        manifest = Manifest("global_step3", 3, "torch", Layout(2, 1, 1).as_dict(), identity, {})
+        manifest = Manifest("global_step3", 3, "torch", Layout(2, 1, 1).as_dict(), identity, FILES)
         (tmp_path / "global_step3" / "manifest.json").write_text(manifest.to_json())
         assert check_newest(here, Layout(tp, 1, 2), 500) == kept
     same = dataclasses.replace(manifest, model=identity | {"padded_vocab_size": 508})

@@ -127,7 +127,12 @@ ALLOWED = {
         "megatron.arguments", "megatron.config", "megatron.checkpoint_engines.errors",
     ),
     "megatron.arguments": ("megatron.config", "megatron.deepspeed_config", "megatron.unsupported_flags"),
-    "megatron.preflight": ("megatron.config",),
+    "megatron.checkpoint_manifest": (
+        "megatron.topology",
+        "megatron.checkpoint_layout",
+        "megatron.restart_trace.regular",
+    ),
+    "megatron.preflight": ("megatron.config", "megatron.checkpoint_manifest"),
     "megatron.launch": ("megatron.restart_trace", "megatron.heavy_imports", "megatron.parent_process"),
     "tools.ckpt_analysis": ("megatron.restart_trace.schema", "megatron.restart_trace.regular"),
     # Beside each other: none of them imports another.
@@ -143,6 +148,7 @@ ALLOWED = {
         "megatron.checkpoint_engines",
         "megatron.checkpoint_commit",
         "megatron.checkpoint_layout",
+        "megatron.checkpoint_manifest",
         "megatron.control_plane",
         "megatron.parent_process",
         "megatron.topology",

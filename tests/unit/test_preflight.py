@@ -12,9 +12,12 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron.checkpoint_commit import write_manifest
+from megatron.checkpoint_directories import check_save, loaded_from
 from megatron.config import (
     CheckpointConfig,
     Config,
@@ -26,6 +29,8 @@ from megatron.config import (
     TrainingConfig,
 )
 from megatron.preflight import check_dataset, check_inputs, check_load, check_tokenizer, check_writable
+from tests.unit.hostile import fifo, no_longer_than
+from tests.unit.test_checkpoint_commit import manifest_of
 
 ROOT = Path(__file__).resolve().parents[2]
 UPSTREAM_RUN = ROOT / "tests" / "golden" / "upstream_run"
@@ -273,10 +278,127 @@ def test_load_without_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 @pytest.mark.parametrize("mark", ["latest", "global_step5/manifest.json"])
 def test_load_with_a_checkpoint(tmp_path: Path, mark: str, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / mark).parent.mkdir(exist_ok=True)
+    (tmp_path / "global_step5").mkdir()
     (tmp_path / mark).write_text("global_step5")
     check_load(CheckpointConfig(load=str(tmp_path), exit_on_missing_checkpoint=True))
     assert caplog.messages == []
+
+
+def test_latest_that_names_nothing_ends_the_run(tmp_path: Path) -> None:
+    """Something was lost: that is no new directory, and training does not begin again in it unless told."""
+    load = str(tmp_path)
+    (tmp_path / "latest").write_text("global_step10")
+    (tmp_path / ".incomplete_global_step11_a").mkdir()
+    (tmp_path / ".incomplete_global_step11_a" / "manifest.json").write_text("{}")
+    for content, told in (
+        (b"global_step10", f"{load}/latest names global_step10, which is not there"),
+        (b"", f"{load}/latest: names no checkpoint: '' is empty"),
+        (b"\xff", f"{load}/latest: names no checkpoint: it is not text"),
+        (b"x" * 300, f"{load}/latest: names no checkpoint: "),
+    ):
+        (tmp_path / "latest").write_bytes(content)
+        with pytest.raises(ConfigError) as caught:
+            check_load(CheckpointConfig(load=load))
+        message = str(caught.value)
+        assert message.startswith(f"--load {load}: {told}") and message.endswith("with --allow-start-over")
+        check_load(CheckpointConfig(load=load, allow_start_over=True))
+    (tmp_path / "global_step9").mkdir()
+    (tmp_path / "global_step9" / "manifest.json").write_text("{}")
+    check_load(CheckpointConfig(load=load))  # the load uses the older one, and reports `latest`
+
+
+def test_latest_that_is_no_file_does_not_block(tmp_path: Path) -> None:
+    fifo(tmp_path / "latest")
+    with no_longer_than(10.0), pytest.raises(ConfigError, match="latest: names no checkpoint: is a FIFO"):
+        check_load(CheckpointConfig(load=str(tmp_path)))
+
+
+# --save among checkpoints
+
+
+def options(save: Path, load: Path | None = None, **more: Any) -> CheckpointConfig:
+    return CheckpointConfig(save=str(save), save_interval=1, load=load and str(load), **more)
+
+
+def checkpoint_in(directory: Path, step: int = 5, loaded_from: str = "") -> None:
+    tag = f"global_step{step}"
+    (directory / tag).mkdir(parents=True)
+    manifest = dataclasses.replace(manifest_of(step), loaded_from=loaded_from)
+    write_manifest(directory / tag, manifest, fsync=False)
+    (directory / "latest").write_text(tag)
+
+
+def refused_save(checkpoint: CheckpointConfig) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_save(checkpoint)
+    return str(caught.value)
+
+
+def test_run_that_does_not_resume_is_not_mixed_into_another(tmp_path: Path) -> None:
+    save = tmp_path / "run"
+    checkpoint_in(save, 5)
+    checkpoint_in(save, 10)
+    assert refused_save(options(save)) == (
+        f"--save {save}: holds checkpoints already (the newest is global_step10), and this run begins from iteration "
+        f"0: its own would replace them or hide them; give --load {save} to resume from there, another --save, or "
+        "--allow-other-checkpoints to save among them"
+    )
+    elsewhere = tmp_path / "pretrained"
+    checkpoint_in(elsewhere)
+    assert f"and this run begins from --load {elsewhere}: " in refused_save(options(save, elsewhere))
+    assert "begins from --load" in refused_save(options(save, elsewhere, finetune=True))
+    check_save(options(save, allow_other_checkpoints=True))
+    check_save(options(save, elsewhere, allow_other_checkpoints=True))
+    check_save(options(save, checkpoint_engine="none"))  # writes nothing
+    (save / "latest").write_bytes(b"\xff")
+    assert "the newest is global_step10" in refused_save(options(save))
+    (save / "global_step10" / "manifest.json").write_text("{}")
+    assert "the newest is global_step10" in refused_save(options(save, elsewhere))
+
+
+def test_upstreams_checkpoints_are_not_mixed_either(tmp_path: Path) -> None:
+    (tmp_path / "global_step5").mkdir()
+    (tmp_path / "global_step5" / "mp_rank_00_model_states.pt").write_bytes(b"x")
+    (tmp_path / "latest").write_text("global_step5")
+    assert "the newest is global_step5" in refused_save(options(tmp_path))
+
+
+def test_saves_into_its_own_or_an_empty_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save = tmp_path / "run"
+    check_save(CheckpointConfig())
+    check_save(options(save))
+    check_save(options(save, tmp_path / "pretrained"))
+    save.mkdir()
+    (save / "restart_trace").mkdir()
+    (save / ".incomplete_global_step5_a").mkdir()
+    (save / ".incomplete_global_step5_a" / "manifest.json").write_text("{}")
+    check_save(options(save))
+    checkpoint_in(save)
+    check_save(options(save, save))
+    (tmp_path / "link").symlink_to("run")
+    check_save(options(save, tmp_path / "link"))
+    check_save(options(save, save, load_tag="global_step5"))
+    assert caplog.messages == []
+
+
+def test_job_that_begins_elsewhere_is_restarted_with_its_flags(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It saved these checkpoints itself, so there is nobody else's to be mixed with; what it loses is said."""
+    save, pretrained, other = tmp_path / "run", tmp_path / "pretrained", tmp_path / "other"
+    mine = options(save, pretrained, finetune=True)
+    assert loaded_from(mine) == str(pretrained)
+    assert loaded_from(options(save, save)) == loaded_from(options(save)) == ""
+    checkpoint_in(save, loaded_from=loaded_from(mine))
+    check_save(mine, warn=False)
+    assert caplog.messages == []
+    check_save(mine)
+    assert caplog.messages == [
+        f"--save {save}: holds checkpoints of this run (the newest is global_step5), and it begins from --load "
+        f"{pretrained} once more; --load {save} would resume it"
+    ]
+    assert "the newest is global_step5" in refused_save(options(save, other))
+    assert "the newest is global_step5" in refused_save(options(save))
 
 
 def test_load_given_the_checkpoint_itself(tmp_path: Path) -> None:

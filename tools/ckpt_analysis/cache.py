@@ -111,7 +111,7 @@ class Entry:
 
 def _read_table(path: Path) -> pl.DataFrame:
     """Raises OSError or PolarsError."""
-    with open_regular(path):  # polars would wait for the writer of a FIFO
+    with open(open_regular(path), "rb"):  # polars would wait for the writer of a FIFO
         return pl.read_parquet(path)
 
 

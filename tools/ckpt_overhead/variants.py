@@ -94,13 +94,12 @@ class Variants:
 
     def _read(self, directory: Path, *, plain: bool) -> Callable[[], None]:
         from megatron.checkpoint_commit import Manifest
-        from megatron.checkpoint_layout import MANIFEST
         from megatron.checkpoint_state import live_state
 
         names = [file.name for file in live_state(self._engine, self._checkpointer.place, True, False)]
         if plain:
             return lambda: plain_load(names, directory)
-        manifest = Manifest.from_json((directory / MANIFEST).read_text())
+        manifest = Manifest.of(directory)
         return lambda: self._engine_load(names, directory, manifest.files)
 
     def _engine_load(self, names: list[str], directory: Path, expected: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from megatron import checkpoint_layout as names
 from megatron.checkpoint_commit import Manifest, collect_files
 from megatron.checkpoint_compatibility import model_identity
+from megatron.checkpoint_directories import loaded_from
 from megatron.checkpoint_engines.base import SavedFile
 from megatron.checkpoint_state import Progress
 from megatron.config import Config, ConfigError
@@ -154,6 +155,7 @@ def _commit_files(
         layout=layout.as_dict(),
         model=model_identity(config, vocab_sizes[1]),
         files=collect_files(saved),
+        loaded_from=loaded_from(config.checkpoint),
     )
     return (
         PlannedFile(names.MANIFEST, len(manifest.to_json().encode()), 0),

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from megatron import checkpoint_layout as names
 from megatron.checkpoint_commit import Manifest
 from megatron.checkpoint_engines.base import CheckpointEngine, FileState
+from megatron.checkpoint_manifest import read_latest
 from megatron.restart_trace.clock import now_ns
 from megatron.restart_trace.recorder import Operation
 from tools import page_cache
@@ -52,7 +52,7 @@ def run_loads(ctx: RankContext) -> dict[str, Any]:
     Raises ReplayError if what is restored differs.
     """
     cold = ctx.task.kind == LOAD_COLD
-    directory = Path(ctx.task.directory) / (Path(ctx.task.directory) / names.LATEST).read_text().strip()
+    directory = Path(ctx.task.directory) / (read_latest(Path(ctx.task.directory)) or "")
     planned = ctx.planned().files
     paths = page_cache.files_below(directory)
     if not cold and (reason := _no_room_to_be_warm(ctx, paths, tensor_bytes(planned))):
@@ -96,7 +96,7 @@ class _Loader:
         self._live = [FileState(file.name, {}) for file in planned]
         if engine.loads_in_place:
             self._live = live_before_load(planned, seed=1_000_003 + ctx.rank, device=ctx.device)
-        self._manifest = Manifest.from_json((directory / names.MANIFEST).read_text())
+        self._manifest = Manifest.of(directory)
 
     def load(self, again: bool, share: float | None) -> LoadSample:
         """Load once, timed; then verify and let go of it, not timed."""

@@ -238,4 +238,6 @@ class _Save:
             )
             commit.write_manifest(self._temporary, manifest, fsync)
         with op.span("commit", "publish", blocking=blocking):
-            commit.publish(self._directory, self._temporary, self._tag, self._step, fsync)
+            wrong = commit.publish(self._directory, self._temporary, self._tag, self._step, fsync)
+        if wrong:  # the loads that follow read `latest`
+            raise OSError("; ".join(wrong))
