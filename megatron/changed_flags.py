@@ -97,16 +97,27 @@ _MODEL = {
     "hidden_dropout": _DROPOUT,
     "init_method_std": Decision(Kind.NO_EFFECT, "no effect: all weights come from the checkpoint"),
     "make_vocab_size_divisible_by": Decision(Kind.REFUSED, "where the padded vocabulary is another one; else free"),
-    "checkpoint_activations": _RECOMPUTE,
-    "checkpoint_num_layers": _RECOMPUTE,
+    **dict.fromkeys(
+        (
+            "checkpoint_activations", "checkpoint_num_layers", "recompute_activations", "recompute_granularity",
+            "recompute_method", "recompute_num_layers",
+        ),
+        _RECOMPUTE,
+    ),
     "params_dtype": Decision(Kind.REFUSED, "--bf16 and --fp16: the files have other names and dtypes"),
 }
 _PARALLEL = {
     **dict.fromkeys(
-        ("tensor_model_parallel_size", "pipeline_model_parallel_size", "world_size", "data_parallel_size"), _PLACE
+        (
+            "tensor_model_parallel_size", "pipeline_model_parallel_size", "no_pipeline_parallel", "world_size",
+            "data_parallel_size",
+        ),
+        _PLACE,
     ),
     **dict.fromkeys(("distributed_backend", "distributed_timeout_minutes", "local_rank", "rank"), _HERE),
-    "zero_stage": Decision(Kind.REFUSED, "1 is the only one"),
+    **dict.fromkeys(
+        ("zero_stage", "zero_stage_asked"), Decision(Kind.FREE, "all of them are stage 1, whose shards are saved")
+    ),
     "deepspeed_config": Decision(Kind.FREE, "a path; what the file says is compared as the flags that it stands for"),
     **dict.fromkeys(
         (
@@ -123,6 +134,12 @@ _TRAINING = {
         "training goes on at sample {sample}, none is repeated or skipped; an iteration has more or fewer samples, "
         "so --train-iters ends after another number of them",
     ),
+    "rampup_batch_size": Decision(
+        Kind.DATA, "training goes on at sample {sample}, none is repeated or skipped, with the batch of the new ramp"
+    ),
+    "train_samples": Decision(
+        Kind.FREE, "the data order stays; what the learning rate decays over is --lr-decay-samples"
+    ),
     "train_iters": Decision(Kind.FREE, "the data order stays; what the learning rate decays over is --lr-decay-iters"),
     "seed": Decision(
         Kind.DATA, f"samples are shuffled anew, so {_ORDER}"
@@ -130,7 +147,7 @@ _TRAINING = {
     "data_parallel_random_init": Decision(
         Kind.NO_EFFECT, "no effect but on another layout and with --no-load-rng: else random states are restored"
     ),
-    **dict.fromkeys(("eval_interval", "eval_iters", "exit_interval", "exit_duration_in_mins"), _LENGTH),
+    **dict.fromkeys(("eval_interval", "eval_iters", "exit_interval", "exit_duration_in_mins", "train_tokens"), _LENGTH),
     **dict.fromkeys(("exit_signal_handler", "allow_injected_faults"), _HERE),
     "accumulate_allreduce_grads_in_fp32": Decision(Kind.APPLIED, "gradients are summed in the new dtype from here"),
     "loss_scale": Decision(Kind.APPLIED, "the new value counts from here; a dynamic scale begins anew"),
@@ -141,7 +158,8 @@ _TRAINING = {
             "log_interval", "log_level", "tensorboard_dir", "tensorboard_log_interval", "tensorboard_queue_size",
             "log_timers_to_tensorboard", "log_batch_size_to_tensorboard", "log_learning_rate_to_tensorboard",
             "log_loss_scale_to_tensorboard", "log_validation_ppl_to_tensorboard", "log_memory_to_tensorboard",
-            "log_world_size_to_tensorboard",
+            "log_world_size_to_tensorboard", "log_params_norm", "log_num_zeros_in_grad",
+            "log_optimizer_states_to_tensorboard",
         ),
         _WATCHING,
     ),
@@ -150,8 +168,9 @@ _OPTIMIZER = {
     "optimizer": Decision(Kind.REFUSED, "the state of one does not fit another; free with --no-load-optim"),
     **dict.fromkeys(
         (
-            "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction",
-            "weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style",
+            "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens",
+            "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction", "weight_decay",
+            "start_weight_decay", "end_weight_decay", "weight_decay_incr_style",
         ),
         _LR,
     ),
@@ -160,8 +179,10 @@ _OPTIMIZER = {
     **dict.fromkeys(("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"), _LOADING),
 }  # fmt: skip
 _DATA = {
-    "data_path": _FILES,
-    "train_data_path": _FILES,
+    **dict.fromkeys(
+        ("data_path", "train_data_path", "train_doc_idx_path", "train_sample_idx_path", "train_shuffle_idx_path"),
+        _FILES,
+    ),
     "valid_data_path": _EVALUATED,
     "test_data_path": _EVALUATED,
     "split": Decision(
@@ -176,7 +197,7 @@ _CHECKPOINT = {
         (
             "save", "save_interval", "keep_last", "no_save_optim", "no_save_rng", "checkpoint_engine",
             "checkpoint_durability", "host_cache_size", "io_threads", "io_block_size", "direct_io", "checksum",
-            "verify_restored_state",
+            "verify_restored_state", "take_over", "allow_other_checkpoints", "library_options",
         ),
         _SAVING,
     ),
@@ -184,7 +205,7 @@ _CHECKPOINT = {
         (
             "load", "load_tag", "no_load_optim", "no_load_rng", "no_load_lr_state", "finetune",
             "exit_on_missing_checkpoint", "allow_start_over", "prefetch_on_start", "prefetch_limit",
-            "verify_checkpoint", "redistribute",
+            "verify_checkpoint", "redistribute", "universal_checkpoint", "reset_iteration",
         ),
         _LOADING,
     ),
@@ -223,7 +244,10 @@ def changes(saved: argparse.Namespace, mine: argparse.Namespace) -> list[str]:
     """
     lines = []
     specs = {field.name: spec_of(field) for cls in GROUPS.values() for field in dataclasses.fields(cls)}
+    # Both begin another training with the weights: what comes next is no matter of the checkpoint's data order.
     told = (Kind.MODEL,) if mine.finetune else _TOLD
+    if mine.reset_iteration:
+        told = tuple(kind for kind in told if kind is not Kind.DATA)
     for name, decision in DECISIONS.items():
         if decision.kind not in told or not hasattr(saved, name):
             continue

@@ -58,12 +58,12 @@ def test_ranks_that_wait_for_a_stopped_one_end_and_say_why(launcher: Launcher) -
     stopped_at: list[float] = []
 
     def stop_one(pids: list[int]) -> None:
-        wait_for(lambda: len(losses(save / "restart_trace")) >= 2, 120.0, "two iterations")
+        wait_for(lambda: len(losses(save / "restart_trace")) >= 2, "two iterations")
         os.kill(pids[3], signal.SIGSTOP)
         stopped_at.append(time.monotonic())
         others = pids[:3]
         try:
-            wait_for(lambda: all(map(has_ended, others)), AT_MOST_S, "the end of the ranks that wait")
+            wait_for(lambda: all(map(has_ended, others)), "the end of the ranks that wait")
         finally:
             os.kill(pids[3], signal.SIGKILL)
 

@@ -99,7 +99,7 @@ def free_port() -> int:
 
 
 def more_commits(save: Path, than: int) -> None:
-    wait_for(lambda: len(committed(save)) > than, PATIENCE_S, "a commit")
+    wait_for(lambda: len(committed(save)) > than, "a commit")
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_ranks_end_with_their_launcher(tmp_path: Path, dataset: list[str], launc
     with job(save, dataset, command) as first:
         more_commits(save, 1)
         first.process.send_signal(signal.SIGKILL)
-        wait_for(lambda: first.processes() == [], PATIENCE_S, "the end of all ranks")
+        wait_for(lambda: first.processes() == [], "the end of all ranks")
     assert_nothing_is_lost(save)
     before = committed(save)
     with job(save, dataset, command, "--exit-interval", "5") as second:
