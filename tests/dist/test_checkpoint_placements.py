@@ -70,7 +70,7 @@ class Trained:
         """(rank, file name, its [path, placement] pairs)."""
         for rank in range(self.layout.world_size):
             files = json.loads((self.placements / str(step) / f"rank_{rank}.json").read_text())
-            del files["seconds"]
+            del files["cpu_seconds"]
             for name, placed in files.items():
                 yield rank, name, placed
 

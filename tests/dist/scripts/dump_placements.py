@@ -1,7 +1,7 @@
 """pretrain_gpt.py that also writes down, at every save, the placements of each rank's tensors.
 
-PLACEMENTS_OUT/ITERATION/rank_N.json: file name -> [[path in the nest, placement], ...]; "seconds": what finding them
-took. rank_N.pt: what DeepSpeed itself says this TP rank's slice of each master weight and moment is, gathered over
+PLACEMENTS_OUT/ITERATION/rank_N.json: file name -> [[path in the nest, placement], ...]; "cpu_seconds": what finding
+them took. rank_N.pt: what DeepSpeed itself says this TP rank's slice of each master weight and moment is, gathered over
 DP: kind -> parameter name -> tensor.
 """
 
