@@ -144,7 +144,7 @@ def test_sigkill_at_random_instants_of_saves(
     check_what_was_loaded(trace, kills)
     check_losses(launcher, trace, reference, kills)
     assert sorted(p.name for p in save.iterdir() if p.is_dir()) == sorted(
-        ["restart_trace", *(f"global_step{step}" for step in newest_steps(save, 2))]
+        ["restart_trace", ".generations", *(f"global_step{step}" for step in newest_steps(save, 2))]
     )
 
 
@@ -183,7 +183,8 @@ def check_losses(launcher: Launcher, trace: Path, reference: Path, kills: int) -
 
 
 def tags(save: Path) -> list[str]:
-    return sorted(path.name for path in save.iterdir() if path.is_dir() and path.name != "restart_trace")
+    others = ("restart_trace", ".generations")
+    return sorted(path.name for path in save.iterdir() if path.is_dir() and path.name not in others)
 
 
 def loaded_tags(trace: Path, cycle: int, world_size: int) -> list[str | None]:
