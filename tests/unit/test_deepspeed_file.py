@@ -73,8 +73,6 @@ REFUSED = {
         {**_GPT, "dataloader_drop_last": True, "data_efficiency": {"enabled": True}}, "dataloader_drop_last is True",
     ),
     "azure/run-1t.sh": ({**_GPT, "zero_optimization": _STAGE_3}, "zero_optimization.stage3_max_live_parameters is"),
-    "MoE/ds_config_gpt_Zero2_TEMPLATE.json": ({**_GPT, "zero_optimization": {"stage": 2}}, "--zero-stage 2: "),
-    "finetune_hf_llama/ds_config.json": ({**_GPT, "zero_optimization": {"stage": 0}}, "--zero-stage 0: "),
 }  # fmt: skip
 
 
@@ -82,6 +80,16 @@ REFUSED = {
 def test_upstreams_files_load(tmp_path: Path, name: str) -> None:
     built = build_deepspeed_config(with_file(tmp_path, LOADED[name], ""))
     assert built["train_batch_size"] == 8 and "curriculum_learning" not in built
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_stages_that_compute_the_same_are_stage_1(tmp_path: Path, stage: int) -> None:
+    """As --zero-stage, which the file stands for: upstream's MoE/ds_config_gpt_Zero2_TEMPLATE.json is one of them."""
+    config = with_file(tmp_path, {**_GPT, "zero_optimization": {"stage": stage}}, "")
+    assert build_deepspeed_config(config)["zero_optimization"]["stage"] == 1
+    assert config.parallel.zero_stage_asked == stage
+    with pytest.raises(ConfigError, match="--zero-stage makes it 1"):
+        with_file(tmp_path, {**_GPT, "zero_optimization": {"stage": stage}}, "--zero-stage 1")
 
 
 @pytest.mark.parametrize("name", REFUSED)

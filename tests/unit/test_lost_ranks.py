@@ -50,7 +50,8 @@ def test_gloo(config: Config, text: str, part: str) -> None:
 
 
 def test_store(config: Config) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=datetime.timedelta(milliseconds=10))
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    store.set_timeout(datetime.timedelta(milliseconds=10))
     with pytest.raises(RuntimeError) as caught:
         store.get("never set")
     assert "waited longer than --distributed-timeout-minutes 0.5" in (explain(caught.value, config) or "")
