@@ -148,8 +148,9 @@ class TorchShards:
                 _placed(path, kind, tensor, {"numel": tensor.numel()}, records)
                 for kind, tensor in [("master", master), *_moments(shard["base_optimizer_state"], group)]
             ]
-            if any(tensor.placement["numel"] != master.numel() for tensor in tensors):
-                raise CheckpointDamagedError(f"{path}: the moments of group {group} are not as long as its masters")
+            # DeepSpeed takes the padding of the last partition off the masters, and leaves that of the moments.
+            if any(tensor.placement["numel"] < master.numel() for tensor in tensors):
+                raise CheckpointDamagedError(f"{path}: the moments of group {group} are shorter than its masters")
             yield FlatGroup(path, at, group, fragments, tensors)
 
     def _old_part(self, name: str, tp_rank: int) -> ParameterSlice:
