@@ -26,6 +26,20 @@ _LAUNCHER_VARIABLES = (
 )  # fmt: skip
 
 
+def job_key(env: Mapping[str, str]) -> str:
+    """What all ranks of a launch have in common, however each was started.
+
+    RESTART_TRACE_LAUNCH_ID, or rendezvous address, run id and job step as the launcher gives them. The next launch may
+    have the same. Unlike `launch_key` it is equal where each rank has a wrapper around it, which gives them different
+    parents, and in a restart in place, which the agents of several nodes do not count alike.
+    """
+    return redact_text(env.get(LAUNCH_ID_VARIABLE, "")) or "/".join(_launcher_parts(env))
+
+
+def _launcher_parts(env: Mapping[str, str]) -> list[str]:
+    return [redact_text(env.get(name, "")) for name in _LAUNCHER_VARIABLES]
+
+
 def launch_key(env: Mapping[str, str]) -> str:
     """Identity of a launch, equal on all its ranks and different in the next launch.
 
@@ -37,7 +51,7 @@ def launch_key(env: Mapping[str, str]) -> str:
     explicit = redact_text(env.get(LAUNCH_ID_VARIABLE, ""))
     if explicit:
         return f"{explicit}/{restarts}"
-    parts = [redact_text(env.get(name, "")) for name in _LAUNCHER_VARIABLES]
+    parts = _launcher_parts(env)
     # torchrun exports LOCAL_WORLD_SIZE, the deepspeed launcher LOCAL_SIZE. With neither it is unknown whether
     # all ranks share one parent, so none is named.
     local = env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE")
