@@ -251,10 +251,7 @@ def _set_up(
         checkpointer.prefetch = prefetch
     facts = runtime_facts(engine, runtime, config)
     recorder.write(
-        "runtime",
-        engine_used=checkpointer.engine_class,
-        engine_asked=config.checkpoint.checkpoint_engine,
-        **facts,
+        "runtime", engine_used=checkpointer.engine_class, engine_asked=config.checkpoint.checkpoint_engine, **facts
     )
     _mark_ranges(recorder, config, runtime.device)
     progress = _restore_or_begin(checkpointer, engine, startup)
