@@ -269,11 +269,8 @@ def _is_alive(save_dir: Path, owner: Owner) -> bool:
         return False  # superseded meanwhile
     if last_beat == _RELEASED:
         return False
-    if owner.pid and (owner.host, owner.boot_id, owner.pid_namespace) == (
-        socket.gethostname(),
-        clock.boot_id(),
-        _pid_namespace(),
-    ):
+    here = (socket.gethostname(), clock.boot_id(), _pid_namespace())
+    if all(here) and (owner.host, owner.boot_id, owner.pid_namespace) == here:
         return _outlasts(lambda: _process_runs(owner))
     # On another host, or in another container: by the clock of the file system alone, not those of two hosts.
     return _now_on(save_dir) - last_beat < _STALE_S and _beats(save_dir, owner, last_beat)

@@ -135,6 +135,21 @@ def test_an_owner_on_another_host_is_alive_while_its_heart_beats(
         mine.release()
 
 
+def test_hosts_that_do_not_know_their_boot_are_told_apart_by_heartbeats(
+    tmp_path: Path, held: Ownership, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers may all be called alike, and show nothing of /proc/sys: a pid then says nothing."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    there = dataclasses.replace(held.owner, boot_id="", pid=ended.pid)
+    (tmp_path / ".generations" / "00000001").write_text(json.dumps(dataclasses.asdict(there)))
+    monkeypatch.setattr(ownership.clock, "boot_id", lambda: "")
+    for limit in ("PATIENCE_S", "_STALE_S"):
+        monkeypatch.setattr(ownership, limit, 120.0)  # for a machine on which the heart seldom gets to run
+    with pytest.raises(SaveDirectoryInUseError):
+        claim(tmp_path)
+
+
 def test_a_silent_owner_on_another_host_is_not_waited_for(
     tmp_path: Path, held: Ownership, monkeypatch: pytest.MonkeyPatch
 ) -> None:
