@@ -16,8 +16,9 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NoReturn
+
+from megatron.restart_trace.ancestors import launcher_of, parent_of, read_text
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ def end_with_launcher(env: Mapping[str, str]) -> None:
     if sys.platform != "linux":
         return
     if "TORCHELASTIC_RUN_ID" in env:
-        launcher = _launcher(env, _TORCHRUN)
+        launcher = launcher_of(env, _TORCHRUN)
         if launcher == 0:
             logger.warning("this rank does not notice the end of torchrun, which is in another PID namespace")
         elif _adopts_orphans(launcher):
@@ -62,27 +63,15 @@ def end_with_launcher(env: Mapping[str, str]) -> None:
         else:
             _end_with(launcher)
     elif "CROSS_SIZE" in env:
-        launcher = _launcher(env, _DEEPSPEED)
+        launcher = launcher_of(env, _DEEPSPEED)
         if _runs(launcher, _DEEPSPEED_LAUNCHER):
             _end_with(launcher)
-            runner = _parent_of(launcher)
+            runner = parent_of(launcher)
             # On another node than the one where `deepspeed` was started, the parent is a shell of ssh.
             if _runs(runner, _DEEPSPEED_RUNNER):
                 _end_with(runner, gently=True)
     elif "SLURM_PROCID" in env and _name(os.getppid()) == "slurmstepd":
         end_with_parent(os.getppid())
-
-
-def _launcher(env: Mapping[str, str], names: tuple[str, ...]) -> int:
-    """Pid of the nearest ancestor that has not all of `names` in its environment as they are in `env`.
-
-    So that is what gave them: a wrapper between it and the rank has them, too. 0 if that cannot be seen from here.
-    """
-    given = {f"{name}={env[name]}" for name in names if name in env}
-    pid = os.getppid()
-    while pid > 0 and given <= _environment(pid):
-        pid = _parent_of(pid)
-    return pid
 
 
 def _tell_of_orphan(adopter: int) -> None:
@@ -153,28 +142,9 @@ def _adopts_orphans(pid: int) -> bool:
 
 def _runs(pid: int, programs: tuple[str, ...]) -> bool:
     """Whether one of the words of a process's command line is one of `programs`, or a path that ends so."""
-    words = _read(pid, "cmdline").split("\0")
+    words = read_text(pid, "cmdline").split("\0")
     return any(word == program or word.endswith("/" + program) for word in words for program in programs)
 
 
-def _environment(pid: int) -> set[str]:
-    """Entries, NAME=VALUE, that a process was started with."""
-    return set(_read(pid, "environ").split("\0"))
-
-
 def _name(pid: int) -> str:
-    return _read(pid, "comm").strip()
-
-
-def _parent_of(pid: int) -> int:
-    """From /proc/PID/stat, proc(5); 0 where there is no such process."""
-    fields = _read(pid, "stat").rpartition(")")[2].split()
-    return int(fields[1]) if len(fields) > 1 else 0
-
-
-def _read(pid: int, name: str) -> str:
-    """A file of /proc/PID; empty if the process is gone or another user's."""
-    try:
-        return os.fsdecode(Path(f"/proc/{pid}/{name}").read_bytes())
-    except OSError:
-        return ""
+    return read_text(pid, "comm").strip()

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.restart_trace import clock
+from megatron.restart_trace.ancestors import launcher_of
 from megatron.restart_trace.redaction import redact_text
 from megatron.restart_trace.regular import read_regular
 from megatron.restart_trace.schema import CYCLE_FILE_PATTERN, CYCLE_FILE_REGEX, RANK_FILE_PATTERN
@@ -30,8 +31,8 @@ def job_key(env: Mapping[str, str]) -> str:
     """What all ranks of a launch have in common, however each was started.
 
     RESTART_TRACE_LAUNCH_ID, or rendezvous address, run id and job step as the launcher gives them. The next launch may
-    have the same. Unlike `launch_key` it is equal where each rank has a wrapper around it, which gives them different
-    parents, and in a restart in place, which the agents of several nodes do not count alike.
+    have the same. Unlike `launch_key` it is equal where each rank has a wrapper around it that sets RANK, and in a
+    restart in place, which the agents of several nodes do not count alike.
     """
     return redact_text(env.get(LAUNCH_ID_VARIABLE, "")) or "/".join(_launcher_parts(env))
 
@@ -56,7 +57,7 @@ def launch_key(env: Mapping[str, str]) -> str:
     # all ranks share one parent, so none is named.
     local = env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE")
     if local == env.get("WORLD_SIZE") or env.get("WORLD_SIZE", "1") == "1":
-        owner = os.getppid() if "RANK" in env else os.getpid()
+        owner = (launcher_of(env, ("RANK", "LOCAL_RANK")) or os.getppid()) if "RANK" in env else os.getpid()
         parts += [str(owner), str(clock.process_start_ticks(owner))]
     return "/".join([*parts, restarts])
 

@@ -148,7 +148,7 @@ def test_elsewhere_than_on_linux_nothing_is_asked_for(monkeypatch: pytest.Monkey
     def asked_for(*_: object) -> None:
         raise AssertionError("there is no /proc to look into")
 
-    for name in ("_read", "_end"):
+    for name in ("launcher_of", "read_text", "_end"):
         monkeypatch.setattr(parent_process, name, asked_for)
     monkeypatch.setattr(sys, "platform", "darwin")
     for variables in (VARIABLES["torchrun"], {"CROSS_SIZE": "1"}, {"SLURM_PROCID": "0"}):
