@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import shutil
-import stat
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -23,17 +22,16 @@ from typing import Any
 
 from megatron import checkpoint_layout as names
 from megatron.checkpoint_engines.base import SavedFile
+from megatron.checkpoint_files import wrong_files
 from megatron.checkpoint_manifest import (
     MANIFEST_VERSION,
     MAX_SEQUENCE,
     content_checksum,
-    leads_out,
     parse_manifest,
     read_latest,
     read_manifest_text,
 )
 from megatron.checkpoint_ownership import Ownership
-from megatron.restart_trace.regular import NotRegularFileError, check_regular, open_regular
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +227,8 @@ def prune(save_dir: Path, keep_last: int | None, step: int, owner: Ownership | N
     given up (or are damaged): they are not counted, and go when training has passed them.
 
     Raises OSError if the storage refuses (every checkpoint that is still there is whole then), and
-    SaveDirectorySupersededError, with nothing removed, if another launch owns the directory.
+    SaveDirectorySupersededError, with no more than such leftovers of removals removed, if another launch owns the
+    directory.
     """
     entries = sorted(save_dir.iterdir())
     half_removed = [path for path in entries if path.name.startswith(names.REMOVED_PREFIX)]
@@ -330,7 +329,7 @@ def _inspect(directory: Path) -> Candidate | str | None:
     if not os.path.lexists(directory / names.MANIFEST):
         return None
     manifest = Manifest.of(directory)
-    wrong = _wrong_files(directory, manifest)
+    wrong = wrong_files(directory, manifest.files)
     if wrong:
         return f"{directory.name}: " + "; ".join(wrong)
     return Candidate(directory, manifest.tag, manifest.step, manifest)
@@ -357,61 +356,6 @@ def _foreign(load_dir: Path, tag: str | None) -> list[Candidate]:
     if not any((load_dir / tag).glob("mp_rank_*_model_states.pt")):
         return []
     return [Candidate(load_dir / tag, tag, names.step_of(tag) or 0, None)]
-
-
-def _wrong_files(directory: Path, manifest: Manifest) -> list[str]:
-    """What of the files of `manifest` is not in `directory` as it was saved. Raises OSError if it cannot be listed."""
-    folders = {"", *(os.path.dirname(name) for name in manifest.files)}
-    wrong = [
-        f"{directory / folder} is a link that leads out of the checkpoint"
-        for folder in sorted(folders)
-        if leads_out(directory, folder)
-    ]
-    if wrong:
-        return wrong
-    found = {name: entry for folder in sorted(folders) for name, entry in _entries_in(directory, folder)}
-    for name, file in manifest.files.items():
-        path = directory / name
-        try:
-            size = _size_of(directory, name, found.get(name), file.num_bytes)
-        except FileNotFoundError:  # a link may lead nowhere
-            wrong.append(f"{path} is missing")
-        except NotRegularFileError as exc:
-            wrong.append(f"{path} {exc.reason}")
-        else:
-            if size != file.num_bytes:
-                wrong.append(f"{path} has {size} bytes, {file.num_bytes} were saved")
-    return wrong
-
-
-def _entries_in(directory: Path, folder: str) -> list[tuple[str, os.DirEntry[str]]]:
-    """(name within `directory`, entry) of what is right in `folder`: one scan rather than a look for each file."""
-    try:
-        with os.scandir(directory / folder) as entries:
-            return [(os.path.join(folder, entry.name), entry) for entry in entries]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-def _size_of(directory: Path, name: str, entry: os.DirEntry[str] | None, expected: int) -> int:
-    """Bytes of a file. Raises NotRegularFileError, of a link that leads out of the checkpoint as well, or OSError.
-
-    Where the listing does not say what is `expected`, the file is opened: network file systems may list a directory as
-    it was a while ago, and ask the server about a file that is opened.
-    """
-    path = directory / name
-    if (entry is None or entry.is_symlink()) and leads_out(directory, name):
-        raise NotRegularFileError(path, stat.S_IFLNK)
-    if entry is not None:
-        status = entry.stat()
-        check_regular(path, status)
-        if status.st_size == expected:
-            return expected
-    fd = open_regular(path)
-    try:
-        return os.fstat(fd).st_size
-    finally:
-        os.close(fd)
 
 
 def discard(temporary: Path) -> None:

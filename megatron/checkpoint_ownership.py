@@ -40,6 +40,8 @@ PATIENCE_S = 1.0
 # An owner whose heart has not beaten for so long is not waited for at all.
 _STALE_S = 5.0
 _LOCK_PATIENCE_S = 1.0
+# How long an owner's file may be without its content, or listed though it is gone.
+_SETTLE_S = 0.2
 _POLL_S = 0.02
 _MAX_BYTES = 1 << 16  # of a file of .generations; ours have less than 1 kB
 _PF_EXITING = 0x4  # linux/sched.h: the flag of a process that is being torn down
@@ -52,7 +54,7 @@ class Owner:
 
     generation: int
     launch_id: str
-    launch_key: str = ""  # equal on all ranks of a launch: restart_trace.cycles.launch_key
+    launch_key: str = ""  # equal on all ranks of a launch: restart_trace.cycles.job_key
     host: str = ""
     pid: int = 0
     boot_id: str = ""
@@ -134,8 +136,9 @@ def claim(save_dir: Path, launch_key: str = "", *, take_over: bool = False) -> O
     (save_dir / names.GENERATIONS).mkdir(exist_ok=True)
     while True:
         present = newest_owner(save_dir)
-        if present is not None and not take_over:
+        if present is not None and not take_over and _is_alive(save_dir, present):
             _refuse_beside(save_dir, present)
+            continue
         with _locked(save_dir):
             mine = _create(save_dir, launch_key, expected=present)
         if mine is not None:
@@ -151,15 +154,17 @@ def check_not_in_use(save_dir: Path, launch_key: str, *, first_of_host: bool) ->
     So that they end, too, instead of waiting for rank 0. Without `first_of_host` only an owner on this host is looked
     for: thousands of ranks need not watch one heartbeat.
     """
-    present = newest_owner(save_dir)
-    if present is None or present.launch_key == launch_key:
-        return
-    if first_of_host or present.host == socket.gethostname():
+    while (present := newest_owner(save_dir)) is not None and present.launch_key != launch_key:
+        if not first_of_host and present.host != socket.gethostname():
+            return
+        if not _is_alive(save_dir, present):
+            return
         _refuse_beside(save_dir, present)
 
 
 def _refuse_beside(save_dir: Path, present: Owner) -> None:
-    if _is_alive(save_dir, present):
+    """Raises SaveDirectoryInUseError, unless what was seen to live is another by now, or was half written."""
+    if newest_owner(save_dir) == present:
         raise SaveDirectoryInUseError(
             f"--save {save_dir}: {present} saves there and is alive; end it first, give another --save, or give "
             "--take-over: it then stops saving and ends"
@@ -167,17 +172,25 @@ def _refuse_beside(save_dir: Path, present: Owner) -> None:
 
 
 def newest_owner(save_dir: Path) -> Owner | None:
-    """The owner of `save_dir`; None if it has never had one. An unreadable file still counts by its number."""
-    numbers = _generations(save_dir)
-    if not numbers:
-        return None
-    newest = max(numbers)
-    try:
-        return _parse(newest, read_regular(_file(save_dir, newest), _MAX_BYTES).decode())
-    except FileNotFoundError:
-        return newest_owner(save_dir)  # a later launch has just removed it
-    except (OSError, ValueError, TypeError, RecursionError):
-        return Owner(newest, launch_id="unknown")
+    """The owner of `save_dir`; None if it has never had one. An unreadable file still counts by its number.
+
+    Looked at again for _SETTLE_S if it is unreadable: the file may just be being written.
+    """
+    deadline = time.monotonic() + _SETTLE_S
+    while True:
+        numbers = _generations(save_dir)
+        if not numbers:
+            return None
+        newest = max(numbers)
+        try:
+            return _parse(newest, read_regular(_file(save_dir, newest), _MAX_BYTES).decode())
+        except FileNotFoundError:  # a later launch has removed it, and the listing is old
+            with contextlib.suppress(OSError):
+                _now_on(save_dir)
+        except (OSError, ValueError, TypeError, RecursionError):
+            time.sleep(_POLL_S)
+        if time.monotonic() > deadline:
+            return Owner(newest, launch_id="unknown")
 
 
 def _parse(generation: int, text: str) -> Owner:
@@ -186,9 +199,12 @@ def _parse(generation: int, text: str) -> Owner:
     if not isinstance(content, dict) or content.get("generation") != generation:
         raise ValueError("no owner of this generation")
     owner = Owner(**content)
-    texts = (owner.launch_id, owner.launch_key, owner.host, owner.boot_id, owner.pid_namespace, owner.claimed)
-    if not all(isinstance(text, str) and text.isprintable() for text in texts) or type(owner.pid) is not int:
+    told = (owner.launch_id, owner.host, owner.claimed)
+    texts = (*told, owner.launch_key, owner.boot_id, owner.pid_namespace)
+    if not all(isinstance(text, str) for text in texts) or type(owner.pid) is not int:
         raise ValueError("fields of the wrong type")
+    if not all(text.isprintable() for text in told):
+        raise ValueError("what is told of it cannot be printed")
     return owner
 
 
@@ -197,7 +213,7 @@ def _generations(save_dir: Path) -> list[int]:
         found = os.listdir(save_dir / names.GENERATIONS)
     except FileNotFoundError:
         return []
-    return [int(name) for name in found if name.isascii() and name.isdigit()]
+    return [int(name) for name in found if name.isascii() and name.isdigit() and name == f"{int(name):08d}"]
 
 
 def _file(save_dir: Path, generation: int) -> Path:
@@ -227,9 +243,15 @@ def _create(save_dir: Path, launch_key: str, expected: Owner | None) -> Owner | 
 
 
 def _write(save_dir: Path, owner: Owner) -> None:
-    """Raises FileExistsError if the generation is another launch's."""
-    with _file(save_dir, owner.generation).open("x") as file:
-        json.dump(dataclasses.asdict(owner), file)
+    """Raises FileExistsError if the generation is another launch's; OSError, with no file left, if there is no room."""
+    path = _file(save_dir, owner.generation)
+    file = path.open("x")
+    try:
+        with file:
+            json.dump(dataclasses.asdict(owner), file)
+    except OSError:
+        path.unlink(missing_ok=True)  # it would supersede the present owner
+        raise
 
 
 def _remove_older(save_dir: Path, generation: int) -> None:
@@ -247,11 +269,8 @@ def _is_alive(save_dir: Path, owner: Owner) -> bool:
         return False  # superseded meanwhile
     if last_beat == _RELEASED:
         return False
-    if owner.pid and (owner.host, owner.boot_id, owner.pid_namespace) == (
-        socket.gethostname(),
-        clock.boot_id(),
-        _pid_namespace(),
-    ):
+    here = (socket.gethostname(), clock.boot_id(), _pid_namespace())
+    if all(here) and (owner.host, owner.boot_id, owner.pid_namespace) == here:
         return _outlasts(lambda: _process_runs(owner))
     # On another host, or in another container: by the clock of the file system alone, not those of two hosts.
     return _now_on(save_dir) - last_beat < _STALE_S and _beats(save_dir, owner, last_beat)
@@ -338,6 +357,8 @@ def _locked(save_dir: Path) -> Iterator[None]:
                 break
         yield
     finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)  # closing it is not enough where a process was forked meanwhile
         os.close(fd)
 
 

@@ -306,23 +306,25 @@ def settings_kept(optimizer: Any) -> Iterator[None]:
     """Load state into DeepSpeed's `optimizer`, which replaces its settings, too, and put those of the flags back.
 
     A dynamic loss scale goes on where it was. Whether weight decay is decoupled stays the checkpoint's
-    (megatron.optimizer.build).
+    (megatron.optimizer.build). Also of a load that fails half-way: the next checkpoint is tried then.
     """
     clip_grad = optimizer.clip_grad
     scaler = getattr(optimizer, "loss_scaler", None)  # with --bf16 there is none
     kept = [{key: group[key] for key in _HYPER_PARAMETERS if key in group} for group in optimizer.param_groups]
-    yield
-    for group, mine in zip(optimizer.param_groups, kept, strict=True):
-        group.update(mine)
-    optimizer.clip_grad = clip_grad
-    if scaler is not None:
-        loaded, optimizer.loss_scaler = optimizer.loss_scaler, scaler
-        optimizer.dynamic_loss_scale = scaler.dynamic
-        if scaler.dynamic and loaded.dynamic:
-            for name in _COURSE_OF_SCALE:
-                setattr(scaler, name, getattr(loaded, name))
-            scaler.cur_scale = max(scaler.cur_scale, scaler.min_scale)
-            scaler.cur_hysteresis = min(scaler.cur_hysteresis, scaler.delayed_shift)
+    try:
+        yield
+    finally:
+        for group, mine in zip(optimizer.param_groups, kept, strict=True):
+            group.update(mine)
+        optimizer.clip_grad = clip_grad
+        if scaler is not None:
+            loaded, optimizer.loss_scaler = optimizer.loss_scaler, scaler
+            optimizer.dynamic_loss_scale = scaler.dynamic
+            if scaler.dynamic and loaded.dynamic:
+                for name in _COURSE_OF_SCALE:
+                    setattr(scaler, name, getattr(loaded, name))
+                scaler.cur_scale = max(scaler.cur_scale, scaler.min_scale)
+                scaler.cur_hysteresis = min(scaler.cur_hysteresis, scaler.delayed_shift)
 
 
 def _restore_rng(common: Mapping[str, Any], shard: Mapping[str, Any] | None) -> None:

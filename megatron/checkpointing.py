@@ -324,7 +324,9 @@ def _prune(ctx: Checkpointer, save_dir: Path, step: int, op: Operation, *, block
     try:
         with op.span("commit", "prune", blocking=blocking):
             removed = commit.prune(save_dir, ctx.config.checkpoint.keep_last, step, ctx.ownership)
-    except (OSError, SaveDirectorySupersededError) as exc:
+    except SaveDirectorySupersededError:
+        return  # the next save says so, and ends the run
+    except OSError as exc:
         logger.warning("old checkpoints were not removed: %s", exc)
         return
     for name in removed:

@@ -184,8 +184,10 @@ def build_deepspeed_config(config: Config) -> dict[str, Any]:
     path = config.parallel.deepspeed_config
     merged = copy.deepcopy(load_deepspeed_file(path)) if path is not None else {}
     for leaf in _leaves(config):
-        if leaf.key != "zero_optimization.stage" or get(merged, leaf.key) != config.parallel.zero_stage_asked:
-            _check_agrees(merged, leaf, path)  # --zero-stage says why 0 and 2 are 1
+        asked = leaf
+        if leaf.key == "zero_optimization.stage":
+            asked = leaf._replace(value=config.parallel.zero_stage_asked)  # before 0 and 2 became 1
+        _check_agrees(merged, asked, path)
         if get(merged, leaf.key) is not None or not leaf.only_if_present:
             _set(merged, leaf.key, leaf.value)
     _check_optimizer(merged, config)

@@ -152,21 +152,27 @@ def _check_before_imports(config: Config) -> _Vocabulary:
 def _claim_save_directory(config: Config) -> Ownership | None:
     """Rank 0's hold on --save; None on other ranks.
 
-    Raises SaveDirectoryInUseError if another launch saves there and is alive.
+    Raises SaveDirectoryInUseError if another launch saves there and is alive; ConfigError if nobody can claim it.
     """
     from megatron.checkpoint_ownership import check_not_in_use, claim
-    from megatron.restart_trace.cycles import launch_key
+    from megatron.restart_trace.cycles import job_key
 
     if config.checkpoint.save is None:
         return None
-    save_dir, key = Path(config.checkpoint.save), launch_key(os.environ)
+    save_dir, key = Path(config.checkpoint.save), job_key(os.environ)
     # A launch that was superseded and is restarted in place must not take the directory back.
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     take_over = config.checkpoint.take_over and not restarted
-    if config.parallel.rank == 0:
-        return claim(save_dir, key, take_over=take_over)
-    if not take_over:
-        check_not_in_use(save_dir, key, first_of_host=config.parallel.local_rank == 0)
+    try:
+        if config.parallel.rank == 0:
+            return claim(save_dir, key, take_over=take_over)
+        if not take_over:
+            check_not_in_use(save_dir, key, first_of_host=config.parallel.local_rank == 0)
+    except OSError as error:
+        raise ConfigError(
+            f"--save {save_dir}: cannot be claimed: {error.filename or save_dir}: {error.strerror}; correct that, or "
+            "give another --save"
+        ) from error
     return None
 
 
@@ -245,10 +251,7 @@ def _set_up(
         checkpointer.prefetch = prefetch
     facts = runtime_facts(engine, runtime, config)
     recorder.write(
-        "runtime",
-        engine_used=checkpointer.engine_class,
-        engine_asked=config.checkpoint.checkpoint_engine,
-        **facts,
+        "runtime", engine_used=checkpointer.engine_class, engine_asked=config.checkpoint.checkpoint_engine, **facts
     )
     _mark_ranges(recorder, config, runtime.device)
     progress = _restore_or_begin(checkpointer, engine, startup)

@@ -228,9 +228,8 @@ def build_train_valid_test_datasets(
     it. One builder is enough where all nodes share the cache directory, else one per node.
 
     Args:
-        data_path: ``[PREFIX]`` or ``[WEIGHT, PREFIX, ...]``, divided by ``splits_string``; or None, and one
-        such
-            list for each split, of which all documents are used.
+        data_path: ``[PREFIX]`` or ``[WEIGHT, PREFIX, ...]``, divided by ``splits_string``; or None, and one such
+        list for each split, of which all documents are used.
         train_valid_test_num_samples: samples of each split that decide its order. A resumed run passes those
         of the run's first start (see GPTDataset), whatever its iterations are now.
         required_num_samples: samples that will be read, where more than those: their index is then built

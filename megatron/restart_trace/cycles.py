@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.restart_trace import clock
+from megatron.restart_trace.ancestors import launcher_of
 from megatron.restart_trace.redaction import redact_text
 from megatron.restart_trace.regular import read_regular
 from megatron.restart_trace.schema import CYCLE_FILE_PATTERN, CYCLE_FILE_REGEX, RANK_FILE_PATTERN
@@ -24,6 +25,20 @@ LAUNCH_ID_VARIABLE = "RESTART_TRACE_LAUNCH_ID"
 _LAUNCHER_VARIABLES = (
     "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PBS_JOBID",
 )  # fmt: skip
+
+
+def job_key(env: Mapping[str, str]) -> str:
+    """What all ranks of a launch have in common, however each was started.
+
+    RESTART_TRACE_LAUNCH_ID, or rendezvous address, run id and job step as the launcher gives them. The next launch may
+    have the same. Unlike `launch_key` it is equal where each rank has a wrapper around it that sets RANK, and in a
+    restart in place, which the agents of several nodes do not count alike.
+    """
+    return redact_text(env.get(LAUNCH_ID_VARIABLE, "")) or "/".join(_launcher_parts(env))
+
+
+def _launcher_parts(env: Mapping[str, str]) -> list[str]:
+    return [redact_text(env.get(name, "")) for name in _LAUNCHER_VARIABLES]
 
 
 def launch_key(env: Mapping[str, str]) -> str:
@@ -37,12 +52,12 @@ def launch_key(env: Mapping[str, str]) -> str:
     explicit = redact_text(env.get(LAUNCH_ID_VARIABLE, ""))
     if explicit:
         return f"{explicit}/{restarts}"
-    parts = [redact_text(env.get(name, "")) for name in _LAUNCHER_VARIABLES]
+    parts = _launcher_parts(env)
     # torchrun exports LOCAL_WORLD_SIZE, the deepspeed launcher LOCAL_SIZE. With neither it is unknown whether
     # all ranks share one parent, so none is named.
     local = env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE")
     if local == env.get("WORLD_SIZE") or env.get("WORLD_SIZE", "1") == "1":
-        owner = os.getppid() if "RANK" in env else os.getpid()
+        owner = (launcher_of(env, ("RANK", "LOCAL_RANK")) or os.getppid()) if "RANK" in env else os.getpid()
         parts += [str(owner), str(clock.process_start_ticks(owner))]
     return "/".join([*parts, restarts])
 

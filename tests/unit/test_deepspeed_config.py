@@ -183,6 +183,8 @@ CONFLICTS = [
         "gradient_accumulation_steps is 3, but --global-batch-size /",
     ),
     ({"zero_optimization": {"stage": 0}}, "--zero-stage 1", "stage is 0, but --zero-stage makes it 1"),
+    ({"zero_optimization": {"stage": 1}}, "--zero-stage 2", "stage is 1, but --zero-stage makes it 2"),
+    ({"zero_optimization": {"stage": 2}}, "--zero-stage 0", "stage is 2, but --zero-stage makes it 0"),
     ({"gradient_clipping": 0.5}, "--clip-grad 1.0", "gradient_clipping is 0.5, but --clip-grad makes it 1.0"),
     ({"bf16": {"enabled": False}}, "--bf16", "bf16.enabled is False, but --bf16 makes it True"),
     ({"fp16": {"enabled": True}}, "--bf16", "fp16.enabled is True, but the run's bf16 makes it False"),

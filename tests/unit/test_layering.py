@@ -96,7 +96,7 @@ _BELOW_COMMANDS = (
 ALLOWED = {
     "megatron.restart_trace": (),
     "megatron.config": (),
-    "megatron.parent_process": (),
+    "megatron.parent_process": ("megatron.restart_trace.ancestors",),
     "megatron.checkpoint_engines": ("megatron.restart_trace", "megatron.config", "megatron.parent_process"),
     "megatron.topology": (),
     "megatron.checkpoint_layout": ("megatron.topology",),

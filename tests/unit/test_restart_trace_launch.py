@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -342,3 +343,26 @@ def test_passwords_in_addresses_are_not_recorded() -> None:
 )
 def test_secrets_of_a_command_line(words: list[str], recorded: list[str]) -> None:
     assert redact_command(words) == recorded
+
+
+CYCLE = """
+import os, sys
+from pathlib import Path
+from megatron.restart_trace.cycles import claim_cycle, launch_key
+print(claim_cycle(Path(sys.argv[1]), launch_key(os.environ), int(os.environ["RANK"]))[1])
+"""
+
+
+def test_ranks_in_wrappers_are_one_launch(tmp_path: Path) -> None:
+    """Each has another parent then; what started the wrappers is the same for all."""
+    words = ["sh", "-c", '"$@"; true', "wrapper", sys.executable, "-c", CYCLE, str(tmp_path)]
+    starter = f"""
+        import os, subprocess
+        for rank in "01":
+            env = os.environ | {{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}}
+            subprocess.run({words!r}, env=env, check=True)
+    """
+    env = os.environ | {"RANK": "0"}  # as a container may have it, of its node
+    command = [sys.executable, "-c", textwrap.dedent(starter)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "0"]
