@@ -125,7 +125,7 @@ def test_unreadable_file(tmp_path: Path) -> None:
     path.unlink()
     path.mkdir()
     report = result(tmp_path)
-    assert "Is a directory" in problem(report, "unreadable_file")["message"]
+    assert "is a directory" in problem(report, "unreadable_file")["message"]
     assert problem(report, "missing_ranks")["data"]["ranks"] == [7]
 
 
