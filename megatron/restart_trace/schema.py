@@ -6,6 +6,7 @@ standard library. A change to a name, a type or a meaning here raises SCHEMA_VER
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,6 +198,7 @@ _MOST = {"cycle": 100_000, "rank": 10_000_000, "tp": 10_000_000, "pp": 10_000_00
 _NEGATIVE = {"rank", "tp", "pp", "dp"}
 
 
+@functools.cache
 def int_range(name: str) -> tuple[int, int]:
     """What an int field may be, both ends included.
 
@@ -218,10 +220,9 @@ def check_record(record: dict[str, Any]) -> list[str]:
     problems = [f"missing field {name}" for name, f in fields.items() if f.required and name not in record]
     for name, value in record.items():
         field = fields.get(name)
-        if field is None:
-            problems.append(f"unknown field {name}")
-        else:
-            problems += _check_value(name, field.json_type, value)
+        fault = f"unknown field {name}" if field is None else _check_value(name, field.json_type, value)
+        if fault is not None:
+            problems.append(fault)
     if problems:
         return problems
     if record_type == "span":
@@ -231,24 +232,30 @@ def check_record(record: dict[str, Any]) -> list[str]:
     return problems
 
 
-def _check_value(name: str, json_type: str, value: Any) -> list[str]:
-    fault = _fault(json_type, value, *int_range(name))
+def _check_value(name: str, json_type: str, value: Any) -> str | None:
+    """What is wrong with the value of a field; None if nothing is."""
+    if type(value) is str and json_type == "str" and name not in WORDS:  # most are, and need no second look
+        return None
+    if type(value) is int and json_type == "int":
+        low, high = int_range(name)
+        return None if low <= value <= high else f"field {name} is out of range: {value}"
+    fault = _fault(json_type, value, name)
     if fault is None and isinstance(value, (dict, list)):
         inside = value.values() if isinstance(value, dict) else value
-        faults = [_fault(_ELEMENTS[name], element, 0, 1 << 53) for element in inside]
+        faults = [_fault(_ELEMENTS[name], element, "") for element in inside]
         fault = next((f"holds what {found}" for found in faults if found), None)
     if fault is None and name in WORDS and value not in WORDS[name]:
-        return [f"unknown {name} {value!r}"]
-    return [] if fault is None else [f"field {name} {fault}"]
+        return f"unknown {name} {value!r}"
+    return None if fault is None else f"field {name} {fault}"
 
 
-def _fault(json_type: str, value: Any, low: int, high: int) -> str | None:
-    """What is wrong with one value; None if nothing is."""
+def _fault(json_type: str, value: Any, name: str) -> str | None:
+    """What is wrong with one value; None if nothing is. `name`: whose range an int must be in."""
     if not isinstance(value, _PYTHON_TYPES[json_type]) or (
-        json_type in ("int", "float") and isinstance(value, bool)
+        isinstance(value, bool) and json_type in ("int", "float")
     ):
         return f"is not {json_type}: {value!r}"
-    if json_type == "int" and not low <= value <= high:
+    if json_type == "int" and not int_range(name)[0] <= value <= int_range(name)[1]:
         return f"is out of range: {value}"
     if json_type == "float" and not abs(value) < 1e300:  # nor is NaN
         return f"is not finite: {value!r}" if isinstance(value, float) else "is out of range"

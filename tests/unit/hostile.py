@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 
 SCALARS = (
@@ -51,10 +52,13 @@ def altered(draw: st.DrawFn, value: Any) -> Any:
 
 @contextlib.contextmanager
 def no_longer_than(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in what blocks for longer, which opening a FIFO does for ever."""
+    """Fails the test in what blocks for longer, which opening a FIFO does for ever.
+
+    Not by TimeoutError, which is an OSError: what is tested would take it for a file that cannot be read, and go on.
+    """
 
     def give_up(*_: Any) -> None:
-        raise TimeoutError(f"blocked for {seconds} s")
+        pytest.fail(f"blocked for {seconds} s")
 
     before = signal.signal(signal.SIGALRM, give_up)
     signal.setitimer(signal.ITIMER_REAL, seconds)

@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ import pytest
 from megatron.restart_trace.cycles import newest_cycle
 from megatron.restart_trace.startup import reached_iteration
 from tests.unit.analysis_helpers import ROOT, file_of, kinds, problem, result
+from tests.unit.hostile import no_longer_than
 from tests.unit.trace_factory import write_trace
 from tests.unit.upstream_log_factory import upstream_log
 from tools.ckpt_analysis.cache import DIRECTORY, Cache
@@ -39,17 +40,10 @@ SPECIAL: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.fixture(autouse=True)
-def alarm() -> object:
+def alarm() -> Iterator[None]:
     """A test that waits for ever fails."""
-    import signal
-
-    def fail(*_: object) -> None:
-        raise TimeoutError("waited for a file that never ends")
-
-    signal.signal(signal.SIGALRM, fail)
-    signal.alarm(LIMIT_S)
-    yield
-    signal.alarm(0)
+    with no_longer_than(LIMIT_S):
+        yield
 
 
 @pytest.mark.parametrize("kind", SPECIAL)

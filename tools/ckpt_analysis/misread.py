@@ -8,6 +8,8 @@ import polars as pl
 
 # polars makes text of numbers, bools, lists and objects; this is how such text begins.
 _NO_TEXT = r"^(?:-?[0-9]|[\[{]|true$|false$)"
+# The same as ranges, the second end not included, as texts are sorted; "tru" and "fals" begin few words more.
+_NO_TEXT_RANGES = (("-", ":"), ("[", "\\"), ("fals", "falt"), ("tru", "trv"), ("{", "|"))
 
 
 def is_misread(frame: pl.DataFrame, text: bytes) -> bool:
@@ -20,8 +22,18 @@ def is_misread(frame: pl.DataFrame, text: bytes) -> bool:
     for column in frame.get_columns():
         if column.dtype != pl.String or column.name == "values":  # these are an object
             continue
-        if column.str.contains(_NO_TEXT).any():  # a tag "5" is text as well: its quotes tell
-            written = text.count(b'"%s":"' % column.name.encode())
-            if written != len(column) - column.null_count():
-                return True
+        if not _may_hold_no_text(column) or not column.str.contains(_NO_TEXT).any():
+            continue
+        written = text.count(b'"%s":"' % column.name.encode())  # a tag "5" is text as well: its quotes tell
+        if written != len(column) - column.null_count():
+            return True
     return False
+
+
+def _may_hold_no_text(column: pl.Series) -> bool:
+    """False if its first and last text in order leave no place for any that _NO_TEXT matches: a quick look."""
+    first, last = column.min(), column.max()
+    if not isinstance(first, str) or not isinstance(last, str):
+        return False  # no text at all
+    between = [(low, high) for low, high in _NO_TEXT_RANGES if first < high and low <= last]
+    return any(bool(column.is_between(pl.lit(low), pl.lit(high), closed="left").any()) for low, high in between)

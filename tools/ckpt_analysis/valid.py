@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -87,6 +88,7 @@ def _drop_invalid(frame: pl.DataFrame, heads: list[Head]) -> tuple[pl.DataFrame,
     return frame.filter("valid").drop("valid", "type_text"), problems
 
 
+@functools.cache
 def possible(record_type: str) -> pl.Expr:
     """Whether a record has every required field of its type beside those of all types, and can be.
 
