@@ -1,4 +1,4 @@
-"""A few of the rounds of kills and relaunches in one directory; docs/results has hundreds of them."""
+"""A few rounds of kills and relaunches in one directory; the command does as many as it is asked for."""
 
 from __future__ import annotations
 
