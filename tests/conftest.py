@@ -49,6 +49,21 @@ def pytest_make_collect_report() -> Generator[None, Any, Any]:
     return report
 
 
+@pytest.fixture(autouse=True)
+def environment_left_as_found() -> Iterator[None]:
+    """A variable that one test leaves behind is part of what the next ones start."""
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    changed -= {"PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK"}  # the latter is set by importing deepspeed
+    for name in changed:
+        os.environ.pop(name, None)
+        if name in before:
+            os.environ[name] = before[name]
+    assert not changed, f"this test left the environment changed: {sorted(changed)}"
+
+
 @pytest.fixture
 def path_on_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A new directory whose files can leave the page cache, where temporary files are kept in memory too."""

@@ -26,6 +26,8 @@ _LAUNCHER_VARIABLES = (
     "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PBS_JOBID",
 )  # fmt: skip
 
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+
 
 def job_key(env: Mapping[str, str]) -> str:
     """What all ranks of a launch have in common, however each was started.
@@ -57,7 +59,7 @@ def launch_key(env: Mapping[str, str]) -> str:
     # all ranks share one parent, so none is named.
     local = env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE")
     if local == env.get("WORLD_SIZE") or env.get("WORLD_SIZE", "1") == "1":
-        owner = (launcher_of(env, ("RANK", "LOCAL_RANK")) or os.getppid()) if "RANK" in env else os.getpid()
+        owner = (launcher_of(env, _RANK_VARIABLES) or os.getppid()) if "RANK" in env else os.getpid()
         parts += [str(owner), str(clock.process_start_ticks(owner))]
     return "/".join([*parts, restarts])
 

@@ -67,7 +67,8 @@ def read_calls(files: list[Path]) -> SystemCalls:
     for line in (line for file in files for line in file.read_text().splitlines()):
         match = LINE.match(line)
         if match is None:
-            assert line.startswith(("+++", "---")), f"strace wrote a line that is not understood: {line}"
+            # "???(": the thread was killed as it entered a call, before strace could see which.
+            assert line.startswith(("+++", "---", "???(")), f"strace wrote a line that is not understood: {line}"
             continue
         path = match["path"] or ""
         if match["call"] in SYNCS:

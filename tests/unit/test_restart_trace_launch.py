@@ -353,7 +353,10 @@ print(claim_cycle(Path(sys.argv[1]), launch_key(os.environ), int(os.environ["RAN
 """
 
 
-def test_ranks_in_wrappers_are_one_launch(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "outside", [{}, {"RANK": "0"}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}], ids=["none", "node", "single"]
+)
+def test_ranks_in_wrappers_are_one_launch(tmp_path: Path, outside: dict[str, str]) -> None:
     """Each has another parent then; what started the wrappers is the same for all."""
     words = ["sh", "-c", '"$@"; true', "wrapper", sys.executable, "-c", CYCLE, str(tmp_path)]
     starter = f"""
@@ -362,7 +365,8 @@ def test_ranks_in_wrappers_are_one_launch(tmp_path: Path) -> None:
             env = os.environ | {{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}}
             subprocess.run({words!r}, env=env, check=True)
     """
-    env = os.environ | {"RANK": "0"}  # as a container may have it, of its node
+    ours = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    env = ours | outside  # as a container may have them, of its node
     command = [sys.executable, "-c", textwrap.dedent(starter)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["0", "0"]
