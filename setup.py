@@ -34,6 +34,7 @@ DEV = [
     *TENSORBOARD,
     "pytest>=8.0",
     "pytest-timeout>=2.3",
+    "pytest-xdist>=3.6",
     "hypothesis>=6.100",
     "ruff>=0.8",
     "pyright[nodejs]>=1.1.390",  # the extra brings its own Node.js

@@ -46,15 +46,9 @@ def prepare_environment() -> None:
         os.environ.setdefault(name, value)  # started without a launcher: a single process
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if os.environ["WORLD_SIZE"] == "1" and "MASTER_PORT" not in os.environ:
-        os.environ["MASTER_PORT"] = str(_free_port())
+        from megatron.free_port import free_port
 
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        os.environ["MASTER_PORT"] = str(free_port())
 
 
 def import_heavy() -> None:

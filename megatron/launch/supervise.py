@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from megatron.free_port import free_port
 from megatron.launch.plan import Plan
 from megatron.launch.rank import become_rank
 from megatron.restart_trace.startup import Preload
@@ -85,7 +85,7 @@ def supervise(plan: Plan, preloaded: Preload) -> int:
 
 def _start(plan: Plan, restart: int, preloaded: Preload | None, mask: Iterable[int]) -> Ranks:
     """Fork all ranks. In a rank this does not return: SystemExit leaves through it."""
-    port = plan.master_port or _free_port()
+    port = plan.master_port or free_port()
     launcher = os.getpid()
     ranks = Ranks()
     for local_rank in range(plan.nproc_per_node):
@@ -131,12 +131,6 @@ def _next_signal(watched: frozenset[signal.Signals], deadline: float | None) -> 
         return signal.Signals(signal.sigwaitinfo(watched).si_signo)
     found = signal.sigtimedwait(watched, max(0.0, deadline - time.monotonic()))
     return None if found is None else signal.Signals(found.si_signo)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def say(text: str) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import psutil
 import pytest
 
 from megatron.checkpoint_commit import discover
+from megatron.free_port import free_port
 from tests.dist.harness import LLAMA_STYLE, ROOT, losses, records, wait_for
 from tests.dist.tiny_runs import NO_DROPOUT
 
@@ -90,12 +90,6 @@ def assert_nothing_is_lost(save: Path) -> None:
     assert problems == []
     assert committed(save) <= {found.tag for found in candidates}
     assert (save / "latest").read_text() == candidates[0].tag
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def more_commits(save: Path, than: int) -> None:

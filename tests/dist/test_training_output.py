@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron.free_port import free_port
 from megatron.topology import Layout
 from tests.dist.harness import LLAMA_STYLE, ROOT, Zygote, losses, records, wait_for
 from tests.dist.tiny_runs import MODEL, NO_DROPOUT, TRAINING, Launcher, parallel
-from tests.dist.zygote import free_port
 
 TWO_STAGES = Layout(tp=1, pp=2, dp=1)
 FLAGS = [*MODEL, *TRAINING, *NO_DROPOUT, *LLAMA_STYLE, "--bf16", "--max-position-embeddings", "32"]

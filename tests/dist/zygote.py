@@ -12,19 +12,12 @@ import json
 import os
 import runpy
 import signal
-import socket
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def rank_environment(rank: int, nproc: int, port: int) -> dict[str, str]:
@@ -87,6 +80,7 @@ def serve() -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.path.insert(0, str(ROOT))
+    from megatron.free_port import free_port
     from megatron.heavy_imports import import_for_forks
 
     import_for_forks()

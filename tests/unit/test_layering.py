@@ -96,6 +96,7 @@ _BELOW_COMMANDS = (
 ALLOWED = {
     "megatron.restart_trace": (),
     "megatron.config": (),
+    "megatron.free_port": (),
     "megatron.parent_process": ("megatron.restart_trace.ancestors",),
     "megatron.checkpoint_engines": ("megatron.restart_trace", "megatron.config", "megatron.parent_process"),
     "megatron.topology": (),
@@ -133,7 +134,9 @@ ALLOWED = {
         "megatron.restart_trace.regular",
     ),
     "megatron.preflight": ("megatron.config", "megatron.checkpoint_manifest"),
-    "megatron.launch": ("megatron.restart_trace", "megatron.heavy_imports", "megatron.parent_process"),
+    "megatron.launch": (
+        "megatron.free_port", "megatron.restart_trace", "megatron.heavy_imports", "megatron.parent_process",
+    ),
     "tools.ckpt_analysis": ("megatron.restart_trace.schema", "megatron.restart_trace.regular"),
     # Beside each other: none of them imports another.
     **{
@@ -152,12 +155,14 @@ ALLOWED = {
         "megatron.control_plane",
         "megatron.parent_process",
         "megatron.topology",
+        "megatron.free_port",
         "megatron.initialize",
         "tools.ckpt_plan",
         "tools.ckpt_overhead",
         "tools.page_cache",
     ),
     "tools.restart_drill": (
+        "megatron.free_port",
         "megatron.restart_trace",
         "megatron.config",
         "megatron.arguments",
@@ -169,11 +174,13 @@ ALLOWED = {
     "tools.page_cache": (),
     "megatron.injected_faults": (),
     "tools.restart_speed": (
+        "megatron.free_port",
         "megatron.restart_trace",
         "tools.restart_drill.launch",
         "tools.ckpt_overhead.report",
     ),
     "tools.redistribute_bench": (
+        "megatron.free_port",
         "megatron.restart_trace",
         "megatron.arguments",
         "megatron.config",

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.free_port import free_port
 from tools.ckpt_overhead.plan import Plan, Request
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,11 +92,6 @@ def start_rank(module: str, rank: int, ranks: int, notes: Path, port: int) -> su
         )  # fmt: skip
 
 
-def free_port() -> int:
-    """A TCP port of this host that nobody uses."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait(

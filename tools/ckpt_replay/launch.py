@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.free_port import free_port
 from tools.ckpt_replay.plan import ReplayError, Request, Task, result_file
 from tools.ckpt_replay.worker import PREPARE, TASK
 
@@ -64,7 +64,7 @@ class Crew:
     def _have_done(self, what: str, description: str, processes: tuple[int, ...]) -> None:
         path = self.notes / f"{what}.json"
         path.write_text(description)
-        port = None if self.launched else _free_port()
+        port = None if self.launched else free_port()
         ranks = {
             number: {"environment": self._environment(number, port), "log": str(self._log(number))}
             for number in processes
@@ -124,9 +124,3 @@ def crew_of(processes: tuple[int, ...], world_size: int, launched: bool, notes: 
 def _end_of(log: Path) -> str:
     text = log.read_text(errors="replace") if log.exists() else ""
     return text.strip()[-_LAST_WORDS:]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.ckpt_overhead.launch import free_port, own_directory, start_rank
+from megatron.free_port import free_port
+from tools.ckpt_overhead.launch import own_directory, start_rank
 from tools.redistribute_bench.plan import SOURCE, Plan, Request, hidden_size
 
 _POLL_S = 0.2

@@ -17,7 +17,6 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import time
 from collections import Counter
@@ -27,6 +26,7 @@ from pathlib import Path
 import psutil
 
 from megatron.checkpoint_commit import discover
+from megatron.free_port import free_port
 from tools.restart_drill import command as commands
 from tools.restart_drill.cli import COULD_NOT_RUN, NOT_VERIFIED, VERIFIED, catch_stop_signals, check_out
 from tools.restart_drill.facts import facts_of
@@ -233,9 +233,7 @@ def _on_free_port(command: list[str]) -> list[str]:
     """Launches beside each other need a port each; a command without the option sees to that itself."""
     if commands.option(command, _PORT) is None:
         return command
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return commands.with_launcher_option(command, _PORT, int(probe.getsockname()[1]))
+    return commands.with_launcher_option(command, _PORT, free_port())
 
 
 def markdown(tallies: list[Tally], elapsed_s: float) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from megatron.free_port import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 _PRESET = ROOT / "examples_deepspeed" / "restart_bench" / "run_tiny_tp2_pp2_dp2.sh"
@@ -86,7 +87,7 @@ def _demonstration(variant: str, setting: Setting, save: Path) -> list[str]:
         "NODE_RANK": "0",  # each launch gets its identity from its environment
     }  # fmt: skip
     if variant == "torchrun":
-        settings |= {"LAUNCHER": "torchrun", "MASTER_PORT": str(_free_port())}
+        settings |= {"LAUNCHER": "torchrun", "MASTER_PORT": str(free_port())}
     else:
         settings |= {"LAUNCHER": "fork", "MAX_RESTARTS": "1" if restarts_in_place(variant) else "0"}
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
@@ -104,16 +105,10 @@ def _plain(setting: Setting, save: Path) -> list[str]:
     return [
         "env", *(f"{name}={value}" for name, value in environment.items()),
         sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc_per_node", str(setting.world_size),
-        "--rdzv_backend", "static", "--master_addr", "127.0.0.1", "--master_port", str(_free_port()),
+        "--rdzv_backend", "static", "--master_addr", "127.0.0.1", "--master_port", str(free_port()),
         "--max_restarts", "0", str(Path(__file__).with_name("plain_deepspeed.py")),
         "--data", str(setting.data / "corpus_text_document"), "--save", str(save),
         "--tensor-parallel", str(TP), "--pipeline-parallel", str(PP), "--vocab-size", str(_VOCABULARY),
         "--global-batch", str(setting.global_batch), "--iterations", str(ITERATIONS),
         "--save-interval", str(SAVE_INTERVAL),
     ]  # fmt: skip
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
