@@ -290,12 +290,12 @@ def main(argv: list[str] | None = None) -> int:
             say(f"{rounds} rounds with engine {engine}")
             rng = random.Random(f"{args.seed}/{engine}")
             tallies.append(Course(training, engine, args.out.absolute() / engine, rng, args.time_limit).run(rounds))
+            # After each engine: what was measured by then is kept, whatever becomes of the next one.
+            (args.out / "rounds.md").write_text(markdown(tallies, time.monotonic() - begin))
     except (DrillError, OSError) as error:
         say(f"error: {error}")
         return COULD_NOT_RUN
-    text = markdown(tallies, time.monotonic() - begin)
-    (args.out / "rounds.md").write_text(text)
-    print(text)
+    print(markdown(tallies, time.monotonic() - begin))
     return VERIFIED if all(tally.sound for tally in tallies) else NOT_VERIFIED
 
 
