@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).resolve().parent
+
+# `tools` is no name to take in everybody's site-packages: there the directory is megatron_restart_tools. Within it
+# imports are relative, so that its modules work by either name. A checkout has its name by a module of that name,
+# and an editable install is of a checkout: with the explicit root as its only directory it is one plain path entry.
+# Otherwise setuptools installs an import hook, which every process of a training run would load at start-up.
+INSTALLED_TOOLS = "megatron_restart_tools"
+EDITABLE = "editable_wheel" in sys.argv
+OURS = find_packages(include=["megatron", "megatron.*"])
+TOOLS = find_packages(include=["tools", "tools.*"])
+if EDITABLE:
+    PACKAGES, PACKAGE_DIR, REPORT = [*OURS, *TOOLS], {"": "."}, "tools.ckpt_analysis.render.html"
+else:
+    PACKAGES = [*OURS, *(name.replace("tools", INSTALLED_TOOLS, 1) for name in TOOLS)]
+    PACKAGE_DIR = {"": ".", INSTALLED_TOOLS: "tools"}
+    REPORT = f"{INSTALLED_TOOLS}.ckpt_analysis.render.html"
 
 # Lower bounds only: constraints.txt pins one set that is known to work.
 INSTALL_REQUIRES = [
@@ -39,7 +55,8 @@ DEV = [
     "ruff>=0.8",
     "pyright[nodejs]>=1.1.390",  # the extra brings its own Node.js
     "safetensors>=0.4",
-    "pandas>=2.2",  # tools.ckpt_analysis.bench compares itself with it
+    "pandas>=2.2",  # benchmarks.analysis_speed compares itself with it
+    "import-linter>=2.15",
     "playwright>=1.49",  # drives the system's Chromium; brings no browser
 ]
 
@@ -52,11 +69,9 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10,<3.13",
-    packages=find_packages(include=["megatron", "megatron.*", "tools", "tools.*"]),
-    # The explicit root makes an editable install one plain path entry. Without it setuptools installs an
-    # import hook, which every process of a training run would load at start-up.
-    package_dir={"": "."},
-    package_data={"tools.ckpt_analysis.html": ["templates/*"]},
+    packages=PACKAGES,
+    package_dir=PACKAGE_DIR,
+    package_data={REPORT: ["templates/*"]},
     py_modules=["pretrain_gpt"],
     install_requires=INSTALL_REQUIRES,
     extras_require={
@@ -67,8 +82,8 @@ setup(
     },
     entry_points={
         "console_scripts": [
-            "ckpt-analysis = tools.ckpt_analysis.__main__:main",
-            "megatron-preprocess-data = tools.preprocess_data:main",
+            f"ckpt-analysis = {INSTALLED_TOOLS}.ckpt_analysis.cli:main",
+            f"megatron-preprocess-data = {INSTALLED_TOOLS}.preprocess_data:main",
         ]
     },
 )

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tools.ckpt_overhead.launch import filesystem_of
+from tools.common.machine import filesystem_of
 
 MAY_BE_SKIPPED_IN_CI = re.compile(r"GPU|CUDA|takes 10 minutes")
 ROOT = Path(__file__).resolve().parents[1]

@@ -43,4 +43,4 @@ measure busy_steps "${share[@]}" --ranks 0 --engine torch,lazy --no-storage "${s
 measure small_tensors --small-tensors 2000 --engine "$ENGINES" --cold
 
 printf '\n== verdicts\n'
-"$PYTHON" -m tools.ckpt_replay.targets_table "${results[@]}"
+"$PYTHON" -m benchmarks.engine_targets "${results[@]}"

@@ -16,10 +16,10 @@ import pytest
 
 from megatron.restart_trace.schema import PHASES
 from tools.ckpt_analysis.cli import main
-from tools.ckpt_analysis.load import load_trace
+from tools.ckpt_analysis.ingest.load import load_trace
+from tools.ckpt_analysis.metrics.restart_parts import OUTSIDE, UNNAMED, parts_of
+from tools.ckpt_analysis.metrics.results import StartStats
 from tools.ckpt_analysis.report import Report, analyse
-from tools.ckpt_analysis.restart_parts import OUTSIDE, UNNAMED, parts_of
-from tools.ckpt_analysis.results import StartStats
 
 EXACT = 1e-9  # seconds
 LEAST_ACCOUNTED = 0.9  # 0.98 on a quiet machine: what else runs here takes its time between two spans, too

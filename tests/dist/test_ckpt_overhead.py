@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.overhead.plan import FAMILIES
 from tests.dist.harness import ROOT, wait_for
-from tools.ckpt_overhead.plan import FAMILIES
 
-COMMAND = [sys.executable, "-m", "tools.ckpt_overhead", "--bytes-per-rank", "2MiB", "--format", "json"]
+COMMAND = [sys.executable, "-m", "benchmarks.overhead", "--bytes-per-rank", "2MiB", "--format", "json"]
 
 
 def test_every_variant_is_measured_on_every_rank_and_nothing_is_left(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.dist.harness import ROOT, records, wait_for
-from tools.ckpt_overhead.launch import filesystem_of
 from tools.ckpt_replay.plan import STORAGE_KINDS
+from tools.common.machine import filesystem_of
 
 MIB = 1 << 20
 WITHOUT_DATASTATES = pytest.mark.skipif(

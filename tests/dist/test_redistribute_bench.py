@@ -7,15 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.reshard.plan import ENGINES, VARIANTS
 from tests.dist.harness import ROOT
-from tools.redistribute_bench.plan import ENGINES, VARIANTS
 
 
 def test_every_variant_is_measured_on_every_rank_and_nothing_is_left(tmp_path: Path) -> None:
     """It compares the bits that each variant restored by itself, and fails if they differ."""
     done = subprocess.run(
         [
-            sys.executable, "-m", "tools.redistribute_bench", "--bytes", "24MiB", "--repeat", "1", "--onto", "1,4,1",
+            sys.executable, "-m", "benchmarks.reshard", "--bytes", "24MiB", "--repeat", "1", "--onto", "1,4,1",
             "--dir", str(tmp_path), "--format", "json",
         ],
         cwd=ROOT, capture_output=True, text=True, check=False,

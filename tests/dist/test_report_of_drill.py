@@ -18,9 +18,9 @@ from tests.dist.drill_reports import (
     restarts_of,
 )
 from tools.ckpt_analysis.cli import main
-from tools.ckpt_analysis.json_output import to_dict
+from tools.ckpt_analysis.metrics.restart_parts import OUTSIDE
+from tools.ckpt_analysis.render.json_output import to_dict
 from tools.ckpt_analysis.report import Report
-from tools.ckpt_analysis.restart_parts import OUTSIDE
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ def test_restarts_of_both_kinds_are_measured(tmp_path: Path) -> None:
     shared_memory = set(os.listdir("/dev/shm"))
     done = subprocess.run(
         [
-            sys.executable, "-m", "tools.restart_speed", "--only", "fork-in-place", "plain", "--repeat", "1", "--dp",
+            sys.executable, "-m", "benchmarks.launchers", "--only", "fork-in-place", "plain", "--repeat", "1", "--dp",
             "1", "--dir", str(tmp_path), "--format", "json", "--time-limit", "120",
         ],
         env=environment(tmp_path), cwd=ROOT, capture_output=True, text=True, timeout=300,

@@ -88,10 +88,6 @@ def of_project(found: Import) -> bool:
     return found.target.split(".")[0] in PROJECT
 
 
-_BELOW_COMMANDS = (
-    "discover", "errors", "escaping", "formatting", "iterations", "problems", "report", "results", "run_info", "tables",
-)  # fmt: skip
-
 # Package -> the packages of the project that it may import, itself included without being named.
 ALLOWED = {
     "megatron.restart_trace": (),
@@ -137,65 +133,7 @@ ALLOWED = {
     "megatron.launch": (
         "megatron.free_port", "megatron.restart_trace", "megatron.heavy_imports", "megatron.parent_process",
     ),
-    "tools.ckpt_analysis": ("megatron.restart_trace.schema", "megatron.restart_trace.regular"),
-    # Beside each other: none of them imports another.
-    **{
-        f"tools.ckpt_analysis.{package}": (
-            "megatron.restart_trace.regular", *(f"tools.ckpt_analysis.{module}" for module in _BELOW_COMMANDS)
-        )
-        for package in ("compare", "imported", "project")
-    },
-    "tools.ckpt_replay": (
-        "megatron.restart_trace",
-        "megatron.config",
-        "megatron.checkpoint_engines",
-        "megatron.checkpoint_commit",
-        "megatron.checkpoint_layout",
-        "megatron.checkpoint_manifest",
-        "megatron.control_plane",
-        "megatron.parent_process",
-        "megatron.topology",
-        "megatron.free_port",
-        "megatron.initialize",
-        "tools.ckpt_plan",
-        "tools.ckpt_overhead",
-        "tools.page_cache",
-    ),
-    "tools.restart_drill": (
-        "megatron.free_port",
-        "megatron.restart_trace",
-        "megatron.config",
-        "megatron.arguments",
-        "megatron.checkpoint_commit",
-        "megatron.checkpoint_engines.registry",
-        "megatron.injected_faults",
-        "tools.page_cache",
-    ),
-    "tools.page_cache": (),
     "megatron.injected_faults": (),
-    "tools.restart_speed": (
-        "megatron.free_port",
-        "megatron.restart_trace",
-        "tools.restart_drill.launch",
-        "tools.ckpt_overhead.report",
-    ),
-    "tools.redistribute_bench": (
-        "megatron.free_port",
-        "megatron.restart_trace",
-        "megatron.arguments",
-        "megatron.config",
-        "megatron.checkpoint_engines",
-        "megatron.checkpoint_state",
-        "megatron.checkpointing",
-        "megatron.control_plane",
-        "megatron.redistribute.universal",
-        "megatron.tensor_hashes",
-        "tools.ckpt_overhead",
-        "tools.page_cache",
-    ),
-    "tools.preprocess_data": ("megatron.data", "megatron.tokenizer"),
-    "tools.build_corpus": (),
-    "tools.make_synthetic_dataset": ("megatron.data",),
 }
 
 
@@ -271,25 +209,6 @@ def test_no_engine_imports_another() -> None:
     # The registry names engines by strings, so that asking for one imports only that one.
     registry = imports_in("megatron.checkpoint_engines.registry")
     wrong += [str(found) for found in registry if found.target in engines]
-    assert not wrong
-
-
-def test_pages_are_made_by_the_report_command_alone() -> None:
-    package = "tools.ckpt_analysis.html"
-    importers = {
-        found.importer
-        for found in imports_in("tools.ckpt_analysis")
-        if within(found.target, package) and not within(found.importer, package)
-    }
-    assert importers == {"tools.ckpt_analysis.commands.report"}
-
-
-def test_the_analysis_needs_no_torch() -> None:
-    wrong = [
-        str(found)
-        for found in imports_in("tools.ckpt_analysis")
-        if found.target.split(".")[0] in {"torch", "deepspeed"}
-    ]
     assert not wrong
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.restart_trace import schema
-from tests.unit.trace_factory import RANKS, Options, rank_log, supervisor_log
+from tests.unit.tools.ckpt_analysis.trace_factory import RANKS, Options, rank_log, supervisor_log
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = (ROOT / "docs" / "log_format.md").read_text()

@@ -11,8 +11,8 @@ import pytest
 from megatron.restart_trace import cycles
 from megatron.restart_trace.supervisor import open_supervisor_trace
 from tests.unit.trace_helpers import read, start_python
-from tools.ckpt_analysis.json_output import to_dict
-from tools.ckpt_analysis.load import load_trace
+from tools.ckpt_analysis.ingest.load import load_trace
+from tools.ckpt_analysis.render.json_output import to_dict
 from tools.ckpt_analysis.report import analyse
 
 

@@ -8,22 +8,22 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from tools.ckpt_analysis.commands import exit_codes
-from tools.ckpt_analysis.commands.common import add_shared_arguments
-from tools.ckpt_analysis.errors import CouldNotRunError
-from tools.ckpt_analysis.escaping import visible
+from .commands import exit_codes
+from .commands.common import add_shared_arguments
+from .common.errors import CouldNotRunError
+from .common.escaping import visible
 
 PROGRAM = "ckpt-analysis"
-# Name -> module, in the order of --help. See tools/ckpt_analysis/commands/__init__.py for what each gives.
+# Name -> module of this package, in the order of --help. commands/__init__.py says what each gives.
 COMMANDS: dict[str, str] = {
-    "report": "tools.ckpt_analysis.commands.report",
-    "summary": "tools.ckpt_analysis.commands.summary",
-    "compare": "tools.ckpt_analysis.commands.compare",
-    "timeline": "tools.ckpt_analysis.commands.timeline",
-    "export": "tools.ckpt_analysis.commands.export",
-    "validate": "tools.ckpt_analysis.commands.validate",
-    "import": "tools.ckpt_analysis.commands.import_",
-    "project": "tools.ckpt_analysis.commands.project",
+    "report": ".commands.report",
+    "summary": ".commands.summary",
+    "compare": ".commands.compare",
+    "timeline": ".commands.timeline",
+    "export": ".commands.export",
+    "validate": ".commands.validate",
+    "import": ".commands.import_",
+    "project": ".commands.project",
 }
 DEFAULT = "report"
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM}: give a directory of trace files or a command; see --help", file=sys.stderr)
         return exit_codes.COULD_NOT_RUN
     name = words.pop(0) if words[0] in COMMANDS else DEFAULT
-    command = importlib.import_module(COMMANDS[name])
+    command = importlib.import_module(COMMANDS[name], __package__)
     arguments = _parser(name, command).parse_args(words)
     try:
         return command.run(arguments)
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
     except ModuleNotFoundError as exc:  # polars and what else the extra brings
-        if not exc.name or exc.name.split(".")[0] in ("tools", "megatron"):
+        if not exc.name or exc.name.split(".")[0] in (__name__.split(".")[0], "megatron"):
             raise
         print(f"{PROGRAM}: {exc}: install it with `pip install '.[analysis]'`", file=sys.stderr)
     return exit_codes.COULD_NOT_RUN
@@ -76,7 +76,7 @@ def _parser(name: str, command: ModuleType) -> argparse.ArgumentParser:
 def _overview() -> argparse.ArgumentParser:
     """The parser of --help alone: it lists the commands."""
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {importlib.import_module(COMMANDS[name]).HELP}" for name in COMMANDS]
+    lines = [f"  {name:<{width}}  {importlib.import_module(COMMANDS[name], __package__).HELP}" for name in COMMANDS]
     return argparse.ArgumentParser(
         prog=PROGRAM,
         usage=f"{PROGRAM} [COMMAND] LOGDIR ... [flags]",

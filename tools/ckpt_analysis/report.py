@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from tools.ckpt_analysis.checks import check_events, check_losses, check_operations, check_results
-from tools.ckpt_analysis.findings import Evidence, Finding, find
-from tools.ckpt_analysis.frame import Frames, make_frames, no_frames
-from tools.ckpt_analysis.iterations import StepTime, TrainingTime, step_times, training_times
-from tools.ckpt_analysis.load import Trace
-from tools.ckpt_analysis.model_info import describe_model
-from tools.ckpt_analysis.operations import measure, rank_times
-from tools.ckpt_analysis.probe_values import probe_values
-from tools.ckpt_analysis.problems import NOTE, Problem, by_severity
-from tools.ckpt_analysis.rank_tables import RankTables, rank_tables
-from tools.ckpt_analysis.results import OperationStats, StartStats
-from tools.ckpt_analysis.run_info import CycleInfo, describe_cycles
-from tools.ckpt_analysis.starts import measure_starts, start_times
+from .common.problems import NOTE, Problem, by_severity
+from .findings import Evidence, Finding, find
+from .ingest.load import Trace
+from .metrics.checks import check_events, check_losses, check_operations, check_results
+from .metrics.iterations import StepTime, TrainingTime, step_times, training_times
+from .metrics.operations import measure, rank_times
+from .metrics.rank_tables import RankTables, rank_tables
+from .metrics.results import OperationStats, StartStats
+from .metrics.starts import measure_starts, start_times
+from .model.frame import Frames, make_frames, no_frames
+from .model.model_info import describe_model
+from .model.probe_values import probe_values
+from .model.run_info import CycleInfo, describe_cycles
 
 if TYPE_CHECKING:
-    from tools.ckpt_analysis.imported.model import ImportedRun
+    from .model.imported_run import ImportedRun
 
 _HOSTS = {"cycle": pl.Int64, "rank": pl.Int64, "host": pl.String}
 PER_RANK_UP_TO = 16  # ranks; above, numbers rank by rank are made on request only

@@ -1,15 +1,8 @@
-"""Runs the measurement as `python -m tools.ckpt_overhead` and as `python tools/ckpt_overhead`."""
+"""The former name of `python -m benchmarks.overhead`."""
 
-from __future__ import annotations
-
+import runpy
 import sys
 from pathlib import Path
 
-if not __package__:
-    # Run as a directory: Python put this directory on the path instead of the project's root.
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-
-from tools.ckpt_overhead.cli import main
-
-if __name__ == "__main__":
-    sys.exit(main())
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+runpy.run_module("benchmarks.overhead", run_name="__main__", alter_sys=True)

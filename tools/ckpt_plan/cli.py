@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from megatron.config import ConfigError
 
 if TYPE_CHECKING:
-    from tools.ckpt_plan.plan import Plan
-    from tools.ckpt_plan.presets import Planned
+    from .plan import Plan
+    from .presets import Planned
 
 OK, DIFFERS, COULD_NOT_RUN = 0, 1, 2
 MOST_RANKS = 1 << 16
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _configuration(arguments: argparse.Namespace, flags: list[str]) -> Planned:
     """Raises ConfigError, before torch is imported, for a model or a layout that there cannot be."""
-    from tools.ckpt_plan.presets import config_for, config_from_flags, preset_names
+    from .presets import config_for, config_from_flags, preset_names
 
     if arguments.upstream and arguments.engine not in (None, "torch"):
         raise ConfigError(
@@ -154,8 +154,8 @@ def _plan(arguments: argparse.Namespace, planned: Planned) -> Plan:
     from megatron.initialize import import_heavy
 
     import_heavy()
-    from tools.ckpt_plan.plan import UPSTREAM, make_plan
-    from tools.ckpt_plan.rank_state import progress_at
+    from .plan import UPSTREAM, make_plan
+    from .rank_state import progress_at
 
     progress = None if arguments.iteration is None else progress_at(planned[0], arguments.iteration)
     engine = UPSTREAM if arguments.upstream else arguments.engine or "torch"
@@ -187,7 +187,7 @@ def _read_listing(path: Path | None) -> dict[str, str] | None:
     """Name -> size; None without a listing. Raises ConfigError if there is none in the file."""
     if path is None:
         return None
-    from tools.ckpt_plan.listing import parse_listing
+    from .listing import parse_listing
 
     try:
         return parse_listing(path.read_text(errors="replace"))
@@ -196,8 +196,8 @@ def _read_listing(path: Path | None) -> dict[str, str] | None:
 
 
 def _compare(plan: Plan, listing: dict[str, str], path: str) -> int:
-    from tools.ckpt_plan.listing import compare
-    from tools.ckpt_plan.output import render_comparison
+    from .listing import compare
+    from .output import render_comparison
 
     files = {file.name: file.num_bytes for file in plan.files}
     files |= {file.name: file.num_bytes for file in plan.commit_files if file.name in listing}
@@ -207,7 +207,7 @@ def _compare(plan: Plan, listing: dict[str, str], path: str) -> int:
 
 
 def _print(plan: Plan, arguments: argparse.Namespace) -> None:
-    from tools.ckpt_plan.output import render, to_json
+    from .output import render, to_json
 
     text = to_json(plan) if arguments.format == "json" else render(plan, with_files=not arguments.summary)
     try:

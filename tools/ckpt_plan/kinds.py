@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron.checkpoint_engines.base import FileState
-from tools.ckpt_plan.sizes import tensors_of
+
+from .sizes import tensors_of
 
 WEIGHTS, MASTER_WEIGHTS, MOMENTS, METADATA = "weights", "master_weights", "moments", "metadata"
 TENSOR_KINDS: tuple[str, ...] = (WEIGHTS, MASTER_WEIGHTS, MOMENTS)

@@ -20,7 +20,8 @@ from collections.abc import Sequence
 
 from megatron.checkpoint_engines.base import MIB, FileState
 from megatron.config import Config
-from tools.ckpt_plan.kinds import MASTER_WEIGHTS, MOMENTS, file_tensor_bytes
+
+from .kinds import MASTER_WEIGHTS, MOMENTS, file_tensor_bytes
 
 _ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 _FAST_WRITER_BYTES = 64 * MIB  # page-locked buffers of DeepSpeed's FastFileWriter

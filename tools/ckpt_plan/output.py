@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from tools.ckpt_plan.kinds import KINDS
-from tools.ckpt_plan.listing import Comparison
-from tools.ckpt_plan.memory import HOST_NOTES
-from tools.ckpt_plan.plan import UPSTREAM, Plan, PlannedFile, RankPlan
+from .kinds import KINDS
+from .listing import Comparison
+from .memory import HOST_NOTES
+from .plan import UPSTREAM, Plan, PlannedFile, RankPlan
 
 _MANY_RANKS = 16
 

@@ -13,13 +13,14 @@ from megatron.checkpoint_engines.base import SavedFile
 from megatron.checkpoint_state import Progress
 from megatron.config import Config, ConfigError
 from megatron.topology import Coordinates, Layout
-from tools.ckpt_plan.kinds import KINDS, METADATA, TENSOR_KINDS, tensor_bytes_by_kind
-from tools.ckpt_plan.memory import device_bytes, host_bytes
-from tools.ckpt_plan.presets import Planned
-from tools.ckpt_plan.rank_state import first_save, planned_files
-from tools.ckpt_plan.sizes import planned_sizes, sizer, with_placements
-from tools.ckpt_plan.stage import stage_on_meta
-from tools.ckpt_plan.upstream import upstream_sizes
+
+from .kinds import KINDS, METADATA, TENSOR_KINDS, tensor_bytes_by_kind
+from .memory import device_bytes, host_bytes
+from .presets import Planned
+from .rank_state import first_save, planned_files
+from .sizes import planned_sizes, sizer, with_placements
+from .stage import stage_on_meta
+from .upstream import upstream_sizes
 
 UPSTREAM = "upstream"
 

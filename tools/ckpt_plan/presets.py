@@ -111,7 +111,7 @@ def _vocab_size_of(argv: Sequence[str]) -> int | None:
 
 def _corpus_vocab_size() -> int:
     """Of the tokenizer that the tiny preset trains on its corpus."""
-    from tools.build_corpus import parse_arguments
+    from ..build_corpus import parse_arguments
 
     return parse_arguments(["--output-dir", "."])[1].vocab_size
 

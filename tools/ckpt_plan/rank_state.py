@@ -22,8 +22,9 @@ from megatron.deepspeed_config import build_deepspeed_config
 from megatron.optimizer.param_scheduler import OptimizerParamScheduler
 from megatron.tensor_parallel.random import get_rng_state, seed_everything, set_rng_state
 from megatron.topology import Coordinates, Layout
-from tools.ckpt_plan.shard import build_shard
-from tools.ckpt_plan.stage import StageOnMeta, stage_on_meta
+
+from .shard import build_shard
+from .stage import StageOnMeta, stage_on_meta
 
 _CUDA_RNG_BYTES = 16  # seed and offset, 8 bytes each (ATen/cuda/CUDAGeneratorImpl.cpp, get_state)
 

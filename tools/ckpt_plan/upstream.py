@@ -20,7 +20,8 @@ import torch
 
 from megatron.checkpoint_engines.base import FileState, SavedFile
 from megatron.config import Config, ModelConfig
-from tools.ckpt_plan.sizes import torch_named_file_size, without_data
+
+from .sizes import torch_named_file_size, without_data
 
 _SHARDS = ("zero_pp_rank_", "bf16_zero_pp_rank_")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import importlib
 import json
 import os
 import shutil
@@ -20,15 +21,14 @@ from typing import Any
 from megatron.checkpoint_engines.errors import EngineUnavailableError, UnknownEngineError
 from megatron.config import ConfigError
 from megatron.restart_trace.cycles import launch_key
-from tools.ckpt_overhead.launch import filesystem_of
-from tools.ckpt_overhead.report import machine
-from tools.ckpt_replay.figures import analyse
-from tools.ckpt_replay.launch import TaskError, crew_of
-from tools.ckpt_replay.options import ALL, parse_arguments, request_from
-from tools.ckpt_replay.plan import ReplayError, Request
-from tools.ckpt_replay.replay import Replay
-from tools.ckpt_replay.table import render
-from tools.ckpt_replay.targets import judge
+
+from ..common.machine import filesystem_of, machine
+from .figures import analyse
+from .launch import TaskError, crew_of
+from .options import ALL, TARGETS, parse_arguments, request_from
+from .plan import ReplayError, Request
+from .replay import Replay
+from .table import render
 
 OK, ENGINE_FAILED, COULD_NOT_RUN = 0, 1, 2
 _MOST_STORAGE_BYTES = 2 << 30
@@ -79,7 +79,10 @@ def _replay(arguments: argparse.Namespace) -> dict[str, Any] | None:
         return None
     kept = str(place) if request.keep else None
     figures = analyse(request, samples, left_out, before) | {"directory": request.directory, "kept": kept}
-    return figures | ({"targets": judge(figures)} if arguments.targets else {})
+    if not arguments.targets:
+        return figures
+    # By name, since a tool needs no benchmark: they are in a checkout alone. parse_arguments has looked for it.
+    return figures | {"targets": importlib.import_module(TARGETS).judge(figures)}
 
 
 def _settled(request: Request, prepared: dict[str, Any], *, explicit: bool) -> Request:

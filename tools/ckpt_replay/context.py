@@ -21,8 +21,9 @@ from megatron.control_plane import ControlPlane
 from megatron.restart_trace.process import RankIdentity, open_rank_trace
 from megatron.restart_trace.recorder import Recorder
 from megatron.topology import Layout
-from tools.ckpt_replay.plan import Request, Task, request_of, state_file
-from tools.ckpt_replay.shares import Planned
+
+from .plan import Request, Task, request_of, state_file
+from .shares import Planned
 
 _TIMEOUT = datetime.timedelta(hours=2)
 

@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from tools.ckpt_overhead.samples import interquartile_range
-from tools.ckpt_replay.plan import LOAD_COLD, LOAD_WARM, SAVE, STORAGE_KINDS, Request
-from tools.ckpt_replay.replay import Samples
-from tools.page_cache import COLD, WARM
+from ..common.page_cache import COLD, WARM
+from ..common.samples import interquartile_range
+from .plan import LOAD_COLD, LOAD_WARM, SAVE, STORAGE_KINDS, Request
+from .replay import Samples
 
 Ranks = list[dict[str, Any]]
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.free_port import free_port
-from tools.ckpt_replay.plan import ReplayError, Request, Task, result_file
-from tools.ckpt_replay.worker import PREPARE, TASK
+
+from .plan import ReplayError, Request, Task, result_file
+from .worker import PREPARE, TASK
 
 ROOT = Path(__file__).resolve().parents[2]
 _LAST_WORDS = 2000
@@ -107,7 +108,7 @@ def crew_of(processes: tuple[int, ...], world_size: int, launched: bool, notes: 
     environment.setdefault("OMP_NUM_THREADS", "1")
     with (notes / "server.log").open("wb") as log:
         server = subprocess.Popen(
-            [sys.executable, "-m", "tools.ckpt_replay.worker"], cwd=ROOT, env=environment, text=True,
+            [sys.executable, "-m", f"{__package__}.worker"], cwd=ROOT, env=environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
         )  # fmt: skip
     try:

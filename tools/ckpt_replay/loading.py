@@ -17,12 +17,13 @@ from megatron.checkpoint_engines.base import CheckpointEngine, FileState
 from megatron.checkpoint_manifest import read_latest
 from megatron.restart_trace.clock import now_ns
 from megatron.restart_trace.recorder import Operation
-from tools import page_cache
-from tools.ckpt_replay import memory
-from tools.ckpt_replay.context import RankContext
-from tools.ckpt_replay.plan import LOAD_COLD, fingerprint_file
-from tools.ckpt_replay.shares import map_tensors, tensor_bytes
-from tools.ckpt_replay.tensors import alter, check_restored, live_before_load
+
+from ..common import page_cache
+from . import memory
+from .context import RankContext
+from .plan import LOAD_COLD, fingerprint_file
+from .shares import map_tensors, tensor_bytes
+from .tensors import alter, check_restored, live_before_load
 
 
 @dataclass(frozen=True)

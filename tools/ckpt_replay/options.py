@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +13,12 @@ from megatron.checkpoint_engines.registry import check_engine_name, engine_names
 from megatron.config import CheckpointConfig
 from megatron.config.flags import spec_of
 from megatron.topology import Layout
-from tools.ckpt_overhead.cli import parse_bytes
-from tools.ckpt_replay.plan import ReplayError, Request, Share, Steps
+
+from ..common.sizes import parse_bytes
+from .plan import ReplayError, Request, Share, Steps
 
 ALL = "all"
+TARGETS = "benchmarks.engine_targets.targets"  # gives judge()
 _ENGINE_FLAGS = (
     "host_cache_size", "io_threads", "io_block_size", "direct_io", "checksum", "checkpoint_durability",
     "verify_checkpoint",
@@ -149,6 +152,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--warmup-saves {arguments.warmup_saves}: must be at least 0")
     if arguments.steps_between < 0 or arguments.step_seconds <= 0:
         parser.error("--steps-between must be at least 0 and --step-seconds above 0")
+    if arguments.targets and importlib.util.find_spec(TARGETS.partition(".")[0]) is None:
+        parser.error("--targets: the package `benchmarks`, which judges, is in a checkout alone; run it in one")
     return arguments
 
 

@@ -9,7 +9,8 @@ import json
 from pathlib import Path
 
 from megatron.checkpoint_engines.errors import EngineUnavailableError, UnknownEngineError
-from tools.ckpt_replay.plan import ReplayError, Request, request_of, state_file
+
+from .plan import ReplayError, Request, request_of, state_file
 
 
 def prepare(path: Path) -> None:
@@ -55,7 +56,7 @@ def plan_states(request: Request, notes: Path, processes: list[int]) -> list[int
     """Write the planned state of each of `processes` into `notes`; bytes of the tensors of each."""
     import torch
 
-    from tools.ckpt_replay.shares import planned_share, tensor_bytes
+    from .shares import planned_share, tensor_bytes
 
     found = []
     for process in processes:

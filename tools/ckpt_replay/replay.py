@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.ckpt_replay.launch import Crew, TaskError
-from tools.ckpt_replay.plan import LOAD_COLD, LOAD_WARM, SAVE, STORAGE, Request, Task
+from .launch import Crew, TaskError
+from .plan import LOAD_COLD, LOAD_WARM, SAVE, STORAGE, Request, Task
 
 
 @dataclass

@@ -20,12 +20,13 @@ from megatron.checkpoint_engines.registry import engine_class
 from megatron.control_plane import ControlPlane
 from megatron.restart_trace.clock import now_ns
 from megatron.restart_trace.recorder import Operation
-from tools.ckpt_replay import memory
-from tools.ckpt_replay.context import RankContext
-from tools.ckpt_replay.plan import fingerprint_file
-from tools.ckpt_replay.shares import tensor_bytes
-from tools.ckpt_replay.steps import SimulatedSteps, Unit, interference
-from tools.ckpt_replay.tensors import alter, fingerprints, materialise
+
+from . import memory
+from .context import RankContext
+from .plan import fingerprint_file
+from .shares import tensor_bytes
+from .steps import SimulatedSteps, Unit, interference
+from .tensors import alter, fingerprints, materialise
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from megatron.checkpoint_engines.base import FileState
-from tools.ckpt_replay.plan import ReplayError, Share
+
+from .plan import ReplayError, Share
 
 _LEFT_WHOLE = 64 << 10  # smaller tensors are not worth shrinking: they are there for their number
 
@@ -37,8 +38,8 @@ def planned_share(share: Share, rank: int) -> Planned:
 
 
 def _planned_files(share: Share, rank: int) -> list[FileState]:
-    from tools.ckpt_plan.presets import config_for
-    from tools.ckpt_plan.rank_state import planned_files
+    from ..ckpt_plan.presets import config_for
+    from ..ckpt_plan.rank_state import planned_files
 
     tp, pp, dp = share.layout
     config, layout, vocab_sizes = config_for(share.model or "", tp, pp, dp, share.vocab_size)

@@ -16,9 +16,10 @@ import numpy as np
 from isal import isal_zlib
 
 from megatron.restart_trace.clock import now_ns
-from tools import page_cache
-from tools.ckpt_replay.context import RankContext
-from tools.ckpt_replay.plan import STORAGE_KINDS
+
+from ..common import page_cache
+from .context import RankContext
+from .plan import STORAGE_KINDS
 
 MIB = 1 << 20
 _MEMORY = max(max(threads) * max(blocks) for threads, blocks in STORAGE_KINDS.values()) * MIB

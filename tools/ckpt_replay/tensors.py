@@ -11,8 +11,9 @@ import torch
 from isal import isal_zlib
 
 from megatron.checkpoint_engines.base import FileState
-from tools.ckpt_replay.plan import ReplayError
-from tools.ckpt_replay.shares import map_tensors, size_of, tensors_of
+
+from .plan import ReplayError
+from .shares import map_tensors, size_of, tensors_of
 
 _SHARD, _MASTERS = "optimizer_state_dict", "single_partition_of_fp32_groups"  # of DeepSpeed's shards
 _PATTERN_BYTES = 4 << 20

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.parent_process import end_with_parent
-from tools.ckpt_replay.plan import LOAD_COLD, LOAD_WARM, SAVE, Task, result_file
+
+from .plan import LOAD_COLD, LOAD_WARM, SAVE, Task, result_file
 
 PREPARE, TASK = "prepare", "task"
 
@@ -28,10 +29,10 @@ PREPARE, TASK = "prepare", "task"
 def carry_out(what: str, path: Path, process: int) -> None:
     """What process number `process` of a task does. Leaves its result in a file."""
     if what == PREPARE:
-        from tools.ckpt_replay.prepare import prepare
+        from .prepare import prepare
 
         return prepare(path)
-    from tools.ckpt_replay.context import joined
+    from .context import joined
 
     task = Task.from_json(path.read_text())
     with joined(task) as ctx:
@@ -42,14 +43,14 @@ def carry_out(what: str, path: Path, process: int) -> None:
 
 def _measure(ctx: Any) -> dict[str, Any]:
     if ctx.task.kind == SAVE:
-        from tools.ckpt_replay.saving import run_saves
+        from .saving import run_saves
 
         return run_saves(ctx)
     if ctx.task.kind in (LOAD_COLD, LOAD_WARM):
-        from tools.ckpt_replay.loading import run_loads
+        from .loading import run_loads
 
         return run_loads(ctx)
-    from tools.ckpt_replay.storage import measure
+    from .storage import measure
 
     return measure(ctx)
 
@@ -71,7 +72,7 @@ class _Server:
         import torch
 
         # What all tasks need, so that no fork takes time or memory for it.
-        from tools.ckpt_replay import loading, saving, storage  # noqa: F401
+        from . import loading, saving, storage  # noqa: F401
 
         self._forks = not torch.cuda.is_available()
         gc.collect()
@@ -85,7 +86,7 @@ class _Server:
 
     def _start(self, what: str, path: Path, number: int, settings: dict[str, Any]) -> None:
         if not self._forks:
-            command = [sys.executable, "-m", "tools.ckpt_replay.worker", what, str(path), str(number)]
+            command = [sys.executable, "-m", f"{__package__}.worker", what, str(path), str(number)]
             with open(settings["log"], "wb") as log:
                 started = subprocess.Popen(
                     command, env=settings["environment"], stdin=subprocess.DEVNULL, stdout=log, stderr=log

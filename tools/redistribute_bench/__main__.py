@@ -1,15 +1,8 @@
-"""Runs the measurement as `python -m tools.redistribute_bench` and as `python tools/redistribute_bench`."""
+"""The former name of `python -m benchmarks.reshard`."""
 
-from __future__ import annotations
-
+import runpy
 import sys
 from pathlib import Path
 
-if not __package__:
-    # Run as a directory: Python put this directory on the path instead of the project's root.
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-
-from tools.redistribute_bench.cli import main
-
-if __name__ == "__main__":
-    sys.exit(main())
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+runpy.run_module("benchmarks.reshard", run_name="__main__", alter_sys=True)

@@ -1,5 +1,5 @@
 import sys
 
-from tools.restart_drill.cli import main
+from .cli import main
 
 sys.exit(main())

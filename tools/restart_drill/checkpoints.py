@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 from megatron.checkpoint_commit import Candidate, discover
-from tools.restart_drill.launch import DrillError
+
+from .launch import DrillError
 
 
 class Checkpoints:

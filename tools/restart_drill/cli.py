@@ -9,18 +9,18 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from tools.restart_drill import command as commands
-from tools.restart_drill.drill import run_drill
-from tools.restart_drill.facts import facts_of
-from tools.restart_drill.faults import DAMAGE, FAULTS, refusal
-from tools.restart_drill.full_disk import GIB
-from tools.restart_drill.launch import DrillError
-from tools.restart_drill.moments import STAGES, Moment, parse_moment
-from tools.restart_drill.output import analysed, describe, table
-from tools.restart_drill.plan import RELAUNCH, SUPERVISORS, TORCHRUN, Plan, Strike, intended, say
-from tools.restart_drill.preset import expanded
-from tools.restart_drill.reference import Reference, run_reference, stored_reference
-from tools.restart_drill.verify import TOLERANCES, repeated, repetition_table
+from . import command as commands
+from .drill import run_drill
+from .facts import facts_of
+from .faults import DAMAGE, FAULTS, refusal
+from .full_disk import GIB
+from .launch import DrillError
+from .moments import STAGES, Moment, parse_moment
+from .output import analysed, describe, table
+from .plan import RELAUNCH, SUPERVISORS, TORCHRUN, Plan, Strike, intended, say
+from .preset import expanded
+from .reference import Reference, run_reference, stored_reference
+from .verify import TOLERANCES, repeated, repetition_table
 
 VERIFIED, NOT_VERIFIED, COULD_NOT_RUN = 0, 1, 2
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -11,7 +11,8 @@ from pathlib import Path
 from megatron.arguments import config_from_args, parse_args
 from megatron.checkpoint_engines.registry import is_redistributable
 from megatron.config import Config, ConfigError
-from tools.restart_drill.launch import DrillError
+
+from .launch import DrillError
 
 PROGRAM = "pretrain_gpt.py"
 _RANKS = ("--nproc-per-node", "--nproc_per_node")

@@ -6,14 +6,15 @@ import signal
 from collections.abc import Callable
 
 from megatron.restart_trace.supervisor import open_supervisor_trace
-from tools.restart_drill.checkpoints import Checkpoints
-from tools.restart_drill.faults import DISK_FULL
-from tools.restart_drill.full_disk import check_disk
-from tools.restart_drill.in_place import strike_in_place
-from tools.restart_drill.launch import DrillError, Launch, launched
-from tools.restart_drill.moments import wait_for_span
-from tools.restart_drill.plan import TORCHRUN, Plan, Strike
-from tools.restart_drill.relaunch import GRACE_S, launch_and_strike
+
+from .checkpoints import Checkpoints
+from .faults import DISK_FULL
+from .full_disk import check_disk
+from .in_place import strike_in_place
+from .launch import DrillError, Launch, launched
+from .moments import wait_for_span
+from .plan import TORCHRUN, Plan, Strike
+from .relaunch import GRACE_S, launch_and_strike
 
 Say = Callable[[str], None]
 

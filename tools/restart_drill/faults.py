@@ -6,8 +6,9 @@ import signal
 from collections.abc import Callable
 
 from megatron.injected_faults import DEVICE_ERROR_SIGNAL, EXCEPTION_SIGNAL
-from tools.restart_drill.launch import DrillError, Launch
-from tools.restart_drill.moments import Moment
+
+from .launch import DrillError, Launch
+from .moments import Moment
 
 
 def _last_rank(signum: int) -> Callable[[Launch], int]:

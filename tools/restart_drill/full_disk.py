@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tools.restart_drill.launch import DrillError
+from .launch import DrillError
 
 GIB = 1 << 30
 _NAME = ".restart_drill_balloon"

@@ -17,11 +17,12 @@ from collections.abc import Callable
 
 from megatron.restart_trace.clock import now_ns, process_start_ns
 from megatron.restart_trace.supervisor import SupervisorTrace
-from tools.restart_drill.checkpoints import Checkpoints
-from tools.restart_drill.faults import DAMAGE
-from tools.restart_drill.launch import DrillError, Launch
-from tools.restart_drill.plan import Intent, Plan, Strike
-from tools.restart_drill.striking import strike
+
+from .checkpoints import Checkpoints
+from .faults import DAMAGE
+from .launch import DrillError, Launch
+from .plan import Intent, Plan, Strike
+from .striking import strike
 
 _POLL_S = 0.002
 

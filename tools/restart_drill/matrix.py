@@ -20,8 +20,8 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tools.restart_drill import command as commands
-from tools.restart_drill.cli import (
+from . import command as commands
+from .cli import (
     COULD_NOT_RUN,
     NOT_VERIFIED,
     VERIFIED,
@@ -30,16 +30,16 @@ from tools.restart_drill.cli import (
     check_out,
     tolerance_of,
 )
-from tools.restart_drill.drill import run_drill
-from tools.restart_drill.facts import facts_of
-from tools.restart_drill.faults import DAMAGE, DISK_FULL, FAULTS, refusal
-from tools.restart_drill.full_disk import GIB
-from tools.restart_drill.launch import DrillError
-from tools.restart_drill.moments import STAGES, parse_moment
-from tools.restart_drill.output import analysed, describe
-from tools.restart_drill.plan import FIRST, RELAUNCH, SUPERVISORS, TORCHRUN, Intent, Plan, Strike, say
-from tools.restart_drill.preset import expanded
-from tools.restart_drill.reference import Reference, run_reference, stored_reference
+from .drill import run_drill
+from .facts import facts_of
+from .faults import DAMAGE, DISK_FULL, FAULTS, refusal
+from .full_disk import GIB
+from .launch import DrillError
+from .moments import STAGES, parse_moment
+from .output import analysed, describe
+from .plan import FIRST, RELAUNCH, SUPERVISORS, TORCHRUN, Intent, Plan, Strike, say
+from .preset import expanded
+from .reference import Reference, run_reference, stored_reference
 
 ENGINES = ("torch", "lazy")
 MOMENTS = (*STAGES, "random:1")  # iteration:N is mid-step at a given iteration

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.restart_trace.schema import RANK_FILE_PATTERN
-from tools.restart_drill.launch import DrillError, Launch
+
+from .launch import DrillError, Launch
 
 POLL_S = 0.0005  # some moments last a millisecond
 LONGEST_DELAY_S = 2.0  # of random:SEED, after the first iteration that follows a commit

@@ -9,13 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tools.restart_drill.facts import CycleFacts
-from tools.restart_drill.launch import DrillError
-from tools.restart_drill.plan import Strike
-from tools.restart_drill.reference import Reference
-from tools.restart_drill.verify import Verdict, check_losses, judge
+from .facts import CycleFacts
+from .launch import DrillError
+from .plan import Strike
+from .reference import Reference
+from .verify import Verdict, check_losses, judge
 
 ROOT = Path(__file__).resolve().parents[2]
+_ANALYSIS = f"{__name__.split('.')[0]}.ckpt_analysis"
 REFERENCE = "an uninterrupted reference run"
 REPETITION = "iterations that several launches did; there was no reference run"
 _OF_A_RESTART = ("restart_s", "phases", "accounted", "lost_steps", "lost_work_s", "caught_up_s")
@@ -23,7 +24,7 @@ _OF_A_RESTART = ("restart_s", "phases", "accounted", "lost_steps", "lost_work_s"
 
 def analysed(trace_dir: Path) -> dict[str, Any]:
     """The JSON of tools.ckpt_analysis. Raises DrillError if it could not run."""
-    command = [sys.executable, "-m", "tools.ckpt_analysis", str(trace_dir), "--format", "json"]
+    command = [sys.executable, "-m", _ANALYSIS, str(trace_dir), "--format", "json"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if found.returncode > 1:  # 1: it has findings
         raise DrillError(f"the analysis of {trace_dir} could not run: {found.stderr.strip()}")

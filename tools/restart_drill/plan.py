@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.restart_drill.moments import Moment, parse_moment
+from .moments import Moment, parse_moment
 
 RELAUNCH, TORCHRUN = "relaunch", "torchrun"
 SUPERVISORS = (RELAUNCH, TORCHRUN)

@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from tools.restart_drill.launch import DrillError
+from .launch import DrillError
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "examples_deepspeed" / "restart_bench"
 

@@ -11,11 +11,12 @@ from pathlib import Path
 from megatron.config import Config
 from megatron.config.flags import spec_of
 from megatron.restart_trace.redaction import redact_command
-from tools.restart_drill import command as commands
-from tools.restart_drill.facts import CycleFacts, facts_of
-from tools.restart_drill.launch import DrillError, launched
-from tools.restart_drill.plan import Plan
-from tools.restart_drill.relaunch import GRACE_S
+
+from . import command as commands
+from .facts import CycleFacts, facts_of
+from .launch import DrillError, launched
+from .plan import Plan
+from .relaunch import GRACE_S
 
 DIRECTORY = "reference"  # below --out
 _TRAINING = "training.json"  # its command; there once the run has ended well

@@ -8,12 +8,13 @@ import time
 from dataclasses import replace
 
 from megatron.restart_trace.supervisor import open_supervisor_trace
-from tools import page_cache
-from tools.restart_drill.checkpoints import Checkpoints
-from tools.restart_drill.faults import DAMAGE, MAY_END_WELL
-from tools.restart_drill.launch import DrillError, Launch, launched
-from tools.restart_drill.plan import Intent, Plan, Strike
-from tools.restart_drill.striking import Struck, strike
+
+from ..common import page_cache
+from .checkpoints import Checkpoints
+from .faults import DAMAGE, MAY_END_WELL
+from .launch import DrillError, Launch, launched
+from .plan import Intent, Plan, Strike
+from .striking import Struck, strike
 
 GRACE_S = 20.0  # for what a launcher leaves behind, such as resource trackers
 

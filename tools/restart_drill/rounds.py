@@ -27,12 +27,13 @@ import psutil
 
 from megatron.checkpoint_commit import discover
 from megatron.free_port import free_port
-from tools.restart_drill import command as commands
-from tools.restart_drill.cli import COULD_NOT_RUN, NOT_VERIFIED, VERIFIED, catch_stop_signals, check_out
-from tools.restart_drill.facts import facts_of
-from tools.restart_drill.launch import DrillError, Launch
-from tools.restart_drill.plan import say
-from tools.restart_drill.preset import expanded
+
+from . import command as commands
+from .cli import COULD_NOT_RUN, NOT_VERIFIED, VERIFIED, catch_stop_signals, check_out
+from .facts import facts_of
+from .launch import DrillError, Launch
+from .plan import say
+from .preset import expanded
 
 ENGINES = ("torch", "lazy", "fastpersist-decoupled", "torchsnapshot", "dcp-async")
 KILLS = ("launcher", "all", "rank-0", "one-rank", "writer")  # writer: the process that an engine writes with

@@ -11,11 +11,12 @@ from typing import Any
 
 from megatron.restart_trace.clock import now_ns
 from megatron.restart_trace.supervisor import SupervisorTrace
-from tools.restart_drill.faults import DISK_FULL, HANGS, MAY_FAIL_A_SAVE, commits_needed, inject
-from tools.restart_drill.full_disk import full_disk
-from tools.restart_drill.launch import DrillError, Launch
-from tools.restart_drill.moments import TraceTail, wait_for
-from tools.restart_drill.plan import Intent, Plan, Strike
+
+from .faults import DISK_FULL, HANGS, MAY_FAIL_A_SAVE, commits_needed, inject
+from .full_disk import full_disk
+from .launch import DrillError, Launch
+from .moments import TraceTail, wait_for
+from .plan import Intent, Plan, Strike
 
 _POLL_S = 0.005
 

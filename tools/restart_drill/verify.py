@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tools.restart_drill.facts import CycleFacts
-from tools.restart_drill.plan import Strike
+from .facts import CycleFacts
+from .plan import Strike
 
 # Relative, between layouts: sums are in another order there, and bf16 and fp16 round each of them.
 TOLERANCES = {"fp32": 2e-5, "bf16": 2e-2, "fp16": 2e-2}

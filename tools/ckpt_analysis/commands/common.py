@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.ckpt_analysis.commands.exit_codes import FINDINGS, OK
-from tools.ckpt_analysis.errors import CouldNotRunError
-from tools.ckpt_analysis.progress import Progress
+from ..common.errors import CouldNotRunError
+from ..common.progress import Progress
+from .exit_codes import FINDINGS, OK
 
 if TYPE_CHECKING:
-    from tools.ckpt_analysis.compare.variants import Variant
-    from tools.ckpt_analysis.load import Trace
-    from tools.ckpt_analysis.report import Analysis, Report
+    from ..compare.variants import Variant
+    from ..ingest.load import Trace
+    from ..report import Analysis, Report
 
 
 def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,8 +47,8 @@ def add_strict(parser: argparse.ArgumentParser) -> None:
 
 def read_trace(directory: Path, arguments: argparse.Namespace) -> Trace:
     """`load_trace` as the shared flags ask for it. Raises LogDirectoryError if nothing can be analysed."""
-    from tools.ckpt_analysis.cache import Cache
-    from tools.ckpt_analysis.load import load_trace
+    from ..ingest.cache import Cache
+    from ..ingest.load import load_trace
 
     progress = progress_of(arguments)
     cache = None if arguments.no_cache else Cache(arguments.cache_dir, progress)
@@ -62,9 +62,9 @@ def progress_of(arguments: argparse.Namespace) -> Progress:
 
 def read_analysis(directory: Path, arguments: argparse.Namespace, *, per_rank: bool = False) -> Analysis:
     """The analysis of a trace or of an imported run. Raises LogDirectoryError if nothing can be analysed."""
-    from tools.ckpt_analysis.imported.file import is_imported, read_run
-    from tools.ckpt_analysis.imported.to_report import to_report
-    from tools.ckpt_analysis.report import analyse_fully, without_ranks
+    from ..imported.file import is_imported, read_run
+    from ..imported.to_report import to_report
+    from ..report import analyse_fully, without_ranks
 
     if is_imported(directory):
         return without_ranks(to_report(read_run(directory), directory))
@@ -78,7 +78,7 @@ def read_report(directory: Path, arguments: argparse.Namespace, *, per_rank: boo
 
 def read_variants(texts: list[str], arguments: argparse.Namespace) -> list[Variant]:
     """The runs of a comparison from `[NAME=]LOGDIR`s. Raises LogDirectoryError if one cannot be analysed."""
-    from tools.ckpt_analysis.compare.variants import Variant
+    from ..compare.variants import Variant
 
     return [
         Variant(name, [read_report(directory, arguments) for directory in directories])

@@ -40,13 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare the runs; returns the exit status."""
-    from tools.ckpt_analysis.commands.common import read_variants, write_stdout
-    from tools.ckpt_analysis.commands.exit_codes import FINDINGS, OK
-    from tools.ckpt_analysis.compare.comparison import compare_variants
-    from tools.ckpt_analysis.compare.conditions import failures, parse_condition
-    from tools.ckpt_analysis.compare.render import to_csv, to_json, to_markdown, to_table
-    from tools.ckpt_analysis.escaping import visible
-    from tools.ckpt_analysis.tables import Style
+    from ..common.escaping import visible
+    from ..compare.comparison import compare_variants
+    from ..compare.conditions import failures, parse_condition
+    from ..render.comparison import to_csv, to_json, to_markdown, to_table
+    from ..render.tables import Style
+    from .common import read_variants, write_stdout
+    from .exit_codes import FINDINGS, OK
 
     conditions = [parse_condition(text) for text in arguments.fail_if]
     variants = read_variants(arguments.logdirs, arguments)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tools.ckpt_analysis.commands.common import add_logdir, output_file, progress_of, read_trace
-from tools.ckpt_analysis.commands.exit_codes import OK
-from tools.ckpt_analysis.errors import CouldNotRunError
+from ..common.errors import CouldNotRunError
+from .common import add_logdir, output_file, progress_of, read_trace
+from .exit_codes import OK
 
 HELP = "write spans and other records as one tidy table, Parquet or CSV"
 EXAMPLES = """\
@@ -30,9 +30,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the table; returns the exit status."""
     # A wrong name is told before minutes are spent on reading.
     file_format = arguments.format or _format_of(arguments.output)
-    from tools.ckpt_analysis.frame import make_frames
-    from tools.ckpt_analysis.table_files import write_table
-    from tools.ckpt_analysis.tidy import tidy
+    from ..common.table_files import write_table
+    from ..model.frame import make_frames
+    from ..render.tidy import tidy
 
     trace = read_trace(arguments.logdir, arguments)
     table = tidy(trace, make_frames(trace), arguments.table)

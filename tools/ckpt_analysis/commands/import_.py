@@ -32,11 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Import the log; returns the exit status."""
-    from tools.ckpt_analysis.commands.common import write_stdout
-    from tools.ckpt_analysis.commands.exit_codes import OK
-    from tools.ckpt_analysis.errors import CouldNotRunError
-    from tools.ckpt_analysis.imported.file import write_run
-    from tools.ckpt_analysis.imported.importer import import_log, is_pipe
+    from ..common.errors import CouldNotRunError
+    from ..imported.file import write_run
+    from ..imported.importer import import_log, is_pipe
+    from .common import write_stdout
+    from .exit_codes import OK
 
     if arguments.world_size is not None and arguments.world_size < 1:
         raise CouldNotRunError(f"--world-size {arguments.world_size}: give a number of ranks, 1 or more")

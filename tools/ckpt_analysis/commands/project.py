@@ -59,13 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Project the run; returns the exit status."""
-    from tools.ckpt_analysis.commands.common import read_report, write_stdout
-    from tools.ckpt_analysis.commands.exit_codes import OK
-    from tools.ckpt_analysis.project.inputs import Given, gather
-    from tools.ckpt_analysis.project.projection import project
-    from tools.ckpt_analysis.project.ranges import parse_counts, parse_positives
-    from tools.ckpt_analysis.project.render import to_csv, to_json, to_markdown, to_table
-    from tools.ckpt_analysis.tables import Style
+    from ..project.inputs import Given, gather
+    from ..project.projection import project
+    from ..project.ranges import parse_counts, parse_positives
+    from ..render.projection import to_csv, to_json, to_markdown, to_table
+    from ..render.tables import Style
+    from .common import read_report, write_stdout
+    from .exit_codes import OK
 
     nodes = parse_counts("--nodes", arguments.nodes)
     hours = parse_positives("--mtbf-hours", arguments.mtbf_hours)

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.ckpt_analysis.commands.common import (
+from ..common.errors import CouldNotRunError
+from .common import (
     add_strict,
     output_file,
     progress_of,
@@ -15,11 +16,10 @@ from tools.ckpt_analysis.commands.common import (
     read_variants,
     write_stdout,
 )
-from tools.ckpt_analysis.commands.exit_codes import FINDINGS, OK
-from tools.ckpt_analysis.errors import CouldNotRunError
+from .exit_codes import FINDINGS, OK
 
 if TYPE_CHECKING:
-    from tools.ckpt_analysis.report import Analysis, Report
+    from ..report import Analysis, Report
 
 FILE_NAME = "ckpt_report.html"
 HELP = "show where saves, loads and restarts of a traced run spent their time"
@@ -80,7 +80,7 @@ def _of_one(arguments: argparse.Namespace) -> list[Report]:
     analysis = read_analysis(Path(arguments.logdirs[0]), arguments, per_rank=arguments.per_rank)
     write_stdout(_summary(analysis, arguments))
     if arguments.output is not None:
-        from tools.ckpt_analysis.html.page import run_page
+        from ..render.html.page import run_page
 
         _write_page(run_page(analysis, arguments.checkpoint), arguments)
     return [analysis.report]
@@ -88,15 +88,15 @@ def _of_one(arguments: argparse.Namespace) -> list[Report]:
 
 def _compared(arguments: argparse.Namespace) -> list[Report]:
     """Several runs: what `compare` prints, and the page with its figure."""
-    from tools.ckpt_analysis.compare.comparison import compare_variants
-    from tools.ckpt_analysis.compare.render import to_table
-    from tools.ckpt_analysis.tables import Style
+    from ..compare.comparison import compare_variants
+    from ..render.comparison import to_table
+    from ..render.tables import Style
 
     variants = read_variants(arguments.logdirs, arguments)
     comparison = compare_variants(variants)
     write_stdout(to_table(comparison, Style(sys.stdout), show_all=arguments.all))
     if arguments.output is not None:
-        from tools.ckpt_analysis.html.page import comparison_page
+        from ..render.html.page import comparison_page
 
         _write_page(comparison_page(comparison, variants), arguments)
     return [report for variant in variants for report in variant.reports]
@@ -119,9 +119,9 @@ def _check(arguments: argparse.Namespace, several: bool) -> None:
 
 
 def _summary(analysis: Analysis, arguments: argparse.Namespace) -> str:
-    from tools.ckpt_analysis.json_output import to_json
-    from tools.ckpt_analysis.tables import Style
-    from tools.ckpt_analysis.terminal import render
+    from ..render.json_output import to_json
+    from ..render.tables import Style
+    from ..render.terminal import render
 
     if arguments.format == "json":
         return to_json(analysis.report)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tools.ckpt_analysis.commands.common import (
+from .common import (
     add_logdir,
     add_strict,
     read_report,
@@ -48,9 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _text(report, arguments: argparse.Namespace) -> str:
-    from tools.ckpt_analysis.json_output import to_json
-    from tools.ckpt_analysis.summary_rows import csv_text, markdown_text, table_text
-    from tools.ckpt_analysis.tables import Style
+    from ..render.json_output import to_json
+    from ..render.summary_rows import csv_text, markdown_text, table_text
+    from ..render.tables import Style
 
     if arguments.format == "json":
         return to_json(report)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tools.ckpt_analysis.commands.common import add_logdir, output_file, progress_of, read_trace
-from tools.ckpt_analysis.commands.exit_codes import OK
-from tools.ckpt_analysis.errors import CouldNotRunError
+from ..common.errors import CouldNotRunError
+from .common import add_logdir, output_file, progress_of, read_trace
+from .exit_codes import OK
 
 HELP = "write a time line of all ranks for https://ui.perfetto.dev or chrome://tracing"
 EXAMPLES = """\
@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the time line; returns the exit status."""
-    from tools.ckpt_analysis.frame import make_frames
-    from tools.ckpt_analysis.timeline import Cut, cut, write_timeline
+    from ..model.frame import make_frames
+    from ..render.timeline import Cut, cut, write_timeline
 
     trace = read_trace(arguments.logdir, arguments)
     asked = Cut(arguments.ranks, arguments.checkpoint, arguments.cycle)

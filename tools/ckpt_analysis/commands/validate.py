@@ -9,14 +9,14 @@ from contextlib import nullcontext
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
-from tools.ckpt_analysis.commands.common import add_logdir, progress_of, read_trace, write_stdout
-from tools.ckpt_analysis.commands.exit_codes import FINDINGS, OK
+from .common import add_logdir, progress_of, read_trace, write_stdout
+from .exit_codes import FINDINGS, OK
 
 if TYPE_CHECKING:
-    from tools.ckpt_analysis.discover import Listing
-    from tools.ckpt_analysis.problems import Problem
-    from tools.ckpt_analysis.progress import Progress
-    from tools.ckpt_analysis.validate import Checked
+    from ..common.problems import Problem
+    from ..common.progress import Progress
+    from ..ingest.discover import Listing
+    from ..ingest.validate import Checked
 
 HELP = "check every record of a log directory against the format, and list all that is wrong"
 EXAMPLES = """\
@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print every problem; returns FINDINGS if there is one."""
-    from tools.ckpt_analysis.discover import list_trace
-    from tools.ckpt_analysis.escaping import visible
+    from ..common.escaping import visible
+    from ..ingest.discover import list_trace
 
     listing = list_trace(arguments.logdir)
     files = records = faults = 0
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(listing: Listing, progress: Progress) -> Iterator[Checked]:
-    from tools.ckpt_analysis.validate import check_file
+    from ..ingest.validate import check_file
 
     sizes = sum(file.size() for file in listing.files)
     columns = [
@@ -82,10 +82,10 @@ def _of_the_whole(arguments: argparse.Namespace) -> list[Problem]:
 
     Nothing where no file can be analysed: then that has been said of every one.
     """
-    from tools.ckpt_analysis.discover import LogDirectoryError
-    from tools.ckpt_analysis.frame import make_frames
-    from tools.ckpt_analysis.problems import NOTE
-    from tools.ckpt_analysis.run_info import describe_cycles
+    from ..common.problems import NOTE
+    from ..ingest.discover import LogDirectoryError
+    from ..model.frame import make_frames
+    from ..model.run_info import describe_cycles
 
     try:
         trace = read_trace(arguments.logdir, arguments)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from statistics import median
 
-from tools.ckpt_analysis.compare.metrics import Metric, Samples, collect
-from tools.ckpt_analysis.compare.results import (
+from ..common.errors import CouldNotRunError
+from ..report import Report
+from .metrics import Metric, Samples, collect
+from .results import (
     COUNTED,
     DIFFERS,
     EQUAL,
@@ -18,10 +20,8 @@ from tools.ckpt_analysis.compare.results import (
     MetricRow,
     VariantFacts,
 )
-from tools.ckpt_analysis.compare.statistics import ALPHA, LEAST_REPEATS, difference
-from tools.ckpt_analysis.compare.variants import Variant, facts_of, label_of
-from tools.ckpt_analysis.errors import CouldNotRunError
-from tools.ckpt_analysis.report import Report
+from .statistics import ALPHA, LEAST_REPEATS, difference
+from .variants import Variant, facts_of, label_of
 
 _NOISE_OF_OPERATIONS = (
     "The noise is that between the operations of one run, each counted by its slowest rank; what changes from one run "

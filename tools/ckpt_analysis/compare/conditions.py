@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from tools.ckpt_analysis.compare.results import Comparison
-from tools.ckpt_analysis.errors import CouldNotRunError
+from ..common.errors import CouldNotRunError
+from .results import Comparison
 
 _CONDITION = re.compile(r"^\s*([\w./-]+)\s*([<>])\s*(\d+(?:\.\d*)?|\.\d+)\s*$")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tools.ckpt_analysis.iterations import StepTime
-from tools.ckpt_analysis.report import Report
-from tools.ckpt_analysis.results import OperationStats, PhaseStats, StartStats
+from ..metrics.iterations import StepTime
+from ..metrics.results import OperationStats, PhaseStats, StartStats
+from ..report import Report
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from string import ascii_uppercase
 
-from tools.ckpt_analysis.compare.results import VariantFacts
-from tools.ckpt_analysis.report import Report
-from tools.ckpt_analysis.run_info import layout_text
+from ..model.run_info import layout_text
+from ..report import Report
+from .results import VariantFacts
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ docs/findings.md documents every rule and why its thresholds are what they are.
 
 from __future__ import annotations
 
-from tools.ckpt_analysis.findings.evidence import Evidence
-from tools.ckpt_analysis.findings.rule import Finding, Rule
-from tools.ckpt_analysis.findings.rules import RULES
+from .evidence import Evidence
+from .rule import Finding, Rule
+from .rules import RULES
 
 __all__ = ["RULES", "Evidence", "Finding", "Rule", "find"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import polars as pl
 
-from tools.ckpt_analysis.findings.evidence import Evidence, median_of, name_of, phase_of
-from tools.ckpt_analysis.findings.rule import Observation, Thresholds
-from tools.ckpt_analysis.formatting import plural, seconds, size
-from tools.ckpt_analysis.results import OperationStats
+from ..common.formatting import plural, seconds, size
+from ..metrics.results import OperationStats
+from .evidence import Evidence, median_of, name_of, phase_of
+from .rule import Observation, Thresholds
 
 
 def fsync_dominates(e: Evidence, limits: Thresholds) -> list[Observation]:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from tools.ckpt_analysis.frame import Frames
-from tools.ckpt_analysis.rank_tables import RankTables
-from tools.ckpt_analysis.results import OperationStats, PhaseStats, Spread, StartStats
+from ..metrics.rank_tables import RankTables
+from ..metrics.results import OperationStats, PhaseStats, Spread, StartStats
+from ..model.frame import Frames
 
 
 @dataclass(frozen=True)

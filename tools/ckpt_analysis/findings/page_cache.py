@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import polars as pl
 
-from tools.ckpt_analysis.findings.evidence import Evidence, name_of
-from tools.ckpt_analysis.findings.rule import Observation, Thresholds
-from tools.ckpt_analysis.formatting import rate, size
+from ..common.formatting import rate, size
+from .evidence import Evidence, name_of
+from .rule import Observation, Thresholds
 
 
 def page_cache_reads(e: Evidence, limits: Thresholds) -> list[Observation]:

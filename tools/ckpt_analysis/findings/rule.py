@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tools.ckpt_analysis.findings.evidence import Evidence
+from .evidence import Evidence
 
 Thresholds = Mapping[str, float]
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from tools.ckpt_analysis.findings.comparisons import HOST_LIMITS, RANK_LIMITS
-from tools.ckpt_analysis.findings.costs import (
+from .comparisons import HOST_LIMITS, RANK_LIMITS
+from .costs import (
     cold_imports,
     fsync_dominates,
     serialization_bound,
     small_files,
     wait_previous,
 )
-from tools.ckpt_analysis.findings.page_cache import page_cache_reads
-from tools.ckpt_analysis.findings.rule import Rule
-from tools.ckpt_analysis.findings.stragglers import barrier_skew, straggling_hosts, straggling_ranks
+from .page_cache import page_cache_reads
+from .rule import Rule
+from .stragglers import barrier_skew, straggling_hosts, straggling_ranks
 
 RULES: tuple[Rule, ...] = (
     Rule(

@@ -6,11 +6,11 @@ from typing import Any
 
 import polars as pl
 
-from tools.ckpt_analysis.findings.comparisons import against_median, slow_hosts, slow_ranks, what_held_up
-from tools.ckpt_analysis.findings.evidence import Evidence, median_of, name_of, phase_of
-from tools.ckpt_analysis.findings.rule import Observation, Thresholds
-from tools.ckpt_analysis.formatting import plural, seconds
-from tools.ckpt_analysis.results import OperationStats
+from ..common.formatting import plural, seconds
+from ..metrics.results import OperationStats
+from .comparisons import against_median, slow_hosts, slow_ranks, what_held_up
+from .evidence import Evidence, median_of, name_of, phase_of
+from .rule import Observation, Thresholds
 
 _NAMED = 5  # of more stragglers in one kind of operation the worst are named
 _EXPLAINED = 0.75  # of the excess in time: if a rank moved so much more bytes, these explain it

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from tools.ckpt_analysis.imported.fastpersist import FileStatistics
-from tools.ckpt_analysis.imported.model import ImportedSave, Printed, Range
+from ..model.imported_run import ImportedSave, Printed, Range
+from .fastpersist import FileStatistics
 
 
 @dataclass

@@ -8,9 +8,9 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from tools.ckpt_analysis.errors import CouldNotRunError
-from tools.ckpt_analysis.imported.model import ImportedRun
-from tools.ckpt_analysis.imported.reader import LogReader
+from ..common.errors import CouldNotRunError
+from ..model.imported_run import ImportedRun
+from .reader import LogReader
 
 STANDARD_INPUT = "-"
 _LONGEST_LINE = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass, field
 
-from tools.ckpt_analysis.errors import CouldNotRunError
-from tools.ckpt_analysis.imported.model import Launched
+from ..common.errors import CouldNotRunError
+from ..model.imported_run import Launched
 
 _NAMES = {
     "world_size": "the number of ranks",

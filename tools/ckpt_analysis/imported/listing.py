@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from tools.ckpt_analysis.imported.model import Listing
-from tools.ckpt_analysis.imported.sizes import size_range
+from ..model.imported_run import Listing
+from .sizes import size_range
 
 # permissions, links, owner, group, size, month, day, time or year, name
 _LS = re.compile(

@@ -14,18 +14,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from tools.ckpt_analysis.errors import CouldNotRunError
-from tools.ckpt_analysis.imported.drafts import SaveDraft
-from tools.ckpt_analysis.imported.fastpersist import FileStatistics, parse_statistics
-from tools.ckpt_analysis.imported.layout import LayoutDraft
-from tools.ckpt_analysis.imported.listing import ListingDraft
-from tools.ckpt_analysis.imported.model import (
+from ..common.errors import CouldNotRunError
+from ..model.imported_run import (
     ImportedIteration,
     ImportedLoad,
     ImportedRun,
     Printed,
     Range,
 )
+from .drafts import SaveDraft
+from .fastpersist import FileStatistics, parse_statistics
+from .layout import LayoutDraft
+from .listing import ListingDraft
 
 _NUMBER = r"(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)"
 # What launchers of several nodes put before every line: "node7: " (pdsh, srun), "[1,0]<stdout>:" (mpirun).

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.ckpt_analysis.formatting import plural, size
-from tools.ckpt_analysis.imported.model import (
+from ..common.formatting import plural, size
+from ..common.problems import Problem
+from ..metrics.iterations import StepTime, TrainingTime
+from ..metrics.results import OperationStats, PhaseStats, Spread, StartStats
+from ..model.imported_run import (
     ImportedIteration,
     ImportedLoad,
     ImportedRun,
     ImportedSave,
     Range,
 )
-from tools.ckpt_analysis.iterations import StepTime, TrainingTime
-from tools.ckpt_analysis.problems import Problem
-from tools.ckpt_analysis.report import Report
-from tools.ckpt_analysis.results import OperationStats, PhaseStats, Spread, StartStats
-from tools.ckpt_analysis.run_info import CycleInfo
+from ..model.run_info import CycleInfo
+from ..report import Report
 
 _DATA_TIMER = "train/valid/test-data-iterators-setup"
 _SHAPE = {

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from statistics import median
 
-from tools.ckpt_analysis.errors import CouldNotRunError
-from tools.ckpt_analysis.report import Report
+from ..common.errors import CouldNotRunError
+from ..report import Report
 
 MEASURED, GIVEN = "measured", "given"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tools.ckpt_analysis.project.inputs import Inputs
-from tools.ckpt_analysis.project.model import Costs, daly_work_s, optimal_work_s, outcome, young_work_s
+from .inputs import Inputs
+from .model import Costs, daly_work_s, optimal_work_s, outcome, young_work_s
 
 HOUR_S = 3600.0
 

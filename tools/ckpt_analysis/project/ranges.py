@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tools.ckpt_analysis.errors import CouldNotRunError
+from ..common.errors import CouldNotRunError
 
 _MOST = 1000  # values of one flag; more is a slip of the finger
 

@@ -1,0 +1,60 @@
+"""The measurement as a table for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+from benchmarks.launchers.variants import BASELINE, PP, TP, VARIANTS, Setting
+
+TARGET = 0.7  # restart_s of the demonstration over that of the baseline, at most
+
+
+def analyse(
+    samples: Mapping[str, Sequence[float]], setting: Setting, machine: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Medians, spreads and ratios to the baseline, and every sample, in seconds, by round."""
+    medians = {name: statistics.median(values) for name, values in samples.items()}
+    base = medians.get(BASELINE)
+    return {
+        "machine": dict(machine) | {name: metadata.version(name) for name in ("torch", "deepspeed")},
+        "layout": {"tp": TP, "pp": PP, "dp": setting.dp},
+        "engine": setting.engine,
+        "rounds": max(map(len, samples.values())),
+        "target": TARGET,
+        "variants": {
+            name: {
+                "what": VARIANTS[name],
+                "median_s": medians[name],
+                "min_s": min(values),
+                "max_s": max(values),
+                "ratio": None if base is None else medians[name] / base,
+                "samples_s": list(values),
+            }
+            for name, values in samples.items()
+        },
+    }
+
+
+def render(found: Mapping[str, Any]) -> str:
+    """The table."""
+    layout = found["layout"]
+    ranks = layout["tp"] * layout["pp"] * layout["dp"]
+    lines = [
+        f"restart_s: SIGKILL of all {ranks} ranks (TP{layout['tp']} PP{layout['pp']} DP{layout['dp']}) to the end of "
+        f"the first step after it; {found['rounds']} interleaved rounds",
+        f"  {'':14} {'median':>8} {'min':>8} {'max':>8} {'ratio':>6}",
+    ]
+    for name, variant in found["variants"].items():
+        ratio = "-" if variant["ratio"] is None else f"{variant['ratio']:.2f}"
+        times = " ".join(f"{variant[key]:7.2f}s" for key in ("median_s", "min_s", "max_s"))
+        verdict = ""
+        if variant["ratio"] is not None and name != BASELINE:
+            verdict = (
+                f"  target {found['target']}: {'met' if variant['ratio'] <= found['target'] else 'MISSED'}"
+            )
+        lines.append(f"  {name:14} {times} {ratio:>6}{verdict}")
+    lines += [f"  {name}: {variant['what']}" for name, variant in found["variants"].items()]
+    return "\n".join(lines)

@@ -1,0 +1,145 @@
+"""Command line of the overhead measurement. Exit status: 0 measured, 2 could not run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.overhead.launch import MeasurementError, measure
+from benchmarks.overhead.plan import FAMILIES, Request
+from benchmarks.overhead.report import analyse, render
+from tools.common.machine import filesystem_of, machine
+from tools.common.sizes import parse_bytes
+
+OK, COULD_NOT_RUN = 0, 2
+_MEMORY_DIRECTORY = Path("/dev/shm")
+# Files at once in the directory: a checkpoint to load and one being written; and some room.
+_ROOM = 2.2
+
+_EPILOG = """\
+examples:
+  %(prog)s
+      1 GiB per rank, 1 and 2 ranks, on disk and in memory: about 40 minutes
+  %(prog)s --bytes-per-rank 64MiB --ranks 1 --repeat 5
+      a first look, in a minute
+  %(prog)s --only save write --dir /scratch --repeat 60 --format json > overhead.json
+  sudo %(prog)s --cold --dir /scratch
+      loads from storage, the page cache dropped before each
+
+On a disk shared with others the noise is often larger than the overhead; the same in memory (/dev/shm, where
+fsync is free and the overhead's share therefore the largest it can be) then tells more. Run it on a machine
+that does nothing else.
+"""
+
+
+def parse_ranks(text: str) -> list[int]:
+    """Numbers of ranks in "1,2". Raises argparse.ArgumentTypeError."""
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers of ranks; write it as 1,2")
+    return [int(part) for part in text.split(",")]
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line; exits with status 2 and a message if it is wrong (argparse)."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.overhead",
+        description="Measure what tracing costs a save and a load, and what the torch engine costs over torch.save.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--bytes-per-rank", type=parse_bytes, default="1GiB", metavar="SIZE", help="(default: 1GiB)"
+    )
+    parser.add_argument("--ranks", type=parse_ranks, default="1,2", metavar="N,...", help="(default: 1,2)")
+    parser.add_argument("--repeat", type=int, default=24, metavar="N", help="rounds (default: 24)")
+    parser.add_argument(
+        "--dir", type=Path, nargs="+", metavar="DIR",
+        help="where to write (default: the directory for temporary files and, where it has room, /dev/shm)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=tuple(FAMILIES),
+        default=list(FAMILIES),
+        metavar="WHAT",
+        help=f"leave the others out; of: {', '.join(FAMILIES)} (default: all)",
+    )
+    parser.add_argument(
+        "--wait-quiet",
+        action="store_true",
+        help="before each sample wait, a minute at most, until no other process uses the processors",
+    )
+    parser.add_argument(
+        "--cold", action="store_true", help="drop the page cache before each load; needs root"
+    )
+    parser.add_argument(
+        "--format", choices=("table", "json"), default="table", help="output (default: table)"
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.repeat < 1:
+        parser.error(f"--repeat {arguments.repeat}: must be at least 1")
+    if arguments.cold and not os.access("/proc/sys/vm/drop_caches", os.W_OK):
+        parser.error(
+            "--cold: /proc/sys/vm/drop_caches cannot be written; run as root on Linux, or leave it out"
+        )
+    return arguments
+
+
+def places(asked: list[Path] | None, needed: int) -> list[Path]:
+    """Directories to measure in. Raises OSError if one that was asked for lacks room or is not there."""
+    if asked is None:
+        found = [Path(tempfile.gettempdir())]
+        if filesystem_of(_MEMORY_DIRECTORY) == "tmpfs" and shutil.disk_usage(_MEMORY_DIRECTORY).free > needed:
+            found.append(_MEMORY_DIRECTORY)
+    else:
+        found = asked
+    for place in found:
+        free = shutil.disk_usage(place).free
+        if free < needed:
+            raise OSError(
+                f"--dir {place}: {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB needed; give another"
+            )
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: that of the process) and return its exit status."""
+    arguments = parse_arguments(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that files are removed
+    results: list[dict[str, Any]] = []
+    before = machine()
+    request = Request(
+        bytes_per_rank=arguments.bytes_per_rank,
+        rounds=arguments.repeat,
+        cold=arguments.cold,
+        wait_quiet=arguments.wait_quiet,
+        families=tuple(arguments.only),
+    )
+    try:
+        needed = int(arguments.bytes_per_rank * max(arguments.ranks) * _ROOM)
+        for place in places(arguments.dir, needed):
+            for ranks in arguments.ranks:
+                found = measure(
+                    place,
+                    ranks,
+                    request,
+                    lambda text, where=f"{place}, ranks: {ranks}": print(f"{where}: {text}", file=sys.stderr),
+                )
+                results.append(analyse(found))
+    except (OSError, MeasurementError) as exc:
+        print(f"ckpt_overhead: {exc}", file=sys.stderr)
+        return COULD_NOT_RUN
+    if arguments.format == "json":
+        print(json.dumps({"machine": before, "measurements": results}))
+    else:
+        print(render(results))
+    return OK

@@ -1,0 +1,146 @@
+"""The measurement as a table for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.common.samples import Ratio, median_of_ratios, ratio_of_medians, verdict
+from benchmarks.overhead.launch import Measurement
+from benchmarks.overhead.plan import CONTROL, FAMILIES
+from tools.common.samples import interquartile_range
+
+# Family -> (what is compared, target for the overhead; None: there is none)
+_MEANING: dict[str, tuple[str, float | None]] = {
+    "save": ("save_checkpoint, traced against untraced", 0.01),
+    "write": ("torch engine against plain torch.save + fsync", 0.02),
+    "load": ("load_checkpoint, traced against untraced", 0.01),
+    "read": ("torch engine (verifies) against plain torch.load", None),
+}
+_COLD = 0.9  # part of the bytes that must come from storage for a load to be called cold
+
+
+def analyse(measurement: Measurement) -> dict[str, Any]:
+    """All figures of a measurement, and every raw sample; the keys are explained in docs/results/overhead.md."""
+    families = {}
+    for family in measurement.samples:
+        base, tested, _ = FAMILIES[family]
+        seconds = {v: measurement.seconds(family, v) for v in (base, tested, CONTROL)}
+        cpu = {v: measurement.seconds(family, v, "cpu_s") for v in (base, tested, CONTROL)}
+        ratio = ratio_of_medians(seconds[tested], [seconds[base], seconds[CONTROL]])
+        control = ratio_of_medians(seconds[CONTROL], [seconds[base]])
+        target = _MEANING[family][1]
+        families[family] = {
+            "compared": _MEANING[family][0],
+            "target": target,
+            "verdict": None if target is None else verdict(ratio, control, target, len(seconds[tested])),
+            "ratio_of_medians": asdict(ratio),
+            "median_of_ratios": asdict(median_of_ratios(seconds[tested], [seconds[base], seconds[CONTROL]])),
+            "control_ratio": asdict(control),
+            "cpu_ratio": asdict(ratio_of_medians(cpu[tested], [cpu[base], cpu[CONTROL]])),
+            "recorder_s": statistics.median(measurement.seconds(family, tested, "recorder_s")),
+            "median_s": {v: statistics.median(values) for v, values in seconds.items()},
+            "iqr_s": {v: interquartile_range(values) for v, values in seconds.items()},
+            "page_cache": _page_cache(measurement, family),
+        }
+    return {
+        "directory": measurement.directory,
+        "filesystem": measurement.filesystem,
+        "ranks": measurement.ranks,
+        "rounds": max(len(variants[CONTROL]) for variants in measurement.samples.values()),
+        "bytes_per_rank": measurement.bytes_per_rank,
+        "files_per_rank": measurement.files_per_rank,
+        "others_share": _others_share(measurement),
+        "comparisons": families,
+        "samples": measurement.samples,
+    }
+
+
+def _others_share(measurement: Measurement) -> float | None:
+    """Mean part of the processors' time that others than the ranks used while samples were taken."""
+    used = available = 0.0
+    for rounds in (rounds for variants in measurement.samples.values() for rounds in variants.values()):
+        for ranks in rounds:
+            if ranks[0]["machine_cpu_s"] is None:
+                return None
+            used += max(0.0, ranks[0]["machine_cpu_s"] - sum(rank["cpu_s"] for rank in ranks))
+            available += ranks[0]["wall_s"] * (os.cpu_count() or 1)
+    return used / available
+
+
+def _page_cache(measurement: Measurement, family: str) -> str | None:
+    """State of the cache in which the loads found their files, as the kernel counted, not as was intended."""
+    if family in ("save", "write"):
+        return None
+    counts = [
+        rank["storage_read_bytes"]
+        for rounds in measurement.samples[family].values()
+        for ranks in rounds
+        for rank in ranks
+    ]
+    if any(count is None for count in counts):
+        return "unknown"
+    if min(counts) > _COLD * measurement.bytes_per_rank:
+        return "cold"
+    return "warm" if max(counts) < (1 - _COLD) * measurement.bytes_per_rank else "partly warm"
+
+
+def render(results: list[dict[str, Any]]) -> str:
+    """The table."""
+    lines = []
+    for result in results:
+        size = result["bytes_per_rank"]
+        lines += [
+            "",
+            f"{result['ranks']} rank{'s' * (result['ranks'] > 1)}, {result['filesystem']} "
+            f"({result['directory']}): {size / 2**30:.2f} GiB in {result['files_per_rank']} files per rank, "
+            f"{result['rounds']} rounds; times are those of the slowest rank",
+            f"  processor time of others meanwhile (the kernel's threads too): {_share(result['others_share'])}",
+        ]
+        for family, found in result["comparisons"].items():
+            lines += _comparison(family, found)
+    return "\n".join([*lines, "", *_EXPLANATION, ""])
+
+
+def _comparison(family: str, found: dict[str, Any]) -> list[str]:
+    cache = f", page cache {found['page_cache']}" if found["page_cache"] else ""
+    lines = [f"  {found['compared']}{cache}"]
+    for variant in FAMILIES[family]:
+        median, iqr = found["median_s"][variant], found["iqr_s"][variant]
+        name = f"{FAMILIES[family][0]} {CONTROL}" if variant == CONTROL else variant
+        lines.append(f"    {name:<16} median {median:7.3f} s   IQR {iqr:6.3f} s")
+    lines.append(f"    {'overhead':<16} {_percent(found['ratio_of_medians'])}   {_target(found)}")
+    lines.append(f"    {'  within rounds':<16} {_percent(found['median_of_ratios'])}")
+    lines.append(f"    {'  processor time':<16} {_percent(found['cpu_ratio'])}")
+    lines.append(f"    {'noise':<16} {_percent(found['control_ratio'])}")
+    if found["recorder_s"]:
+        share = found["recorder_s"] / found["median_s"][FAMILIES[family][0]]
+        lines.append(
+            f"    {'in the recorder':<16} {found['recorder_s'] * 1e3:6.2f} ms = {share:.2%}, clocked directly"
+        )
+    return lines
+
+
+def _share(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.0%}"
+
+
+def _percent(ratio: dict[str, float]) -> str:
+    r = Ratio(**ratio)
+    return f"{r.value - 1:+7.2%}  [{r.low - 1:+.2%}, {r.high - 1:+.2%}]"
+
+
+def _target(found: dict[str, Any]) -> str:
+    if found["target"] is None:
+        return "no target"
+    return f"target < {found['target']:.0%}: {found['verdict']}"
+
+
+_EXPLANATION = [
+    "overhead: ratio of medians, the baseline being both its series; [95 % bootstrap interval over rounds].",
+    "within rounds: median of the ratios within each round: slow changes of the machine's speed cancel.",
+    "processor time: the same ratio for user + system time, which waiting for the disk does not blur.",
+    "noise: the baseline against its own repetition; an overhead within this interval cannot be told from none.",
+]

@@ -1,0 +1,127 @@
+"""What is compared: three ways of each operation, one of them a repetition of the first as the control.
+
+save, load    save_checkpoint and load_checkpoint as training calls them, without and with a trace
+write, read   the files of one rank: plain torch.save and torch.load, and the torch engine without a trace
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.state import SavableState, config_for
+from megatron.restart_trace.clock import now_ns
+from megatron.restart_trace.probes import make_probe
+from megatron.restart_trace.recorder import NullOperation, NullRecorder, Recorder
+from megatron.restart_trace.sink import JsonlSink
+
+
+class MeteredRecorder(Recorder):
+    """Recorder that sums the time spent in making and writing records, in `spent_ns`."""
+
+    spent_ns = 0
+    _inside = False
+
+    def write(self, record_type: str, **fields: Any) -> None:
+        if self._inside:
+            return super().write(record_type, **fields)
+        start = now_ns()
+        super().write(record_type, **fields)
+        self.spent_ns += now_ns() - start
+
+    def probe(self, operation: str, op_id: int, at: str) -> None:
+        start = now_ns()
+        self._inside = True
+        super().probe(operation, op_id, at)
+        self._inside = False
+        self.spent_ns += now_ns() - start
+
+
+class Variants:
+    """Carries out the variants of one rank. Each leaves its files in a directory that the caller removes."""
+
+    def __init__(self, state: SavableState, trace_file: Path) -> None:
+        from megatron.checkpoint_state import Progress
+
+        self._engine = state.engine
+        self._checkpointer = state.checkpointer
+        self._files = state.checkpointer.checkpoint_engine
+        self._progress = Progress(iteration=1)
+        rank, at = state.checkpointer.control.rank, state.checkpointer.place.at
+        common = {"run_id": "overhead", "cycle": 0, "rank": rank, "tp": at.tp, "pp": at.pp, "dp": at.dp}
+        self.recorder = MeteredRecorder(JsonlSink(trace_file), common, make_probe(rank))
+
+    def run(self, family: str, variant: str, directory: Path) -> Callable[[], None]:
+        """The function to be timed, with all that is not to be timed done."""
+        if family in ("save", "load"):
+            return self._checkpoint(family, directory, traced=variant == "traced")
+        if family == "write":
+            return self._write(directory, plain=variant != "engine")
+        return self._read(directory / "global_step1", plain=variant != "engine")
+
+    def _checkpoint(self, family: str, directory: Path, *, traced: bool) -> Callable[[], None]:
+        from megatron.checkpointing import load_checkpoint, save_checkpoint
+
+        ctx = replace(
+            self._checkpointer,
+            config=config_for(self._checkpointer.config, directory),
+            recorder=self.recorder if traced else NullRecorder(),
+        )
+        if family == "save":
+            return lambda: save_checkpoint(ctx, self._engine, self._progress)
+
+        def load() -> None:
+            if load_checkpoint(ctx, self._engine) is None:
+                raise FileNotFoundError(f"{directory}: no checkpoint to load")
+
+        return load
+
+    def _write(self, directory: Path, *, plain: bool) -> Callable[[], None]:
+        from megatron.checkpoint_state import collect_state
+
+        ctx = self._checkpointer
+        sizes = (ctx.vocab_size, ctx.padded_vocab_size)
+        files = collect_state(self._engine, ctx.place, ctx.config, sizes, self._progress)
+        if not plain:
+            return lambda: self._engine_save(files, directory)
+        return lambda: plain_save(files, directory)
+
+    def _engine_save(self, files: Any, directory: Path) -> None:
+        self._files.save(files, directory, NullOperation())
+
+    def _read(self, directory: Path, *, plain: bool) -> Callable[[], None]:
+        from megatron.checkpoint_commit import Manifest
+        from megatron.checkpoint_state import live_state
+
+        names = [file.name for file in live_state(self._engine, self._checkpointer.place, True, False)]
+        if plain:
+            return lambda: plain_load(names, directory)
+        manifest = Manifest.of(directory)
+        return lambda: self._engine_load(names, directory, manifest.files)
+
+    def _engine_load(self, names: list[str], directory: Path, expected: Mapping[str, Any]) -> None:
+        self._files.load(names, directory, expected, NullOperation())
+
+
+def plain_save(files: Any, directory: Path) -> None:
+    """What DeepSpeed 0.19 does per file, and an fsync: clone the weights, which are views, and torch.save."""
+    import torch
+    from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+
+    for file in files:
+        state = clone_tensors_for_torch_save(file.state) if file.name.startswith("layer_") else file.state
+        with (directory / file.name).open("wb") as stream:
+            torch.save(state, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+def plain_load(names: list[str], directory: Path) -> None:
+    """What DeepSpeed 0.19 does per file: no checksum is verified and any class is unpickled."""
+    import torch
+
+    states = [torch.load(directory / name, map_location="cpu", weights_only=False) for name in names]
+    states.clear()

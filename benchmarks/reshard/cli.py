@@ -1,0 +1,110 @@
+"""Command line of the redistribution benchmark. Exit status: 0 measured, 2 could not run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.reshard.launch import MeasurementError, measure
+from benchmarks.reshard.plan import TARGETS, Request
+from benchmarks.reshard.report import analyse, render
+from tools.common.machine import filesystem_of, machine
+from tools.common.sizes import parse_bytes
+
+Layout = tuple[int, int, int]  # TP, PP, DP
+
+OK, COULD_NOT_RUN = 0, 2
+# Checkpoints at once: of two engines on two layouts, and a conversion with its temporary files.
+_ROOM = 6.5
+
+_EPILOG = """\
+examples:
+  %(prog)s --repeat 7 --format json > redistribute.json
+      1.1 GiB on 8 ranks of this machine, some ten minutes, 8 GiB of memory
+  %(prog)s --bytes 24MiB --repeat 1
+      a first look, in a minute or two
+
+The files are dropped from the page cache before each load, where that is possible; the table says what was seen.
+Run it on a machine that does nothing else.
+"""
+
+
+def parse_layout(text: str) -> Layout:
+    """TP, PP and DP in "4,1,2". Raises argparse.ArgumentTypeError for anything else but the layouts of TARGETS."""
+    known = {",".join(map(str, target)): target for target in TARGETS}
+    if text not in known:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no layout of this benchmark; choose of {' '.join(known)}"
+        )
+    return known[text]
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line; exits with status 2 and a message if it is wrong (argparse)."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.reshard",
+        description="Time loads onto another TP x PP x DP layout: --redistribute direct and universal, and plain "
+        "loads of the same state.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--bytes",
+        type=parse_bytes,
+        default="1.1GiB",
+        metavar="SIZE",
+        help="of a checkpoint, about (default: 1.1GiB)",
+    )
+    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="rounds (default: 5)")
+    parser.add_argument(
+        "--dir", type=Path, metavar="DIR", help="where to write (default: the directory for temporary files)"
+    )
+    parser.add_argument(
+        "--onto", type=parse_layout, nargs="+", default=list(TARGETS), metavar="TP,PP,DP",
+        help="layouts that load (default: 1,4,1 and 4,1,2)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--cache",
+        choices=("cold", "warm"),
+        default="cold",
+        help="page cache before each load (default: cold)",
+    )
+    parser.add_argument(
+        "--format", choices=("table", "json"), default="table", help="output (default: table)"
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.repeat < 1:
+        parser.error(f"--repeat {arguments.repeat}: must be at least 1")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: that of the process) and return its exit status."""
+    arguments = parse_arguments(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that files are removed
+    before = machine()
+    place = arguments.dir or Path(tempfile.gettempdir())
+    request = Request(arguments.bytes, arguments.repeat, arguments.cache == "cold", tuple(arguments.onto))
+    try:
+        free, needed = shutil.disk_usage(place).free, int(arguments.bytes * _ROOM)
+        if free < needed:
+            raise OSError(
+                f"--dir {place}: {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB needed; give another"
+            )
+        found = measure(place, request, lambda text: print(text, file=sys.stderr))
+    except (OSError, MeasurementError) as exc:
+        print(f"redistribute_bench: {exc}", file=sys.stderr)
+        return COULD_NOT_RUN
+    results = [analyse(measurement) for measurement in found]
+    if arguments.format == "json":
+        where = {"directory": str(place), "filesystem": filesystem_of(place)}
+        print(json.dumps({"machine": before, **where, "measurements": results}))
+    else:
+        print(render(results))
+    return OK

@@ -1,0 +1,112 @@
+"""Starts the ranks of each layout in turn and reads back what they measured."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.ranks import own_directory, start_rank
+from benchmarks.reshard.plan import SOURCE, Plan, Request, hidden_size
+from megatron.free_port import free_port
+
+_POLL_S = 0.2
+_LAST_WORDS = 2000  # characters
+
+
+class MeasurementError(RuntimeError):
+    """A rank failed; the message holds the end of what it printed."""
+
+
+@dataclass
+class Measurement:
+    """All samples of the layout that loads: samples[variant][round][rank]."""
+
+    layout: tuple[int, int, int]
+    facts: dict[str, Any] = field(default_factory=dict)
+    samples: dict[str, list[list[dict[str, Any]]]] = field(default_factory=dict)
+
+    def seconds(self, variant: str) -> list[float]:
+        """One value per round: that of the slowest rank, without the imports of DeepSpeed's conversion."""
+        return [
+            max(rank["wall_s"] for rank in ranks) - sum(rank["imports_s"] for rank in ranks)
+            for ranks in self.samples[variant]
+        ]
+
+
+def measure(place: Path, request: Request, progress: Callable[[str], None]) -> list[Measurement]:
+    """Measure below `place`, in a directory of its own that is removed whatever happens.
+
+    Raises MeasurementError if a rank fails, OSError if `place` cannot be written.
+    """
+    with own_directory(place, "redistribute_bench_") as directory:
+        hidden = hidden_size(request.bytes)
+        plan = Plan(hidden, SOURCE, str(directory), str(directory / "samples.jsonl"), None, request.cold)
+        progress(f"saving on TP{SOURCE[0]} PP{SOURCE[1]} DP{SOURCE[2]}")
+        _run(plan, directory, lambda: None)
+        return [_measure_on(target, plan, request, directory, progress) for target in request.onto]
+
+
+def _measure_on(
+    target: tuple[int, int, int],
+    saved: Plan,
+    request: Request,
+    directory: Path,
+    progress: Callable[[str], None],
+) -> Measurement:
+    output = directory / ("samples_" + "_".join(map(str, target)) + ".jsonl")
+    plan = Plan(saved.hidden_size, target, str(directory), str(output), request.rounds, request.cold)
+    found = Measurement(target)
+    seen = -1
+
+    def tell() -> None:
+        nonlocal seen
+        done = len(output.read_text().splitlines()) if output.exists() else 0
+        if done != seen:
+            seen = done
+            progress(f"loading on TP{target[0]} PP{target[1]} DP{target[2]}: sample {max(0, done - 1)}")
+
+    _run(plan, directory, tell)
+    for line in output.read_text().splitlines():
+        record = json.loads(line)
+        if "facts" in record:
+            found.facts = record["facts"]
+        else:
+            found.samples.setdefault(record["variant"], []).append(record["ranks"])
+    for path in directory.glob("own_*"):
+        shutil.rmtree(path)
+    return found
+
+
+def _run(plan: Plan, directory: Path, poll: Callable[[], None]) -> None:
+    """Have all ranks of the plan's layout carry it out; none is left when this returns."""
+    (directory / "plan.json").write_text(json.dumps(asdict(plan)))
+    ranks, port = math.prod(plan.layout), free_port()
+    started = [
+        start_rank("benchmarks.reshard.rank", rank, ranks, directory, port) for rank in range(ranks)
+    ]
+    try:
+        while any(process.poll() is None for process in started):
+            _check(started, directory)
+            poll()
+            time.sleep(_POLL_S)
+        _check(started, directory)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def _check(started: list[subprocess.Popen[bytes]], directory: Path) -> None:
+    for rank, process in enumerate(started):
+        if process.poll():
+            text = (directory / f"rank_{rank}.log").read_text(errors="replace").strip()
+            raise MeasurementError(
+                f"rank {rank} ended with exit code {process.returncode}:\n{text[-_LAST_WORDS:]}"
+            )

@@ -1,0 +1,241 @@
+"""One rank of a layout: `python -m benchmarks.reshard.rank PLAN.json`, with RANK and the like set.
+
+To measure, it loads the checkpoint of the other layout once, saves the same state on its own layout, and then loads in
+rounds: every variant once, beginning with another one each time. Only the load is timed. Before each, the weights
+and masters are zeroed and the moments dropped, as a process has none that has just started, and the files are taken
+out of the page cache, or read into it. Rank 0 writes one JSON line per sample to the plan's output.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import mmap
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.state import SavableState, build_from
+from benchmarks.reshard.plan import (
+    BYTES_PER_PARAMETER,
+    ENGINES,
+    PLAIN,
+    UNIVERSAL,
+    VARIANTS,
+    Plan,
+    model_flags,
+    vocab_size,
+)
+from megatron.arguments import config_from_args, parse_args
+from megatron.config import Config
+from megatron.control_plane import ControlPlane
+from megatron.restart_trace.clock import now_ns
+from megatron.restart_trace.recorder import Recorder
+from tools.common import page_cache
+
+
+class _Records:
+    """A sink that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+
+    def write(self, record: dict[str, Any]) -> bool:
+        self.records.append(record)
+        return True
+
+    def close(self) -> None:
+        return None
+
+
+class Rank:
+    """Carries out a plan."""
+
+    def __init__(self, plan: Plan, state: SavableState) -> None:
+        self._plan = plan
+        self._engine = state.engine
+        self._checkpointer = state.checkpointer
+        self._control: ControlPlane = state.checkpointer.control
+        self._directory = Path(plan.directory)
+        self._bytes = sum(p.numel() for p in state.engine.module.parameters()) * BYTES_PER_PARAMETER
+
+    def save_source(self) -> None:
+        """The checkpoint that the other layouts load, by each engine."""
+        for engine in ENGINES:
+            self._save(self._directory / f"source_{engine}", engine)
+
+    def measure(self) -> None:
+        """A round that is not counted and compares what each variant restored; then those that are counted."""
+        self._forget()
+        self._load("direct lazy")
+        for engine in ENGINES:
+            self._save(self._own(engine), engine)
+        self._tell({"facts": self._facts()})
+        variants = list(VARIANTS)
+        hashes: dict[str, dict[str, str]] = {}
+        for round_number in range(-1, self._plan.rounds or 0):
+            first = max(0, round_number) % len(variants)
+            for variant in variants[first:] + variants[:first]:
+                sample = self._sample(variant)
+                if round_number < 0:
+                    hashes[variant] = self._hashes()
+                    self._compare(hashes, variant)
+                    continue
+                ranks = self._control.gather(sample)
+                self._tell({"round": round_number, "variant": variant, "ranks": ranks})
+
+    def _own(self, engine: str) -> Path:
+        return self._directory / ("own_" + "_".join(map(str, [engine, *self._plan.layout])))
+
+    def _save(self, directory: Path, engine: str) -> None:
+        from megatron.checkpoint_engines.registry import create_engine
+        from megatron.checkpoint_state import Progress
+        from megatron.checkpointing import engine_options, save_checkpoint
+
+        config = self._config(save=str(directory), save_interval=1)
+        writer = create_engine(engine, engine_options(config))
+        ctx = replace(
+            self._checkpointer, config=config, checkpoint_engine=writer, commit_control=self._control
+        )
+        save_checkpoint(ctx, self._engine, Progress(iteration=1))
+        ctx.background.drain()  # whose thread uses the group of this one meanwhile
+        for save in ctx.background.finished():
+            if save.error is not None:
+                raise RuntimeError(save.error)
+        writer.close()
+
+    def _config(self, **checkpoint: Any) -> Config:
+        config = self._checkpointer.config
+        return replace(config, checkpoint=replace(config.checkpoint, **checkpoint))
+
+    def _source(self, variant: str) -> Path:
+        way, engine = VARIANTS[variant]
+        return self._own(engine) if way == PLAIN else self._directory / f"source_{engine}"
+
+    def _load(self, variant: str, recorder: Recorder | None = None) -> None:
+        from megatron.checkpoint_engines.registry import create_engine
+        from megatron.checkpointing import engine_options, load_checkpoint
+
+        way, engine = VARIANTS[variant]
+        options: dict[str, Any] = {"load": str(self._source(variant))}
+        if way == UNIVERSAL:  # DeepSpeed verifies nothing
+            options |= {"redistribute": UNIVERSAL, "verify_checkpoint": "size"}
+        config = self._config(**options)
+        reader = create_engine(engine, engine_options(config))
+        ctx = replace(self._checkpointer, config=config, checkpoint_engine=reader)
+        if recorder is not None:
+            ctx = replace(ctx, recorder=recorder)
+        if load_checkpoint(ctx, self._engine) is None:
+            raise FileNotFoundError(f"{options['load']}: no checkpoint to load")
+
+    def _sample(self, variant: str) -> dict[str, Any]:
+        """One timed load of this rank. `imports_s` are those of DeepSpeed's conversion, which are process start."""
+        self._forget()
+        share = None
+        if self._control.rank == 0:
+            os.sync()
+            files = page_cache.files_below(self._source(variant))
+            share = page_cache.drop(files) if self._plan.cold else page_cache.fill(files)
+        self._control.agree(None)
+        _touch_free_memory(self._bytes)
+        sink = _Records()
+        recorder = Recorder(sink, {})
+        self._control.agree(None)
+        start = now_ns()
+        self._load(variant, recorder)
+        end = now_ns()
+        self._control.agree(None)
+        return {
+            "wall_s": (end - start) / 1e9,
+            "imports_s": _imports_s(sink.records),
+            "page_cache": page_cache.state_of(share) if self._control.rank == 0 else None,
+            "phases_s": _phases(sink.records),
+            "bytes_read": sum(r.get("bytes", 0) for r in sink.records if r["type"] == "operation_end"),
+        }
+
+    def _forget(self) -> None:
+        import torch
+
+        optimizer = self._engine.optimizer
+        with torch.no_grad():
+            for param in self._engine.module.parameters():
+                param.zero_()
+            for master in optimizer.state_dict()["single_partition_of_fp32_groups"]:
+                master.zero_()
+        self._engine.basic_optimizer.state.clear()
+        for param in self._engine.module.parameters():
+            if getattr(param, "_hp_mapping", None) is not None:
+                param._hp_mapping.optim_fragment = None  # views of the moments
+        gc.collect()
+
+    def _hashes(self) -> dict[str, str]:
+        from megatron.tensor_hashes import tensor_hashes
+
+        return tensor_hashes(self._engine)
+
+    def _compare(self, hashes: Mapping[str, dict[str, str]], variant: str) -> None:
+        """Raises RuntimeError on all ranks if a variant restored other bits than the first one."""
+        first = next(iter(hashes))
+        wrong = [name for name, value in hashes[first].items() if hashes[variant].get(name) != value]
+        problem = f"{variant} restored other bits than {first}: {', '.join(wrong[:5])}" if wrong else None
+        failed = self._control.agree(problem)
+        if failed:
+            raise RuntimeError(f"rank {failed[0][0]}: {failed[0][1]}")
+
+    def _facts(self) -> dict[str, Any]:
+        def size(directory: Path) -> int:
+            return sum(path.stat().st_size for path in page_cache.files_below(directory))
+
+        return {
+            "source_bytes": {engine: size(self._directory / f"source_{engine}") for engine in ENGINES},
+            "own_bytes": {engine: size(self._own(engine)) for engine in ENGINES},
+        }
+
+    def _tell(self, record: dict[str, Any]) -> None:
+        if self._control.rank == 0:
+            with open(self._plan.output, "a") as stream:
+                stream.write(json.dumps(record) + "\n")
+
+
+def _phases(records: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds by phase and detail, those of I/O threads (added up) apart from the training thread's."""
+    found: dict[str, float] = {}
+    for record in records:
+        if record["type"] == "span":
+            name = "/".join(filter(None, (record["phase"], record.get("detail"))))
+            name += "" if record["thread"] == "MainThread" else " (threads)"
+            found[name] = found.get(name, 0.0) + record["duration_ns"] / 1e9
+    return found
+
+
+def _imports_s(records: list[dict[str, Any]]) -> float:
+    from megatron.redistribute.universal import CONVERSION_EVENT
+
+    notices = [r["detail"] for r in records if r["type"] == "event" and r["phase"] == CONVERSION_EVENT]
+    return sum(json.loads(notice)["imports_s"] for notice in notices)
+
+
+def _touch_free_memory(num_bytes: int) -> None:
+    """Let the free pages that the load will use be ones that were in use a moment ago: see benchmarks.overhead."""
+    with mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE)) as memory:
+        for offset in range(0, num_bytes, mmap.PAGESIZE):
+            memory[offset] = 1
+
+
+def main() -> None:
+    plan = Plan(**json.loads(Path(sys.argv[1]).read_text()))
+    tp, pp, _ = plan.layout
+    config = config_from_args(parse_args(model_flags(plan.hidden_size, tp, pp)), os.environ)
+    rank = Rank(plan, build_from(config, vocab_size(plan.hidden_size)))
+    rank.save_source() if plan.rounds is None else rank.measure()
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

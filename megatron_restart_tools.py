@@ -1,0 +1,5 @@
+"""In a checkout, tools/ under its name in an installed package, which the console scripts call. See setup.py."""
+
+from pathlib import Path
+
+__path__ = [str(Path(__file__).resolve().with_name("tools"))]

@@ -1,0 +1,314 @@
+"""Every rule with data that meets it and data just below its thresholds that does not."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.synthetic_traces.shape import Shape
+from benchmarks.synthetic_traces.write import write_run
+from tests.unit.tools.ckpt_analysis.analysis_helpers import ROOT, file_of
+from tests.unit.tools.ckpt_analysis.trace_factory import Options, RankLog, dump
+from tools.ckpt_analysis.findings import RULES, Finding
+from tools.ckpt_analysis.ingest.load import load_trace
+from tools.ckpt_analysis.render.json_output import to_dict
+from tools.ckpt_analysis.render.tables import Style
+from tools.ckpt_analysis.render.terminal import render
+from tools.ckpt_analysis.report import analyse
+
+SLOW = 5  # the rank or, of several, the first that does more
+
+
+def findings(
+    directory: Path, rule: str, make: Callable[[RankLog], None], ranks: int = 8, hosts: int = 1
+) -> list[Finding]:
+    """What `rule` finds in a run of which `make` writes each rank's operations."""
+    directory.mkdir(exist_ok=True)
+    for rank in range(ranks):
+        log = RankLog(Options(hosts=hosts), rank, 0, 0)
+        log.process()
+        make(log)
+        dump(file_of(directory, rank, 0), log.records)
+    return [found for found in analyse(load_trace(directory)).findings if found.rule == rule]
+
+
+def save(
+    log: RankLog, work_ms: float, wait_ms: float = 0, *, detail: str = "write", num_bytes: int = 1000
+) -> None:
+    """A save that only writes (or synchronises), and then waits."""
+    op = log.begin("save", "TorchCheckpointEngine", tag="global_step5", step=5)
+    op.span("flush", detail, work_ms, file="global_step5/a.pt", bytes=num_bytes)
+    if wait_ms:
+        op.span("barrier", None, wait_ms)
+    op.end(bytes=num_bytes, num_files=1, durable=True)
+
+
+@pytest.mark.parametrize(
+    ("usual_ms", "slow_ms", "wall_ms", "met"),
+    [
+        (1000, 1500, 2000, True),
+        (1000, 1499, 2000, False),  # ratio
+        (1000, 1500, 5000, True),
+        (1000, 1500, 5001, False),  # share of the wall time
+        (100, 200, 500, True),
+        (100, 199, 500, False),  # least_s
+    ],
+)
+def test_straggling_rank(tmp_path: Path, usual_ms: float, slow_ms: float, wall_ms: float, met: bool) -> None:
+    def make(log: RankLog) -> None:
+        work_ms = slow_ms if log.rank == SLOW else usual_ms
+        save(log, work_ms, wall_ms - work_ms)
+
+    found = findings(tmp_path, "straggling_rank", make)
+    assert len(found) == met
+    if met:
+        assert found[0].data["rank"] == SLOW and found[0].data["phase"] == "flush/write"
+        assert found[0].cost_s == pytest.approx((slow_ms - usual_ms) / 1000)
+        assert "Rank 5 on node0 is slower than the others in 1 of 1 save" in found[0].title
+        assert "timeline" in found[0].advice
+
+
+@pytest.mark.parametrize(("ranks", "slow", "met"), [(4, 1, True), (3, 1, False), (8, 2, False)])
+def test_few_or_many_slow_ranks_are_no_stragglers(tmp_path: Path, ranks: int, slow: int, met: bool) -> None:
+    def make(log: RankLog) -> None:
+        save(log, 2000 if log.rank < slow else 1000)
+
+    assert len(findings(tmp_path, "straggling_rank", make, ranks=ranks)) == met
+
+
+def test_a_rank_with_more_bytes_has_more_to_do(tmp_path: Path) -> None:
+    def make(log: RankLog) -> None:
+        more = log.rank == SLOW
+        save(log, 2000 if more else 1000, num_bytes=2000 if more else 1000)
+
+    (found,) = findings(tmp_path, "straggling_rank", make)
+    assert "2.0 times the median rank's bytes" in found.evidence and "more to do" in found.advice
+
+
+@pytest.mark.parametrize(("slow_ms", "met"), [(1300, True), (1299, False)])
+def test_straggling_host(tmp_path: Path, slow_ms: float, met: bool) -> None:
+    def make(log: RankLog) -> None:
+        save(log, slow_ms if log.host() == 1 else 1000)
+
+    found = findings(tmp_path, "straggling_host", make, hosts=2)
+    assert len(found) == met
+    if met:
+        assert found[0].data["host"] == "node1" and found[0].data["ranks"] == [4, 5, 6, 7]
+
+
+def test_ranks_of_a_slow_host_are_not_named_one_by_one(tmp_path: Path) -> None:
+    def make(log: RankLog) -> None:
+        save(log, 3000 if log.host() == 3 else 1000)
+
+    assert findings(tmp_path / "a", "straggling_rank", make, hosts=4) == []
+    assert len(findings(tmp_path / "b", "straggling_host", make, hosts=4)) == 1
+
+
+@pytest.mark.parametrize(
+    ("work_ms", "wait_ms", "met"),
+    [(1000, 1000, True), (1001, 999, False), (100, 100, True), (50, 99, False)],
+)
+def test_barrier_skew(tmp_path: Path, work_ms: float, wait_ms: float, met: bool) -> None:
+    def make(log: RankLog) -> None:
+        late = log.rank == SLOW
+        save(log, work_ms + wait_ms if late else work_ms, 0 if late else wait_ms)
+
+    found = findings(tmp_path, "barrier_skew", make)
+    assert len(found) == met
+    if met:
+        assert found[0].data["waited_for"] == SLOW and "flush/write" in found[0].evidence
+
+
+def test_a_rank_that_comes_late_is_said_to(tmp_path: Path) -> None:
+    def make(log: RankLog) -> None:
+        late_ms = 900 if log.rank == SLOW else 0
+        log.now_ms += late_ms
+        save(log, 300, 900 - late_ms)
+
+    (found,) = findings(tmp_path, "barrier_skew", make)
+    assert (
+        "rank 5 waits least, so it was waited for: it began 0.900 s after the median rank" in found.evidence
+    )
+
+
+def test_barriers_in_the_background_cost_training_nothing(tmp_path: Path) -> None:
+    def make(log: RankLog) -> None:
+        op = log.begin("save", tag="global_step5", step=5)
+        op.span("collect", None, 100)
+        op.span("barrier", None, 900, blocking=False)
+        op.end()
+
+    assert findings(tmp_path, "barrier_skew", make) == []
+
+
+@pytest.mark.parametrize(
+    ("write_ms", "fsync_ms", "met"), [(500, 500, True), (500, 499, False), (100, 100, True), (50, 99, False)]
+)
+def test_fsync_dominates(tmp_path: Path, write_ms: float, fsync_ms: float, met: bool) -> None:
+    def make(log: RankLog) -> None:
+        op = log.begin("save", tag="global_step5", step=5)
+        op.span("flush", "write", write_ms, bytes=100)
+        op.span("flush", "fsync", fsync_ms)
+        op.end(bytes=100)
+
+    found = findings(tmp_path, "fsync_dominates", make)
+    assert len(found) == met
+    if met:
+        assert found[0].data["share"] == pytest.approx(0.5) and "--checkpoint-engine lazy" in found[0].advice
+
+
+@pytest.mark.parametrize(
+    ("operation", "phases"),
+    [
+        ("save", (("serialize", None), ("flush", "write"))),
+        ("load", (("load", "deserialize"), ("load", "read"))),
+    ],
+)
+@pytest.mark.parametrize(
+    ("objects_ms", "bytes_ms", "met"), [(500, 500, True), (499, 500, False), (99, 50, False)]
+)
+def test_serialization_bound(
+    tmp_path: Path,
+    operation: str,
+    phases: list[tuple[str, str | None]],
+    objects_ms: float,
+    bytes_ms: float,
+    met: bool,
+) -> None:
+    def make(log: RankLog) -> None:
+        op = log.begin(operation, tag="global_step5", step=5)
+        op.span(phases[0][0], phases[0][1], objects_ms)
+        op.span(phases[1][0], phases[1][1], bytes_ms, bytes=100)
+        op.end(bytes=100)
+
+    found = findings(tmp_path, "serialization_bound", make)
+    assert len(found) == met
+    if met:
+        assert found[0].data["operation"] == operation
+
+
+@pytest.mark.parametrize(("files", "small", "met"), [(100, 50, True), (99, 99, False), (100, 49, False)])
+def test_small_files(tmp_path: Path, files: int, small: int, met: bool) -> None:
+    def make(log: RankLog) -> None:
+        op = log.begin("save", tag="global_step5", step=5)
+        for index in range(log.rank, files, 4):
+            size = 999_999 if index < small else 1_000_000
+            op.span("flush", "write", 10, file=f"global_step5/{index}.pt", bytes=size)
+        op.end(bytes=1)
+
+    found = findings(tmp_path, "small_files", make, ranks=4)
+    assert len(found) == met
+    if met:
+        assert (found[0].data["files"], found[0].data["small"]) == (100, 50)
+        assert found[0].cost_s == pytest.approx(0.13)  # 13 small files on the first two ranks
+
+
+@pytest.mark.parametrize(
+    ("imports_ms", "rest_ms", "met"),
+    [(4000, 6000, True), (3999, 6001, False), (1000, 500, True), (999, 500, False)],
+)
+def test_cold_imports(tmp_path: Path, imports_ms: float, rest_ms: float, met: bool) -> None:
+    def make(log: RankLog) -> None:
+        op = log.begin("startup")
+        op.span("imports", None, imports_ms)
+        op.span("first_step", None, rest_ms)
+        op.end()
+
+    found = findings(tmp_path, "cold_imports", make)
+    assert len(found) == met
+    if met:
+        assert found[0].cost_s == pytest.approx(imports_ms / 1000)
+
+
+@pytest.mark.parametrize(
+    ("wait_ms", "collect_ms", "at_begin", "met"),
+    [(100, 900, True, True), (99, 100, True, False), (100, 901, True, False), (900, 100, False, False)],
+)
+def test_wait_previous(tmp_path: Path, wait_ms: float, collect_ms: float, at_begin: bool, met: bool) -> None:
+    def make(log: RankLog) -> None:
+        op = log.begin("save", tag="global_step5", step=5)
+        if at_begin:
+            op.span("wait_previous", None, wait_ms)
+        op.span("collect", None, collect_ms)
+        if not at_begin:  # the end of training waits for its last save: that is no fault
+            op.span("wait_previous", None, wait_ms)
+        op.end()
+
+    found = findings(tmp_path, "wait_previous", make)
+    assert len(found) == met
+    if met:
+        assert found[0].data["waited_s"] == pytest.approx(0.1) and "--host-cache-size" in found[0].advice
+
+
+@pytest.mark.parametrize(
+    ("fetched", "loaded", "met"),
+    [
+        (4_999_992, 10_000_000, True),
+        (5_000_000, 10_000_000, False),
+        (0, 9_999_992, False),
+        (None, 10_000_000, False),
+    ],
+)
+def test_page_cache_reads(tmp_path: Path, fetched: int | None, loaded: int, met: bool) -> None:
+    def make(log: RankLog) -> None:
+        def probe(at: str, counter: int) -> None:
+            time_ns = log.ns(log.now_ms)
+            values = {"rss_bytes": 1} | ({} if fetched is None else {"io_read_storage_bytes": 777 + counter})
+            log.write("probe", operation="load", op_id=0, at=at, time_ns=time_ns, values=values)
+
+        probe("start", 0)
+        op = log.begin("load", tag="global_step5", step=5)
+        op.span("load", "read", 100, bytes=loaded // 8)
+        op.end(bytes=loaded // 8)
+        probe("end", (fetched or 0) // 8)
+
+    found = findings(tmp_path, "page_cache_reads", make)
+    assert len(found) == met
+    if met:
+        assert (found[0].data["storage_bytes"], found[0].data["read_bytes"]) == (fetched, loaded)
+
+
+def test_findings_are_in_json_and_terminal_costliest_first(tmp_path: Path) -> None:
+    def make(log: RankLog) -> None:
+        save(log, 3000 if log.rank == SLOW else 1000, 0 if log.rank == SLOW else 2000, detail="fsync")
+
+    findings(tmp_path, "", make)
+    report = analyse(load_trace(tmp_path))
+    content = to_dict(report)["findings"]
+    assert [found["rule"] for found in content] == ["fsync_dominates", "straggling_rank", "barrier_skew"]
+    assert [found["cost_s"] for found in content] == pytest.approx([3.0, 2.0, 2.0])
+    text = " ".join(render(report, Style(io.StringIO())).split())
+    for found in content:
+        assert f"{found['title']} ({found['rule']})" in text and found["advice"] in text
+
+
+def test_planted_stragglers_are_found(tmp_path: Path) -> None:
+    plants = ("straggler-rank", "straggler-host", "barrier-skew")
+    truth = write_run(tmp_path / "run", Shape(ranks=64, saves=4, plants=frozenset(plants)))["planted"]
+    found = analyse(load_trace(tmp_path / "run")).findings
+    ranks = {(f.data["operation"], f.data["rank"]) for f in found if f.rule == "straggling_rank"}
+    assert ranks == {("save", truth["straggler-rank"])}
+    hosts = [f for f in found if f.rule == "straggling_host"]
+    assert {(f.data["operation"], f.data["host"]) for f in hosts} == {
+        ("load", f"node{truth['straggler-host']:04}")
+    }
+    waited_for = {
+        f.data["waited_for"] for f in found if f.rule == "barrier_skew" and f.data["operation"] == "save"
+    }
+    assert waited_for == {truth["barrier-skew"]}
+
+
+def test_every_rule_and_threshold_is_documented() -> None:
+    rows = {
+        cells[1].strip(" `"): cells
+        for line in (ROOT / "docs" / "findings.md").read_text().splitlines()
+        if line.startswith("| `") and len(cells := line.split("|")) == 5
+    }
+    assert set(rows) == {rule.name for rule in RULES}
+    for rule in RULES:
+        stated = dict(re.findall(r"`(\w+)` ([\d.]+)", rows[rule.name][3]))
+        assert {name: float(value) for name, value in stated.items()} == pytest.approx(dict(rule.thresholds))

@@ -1,0 +1,136 @@
+"""Logs of Megatron-LM, and of programs whose words are not known: no save is judged by words that they do not print."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.tools.ckpt_analysis.upstream_log_factory import upstream_log
+from tools.ckpt_analysis.cli import main
+from tools.ckpt_analysis.common.errors import CouldNotRunError
+from tools.ckpt_analysis.imported.importer import import_log
+from tools.ckpt_analysis.imported.to_report import to_report
+from tools.ckpt_analysis.model.imported_run import ImportedRun
+from tools.ckpt_analysis.render.json_output import to_dict
+
+# The launch line and what follows "to DIR" or precedes it, as the versions print them.
+LAUNCHES = {
+    "core v0.4": "using world size: 8, data-parallel size: 2, context-parallel size: 1 tensor-model-parallel size: 2, "
+    "pipeline-model-parallel size: 2 ",
+    "core v0.9": "using world size: 8, data-parallel size: 2, context-parallel size: 1, tensor-model-parallel size: 2, "
+    "encoder-tensor-model-parallel size: 0, pipeline-model-parallel size: 2, encoder-pipeline-model-parallel size: 0",
+    "core v0.12": "using world size: 8, data-parallel size: 1, context-parallel size: 2, hierarchical context-parallel "
+    "sizes: Nonetensor-model-parallel size: 2, encoder-tensor-model-parallel size: 0, pipeline-model-parallel size: 2, "
+    "encoder-pipeline-model-parallel size: 0",
+    "core v0.19": "using world size: 8, data-parallel size: 2, context-parallel size: 1, hierarchical context-parallel "
+    "sizes: None, tensor-model-parallel size: 2, pipeline-model-parallel size: 2",
+}
+DATE = "[2026-03-01 12:00:00.123456] "
+ENDS = {
+    "old": "  successfully saved checkpoint at iteration {step:7d} to /scratch/run",
+    "plain": "  successfully saved checkpoint from iteration {step:7d} to /scratch/run",
+    "places": "  successfully saved checkpoint from iteration {step:7d} to /scratch/run [ t 1/2, p 1/2 ]",
+    "dated": f"  {DATE}successfully saved checkpoint from iteration {{step:7d}} to /scratch/run "
+    "[ t 1/2, gtp_remat 1/1, p 1/2 ]",
+    "local": "  successfully saved local checkpoint from iteration {step:7d}",
+}
+
+
+def log_of(launch: str, end: str, *, asynchronous: bool = False, ended: int = 3, timers: bool = True) -> str:
+    """A log of three saves, of which `ended` say so; asynchronous ones after the next one has begun."""
+    lines = [launch, "  successfully loaded checkpoint from /scratch/run [ t 1/2, p 1/2 ] at iteration 4"]
+    lines.append("    load-checkpoint ................................: (1200.50, 1250.75)")
+    ends = [end.format(step=step) for step in (5, 6, 7)][:ended]
+    for place, step in enumerate((5, 6, 7)):
+        lines += [
+            f" {DATE}iteration {step:8d}/      60 | consumed samples: 4 | "
+            "elapsed time per iteration (ms): 500.0 | lm loss: 9.500000E+00 |",
+            f"{DATE}saving checkpoint at iteration {step:7d} to /scratch/run in torch_dist format",
+        ]
+        if asynchronous:
+            lines.append(f"  {DATE}scheduled an async checkpoint save at iteration {step:7d} to /scratch/run")
+        lines += ends[place : place + 1] if not asynchronous else ends[place - 1 : place] if place else []
+        if timers:
+            lines += ["(min, max) time across ranks (ms):"]
+            lines += [f"    save-checkpoint ................................: (1000.00, {1000 + step}.00)"]
+    lines += ends[2:] if asynchronous else []
+    return "\n".join(lines) + "\n"
+
+
+def imported(text: str, tmp_path: Path, world_size: int | None = None) -> ImportedRun:
+    log = tmp_path / "train.log"
+    log.write_text(text)
+    return import_log(log, world_size)
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_layouts_of_megatron_lm(tmp_path: Path, launch: str) -> None:
+    run = imported(log_of(LAUNCHES[launch], ENDS["places"]), tmp_path)
+    assert run.launched.world_size == 8
+    assert run.launched.layout == {"tp": 2, "pp": 2, "dp": 1 if launch == "core v0.12" else 2}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_saves_of_megatron_lm(tmp_path: Path, end: str, asynchronous: bool) -> None:
+    text = log_of(LAUNCHES["core v0.19"], ENDS[end], asynchronous=asynchronous)
+    report = to_dict(to_report(imported(text, tmp_path), tmp_path))
+    assert [(save["step"], save["outcome"], save["wall"]["max_s"]) for save in report["saves"]] == [
+        (5, "ok", 1.005), (6, "ok", 1.006), (7, "ok", 1.007)
+    ]  # fmt: skip
+    assert [load["step"] for load in report["loads"]] == [4]
+    assert ("saves were asynchronous" in str(report["problems"])) == asynchronous
+
+
+def test_a_save_of_megatron_lm_that_did_not_end_is_unfinished(tmp_path: Path) -> None:
+    text = log_of(LAUNCHES["core v0.19"], ENDS["places"], asynchronous=True, ended=2)
+    assert [save.completed for save in imported(text, tmp_path).saves] == [True, True, False]
+
+
+def test_encoder_ranks_are_no_product_of_the_sizes(tmp_path: Path) -> None:
+    launch = LAUNCHES["core v0.9"].replace("size: 8,", "size: 12,")
+    launched = imported(log_of(launch.removesuffix("0") + "1", ENDS["places"]), tmp_path).launched
+    assert (launched.world_size, launched.layout) == (12, {})
+
+
+@pytest.mark.parametrize(("timers", "outcome"), [(True, "ok"), (False, "unknown")])
+def test_no_save_is_judged_in_words_that_are_not_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], timers: bool, outcome: str
+) -> None:
+    text = log_of("8 ranks are there", "checkpoint {step} is safe", timers=timers)
+    with pytest.raises(CouldNotRunError, match="give --world-size N"):
+        imported(text, tmp_path)
+    run = imported(text, tmp_path, world_size=8)
+    report = to_report(run, tmp_path)
+    assert [save.outcome for save in report.saves] == [outcome] * 3
+    assert main(["import", str(tmp_path / "train.log"), "--world-size", "8", "-o", str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    for command in ("report", "summary", "compare"):
+        directory = str(tmp_path / "run")
+        several = [f"a={directory}", f"b={directory}"] if command == "compare" else [directory]
+        assert main([command, *several]) == 0
+        shown = capsys.readouterr().out
+        assert "did not complete" not in shown and "did not end well" not in shown and "nfinished" not in shown
+    assert ("saves completed is not known" in str([p.message for p in report.problems])) == (not timers)
+
+
+def altered_imports() -> list[tuple[str, object]]:
+    places = ("run_id", "launched", "engine", "parameters", "arguments", "versions", "saves", "loads", "iterations",
+              "setup", "timers", "to_first_step_s", "listing")  # fmt: skip
+    return [(place, value) for place in places for value in (True, "x", 1 << 70, [1], {"a": []}, -0.5)]
+
+
+@pytest.mark.parametrize(("field", "value"), altered_imports())
+def test_an_altered_import_is_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str, value: object
+) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(upstream_log())
+    assert main(["import", str(log), "-o", str(tmp_path / "run"), "--quiet"]) == 0
+    path = tmp_path / "run" / "imported.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    assert main(["summary", str(tmp_path / "run")]) in (0, 2)
+    said = capsys.readouterr().err
+    assert said.count("\n") <= 1 and ("is damaged" in said or not said)

@@ -1,0 +1,231 @@
+"""The HTML report in a real headless Chromium: it draws, sorts, switches colours and asks the network for nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.tools.ckpt_analysis.render.html.report_pages import page_of
+from tests.unit.tools.ckpt_analysis.trace_factory import Options, write_trace
+from tools.ckpt_analysis.cli import main
+from tools.ckpt_analysis.render.html.figures import FIGURES
+
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None,
+    reason="no Chromium here: install it with `apt-get install -y chromium` (Debian's package)",
+)
+
+
+TEXTS_OUTSIDE = """() => Array.from(document.querySelectorAll('.plot')).flatMap(plot => {
+    const room = plot.getBoundingClientRect();
+    return Array.from(plot.querySelectorAll('.main-svg text')).filter(text => {
+        const box = text.getBoundingClientRect();
+        return box.width > 0 && (box.left < room.left - 1 || box.right > room.right + 1
+            || box.bottom > room.bottom + 1 || box.top < room.top - 1);
+    }).map(text => plot.id + ': ' + text.textContent);
+})"""
+
+
+@dataclass
+class Watched:
+    """A page in the browser, and all that it said or asked for since it was opened."""
+
+    page: Any
+    console: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+
+    def open(self, path: Path) -> None:
+        self.page.on("console", lambda message: self.console.append(f"{message.type}: {message.text}"))
+        self.page.on("pageerror", lambda error: self.console.append(f"error: {error}"))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(path.as_uri())
+        self.page.wait_for_function("document.documentElement.dataset.drawn === 'all'", timeout=300_000)
+
+    def assert_quiet(self, path: Path) -> None:
+        """Nothing was said, and nothing asked for but the file itself and what it holds."""
+        assert self.console == []
+        outside = [url for url in self.requests if not url.startswith(("data:", "blob:"))]
+        assert outside == [path.as_uri()]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is in the extra dev")
+    with sync_api.sync_playwright() as playwright:
+        # As root, and in containers, Chromium cannot make the sandbox that it keeps pages of the web in.
+        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+        running = playwright.chromium.launch(executable_path=CHROMIUM, args=[*arguments, "--disable-gpu"])
+        yield running
+        running.close()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("report")
+    path = directory / "ckpt_report.html"
+    path.write_text(page_of(write_trace(directory / "trace", Options(hosts=2))))
+    return path
+
+
+@pytest.fixture(scope="module")
+def opened(browser: Any, report: Path) -> Iterator[Watched]:
+    """The report, drawn once for all tests that leave its colours and size as they are."""
+    page = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme="light")
+    watched = Watched(page)
+    watched.open(report)
+    yield watched
+    page.close()
+
+
+@pytest.fixture
+def fresh(browser: Any, report: Path) -> Iterator[Watched]:
+    page = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme="light")
+    watched = Watched(page)
+    watched.open(report)
+    yield watched
+    page.close()
+
+
+def test_draws_every_figure_without_a_word_or_a_request(opened: Watched, report: Path) -> None:
+    for figure in FIGURES:
+        if figure.name == "probes":  # not recorded in this trace: a sentence
+            continue
+        drawn = opened.page.locator(f"#{figure.name} .plot")
+        assert drawn.count() > 0
+        for index in range(drawn.count()):
+            box = drawn.nth(index).locator(".main-svg").first.bounding_box()
+            assert box and box["width"] > 400 and box["height"] > 150
+            marks = drawn.nth(index).locator(".point, .heatmaplayer image, .lines path, .textpoint")
+            assert marks.count() > 0, figure.name
+    opened.assert_quiet(report)
+
+
+def test_every_text_of_a_plot_lies_within_it(opened: Watched) -> None:
+    """Labels that are cut off would be missing in print, too."""
+    assert opened.page.evaluate(TEXTS_OUTSIDE) == []
+
+
+def column(opened: Watched, table: int, number: int) -> list[str]:
+    return (
+        opened.page.locator("table.sortable")
+        .nth(table)
+        .locator(f"tbody tr > :nth-child({number})")
+        .all_inner_texts()
+    )
+
+
+def test_tables_sort_by_mouse_and_keyboard(opened: Watched) -> None:
+    tables = opened.page.locator("table.sortable")
+    captions = tables.locator("caption").all_inner_texts()
+    index = next(
+        i for i, text in enumerate(captions) if text.startswith("Save global_step10, cycle 1, phase by phase")
+    )
+    header = tables.nth(index).locator("thead th").nth(1)
+    header.locator("button").click()
+    numbers = [float(text) for text in column(opened, index, 2)]
+    assert numbers == sorted(numbers) and len(set(numbers)) > 3
+    assert header.get_attribute("aria-sort") == "ascending"
+    header.locator("button").press("Enter")
+    assert [float(text) for text in column(opened, index, 2)] == sorted(numbers, reverse=True)
+    assert header.get_attribute("aria-sort") == "descending"
+    tables.nth(index).locator("thead th").first.locator("button").click()
+    names = column(opened, index, 1)
+    assert names == sorted(names) and header.get_attribute("aria-sort") is None
+    bytes_header = tables.nth(index).locator("thead th").nth(7)
+    bytes_header.locator("button").click()
+    assert column(opened, index, 8)[-1] in ("", "-")  # what is not known comes last
+
+
+def background(opened: Watched) -> str:
+    return opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
+
+
+def ink_of_axis(opened: Watched) -> str:
+    return opened.page.evaluate(
+        "getComputedStyle(document.querySelector('#plot-breakdown-0 .xtick text')).fill"
+    )
+
+
+def test_ranks_can_be_arranged_otherwise(opened: Watched) -> None:
+    assert opened.page.locator("#plot-ranks-0 .point").count() == 1  # the mark of the straggler, rank 5
+    group = opened.page.get_by_role("group", name="Arrangement of Save global_step10, cycle 1: 8 ranks")
+    other = group.get_by_role("button", name="by TP × PP × DP")
+    other.click()
+    opened.page.wait_for_function(
+        "document.getElementById('plot-ranks-0').layout.xaxis.title.text.includes('stage')"
+    )
+    assert other.get_attribute("aria-pressed") == "true"
+
+
+def test_keyboard_colours_sizes_and_print(fresh: Watched, report: Path, tmp_path: Path) -> None:
+    fresh.page.keyboard.press("Tab")
+    assert fresh.page.evaluate("document.activeElement.className") == "skip"
+    assert (background(fresh), ink_of_axis(fresh)) == ("rgb(255, 255, 255)", "rgb(27, 31, 36)")
+    fresh.page.emulate_media(color_scheme="dark")
+    fresh.page.wait_for_function(
+        "getComputedStyle(document.querySelector('#plot-breakdown-0 .xtick text')).fill === 'rgb(230, 233, "
+        "237)'"
+    )
+    assert background(fresh) == "rgb(20, 24, 29)"
+    fresh.page.get_by_role("button", name="Switch to light colours").click()
+    fresh.page.wait_for_function(
+        "getComputedStyle(document.querySelector('#plot-breakdown-0 .xtick text')).fill === 'rgb(27, 31, 36)'"
+    )
+    assert background(fresh) == "rgb(255, 255, 255)"
+
+    for width in (1280, 480):
+        fresh.page.set_viewport_size({"width": width, "height": 900})
+        fresh.page.wait_for_function(
+            "document.documentElement.scrollWidth <= document.documentElement.clientWidth", timeout=300_000
+        )
+
+    fresh.page.emulate_media(color_scheme="dark")
+    fresh.page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    widths = (
+        "Array.from(document.querySelectorAll('.plot .main-svg'), (svg) => svg.getBoundingClientRect().width)"
+    )
+    fresh.page.wait_for_function(f"Math.max(...{widths}) <= 680", timeout=300_000)  # of the paper
+    fresh.page.evaluate("window.dispatchEvent(new Event('afterprint'))")
+    printed = fresh.page.pdf(path=str(tmp_path / "report.pdf"), print_background=True)
+    assert printed.startswith(b"%PDF") and len(printed) > 50_000
+    fresh.assert_quiet(report)
+
+
+def test_hostile_names_run_nothing(browser: Any, tmp_path: Path) -> None:
+    hostile = "<script>window.bad=1</script><img src=x onerror=window.bad=2>"
+    write_trace(tmp_path / "trace", Options(run_id=hostile))
+    for path in (tmp_path / "trace").glob("rank_*"):
+        path.write_text(path.read_text().replace("node0", hostile).replace("MainThread", hostile))
+    path = tmp_path / "page.html"
+    path.write_text(page_of(tmp_path / "trace"))
+    page = browser.new_page()
+    watched = Watched(page)
+    watched.open(path)
+    assert page.evaluate("window.bad") is None
+    assert hostile in page.locator("h1").inner_text()
+    watched.assert_quiet(path)
+    page.close()
+
+
+def test_comparison_draws(browser: Any, tmp_path: Path) -> None:
+    first = write_trace(tmp_path / "blocking")
+    second = write_trace(tmp_path / "background", Options(background_flush=True))
+    path = tmp_path / "page.html"
+    assert main(["--quiet", str(first), str(second), "-o", str(path)]) == 0
+    page = browser.new_page()
+    watched = Watched(page)
+    watched.open(path)
+    assert page.locator("#comparison .plot .point").count() > 6
+    assert page.evaluate(TEXTS_OUTSIDE) == []
+    watched.assert_quiet(path)
+    page.close()

@@ -1,0 +1,208 @@
+"""What the figures of the HTML report show, against traces whose truth is known."""
+
+from __future__ import annotations
+
+import base64
+import re
+from array import array
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from megatron.restart_trace.schema import PHASES
+from tests.unit.tools.ckpt_analysis.analysis_helpers import file_of
+from tests.unit.tools.ckpt_analysis.render.html.report_pages import Page, analysis_of, page_of
+from tests.unit.tools.ckpt_analysis.trace_factory import RANKS, Options, RankLog, dump, write_trace
+from tools.ckpt_analysis.metrics.critical_path import Segment, critical_path, start_windows
+from tools.ckpt_analysis.render.html import colours, heatmap
+from tools.ckpt_analysis.render.html.figures import FIGURES
+from tools.ckpt_analysis.render.html.plots import matrix
+from tools.ckpt_analysis.render.html.run_data import choose
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_trace(tmp_path_factory.mktemp("sound"), Options(hosts=2))
+
+
+@pytest.fixture(scope="module")
+def page(trace: Path) -> Page:
+    return Page(page_of(trace))
+
+
+def test_every_phase_has_one_colour() -> None:
+    names = {
+        name
+        for op, phases in PHASES.items()
+        if op != "failure"
+        for p, ds in phases.items()
+        for name in (p, *ds)
+    }
+    assert names <= colours.known()
+    for operation in ("save", "load", "startup"):  # within an operation colours tell phases apart
+        shown = [p for p in PHASES[operation] if p not in ("commit", "load")]
+        assert len({colours.colour(p) for p in shown}) == len(shown)
+
+
+def windows(*rows: tuple[int, str, float, float]) -> pl.DataFrame:
+    """(rank, phase, start, end in s) as `start_windows` gives them."""
+    table = pl.DataFrame(
+        [(rank, phase, round(start * 1e9), round(end * 1e9)) for rank, phase, start, end in rows],
+        schema=["rank", "phase", "start_ns", "end_ns"],
+        orient="row",
+    ).sort("rank", "phase", "start_ns")
+    return table.with_columns(pl.int_range(pl.len()).over("rank", "phase").alias("occurrence"))
+
+
+def in_seconds(path: list[Segment]) -> list[tuple[int, str, float, float]]:
+    return [(s.rank, s.phase, s.start_ns / 1e9, s.end_ns / 1e9) for s in path]
+
+
+def test_critical_path_goes_to_the_rank_that_came_last() -> None:
+    table = windows(
+        (0, "imports", 0, 3), (0, "rendezvous", 3, 8), (0, "load/read", 8, 12), (0, "first_step", 12, 20),
+        (1, "imports", 1, 7), (1, "rendezvous", 7, 8), (1, "load/read", 8, 10), (1, "first_step", 11, 19),
+    )  # fmt: skip
+    # Rank 0 ends last; it read until 12, and rank 1 held up the rendezvous until 7.
+    assert in_seconds(critical_path(table)) == [
+        (1, "imports", 1, 7),
+        (0, "rendezvous", 7, 8),
+        (0, "load/read", 8, 12),
+        (0, "first_step", 12, 20),
+    ]
+
+
+def test_critical_path_takes_the_innermost_span_and_names_gaps() -> None:
+    table = windows(
+        (0, "engine_init", 0, 10), (0, "load/read", 2, 5), (0, "load/read", 4, 6), (0, "first_step", 11, 12)
+    )  # fmt: skip
+    assert in_seconds(critical_path(table)) == [
+        (0, "engine_init", 0, 2),
+        (0, "load/read", 2, 4),
+        (0, "load/read", 4, 6),
+        (0, "engine_init", 6, 10),
+        (0, "unattributed", 10, 11),
+        (0, "first_step", 11, 12),
+    ]
+
+
+def test_waterfall_adds_up_to_the_restart(trace: Path) -> None:
+    analysis = analysis_of(trace)
+    (restart,) = analysis.report.restarts
+    path = critical_path(start_windows(analysis.frames, restart.group))
+    assert restart.failure is not None and restart.restart_s is not None
+    for before, after in zip(path, path[1:], strict=False):
+        assert before.end_ns == after.start_ns
+    on_path = (path[-1].end_ns - path[0].start_ns) / 1e9
+    first = restart.time_to_first_step
+    assert first is not None and on_path == pytest.approx(first.max_s, abs=1e-9)
+    plots = Page(page_of(trace)).plots()
+    bars = [bar for bar in plots["plot-waterfall-0"][0]["data"][1:] if bar["type"] == "bar"]
+    shown = sum(sum(bar["x"]) for bar in bars if bar["name"] != "caught_up")  # which comes after
+    assert shown == pytest.approx(restart.restart_s, abs=1e-6)
+    title = "Restart, cycle 1"
+    beside = [bar for bar in plots["plot-waterfall-1"][0]["data"] if title in bar["y"]]
+    added = sum(bar["x"][bar["y"].index(title)] for bar in beside)
+    assert added == pytest.approx(restart.restart_s, abs=1e-6)
+
+
+def decoded(spec: dict[str, Any]) -> list[list[float]]:
+    rows, columns = map(int, spec["shape"].split(","))
+    flat = array("f", base64.b64decode(spec["bdata"]))
+    assert len(flat) == rows * columns
+    return [list(flat[row * columns : (row + 1) * columns]) for row in range(rows)]
+
+
+def test_matrix_survives_its_encoding() -> None:
+    assert decoded(matrix([[1.0, 2.5], [3.0, 4.0], [-1.0, 0.0]])) == [[1.0, 2.5], [3.0, 4.0], [-1.0, 0.0]]
+    with pytest.raises(ValueError, match="differ in length"):
+        matrix([[1.0], [1.0, 2.0]])
+
+
+def test_heat_map_of_many_ranks_keeps_the_worst() -> None:
+    ranks = 10_240
+    slow = 7_777
+    table = pl.DataFrame({"rank": range(ranks)}).with_columns(
+        pl.concat_str(pl.lit("node"), pl.col("rank") // 8).alias("host"),
+        (pl.col("rank") % 8).alias("tp"), (pl.col("rank") // 1024).alias("pp"), (pl.col("rank") // 8 % 128).alias(""
+        "dp"),
+        pl.when(pl.col("rank") == slow).then(9.0).otherwise(1.0).alias("flush/write"),
+    )  # fmt: skip
+    data, layout = heatmap._arranged(table, ["flush/write"], {slow}, "host")
+    (row,) = decoded(data[0]["z"])
+    assert len(row) == len(data[0]["x"]) <= heatmap.COLUMNS
+    assert max(row) == 9.0 and row.count(9.0) == 1
+    marked = data[0]["x"][row.index(9.0)]
+    assert data[1]["x"] == [marked] and marked.startswith(f"ranks from {slow // 10 * 10} to")
+    assert len(layout["xaxis"]["tickvals"]) <= 13
+
+
+def test_rank_map_shows_every_rank_of_a_small_run(page: Page) -> None:
+    by_host, by_layout = page.plots()["plot-ranks-0"]
+    assert (by_host["label"], by_layout["label"]) == ("by host", "by TP × PP × DP")
+    rows = dict(zip(by_host["data"][0]["y"], decoded(by_host["data"][0]["z"]), strict=True))
+    assert rows["flush/fsync"] == pytest.approx([0.24 if rank == 5 else 0.04 for rank in range(RANKS)])
+    order = [int(re.match(r"rank (\d+)", label).group(1)) for label in by_layout["data"][0]["x"]]  # type: ignore[union-attr]
+    assert order == [0, 1, 2, 3, 4, 5, 6, 7]  # the factory's pp is rank // 4, its dp rank // 2 % 2
+    assert by_host["data"][1]["x"] == ["rank 5 (node1, tp 1 pp 1 dp 0)"]
+
+
+def test_barriers_name_who_was_waited_for(trace: Path) -> None:
+    run = choose(analysis_of(trace))
+    content = next(figure for figure in FIGURES if figure.name == "barriers").make(run)
+    save = content.tables[0]
+    assert [[cell.text for cell in row[:5]] for row in save.rows] == [
+        ["1", "8", "rank 5", "node1", "0.2000"],
+        ["2", "7", "rank 0", "node0", "0.0090"],  # rank 0 committed meanwhile
+    ]
+    held = "the others waited for rank 5 by up to 0.200 s: it spends 0.240 s in flush/fsync, the median rank 0.040 s."
+    assert held in content.notes[0]
+
+
+def test_steps_during_a_save_are_told_from_the_others(tmp_path: Path) -> None:
+    log = RankLog(Options(), 0, 0, 0)
+    log.process()
+    log.iteration(1)
+    log.iteration(2)
+    op = log.begin("save", tag="global_step2", step=2)
+    op.span("collect", None, 10)
+    begun_ms = log.now_ms
+    for step in (3, 4):
+        log.iteration(step)
+    op.at(begun_ms, log.now_ms - begun_ms, "flush", "write", blocking=False, bytes=5)
+    op.end(bytes=5)
+    log.iteration(5)
+    dump(file_of(tmp_path, 0, 0), log.records)
+    content = next(figure for figure in FIGURES if figure.name == "steps").make(choose(analysis_of(tmp_path)))
+    assert [[cell.text for cell in row[:2]] for row in content.tables[0].rows] == [
+        ["during a save", "2"],
+        ["no save under way", "2"],
+        ["first of a cycle", "1"],
+    ]
+    assert content.notes[0].startswith("2 steps during saves took 0.1000 s in the median, 1.00 times")
+
+
+def test_blocking_saves_overlap_no_step(trace: Path) -> None:
+    content = next(figure for figure in FIGURES if figure.name == "steps").make(choose(analysis_of(trace)))
+    assert content.notes[0].startswith("No training step ran during a save")
+
+
+def test_probes_are_drawn(tmp_path: Path) -> None:
+    log = RankLog(Options(), 0, 0, 0)
+    log.process()
+    for at, rss in (("start", 2e9), ("end", 3e9)):
+        values = {"rss_bytes": int(rss), "io_read_storage_bytes": int(rss), "made_up_by_a_later_version": 1}
+        if at == "end":
+            op = log.begin("save", tag="global_step2", step=2)
+            op.span("collect", None, 10)
+            op.end()
+        log.write("probe", operation="save", op_id=0, at=at, time_ns=log.ns(log.now_ms), values=values)
+    dump(file_of(tmp_path, 0, 0), log.records)
+    content = next(figure for figure in FIGURES if figure.name == "probes").make(
+        choose(analysis_of(tmp_path))
+    )
+    assert content.plots[0].variants[0].data[0]["y"] == [2.0, 3.0]
+    assert content.plots[1].variants[0].data[0]["y"] == [1.0]  # GB fetched during the save
+    assert "Memory of a device" in content.notes[0]

@@ -1,0 +1,409 @@
+"""The checkpoint plan: presets, sizes, what it says and what it refuses. tests/dist compares it with real saves."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.checkpoint_engines.host_staging import Staging, stage_on_host
+from megatron.config import ConfigError
+from megatron.topology import Layout
+from tests.unit.tools.ckpt_analysis.upstream_log_factory import LogOptions, upstream_log
+from tools.ckpt_plan.cli import main
+from tools.ckpt_plan.listing import compare, human_size, parse_listing
+from tools.ckpt_plan.plan import make_plan
+from tools.ckpt_plan.presets import config_for, config_from_flags, preset_names
+from tools.ckpt_plan.rank_state import planned_files
+from tools.ckpt_plan.sizes import map_tensors, tensors_of, torch_file_size, torch_named_file_size
+
+GOLDEN = Path(__file__).resolve().parents[3] / "golden" / "upstream_run"
+FLAGS = [
+    "--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "8",
+    "--micro-batch-size", "1", "--train-iters", "4", "--lr", "1e-3", "--data-path", "none",
+    "--tokenizer-type", "NullTokenizer", "--vocab-size", "99", "--bf16",
+]  # fmt: skip
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = main(arguments)
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
+
+
+def plan_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    status, out, err = run(capsys, "--format", "json", *arguments)
+    assert status == 0, err
+    return json.loads(out)
+
+
+def test_presets_are_those_of_the_launchers() -> None:
+    assert preset_names() == ["tiny", "3b", "7b", "13b", "33b", "70b"]
+    config, layout, vocab_sizes = config_for("70b", 8, 8, 2)
+    assert layout == Layout(8, 8, 2)
+    model = config.model
+    assert (model.num_layers, model.hidden_size, model.num_key_value_heads) == (80, 8192, 8)
+    assert model.params_dtype == "bf16"
+    assert model.untie_embeddings_and_output_weights
+    assert config.training.global_batch_size % 2 == 0
+    assert vocab_sizes == (50257, 51200)  # GPT-2's, padded to a multiple of 128 x TP
+
+
+def test_the_shell_does_not_change_a_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = config_for("7b", 4, 2)
+    for name, value in (("SEQ_LENGTH", "64"), ("EXTRA_ARGS", "--seed 5"), ("DP", "3"), ("VOCAB_SIZE", "9")):
+        monkeypatch.setenv(name, value)
+    assert config_for("7b", 4, 2) == before
+
+
+def test_flags_overrule_a_preset() -> None:
+    config, _, vocab_sizes = config_for(
+        "tiny", 1, 1, vocab_size=1000, flags=["--num-layers", "6", "--seed", "5"]
+    )
+    assert (config.model.num_layers, config.training.seed) == (6, 5)
+    assert vocab_sizes == (1000, 1024)
+
+
+def test_planning_leaves_the_random_state_alone() -> None:
+    def state() -> tuple[Any, ...]:
+        return random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()
+
+    planned = config_from_flags(FLAGS, 1, None)
+    before = state()
+    planned_files(planned[0], planned[1], planned[1].coordinates(0), planned[2])
+    assert state() == before
+
+
+def test_a_gpu_run_saves_random_states_of_its_own_form() -> None:
+    sizes = {}
+    for backend in ("nccl", "gloo"):
+        config, layout, vocab_sizes = config_from_flags([*FLAGS, "--distributed-backend", backend], 1, None)
+        files = planned_files(config, layout, layout.coordinates(0), vocab_sizes)
+        (shard,) = [file.state for file in files if "optimizer_state_dict" in file.state]
+        sizes[backend] = shard["rng_state"]["cuda_rng_state"].numel()
+        assert shard["rng_state"]["rng_tracker_states"]["model-parallel-rng"].numel() == sizes[backend]
+    assert sizes == {"nccl": 16, "gloo": torch.get_rng_state().numel()}
+
+
+def test_weights_and_optimizer_are_on_the_meta_device() -> None:
+    config, layout, vocab_sizes = config_for("70b", 8, 8)
+    files = planned_files(config, layout, layout.coordinates(0), vocab_sizes)
+    large = [tensor for file in files for _, tensor in tensors_of(file.state) if tensor.numel() > 10_000]
+    assert len(large) > 40
+    assert all(tensor.is_meta for tensor in large)
+
+
+def test_placements_tell_the_part_of_each_tensor_parallel_rank() -> None:
+    config, layout, vocab_sizes = config_from_flags([*FLAGS, "--tensor-model-parallel-size", "2"], 1, None)
+    ranges = []
+    for rank in range(2):
+        at = layout.coordinates(rank)
+        files = planned_files(config, layout, at, vocab_sizes, with_placements=True)
+        (embedding,) = [file for file in files if file.name.startswith("layer_01-")]
+        ranges.append(embedding.placements[("word_embeddings.weight",)]["ranges"])
+    assert ranges == [[[0, 128]], [[128, 256]]]
+
+
+def test_a_deepspeed_option_that_lays_shards_out_otherwise_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 1, "round_robin_gradients": True}}))
+    fp32 = [flag for flag in FLAGS if flag != "--bf16"]
+    config, layout, vocab_sizes = config_from_flags([*fp32, "--deepspeed_config", str(path)], 1, None)
+    with pytest.raises(ConfigError, match=r"ds\.json: zero_optimization\.round_robin_gradients"):
+        planned_files(config, layout, layout.coordinates(0), vocab_sizes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
+def test_sizes_are_those_of_torch_save(dtype: torch.dtype, tmp_path: Path) -> None:
+    one = torch.empty(1001, 3, dtype=dtype, device="meta")
+    state = {
+        "a": one,
+        "b": [one, {"c": torch.empty(0, dtype=dtype, device="meta")}],
+        "d": (1, "x"),
+        "e": torch.ones(5),
+    }
+    real = map_tensors(state, lambda t: torch.zeros(t.shape, dtype=t.dtype) if t.is_meta else t)
+    real = stage_on_host(real, Staging())  # as engine torch does
+    buffer = io.BytesIO()
+    torch.save(real, buffer)
+    assert torch_file_size(state) == len(buffer.getvalue())
+    torch.save(real, tmp_path / "with_a_long_name.pt")
+    named = torch_named_file_size(state, "with_a_long_name.pt")
+    assert named == (tmp_path / "with_a_long_name.pt").stat().st_size
+    assert named > torch_file_size(state)
+
+
+def test_a_tensor_larger_than_memory_can_be_planned() -> None:
+    num_bytes = 1 << 42
+    state = {"huge": torch.empty(num_bytes, dtype=torch.uint8, device="meta")}
+    assert 0 < torch_file_size(state) - num_bytes < 10_000
+
+
+# Upstream
+
+
+def upstream_flags() -> list[str]:
+    """Of the run in tests/golden/upstream_run."""
+    return [
+        "--num-layers", "4", "--hidden-size", "64", "--ffn-hidden-size", "176", "--num-attention-heads", "4",
+        "--seq-length", "64", "--micro-batch-size", "2", "--global-batch-size", "8", "--train-iters", "10",
+        "--lr", "1e-3", "--bf16", "--use-rotary-position-embeddings", "--untie-embeddings-and-output-weights",
+        "--swiglu", "--normalization", "rmsnorm", "--disable-bias-linear", "--data-path", "none",
+        "--tokenizer-type", "NullTokenizer", "--vocab-size", "499", "--tensor-model-parallel-size", "2",
+        "--pipeline-model-parallel-size", "2",
+    ]  # fmt: skip
+
+
+def test_upstream_files_of_layers_are_planned_to_the_byte() -> None:
+    plan = make_plan(config_from_flags(upstream_flags(), 2, None), "upstream")
+    planned = {file.name: file.num_bytes for file in plan.files}
+    real = {path.name: path.stat().st_size for path in (GOLDEN / "global_step5").glob("layer_*.pt")}
+    assert len(real) == 14
+    assert {name: planned[name] for name in real} == real
+    for path in (GOLDEN / "global_step5").glob("*optim_states.pt"):
+        assert abs(planned[path.name] - path.stat().st_size) <= 200  # other options of the optimizer
+    for path in (GOLDEN / "global_step5").glob("mp_rank_*"):
+        assert 0 < path.stat().st_size - planned[path.name] < 8000  # upstream's other settings
+
+
+def listing_line(num_bytes: str, name: str) -> str:
+    return f"-rw-r--r-- 1 someone group {num_bytes:>4} Oct  1 01:52 {name}"
+
+
+def study_listing() -> str:
+    """What `ls -lh` shows of upstream's checkpoint of the 3b preset on TP4: 132 files."""
+    sizes = {1: "75M", **dict.fromkeys(range(2, 30), "49M"), 30: "7.9K", 31: "75M"}
+    lines = ["total 41G"]
+    for tp in range(4):
+        lines += [
+            listing_line(size, f"layer_{n:02d}-model_{tp:02d}-model_states.pt") for n, size in sizes.items()
+        ]
+        lines.append(listing_line("5.1M", f"mp_rank_{tp:02d}_model_states.pt"))
+        lines.append(listing_line("8.8G", f"bf16_zero_pp_rank_0_mp_rank_{tp:02d}_optim_states.pt"))
+    return "\n".join(lines)
+
+
+STUDY = ("--model", "3b", "--tp", "4", "--pp", "1", "--dp", "1", "--vocab-size", "50257", "--upstream")
+
+
+def test_the_plan_agrees_with_the_listing_of_the_study(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "listing"
+    path.write_text(study_listing())
+    status, out, _ = run(capsys, *STUDY, "--compare-listing", str(path))
+    assert status == 0
+    assert out == f"{path}: 132 of 132 listed files agree with the plan in name and size as listed\n"
+
+
+def test_a_listing_within_a_log_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Between the lines of a training, as `ls` at the end of a job's script leaves it."""
+    path = tmp_path / "log"
+    path.write_text(upstream_log(LogOptions(listing=study_listing().splitlines())) + "job ended\n")
+    status, out, _ = run(capsys, *STUDY, "--compare-listing", str(path))
+    assert status == 0, out
+    assert "132 of 132" in out
+
+
+def test_every_difference_from_a_listing_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = study_listing().replace("49M Oct  1 01:52 layer_09-model_02", "50M Oct  1 01:52 layer_09-model_02")
+    text = text.replace("mp_rank_03_model_states.pt", "mp_rank_04_model_states.pt")
+    path = tmp_path / "listing"
+    path.write_text(text)
+    status, out, _ = run(capsys, *STUDY, "--compare-listing", str(path))
+    assert status == 1
+    assert "130 of 132" in out
+    assert "layer_09-model_02-model_states.pt: 49M planned, 50M listed" in out
+    assert "mp_rank_03_model_states.pt: planned, not listed" in out
+    assert "mp_rank_04_model_states.pt: listed, not planned" in out
+
+
+def test_our_own_files_differ_where_they_should(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """mp_rank_* holds no tensors of the arguments, and records have no file names; all else is as listed."""
+    path = tmp_path / "listing"
+    path.write_text(study_listing())
+    status, out, _ = run(capsys, *STUDY[:-1], "--compare-listing", str(path))
+    different = [line.split(":")[0].strip() for line in out.splitlines()[1:]]
+    assert status == 1
+    assert {name.split("-")[0][:8] for name in different} == {"layer_30", "mp_rank_"}
+    assert len(different) == 8
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "shown"),
+    [(0, "0"), (1023, "1023"), (1024, "1.0K"), (8010, "7.9K"), (10 * 1024, "10K"), (10 * 1024 + 1, "11K"),
+     (1024 * 1023 + 1, "1.0M"), (9392130598, "8.8G"), (50347305, "49M")],
+)  # fmt: skip
+def test_sizes_as_ls_shows_them(num_bytes: int, shown: str) -> None:
+    assert human_size(num_bytes) == shown
+
+
+def test_lines_that_are_no_listing_are_passed_over() -> None:
+    lines = [
+        "loss: 3.4",
+        "total 4K",
+        listing_line("12", "latest"),
+        "drwxr-xr-x 2 a b 4.0K Oct 1 2025 global_step5",
+    ]
+    text = "\n".join(lines)
+    assert parse_listing(text) == {"latest": "12"}
+    assert compare({"latest": 12}, {"latest": "12"}).agrees
+    with pytest.raises(ValueError, match="ls -lh"):
+        parse_listing("nothing")
+
+
+# What the tool says
+
+
+def test_json_has_every_file_and_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan_json(capsys, "--model", "tiny", "--tp", "2", "--pp", "2", "--dp", "2")
+    shards, mp_ranks, layers = 8, 4, 2 * 7
+    assert found["num_files"] == len(found["files"]) == shards + mp_ranks + layers
+    assert all(set(file) == {"name", "bytes", "rank"} for file in found["files"])
+    assert len({file["name"] for file in found["files"]}) == found["num_files"]
+    assert found["total_bytes"] == sum(file["bytes"] for file in found["files"])
+    assert found["total_bytes"] == sum(rank["bytes"] for rank in found["per_rank"])
+    assert found["total_bytes"] == sum(found["bytes_by_kind"].values())
+    assert [rank["rank"] for rank in found["per_rank"]] == list(range(8))
+    for rank in found["per_rank"]:
+        mine = [file for file in found["files"] if file["rank"] == rank["rank"]]
+        assert (rank["num_files"], rank["bytes"]) == (len(mine), sum(file["bytes"] for file in mine))
+    assert [file["name"] for file in found["commit_files"]] == [
+        "manifest.json", "../latest", "../latest_checkpointed_iteration.txt",
+    ]  # fmt: skip
+
+
+def test_bytes_by_kind_follow_from_the_number_of_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan_json(capsys, "--model", "70b", "--tp", "8", "--pp", "8", "--dp", "1")
+    hidden, ffn, layers, vocab = 8192, 28672, 80, 51200
+    block = hidden * (hidden + 2 * hidden // 8) + hidden**2 + 3 * hidden * ffn
+    norms = (2 * layers + 1) * hidden
+    parameters = layers * block + 2 * vocab * hidden + 8 * norms  # every TP rank has the norms
+    kinds = found["bytes_by_kind"]
+    assert kinds["weights"] == 2 * parameters
+    assert kinds["master_weights"] == 4 * parameters
+    assert kinds["moments"] == 8 * parameters
+    assert kinds["metadata"] < 1e-4 * found["total_bytes"]
+    first = found["per_rank"][0]["device_bytes_by_use"]
+    assert first["gradients"] == 3 * first["weights"]
+    assert first["moments"] == 2 * first["master_weights"] == 4 * first["weights"]
+
+
+def test_replicas_share_the_optimizer_and_write_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    one = plan_json(capsys, "--model", "3b", "--tp", "4", "--pp", "1", "--dp", "1")
+    four = plan_json(capsys, "--model", "3b", "--tp", "4", "--pp", "1", "--dp", "4")
+    assert one["bytes_by_kind"]["weights"] == four["bytes_by_kind"]["weights"]
+    assert one["bytes_by_kind"]["moments"] == pytest.approx(four["bytes_by_kind"]["moments"], rel=1e-6)
+    second = [file["name"] for file in four["files"] if file["rank"] == 4]
+    assert second == ["bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"]
+
+
+def test_lazy_writes_one_file_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    lazy = plan_json(capsys, "--model", "tiny", "--tp", "2", "--engine", "lazy")
+    torch_ = plan_json(capsys, "--model", "tiny", "--tp", "2")
+    assert [file["name"] for file in lazy["files"]] == ["rank_00000.safetensors", "rank_00001.safetensors"]
+    for kind in ("weights", "master_weights", "moments"):
+        assert lazy["bytes_by_kind"][kind] == torch_["bytes_by_kind"][kind]
+
+
+def test_no_engine_no_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan_json(capsys, "--model", "tiny", "--engine", "none")
+    assert (found["files"], found["total_bytes"], found["commit_files"]) == ([], 0, [])
+
+
+def test_the_iteration_names_the_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan_json(capsys, "--model", "tiny", "--iteration", "1000")
+    pointers = {file["name"]: file["bytes"] for file in found["commit_files"]}
+    assert pointers["../latest"] == len("global_step1000")
+    assert pointers["../latest_checkpointed_iteration.txt"] == len("1000")
+
+
+def test_the_table_lists_every_file_with_its_size(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--model", "tiny", "--tp", "2", "--pp", "2", "--dp", "2")
+    files = plan_json(capsys, *arguments)["files"]
+    status, table, _ = run(capsys, *arguments)
+    assert status == 0
+    words = {tuple(line.split()) for line in table.splitlines()}
+    assert {(str(file["bytes"]), str(file["rank"]), file["name"]) for file in files} <= words
+    assert "estimate" in table  # of memory, which is not exact as sizes are
+    _, summary, err = run(capsys, *arguments, "--summary", "--verbose")
+    assert "layer_02" not in summary
+    assert "planned in" in err
+
+
+# What it refuses
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--model 70b --tp 3", "--num-attention-heads 64: not divisible by --tp 3; use"),
+        ("--model 70b --tp 16", "--num-key-value-heads 8: not divisible by --tp 16; use"),
+        ("--model 70b --tp 8 --pp 81", "--num-layers 80: is less than --pp 81"),
+        ("--model 70b --tp 8 --pp 8 --dp 0", "--dp 0: must be at least 1"),
+        ("--model 7b --tp 0", "--tp 0: must be at least 1"),
+        ("--model 7b --pp -1", "--pp -1: must be at least 1"),
+        ("--model 7b --vocab-size 0", "--vocab-size 0: must be at least 1"),
+        ("--model 7b --zero 2", "--zero 2: "),
+        ("--model 8b", "--model 8b: no such preset; there are: tiny, 3b, 7b, 13b, 33b, 70b"),
+        ("--model 7b --engine nope", "--engine nope: no such engine; those that can be planned are: torch"),
+        ("--model 7b --engine dcp", "--engine dcp: its files cannot be planned"),
+        ("--model 7b --engine lazy --upstream", "--engine lazy: upstream writes with torch.save"),
+        ("--model 7b --iteration 0", "--iteration 0: must be at least 1"),
+        ("--model 7b --compare-listing /no/listing", "--compare-listing /no/listing: "),
+        ("--model tiny -- --save x --save-interval 1 --verify-restored-state", "--verify-restored-state: "),
+        ("--model tiny -- --num-layer 3", "unknown flag --num-layer: did you mean --num-layers?"),
+        ("--tp 2 -- --num-layers 2", "--tp 2: without --model, give --tensor-model-parallel-size 2"),
+        ("-- --num-layers 2", "required flags are missing: --hidden-size"),
+        ("--dp 2", "--model is missing: give one of tiny"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = run(capsys, *arguments.split())
+    assert (status, out) == (2, "")
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_flags_of_the_trainer_without_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan_json(capsys, "--dp", "2", "--", *FLAGS)
+    assert found["layout"] == {"tp": 1, "pp": 1, "dp": 2}
+    assert (found["vocab_size"], found["padded_vocab_size"]) == (100, 128)
+    without = plan_json(
+        capsys, "--dp", "2", "--", *FLAGS, "--save", "x", "--save-interval", "1", "--no-save-optim"
+    )
+    assert without["bytes_by_kind"]["moments"] == without["bytes_by_kind"]["master_weights"] == 0
+    for rank, bare in zip(found["per_rank"], without["per_rank"], strict=True):
+        assert bare["device_bytes_estimate"] == pytest.approx(rank["device_bytes_estimate"], rel=1e-3)
+
+
+def test_host_memory_of_lazy_is_bounded_by_its_cache() -> None:
+    config, layout, vocab_sizes = config_for("3b", 4, 1)
+    checkpoint = dataclasses.replace(config.checkpoint, host_cache_size=1.0)
+    small = make_plan((dataclasses.replace(config, checkpoint=checkpoint), layout, vocab_sizes), "lazy")
+    assert {rank.host_bytes for rank in small.ranks} == {1 << 30}
+    assert all(rank.host_bytes > 8 << 30 for rank in make_plan((config, layout, vocab_sizes), "lazy").ranks)
+
+
+def test_more_ranks_than_can_be_planned_are_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "tiny", "--dp", "1000000"]) == 2
+    said = capsys.readouterr().err
+    assert "1000000 ranks; at most 65536 are planned" in said and "--dp" in said and said.count("\n") == 1
+
+
+def test_a_long_planning_says_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tools.ckpt_plan.cli._TELL_EVERY_S", 0.0)
+    assert main(["--model", "tiny", "--dp", "2", "--summary"]) == 0
+    told = capsys.readouterr().err.splitlines()
+    assert [line.partition(",")[0] for line in told] == [f"ckpt_plan: {n} of 2 ranks planned" for n in (1, 2)]

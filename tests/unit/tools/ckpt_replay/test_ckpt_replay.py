@@ -1,0 +1,261 @@
+"""Arguments, planned states, page cache and memory of the replay."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import OrderedDict
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint_engines.base import FileState
+from megatron.checkpoint_engines.errors import UnknownEngineError
+from megatron.config import ConfigError
+from tests.unit.tools.ckpt_replay.replay_helpers import request
+from tools.ckpt_replay import shares, steps, tensors
+from tools.ckpt_replay.cli import COULD_NOT_RUN, main
+from tools.ckpt_replay.memory import PeakMemory, resident_memory
+from tools.ckpt_replay.options import parse_arguments, parse_ranks, request_from
+from tools.ckpt_replay.plan import ReplayError, Share, Task, request_of
+from tools.common import page_cache
+from tools.common.machine import filesystem_of
+from tools.common.page_cache import COLD, WARM
+
+MIB = 1 << 20
+CPU = torch.device("cpu")
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def planned() -> list[FileState]:
+    """A rank's files in the manner of DeepSpeed's: weights, values, and a ZeRO-1 shard whose tensors are shared."""
+    master = meta(300_001)
+    shard = {"fp32_groups": [master], "state": {0: {"master": master, "exp_avg": meta(300_001), "step": 7}}}
+    weights = OrderedDict(weight=meta(400, 300, dtype=torch.bfloat16), norm=meta(300, dtype=torch.bfloat16))
+    return [
+        FileState("layer_01-model_00-model_states.pt", weights, {("weight",): {"name": "weight"}}),
+        FileState("mp_rank_00_model_states.pt", {"iteration": 3, "flags": meta(5, dtype=torch.bool)}),
+        FileState("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", shard),
+    ]
+
+
+# Arguments
+
+
+def test_ranks() -> None:
+    assert parse_ranks("0-2,7") == (0, 1, 2, 7)
+    for wrong in ("", "1-", "a", "2-1", "0,0-1"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            parse_ranks(wrong)
+
+
+def test_a_request_survives_being_told_to_the_ranks() -> None:
+    asked = request(limit_bytes=5 * MIB)
+    assert request_of(json.loads(json.dumps(asdict(asked)))) == asked
+    task = Task("save", 1, 0, "torch", "/x", 1, "id", "/n", asdict(asked))
+    assert request_of(Task.from_json(task.as_json()).request) == asked
+
+
+def test_engine_options_are_the_trainers() -> None:
+    argv = [
+        "--small-tensors",
+        "3",
+        "--dir",
+        ".",
+        "--io-threads",
+        "3",
+        "--host-cache-size",
+        "0.5",
+        "--direct-io",
+        "off",
+    ]
+    options = request_from(parse_arguments(argv), None).options
+    assert (options["io_threads"], options["host_cache_size"], options["direct_io"]) == (3, 0.5, "off")
+    assert (options["checkpoint_durability"], options["checksum"]) == ("fsync", "crc32")
+
+
+@pytest.mark.parametrize(
+    ("argv", "error", "message"),
+    [
+        (["--model", "70b", "--ranks", "5"], ReplayError, "rank 5 is outside the layout TP1 PP1 DP1"),
+        (["--model", "70b", "--engine", "torhc"], UnknownEngineError, "torhc: no such engine"),
+        (["--model", "70b", "--engine", ","], ReplayError, "names no engine"),
+        (["--model", "70b", "--io-threads", "0"], ConfigError, "--io-threads"),
+    ],
+)
+def test_what_cannot_be_asked_for(argv: list[str], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        request_from(parse_arguments([*argv, "--dir", "."]), None)
+
+
+def test_a_launcher_must_start_as_many_processes_as_ranks_are_named() -> None:
+    arguments = parse_arguments(["--model", "70b", "--tp", "8", "--ranks", "0-1", "--dir", "."])
+    with pytest.raises(ReplayError, match="names 2 ranks, and the launcher started 3"):
+        request_from(arguments, 3)
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["--model", "7b", "--small-tensors", "3"], ["--model", "7b", "--repeat", "0"]]
+)
+def test_a_wrong_command_line_ends_with_status_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse_arguments([*argv, "--dir", "."])
+    assert stopped.value.code == 2
+    assert "ckpt_replay" in capsys.readouterr().err
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(["--small-tensors", "3", "--dir", str(tmp_path / "file")]) == COULD_NOT_RUN
+    assert f"--dir {tmp_path / 'file'}: cannot be written" in capsys.readouterr().err
+
+
+# States
+
+
+def test_a_limited_share_has_the_same_files_and_tensors_and_about_the_bytes() -> None:
+    files = planned()
+    limit = shares.tensor_bytes(files) // 3
+    limited = shares._limited(files, limit)
+    assert [file.name for file in limited] == [file.name for file in files]
+    assert shares.tensor_bytes(limited) == pytest.approx(limit, rel=0.02)
+    before = [path for file in files for path, _ in shares.tensors_of(file.state)]
+    assert [path for file in limited for path, _ in shares.tensors_of(file.state)] == before
+    shard = limited[2].state
+    assert shard["fp32_groups"][0] is shard["state"][0]["master"]
+    assert shard["state"][0]["step"] == 7
+    assert limited[0].state["norm"].shape == (300,)
+    assert limited[0].placements == files[0].placements
+
+
+def test_weights_and_masters_are_there_before_a_load_and_moments_are_not() -> None:
+    weights, common, _ = planned()
+    inner = {"state": {0: {"exp_avg": meta(3000)}}, "param_groups": [{"lr": 1}]}
+    nest = {"single_partition_of_fp32_groups": [meta(3000)], "base_optimizer_state": inner}
+    shard = FileState("zero_optim_states.pt", {"optimizer_state_dict": nest, "rng_state": meta(2)})
+    found = tensors.live_before_load([weights, common, shard], 5, CPU)
+    assert [file.name for file in found] == [weights.name, common.name, shard.name]
+    assert [tensor.device for _, tensor in shares.tensors_of(found[0].state)] == [CPU, CPU]
+    assert found[1].state == {} and list(found[2].state) == ["optimizer_state_dict"]
+    assert list(found[2].state["optimizer_state_dict"]) == ["single_partition_of_fp32_groups"]
+    assert found[2].state["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].device == CPU
+
+
+def test_a_limit_below_the_small_tensors_is_refused() -> None:
+    with pytest.raises(ReplayError, match="--limit-bytes 10"):
+        shares._limited(planned(), 10)
+
+
+def test_small_tensors_instead_of_a_model() -> None:
+    found = shares.planned_share(Share(None, (1, 1, 2), (0, 1), small_tensors=9, small_tensor_bytes=4096), 1)
+    assert found.full_bytes == shares.tensor_bytes(found.files) == 9 * 4096
+    assert len(list(shares.tensors_of(found.files[0].state))) == 9
+
+
+def test_no_two_pages_are_alike_and_the_seed_determines_them() -> None:
+    big = [FileState("shard", {"a": meta(3 * MIB), "b": meta(MIB, dtype=torch.bfloat16)})]
+    first = tensors.materialise(big, 1, CPU)
+    pages = b"".join(bytes(t.view(torch.uint8).numpy()) for _, t in shares.tensors_of(first[0].state))
+    cut = [pages[i : i + 4096] for i in range(0, len(pages), 4096)]
+    assert len(set(cut)) == len(cut) == 14 * MIB // 4096
+    again, other = tensors.materialise(big, 1, CPU), tensors.materialise(big, 2, CPU)
+    assert tensors.fingerprints({"f": first[0].state}) == tensors.fingerprints({"f": again[0].state})
+    assert tensors.fingerprints({"f": first[0].state}) != tensors.fingerprints({"f": other[0].state})
+
+
+def test_weights_are_views_of_one_buffer_and_other_tensors_own_theirs() -> None:
+    files = tensors.materialise(planned(), 1, CPU)
+    weights, _, shard = (file.state for file in files)
+    assert isinstance(weights, OrderedDict)
+    assert weights["weight"].untyped_storage().data_ptr() == weights["norm"].untyped_storage().data_ptr()
+    master = shard["fp32_groups"][0]
+    assert master is shard["state"][0]["master"]
+    assert master.untyped_storage().nbytes() == 300_001 * 4
+    assert [tuple(t.shape) for _, t in shares.tensors_of(weights)] == [(400, 300), (300,)]
+
+
+def test_every_altered_tensor_shows() -> None:
+    files = tensors.materialise(planned(), 1, CPU)
+    states = {file.name: file.state for file in files}
+    before = tensors.fingerprints(states)
+    tensors.check_restored(states, before, Path("/x"))
+    tensors.alter(files)
+    after = tensors.fingerprints(states)
+    assert before.keys() == after.keys()
+    assert all(before[name] != after[name] for name in before)
+    with pytest.raises(ReplayError, match="was saved as .* and restored as"):
+        tensors.check_restored(states, before, Path("/x"))
+
+
+def test_a_missing_and_an_extra_tensor_show() -> None:
+    states = {"f": {"a": torch.ones(3)}}
+    saved = tensors.fingerprints(states)
+    with pytest.raises(ReplayError, match="restored as None"):
+        tensors.check_restored({"f": {}}, saved, Path("/x"))
+    with pytest.raises(ReplayError, match="f:b was restored, and never saved"):
+        tensors.check_restored({"f": {"a": torch.ones(3), "b": torch.ones(1)}}, saved, Path("/x"))
+
+
+# Page cache, memory, steps
+
+
+def test_a_file_gets_out_of_the_page_cache_and_in(path_on_disk: Path) -> None:
+    path = path_on_disk / "file"
+    path.write_bytes(bytes(range(256)) * 40_000)
+    assert page_cache.state_of(page_cache.drop([path])) == COLD
+    assert page_cache.state_of(page_cache.fill([path])) == WARM
+    assert page_cache.resident_bytes(path) == (10_240_000, 10_240_000)
+
+
+def test_half_a_file_in_the_cache_is_neither_cold_nor_warm() -> None:
+    assert [page_cache.state_of(share) for share in (0.0, 0.5, 1.0, None)] == [
+        COLD,
+        "partly warm",
+        WARM,
+        "unknown",
+    ]
+
+
+def test_a_file_in_memory_is_never_called_cold() -> None:
+    directory = Path("/dev/shm")
+    if filesystem_of(directory) != "tmpfs":
+        pytest.skip("no tmpfs at /dev/shm")
+    path = directory / "ckpt_replay_test_file"
+    path.write_bytes(b"x" * MIB)
+    try:
+        assert page_cache.state_of(page_cache.drop([path])) == WARM
+    finally:
+        path.unlink()
+
+
+def test_peak_memory_is_seen_after_it_was_given_back() -> None:
+    before = resident_memory()
+    with PeakMemory() as peak:
+        block = b"x" * (64 * MIB)
+        del block
+    assert 60 * MIB < peak.own_bytes - before < 120 * MIB
+    with PeakMemory() as peak:
+        pass
+    assert peak.own_bytes - before < 30 * MIB
+
+
+def test_interference_compares_what_ran_meanwhile_with_the_rest() -> None:
+    ms = 1_000_000
+    before = [steps.Unit(i * 10 * ms, (i + 1) * 10 * ms) for i in range(5)]
+    after = [steps.Unit(100 * ms, 112 * ms), steps.Unit(112 * ms, 124 * ms), steps.Unit(124 * ms, 134 * ms)]
+    assert steps.interference(before, after, 124 * ms) == pytest.approx(0.2)
+    assert steps.interference(before, after, 99 * ms) is None
+
+
+@pytest.mark.parametrize("flag", ["--dir", "--trace-dir"])
+def test_a_directory_below_none_is_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    missing = tmp_path / "mistyped" / "deeper"
+    others = ["--dir", str(tmp_path)] if flag == "--trace-dir" else []
+    assert main(["--small-tensors", "3", *others, flag, str(missing)]) == COULD_NOT_RUN
+    assert f"{flag} {missing}: {missing.parent} is no directory; make it first" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,152 @@
+"""What the replay makes of its samples: figures, ratios, and verdicts on targets."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from benchmarks.engine_targets.targets import judge
+from tests.unit.tools.ckpt_replay.replay_helpers import request
+from tools.ckpt_replay.figures import analyse, storage_figures
+from tools.ckpt_replay.plan import STORAGE_KINDS
+from tools.ckpt_replay.replay import Samples
+from tools.ckpt_replay.table import render
+from tools.common.page_cache import COLD, WARM
+
+MIB = 1 << 20
+
+
+def save(durable: float, blocked: float, warmup: bool = False) -> dict[str, Any]:
+    return {
+        "warmup": warmup, "blocked_s": blocked, "durable_s": durable, "peak_rss_bytes": MIB, "kept_rss_bytes": 0,
+        "children_peak_bytes": 0, "peak_is_exact": True, "written_bytes": 1000, "num_files": 1, "interference": 0.02,
+    }  # fmt: skip
+
+
+def load(seconds: float, cache: str, again: bool = False) -> dict[str, Any]:
+    return {
+        "again": again,
+        "load_s": seconds,
+        "first_write_s": 2 * seconds,
+        "cache": cache,
+        "resident_share": 0.0,
+    }
+
+
+def samples(lazy_durable: float = 1.0, cold_cache: str = COLD) -> Samples:
+    """Five repeats of two ranks of 10^9 bytes; rank 1 is slower by a tenth."""
+    found = Samples(engines={"torch": {}, "lazy": {}})
+    for name, durable, blocked, cold in (("torch", 8.0, 8.0, 4.0), ("lazy", lazy_durable, 0.01, 1.0)):
+        for _ in range(5):
+            slower = (1.0, 1.1)
+            saved = [
+                {
+                    "saves": [save(9 * f, 9 * f, True), save(durable * f, blocked * f)], "state_bytes": 10**9,
+                    "full_state_bytes": 2 * 10**9, "engine_used": name, "asynchronous": name == "lazy",
+                }
+                for f in slower
+            ]  # fmt: skip
+            cold_loads = [{"loads": [load(cold * f, cold_cache)], "skipped": None} for f in slower]
+            warm_loads = [
+                {"loads": [load(0.5 * cold, WARM), load(0.2, WARM, again=True)], "skipped": None}
+                for _ in slower
+            ]
+            for kind, ranks in (("save", saved), ("load_cold", cold_loads), ("load_warm", warm_loads)):
+                found.engines[name].setdefault(kind, []).append(ranks)
+    seconds = {kind: {"1x8": 2.0, "4x8": 1.0} for kind in STORAGE_KINDS}
+    found.storage = [[{"seconds": seconds, "bytes": 10**9}] * 2] * 5
+    return found
+
+
+def figures(found: Samples, **share: Any) -> dict[str, Any]:
+    return analyse(request(**share), found, {}, {"processors": 4})
+
+
+def test_the_slowest_rank_counts_and_all_samples_are_kept() -> None:
+    result = figures(samples())
+    torch_engine = result["engines"]["torch"]
+    assert torch_engine["durable_s"]["samples"] == pytest.approx([8.8] * 5)
+    assert torch_engine["durable_GBps"] == pytest.approx(2 / 8.8)
+    assert torch_engine["first_durable_s"]["median"] == pytest.approx(9.9)
+    assert torch_engine["load_cold_s"]["median"] == pytest.approx(4.4)
+    assert torch_engine["load_warm_again_s"]["median"] == 0.2
+    assert torch_engine["first_write_cold_s"]["median"] == pytest.approx(8.8)
+    assert torch_engine["first_write_warm_s"]["median"] == 4.0
+    assert result["storage"]["write_direct_gbps"] == pytest.approx(2.0)
+    assert result["storage"]["details"]["write_direct"]["best"] == "4x8"
+    assert result["bytes_per_rank"] == 10**9
+    assert result["ranks"] == [0, 1]
+    json.dumps(result, allow_nan=False)
+
+
+def test_cold_is_not_said_of_a_load_that_was_not() -> None:
+    lazy = figures(samples(cold_cache="partly warm"))["engines"]["lazy"]
+    assert lazy["load_cold_s"] is None
+    assert "it was partly warm" in lazy["not_measured"]["load_cold_s"]
+
+
+def test_storage_that_takes_no_direct_transfers() -> None:
+    found = samples()
+    found.storage = [[{"seconds": {kind: {} for kind in STORAGE_KINDS}, "bytes": 10}]]
+    result = storage_figures(found)
+    assert result["write_direct_gbps"] is None
+    assert storage_figures(Samples())["bytes_per_rank"] == 0
+
+
+def test_a_limited_share_says_so() -> None:
+    result = figures(samples(), limit_bytes=10**9)
+    assert result["limited"] == {"limit_bytes": 10**9, "full_bytes_per_rank": 2 * 10**9}
+    assert "LIMITED by --limit-bytes to 50.0% of the 2.00 GB" in render(result)
+    assert figures(samples())["limited"] is None
+
+
+def test_the_table_has_ratios_against_torch_and_storage() -> None:
+    text = render(figures(samples()))
+    row = next(
+        line for line in text.split("times torch's speed")[1].splitlines() if line.startswith("  lazy")
+    )
+    assert row.split() == ["lazy", "800.00", "8.00", "4.00", "4.00"]
+    share = text.split("of the best raw direct")[1]
+    assert next(line for line in share.splitlines() if line.startswith("  lazy")).split() == [
+        "lazy",
+        "91%",
+        "91%",
+    ]
+
+
+BUSY = ", steps on the processors"
+
+
+def verdicts(result: dict[str, Any]) -> dict[tuple[str, str], str]:
+    return {(target["measure"], target["target"]): target["verdict"] for target in judge(result)}
+
+
+def test_targets_are_met_or_not() -> None:
+    found = verdicts(figures(samples()))
+    assert found["lazy blocked_s", "at most 1/20 of torch"] == "met"
+    assert found["lazy blocked_s", "below every other engine"] == "met"
+    assert found[f"lazy durable GB/s{BUSY}", "at least 0.9 x the best raw direct write"] == "met"
+    assert found["lazy warm load, fresh process", "at least 5 x torch.load"] == "not met"
+    assert found["step time while flushing", "at most 5 % above no checkpoint, with a core to spare"] == "met"
+    slow = verdicts(figures(samples(lazy_durable=2.0)))
+    assert slow[f"lazy durable GB/s{BUSY}", "at least 0.9 x the best raw direct write"] == "not met"
+
+
+def test_targets_are_not_judged_by_what_does_not_tell() -> None:
+    too_long = verdicts(figures(samples(lazy_durable=5.0)))
+    assert too_long["lazy blocked_s", "at most 1/20 of torch"].startswith(
+        "not judged: steps of 3 s, flush of 5.50 s"
+    )
+    result = figures(samples())
+    result["repeat"] = 3
+    assert all(verdict.endswith("(of 3 repeats only, 5 are wanted)") for verdict in verdicts(result).values())
+    del result["engines"]["lazy"]
+    assert judge(result) == []
+
+
+def test_small_tensors_have_a_target_of_their_own() -> None:
+    (target,) = judge(figures(samples()) | {"small_tensors": 2000})
+    assert target["measure"] == "lazy durable_s, 2000 small tensors"
+    assert target["verdict"] == "met"

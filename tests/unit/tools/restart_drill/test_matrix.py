@@ -1,0 +1,146 @@
+"""Which cells the matrix has, how they become courses of launches, and what an error costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.tools.restart_drill.test_reference import TRAINING, drilled
+from tools.restart_drill import matrix
+from tools.restart_drill.facts import CycleFacts
+from tools.restart_drill.faults import FAULTS
+from tools.restart_drill.launch import DrillError
+from tools.restart_drill.matrix import ENGINES, MOMENTS, Cell, Result, cells, courses, markdown, strikes_of
+from tools.restart_drill.plan import SUPERVISORS, Plan, Strike
+from tools.restart_drill.reference import Reference
+
+
+def test_only_what_makes_sense_is_drilled() -> None:
+    every = cells(SUPERVISORS, ENGINES, True)
+    assert len(set(every)) == len(every)
+    assert {cell.fault for cell in every} == set(FAULTS) and {cell.moment for cell in every} == set(MOMENTS)
+    assert Cell("relaunch", "lazy", "sigkill-node", "mid-load") in every
+    for left_out in (
+        Cell("torchrun", "lazy", "sigkill-node", "mid-load"),
+        Cell("relaunch", "lazy", "disk-full", "mid-startup"),
+        Cell("relaunch", "torch", "bitflip", "mid-load"),
+    ):
+        assert left_out not in every
+    assert {cell.fault for cell in cells(SUPERVISORS, ENGINES, False)} == set(FAULTS) - {"disk-full"}
+
+
+def test_courses_are_of_one_supervisor_and_engine() -> None:
+    every = cells(SUPERVISORS, ENGINES, True)
+    found = courses(every)
+    assert sorted(cell for course in found for cell in map(str, course)) == sorted(map(str, every))
+    for course in found:
+        assert len({(cell.supervisor, cell.engine) for cell in course}) == 1
+        assert len(course) <= matrix.STRIKES
+
+
+def test_a_course_that_strikes_a_restart_first_has_one() -> None:
+    load, step = (Cell("relaunch", "lazy", "sigstop", moment) for moment in ("mid-load", "mid-step"))
+    assert [intent.fault for intent in strikes_of([load, step])] == ["sigkill-all", "sigstop", "sigstop"]
+    assert [intent.moment.text for intent in strikes_of([step, load])] == ["mid-step", "mid-load"]
+
+
+COURSE = [
+    Cell("relaunch", "lazy", fault, "mid-step")
+    for fault in ("sigstop", "sigterm", "exception", "sigkill-all")
+]
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    struck: int,
+    error: str | None,
+    unverified: tuple[int, ...] = (),
+) -> list[Result]:
+    """One course whose drill ends with `error` after `struck` strikes. The drill is a stand-in: what is looked at is
+    what is made of its outcome."""
+
+    def drill(plan: Plan, say: Any, done: list[Strike]) -> None:
+        for number, intent in enumerate(plan.strikes[:struck]):
+            done.append(Strike(number, intent.fault, intent.moment.text, 1, 1, 1, 5))
+        if error is not None:
+            raise DrillError(error)
+
+    def content(plan: Plan, done: list[Strike], reference: Reference) -> dict[str, Any]:
+        entry = {"different": [], "restart_s": 1.0, "accounted": 1.0, "lost_steps": 0}
+        return {"cycles": [entry | {"verified": strike.cycle not in unverified} for strike in done]}
+
+    monkeypatch.setattr(matrix, "run_drill", drill)
+    monkeypatch.setattr(matrix, "_content", content)
+    out = tmp_path / f"{struck}_{error}"
+    argv = ["--out", str(out), "--", "torchrun", "--nproc-per-node", "2", "pretrain_gpt.py"]
+    base = matrix._base(matrix.parse_arguments(argv), argv[3:])
+    (out / "course_000" / "checkpoints").mkdir(parents=True)
+    return matrix.run_course(base, 0, COURSE, Reference(CycleFacts(), tmp_path))
+
+
+def test_an_error_costs_one_cell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert [r.verified for r in run(monkeypatch, tmp_path, 4, None)] == [True] * 4
+    found = run(monkeypatch, tmp_path, 2, "the moment did not come")
+    assert [(r.cell, r.verified, r.wrong) for r in found] == [
+        (COURSE[0], True, ""), (COURSE[1], True, ""), (COURSE[2], None, "the moment did not come"),
+    ]  # fmt: skip
+    found = run(monkeypatch, tmp_path, 2, "the launch after it died", (1,))
+    assert [(r.cell, r.verified) for r in found] == [(COURSE[0], True), (COURSE[1], None)]
+    found = run(monkeypatch, tmp_path, 4, "the last launch did not end")
+    assert [r.verified for r in found] == [True, True, True, None]
+    assert len(run(monkeypatch, tmp_path, 0, "nothing came")) == 1
+    with pytest.raises(DrillError):
+        run(monkeypatch, tmp_path, 1, "stopped by signal SIGTERM")
+
+
+def test_the_table_tells_what_failed() -> None:
+    results = [
+        Result(COURSE[0], True, "", 4.25, 0.991, 3),
+        Result(COURSE[1], False, "iteration 3: loss 1.0"),
+        Result(COURSE[2], None, "the moment did not come"),
+    ]
+    text = markdown(results, 90.0)
+    assert "| relaunch | lazy | `sigstop` | `mid-step` | 4.25 | 99.1% | 3 | verified |" in text
+    assert "NOT VERIFIED: iteration 3" in text and "did not run: the moment" in text
+    assert "1 of 3 cells verified, in 1.5 minutes." in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--sample", "0"], "--sample 0: must be at least 1"),
+        (["--supervisors", "slurm"], "there are relaunch, torchrun"),
+    ],
+)
+def test_a_wrong_command_line(
+    argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        matrix.parse_arguments(["--out", str(tmp_path / "out"), *argv])
+    assert message in capsys.readouterr().err
+
+
+def test_the_reference_run_of_another_matrix(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The courses are a stand-in: what is looked at is what they are compared with, and that it is not run again."""
+    seen: list[Reference] = []
+
+    def course(base: Plan, chosen: list[Cell], reference: Reference) -> list[Result]:
+        seen.append(reference)
+        return [Result(cell, True) for cell in chosen]
+
+    monkeypatch.setattr(matrix, "run_matrix", course)
+    monkeypatch.setattr(matrix, "catch_stop_signals", lambda: None)
+    earlier = drilled(tmp_path / "earlier", TRAINING)
+    argv = ["--sample", "2", "--reference", str(earlier), "--"]
+    assert matrix.main(["--out", str(tmp_path / "out"), *argv, *TRAINING]) == matrix.VERIFIED
+    assert [reference.directory for reference in seen] == [earlier / "reference"]
+    assert (
+        matrix.main(["--out", str(tmp_path / "other"), *argv, *TRAINING, "--seed", "7"])
+        == matrix.COULD_NOT_RUN
+    )
+    assert len(seen) == 1 and "--seed 1234 there, and 7 here" in capsys.readouterr().err

@@ -1,0 +1,180 @@
+"""The drill's command line, its moments, and what it makes of an analysis."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.restart_drill.cli import parse_arguments
+from tools.restart_drill.facts import CycleFacts
+from tools.restart_drill.faults import commits_needed
+from tools.restart_drill.moments import STAGES, parse_moment, stage_begun_by
+from tools.restart_drill.output import describe, table
+from tools.restart_drill.plan import Strike, intended
+from tools.restart_drill.reference import Reference
+
+
+def test_moments() -> None:
+    assert all(parse_moment(stage).stage == stage for stage in STAGES)
+    assert parse_moment("iteration:12").iteration == 12 and parse_moment("random:7").seed == 7
+    assert [s for s in STAGES if parse_moment(s).strikes_a_restart] == ["mid-load", "mid-startup"]
+    for text in ("mid-lunch", "iteration:", "iteration:x", "random", ""):
+        with pytest.raises(ValueError, match="no such moment; there are mid-step, .*random:SEED"):
+            parse_moment(text)
+
+
+@pytest.mark.parametrize(
+    ("record", "stage"),
+    [
+        ({"type": "iteration", "step": 3}, "mid-step"),
+        ({"type": "operation_begin", "operation": "load"}, "mid-load"),
+        ({"type": "operation_begin", "operation": "save"}, None),
+        ({"type": "operation_end", "operation": "save", "outcome": "ok"}, "after-commit"),
+        ({"type": "operation_end", "operation": "save", "outcome": "failed"}, None),
+        ({"type": "span", "operation": "save", "phase": "collect"}, "mid-save-write"),
+        ({"type": "span", "operation": "save", "phase": "barrier"}, "mid-save-before-commit"),
+        ({"type": "span", "operation": "load", "phase": "barrier"}, None),
+        ({"type": "span", "operation": "save", "phase": "commit", "detail": "manifest"}, "mid-save-commit"),
+        ({"type": "span", "operation": "save", "phase": "commit", "detail": "publish"}, None),
+        ({"type": "span", "operation": "startup", "phase": "imports"}, "mid-startup"),
+    ],
+)
+def test_stages_of_a_trace(record: dict[str, Any], stage: str | None) -> None:
+    assert stage_begun_by(record) == stage
+
+
+def restart(cycle: int) -> dict[str, Any]:
+    details = {"discover": {"at_critical_s": 0.25}, "load": {"at_critical_s": 0.5}}
+    return {
+        "cycle": cycle, "restart_s": 10.0, "wall": {"max_s": 6.0}, "lost_steps": 1,
+        "lost_work_s": 0.1, "failure_to_caught_up_s": 11.0,
+        "failure": {"detected_s": 1.0, "stopped_s": 1.5, "relaunched_s": 2.5},
+        "phases": {
+            "imports": {"at_critical_s": 4.0}, "load": {"at_critical_s": 0.75, "details": details},
+            "first_step": {"at_critical_s": 1.0}, "caught_up": {"at_critical_s": 9.0},
+        },
+    }  # fmt: skip
+
+
+def test_phases_of_a_load_do_not_overlap() -> None:
+    overlapping = restart(1)
+    overlapping["phases"]["load"]["at_critical_s"] = 0.6  # and its parts have 0.75
+    cycles = {0: trained({9: 1.0}), 1: trained({9: 1.0}, resumed=8)}
+    content = describe([strike(0)], "relaunch", {"restarts": [overlapping]}, cycles, REFERENCE, 0.0)
+    phases = content["cycles"][0]["phases"]
+    assert phases["discover"] + phases["load"] == pytest.approx(0.6) and phases["load"] == pytest.approx(0.35)
+
+
+def trained(
+    losses: dict[int, float], resumed: int | None = None, layout: tuple[int, int, int] = (1, 1, 1)
+) -> CycleFacts:
+    """A cycle of one rank, which resumed from a checkpoint and found its hashes right."""
+    there = {} if resumed is None else {0: resumed}
+    return CycleFacts(world_size=1, layout=layout, losses=losses, resumed=there, hashed=set(there))
+
+
+REFERENCE = Reference(trained({9: 1.0}), Path("/drill/reference"))
+
+
+def strike(cycle: int, fault: str = "sigkill-all", expected_step: int = 8, **fields: Any) -> Strike:
+    return Strike(cycle, fault, "mid-step", 9, 2, 1, expected_step, **fields)
+
+
+def test_phases_follow_one_another_and_add_up() -> None:
+    cycles = {0: trained({9: 1.0}), 1: trained({9: 1.0}, resumed=8), 2: trained({9: 1.0}, resumed=8)}
+    strikes = [strike(0, drill_s=0.75, cache="cold"), strike(1, "sigstop")]
+    content = describe(strikes, "relaunch", {"restarts": [restart(1)]}, cycles, REFERENCE, 0.0)
+    assert content["supervisor"] == "relaunch" and "reference run" in content["losses_compared_with"]
+    assert content["reference"] == "/drill/reference"
+    first, second = content["cycles"]
+    assert first["phases"] == {
+        "detect": 1.0, "stop": 0.5, "drill": 0.75, "relaunch": 0.25, "launcher": 1.5, "imports": 4.0, "discover": 0.25,
+        "load": 0.5, "first_step": 1.0, "unattributed": 0.25,
+    }  # fmt: skip
+    assert first["accounted"] == pytest.approx(0.975) and first["verified"] and first["cache"] == "cold"
+    assert (first["losses"], first["state_hashes"], first["resumed_step"]) == ("identical", "equal", 8)
+    assert second["restart_s"] is None and second["verified"]
+    assert table(content).count("yes") == 2 and table(content).count("cold") == 1
+
+    cycles[1].losses[9] = 2.0
+    content = describe(strikes, "relaunch", {"restarts": [restart(1)]}, cycles, REFERENCE, 0.0)
+    assert not content["cycles"][0]["verified"] and table(content).count("NO") == 2
+
+
+ROOT = Path(__file__).resolve().parents[4]
+RIGHT = ["--fault", "sigkill-all", "--at", "mid-step"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--cycles", "0"], "--cycles 0: must be at least 1"),
+        (["--at", "lunch"], "lunch: no such moment"),
+        (["--fault", "flood"], "invalid choice: 'flood'"),
+        (["--out", "/"], "--out /: is there already"),
+        (["--out", __file__], "is there already"),
+        (["--resume-tp", "0"], "must be a whole number, at least 1"),
+        (
+            ["--fault", "sigkill-node", "--supervisor", "torchrun"],
+            "--fault sigkill-node kills the agent, which --supervisor torchrun needs",
+        ),
+        (
+            ["--fault", "disk-full", "--at", "mid-load"],
+            "--fault disk-full --at mid-load: nothing is saved then",
+        ),
+        (
+            ["--fault", "truncate", "--at", "mid-startup", "--cycles", "2"],
+            "--fault truncate --at mid-startup --cycles 2: nothing is saved between such strikes",
+        ),
+        (["--reference", "/a", "--no-reference"], "--reference /a with --no-reference: give one of them"),
+        (["--supervisor", "torchrun", "--resume-pp", "2"], "--supervisor torchrun with --resume-tp"),
+        (
+            ["--supervisor", "torchrun", "--cold-cache"],
+            "--supervisor torchrun --cold-cache: the agent restarts",
+        ),
+    ],
+)
+def test_a_wrong_command_line_ends_with_status_2(
+    argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = [*RIGHT, "--out", str(tmp_path / "new")]
+    assert parse_arguments([*right, "--", "train"]).command == ["train"]
+    with pytest.raises(SystemExit) as stopped:
+        parse_arguments([*right, *argv, "--", "train"])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+NEVER_SAVES = """
+import json, pathlib, sys
+trace = pathlib.Path(sys.argv[sys.argv.index("--restart-trace-dir") + 1])
+trace.mkdir(parents=True, exist_ok=True)
+record = {"type": "iteration", "step": 1, "start_ns": 0, "end_ns": 1}
+(trace / "rank_00000_cycle_000.jsonl").write_text(json.dumps(record) + "\\n")
+"""
+
+
+def test_a_training_without_a_checkpoint_cannot_be_struck(tmp_path: Path) -> None:
+    options = [*RIGHT, "--out", str(tmp_path / "out"), "--no-reference", "--quiet"]
+    command = [sys.executable, "-m", "tools.restart_drill", *options, "--", sys.executable, "-c", NEVER_SAVES]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    told = done.stderr
+    assert done.returncode == 2 and "before the moment mid-step had come" in told
+    assert "No checkpoint was committed, from which on moments within training count: save more often" in told
+
+
+def test_a_restart_that_is_to_be_struck_needs_one_before() -> None:
+    load, step = parse_moment("mid-load"), parse_moment("mid-step")
+    assert [(i.fault, i.moment.text) for i in intended("sigstop", load, 2)] == [
+        ("sigkill-all", "after-commit"), ("sigstop", "mid-load"), ("sigstop", "mid-load"),
+    ]  # fmt: skip
+    assert intended("sigstop", step, 2) == (("sigstop", step),) * 2
+
+
+def test_checkpoints_that_a_fault_needs() -> None:
+    assert [commits_needed("sigterm", first) for first in (True, False)] == [1, 0]
+    assert [commits_needed("truncate", first) for first in (True, False)] == [2, 1]

@@ -1,0 +1,37 @@
+"""A progress bar on stderr for work over two seconds, and remarks there; neither where nobody watches."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from .escaping import visible
+
+_SHOWN_AFTER_S = 2
+
+
+class Progress:
+    """`quiet` silences everything; the bar needs a terminal besides."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self.quiet = quiet
+
+    @contextmanager
+    def bar(self, total: int | None, what: str, unit: str) -> Iterator[Callable[[int], object]]:
+        """Yields a function that takes how much more is done, in `unit`s of which there are `total`."""
+        if self.quiet or not sys.stderr.isatty():
+            yield lambda done: None
+            return
+        from tqdm import tqdm
+
+        with tqdm(
+            total=total, desc=what, unit=unit, unit_scale=True, delay=_SHOWN_AFTER_S, leave=False,
+            file=sys.stderr, dynamic_ncols=True,
+        ) as bar:  # fmt: skip
+            yield bar.update
+
+    def remark(self, text: str) -> None:
+        """A line that is no part of the answer."""
+        if not self.quiet:
+            print(f"ckpt-analysis: {visible(text)}", file=sys.stderr)

@@ -1,0 +1,59 @@
+"""One time line for all processes: monotonic clocks shifted by one Unix-time offset per clock.
+
+All processes of one boot of a host read the same monotonic clock, so one shared offset keeps their
+differences exact, also across cycles. Between hosts the comparison is as good as their wall clocks agree.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..common.problems import Problem
+
+_STEP_NS = (
+    50_000_000  # time services slew; a larger disagreement of anchors means that a wall clock was stepped
+)
+
+
+def clock_of(process: dict[str, Any]) -> str:
+    """Name of the monotonic clock that a process reads: its boot id, else its host."""
+    return process["boot_id"] or process["host"]
+
+
+def offsets_ns(processes: list[dict[str, Any]]) -> dict[str, int]:
+    """Unix time minus monotonic time of each clock, in ns: by the anchor read with the least error."""
+    best: dict[str, tuple[int, int]] = {}
+    for process in processes:
+        candidate = (process["anchor_error_ns"], process["wall_ns"] - process["monotonic_ns"])
+        clock = clock_of(process)
+        best[clock] = min(best.get(clock, candidate), candidate)
+    return {clock: offset for clock, (_, offset) in best.items()}
+
+
+def check_clocks(processes: list[dict[str, Any]]) -> list[Problem]:
+    """Several clocks, and wall clocks that were stepped between processes."""
+    problems: list[Problem] = []
+    hosts: dict[str, set[str]] = {}
+    offsets: dict[str, list[int]] = {}
+    for process in processes:
+        clock = clock_of(process)
+        hosts.setdefault(clock, set()).add(process["host"])
+        offsets.setdefault(clock, []).append(process["wall_ns"] - process["monotonic_ns"])
+    if len(hosts) > 1:
+        message = (
+            f"{len(hosts)} clocks (boot ids): times between ranks of different hosts are compared by wall "
+            "clock and are as good as the hosts' time service; durations on one rank are not affected"
+        )
+        problems.append(Problem("several_clocks", message, {"clocks": len(hosts)}))
+    for clock, values in offsets.items():
+        step = max(values) - min(values)
+        if step > _STEP_NS:
+            names = ", ".join(sorted(hosts[clock]))
+            message = (
+                f"the wall clock of {names} moved by {step / 1e9:.3f} s against its monotonic clock during "
+                "the run: times between this and other hosts may be wrong by as much"
+            )
+            problems.append(
+                Problem("clock_step", message, {"hosts": sorted(hosts[clock]), "step_s": step / 1e9})
+            )
+    return problems

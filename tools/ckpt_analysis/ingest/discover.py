@@ -1,0 +1,109 @@
+"""Finds the trace files of a directory by their names."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.restart_trace.schema import CYCLE_FILE_REGEX, RANK_FILE_REGEX, SUPERVISOR_FILE_REGEX
+
+from ..common.errors import CouldNotRunError
+
+DEFAULT_SUBDIRECTORY = "restart_trace"  # where a run leaves its trace in its save directory
+IMPORTED_FILE = "imported.json"  # what `import` leaves in its directory instead of a trace
+
+
+class LogDirectoryError(CouldNotRunError):
+    """A directory that cannot be analysed; the message says why and what to give instead."""
+
+
+@dataclass(frozen=True)
+class TraceFile:
+    """One record file. `rank` and `cycle` are those of its name; both are None for a supervisor's."""
+
+    path: Path
+    rank: int | None
+    cycle: int | None
+
+    def size(self) -> int:
+        """Bytes; 0 if the system does not tell, which reading it will then report."""
+        try:
+            return self.path.stat().st_size
+        except OSError:
+            return 0
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Record files of a trace directory and the cycles that were claimed in it.
+
+    `copies` are files of a rank and cycle that another of the `files` has, too, each with that file.
+    """
+
+    directory: Path
+    files: list[TraceFile]
+    claimed_cycles: list[int]
+    copies: list[tuple[TraceFile, TraceFile]]
+
+
+def list_trace(given: Path) -> Listing:
+    """List `given`, or its subdirectory `restart_trace` if `given` itself has no rank file.
+
+    Raises LogDirectoryError if there is no such directory, it cannot be read, or holds no rank file.
+    """
+    listing = _list(given)
+    nested = given / DEFAULT_SUBDIRECTORY
+    if not _has_ranks(listing) and nested.is_dir():
+        listing = _list(nested)
+    if not _has_ranks(listing):
+        if (given / IMPORTED_FILE).is_file():
+            raise LogDirectoryError(
+                f"{given}: an imported run has operations and no spans: use report, summary, compare or project"
+            )
+        found = "it is empty" if not os.listdir(given) else "it holds other things"
+        raise LogDirectoryError(
+            f"{given}: no restart trace here ({found}): looked for rank_RRRRR_cycle_CCC.jsonl in it and in "
+            f"{DEFAULT_SUBDIRECTORY}/ below it. Give the directory named by --restart-trace-dir or --save"
+        )
+    return listing
+
+
+def _has_ranks(listing: Listing) -> bool:
+    return any(file.rank is not None for file in listing.files)
+
+
+def _list(directory: Path) -> Listing:
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        raise LogDirectoryError(f"{directory}: no such directory. Give the directory of a trace") from None
+    except OSError as exc:  # not a directory, no permission, input/output error
+        raise LogDirectoryError(
+            f"{directory}: cannot be read as a directory: {exc.strerror}. Give the directory of a trace"
+        ) from exc
+    files: list[TraceFile] = []
+    cycles: list[int] = []
+    copies: list[tuple[TraceFile, TraceFile]] = []
+    seen: dict[tuple[int, int], TraceFile] = {}
+    # The trainer writes the shortest name with the numbers, so that is the original of several.
+    for name in sorted(names, key=lambda name: (len(name), name)):
+        if match := re.match(RANK_FILE_REGEX, name):
+            file = TraceFile(directory / name, int(match.group(1)), int(match.group(2)))
+            original = seen.setdefault((int(match.group(1)), int(match.group(2))), file)
+            if original is file:
+                files.append(file)
+            else:
+                copies.append((file, original))
+        elif re.match(SUPERVISOR_FILE_REGEX, name):
+            files.append(TraceFile(directory / name, None, None))
+        elif match := re.match(CYCLE_FILE_REGEX, name):
+            cycles.append(int(match.group(1)))
+    files.sort(key=_place)
+    return Listing(directory, files, cycles, copies)
+
+
+def _place(file: TraceFile) -> tuple[bool, int, int, str]:
+    """Ranks first, in the order of their numbers."""
+    return file.rank is None, file.rank or 0, file.cycle or 0, file.path.name

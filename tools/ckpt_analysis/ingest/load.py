@@ -1,0 +1,192 @@
+"""A trace directory to one `Trace`: the valid records of one run, on one time line, and what was left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from ..common.names import FILE
+from ..common.problems import Problem
+from ..common.progress import Progress
+from .cache import Cache
+from .clock_offsets import describe_offsets, measure_offsets
+from .clocks import check_clocks, clock_of, offsets_ns
+from .discover import Listing, LogDirectoryError, list_trace
+from .groups import with_group
+from .head import Head
+from .records import Records, only_files, read_records
+
+_TIMES = ("start_ns", "end_ns", "time_ns")
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Records of one run. `ranks` and `supervisors` are process records.
+
+    Times in `records` are Unix ns, and its operations have `group`, which numbers those of the run.
+    """
+
+    directory: Path
+    run_id: str
+    ranks: list[dict[str, Any]]
+    supervisors: list[dict[str, Any]]
+    claimed_cycles: list[int]
+    records: Records
+    problems: list[Problem]
+
+
+def load_trace(
+    directory: Path,
+    run_id: str | None = None,
+    *,
+    cache: Cache | None = None,
+    progress: Progress | None = None,
+) -> Trace:
+    """Read the run `run_id` in `directory`: the one launched last if it is None.
+
+    With a `cache`, logs that it has seen come from there and others go into it. Raises LogDirectoryError if
+    nothing in the directory can be analysed.
+    """
+    listing = list_trace(directory)
+    records, heads, problems = _read(listing, cache, progress or Progress(quiet=True))
+    problems = [*map(_copy, listing.copies), *problems]
+    processes = [head.process for head in heads if head.process is not None]
+    if not any(process["role"] == "rank" for process in processes):
+        raise LogDirectoryError(
+            f"{listing.directory}: none of its {len(listing.files)} trace files can be analysed: "
+            + (problems[0].message if problems else "no process records")
+        )
+    chosen, found = _choose_run(processes, run_id, listing.directory)
+    problems += found
+    runs = _runs(records)
+    problems += _stray_runs(runs - {process["run_id"] for process in processes}, chosen)
+    processes = [process for process in processes if process["run_id"] == chosen]
+    if runs - {chosen}:
+        records = only_files(records, pl.col("run_id") == chosen)
+    records, found = _align(records, heads, processes)
+    problems += found + check_clocks(processes)
+    return Trace(
+        directory=listing.directory,
+        run_id=chosen,
+        ranks=[process for process in processes if process["role"] == "rank"],
+        supervisors=[process for process in processes if process["role"] == "supervisor"],
+        claimed_cycles=listing.claimed_cycles,
+        records=records,
+        problems=problems,
+    )
+
+
+def _read(
+    listing: Listing, cache: Cache | None, progress: Progress
+) -> tuple[Records, list[Head], list[Problem]]:
+    kept = cache.open(listing) if cache else None
+    if kept:
+        found = kept.load()
+        if found:
+            return found
+    total = sum(file.size() for file in listing.files)
+    with progress.bar(total, "reading logs", "B") as advance:
+        records, heads, problems = read_records(listing.files, advance)
+    if kept:
+        with progress.bar(None, "keeping them as Parquet", "") as _:
+            kept.store(records, heads, problems)
+    return records, heads, problems
+
+
+def _copy(pair: tuple[Any, Any]) -> Problem:
+    copy, original = (file.path.name for file in pair)
+    message = (
+        f"{copy}: a second file of rank {pair[0].rank} in cycle {pair[0].cycle}, besides {original}: left out"
+    )
+    return Problem("duplicate_file", message, {"file": copy, "original": original})
+
+
+def _runs(records: Records) -> set[str]:
+    tables = [table["run_id"] for table in records.tables.values() if "run_id" in table.columns]
+    return set().union(*(runs.unique().to_list() for runs in tables))
+
+
+def _choose_run(
+    processes: list[dict[str, Any]], asked: str | None, directory: Path
+) -> tuple[str, list[Problem]]:
+    launched: dict[str, int] = {}  # run -> when its last process started
+    for process in processes:
+        if process["role"] == "rank":
+            launched[process["run_id"]] = max(process["wall_ns"], launched.get(process["run_id"], 0))
+    if asked is not None:
+        if asked not in launched:
+            raise LogDirectoryError(
+                f"--run-id {asked}: no such run in {directory}; it holds {', '.join(launched)}"
+            )
+        return asked, []
+    chosen = max(launched, key=lambda run: launched[run])
+    if len(launched) == 1:
+        return chosen, []
+    others = sorted(set(launched) - {chosen})
+    message = (
+        f"records of {len(launched)} runs in one directory: {chosen}, launched last, is analysed; "
+        f"left out: {', '.join(others)} (choose with --run-id)"
+    )
+    return chosen, [Problem("mixed_runs", message, {"analysed": chosen, "left_out": others})]
+
+
+def _stray_runs(strays: set[str], chosen: str) -> list[Problem]:
+    """Runs that only have records in the files of others, or in files without a process record."""
+    if not strays:
+        return []
+    named = ", ".join(sorted(strays))
+    message = (
+        f"records of another run, which no process record is of, lie among the others: left out: {named}"
+    )
+    return [Problem("mixed_runs", message, {"analysed": chosen, "left_out": sorted(strays)})]
+
+
+def _align(
+    records: Records, heads: list[Head], processes: list[dict[str, Any]]
+) -> tuple[Records, list[Problem]]:
+    """Shift every time to Unix ns by the offset of its clock, and clocks that are off by what barriers show.
+
+    A file without a process record does not say which clock it used: if the run has but one, that is the one;
+    else its records are left out.
+    """
+    offsets = offsets_ns(processes)
+    only = next(iter(offsets.values())) if len(offsets) == 1 else None
+    by_file = [only if head.process is None else offsets.get(clock_of(head.process)) for head in heads]
+    problems: list[Problem] = []
+    tables = [table for name, table in records.tables.items() if name != "spans"]
+    present = set(pl.concat([table[FILE].unique() for table in tables]).unique())
+    unknown = sorted(index for index in present if by_file[index] is None)
+    for index in unknown:
+        name = heads[index].file.path.name
+        message = f"{name}: nothing says which clock it used; its records were left out"
+        problems.append(Problem("no_process_record", message, {"file": name}))
+    if unknown:
+        records = only_files(records, ~pl.col(FILE).is_in(unknown))
+    records = _grouped(_shift(records, by_file))
+    single = clock_of(processes[0]) if len(offsets) == 1 else None
+    clocks = [single if head.process is None else clock_of(head.process) for head in heads]
+    ahead = measure_offsets(records, clocks)
+    if ahead:
+        records = _grouped(_shift(records, [-ahead.get(clock or "", (0, 0))[0] for clock in clocks]))
+    return records, problems + describe_offsets(ahead, processes)
+
+
+def _grouped(records: Records) -> Records:
+    operations = records.operations
+    return replace(records, operations=with_group(operations.drop("group", strict=False)))
+
+
+def _shift(records: Records, by_file: Sequence[int | None]) -> Records:
+    """Add to every time the offset of its file."""
+    offset_of_file = pl.Series("offset", by_file, dtype=pl.Int64)
+    shifted = {}
+    for name, table in records.tables.items():
+        files = records.operations[FILE].gather(table["op"]) if name == "spans" else table[FILE]
+        offset = offset_of_file.gather(files)
+        times = [column for column in _TIMES if column in table.columns]
+        shifted[name] = table.with_columns(table[column] + offset for column in times)
+    return replace(records, **shifted)

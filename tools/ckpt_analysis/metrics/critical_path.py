@@ -1,0 +1,139 @@
+"""The critical path of a start over its ranks: the chain of phases, from rank to rank, that its length is.
+
+It is found backwards from the end of the last first step. On a rank it follows what the rank did, the innermost
+span of each moment. At a phase that no rank can leave before all have come (SYNCHRONISING) it goes on with the
+rank that came last: what the others spent there before was waiting. This is the usual definition of a critical
+path through collective operations; see Boehme et al., "Scalable critical-path based performance analysis",
+IPDPS 2012.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import polars as pl
+
+from ..model.frame import Frames
+from ..model.startup_spans import loads_inside, startups_to_first_step
+from .restart_parts import UNNAMED
+
+# Phases in which every rank takes part and that none leaves before the last has come.
+SYNCHRONISING = ("rendezvous", "communicators", "barrier", "first_step")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What `rank` did from start_ns to end_ns (Unix ns); `phase` is "phase" or "phase/detail"."""
+
+    rank: int
+    phase: str
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True)
+class _Window:
+    phase: str
+    start_ns: int
+    end_ns: int
+    occurrence: int  # of this phase on this rank, from 0
+
+
+def start_windows(frames: Frames, group: int) -> pl.DataFrame:
+    """Spans of the start-up `group` and of the load inside it: rank, phase, start_ns, end_ns, occurrence.
+
+    `phase` is "phase" or "phase/detail"; `caught_up`, which follows the first step, is among them.
+    """
+    startups = startups_to_first_step(frames).filter(pl.col("group") == group)
+    loads = loads_inside(frames, startups)
+    groups = [group, *loads["group"].unique()]
+    spans = frames.spans.filter(pl.col("group").is_in(groups))
+    name = pl.concat_str(
+        pl.col("phase").cast(pl.String), pl.col("detail").cast(pl.String), separator="/", ignore_nulls=True
+    )
+    return (
+        spans.select("rank", name.alias("phase"), "start_ns", "end_ns")
+        .sort("rank", "phase", "start_ns", "end_ns")
+        .with_columns(pl.int_range(pl.len()).over("rank", "phase").alias("occurrence"))
+    )
+
+
+def critical_path(windows: pl.DataFrame) -> list[Segment]:
+    """The path through the windows of a start, first segment first; empty if no rank made its first step."""
+    ends = windows.filter(pl.col("phase") == "first_step").sort("end_ns", "rank", descending=[True, False])
+    if ends.is_empty():
+        return []
+    windows = windows.filter(pl.col("phase") != "caught_up")
+    last_to_come = _last_to_come(windows)
+    rank: int = ends["rank"][0]
+    until: int = ends["end_ns"][0]
+    path: list[Segment] = []
+    while True:
+        jump = _follow(rank, until, _timeline(windows, rank, until), last_to_come, path)
+        if jump is None:
+            return path[::-1]
+        rank, until = jump
+
+
+def _follow(
+    rank: int,
+    until: int,
+    timeline: list[_Window],
+    last_to_come: dict[tuple[str, int], tuple[int, int]],
+    path: list[Segment],
+) -> tuple[int, int] | None:
+    """Add what `rank` did before `until`, backwards; returns where the path goes on, None at its beginning."""
+    for window in reversed(timeline):
+        if window.end_ns < until:
+            path.append(Segment(rank, UNNAMED, window.end_ns, until))
+        came_last, came_ns = last_to_come.get((window.phase, window.occurrence), (rank, window.start_ns))
+        if came_last != rank and window.start_ns < came_ns < window.end_ns:
+            path.append(Segment(rank, window.phase, came_ns, window.end_ns))
+            return came_last, came_ns
+        path.append(Segment(rank, window.phase, window.start_ns, window.end_ns))
+        until = window.start_ns
+    return None
+
+
+def _last_to_come(windows: pl.DataFrame) -> dict[tuple[str, int], tuple[int, int]]:
+    """(phase, occurrence) of a synchronising phase -> (rank that began it last, when); of equals the lowest."""
+    latest = (
+        windows.filter(pl.col("phase").is_in(SYNCHRONISING))
+        .sort("start_ns", "rank", descending=[True, False])
+        .group_by("phase", "occurrence", maintain_order=True)
+        .agg(pl.col("rank").first(), pl.col("start_ns").first())
+    )
+    return {(phase, nth): (rank, start_ns) for phase, nth, rank, start_ns in latest.iter_rows()}
+
+
+def _timeline(windows: pl.DataFrame, rank: int, until: int) -> list[_Window]:
+    """What `rank` did before `until`, without overlap: of spans within each other the one begun last."""
+    mine = windows.filter((pl.col("rank") == rank) & (pl.col("start_ns") < until)).sort("start_ns", "end_ns")
+    spans = [
+        _Window(phase, start_ns, min(end_ns, until), nth)
+        for phase, start_ns, end_ns, nth in mine.select(
+            "phase", "start_ns", "end_ns", "occurrence"
+        ).iter_rows()
+    ]
+    moments = sorted({moment for span in spans for moment in (span.start_ns, span.end_ns)})
+    active: list[tuple[int, int]] = []  # (-start, index in spans): the span begun last is on top
+    found: list[_Window] = []
+    following = 0
+    for start_ns, end_ns in zip(moments, moments[1:], strict=False):
+        while following < len(spans) and spans[following].start_ns <= start_ns:
+            heapq.heappush(active, (-spans[following].start_ns, following))
+            following += 1
+        while active and spans[active[0][1]].end_ns <= start_ns:
+            heapq.heappop(active)
+        if not active:
+            continue
+        inner = spans[active[0][1]]
+        if found and (found[-1].phase, found[-1].occurrence, found[-1].end_ns) == (
+            inner.phase,
+            inner.occurrence,
+            start_ns,
+        ):
+            start_ns = found.pop().start_ns
+        found.append(_Window(inner.phase, start_ns, end_ns, inner.occurrence))
+    return found

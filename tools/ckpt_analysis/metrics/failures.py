@@ -1,0 +1,37 @@
+"""What supervisors saw of the failure that ended a cycle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import polars as pl
+
+from .results import FailureTimes
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A failure: when it was injected (Unix ns) and what followed."""
+
+    injected_ns: int
+    times: FailureTimes
+
+
+def failure_of(events: pl.DataFrame, cycle: int) -> Failure | None:
+    """The failure that ended `cycle`: its last `injected` event and the first of each kind after it.
+
+    None if no supervisor recorded one (a job killed by hand).
+    """
+    mine = events.filter((pl.col("operation") == "failure") & (pl.col("cycle") == cycle)).sort("time_ns")
+    injected = mine.filter(pl.col("phase") == "injected").tail(1)
+    if injected.is_empty():
+        return None
+    moment = injected["time_ns"].item()
+    later = mine.filter(pl.col("time_ns") >= moment)
+
+    def since(phase: str) -> float | None:
+        times = later.filter(pl.col("phase") == phase)["time_ns"]
+        return None if times.is_empty() else (times[0] - moment) / 1e9
+
+    times = FailureTimes(injected["detail"].item(), since("detected"), since("stopped"), since("relaunched"))
+    return Failure(moment, times)

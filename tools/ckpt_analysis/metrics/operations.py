@@ -1,0 +1,167 @@
+"""Saves and loads: what each took over all ranks, how long training was blocked, when it was durable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import polars as pl
+
+from ..common.intervals import pieces
+from ..common.parallel import map_ahead
+from ..model.frame import Frames
+from .phases import phase_seconds, phase_stats, rank_stats, throughput_GBps
+from .results import OperationStats, PhaseStats
+from .volumes import VolumeParts, add_parts, volume_parts, volumes
+from .walls import (
+    RANK_BUSY_COLUMNS,
+    finished_spread,
+    join_walls,
+    lowest_coverage,
+    rank_busy,
+    with_critical,
+)
+
+# The details of a commit after which the checkpoint counts; pruning old ones comes later.
+_COMMITTING = ("manifest", "publish")
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Every rank's part of all operations of one kind, in ns.
+
+    seconds  group, rank, phase, detail ("": the phase as a whole), busy_ns
+    walls    group, rank, wall_ns (null: unfinished), blocked_ns, drained_ns, covered_ns
+    """
+
+    seconds: pl.DataFrame
+    walls: pl.DataFrame
+    volumes: VolumeParts
+
+
+def rank_times(frames: Frames, operation: str) -> RankTimes:
+    """Measure every rank in every `operation` ("save" or "load"), some ranks at a time."""
+
+    def work(piece: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame, VolumeParts]:
+        spans = piece.filter(pl.col("operation") == operation)
+        timed = spans.select("op", "group", "rank", "phase", "detail", "start_ns", "end_ns", "duration_ns")
+        seconds = phase_seconds(timed, timed.filter(pl.col("detail").is_not_null()))
+        return seconds, rank_busy(spans), volume_parts(spans)
+
+    needed = frames.spans.select("operation", "bytes", "file", *RANK_BUSY_COLUMNS, "detail")
+    seconds, parts, moved = zip(*map_ahead(work, pieces(needed)), strict=True)
+    operations = frames.operations.filter(pl.col("operation") == operation)
+    walls = join_walls(operations, pl.concat(parts))
+    return RankTimes(pl.concat(seconds), walls, add_parts(list(moved)))
+
+
+def measure(frames: Frames, operation: str, times: RankTimes, *, per_rank: bool) -> list[OperationStats]:
+    """Statistics of every `operation` ("save" or "load"), in the order in which they began.
+
+    `times` is what `rank_times` gives for it.
+    """
+    operations = frames.operations.filter(pl.col("operation") == operation)
+    walls = times.walls
+    moved = volumes(times.volumes, times.volumes)
+    phases = phase_stats(times.seconds, moved, with_critical(walls), operation)
+    ranks = rank_stats(times.seconds, walls) if per_rank else {}
+    wall = finished_spread(walls, pl.col("wall_ns"))
+    rest = finished_spread(walls, pl.col("wall_ns") - pl.col("covered_ns"))
+    blocked = finished_spread(walls, pl.col("blocked_ns"))
+    lowest = lowest_coverage(walls)
+    drained = _drained(walls)
+    committed = _committed(operations, frames.spans)
+    results = []
+    for row in _facts(operations).iter_rows(named=True):
+        group = row.pop("group")
+        blocked_s = blocked[group].max_s if group in blocked else None
+        committed_s = committed.get(group) if row["outcome"] != "failed" else None
+        durable = row.pop("durable")
+        coverage_min, coverage_rank = lowest.get(group, (None, None))
+        results.append(
+            OperationStats(
+                group=group,
+                operation=operation,
+                **row,
+                wall=wall.get(group),
+                blocked_s=blocked_s,
+                drain_s=drained.get(group),
+                committed_s=committed_s,
+                durable_s=committed_s if durable else None,
+                coverage_min=coverage_min,
+                coverage_rank=coverage_rank,
+                unattributed=rest.get(group),
+                io_GBps=_io_GBps(operation, phases.get(group, [])),
+                blocked_GBps=throughput_GBps(row["bytes"], blocked_s),
+                phases=phases.get(group, []),
+                per_rank=ranks.get(group, []),
+            )
+        )
+    return results
+
+
+def _facts(operations: pl.DataFrame) -> pl.DataFrame:
+    """Per group what its ranks' records say together; the fields of OperationStats by their names.
+
+    An operation failed if it failed on one rank, and else is unfinished if it is so on one. It was durable if
+    some rank says so and none denies it.
+    """
+    failed = pl.col("outcome") == "failed"
+    finished = pl.col("end_ns").is_not_null()
+
+    def total(name: str) -> pl.Expr:  # null, not 0, where no rank counted any
+        return pl.when(pl.col(name).count() > 0).then(pl.col(name).sum()).alias(name)
+
+    return (
+        operations.group_by("group")
+        .agg(
+            pl.col("tag").drop_nulls().mode().sort().first(),
+            pl.col("step").drop_nulls().mode().sort().first(),
+            pl.col("cycle").first(),
+            pl.col("engine").drop_nulls().mode().sort().first(),
+            pl.when(failed.any())
+            .then(pl.lit("failed"))
+            .when(finished.all())
+            .then(pl.lit("ok"))
+            .otherwise(pl.lit("unfinished"))
+            .alias("outcome"),
+            pl.col("error").filter(failed).drop_nulls().first(),
+            pl.len().alias("ranks"),
+            finished.sum().alias("finished_ranks"),
+            total("bytes"),
+            total("num_files"),
+            (pl.col("durable").any() & pl.col("durable").all()).fill_null(False).alias("durable"),
+        )
+        .sort("group")
+    )
+
+
+def _drained(walls: pl.DataFrame) -> dict[int, float]:
+    """Seconds that the end of training, or a load, waited for a save, on the rank that waited longest; by group."""
+    waited = walls.filter(pl.col("drained_ns") > 0).group_by("group").agg(pl.col("drained_ns").max())
+    return {group: longest / 1e9 for group, longest in waited.iter_rows()}
+
+
+def _committed(operations: pl.DataFrame, spans: pl.DataFrame) -> dict[int, float]:
+    """Seconds from the first rank's start to the end of the last committing span; by group."""
+    start = operations.group_by("group").agg(pl.col("start_ns").min().alias("first_ns"))
+    ends = (
+        spans.filter(
+            pl.col("detail").is_in(_COMMITTING) & (pl.col("phase") == "commit") & pl.col("error").is_null()
+        )
+        .group_by("group")
+        .agg(pl.col("end_ns").max().alias("last_ns"))
+    )
+    table = ends.join(start, on="group").select("group", pl.col("last_ns") - pl.col("first_ns"))
+    return {group: duration_ns / 1e9 for group, duration_ns in table.iter_rows()}
+
+
+def _io_GBps(operation: str, phases: list[PhaseStats]) -> float | None:
+    """Bytes moved to or from storage over the slowest rank's time for it: write and fsync, or read."""
+    parts = {(p.name, d.name): (p, d) for p in phases for d in p.details}
+    if operation == "save" and ("flush", "write") in parts:
+        flush, write = parts["flush", "write"]
+        return throughput_GBps(write.bytes, flush.time.max_s)
+    if operation == "load" and ("load", "read") in parts:
+        _, read = parts["load", "read"]
+        return throughput_GBps(read.bytes, read.time.max_s)
+    return None

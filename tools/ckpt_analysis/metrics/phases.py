@@ -1,0 +1,158 @@
+"""Phases of operations over the ranks: how long, on which rank, how many bytes and files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polars as pl
+
+from megatron.restart_trace.schema import PHASES
+
+from ..common.intervals import busy
+from ..common.names import NAME
+from .results import PhaseStats, RankStats, Spread
+from .volumes import Volume
+
+_KEY = ["group", "phase", "detail"]
+# A start-up contains the load, so it shows a phase "load" whose details are the phases of a load.
+START_ORDER = [*PHASES["startup"]]
+START_ORDER.insert(START_ORDER.index("first_step"), "load")
+
+
+def phase_seconds(phase_spans: pl.DataFrame, detail_spans: pl.DataFrame) -> pl.DataFrame:
+    """Time per (group, rank, phase, detail) in `busy_ns`; detail is "" for the phase as a whole."""
+    whole = busy(phase_spans, ["group", "rank", "phase"]).with_columns(pl.lit("", NAME).alias("detail"))
+    parts = busy(detail_spans, ["group", "rank", "phase", "detail"])
+    columns = ["group", "rank", "phase", "detail", "busy_ns"]
+    return pl.concat([whole.select(columns), parts.select(columns)])
+
+
+def spread_over_ranks(
+    values: pl.DataFrame, members: pl.DataFrame, key: list[str]
+) -> dict[tuple[Any, ...], Spread]:
+    """Spread of `busy_ns` per `key` (whose first column is "group") over all ranks of the group.
+
+    `members` holds group, rank and critical (the rank of the group to quote separately, or null). A rank
+    without a value spent no time: it counts as 0.
+    """
+    groups = members.group_by("group").agg(
+        pl.len().cast(pl.Int64).alias("members"),
+        pl.col("rank").min().alias("lowest"),
+        pl.col("critical").first(),
+    )
+    slowest = pl.col("busy_ns") == pl.col("busy_ns").max()
+    table = values.group_by(key).agg(
+        pl.col("busy_ns").max().alias("max"),
+        pl.col("busy_ns").sort().alias("sorted"),
+        pl.col("rank").filter(slowest).min().alias("slowest"),
+    )
+    table = table.join(groups, on="group").with_columns(
+        (pl.col("members") - pl.col("sorted").list.len()).alias("absent")
+    )
+    low, high = _value((pl.col("members") - 1) // 2), _value(pl.col("members") // 2)
+    table = table.with_columns(
+        ((low + high) / 2).alias("median"),
+        _value(pl.lit(0)).alias("min"),
+        pl.when(pl.col("max") == 0).then("lowest").otherwise("slowest").alias("slowest"),
+    ).drop("sorted")
+    at_critical = _at_critical(values, groups, key)
+    spreads: dict[tuple[Any, ...], Spread] = {}
+    for row in table.iter_rows(named=True):
+        place = tuple(row[name] for name in key)
+        quoted = None if row["critical"] is None else at_critical.get(place, 0)
+        spreads[place] = Spread(
+            max_s=row["max"] / 1e9,
+            median_s=row["median"] / 1e9,
+            min_s=row["min"] / 1e9,
+            slowest_rank=row["slowest"],
+            at_critical_s=None if quoted is None else quoted / 1e9,
+        )
+    return spreads
+
+
+def _value(place: pl.Expr) -> pl.Expr:
+    """The value at `place` of all members' sorted values: first the 0 of each that is absent."""
+    index = place - pl.col("absent")
+    found = pl.col("sorted").list.get(index.clip(lower_bound=0), null_on_oob=True)
+    return pl.when(index < 0).then(0).otherwise(found)
+
+
+def _at_critical(values: pl.DataFrame, groups: pl.DataFrame, key: list[str]) -> dict[tuple[Any, ...], int]:
+    """The value of each key on the critical rank of its group, where it has one."""
+    critical = groups.select("group", pl.col("critical").alias("rank")).drop_nulls()
+    of_any = values.filter(pl.col("rank").is_in(critical["rank"].unique().implode()))  # far fewer to join
+    rows = of_any.join(critical, on=["group", "rank"], how="semi").select(*key, "busy_ns")
+    return {row[:-1]: row[-1] for row in rows.iter_rows()}
+
+
+def phase_stats(
+    seconds: pl.DataFrame, moved: dict[tuple[int, str, str], Volume], members: pl.DataFrame, order: str
+) -> dict[int, list[PhaseStats]]:
+    """Statistics of every phase of every group, in the order of the operation `order` in PHASES.
+
+    `seconds` is what `phase_seconds` gives, `moved` what `volumes` does.
+    """
+    spreads = spread_over_ranks(seconds, members, _KEY)
+    present = {row[:3]: row[3] for row in seconds.group_by(_KEY).agg(pl.len()).iter_rows()}
+    stats: dict[int, dict[str, PhaseStats]] = {}
+    for key in sorted(spreads, key=lambda k: (k[0], *_place(order, k[1], k[2]))):
+        group, phase, detail = key
+        volume = moved[key]
+        spread = spreads[key]
+        entry = PhaseStats(
+            name=detail or phase,
+            time=spread,
+            ranks=present[key],
+            bytes=volume.bytes,
+            num_files=volume.num_files,
+            GBps=throughput_GBps(volume.bytes, spread.max_s),
+            blocking=volume.blocking,
+        )
+        if detail:
+            stats[group][phase].details.append(entry)
+        else:
+            stats.setdefault(group, {})[phase] = entry
+    return {group: list(phases.values()) for group, phases in stats.items()}
+
+
+def rank_stats(seconds: pl.DataFrame, walls: pl.DataFrame) -> dict[int, list[RankStats]]:
+    """Each rank's own numbers; `walls` holds group, rank, wall_ns, blocked_ns and covered_ns."""
+    seconds = seconds.sort("group", "rank", "phase", "detail")
+    phases: dict[tuple[int, int], dict[str, float]] = {}
+    for group, rank, phase, detail, busy_ns in seconds.iter_rows():
+        phases.setdefault((group, rank), {})[f"{phase}/{detail}" if detail else phase] = busy_ns / 1e9
+    result: dict[int, list[RankStats]] = {}
+    for row in walls.sort("group", "rank").iter_rows(named=True):
+        wall, covered = row["wall_ns"], row["covered_ns"]
+        result.setdefault(row["group"], []).append(
+            RankStats(
+                rank=row["rank"],
+                wall_s=None if wall is None else wall / 1e9,
+                blocked_s=row["blocked_ns"] / 1e9,
+                coverage=None if wall is None else coverage(covered, wall),
+                unattributed_s=None if wall is None else (wall - covered) / 1e9,
+                phases=phases.get((row["group"], row["rank"]), {}),
+            )
+        )
+    return result
+
+
+def coverage(covered_ns: int, wall_ns: int) -> float:
+    """Share of an operation's wall time that its phases account for; 1 for an operation of no length."""
+    return covered_ns / wall_ns if wall_ns > 0 else 1.0
+
+
+def throughput_GBps(num_bytes: int | None, seconds: float | None) -> float | None:
+    """GB (1e9 bytes) per second; None if nothing was moved or no time was measured."""
+    return num_bytes / 1e9 / seconds if num_bytes and seconds else None
+
+
+def _place(operation: str, phase: str, detail: str) -> tuple[int, int, int]:
+    """Sort key: phases in their order, each whole phase before its details."""
+    if operation == "startup":
+        details = list(PHASES["load"]) if phase == "load" else []
+        order = START_ORDER
+    else:
+        details = list(PHASES[operation][phase])
+        order = list(PHASES[operation])
+    return order.index(phase), int(bool(detail)), details.index(detail) if detail else 0

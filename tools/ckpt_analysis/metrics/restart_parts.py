@@ -1,0 +1,53 @@
+"""A start as parts that follow one another: the waterfall that the terminal and the HTML report show."""
+
+from __future__ import annotations
+
+from megatron.restart_trace.schema import PHASES
+
+from .phases import START_ORDER
+from .results import PhaseStats, StartStats
+
+# What happens outside of the training's processes, between the moments that a supervisor records.
+OUTSIDE = ("detect", "stop", "relaunch", "launcher")
+UNNAMED = "unattributed"
+_BEFORE_LOAD, _AFTER_LOAD = (
+    START_ORDER[: START_ORDER.index("load")],
+    START_ORDER[START_ORDER.index("load") + 1 :],
+)
+ORDER = (*OUTSIDE, *_BEFORE_LOAD, *PHASES["load"], *_AFTER_LOAD, UNNAMED)
+
+
+def parts_of(start: StartStats) -> dict[str, float]:
+    """Part -> seconds on the critical rank, in their order; they add up to the whole start.
+
+    Of a restart whose failure a supervisor recorded that is `restart_s`, and `launcher` is the time from the relaunch
+    until the critical rank's process began; of any other start it is the time from process start to first step. The
+    load is shown by its own phases. `unattributed` is the rest, that of the load too.
+    """
+    first, failure = start.time_to_first_step, start.failure
+    parts: dict[str, float] = {}
+    if first and failure and start.restart_s is not None:
+        before = 0.0
+        moments = (failure.detected_s, failure.stopped_s, failure.relaunched_s)
+        for name, moment in zip(OUTSIDE[:3], moments, strict=True):
+            if moment is not None:
+                parts[name], before = moment - before, moment
+        parts["launcher"] = start.restart_s - before - first.max_s
+    rest = (start.unattributed.at_critical_s if start.unattributed else None) or 0.0
+    for phase in start.phases:
+        if phase.name == "caught_up" or not phase.time.at_critical_s:
+            continue
+        own = _parts_of_load(phase) if phase.details else {phase.name: phase.time.at_critical_s}
+        rest += phase.time.at_critical_s - sum(own.values())
+        parts |= own
+    return parts | {UNNAMED: rest}
+
+
+def _parts_of_load(load: PhaseStats) -> dict[str, float]:
+    """Phases of a load on the critical rank. Threads may be in two at once: that time is not the longest one's."""
+    parts = {detail.name: took for detail in load.details if (took := detail.time.at_critical_s)}
+    twice = sum(parts.values()) - (load.time.at_critical_s or 0.0)
+    if parts and twice > 0:
+        longest = max(parts, key=lambda name: parts[name])
+        parts[longest] = max(0.0, parts[longest] - twice)
+    return parts

@@ -1,0 +1,150 @@
+"""Starts of cycles, restarts above all: from process start, or from the failure, to the first step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import polars as pl
+
+from ..model.frame import Frames
+from ..model.startup_spans import as_details, loads_inside, startup_spans, startups_to_first_step
+from .failures import failure_of
+from .lost_work import lost_work_s, reached_step, repeated_losses
+from .phases import phase_seconds, phase_stats, rank_stats
+from .results import StartStats
+from .volumes import Volume, volume_parts, volumes
+from .walls import finished_spread, lowest_coverage, rank_walls, with_critical
+
+
+@dataclass(frozen=True)
+class StartTimes:
+    """Every rank's part of all starts, in ns, as `RankTimes`; and the rows that it was measured from.
+
+    startups  operations whose end_ns is the end of the first step
+    loads     loads within them, with column `startup`
+    """
+
+    startups: pl.DataFrame
+    loads: pl.DataFrame
+    seconds: pl.DataFrame
+    walls: pl.DataFrame
+    moved: dict[tuple[int, str, str], Volume]
+
+
+def start_times(frames: Frames) -> StartTimes:
+    """Measure every rank in the start of every cycle that recorded one."""
+    startups = startups_to_first_step(frames)
+    loads = loads_inside(frames, startups)
+    phase_spans, of_loads = startup_spans(frames, startups, loads)
+    # Catching up happens after the first step, so it is no part of the time up to it.
+    walls = rank_walls(startups, phase_spans.filter(pl.col("phase") != "caught_up"))
+    seconds = phase_seconds(phase_spans, as_details(of_loads))
+    return StartTimes(startups, loads, seconds, walls, _moved(phase_spans, of_loads))
+
+
+def _moved(phase_spans: pl.DataFrame, of_loads: pl.DataFrame) -> dict[tuple[int, str, str], Volume]:
+    """Volumes of the phases of starts, and of the loads' phases as details of the phase "load".
+
+    A phase of a load counts bytes that pass through several of its own details (read, then verified) once.
+    """
+    parts, load_parts = volume_parts(phase_spans), volume_parts(of_loads)
+    inside = {
+        (group, "load", phase): volume
+        for (group, phase, detail), volume in volumes(load_parts, load_parts).items()
+        if not detail
+    }
+    return volumes(parts, parts) | inside
+
+
+def measure_starts(frames: Frames, times: StartTimes, *, per_rank: bool) -> list[StartStats]:
+    """Statistics of the start of every cycle that recorded one, in order."""
+    startups, walls = times.startups, times.walls
+    phases = phase_stats(times.seconds, times.moved, with_critical(walls), "startup")
+    ranks = rank_stats(times.seconds, walls) if per_rank else {}
+    to_first_step = finished_spread(walls, pl.col("wall_ns"))
+    rest = finished_spread(walls, pl.col("wall_ns") - pl.col("covered_ns"))
+    lowest = lowest_coverage(walls)
+    signs = _last_signs_of_life(frames)
+    results = []
+    for group in sorted(startups["group"].unique()):
+        mine = startups.filter(pl.col("group") == group)
+        coverage_min, coverage_rank = lowest.get(group, (None, None))
+        results.append(
+            StartStats(
+                group=group,
+                **_course(frames, mine, times.loads.filter(pl.col("startup") == group), signs),
+                ranks=mine.height,
+                finished_ranks=mine["end_ns"].count(),
+                time_to_first_step=to_first_step.get(group),
+                coverage_min=coverage_min,
+                coverage_rank=coverage_rank,
+                unattributed=rest.get(group),
+                phases=phases.get(group, []),
+                per_rank=ranks.get(group, []),
+            )
+        )
+    return results
+
+
+def _course(frames: Frames, startups: pl.DataFrame, loads: pl.DataFrame, last_signs: dict[int, int]) -> dict:
+    """What happened around one start: the fields of StartStats that are not statistics over ranks."""
+    cycle: int = startups["cycle"][0]
+    # A load that found no checkpoint also ends well.
+    something = (pl.col("bytes") > 0) | (pl.col("bytes").is_null() & pl.col("tag").is_not_null())
+    loaded = loads.filter((pl.col("outcome") == "ok") & something)
+    is_restart = cycle > 0 or not loaded.is_empty()
+    resumed = _resumed_step(frames, loaded, cycle)
+    reached = reached_step(frames.iterations, cycle)
+    lost_steps = lost_s = None
+    if is_restart and resumed is not None and reached is not None:
+        lost_steps = max(0, reached - resumed)
+        lost_s = lost_work_s(frames.iterations, cycle, resumed, reached)
+    caught_up = frames.spans.filter((pl.col("cycle") == cycle) & (pl.col("phase") == "caught_up"))
+    times = caught_up.select("rank", "end_ns").join(startups.select("rank", "start_ns"), on="rank")
+    repeated = repeated_losses(frames.iterations, cycle)
+    failure = failure_of(frames.events, cycle - 1)
+    return {
+        "cycle": cycle,
+        "is_restart": is_restart,
+        "resumed_step": resumed,
+        "reached_step": reached,
+        "lost_steps": lost_steps,
+        "lost_work_s": lost_s,
+        "repeated_steps": repeated.height,
+        "equal_losses": repeated.filter(pl.col("loss") == pl.col("loss_before")).height,
+        "down_s": _seconds(_before(last_signs, cycle), startups["start_ns"].min()),
+        "restart_s": _seconds(failure and failure.injected_ns, startups["end_ns"].max()),
+        "caught_up_s": _seconds(0, (times["end_ns"] - times["start_ns"]).max()),
+        "failure_to_caught_up_s": _seconds(failure and failure.injected_ns, times["end_ns"].max()),
+        "failure": failure and failure.times,
+    }
+
+
+def _resumed_step(frames: Frames, loaded: pl.DataFrame, cycle: int) -> int | None:
+    """Step of the checkpoint loaded, else the one before the cycle's first iteration; 0 is a fresh start."""
+    steps = loaded["step"].drop_nulls()
+    if not steps.is_empty():
+        return int(steps.mode().sort()[0])
+    first = frames.iterations.filter(pl.col("cycle") == cycle)["step"].min()
+    return None if first is None else int(str(first)) - 1
+
+
+def _last_signs_of_life(frames: Frames) -> dict[int, int]:
+    """Time of the last record of a rank in each cycle that has one (Unix ns)."""
+    moments = pl.concat(
+        frame.group_by("cycle").agg(pl.col("end_ns").max())
+        for frame in (frames.operations, frames.spans, frames.iterations)
+    ).drop_nulls()
+    return dict(moments.group_by("cycle").agg(pl.col("end_ns").max()).iter_rows())
+
+
+def _before(moments: dict[int, int], cycle: int) -> int | None:
+    """That of the newest cycle before `cycle`."""
+    earlier = [number for number in moments if number < cycle]
+    return moments[max(earlier)] if earlier else None
+
+
+def _seconds(start_ns: int | None, end_ns: object) -> float | None:
+    if start_ns is None or not isinstance(end_ns, int):
+        return None
+    return (end_ns - start_ns) / 1e9

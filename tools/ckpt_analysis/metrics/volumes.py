@@ -1,0 +1,87 @@
+"""Bytes, files and kind of the spans of each phase."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import polars as pl
+
+from ..common.intervals import pieces
+from ..common.names import NAME
+
+_KEY = ["group", "phase", "detail"]
+
+
+@dataclass(frozen=True)
+class Volume:
+    """What the spans of one phase or detail moved; None is what none of them counted."""
+
+    bytes: int | None
+    num_files: int | None
+    blocking: str  # "all", "some" or "none" of them were waited for by the training thread
+
+
+@dataclass(frozen=True)
+class VolumeParts:
+    """Of some ranks. `sums`: group, phase, detail, bytes, counted, all, any. `files`: group, phase, detail, files.
+
+    The detail is null where spans name none; in `files` "" stands for the phase as a whole.
+    """
+
+    sums: pl.DataFrame
+    files: pl.DataFrame
+
+
+def volume_parts(spans: pl.DataFrame) -> VolumeParts:
+    """Parts of spans; those of one rank's operation must all be among them, or its files count twice."""
+    found = [_parts(piece) for piece in pieces(spans)]
+    return add_parts(found)
+
+
+def add_parts(parts: list[VolumeParts]) -> VolumeParts:
+    """Parts of different ranks as one."""
+    return VolumeParts(pl.concat([part.sums for part in parts]), pl.concat([part.files for part in parts]))
+
+
+def volumes(phases: VolumeParts, details: VolumeParts) -> dict[tuple[int, str, str], Volume]:
+    """Volume per (group, phase, detail); detail is "" for the phase as a whole."""
+    # The same bytes pass through several details of a phase: those of the largest are the phase's.
+    by_detail = _added(phases.sums, _KEY).with_columns(pl.lit("", NAME).alias("detail"))
+    whole = by_detail.group_by(_KEY).agg(
+        pl.col("bytes").max(), pl.col("counted").sum(), pl.col("all").all(), pl.col("any").any()
+    )
+    named = _added(details.sums.filter(pl.col("detail").is_not_null()), _KEY)
+    of_phases = phases.files.filter(pl.col("detail") == "")
+    of_details = details.files.filter(pl.col("detail") != "")
+    files = pl.concat([of_phases, of_details]).group_by(_KEY).agg(pl.col("files").sum())
+    table = pl.concat([whole, named.select(whole.columns)]).join(files, on=_KEY, how="left")
+    return {(row["group"], row["phase"], row["detail"]): _volume(row) for row in table.iter_rows(named=True)}
+
+
+def _parts(spans: pl.DataFrame) -> VolumeParts:
+    sums = spans.group_by(_KEY).agg(
+        pl.col("bytes").sum(),
+        pl.col("bytes").count().alias("counted"),
+        pl.col("blocking").all().alias("all"),
+        pl.col("blocking").any().alias("any"),
+    )
+    # A rank is one of its group: with the phase that makes a number, and few columns are compared fastest.
+    phase, detail = (pl.col(name).to_physical().cast(pl.Int64).fill_null(255) for name in ("phase", "detail"))
+    named = spans.filter(pl.col("file").is_not_null()).select(
+        *_KEY, "file", (pl.col("rank") * 256 + phase).alias("whose"), detail.alias("part")
+    )
+    # A file that passes through several details of a phase is one file of the phase.
+    of_phases = named.unique(["group", "whose", "file"]).with_columns(pl.lit("", NAME).alias("detail"))
+    of_details = named.filter(pl.col("detail").is_not_null()).unique(["group", "whose", "part", "file"])
+    files = [table.group_by(_KEY).agg(pl.len().alias("files")) for table in (of_phases, of_details)]
+    return VolumeParts(sums, pl.concat(files))
+
+
+def _added(sums: pl.DataFrame, key: list[str]) -> pl.DataFrame:
+    return sums.group_by(key).agg(pl.col("bytes", "counted").sum(), pl.col("all").all(), pl.col("any").any())
+
+
+def _volume(row: dict[str, Any]) -> Volume:
+    blocking = "all" if row["all"] else "some" if row["any"] else "none"
+    return Volume(row["bytes"] if row["counted"] else None, row["files"], blocking)

@@ -1,0 +1,116 @@
+"""Wall time of each rank's operation, how long it blocked training, and how much of it is accounted for."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from ..common.intervals import busy, clip, pieces
+from .phases import coverage, spread_over_ranks
+from .results import Spread
+
+_RANK = ["group", "rank"]
+RANK_BUSY_COLUMNS = (
+    "op", *_RANK, "phase", "start_ns", "end_ns", "duration_ns", "blocking", "operation_start_ns",
+    "operation_end_ns",
+)  # fmt: skip
+
+
+def rank_walls(operations: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
+    """Per group and rank: wall_ns (null if unfinished), blocked_ns, drained_ns, covered_ns.
+
+    blocked_ns is the union of the blocking spans by which training was held up; drained_ns that of the waits
+    for this very save when training was over. covered_ns is what the spans account for within the
+    operation: the blocking ones, and those in the background while training goes on.
+    """
+    return join_walls(operations, rank_busy(spans))
+
+
+def join_walls(operations: pl.DataFrame, parts: pl.DataFrame) -> pl.DataFrame:
+    """`rank_walls` out of what `rank_busy` gave."""
+    return (
+        operations.select(*_RANK, (pl.col("end_ns") - pl.col("start_ns")).alias("wall_ns"))
+        .join(parts, on=_RANK, how="left")
+        .with_columns(pl.col("blocked_ns", "drained_ns", "covered_ns").fill_null(0))
+    )
+
+
+def rank_busy(spans: pl.DataFrame) -> pl.DataFrame:
+    """blocked_ns, drained_ns and covered_ns per group and rank that has a span."""
+    spans = spans.select(name for name in RANK_BUSY_COLUMNS if name in spans.columns)
+    return pl.concat([_piece(piece) for piece in pieces(spans)])
+
+
+def _piece(spans: pl.DataFrame) -> pl.DataFrame:
+    drains = _drains(spans)
+    blocking = spans.filter("blocking")
+    if not drains.is_empty():
+        blocking = blocking.join(drains, on=[*_RANK, "phase", "start_ns"], how="anti", maintain_order="left")
+    if blocking.height == spans.height and _nothing_cut(spans):
+        both = busy(spans, _RANK).rename({"union_ns": "blocked_ns", "busy_ns": "covered_ns"})
+        return both.select(*_RANK, "covered_ns", "blocked_ns", pl.lit(0, pl.Int64).alias("drained_ns"))
+    inside = clip(spans, "operation_start_ns", "operation_end_ns")
+    covered = busy(inside, _RANK).select(*_RANK, pl.col("busy_ns").alias("covered_ns"))
+    blocked = busy(blocking, _RANK).select(*_RANK, pl.col("union_ns").alias("blocked_ns"))
+    drained = busy(drains, _RANK).select(*_RANK, pl.col("union_ns").alias("drained_ns"))
+    return (
+        covered.join(blocked, on=_RANK, how="full", coalesce=True)
+        .join(drained, on=_RANK, how="left")
+        .with_columns(pl.col("blocked_ns", "drained_ns", "covered_ns").fill_null(0))
+    )
+
+
+def _nothing_cut(spans: pl.DataFrame) -> bool:
+    """Whether all spans lie within their operations."""
+    early = pl.col("start_ns") < pl.col("operation_start_ns")
+    late = pl.col("end_ns") > pl.col("operation_end_ns")  # null for an operation without an end
+    return not spans.select((early | late.fill_null(False)).any()).item()
+
+
+def _drains(spans: pl.DataFrame) -> pl.DataFrame:
+    """Waits of the end of training, or of a load, for a save: those that come after what it collected itself."""
+    waits = spans.filter(pl.col("phase") == "wait_previous")
+    if waits.is_empty():
+        return waits
+    collected = (
+        spans.filter(pl.col("phase") == "collect")
+        .group_by(_RANK)
+        .agg(pl.col("start_ns").min().alias("collect_ns"))
+    )
+    after = waits.join(collected, on=_RANK, how="inner", maintain_order="left")
+    return after.filter(pl.col("start_ns") >= pl.col("collect_ns")).drop("collect_ns")
+
+
+def with_critical(walls: pl.DataFrame) -> pl.DataFrame:
+    """Members of each group: group, rank, critical (the rank with the longest wall time; null if unknown)."""
+    longest = (
+        walls.filter(pl.col("wall_ns").is_not_null())
+        .filter(pl.col("wall_ns") == pl.col("wall_ns").max().over("group"))
+        .group_by("group")
+        .agg(pl.col("rank").min().alias("critical"))
+    )
+    return walls.select(_RANK).join(longest, on="group", how="left")
+
+
+def finished_spread(walls: pl.DataFrame, values: pl.Expr) -> dict[int, Spread]:
+    """Spread of `values` (ns, computed from the columns of `walls`) over the finished ranks of each group."""
+    finished = walls.filter(pl.col("wall_ns").is_not_null())
+    table = finished.select(*_RANK, values.alias("busy_ns"))
+    spreads = spread_over_ranks(table, with_critical(finished), ["group"])
+    return {key[0]: spread for key, spread in spreads.items()}
+
+
+def lowest_coverage(walls: pl.DataFrame) -> dict[int, tuple[float, int]]:
+    """(coverage, rank) of the rank with the lowest coverage among the finished ranks of each group."""
+    ratio = pl.col("covered_ns") / pl.col("wall_ns")
+    share = pl.when(pl.col("wall_ns") > 0).then(ratio).otherwise(1.0).alias("share")
+    lowest = (
+        walls.filter(pl.col("wall_ns").is_not_null())
+        .with_columns(share)
+        .filter(pl.col("share") == pl.col("share").min().over("group"))
+        .group_by("group")
+        .agg(pl.all().sort_by("rank").first())
+    )
+    return {
+        row["group"]: (coverage(row["covered_ns"], row["wall_ns"]), row["rank"])
+        for row in lowest.iter_rows(named=True)
+    }

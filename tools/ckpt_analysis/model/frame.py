@@ -1,0 +1,100 @@
+"""Records to tidy frames: one row per operation and rank, per span, per iteration, per event, per probe.
+
+`group` numbers the operations of the run, each of which is one operation of every rank (see groups.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import polars as pl
+
+from ..common.names import NAME
+from ..ingest.load import Trace
+
+__all__ = ["NAME", "Frames", "make_frames"]
+
+_FROM_OPERATION = ["group", "operation", "cycle", "rank", "op_id"]
+
+
+@dataclass(frozen=True)
+class Frames:
+    """Tidy frames of one run; times are Unix ns.
+
+    operations  group, operation, cycle, rank, op_id, tag, step, engine, start_ns, end_ns, outcome, bytes,
+                num_files, durable, error; end_ns is null and outcome "unfinished" without a closing record
+    spans       op, group, operation, cycle, rank, op_id, phase, detail, file, bytes, start_ns, end_ns,
+                duration_ns, thread, blocking, error, operation_start_ns, operation_end_ns; op is the row in
+                `operations`, and the spans are sorted by it and by start_ns
+    iterations  cycle, rank, step, start_ns, end_ns, loss
+    events      cycle, rank, operation, phase, detail, step, time_ns
+    runtimes    cycle, rank and the fields of the runtime record
+    probes      cycle, rank, operation, op_id, at, time_ns, values (JSON text)
+    """
+
+    operations: pl.DataFrame
+    spans: pl.DataFrame
+    iterations: pl.DataFrame
+    events: pl.DataFrame
+    runtimes: pl.DataFrame
+    probes: pl.DataFrame
+
+
+def make_frames(trace: Trace) -> Frames:
+    """The records of a trace as frames."""
+    records = trace.records
+    operations = _without_origin(records.operations).select("group", pl.exclude("group"))
+    op = records.spans["op"]
+    columns = [operations[name].gather(op) for name in _FROM_OPERATION]
+    window = [operations[name].gather(op).alias(f"operation_{name}") for name in ("start_ns", "end_ns")]
+    spans = pl.DataFrame([op, *columns, *records.spans.drop("op").get_columns(), *window])
+    return Frames(
+        operations=operations.with_columns(pl.col("operation").cast(pl.String)),
+        spans=spans,
+        iterations=_without_origin(records.iterations),
+        events=_without_origin(records.events),
+        runtimes=_without_origin(records.runtimes),
+        probes=_without_origin(records.probes),
+    )
+
+
+def _without_origin(table: pl.DataFrame) -> pl.DataFrame:
+    return table.drop("file_index", "run_id")
+
+
+def no_frames() -> Frames:
+    """The frames of a run of which nothing is known rank by rank: without rows."""
+    who = {"cycle": pl.Int64, "rank": pl.Int64}
+    window = {"start_ns": pl.Int64, "end_ns": pl.Int64}
+    kind = {"group": pl.UInt32, "operation": pl.String}
+    operation = kind | who | {"op_id": pl.Int64, "tag": pl.String, "step": pl.Int64, "engine": pl.String}
+    operation |= window | {"outcome": pl.String, "bytes": pl.Int64, "num_files": pl.Int64}
+    span = (
+        {"op": pl.UInt32} | kind | who | {"op_id": pl.Int64, "phase": NAME, "detail": NAME, "file": pl.String}
+    )
+    span |= (
+        {"bytes": pl.Int64} | window | {"duration_ns": pl.Int64, "thread": pl.String, "blocking": pl.Boolean}
+    )
+    span |= {"error": pl.String, "operation_start_ns": pl.Int64, "operation_end_ns": pl.Int64}
+    event = {
+        "operation": pl.String,
+        "phase": pl.String,
+        "detail": pl.String,
+        "step": pl.Int64,
+        "time_ns": pl.Int64,
+    }
+    probe = {
+        "operation": pl.String,
+        "op_id": pl.Int64,
+        "at": pl.String,
+        "time_ns": pl.Int64,
+        "values": pl.String,
+    }
+    return Frames(
+        operations=pl.DataFrame(schema=operation | {"durable": pl.Boolean, "error": pl.String}),
+        spans=pl.DataFrame(schema=span),
+        iterations=pl.DataFrame(schema=who | {"step": pl.Int64} | window | {"loss": pl.Float64}),
+        events=pl.DataFrame(schema=who | event),
+        runtimes=pl.DataFrame(schema=who | {"engine_used": pl.String, "parameters": pl.Int64}),
+        probes=pl.DataFrame(schema=who | probe),
+    )

@@ -1,0 +1,32 @@
+"""Probe records as columns: what process, host and device showed at the ends of operations."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from .frame import Frames
+
+# What the instrument samples (megatron/restart_trace/probes.py), in the order of the report.
+NAMES = (
+    "rss_bytes", "device_allocated_bytes", "device_reserved_bytes", "gpu_memory_used_bytes",
+    "page_cache_bytes", "dirty_bytes", "writeback_bytes",
+    "io_read_calls_bytes", "io_write_calls_bytes", "io_read_storage_bytes", "io_write_storage_bytes",
+    "gpu_utilization_percent", "pcie_tx_bytes_per_s", "pcie_rx_bytes_per_s",
+)  # fmt: skip
+_VALUES = pl.Struct(dict.fromkeys(NAMES, pl.Float64()))
+
+
+def probe_values(frames: Frames) -> pl.DataFrame:
+    """Probes of the run's operations: group, operation, cycle, rank, at ("start" or "end") and one column per name.
+
+    A name that no probe has is a column of nulls. The frame is empty where nothing was sampled.
+    """
+    operations = frames.operations.select("group", "operation", "cycle", "rank", "op_id")
+    values = pl.col("values").cast(pl.String).str.json_decode(_VALUES)
+    return (
+        frames.probes.drop("operation")
+        .join(operations, on=["cycle", "rank", "op_id"], how="inner")
+        .select("group", "operation", "cycle", "rank", "at", values)
+        .unnest("values")
+        .sort("group", "rank", pl.col("at") == "end")
+    )

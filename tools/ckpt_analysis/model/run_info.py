@@ -1,0 +1,115 @@
+"""Who ran: cycles, ranks, hosts, layout, engine. What the report's header says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..common.problems import Problem, number_list
+from ..ingest.load import Trace
+from .frame import Frames
+
+
+@dataclass(frozen=True)
+class CycleInfo:
+    """Ranks of one cycle. `expected` is its world size, `missing` the ranks without a usable trace."""
+
+    cycle: int
+    expected: int
+    present: int
+    missing: list[int]
+    layout: dict[str, int]
+    hosts: list[str]
+    engine_asked: str | None
+    engine_used: str | None
+    durability: str | None
+    versions: dict[str, str]
+    coordinates: dict[int, tuple[int, int, int]]  # rank -> (tp, pp, dp)
+
+
+def describe_cycles(trace: Trace, frames: Frames) -> tuple[list[CycleInfo], list[Problem]]:
+    """One CycleInfo per cycle that left a trace, in order, and what is missing or contradictory."""
+    problems: list[Problem] = []
+    by_cycle: dict[int, list[dict[str, Any]]] = {}
+    for process in trace.ranks:
+        by_cycle.setdefault(process["cycle"], []).append(process)
+    engines = _engines_used(frames)
+    cycles = []
+    for cycle in sorted(by_cycle):
+        processes = sorted(by_cycle[cycle], key=lambda p: p["rank"])
+        lowest = processes[0]
+        expected = max(process["world_size"] for process in processes)
+        present = {process["rank"] for process in processes}
+        missing = sorted(set(range(expected)) - present)
+        used = engines.get(cycle, [])
+        cycles.append(
+            CycleInfo(
+                cycle=cycle,
+                expected=expected,
+                present=len(present),
+                missing=missing,
+                layout=lowest["layout"],
+                hosts=sorted({process["host"] for process in processes}),
+                engine_asked=lowest.get("engine_asked"),
+                engine_used=used[0] if used else None,
+                durability=lowest.get("durability"),
+                versions=lowest["versions"],
+                coordinates={p["rank"]: (p["tp"], p["pp"], p["dp"]) for p in processes},
+            )
+        )
+        problems += _cycle_problems(cycle, missing, expected, processes, used)
+    return cycles, problems + _between_cycles(cycles, trace.claimed_cycles)
+
+
+def _engines_used(frames: Frames) -> dict[int, list[str]]:
+    pairs = frames.runtimes.select("cycle", "engine_used").unique().sort("cycle", "engine_used")
+    engines: dict[int, list[str]] = {}
+    for cycle, engine in pairs.iter_rows():
+        engines.setdefault(cycle, []).append(engine)
+    return engines
+
+
+def _cycle_problems(
+    cycle: int, missing: list[int], expected: int, processes: list[dict[str, Any]], engines: list[str]
+) -> list[Problem]:
+    problems: list[Problem] = []
+    if missing:
+        message = (
+            f"cycle {cycle}: {len(missing)} of {expected} ranks left no usable trace "
+            f"({number_list(missing)}); every number of this cycle is over the others"
+        )
+        problems.append(Problem("missing_ranks", message, {"cycle": cycle, "ranks": missing}))
+    for name in ("world_size", "layout", "engine_asked", "durability"):
+        values = sorted({str(process.get(name)) for process in processes})
+        if len(values) > 1:
+            message = f"cycle {cycle}: ranks disagree on {name}: {', '.join(values)}"
+            problems.append(
+                Problem("ranks_disagree", message, {"cycle": cycle, "field": name, "values": values})
+            )
+    if len(engines) > 1:
+        message = f"cycle {cycle}: ranks ran different checkpoint engines: {', '.join(engines)}"
+        data = {"cycle": cycle, "field": "engine_used", "values": engines}
+        problems.append(Problem("ranks_disagree", message, data))
+    return problems
+
+
+def _between_cycles(cycles: list[CycleInfo], claimed: list[int]) -> list[Problem]:
+    problems: list[Problem] = []
+    seen = [info.cycle for info in cycles]
+    for cycle in sorted(set(range(max(seen) + 1)) | set(claimed)):
+        if cycle not in seen:
+            message = f"cycle {cycle}: no rank left a usable trace, though the run had this cycle"
+            problems.append(Problem("missing_cycle", message, {"cycle": cycle}))
+    for before, after in zip(cycles, cycles[1:], strict=False):
+        if before.layout != after.layout:
+            message = (
+                f"the layout changed from {layout_text(before.layout)} in cycle {before.cycle} to "
+                f"{layout_text(after.layout)} in cycle {after.cycle}"
+            )
+            problems.append(Problem("layout_changed", message, {"cycle": after.cycle}))
+    return problems
+
+
+def layout_text(layout: dict[str, int]) -> str:
+    """{"tp": 2, "pp": 2, "dp": 2} as TP2 PP2 DP2."""
+    return " ".join(f"{name.upper()}{layout.get(name, '?')}" for name in ("tp", "pp", "dp"))

@@ -1,0 +1,114 @@
+"""Spans of start-ups with the load inside: what is summed per phase, and what per detail.
+
+A start-up contains the load. It is shown there as the phase "load", the wall time of the load operation,
+with the load's own phases as its details. A start-up phase around it counts without it, so the phases add up.
+"""
+
+from __future__ import annotations
+
+import polars as pl
+
+from ..common.names import NAME
+from .frame import Frames
+
+_PLACE = ["cycle", "rank"]
+_COLUMNS = [
+    "group", "cycle", "rank", "phase", "detail", "file", "bytes", "start_ns", "end_ns", "duration_ns",
+    "blocking", "operation_start_ns", "operation_end_ns",
+]  # fmt: skip
+
+
+def startups_to_first_step(frames: Frames) -> pl.DataFrame:
+    """Start-up operations whose end_ns is the end of their `first_step` span; null if that is missing."""
+    ends = (
+        frames.spans.filter((pl.col("operation") == "startup") & (pl.col("phase") == "first_step"))
+        .group_by(_PLACE)
+        .agg(pl.col("end_ns").max())
+    )
+    startups = frames.operations.filter(pl.col("operation") == "startup").drop("end_ns")
+    return startups.join(ends, on=_PLACE, how="left", maintain_order="left")
+
+
+def loads_inside(frames: Frames, startups: pl.DataFrame) -> pl.DataFrame:
+    """Load operations that began within the start-up of their process: rows of `operations` plus `startup`.
+
+    `startup` is the group of the start-up. The end_ns of an unfinished load is that of its last span.
+    """
+    last = (
+        frames.spans.filter(pl.col("operation") == "load")
+        .group_by("group", "rank")
+        .agg(pl.col("end_ns").max().alias("last_ns"))
+    )
+    windows = startups.select(
+        *_PLACE,
+        pl.col("group").alias("startup"),
+        pl.col("start_ns").alias("from_ns"),
+        pl.col("end_ns").alias("to_ns"),
+    )
+    loads = frames.operations.filter(pl.col("operation") == "load").join(windows, on=_PLACE, how="inner")
+    inside = (pl.col("start_ns") >= pl.col("from_ns")) & (
+        pl.col("to_ns").is_null() | (pl.col("start_ns") < pl.col("to_ns"))
+    )
+    return (
+        loads.filter(inside)
+        .join(last, on=["group", "rank"], how="left")
+        .with_columns(pl.coalesce("end_ns", "last_ns", "start_ns").alias("end_ns"))
+    )
+
+
+def startup_spans(
+    frames: Frames, startups: pl.DataFrame, loads: pl.DataFrame
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """(spans to sum per phase, spans of the loads within) of all start-ups; both have its group and window."""
+    window = startups.select(
+        *_PLACE,
+        pl.col("group"),
+        pl.col("start_ns").alias("operation_start_ns"),
+        pl.col("end_ns").alias("operation_end_ns"),
+    )
+    own = (
+        frames.spans.filter(pl.col("operation") == "startup")
+        .drop("group", "operation_start_ns", "operation_end_ns")
+        .join(window, on=_PLACE, how="inner")
+    )
+    as_phase = (
+        loads.select(*_PLACE, "bytes", "start_ns", "end_ns")
+        .join(window, on=_PLACE, how="inner")
+        .with_columns(
+            pl.lit("load", NAME).alias("phase"),
+            pl.lit(None, NAME).alias("detail"),
+            pl.lit(None, pl.String).alias("file"),
+            (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"),
+            pl.lit(True).alias("blocking"),
+        )
+    )
+    of_loads = (
+        # What was read ahead, before the load, delayed nothing.
+        frames.spans.filter((pl.col("operation") == "load") & pl.col("blocking"))
+        .drop("group", "operation_start_ns", "operation_end_ns")
+        .join(loads.select(*_PLACE, "op_id"), on=[*_PLACE, "op_id"], how="semi")
+        .join(window, on=_PLACE, how="inner")
+    )
+    phase_spans = pl.concat([_without(own, as_phase).select(_COLUMNS), as_phase.select(_COLUMNS)])
+    return phase_spans, of_loads.select(_COLUMNS)
+
+
+def as_details(of_loads: pl.DataFrame) -> pl.DataFrame:
+    """Spans of loads as those of the phase "load" of their start-up, with the load's phases as its details."""
+    return of_loads.with_columns(pl.col("phase").alias("detail"), pl.lit("load", NAME).alias("phase"))
+
+
+def _without(spans: pl.DataFrame, loads: pl.DataFrame) -> pl.DataFrame:
+    """Take the time of the loads out of the durations of the spans around them."""
+    numbered = spans.with_row_index("row")
+    other = loads.select(*_PLACE, pl.col("start_ns").alias("load_start"), pl.col("end_ns").alias("load_end"))
+    overlap = (pl.min_horizontal("end_ns", "load_end") - pl.max_horizontal("start_ns", "load_start")).clip(
+        lower_bound=0
+    )
+    taken = numbered.join(other, on=_PLACE, how="inner").group_by("row").agg(overlap.sum().alias("taken_ns"))
+    reduced = (pl.col("duration_ns") - pl.col("taken_ns").fill_null(0)).clip(lower_bound=0)
+    return (
+        numbered.join(taken, on="row", how="left", maintain_order="left")
+        .with_columns(reduced.alias("duration_ns"))
+        .drop("row", "taken_ns")
+    )

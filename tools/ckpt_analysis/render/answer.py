@@ -1,0 +1,116 @@
+"""The answer in words: what restarts, saves and loads took, and where it went."""
+
+from __future__ import annotations
+
+from ..common.formatting import digits_for, plural, rate, seconds, size
+from ..metrics.results import OperationStats, PhaseStats, StartStats
+from ..report import Report
+
+_NAMED_PHASES = 3
+
+
+def answer(report: Report) -> list[str]:
+    """Sentences, the most important first."""
+    sentences: list[str] = []
+    starts = report.restarts or report.first_launches
+    if starts:
+        sentences += _start(starts[-1])
+    saves = [save for save in report.saves if save.outcome == "ok"]
+    if saves:
+        sentences += _save(saves)
+    if not report.restarts and report.loads:
+        sentences += _load(report.loads[-1])
+    failed = sum(save.outcome in ("failed", "unfinished") for save in report.saves)
+    if failed:
+        sentences.append(f"{failed} of {len(report.saves)} saves did not complete.")
+    return sentences or ["No save, load or start-up was recorded to its end."]
+
+
+def _start(start: StartStats) -> list[str]:
+    what = f"{'Restart' if start.is_restart else 'Launch'} of cycle {start.cycle}"
+    first = start.time_to_first_step
+    if first is None:
+        return [f"{what} did not reach its first step."]
+    if start.restart_s is not None:
+        lead = f"{what} took {seconds(start.restart_s)} s from the failure to the end of its first step"
+        if start.failure and start.failure.relaunched_s is not None:
+            lead += f", {seconds(start.failure.relaunched_s)} s of it until it was relaunched"
+        sentences = [f"{lead}."]
+    else:
+        sentences = [
+            f"{what} took {seconds(first.max_s)} s from process start to the end of its first step"
+            + ("." if first.slowest_rank is None else f" (rank {first.slowest_rank} was last).")
+        ]
+    before = [phase for phase in start.phases if phase.name != "caught_up"]
+    where = _largest(before, first.max_s)
+    if where:
+        sentences.append(
+            f"Of the {seconds(first.max_s)} s from process start on rank {first.slowest_rank}, {where}."
+        )
+    return sentences + _lost(start)
+
+
+def _lost(start: StartStats) -> list[str]:
+    if not start.is_restart or start.resumed_step is None:
+        return []
+    text = f"It resumed after step {start.resumed_step}"
+    if start.lost_steps is None:
+        return [f"{text}."]
+    if start.lost_steps == 0:
+        return [f"{text}: no step was lost."]
+    text += f" of {start.reached_step} reached: {plural(start.lost_steps, 'step')} had to be trained again"
+    if start.lost_work_s is not None:
+        text += f" ({seconds(start.lost_work_s)} s of work)"
+    if start.failure_to_caught_up_s is not None:
+        text += f", and it had caught up {seconds(start.failure_to_caught_up_s)} s after the failure"
+    elif start.caught_up_s is not None:
+        text += f", and it had caught up {seconds(start.caught_up_s)} s after process start"
+    else:
+        text += ", and it has not caught up yet"
+    if start.repeated_steps and start.equal_losses == start.repeated_steps:
+        text += "; their losses were the same as before to the last digit"
+    return [f"{text}."]
+
+
+def _save(saves: list[OperationStats]) -> list[str]:
+    last = saves[-1]
+    if last.wall is None or last.blocked_s is None:
+        return []
+    digits = digits_for(last.wall.max_s)
+    text = f"The last save ({last.tag}) blocked training for {seconds(last.blocked_s, digits)} s"
+    if last.durable_s is not None:
+        text += f" and was durable {seconds(last.durable_s, digits)} s after it began"
+    elif last.committed_s is not None:
+        text += f" and was committed {seconds(last.committed_s, digits)} s after it began, but not durable"
+    if last.bytes:
+        text += f": {size(last.bytes)} in {plural(last.num_files or 0, 'file')}"
+        text += f", {rate(last.blocked_GBps)} GB/s of blocked time" if last.blocked_GBps else ""
+    sentences = [f"{text}."]
+    if last.drain_s is not None:
+        waited = seconds(last.drain_s, digits)
+        sentences.append(f"Its end was then waited for {waited} s, when no training was left to hold up.")
+    where = _largest(last.phases, last.wall.max_s)
+    return sentences + ([f"On rank {last.wall.slowest_rank}, {where}."] if where else [])
+
+
+def _load(load: OperationStats) -> list[str]:
+    if load.wall is None:
+        return []
+    where = _largest(load.phases, load.wall.max_s)
+    text = (
+        f"The load of {load.tag or 'nothing'} took {seconds(load.wall.max_s, digits_for(load.wall.max_s))} s"
+    )
+    return [f"{text}; on rank {load.wall.slowest_rank}, {where}." if where else f"{text}."]
+
+
+def _largest(phases: list[PhaseStats], wall_s: float) -> str:
+    """Where the slowest rank's time went: its largest phases with their shares."""
+    timed = [(phase.time.at_critical_s or 0.0, phase.name) for phase in phases]
+    largest = sorted((entry for entry in timed if entry[0] > 0), key=lambda e: -e[0])[:_NAMED_PHASES]
+    if not largest or wall_s <= 0:
+        return ""
+    digits = digits_for(wall_s)
+    parts = [
+        f"{name} took {seconds(time_s, digits)} s ({100 * time_s / wall_s:.0f} %)" for time_s, name in largest
+    ]
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

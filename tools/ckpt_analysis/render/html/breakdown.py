@@ -1,0 +1,257 @@
+"""Figure 2: where a save, a load and a start spend their time, blocking and background apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polars as pl
+
+from megatron.restart_trace.schema import PHASES
+
+from ...common.formatting import count, digits_for, plural, rate, seconds, size
+from ...common.intervals import busy
+from ...metrics.results import OperationStats, PhaseStats, StartStats
+from .colours import UNATTRIBUTED, colour
+from .content import Cell, Content, Plot, Table, missing, number, plot
+from .plots import bar, layout
+from .run_data import RunData, three_ranks, title_of, wall_of
+
+_BACKGROUND = "in the background"
+_BLOCKING = "training waits"
+_BLOCKING_WORDS = {"all": "yes", "some": "partly", "none": "no"}
+
+
+def draw(run: RunData) -> Content:
+    """The shown save, load and start: stacked for three ranks, the spread over all ranks, and the numbers."""
+    shown: list[OperationStats | StartStats] = [s for s in (run.save, run.load, run.start) if s is not None]
+    if not shown:
+        return missing("No save, load or start-up was recorded to its end on any rank.")
+    plots: list[Plot] = []
+    tables: list[Table] = []
+    notes: list[str] = []
+    for stats in shown:
+        if not stats.phases:
+            notes.append(f"{title_of(stats)}: no phases are recorded, only the whole.")
+        elif run.has_ranks(stats):
+            plots += [_stacked(run, stats), _spread(stats)]
+        tables.append(_table(stats))
+    notes += [
+        f"No {name} was recorded to its end."
+        for name, operation in (("save", run.save), ("load", run.load))
+        if operation is None
+    ]
+    return Content(plots, tables, notes)
+
+
+def _stacked(run: RunData, stats: OperationStats | StartStats) -> Plot:
+    """Phases one after the other, on the slowest, the median and the fastest rank."""
+    ranks = three_ranks(run.tables.walls, stats.group)
+    table = _times(run, stats, [rank for _, rank in ranks])
+    lanes: list[str] = []
+    series: dict[str, dict[str, float]] = {}
+    for word, rank in ranks:
+        mine = table.filter(pl.col("rank") == rank)
+        for background in (False, True):
+            part = mine.filter(pl.col("background") == background)
+            if background and part.is_empty():
+                continue
+            lane = f"rank {rank} ({word})" + (f", {_BACKGROUND}" if background else "")
+            lanes.append(lane)
+            for phase, busy_ns in part.select("phase", "busy_ns").iter_rows():
+                series.setdefault(phase, {})[lane] = busy_ns / 1e9
+        rest = _unattributed(run, stats.group, rank)
+        # Beside a background that overlaps it, what is left over has no place in either row.
+        if rest is not None and not mine["background"].any():
+            series.setdefault(UNATTRIBUTED, {})[f"rank {rank} ({word})"] = rest
+    order = [name for name in [*_order(stats), UNATTRIBUTED] if name in series]
+    data = [
+        bar(
+            name,
+            colour(name),
+            x=list(series[name].values()),
+            y=list(series[name]),
+            hover=[f"{name}, {lane}: {value:.4f} s" for lane, value in series[name].items()],
+        )
+        for name in order
+    ]
+    arranged = layout(
+        34 * len(lanes) + 130,
+        x="seconds (busy time)",
+        y="",
+        barmode="stack",
+        yaxis={"categoryorder": "array", "categoryarray": lanes[::-1], "type": "category"},
+    )
+    wall = wall_of(stats)
+    description = (
+        f"Stacked bars of the phases of {title_of(stats)} on {plural(len(ranks), 'rank')}; the slowest, rank "
+        f"{wall.slowest_rank}, took {wall.max_s:.3f} s in all."
+    )
+    return plot(
+        f"{title_of(stats)}: phases of the slowest, median and fastest rank", data, arranged, description
+    )
+
+
+def _times(run: RunData, stats: OperationStats | StartStats, ranks: list[int]) -> pl.DataFrame:
+    """rank, phase (with its detail), background, busy_ns of some ranks."""
+    here = (pl.col("group") == stats.group) & pl.col("rank").is_in(ranks)
+    name = (
+        pl.when(pl.col("detail") == "")
+        .then(pl.col("phase").cast(pl.String))
+        .otherwise(
+            pl.concat_str(pl.col("phase").cast(pl.String), pl.lit("/"), pl.col("detail").cast(pl.String))
+        )
+    )
+    if isinstance(stats, StartStats):
+        phases = run.tables.phases.filter(here & (pl.col("phase") != "caught_up"))
+        # The load is one block here: its own phases overlap in threads. They have a figure of their own.
+        whole = phases.filter(pl.col("detail") == "")
+        return whole.select("rank", name.alias("phase"), pl.lit(False).alias("background"), "busy_ns")
+    spans = run.frames.spans.filter(here).with_columns(
+        pl.col("detail").cast(pl.String).fill_null("").alias("detail"),
+        (~pl.col("blocking")).alias("background"),
+    )
+    return busy(spans, ["rank", "phase", "detail", "background"]).select(
+        "rank", name.alias("phase"), "background", "busy_ns"
+    )
+
+
+def _unattributed(run: RunData, group: int, rank: int) -> float | None:
+    walls = run.tables.walls.filter((pl.col("group") == group) & (pl.col("rank") == rank))
+    if walls.is_empty() or walls["wall_ns"][0] is None:
+        return None
+    return max(0, walls["wall_ns"][0] - walls["covered_ns"][0]) / 1e9
+
+
+def _order(stats: OperationStats | StartStats) -> list[str]:
+    """Names of phases, with their details, in the order in which they come."""
+    if isinstance(stats, StartStats):
+        return [phase.name for phase in stats.phases]
+    return [
+        f"{phase}/{detail}" if detail else phase
+        for phase, details in PHASES[stats.operation].items()
+        for detail in (details or ("",))
+    ]
+
+
+def _spread(stats: OperationStats | StartStats) -> Plot:
+    """Fastest to slowest rank of every phase, with the median."""
+    rows = _leaves(stats.phases)
+    names = [name for name, _ in rows]
+    longest = max((entry.time.max_s for _, entry in rows), default=0.0)
+    digits = digits_for(longest)
+    data: list[dict[str, Any]] = []
+    for background, word in ((False, _BLOCKING), (True, _BACKGROUND)):
+        mine = [(name, entry) for name, entry in rows if (entry.blocking == "none") == background]
+        if not mine:
+            continue
+        data.append(
+            bar(
+                word,
+                "",
+                x=[entry.time.spread_s for _, entry in mine],
+                y=[name for name, _ in mine],
+                base=[entry.time.min_s for _, entry in mine],
+                hover=[_hover(name, entry, digits) for name, entry in mine],
+                marker={"color": [colour(name) for name, _ in mine], "line": {"width": 1, "color": "#777777"}}
+                | ({"pattern": {"shape": "/", "size": 5}} if background else {}),
+                width=0.55,
+            )
+        )
+    data += _marks(rows, digits)
+    arranged = layout(
+        26 * len(rows) + 120,
+        x="seconds (busy time): fastest to slowest rank",
+        y="",
+        barmode="overlay",
+        xaxis={"range": [0, longest * 1.35 or 1]},
+        yaxis={"categoryorder": "array", "categoryarray": names[::-1], "type": "category"},
+    )
+    slowest = max(rows, key=lambda row: row[1].time.max_s, default=None)
+    words = f"; the longest is {slowest[0]} with {slowest[1].time.max_s:.3f} s" if slowest else ""
+    description = f"Range of the ranks' times in {len(rows)} phases of {title_of(stats)}{words}."
+    return plot(f"{title_of(stats)}: spread over the ranks", data, arranged, description)
+
+
+def _marks(rows: list[tuple[str, PhaseStats]], digits: int) -> list[dict[str, Any]]:
+    """The median of every phase, and at its end the slowest rank."""
+    names = [name for name, _ in rows]
+    median = {
+        "type": "scatter",
+        "mode": "markers",
+        "name": "median rank",
+        "x": [entry.time.median_s for _, entry in rows],
+        "y": names,
+        "marker": {"symbol": "line-ns", "size": 16, "line": {"width": 2.5, "color": "#111111"}},
+        "hoverinfo": "skip",
+        "meta": "ink",
+    }
+    slowest = {
+        "type": "scatter",
+        "mode": "text",
+        "showlegend": False,
+        "x": [entry.time.max_s for _, entry in rows],
+        "y": names,
+        "text": [f"  {seconds(e.time.max_s, digits)} s, rank {e.time.slowest_rank}" for _, e in rows],
+        "textposition": "middle right",
+        "cliponaxis": False,
+        "hoverinfo": "skip",
+    }
+    return [median, slowest]
+
+
+def _leaves(phases: list[PhaseStats]) -> list[tuple[str, PhaseStats]]:
+    """Phases, those with details as their details; without what follows after the operation."""
+    rows: list[tuple[str, PhaseStats]] = []
+    for phase in phases:
+        if phase.name == "caught_up":
+            continue
+        rows += [(f"{phase.name}/{d.name}", d) for d in phase.details] or [(phase.name, phase)]
+    return rows
+
+
+def _hover(name: str, entry: PhaseStats, digits: int) -> str:
+    time = entry.time
+    return (
+        f"{name}: slowest {seconds(time.max_s, digits)} s (rank {time.slowest_rank}), median "
+        f"{seconds(time.median_s, digits)} s, fastest {seconds(time.min_s, digits)} s; "
+        f"{plural(entry.ranks, 'rank')}"
+    )
+
+
+def _table(stats: OperationStats | StartStats) -> Table:
+    wall = wall_of(stats)
+    digits = digits_for(wall.max_s)
+    header = ["phase", "slowest s", "rank", "median s", "fastest s", "spread s"]
+    header.append("on the slowest s" if wall.slowest_rank is None else f"on rank {wall.slowest_rank} s")
+    header += ["bytes", "files", "GB/s", "training waits"]
+    entries = [entry for p in stats.phases for entry in [("", p), *((f"{p.name}/", d) for d in p.details)]]
+    rows = []
+    for prefix, entry in entries:
+        time = entry.time
+        values = (time.median_s, time.min_s, time.spread_s, time.at_critical_s)
+        rows.append(
+            [
+                Cell(prefix + entry.name),
+                number(time.max_s, seconds(time.max_s, digits)),
+                number(time.slowest_rank, count(time.slowest_rank)),
+                *(number(value, seconds(value, digits)) for value in values),
+                number(entry.bytes, size(entry.bytes)),
+                number(entry.num_files, count(entry.num_files)),
+                number(entry.GBps, rate(entry.GBps)),
+                Cell(_BLOCKING_WORDS[entry.blocking]),
+            ]
+        )
+    if stats.unattributed:
+        rest = stats.unattributed
+        values = (rest.median_s, rest.min_s, rest.spread_s, rest.at_critical_s)
+        rows.append(
+            [
+                Cell(UNATTRIBUTED),
+                number(rest.max_s, seconds(rest.max_s, digits)),
+                number(rest.slowest_rank, count(rest.slowest_rank)),
+                *(number(value, seconds(value, digits)) for value in values),
+                *[Cell("")] * 4,
+            ]
+        )
+    whole = "to the first step" if isinstance(stats, StartStats) else "whole " + stats.operation
+    return Table(f"{title_of(stats)}, phase by phase ({whole}: {wall.max_s:.{digits}f} s)", header, rows)

@@ -1,0 +1,322 @@
+"""Figure 10: several runs side by side, drawn from the comparison that `ckpt-analysis compare` prints."""
+
+from __future__ import annotations
+
+from math import log10
+from pathlib import Path
+from typing import Any
+
+from ...common.formatting import NOT_RECORDED, percent, size
+from ...compare import results
+from ...compare.results import Comparison, MetricRow, SpeedUp, VariantFacts
+from ..comparison import METHOD, median_text, p_text, verdict_text
+from .content import Cell, Content, Plot, Table, number, plot
+from .plots import LINE, SECOND_LINE, THIRD_LINE, layout
+
+_COLOURS = (LINE, SECOND_LINE, THIRD_LINE, "#AA3377", "#999933", "#66CCEE", "#888888")
+_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star")
+_TRACES = ("restart_trace", "trace")  # what directories of traces are called, of trainings and of drills
+_SHARE = "blocked_share"
+_TIMES = {
+    "blocked_s": "save:<br>training<br>blocked",
+    "durable_s": "save:<br>until<br>durable",
+    "load_s": "load",
+    "launch_s": "launch:<br>process to<br>first step",
+    "time_to_first_step_s": "restart:<br>process to<br>first step",
+    "restart_s": "restart:<br>failure to<br>first step",
+}
+_SPEEDS = {
+    "blocked_GBps": "save:<br>as training<br>sees it",
+    "save_io_GBps": "save:<br>to storage",
+    "load_io_GBps": "load:<br>from storage",
+}
+_IN_SENTENCES = ("blocked_s", "load_s", "time_to_first_step_s", "restart_s")
+_IN_GRID = ("blocked_s", "durable_s", "load_s", "restart_s", _SHARE, "save_bytes")
+_FACTS = ("engine", "layout", "model", "ranks", "hosts")
+
+CAPTION = (
+    "Medians over what each run did (every save, load, restart; the first save of a cycle is left out where the notes "
+    "say so), with a line from the smallest to the largest. A speed-up is against the first run, A, with its 95 % "
+    "interval where there are enough repeats for one; whether it exceeds the noise is its verdict. All numbers are "
+    "those of `ckpt-analysis compare`."
+)
+TERMS = (
+    "speed-up",
+    "blocked share",
+    "blocked_s",
+    "durable_s",
+    "io_GBps",
+    "blocked_GBps",
+    "load_s",
+    "time_to_first_step_s",
+    "restart_s",
+)
+
+
+def draw(comparison: Comparison) -> Content:
+    """Plots of times, throughputs, blocked shares and speed-ups; tables of the runs and of what exceeds the noise."""
+    plots = [
+        _values("Times: less is better", _TIMES, comparison),
+        _values("Throughput: more is better", _SPEEDS, comparison),
+        _speed_ups(comparison),
+        _shares(comparison),
+    ]
+    tables = [_runs(comparison), *_grid(comparison), _differences(comparison)]
+    notes = [*_sentences(comparison), *comparison.notes, METHOD]
+    return Content([drawn for drawn in plots if drawn], tables, notes)
+
+
+def name_of(variant: VariantFacts) -> str:
+    """Label and name of a variant; of a directory that stands for its name the last part that tells something."""
+    path = Path(variant.name)
+    if not Path(variant.directories[0]).is_relative_to(path):  # a NAME, which may hold slashes
+        return f"{variant.label} {variant.name}"
+    named = path.parent.name if path.name in _TRACES else path.name
+    return f"{variant.label} {named or variant.name}"
+
+
+def _sentences(comparison: Comparison) -> list[str]:
+    """What every run after the first did to the times that matter, and what its saves block."""
+    shares = comparison.row(_SHARE)
+    sentences = []
+    for index, variant in enumerate(comparison.variants):
+        parts = []
+        for row in (row for name in _IN_SENTENCES if (row := comparison.row(name))):
+            gain = row.speed_up(row.cells[index])
+            if gain is not None:
+                verdict = verdict_text(row, row.cells[index])
+                parts.append(f"{row.name} {gain.times:.3g} times as fast as A{_interval(gain)}: {verdict}")
+        share = shares.cells[index].median if shares else None
+        if share is not None:
+            parts.append(f"saves block {percent(share)} of its training time")
+        if parts:
+            sentences.append(f"{name_of(variant)}: {'; '.join(parts)}.")
+    return sentences
+
+
+def _interval(gain: SpeedUp) -> str:
+    return "" if gain.low is None or gain.high is None else f" ({gain.low:.3g} to {gain.high:.3g})"
+
+
+def _rows(names: dict[str, str], comparison: Comparison) -> dict[str, MetricRow]:
+    """Title -> row, of those that some variant has."""
+    return {title: row for name, title in names.items() if (row := comparison.row(name))}
+
+
+def _values(title: str, names: dict[str, str], comparison: Comparison) -> Plot | None:
+    """A point per metric and run on a logarithmic axis: times of saves and of restarts are far apart."""
+    rows = _rows(names, comparison)
+    if not rows:
+        return None
+    data = []
+    for index, variant in enumerate(comparison.variants):
+        mine = {name: cell for name, row in rows.items() if (cell := row.cells[index]).values}
+        medians = [cell.median or 0.0 for cell in mine.values()]
+        points = _points(index, variant, list(mine), medians)
+        points["error_y"] |= {
+            "array": [max(cell.values) - at for cell, at in zip(mine.values(), medians, strict=True)],
+            "arrayminus": [at - min(cell.values) for cell, at in zip(mine.values(), medians, strict=True)],
+        }
+        texts = [f"{value:.3g}" for value in medians]
+        data.append(points | {"mode": "markers+text", "text": texts, "textposition": "top center"})
+    arranged = _arranged(rows, next(iter(rows.values())).unit)
+    arranged["yaxis"] |= _room_for_labels(rows)
+    measured = ", ".join(row.name for row in rows.values())
+    description = f"{title}. Points of {measured} for {len(comparison.variants)} runs."
+    return plot(title, data, arranged, description)
+
+
+def _room_for_labels(rows: dict[str, MetricRow]) -> dict[str, Any]:
+    """A range of the logarithmic axis, in powers of ten, that labels above the highest point lie within."""
+    values = [value for row in rows.values() for cell in row.cells for value in cell.values if value > 0]
+    return {"range": [log10(min(values)) - 0.15, log10(max(values)) + 0.3]} if values else {}
+
+
+def _speed_ups(comparison: Comparison) -> Plot | None:
+    """A point per metric and run after the first: filled if it exceeds the noise, with its interval if it has one."""
+    rows = _rows(_TIMES | _SPEEDS, comparison)
+    data = []
+    for index, variant in list(enumerate(comparison.variants))[1:]:
+        gains = {title: gain for title, row in rows.items() if (gain := row.speed_up(row.cells[index]))}
+        points = _points(index, variant, list(gains), [gain.times for gain in gains.values()])
+        points["error_y"] |= {
+            "array": [(gain.high or gain.times) - gain.times for gain in gains.values()],
+            "arrayminus": [gain.times - (gain.low or gain.times) for gain in gains.values()],
+        }
+        verdicts = [verdict_text(rows[title], rows[title].cells[index]) for title in gains]
+        points["marker"]["symbol"] = [
+            _symbol(index) + ("" if verdict.startswith(results.DIFFERS) else "-open") for verdict in verdicts
+        ]
+        hover = "%{x}: %{y:.3g} times, %{text}<extra>%{fullData.name}</extra>"
+        data.append(points | {"text": verdicts, "hovertemplate": hover})
+    if not any(points["x"] for points in data):
+        return None
+    one = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1, "layer": "below"}
+    arranged = _arranged(rows, "times as fast as A") | {
+        "shapes": [one | {"line": {"color": "#888888", "width": 1.5, "dash": "dash"}}]
+    }
+    title = "Speed-up over A: filled where it exceeds the noise"
+    return plot(title, data, arranged, f"{title}. Points of {len(rows)} metrics with their 95 % intervals.")
+
+
+def _points(index: int, variant: VariantFacts, x: list[str], y: list[float]) -> dict[str, Any]:
+    colour = _COLOURS[index % len(_COLOURS)]
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": name_of(variant),
+        "x": x,
+        "y": y,
+        "error_y": {"type": "data", "symmetric": False, "thickness": 1.5},
+        "marker": {
+            "color": colour,
+            "size": 10,
+            "symbol": _symbol(index),
+            "line": {"color": colour, "width": 2},
+        },
+        "hovertemplate": "%{x}: %{y:.4g}<extra>%{fullData.name}</extra>",
+    }
+
+
+def _symbol(index: int) -> str:
+    """Where colours come again, symbols are others."""
+    return _SYMBOLS[(index + index // len(_COLOURS)) % len(_SYMBOLS)]
+
+
+def _arranged(rows: dict[str, MetricRow], unit: str) -> dict[str, Any]:
+    """Runs beside each other within each metric; metrics in the order of `rows`, whatever the first run lacks."""
+    categories = {"type": "category", "categoryorder": "array", "categoryarray": list(rows)}
+    xaxis = categories | {"range": [-0.5, len(rows) - 0.5]}
+    yaxis = {"type": "log", "exponentformat": "none"}
+    return layout(380, x="", y=unit, xaxis=xaxis, yaxis=yaxis, scattermode="group", showlegend=True)
+
+
+def _shares(comparison: Comparison) -> Plot | None:
+    row = comparison.row(_SHARE)
+    if row is None:
+        return None
+    known = {index: cell.median for index, cell in enumerate(row.cells) if cell.median is not None}
+    names = [name_of(comparison.variants[index]) for index in known]
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "x": [100 * share for share in known.values()],
+            "y": names,
+            "marker": {"color": [_COLOURS[index % len(_COLOURS)] for index in known]},
+            "text": [percent(share) for share in known.values()],
+            "textposition": "auto",
+            "insidetextanchor": "end",
+            "hoverinfo": "skip",
+        }
+    ]
+    arranged = layout(
+        110 + 34 * len(known),
+        x="% of the training time",
+        y="",
+        xaxis={"rangemode": "tozero"},
+        yaxis={"type": "category", "autorange": "reversed"},
+    )
+    title = "Training time that saves block: less is better"
+    return plot(title, data, arranged, f"{title}. A bar for each of {len(known)} runs.")
+
+
+def _runs(comparison: Comparison) -> Table:
+    """What each run was: engine, layout, model, checkpoint, and whatever else is not the same in all."""
+    others = [name for name in comparison.differing if name not in _FACTS]
+    sizes, files, shares = (comparison.row(name) for name in ("save_bytes", "save_files", _SHARE))
+    rows = []
+    for index, variant in enumerate(comparison.variants):
+        cells = [Cell(name_of(variant)), number(len(variant.directories), str(len(variant.directories)))]
+        cells += [Cell(variant.facts.get(name) or NOT_RECORDED) for name in (*_FACTS, *others)]
+        num_bytes, num_files, share = (
+            row.cells[index].median if row else None for row in (sizes, files, shares)
+        )
+        cells += [
+            number(num_bytes, size(None if num_bytes is None else round(num_bytes))),
+            number(num_files, NOT_RECORDED if num_files is None else f"{num_files:.10g}"),
+            number(share, percent(share)),
+        ]
+        rows.append(cells)
+    header = ["run", "runs", *_FACTS, *others, "checkpoint", "files", "training blocked"]
+    return Table("Runs compared", header, rows)
+
+
+def _grid(comparison: Comparison) -> list[Table]:
+    """Metrics by model and layout, an engine a column; nothing unless engines and one of these vary."""
+    facts = [variant.facts for variant in comparison.variants]
+    engines = list(dict.fromkeys(of.get("engine") or NOT_RECORDED for of in facts))
+    places = list(dict.fromkeys((of.get("model"), of.get("layout")) for of in facts))
+    if len(engines) < 2 or len(places) < 2:
+        return []
+    rows = []
+    for row in (row for name in _IN_GRID if (row := comparison.row(name))):
+        for model, arrangement in places:
+            cells = [Cell(row.name), Cell(model or NOT_RECORDED), Cell(arrangement or NOT_RECORDED)]
+            for engine in engines:
+                wanted = (model, arrangement, engine)
+                cells.append(_grid_cell(comparison, row, wanted))
+            rows.append(cells)
+    header = ["metric", "model", "layout", *engines]
+    return [Table("Engines by model and layout: medians, and the speed-up over A", header, rows)]
+
+
+def _grid_cell(comparison: Comparison, row: MetricRow, wanted: tuple[str | None, str | None, str]) -> Cell:
+    """All variants of this model, layout and engine: more than one if they differ in something else."""
+    texts, medians = [], []
+    for variant, cell in zip(comparison.variants, row.cells, strict=True):
+        of = variant.facts
+        if (of.get("model"), of.get("layout"), of.get("engine") or NOT_RECORDED) != wanted:
+            continue
+        if cell.median is not None:
+            gain = row.speed_up(cell)
+            times = f", {gain.times:.3g}×" if gain else ""
+            texts.append(f"{_value(row, cell.median)} ({variant.label}{times})")
+            medians.append(cell.median)
+    return number(medians[0] if medians else None, "; ".join(texts) or NOT_RECORDED)
+
+
+def _value(row: MetricRow, median: float) -> str:
+    if row.unit == "bytes":
+        return size(round(median))
+    return percent(median) if row.name == _SHARE else f"{median:.4g} {row.unit}"
+
+
+def _differences(comparison: Comparison) -> Table:
+    """A row per metric and run after the first, with the numbers and verdicts that `ckpt-analysis compare` prints."""
+    rows = []
+    for row in (row for row in comparison.rows if row.headline):
+        for variant, cell in list(zip(comparison.variants, row.cells, strict=True))[1:]:
+            gain = row.speed_up(cell)
+            between = NOT_RECORDED
+            if gain and gain.low is not None and gain.high is not None:
+                between = f"[{gain.low:.3f}, {gain.high:.3f}]"
+            rows.append(
+                [
+                    Cell(row.name),
+                    Cell(row.unit),
+                    number(row.cells[0].median, median_text(row.cells[0])),
+                    Cell(name_of(variant)),
+                    number(cell.median, median_text(cell)),
+                    number(cell.ratio, NOT_RECORDED if cell.ratio is None else f"{cell.ratio:.3f}"),
+                    number(gain.times if gain else None, f"{gain.times:.3f}" if gain else NOT_RECORDED),
+                    Cell(between),
+                    number(cell.p_value, NOT_RECORDED if cell.p_value is None else p_text(cell.p_value)),
+                    Cell(verdict_text(row, cell)),
+                ]
+            )
+    header = [
+        "metric",
+        "unit",
+        "A (n)",
+        "run",
+        "median (n)",
+        "ratio",
+        "speed-up",
+        "its 95 % interval",
+        "p",
+        "verdict",
+    ]
+    return Table(
+        f"Which differences exceed the noise; ratios are to A, n counts {comparison.repeats}", header, rows
+    )

@@ -1,0 +1,90 @@
+"""What a figure consists of: plots as plain data, tables, sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .run_data import RunData
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Another arrangement of a plot's data, behind a button with this label."""
+
+    label: str
+    data: list[dict[str, Any]]
+    layout: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One plot. The first variant is shown; with several there are buttons to choose.
+
+    `description` says in words what it shows, for those who cannot see it.
+    """
+
+    title: str
+    variants: list[Variant]
+    description: str
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Text of a table's cell, and the number that it is sorted by (None: by its text)."""
+
+    text: str
+    order: float | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table that readers can sort. `folded`: shown only when opened."""
+
+    caption: str
+    header: list[str]
+    rows: list[list[Cell]]
+    folded: bool = False
+
+    @property
+    def numeric(self) -> list[bool]:
+        """Which columns hold numbers, in some row."""
+        return [any(row[i].order is not None for row in self.rows) for i in range(len(self.header))]
+
+
+@dataclass(frozen=True)
+class Content:
+    """What one figure shows, in this order: notes (sentences with its result), plots, tables."""
+
+    plots: list[Plot] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of the report. `caption` defines its metric; `terms` are definitions that it links to."""
+
+    name: str
+    section: str
+    title: str
+    make: Callable[[RunData], Content]
+    caption: str
+    terms: tuple[str, ...]
+
+
+def plot(title: str, data: list[dict[str, Any]], layout: dict[str, Any], description: str) -> Plot:
+    """A plot with one arrangement."""
+    return Plot(title, [Variant("", data, layout)], description)
+
+
+def missing(sentence: str) -> Content:
+    """In place of a figure: why there is none."""
+    return Content(notes=[sentence])
+
+
+def number(value: float | None, text: str) -> Cell:
+    """A cell that is sorted as a number; unknown ones come last."""
+    return Cell(text, value)

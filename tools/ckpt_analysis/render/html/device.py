@@ -1,0 +1,175 @@
+"""Figure 9: memory, page cache, I/O counters and device over the operations of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import polars as pl
+
+from ...common.formatting import size
+from ...model.probe_values import NAMES
+from .content import Cell, Content, Plot, Table, missing, number, plot
+from .plots import LINE, MARK, SECOND_LINE, THIRD_LINE, layout, line
+from .run_data import RunData
+
+_MOST_MOMENTS = 400
+_MOST_TICKS = 8
+_COLOURS = (LINE, SECOND_LINE, THIRD_LINE, MARK)
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """One plot: `names` of probes with a common unit, and what they are divided by for it."""
+
+    title: str
+    axis: str
+    scale: float
+    names: tuple[str, ...]
+
+
+_LEVELS = (
+    _Panel("Memory of a process", "GB, highest rank", 1e9, ("rss_bytes",)),
+    _Panel(
+        "Memory of a device",
+        "GB, highest rank",
+        1e9,
+        ("device_allocated_bytes", "device_reserved_bytes", "gpu_memory_used_bytes"),
+    ),
+    _Panel(
+        "Page cache of a host",
+        "GB, highest rank",
+        1e9,
+        ("page_cache_bytes", "dirty_bytes", "writeback_bytes"),
+    ),
+    _Panel("Device in use", "%, highest rank", 1.0, ("gpu_utilization_percent",)),
+    _Panel("PCIe of a device", "GB/s, highest rank", 1e9, ("pcie_tx_bytes_per_s", "pcie_rx_bytes_per_s")),
+)
+_COUNTERS = {
+    "io_read_calls_bytes": "read by calls",
+    "io_write_calls_bytes": "written by calls",
+    "io_read_storage_bytes": "fetched from storage",
+    "io_write_storage_bytes": "sent to storage",
+}
+
+
+def draw(run: RunData) -> Content:
+    """Levels at the ends of operations, and what the I/O counters rose by in each operation."""
+    probes = run.analysis.probes
+    known = [name for name in NAMES if probes[name].count()]
+    if not known:
+        return missing(
+            "No probes were recorded: the run was traced with --restart-trace-probes off, or by a tool that "
+            "has none."
+        )
+    moments = _moments(run)
+    plots = [_levels(panel, moments, known) for panel in _LEVELS if set(panel.names) & set(known)]
+    if set(_COUNTERS) & set(known):
+        plots.append(_traffic(run, known))
+    absent = [panel.title for panel in _LEVELS if not set(panel.names) & set(known)]
+    notes = [f"Not recorded (no such device, or hidden there): {', '.join(absent)}."] if absent else []
+    if moments.height > _MOST_MOMENTS:
+        notes.append(f"The plots show the last {_MOST_MOMENTS} moments; the table is over all.")
+    return Content(plots, [_table(probes, known)], notes)
+
+
+def _labels(run: RunData) -> pl.DataFrame:
+    """group, label, order of the operations that were probed."""
+    return (
+        run.frames.operations.group_by("group")
+        .agg(
+            pl.col("operation").first().cast(pl.String),
+            pl.col("cycle").first(),
+            pl.col("tag").drop_nulls().first(),
+            pl.col("start_ns").min().alias("order"),
+        )
+        .with_columns(
+            pl.concat_str(
+                pl.col("operation"),
+                pl.col("tag"),
+                pl.concat_str(pl.lit("cycle "), pl.col("cycle")),
+                separator="<br>",
+                ignore_nulls=True,
+            ).alias("label")
+        )
+        .select("group", "label", "order")
+    )
+
+
+def _moments(run: RunData) -> pl.DataFrame:
+    """Highest value over the ranks of every probe, at the start and end of each operation, in order of time."""
+    return (
+        run.analysis.probes.group_by("group", "at")
+        .agg(pl.col(name).max() for name in NAMES)
+        .join(_labels(run), on="group")
+        .sort("order", "group", pl.col("at") == "end")
+        .with_columns(pl.concat_str("label", pl.lit("<br>"), "at").alias("label"))
+    )
+
+
+def _levels(panel: _Panel, moments: pl.DataFrame, known: list[str]) -> Plot:
+    shown = moments.tail(_MOST_MOMENTS)
+    labels = shown["label"].to_list()
+    x = list(range(len(labels)))
+    data = []
+    for name, paint in zip((n for n in panel.names if n in known), _COLOURS, strict=False):
+        y = (shown[name] / panel.scale).to_list()
+        look = {"text": labels, "hovertemplate": f"%{{text}}<br>{name}: %{{y:.4g}}<extra></extra>"}
+        data.append(line(name, paint, x=x, y=y, showlegend=True, **look))
+    every = -(-len(labels) // _MOST_TICKS)
+    xaxis = {"tickmode": "array", "tickvals": x[::every], "ticktext": labels[::every], "tickangle": 0}
+    arranged = layout(300, x="", y=panel.axis, xaxis=xaxis, yaxis={"rangemode": "tozero"})
+    description = (
+        f"Lines of {', '.join(n for n in panel.names if n in known)} at the ends of {len(x) // 2} operations."
+    )
+    return plot(panel.title, data, arranged, description)
+
+
+def _traffic(run: RunData, known: list[str]) -> Plot:
+    """Rise of the process's I/O counters in each operation, summed over the ranks with both samples."""
+    names = [name for name in _COUNTERS if name in known]
+    rises = (
+        run.analysis.probes.group_by("group", "rank")
+        .agg(pl.len().alias("samples"), *((pl.col(name).max() - pl.col(name).min()) for name in names))
+        .filter(pl.col("samples") == 2)
+        .group_by("group")
+        .agg(pl.col(name).sum() for name in names)
+        .join(_labels(run), on="group")
+        .sort("order")
+        .tail(_MOST_MOMENTS // 2)
+    )
+    labels = rises["label"].to_list()
+    data: list[dict[str, Any]] = []
+    for name, paint in zip(names, _COLOURS, strict=False):
+        data.append(
+            {
+                "type": "bar",
+                "name": _COUNTERS[name],
+                "x": list(range(len(labels))),
+                "text": labels,
+                "textposition": "none",
+                "y": (rises[name] / 1e9).to_list(),
+                "marker": {"color": paint},
+                "hovertemplate": f"%{{text}}<br>{_COUNTERS[name]}: %{{y:.4g}} GB<extra></extra>",
+            }
+        )
+    every = -(-len(labels) // _MOST_TICKS) or 1
+    x = list(range(len(labels)))
+    xaxis = {"tickmode": "array", "tickvals": x[::every], "ticktext": labels[::every], "tickangle": 0}
+    arranged = layout(320, x="", y="GB, all ranks", barmode="group", xaxis=xaxis)
+    description = f"Bars of the bytes that all ranks read and wrote in each of {len(labels)} operations."
+    return plot("I/O of the processes in each operation", data, arranged, description)
+
+
+def _table(probes: pl.DataFrame, known: list[str]) -> Table:
+    rows = []
+    for name in known:
+        values = probes.select("rank", name).drop_nulls()
+        highest = values.sort(name, "rank", descending=[True, False]).row(0)
+        numbers = [float(str(v)) for v in (values[name].min(), values[name].median(), values[name].max())]
+        texts = [size(int(n)) if "bytes" in name else f"{n:.0f}" for n in numbers]
+        rows.append(
+            [Cell(name), *(number(n, t) for n, t in zip(numbers, texts, strict=True)), Cell(str(highest[0]))]
+        )
+    header = ["probe", "lowest", "median", "highest", "on rank"]
+    return Table("Probes over all ranks and operations", header, rows)

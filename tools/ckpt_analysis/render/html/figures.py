@@ -1,0 +1,106 @@
+"""The figures of a run's report, in their order."""
+
+from __future__ import annotations
+
+from . import (
+    barriers,
+    breakdown,
+    device,
+    files,
+    gantt,
+    heatmap,
+    steps,
+    throughput,
+    waterfall,
+)
+from .content import Figure
+
+FIGURES: tuple[Figure, ...] = (
+    Figure(
+        "waterfall",
+        "Restart",
+        "Restart, from the failure to the first step",
+        waterfall.draw,
+        "Phases one after the other along the critical path over the ranks, which is what the restart's "
+        "length consists of. The grey bar behind a phase reaches from the first rank that began it to the "
+        "last that ended it. What comes after the dotted line is training again work that was lost.",
+        ("critical path", "restart_s", "time_to_first_step_s", "caught_up_s", "lost_steps", "lost_work_s"),
+    ),
+    Figure(
+        "breakdown",
+        "Phases",
+        "Where saves, loads and starts spend their time",
+        breakdown.draw,
+        "Busy time of each phase. First one after the other on three ranks: what training waited for apart "
+        "from what went on in the background. Then over all ranks: a bar from the fastest to the slowest "
+        "rank, a line at the median. The rest that no phase accounts for is shown as unattributed.",
+        ("busy time", "between ranks", "wall time", "unattributed_s", "coverage_min"),
+    ),
+    Figure(
+        "ranks",
+        "Ranks",
+        "Rank by rank",
+        heatmap.draw,
+        "Busy time of each rank (column) in each phase (row); a triangle marks ranks whose own time is far "
+        "above the median's (the thresholds of the finding straggling_rank). The buttons order the ranks by "
+        "host, or by pipeline stage, data-parallel and tensor-parallel rank. In the row of barriers a dark "
+        "cell is a rank that others waited for.",
+        ("busy time", "own time", "between ranks"),
+    ),
+    Figure(
+        "timeline",
+        "Timeline",
+        "One checkpoint as it happened",
+        gantt.draw,
+        "Every span of the save on the threads of its slowest, its median and its fastest rank (of at most "
+        "four ranks: of all), with the training steps of the rank below. Spans that alternate within one "
+        "window share the height of their lane; hover for the time that each really took.",
+        ("operation", "wall time", "blocked_s", "durable_s"),
+    ),
+    Figure(
+        "files",
+        "Files",
+        "Files of the checkpoint",
+        files.draw,
+        "Files that ranks wrote (without the manifest): how many of which size, and the time that each took "
+        "in write and fsync, or in reading and decoding, by the kind that its name shows.",
+        ("io_GBps",),
+    ),
+    Figure(
+        "throughput",
+        "Throughput",
+        "Throughput of saves and loads",
+        throughput.draw,
+        "Two numbers that are often confused: io_GBps is what the storage took, blocked_GBps is the "
+        "checkpoint's size over the time that training stood still. A rank's are its own bytes over its own "
+        "time; a host's are its ranks' bytes over the time of its slowest rank.",
+        ("io_GBps", "blocked_GBps", "blocked_s", "between ranks"),
+    ),
+    Figure(
+        "barriers",
+        "Barriers",
+        "Waiting for other ranks",
+        barriers.draw,
+        "Time of each rank in barriers. A low bar among high ones is a rank that came late.",
+        ("waiting", "skew"),
+    ),
+    Figure(
+        "steps",
+        "Training steps",
+        "Training steps around checkpoints",
+        steps.draw,
+        "Time of every training step on its slowest rank. Rings mark steps during which a save was under "
+        "way: what they take above the others is the price of saving in the background.",
+        ("step during a save", "blocked_s"),
+    ),
+    Figure(
+        "probes",
+        "Memory and devices",
+        "Memory, page cache, I/O and devices",
+        device.draw,
+        "The highest value over the ranks at the start and the end of each operation, and by how much the "
+        "I/O counters of the processes rose in it. Reads that were fetched from storage less than they were "
+        "read came from the page cache.",
+        ("probes", "operation"),
+    ),
+)

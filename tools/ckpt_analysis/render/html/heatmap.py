@@ -1,0 +1,209 @@
+"""Figure 3: every rank's time in every phase, as a map; by host, or by position in the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import polars as pl
+
+from ...common.formatting import plural, seconds
+from ...findings.comparisons import largest_excess, slow_ranks
+from ...metrics.results import OperationStats, PhaseStats, StartStats
+from .content import Cell, Content, Plot, Table, Variant, missing, number
+from .plots import MARGIN, MARK, axis, matrix
+from .run_data import RunData, title_of
+
+COLUMNS = 1024  # of the map: what a screen shows. More ranks share columns
+_TICKS = 12
+_MAP = 0.93  # of the plot's height; marks are above
+_WORST = 32  # rows of the table
+_ORDERS = {"by host": ["host", "rank"], "by TP × PP × DP": ["pp", "dp", "tp", "rank"]}
+
+
+def draw(run: RunData) -> Content:
+    """A map for each of the shown save, load and start."""
+    shown: list[OperationStats | StartStats] = [s for s in (run.save, run.load, run.start) if s is not None]
+    shown = [stats for stats in shown if stats.phases and run.has_ranks(stats)]
+    if not shown:
+        return missing(
+            "No operation was recorded rank by rank and phase by phase, so ranks cannot be compared."
+        )
+    slow = slow_ranks(run.tables.walls)
+    plots = [_map(run, stats, slow) for stats in shown]
+    notes = [_binned(stats.ranks) for stats in shown[:1] if stats.ranks > COLUMNS]
+    flagged = {row for stats in shown for row in _flagged(slow, stats)}
+    if not flagged:
+        notes.append("No rank of the operations shown works much longer than the others.")
+    return Content(plots, [_table(run, stats) for stats in shown], notes)
+
+
+def _binned(ranks: int) -> str:
+    return (
+        f"The {ranks} ranks share {COLUMNS} columns: each cell is the worst of {-(-ranks // COLUMNS)} or fewer "
+        "neighbouring ranks, so no slow rank is lost. The tables name the slowest ranks one by one."
+    )
+
+
+def _flagged(slow: pl.DataFrame, stats: OperationStats | StartStats) -> list[int]:
+    return slow.filter(pl.col("group") == stats.group)["rank"].to_list()
+
+
+def leaf_names(phases: list[PhaseStats]) -> list[tuple[str, str]]:
+    """(phase, detail) of the rows: phases with details as their details, "" for those without."""
+    rows: list[tuple[str, str]] = []
+    for phase in phases:
+        if phase.name != "caught_up":
+            rows += [(phase.name, detail.name) for detail in phase.details] or [(phase.name, "")]
+    return rows
+
+
+def _map(run: RunData, stats: OperationStats | StartStats, slow: pl.DataFrame) -> Plot:
+    table = _ranks(run, stats)
+    names = [f"{phase}/{detail}" if detail else phase for phase, detail in leaf_names(stats.phases)]
+    flagged = set(_flagged(slow, stats))
+    variants = [
+        Variant(word, *_arranged(table.sort(order), names, flagged, order[0]))
+        for word, order in _ORDERS.items()
+    ]
+    marked = (
+        f"; marked as slower than the others: rank {', '.join(map(str, sorted(flagged)))}" if flagged else ""
+    )
+    description = f"Map of {table.height} ranks and {len(names)} phases of {title_of(stats)}{marked}."
+    return Plot(f"{title_of(stats)}: {plural(table.height, 'rank')}", variants, description)
+
+
+def _ranks(run: RunData, stats: OperationStats | StartStats) -> pl.DataFrame:
+    """A row per rank: its place, and a column of seconds per phase."""
+    places = run.places.filter(pl.col("cycle") == stats.cycle)
+    table = (
+        run.tables.walls.filter(pl.col("group") == stats.group)
+        .select("rank")
+        .join(places, on="rank", how="left", maintain_order="left")
+    )
+    mine = run.tables.phases.filter(pl.col("group") == stats.group)
+    for phase, detail in leaf_names(stats.phases):
+        name = f"{phase}/{detail}" if detail else phase
+        part = mine.filter((pl.col("phase") == phase) & (pl.col("detail") == detail))
+        column = part.select("rank", (pl.col("busy_ns") / 1e9).alias(name))
+        table = table.join(column, on="rank", how="left", maintain_order="left")
+        table = table.with_columns(pl.col(name).fill_null(0.0))
+    return table
+
+
+def _arranged(
+    table: pl.DataFrame, names: list[str], flagged: set[int], group_by: str
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Data and layout of a map whose columns are the rows of `table`, or bins of them."""
+    per_column = -(-table.height // COLUMNS)
+    binned = (
+        table.with_row_index("row")
+        .with_columns((pl.col("row") // per_column).alias("column"))
+        .group_by("column", maintain_order=True)
+        .agg(
+            pl.col("rank").first(),
+            pl.col("rank").last().alias("last"),
+            pl.col("rank").is_in(sorted(flagged)).any().alias("slow"),
+            pl.col("host", "tp", "pp", "dp").first(),
+            *(pl.col(name).max() for name in names),
+        )
+    )
+    labels = [_label(row, per_column) for row in binned.iter_rows(named=True)]
+    ticks = _ticks(binned[group_by].to_list(), labels, group_by)
+    data: list[dict[str, Any]] = [
+        {
+            "type": "heatmap",
+            "x": labels,
+            "y": names,
+            "z": matrix([binned[name].to_list() for name in names]),
+            "colorscale": "Cividis",  # made for colour-blind readers
+            "zmin": 0,
+            "colorbar": {"title": {"text": "seconds"}, "thickness": 12, "outlinewidth": 0},
+            "hovertemplate": "%{y}<br>%{x}<br>%{z:.4f} s<extra></extra>",
+        }
+    ]
+    marked = [label for label, is_slow in zip(labels, binned["slow"], strict=True) if is_slow]
+    if marked:
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": "slower than the others",
+                "x": marked,
+                "y": [0.5] * len(marked),
+                "yaxis": "y2",
+                "marker": {"symbol": "triangle-down", "size": 11, "color": MARK},
+                "hovertemplate": "%{x}<br>slower than the others<extra></extra>",
+                "cliponaxis": False,
+                "showlegend": False,
+            }
+        )
+    arranged = {
+        "height": 26 * len(names) + 110,
+        "margin": MARGIN,
+        "xaxis": axis("ranks, " + ("in order of their hosts" if group_by == "host" else "stage by stage"))
+        | {"type": "category", "tickmode": "array", **ticks},
+        "yaxis": axis("") | {"type": "category", "autorange": "reversed", "domain": [0, _MAP]},
+        # For the marks above the map.
+        "yaxis2": {"domain": [_MAP, 1], "range": [0, 1], "visible": False, "fixedrange": True},
+    }
+    return data, arranged
+
+
+def _label(row: dict[str, Any], per_column: int) -> str:
+    place = f"{row['host']}, tp {row['tp']} pp {row['pp']} dp {row['dp']}"
+    if per_column == 1:
+        return f"rank {row['rank']} ({place})"
+    return f"ranks from {row['rank']} to {row['last']} (from {place})"
+
+
+def _ticks(groups: Sequence[Any], labels: list[str], group_by: str) -> dict[str, list[str]]:
+    """A tick where a host or a stage begins; of very many every n-th. Few ranks have a tick each."""
+    if len(labels) <= 16:
+        return {
+            "tickvals": labels,
+            "ticktext": [label.split(" (")[0].removeprefix("rank ") for label in labels],
+        }
+    first = [i for i, group in enumerate(groups) if not i or groups[i - 1] != group]
+    first = first[:: -(-len(first) // _TICKS)]
+    word = "" if group_by == "host" else f"{group_by} "
+    return {"tickvals": [labels[i] for i in first], "ticktext": [f"{word}{groups[i]}" for i in first]}
+
+
+def _table(run: RunData, stats: OperationStats | StartStats) -> Table:
+    """The ranks that worked longest."""
+    walls = run.tables.walls.filter((pl.col("group") == stats.group) & pl.col("wall_ns").is_not_null())
+    worst = walls.sort("own_ns", "rank", descending=[True, False]).head(_WORST)
+    places = run.places.filter(pl.col("cycle") == stats.cycle)
+    worst = worst.join(places, on="rank", how="left", maintain_order="left")
+    excess = largest_excess(run.tables, stats.group)
+    worst = worst.join(excess, on="rank", how="left", maintain_order="left")
+    median_s = (walls.select(pl.col("own_ns").median()).item() or 0) / 1e9
+    rows = []
+    for row in worst.iter_rows(named=True):
+        own_s = row["own_ns"] / 1e9
+        above_s = ((row["theirs_ns"] or 0) - (row["usual_ns"] or 0)) / 1e9
+        rows.append(
+            [
+                number(row["rank"], str(row["rank"])),
+                Cell(str(row["host"])),
+                Cell(f"{row['tp']}, {row['pp']}, {row['dp']}"),
+                number(own_s, seconds(own_s)),
+                number(own_s - median_s, f"{own_s - median_s:+.3f}"),
+                number(row["wall_ns"], seconds(row["wall_ns"] / 1e9)),
+                Cell(row["phase"] or ""),
+                number(above_s, f"{above_s:+.3f}"),
+            ]
+        )
+    header = [
+        "rank",
+        "host",
+        "tp, pp, dp",
+        "own s",
+        "over the median s",
+        "wall s",
+        "phase above its median most",
+    ]
+    header.append("there s")
+    few = f"the {len(rows)} longest of {walls.height}" if len(rows) < walls.height else "all ranks"
+    return Table(f"{title_of(stats)}: own time, {few}", header, rows, folded=True)

@@ -1,0 +1,191 @@
+"""The page: everything that its template shows, as plain values, and the text that becomes of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...common.errors import CouldNotRunError
+from ...common.formatting import plural
+from ...common.problems import ERROR
+from ...compare.results import Comparison
+from ...compare.variants import Variant
+from ...model.run_info import layout_text
+from ...report import Analysis, Report
+from ..answer import answer
+from . import comparison
+from .content import Content, Plot
+from .definitions import DEFINITIONS
+from .figures import FIGURES
+from .run_data import choose
+
+_TEMPLATES = Path(__file__).parent / "templates"
+_MOST_PROBLEMS = 200  # shown; a torn directory of ten thousand files has one each
+
+
+@dataclass(frozen=True)
+class Block:
+    """One figure, as the template takes it."""
+
+    name: str
+    section: str
+    title: str
+    caption: str
+    terms: tuple[str, ...]
+    content: Content
+
+
+def run_page(analysis: Analysis, checkpoint: str | None = None) -> str:
+    """The HTML report of one run. `checkpoint`: tag of the save that is shown in detail.
+
+    Raises CouldNotRunError if there is no such save, or plotly is not installed.
+    """
+    run = choose(analysis, checkpoint)
+    blocks = [
+        Block(figure.name, figure.section, figure.title, figure.caption, figure.terms, figure.make(run))
+        for figure in FIGURES
+    ]
+    title = f"Checkpoint and restart report: run {analysis.report.run_id}"
+    return _render(title, [_first_page(analysis.report, "")], blocks)
+
+
+def comparison_page(compared: Comparison, variants: list[Variant]) -> str:
+    """The HTML page that compares several runs: those of `variants`, of which `compared` was made.
+
+    Raises CouldNotRunError if plotly is not installed.
+    """
+    block = Block(
+        "comparison",
+        "Comparison",
+        "The runs side by side",
+        comparison.CAPTION,
+        comparison.TERMS,
+        comparison.draw(compared),
+    )
+    first_pages = []
+    for facts, variant in zip(compared.variants, variants, strict=True):
+        for index, report in enumerate(variant.reports, start=1):
+            repeat = f", run {index} of {len(variant.reports)}" if len(variant.reports) > 1 else ""
+            first_pages.append(_first_page(report, f"{comparison.name_of(facts)}{repeat}"))
+    return _render(f"Comparison of {len(first_pages)} runs", first_pages, [block])
+
+
+def _first_page(report: Report, name: str) -> dict[str, Any]:
+    """What the reader must know before the first figure. With a `name` it is folded, unless its data are broken."""
+    shown = report.problems[:_MOST_PROBLEMS]
+    return {
+        "name": name,
+        "broken": any(problem.severity == ERROR for problem in report.problems),
+        "facts": _facts(report),
+        "answer": answer(report),
+        "problems": shown,
+        "more_problems": len(report.problems) - len(shown),
+        "findings": report.findings,
+    }
+
+
+def _facts(report: Report) -> list[tuple[str, str]]:
+    newest = report.cycles[-1]
+    hosts = sorted({host for cycle in report.cycles for host in cycle.hosts})
+    named = f"{len(hosts)}: {', '.join(hosts[:8])}{', ...' if len(hosts) > 8 else ''}"
+    engines = sorted(
+        {
+            f"{c.engine_used or 'not recorded'} (asked for: {c.engine_asked or 'not recorded'})"
+            for c in report.cycles
+        }
+    )
+    incomplete = [c for c in report.cycles if c.missing]
+    ranks = f"{newest.expected} expected, {newest.present} present in cycle {newest.cycle}"
+    if incomplete:
+        ranks += "; " + "; ".join(
+            f"cycle {c.cycle}: {len(c.missing)} of {c.expected} missing" for c in incomplete[-4:]
+        )
+    complete = sum(save.outcome == "ok" for save in report.saves)
+    return [
+        ("Run", report.run_id),
+        ("Trace", str(report.directory)),
+        ("Model", report.model or "not recorded"),
+        ("Layout", ", then ".join(dict.fromkeys(layout_text(cycle.layout) for cycle in report.cycles))),
+        ("Engine that ran", "; ".join(engines)),
+        ("Durability", ", ".join(sorted({c.durability or "not recorded" for c in report.cycles}))),
+        ("Hosts", named if hosts else "not recorded"),
+        ("Ranks", ranks),
+        ("Launches", f"{plural(len(report.cycles), 'cycle')}, {plural(len(report.restarts), 'restart')}"),
+        ("Saves", f"{complete} of {len(report.saves)} complete"),
+        ("Software", ", ".join(f"{name} {version}" for name, version in sorted(newest.versions.items()))),
+    ]
+
+
+def _render(title: str, first_pages: list[dict[str, Any]], blocks: list[Block]) -> str:
+    import jinja2
+    from markupsafe import Markup
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["anchor"] = _anchor
+    environment.filters["marked"] = _marked
+    environment.filters["unit"] = _unit
+    plots = [(f"plot-{b.name}-{i}", one) for b in blocks for i, one in enumerate(b.content.plots)]
+    used = list(dict.fromkeys(term for block in blocks for term in block.terms))
+    return environment.get_template("report.html.j2").render(
+        title=title,
+        first_pages=first_pages,
+        blocks=blocks,
+        definitions=[(term, DEFINITIONS[term]) for term in sorted(used, key=str.lower)],
+        plots=Markup(_plots_json(plots)),
+        style=Markup((_TEMPLATES / "report.css").read_text(encoding="utf-8")),
+        script=Markup((_TEMPLATES / "report.js").read_text(encoding="utf-8")),
+        plotly=Markup(plotly_javascript()),
+    )
+
+
+def _plots_json(plots: list[tuple[str, Plot]]) -> str:
+    """All plots as JSON that may stand in a script element: `<` is written so that no tag can begin in it."""
+    content = {
+        name: [
+            {"label": variant.label, "data": variant.data, "layout": variant.layout}
+            for variant in one.variants
+        ]
+        for name, one in plots
+    }
+    text = json.dumps(content, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def _anchor(term: str) -> str:
+    """The id of a definition."""
+    return "def-" + re.sub(r"[^a-z0-9]+", "-", term.lower()).strip("-")
+
+
+def _unit(heading: str) -> str:
+    """A heading whose unit stays on the line of the word before it."""
+    return re.sub(r" (s|GB/s)$", "\u00a0\\1", heading)
+
+
+def _marked(text: str) -> Any:
+    """Escaped text in which `...` is shown as code."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
+
+
+def plotly_javascript() -> str:
+    """plotly.js as the Python package brings it, read without importing that package, which takes long.
+
+    Raises CouldNotRunError if the package is not installed.
+    """
+    spec = importlib.util.find_spec("plotly")
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        path = Path(place) / "package_data" / "plotly.min.js"
+        if path.exists():
+            return path.read_text(encoding="utf-8")
+    raise CouldNotRunError("the HTML report needs plotly: install it with `pip install '.[analysis]'`")

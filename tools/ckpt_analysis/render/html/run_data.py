@@ -1,0 +1,116 @@
+"""What figures are drawn from: the analysis of one run, and which of its operations are shown in detail."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import polars as pl
+
+from ...common.errors import CouldNotRunError
+from ...metrics.rank_tables import RankTables
+from ...metrics.results import OperationStats, Spread, StartStats
+from ...model.frame import Frames
+from ...report import Analysis, Report
+
+
+@dataclass(frozen=True)
+class RunData:
+    """One run. A figure that shows a single operation shows `save`, `load` or `start`; None: there is none.
+
+    These are the newest that every rank finished (of saves: for which the end of training did not wait, if there is
+    one, since that one is no usual save; of starts: the newest restart, else the newest launch).
+    """
+
+    analysis: Analysis
+    save: OperationStats | None
+    load: OperationStats | None
+    start: StartStats | None
+
+    @property
+    def report(self) -> Report:
+        return self.analysis.report
+
+    @property
+    def frames(self) -> Frames:
+        return self.analysis.frames
+
+    @property
+    def tables(self) -> RankTables:
+        return self.analysis.tables
+
+    @cached_property
+    def save_spans(self) -> pl.DataFrame:
+        """Spans of the save that is shown; empty without one."""
+        return self.frames.spans.filter(pl.col("group") == (self.save.group if self.save else -1))
+
+    @cached_property
+    def places(self) -> pl.DataFrame:
+        """cycle, rank, host, tp, pp, dp."""
+        rows = [
+            (info.cycle, rank, *place)
+            for info in self.report.cycles
+            for rank, place in info.coordinates.items()
+        ]
+        schema: dict[str, type[pl.DataType]] = dict.fromkeys(("cycle", "rank", "tp", "pp", "dp"), pl.Int64)
+        table = pl.DataFrame(rows, schema=schema, orient="row")
+        return table.join(self.analysis.hosts, on=["cycle", "rank"], how="left")
+
+    def has_ranks(self, stats: OperationStats | StartStats) -> bool:
+        """Whether anything is known rank by rank: not of runs that left no trace of their ranks."""
+        return not self.tables.walls.filter(pl.col("group") == stats.group).is_empty()
+
+    def host_of(self, cycle: int, rank: int) -> str:
+        rows = self.analysis.hosts.filter((pl.col("cycle") == cycle) & (pl.col("rank") == rank))
+        return "?" if rows.is_empty() else rows["host"][0]
+
+
+def choose(analysis: Analysis, checkpoint: str | None = None) -> RunData:
+    """Pick the operations to show. `checkpoint` is the tag of the save asked for.
+
+    Raises CouldNotRunError if no save that has an end on some rank has that tag.
+    """
+    report = analysis.report
+    saves = [save for save in report.saves if save.wall]
+    if checkpoint is not None:
+        saves = [save for save in saves if save.tag == checkpoint]
+        if not saves:
+            tags = ", ".join(dict.fromkeys(save.tag or "?" for save in report.saves)) or "none"
+            raise CouldNotRunError(
+                f"--checkpoint {checkpoint}: no save with this tag ended on any rank; saves: {tags}"
+            )
+    loads = [load for load in report.loads if load.wall]
+    starts = [start for start in report.starts if start.time_to_first_step]
+    restarts = [start for start in starts if start.is_restart]
+    return RunData(analysis, _newest(saves), _newest(loads), (restarts or starts or [None])[-1])
+
+
+def _newest(operations: list[OperationStats]) -> OperationStats | None:
+    complete = [operation for operation in operations if operation.outcome == "ok"]
+    usual = [operation for operation in complete if not operation.drain_s]
+    return (usual or complete or operations or [None])[-1]
+
+
+def title_of(stats: OperationStats | StartStats) -> str:
+    """How headings name an operation: "Save global_step5, cycle 0"."""
+    if isinstance(stats, StartStats):
+        return f"{'Restart' if stats.is_restart else 'Launch'}, cycle {stats.cycle}"
+    return f"{stats.operation.capitalize()} {stats.tag or '(no checkpoint)'}, cycle {stats.cycle}"
+
+
+def wall_of(stats: OperationStats | StartStats) -> Spread:
+    """Wall time of an operation that was chosen to be shown: those have one."""
+    wall = stats.time_to_first_step if isinstance(stats, StartStats) else stats.wall
+    assert wall is not None
+    return wall
+
+
+def three_ranks(walls: pl.DataFrame, group: int) -> list[tuple[str, int]]:
+    """The slowest, the median and the fastest rank by wall time, each with that word; of few ranks fewer."""
+    finished = walls.filter((pl.col("group") == group) & pl.col("wall_ns").is_not_null())
+    ranks = finished.sort("wall_ns", "rank", descending=[True, False])["rank"].to_list()
+    found: dict[int, str] = {}
+    for word, index in (("slowest", 0), ("median", len(ranks) // 2), ("fastest", len(ranks) - 1)):
+        if ranks:
+            found.setdefault(ranks[index], word)
+    return [(word, rank) for rank, word in found.items()]

@@ -1,0 +1,185 @@
+"""Figure 8: training steps around checkpoints, and what a save in the background does to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polars as pl
+
+from ...common.formatting import NOT_RECORDED, plural, seconds
+from .content import Cell, Content, Plot, Table, missing, number, plot
+from .plots import BAND, LINE, MARK, layout, line
+from .run_data import RunData
+
+_MOST_POINTS = 4000  # per line
+_MOST_BANDS = 300
+
+
+def draw(run: RunData) -> Content:
+    """Time of every step on its slowest rank, with the saves, and steps during saves against the others."""
+    steps = _steps(run)
+    if steps.is_empty() and run.report.steps:
+        return Content([_times_alone(run)], [], ["Which steps ran beside a save is not recorded."])
+    if steps.is_empty():
+        return missing("No training step was recorded.")
+    notes, table = _interference(steps)
+    if steps.group_by("cycle").len().filter(pl.col("len") > _MOST_POINTS).height:
+        notes.append(
+            "Of neighbouring steps the slowest is drawn: the run has more steps than the plot has points."
+        )
+    return Content([_plot(run, steps)], [table], notes)
+
+
+def _steps(run: RunData) -> pl.DataFrame:
+    """cycle, step, slowest_s, median_s, slowest (rank), first, during: by cycle and step.
+
+    `during`: on some rank a save was under way for some of the step. `first`: the first of its cycle.
+    """
+    took = (pl.col("end_ns") - pl.col("start_ns")) / 1e9
+    return (
+        _with_saves(run)
+        .with_columns(took.alias("took"))
+        .group_by("cycle", "step")
+        .agg(
+            pl.col("took").max().alias("slowest_s"),
+            pl.col("took").median().alias("median_s"),
+            pl.col("rank").get(pl.col("took").arg_max()).alias("slowest"),
+            pl.col("during").any(),
+        )
+        .sort("cycle", "step")
+        .with_columns((pl.col("step") == pl.col("step").min().over("cycle")).alias("first"))
+    )
+
+
+def _times_alone(run: RunData) -> Plot:
+    """Step times of a run that left no more than these (an imported log)."""
+    steps = run.report.steps[-_MOST_POINTS:]
+    data = [
+        line("step time", LINE, x=[s.step for s in steps], y=[s.seconds for s in steps], marker={"size": 5})
+    ]
+    arranged = layout(320, x="training step", y="seconds", yaxis={"rangemode": "tozero"})
+    return plot("Step time", data, arranged, f"Line of the time of {len(steps)} training steps.")
+
+
+def _with_saves(run: RunData) -> pl.DataFrame:
+    """Iterations with `during`: whether the rank's save that began last before their end went on in them.
+
+    Each rank's own records are compared, on its own clock.
+    """
+    saves = run.frames.operations.filter((pl.col("operation") == "save") & pl.col("end_ns").is_not_null())
+    saves = saves.select(
+        "cycle", "rank", pl.col("start_ns").alias("from_ns"), pl.col("end_ns").alias("until_ns")
+    )
+    iterations = run.frames.iterations.select("cycle", "rank", "step", "start_ns", "end_ns").sort("end_ns")
+    under_way = (pl.col("from_ns") < pl.col("end_ns")) & (pl.col("until_ns") > pl.col("start_ns"))
+    return iterations.join_asof(
+        saves.sort("from_ns"),
+        left_on="end_ns",
+        right_on="from_ns",
+        by=["cycle", "rank"],
+        strategy="backward",
+        check_sortedness=False,
+    ).with_columns(under_way.fill_null(False).alias("during"))
+
+
+def _plot(run: RunData, steps: pl.DataFrame) -> Plot:
+    data: list[dict[str, Any]] = []
+    dashes = ("solid", "dot", "dash", "dashdot")
+    for index, cycle in enumerate(sorted(steps["cycle"].unique())):
+        mine = steps.filter(pl.col("cycle") == cycle)
+        every = -(-mine.height // _MOST_POINTS)
+        mine = (
+            mine.with_row_index("row")
+            .group_by(pl.col("row") // every, maintain_order=True)
+            .agg(pl.all().exclude("row").get(pl.col("slowest_s").arg_max()))
+        )
+        look = {
+            "line": {"color": LINE, "width": 1.5, "dash": dashes[index % len(dashes)]},
+            "marker": {"size": 5},
+        }
+        text = [
+            f"step {row['step']}, cycle {cycle}: slowest rank {row['slowest']} {row['slowest_s']:.4f} s, median "
+            f"{row['median_s']:.4f} s{', during a save' if row['during'] else ''}"
+            for row in mine.iter_rows(named=True)
+        ]
+        hover = {"text": text, "hovertemplate": "%{text}<extra></extra>"}
+        x, y = mine["step"].to_list(), [round(value, 6) for value in mine["slowest_s"]]
+        data.append(line(f"cycle {cycle}, slowest rank", LINE, x=x, y=y, **look, **hover))
+        during = mine.filter("during")
+        data.append(
+            line(
+                "during a save",
+                MARK,
+                x=during["step"].to_list(),
+                y=[round(value, 6) for value in during["slowest_s"]],
+                mode="markers",
+                marker={"size": 9, "symbol": "circle-open", "color": MARK, "line": {"width": 2}},
+                hoverinfo="skip",
+                showlegend=index == 0,
+            )
+        )
+    saves = run.frames.operations.filter((pl.col("operation") == "save") & pl.col("step").is_not_null())
+    after = sorted(saves["step"].unique().to_list())[-_MOST_BANDS:]
+    shapes = [
+        {
+            "type": "line",
+            "x0": step + 0.5,
+            "x1": step + 0.5,
+            "y0": 0,
+            "y1": 1,
+            "yref": "paper",
+            "layer": "below",
+        }
+        | {"line": {"color": BAND, "width": 5}}
+        for step in after
+    ]
+    arranged = layout(340, x="training step", y="seconds", yaxis={"rangemode": "tozero"}, shapes=shapes)
+    description = (
+        f"Line of the time of {steps.height} training steps on their slowest rank; saves after step "
+        f"{', '.join(map(str, after[:8]))}{' and more' if len(after) > 8 else ''} are marked by vertical bands."
+    )
+    return plot("Step time; a vertical band is a save", data, arranged, description)
+
+
+def _interference(steps: pl.DataFrame) -> tuple[list[str], Table]:
+    """Steps during a save against the others, without the first step of each cycle."""
+    later = steps.filter(~pl.col("first"))
+    during, quiet = later.filter("during"), later.filter(~pl.col("during"))
+    rows = []
+    for name, part in (
+        ("during a save", during),
+        ("no save under way", quiet),
+        ("first of a cycle", steps.filter("first")),
+    ):
+        times = part["slowest_s"]
+        values = (
+            [None, None, None]
+            if part.is_empty()
+            else [_float(times.median()), _float(times.min()), _float(times.max())]
+        )
+        rows.append(
+            [
+                Cell(name),
+                number(part.height, str(part.height)),
+                *(number(value, seconds(value, 4)) for value in values),
+            ]
+        )
+    table = Table(
+        "Training steps by what went on beside them",
+        ["steps", "number", "median s", "fastest s", "slowest s"],
+        rows,
+    )
+    if during.is_empty():
+        return ["No training step ran during a save: saves blocked training until they were complete."], table
+    if quiet.is_empty():
+        return ["Every step ran during a save, so there is none to compare with."], table
+    slow, usual = _float(during["slowest_s"].median()), _float(quiet["slowest_s"].median())
+    ratio = f"{slow / usual:.2f} times" if usual else NOT_RECORDED
+    return [
+        f"{plural(during.height, 'step')} during saves took {slow:.4f} s in the median, {ratio} the {usual:.4f} s of "
+        f"the {quiet.height} others: what background saving costs beside blocked time."
+    ], table
+
+
+def _float(value: object) -> float:
+    return float(str(value))

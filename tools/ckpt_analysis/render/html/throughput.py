@@ -1,0 +1,282 @@
+"""Figure 6: throughput of saves and loads: in total, per rank and per host, over the checkpoints of a run."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import polars as pl
+
+from ...common.formatting import count, plural, rate, seconds, size
+from ...metrics.results import OperationStats
+from .content import Cell, Content, Plot, Table, missing, number, plot
+from .plots import BAND, LINE, MARK, SECOND_LINE, THIRD_LINE, layout, line
+from .run_data import RunData, title_of
+
+_LEAST_FOR_TREND = 6  # saves; of fewer a slope is noise
+_TREND_SHOWN = 0.1  # change over the run, as a share, from which a trend is put into words
+_OUTLIER_Z = 3.5  # of the modified z-score: Iglewicz and Hoaglin, "How to Detect and Handle Outliers", 1993
+_MOST_HOSTS = 40
+_MOST_RANKS = 2048
+
+
+def draw(run: RunData) -> Content:
+    """Total throughput of every save, the spread over ranks, and ranks and hosts of the shown save."""
+    report = run.report
+    measured = [s for s in report.saves if s.io_GBps is not None or s.blocked_GBps is not None]
+    loads = [load for load in report.loads if load.io_GBps is not None]
+    timed = [s for s in report.saves if s.blocked_s is not None]
+    plots = [_blocked(timed)] if len(timed) > 1 else []
+    if not measured and not loads:
+        reason = "No save or load counted its bytes, so no throughput can be given."
+        return Content(plots, [_table(timed)], [reason, *_outliers(timed)]) if timed else missing(reason)
+    per_rank = _per_rank(run)
+    notes: list[str] = []
+    if measured:
+        plots.append(_total(measured))
+        if not per_rank.is_empty():
+            plots.append(_spread(measured, per_rank, "rank"))
+            every_host = _hosts(run, per_rank)
+            if every_host["host"].n_unique() > 1:
+                plots.append(_spread(measured, every_host, "host"))
+        notes += [*_trend(measured), *_outliers(measured)]
+    else:
+        notes.append("No save counted its bytes.")
+    if run.save in measured and run.save is not None:
+        mine = per_rank.filter(pl.col("group") == run.save.group)
+        hosts = _hosts(run, mine)
+        if mine.is_empty():
+            notes.append("Ranks and hosts are not recorded one by one.")
+        else:
+            plots.append(_ranks(run.save, mine))
+        if hosts.height > 1:
+            plots.append(_host_plot(run.save, hosts))
+        elif hosts.height == 1:
+            notes.append("All ranks ran on one host, so hosts are not compared.")
+    return Content(plots, [_table([*measured, *loads])], notes)
+
+
+def _per_rank(run: RunData) -> pl.DataFrame:
+    """group, rank, bytes, io_ns, blocked_ns, io_GBps, blocked_GBps of every rank in every save."""
+    flush = run.tables.phases.filter(
+        (pl.col("operation") == "save") & (pl.col("phase") == "flush") & (pl.col("detail") == "")
+    )
+    table = (
+        run.tables.walls.filter(pl.col("operation") == "save")
+        .select("group", "rank", "blocked_ns")
+        .join(run.frames.operations.select("group", "rank", "bytes"), on=["group", "rank"])
+        .join(
+            flush.select("group", "rank", pl.col("busy_ns").alias("io_ns")), on=["group", "rank"], how="left"
+        )
+    )
+
+    def speed(time: str) -> pl.Expr:  # bytes per ns are GB/s; nothing where nothing was moved or timed
+        known = (pl.col("bytes") > 0) & (pl.col(time) > 0)
+        return pl.when(known).then(pl.col("bytes") / pl.col(time))
+
+    return table.with_columns(speed("io_ns").alias("io_GBps"), speed("blocked_ns").alias("blocked_GBps"))
+
+
+def _names(saves: list[OperationStats]) -> list[str]:
+    """One name per save, each once: a tag may be saved in several cycles."""
+    names = [f"{save.tag or 'save'} (cycle {save.cycle})" for save in saves]
+    return [f"{name} #{i}" if names.count(name) > 1 else name for i, name in enumerate(names)]
+
+
+def _over_saves(saves: list[OperationStats], y: str, **more: Any) -> dict[str, Any]:
+    names = _names(saves)
+    x: dict[str, Any] = {"type": "category"}
+    if len(names) > 24:
+        x |= {"tickmode": "array", "tickvals": names[:: -(-len(names) // 12)]}
+    return layout(330, x="saves, in order", y=y, xaxis=x, yaxis={"rangemode": "tozero"}, **more)
+
+
+def _blocked(saves: list[OperationStats]) -> Plot:
+    """How long each save held training up."""
+    y = [save.blocked_s for save in saves]
+    data = [line("blocked_s", SECOND_LINE, x=_names(saves), y=y, marker={"symbol": "square", "size": 7})]
+    description = f"Line of the time that each of {len(saves)} saves blocked training."
+    return plot("Training blocked, over the saves", data, _over_saves(saves, "seconds"), description)
+
+
+def _total(saves: list[OperationStats]) -> Plot:
+    names = _names(saves)
+    data = [
+        line("io_GBps: to storage", LINE, x=names, y=[save.io_GBps for save in saves]),
+        line(
+            "blocked_GBps: as training sees it",
+            SECOND_LINE,
+            x=names,
+            y=[save.blocked_GBps for save in saves],
+            marker={"symbol": "square", "size": 7},
+        ),
+    ]
+    last = saves[-1]
+    description = (
+        f"Lines of total throughput over {plural(len(saves), 'save')}. The last: {rate(last.io_GBps)} GB/s to storage, "
+        f"{rate(last.blocked_GBps)} GB/s of blocked time."
+    )
+    return plot("In total, over the saves", data, _over_saves(saves, "GB/s"), description)
+
+
+def _spread(saves: list[OperationStats], speeds: pl.DataFrame, who: str) -> Plot:
+    """Lowest, median and highest io_GBps of `who` (rank or host) in each save; `speeds` has group, io_GBps."""
+    table = speeds.group_by("group").agg(
+        pl.col("io_GBps").min().alias("low"),
+        pl.col("io_GBps").median().alias("usual"),
+        pl.col("io_GBps").max().alias("high"),
+    )
+    by_group = {row["group"]: row for row in table.iter_rows(named=True)}
+    names = _names(saves)
+    low, usual, high = (
+        [by_group.get(s.group, {}).get(key) for s in saves] for key in ("low", "usual", "high")
+    )
+    thin = {"mode": "lines+markers", "marker": {"size": 4}}
+    data = [
+        line(f"fastest {who}", THIRD_LINE, x=names, y=high, **thin),
+        line(f"slowest {who}", MARK, x=names, y=low, fill="tonexty", fillcolor=BAND, **thin),
+        line(f"median {who}", LINE, x=names, y=usual),
+    ]
+    description = (
+        f"Lines of the slowest, the median and the fastest {who}'s own write throughput in each save."
+    )
+    return plot(f"Per {who}, over the saves", data, _over_saves(saves, f"GB/s of one {who}"), description)
+
+
+def _ranks(save: OperationStats, mine: pl.DataFrame) -> Plot:
+    """Every rank of one save; of very many, the slowest of neighbours."""
+    per_point = -(-mine.height // _MOST_RANKS)
+    points = (
+        mine.sort("rank")
+        .with_row_index("row")
+        .group_by(pl.col("row") // per_point, maintain_order=True)
+        .agg(pl.all().exclude("row").get(pl.col("io_GBps").fill_null(float("inf")).arg_min()))
+    )
+    look = {"mode": "markers", "hovertemplate": "rank %{x}: %{y:.4g} GB/s<extra></extra>"}
+    x = points["rank"].to_list()
+    data = [
+        line("io_GBps", LINE, x=x, y=points["io_GBps"].to_list(), **look),
+        line(
+            "blocked_GBps",
+            SECOND_LINE,
+            x=x,
+            y=points["blocked_GBps"].to_list(),
+            **look | {"marker": {"symbol": "square", "size": 6}},
+        ),
+    ]
+    few = f" (the slowest of every {per_point} neighbours)" if per_point > 1 else ""
+    description = f"Write throughput of each rank of {title_of(save)}{few}."
+    arranged = layout(300, x=f"rank{few}", y="GB/s of one rank", yaxis={"rangemode": "tozero"})
+    return plot(f"{title_of(save)}: rank by rank", data, arranged, description)
+
+
+def _hosts(run: RunData, ranks: pl.DataFrame) -> pl.DataFrame:
+    """group, host, bytes, io_GBps: bytes of the host's ranks over its slowest rank's time; slowest host first."""
+    cycles = run.frames.operations.select("group", "cycle").unique()
+    return (
+        ranks.join(cycles, on="group")
+        .join(run.analysis.hosts, on=["cycle", "rank"])
+        .group_by("group", "host")
+        .agg(pl.col("bytes").sum(), pl.col("io_ns").max())
+        .filter(pl.col("io_ns") > 0)
+        .with_columns((pl.col("bytes") / pl.col("io_ns")).alias("io_GBps"))
+        .sort("io_GBps", "host")
+    )
+
+
+def _host_plot(save: OperationStats, hosts: pl.DataFrame) -> Plot:
+    shown = hosts.head(_MOST_HOSTS)
+    few = f" (the {_MOST_HOSTS} slowest of {hosts.height})" if hosts.height > _MOST_HOSTS else ""
+    data = [
+        {
+            "type": "bar",
+            "x": shown["host"].to_list(),
+            "y": shown["io_GBps"].to_list(),
+            "name": "io_GBps",
+            "marker": {"color": LINE},
+            "hovertemplate": "%{x}: %{y:.4g} GB/s<extra></extra>",
+        }
+    ]
+    arranged = layout(300, x=f"host{few}", y="GB/s of one host", xaxis={"type": "category"})
+    description = f"Write throughput of each host in {title_of(save)}{few}; {shown['host'][0]} is slowest."
+    return plot(f"{title_of(save)}: host by host", data, arranged, description)
+
+
+def _trend(saves: list[OperationStats]) -> list[str]:
+    """Sentences on throughput that rises or falls: by the median of all pairwise slopes (Theil 1950, Sen 1968)."""
+    sentences = []
+    for name, values in (
+        ("io_GBps", [save.io_GBps for save in saves]),
+        ("blocked_GBps", [save.blocked_GBps for save in saves]),
+    ):
+        points = [(i, value) for i, value in enumerate(values) if value is not None]
+        if len(points) < _LEAST_FOR_TREND:
+            continue
+        points = points[-400:]  # enough, and the pairs are squared
+        slope = statistics.median((b - a) / (j - i) for i, a in points for j, b in points if j > i)
+        usual = statistics.median(value for _, value in points)
+        change = slope * (points[-1][0] - points[0][0]) / usual if usual else 0.0
+        if abs(change) >= _TREND_SHOWN:
+            word = "rises" if change > 0 else "falls"
+            over = f"{abs(change):.0%} of its median over {len(points)} saves"
+            sentences.append(f"{name} {word} by {over} (slope after Theil and Sen).")
+    return sentences
+
+
+def _outliers(saves: list[OperationStats]) -> list[str]:
+    """Saves that blocked training for unusually long, by the modified z-score."""
+    known = [save for save in saves if save.blocked_s is not None]
+    times = [save.blocked_s or 0.0 for save in known]
+    if len(known) < _LEAST_FOR_TREND:
+        return []
+    usual = statistics.median(times)
+    deviation = statistics.median(abs(value - usual) for value in times)
+    if not deviation:
+        return []
+    far = [
+        save
+        for save, value in zip(known, times, strict=True)
+        if 0.6745 * (value - usual) / deviation > _OUTLIER_Z
+    ]
+    if not far:
+        return []
+    named = ", ".join(f"{save.tag} ({seconds(save.blocked_s)} s)" for save in far[:5])
+    return [f"{plural(len(far), 'outlier')}: blocked for long against the median of {usual:.3f} s: {named}."]
+
+
+def _table(operations: list[OperationStats]) -> Table:
+    header = [
+        "operation",
+        "cycle",
+        "outcome",
+        "bytes",
+        "files",
+        "blocked s",
+        "durable s",
+        "wall s",
+        "slowest rank",
+    ]
+    header += ["io_GBps", "blocked_GBps"]
+    rows = []
+    for stats in operations:
+        slowest = stats.wall.slowest_rank if stats.wall else None
+        is_save = stats.operation == "save"
+        times = (
+            stats.blocked_s if is_save else None,
+            stats.durable_s,
+            stats.wall.max_s if stats.wall else None,
+        )
+        rows.append(
+            [
+                Cell(f"{stats.operation} {stats.tag or ''}"),
+                number(stats.cycle, str(stats.cycle)),
+                Cell(stats.outcome),
+                number(stats.bytes, size(stats.bytes)),
+                number(stats.num_files, count(stats.num_files)),
+                *(number(time, seconds(time, 4)) for time in times),
+                number(slowest, count(slowest)),
+                number(stats.io_GBps, rate(stats.io_GBps)),
+                number(stats.blocked_GBps, rate(stats.blocked_GBps)),
+            ]
+        )
+    return Table("Saves and loads of the run", header, rows)

@@ -1,0 +1,249 @@
+"""Figure 1: a restart from the failure to the work caught up, along its critical path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polars as pl
+
+from ...common.formatting import NOT_RECORDED, count, plural, seconds
+from ...metrics.critical_path import UNNAMED, Segment, critical_path, start_windows
+from ...metrics.failures import failure_of
+from ...metrics.restart_parts import ORDER, OUTSIDE, parts_of
+from ...metrics.results import FailureTimes, StartStats
+from .colours import colour
+from .content import Cell, Content, Plot, Table, missing, number, plot
+from .plots import bar, layout
+from .run_data import RunData, title_of
+
+_ROW = 26  # pixels
+_MOST_STARTS = 40  # beside one another
+_LATE = 0.75  # of the plot's width
+
+
+def draw(run: RunData) -> Content:
+    """The newest restart in full, and all starts of the run side by side."""
+    if run.start is None:
+        return missing(
+            "No start-up was recorded to the end of its first step, so there is no restart to show."
+        )
+    windows = start_windows(run.frames, run.start.group)
+    path = critical_path(windows)
+    if not path:
+        table = _table(run.report.starts)
+        return Content(
+            [], [table], ["The start was not recorded phase by phase, so only its length is known."]
+        )
+    failure = failure_of(run.frames.events, run.start.cycle - 1) if run.start.is_restart else None
+    origin = failure.injected_ns if failure else path[0].start_ns
+    rows = _failure_rows(failure.times, path[0], origin) if failure else []
+    rows += _path_rows(path, windows, origin)
+    notes = [_ranks_on_path(path)]
+    if run.start.is_restart and failure is None:
+        notes.append(
+            "No supervisor recorded the failure, so time counts from the start of the first process on the "
+            "path. tools.restart_drill and the demonstration record it."
+        )
+    if run.start.caught_up_s is None:
+        notes.append("When the lost work was caught up is not recorded.")
+    elif windows.filter(pl.col("phase") == "caught_up").height:
+        rows.append(_caught_up_row(windows, origin))
+    plots = [_plot(rows, run.start)]
+    if len(run.report.starts) > 1:
+        plots.append(_side_by_side(run.report.starts[-_MOST_STARTS:]))
+    return Content(plots, [_table(run.report.starts)], notes)
+
+
+def _failure_rows(times: FailureTimes, first: Segment, origin: int) -> list[dict[str, Any]]:
+    """What happened outside of the training's processes; the last ends where the path's first rank began."""
+    moments = zip(OUTSIDE[:3], (times.detected_s, times.stopped_s, times.relaunched_s), strict=True)
+    rows: list[dict[str, Any]] = []
+    before = 0.0
+    for name, moment in moments:
+        if moment is not None:
+            rows.append({"phase": name, "bars": [(before, moment, None)], "range": None})
+            before = moment
+    rows.append(
+        {"phase": "launcher", "bars": [(before, (first.start_ns - origin) / 1e9, None)], "range": None}
+    )
+    return rows
+
+
+def _path_rows(path: list[Segment], windows: pl.DataFrame, origin: int) -> list[dict[str, Any]]:
+    """A row per phase on the path, by when it comes first, with the range over all ranks."""
+    ranges = {
+        phase: (first, last)
+        for phase, first, last in windows.group_by("phase")
+        .agg(pl.col("start_ns").min(), pl.col("end_ns").max())
+        .iter_rows()
+    }
+    rows: dict[str, dict[str, Any]] = {}
+    for segment in path:
+        span = ranges.get(segment.phase)
+        within = ((span[0] - origin) / 1e9, (span[1] - origin) / 1e9) if span else None
+        row = rows.setdefault(segment.phase, {"phase": segment.phase, "bars": [], "range": within})
+        start, end = (segment.start_ns - origin) / 1e9, (segment.end_ns - origin) / 1e9
+        row["bars"].append((start, end, segment.rank))
+    return sorted(rows.values(), key=lambda row: row["phase"] == UNNAMED)  # last; else by their begin
+
+
+def _caught_up_row(windows: pl.DataFrame, origin: int) -> dict[str, Any]:
+    last = windows.filter(pl.col("phase") == "caught_up").sort("end_ns", "rank").row(-1, named=True)
+    start, end = (last["start_ns"] - origin) / 1e9, (last["end_ns"] - origin) / 1e9
+    return {"phase": "caught_up", "bars": [(start, end, last["rank"])], "range": None}
+
+
+def _plot(rows: list[dict[str, Any]], start: StartStats) -> Plot:
+    data: list[dict[str, Any]] = []
+    ranged = [row for row in rows if row["range"]]
+    data.append(
+        bar(
+            "all ranks: first begin to last end",
+            "rgba(128,128,128,0.25)",
+            x=[row["range"][1] - row["range"][0] for row in ranged],
+            y=[_label(row) for row in ranged],
+            base=[row["range"][0] for row in ranged],
+            hover=[
+                f"{row['phase']}: all ranks, {row['range'][0]:.3f} s to {row['range'][1]:.3f} s"
+                for row in ranged
+            ],
+            marker={"line": {"width": 0}},
+            width=0.86,
+        )
+    )
+    for row in rows:
+        data.append(
+            bar(
+                row["phase"],
+                colour(row["phase"]),
+                x=[end - begin for begin, end, _ in row["bars"]],
+                y=[_label(row)] * len(row["bars"]),
+                base=[begin for begin, _, _ in row["bars"]],
+                hover=[_hover(row["phase"], *one) for one in row["bars"]],
+                width=0.5,
+                showlegend=False,
+            )
+        )
+    end = max(end for row in rows for _, end, _ in row["bars"])
+    data += [_lengths(rows, end, late) for late in (False, True)]
+    order = [_label(row) for row in rows]
+    origin = "the failure" if start.restart_s is not None else "the start of the first process on the path"
+    arranged = layout(
+        _ROW * len(rows) + 110,
+        x=f"seconds since {origin}",
+        y="",
+        barmode="overlay",
+        xaxis={"range": [0, end * 1.02]},
+        yaxis={"categoryorder": "array", "categoryarray": order[::-1], "type": "category"},
+        **_first_step_mark(start, rows),
+    )
+    longest = max(rows, key=lambda row: sum(end - begin for begin, end, _ in row["bars"]))
+    description = (
+        f"Waterfall of {title_of(start)}: {len(rows)} phases in a row from {origin}; the longest is "
+        f"{longest['phase']}. The table below has the numbers."
+    )
+    return plot(title_of(start), data, arranged, description)
+
+
+def _lengths(rows: list[dict[str, Any]], end: float, late: bool) -> dict[str, Any]:
+    """How long each row took, beside its bars: on their left where they lie `late` in the plot."""
+    x, y, text = [], [], []
+    for row in rows:
+        begin = min(begin for begin, _, _ in row["bars"])
+        last = max(end for _, end, _ in row["bars"])
+        if (last > _LATE * end) != late:
+            continue
+        x.append(min(begin, row["range"][0] if row["range"] else begin) if late else last)
+        y.append(_label(row))
+        text.append(f" {sum(end - begin for begin, end, _ in row['bars']):.3f} s ")
+    place = {"type": "scatter", "mode": "text", "x": x, "y": y, "text": text, "showlegend": False}
+    return place | {"textposition": f"middle {'left' if late else 'right'}", "hoverinfo": "skip"}
+
+
+def _first_step_mark(start: StartStats, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """A dotted line at the end of the last first step."""
+    done = max(end for row in rows if row["phase"] == "first_step" for _, end, _ in row["bars"])
+    line = {"type": "line", "x0": done, "x1": done, "y0": 0, "y1": 1, "yref": "paper"}
+    label = {
+        "x": done,
+        "y": 1.0,
+        "yref": "paper",
+        "xanchor": "right",
+        "yanchor": "bottom",
+        "showarrow": False,
+    }
+    return {
+        "shapes": [line | {"line": {"color": "#228833", "width": 1.5, "dash": "dot"}}],
+        "annotations": [label | {"text": f"first step done: {done:.3f} s"}],
+    }
+
+
+def _label(row: dict[str, Any]) -> str:
+    ranks = sorted({rank for _, _, rank in row["bars"] if rank is not None})
+    return row["phase"] + (f" (rank {', '.join(map(str, ranks[:3]))})" if ranks else "")
+
+
+def _hover(phase: str, begin: float, end: float, rank: int | None) -> str:
+    where = "" if rank is None else f" on rank {rank}"
+    return f"{phase}{where}: {end - begin:.4f} s, from {begin:.4f} s to {end:.4f} s"
+
+
+def _ranks_on_path(path: list[Segment]) -> str:
+    """Which ranks the path goes through, in words."""
+    order = [segment.rank for i, segment in enumerate(path) if not i or path[i - 1].rank != segment.rank]
+    if len(order) == 1:
+        return f"The critical path lies on rank {order[0]} from beginning to end."
+    shown = " to ".join(f"rank {rank}" for rank in order[:6]) + (" and on" if len(order) > 6 else "")
+    return f"The critical path goes from {shown}, each time to the rank that was waited for next."
+
+
+def _side_by_side(starts: list[StartStats]) -> Plot:
+    """All starts, each on its critical rank: seconds that follow one another and add up to its length."""
+    series: dict[str, dict[str, float]] = {}
+    for start in starts:
+        for name, took in parts_of(start).items():
+            series.setdefault(name, {})[title_of(start)] = took
+    data = [
+        bar(
+            name,
+            colour(name),
+            x=list(times.values()),
+            y=list(times),
+            hover=[f"{name}, {title}: {took:.3f} s" for title, took in times.items()],
+        )
+        for name, times in sorted(series.items(), key=lambda item: ORDER.index(item[0]))
+    ]
+    titles = [title_of(start) for start in starts]
+    arranged = layout(
+        34 * len(titles) + 150,
+        x="seconds, on the critical rank",
+        y="",
+        barmode="stack",
+        yaxis={"categoryorder": "array", "categoryarray": titles[::-1], "type": "category"},
+    )
+    description = f"Stacked bars of the phases of {plural(len(starts), 'start')}, each on its critical rank."
+    return plot("All starts, phase by phase", data, arranged, description)
+
+
+def _table(starts: list[StartStats]) -> Table:
+    header = ["start", "fault", "detected s", "stopped s", "relaunched s", "failure to first step s"]
+    header += ["process start to first step s", "slowest rank", "lost steps", "lost work s", "caught up s"]
+    rows = []
+    for start in starts:
+        failure = start.failure
+        first = start.time_to_first_step
+        times = [failure.detected_s, failure.stopped_s, failure.relaunched_s] if failure else [None] * 3
+        times += [start.restart_s, first.max_s if first else None]
+        caught_up = start.failure_to_caught_up_s if failure else start.caught_up_s
+        rows.append(
+            [
+                Cell(title_of(start)),
+                Cell((failure.fault if failure else None) or NOT_RECORDED),
+                *(number(time, seconds(time)) for time in times),
+                number(first.slowest_rank if first else None, count(first.slowest_rank if first else None)),
+                number(start.lost_steps, count(start.lost_steps)),
+                number(start.lost_work_s, seconds(start.lost_work_s)),
+                number(caught_up, seconds(caught_up)),
+            ]
+        )
+    return Table(f"All starts of the run ({plural(len(starts), 'start')})", header, rows)

@@ -1,0 +1,269 @@
+"""The report as text: header, problems, the answer, then a table per restart, load and save."""
+
+from __future__ import annotations
+
+import textwrap
+
+from ..common.escaping import shown
+from ..common.formatting import count, digits_for, percent, plural, rate, seconds, size
+from ..common.problems import ERROR, WARNING, Problem, number_list
+from ..findings import Finding
+from ..metrics.restart_parts import UNNAMED, parts_of
+from ..metrics.results import OperationStats, PhaseStats, Spread, StartStats
+from ..model.run_info import CycleInfo, layout_text
+from ..report import Report
+from .answer import answer
+from .rank_table import rank_lines
+from .tables import Style, align
+
+_WIDTH = 100
+_BAR = 40  # columns that a restart is drawn in
+_PHASE_HEADER = ("phase", "slowest s", "rank", "median s", "min s", "spread s")
+_VOLUME_HEADER = ("bytes", "files", "GB/s", "blocking")
+
+
+def render(report: Report, style: Style, *, show_all: bool = False) -> str:
+    """The whole report. Of many saves the last one is shown in full and the others in a line each."""
+    report = shown(report)
+    lines = _header(report, style)
+    lines += _problems(report.problems, style)
+    lines += ["", *textwrap.wrap(" ".join(answer(report)), _WIDTH)]
+    lines += _findings(report.findings, style)
+    coordinates = report.cycles[-1].coordinates
+    for start in report.starts:
+        if show_all or start.is_restart or not report.restarts:
+            lines += ["", *_start(start, coordinates, style)]
+    for load in report.loads:
+        lines += ["", *_operation(load, coordinates, style)]
+    full = report.saves if show_all else report.saves[-1:]
+    if len(report.saves) > len(full):
+        lines += ["", *_save_summary(report.saves, style)]
+    for save in full:
+        lines += ["", *_operation(save, coordinates, style)]
+    lines += ["", *_hints(report, show_all)]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _header(report: Report, style: Style) -> list[str]:
+    last = report.cycles[-1]
+    engines = sorted({f"{c.engine_asked or '?'} ({c.engine_used or 'not recorded'})" for c in report.cycles})
+    durability = sorted({c.durability or "?" for c in report.cycles})
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(last.versions.items()))
+    hosts = sorted({host for cycle in report.cycles for host in cycle.hosts})
+    named = f" ({hosts[0]})" if len(hosts) == 1 else ""
+    ranks, cycles = plural(last.expected, "rank"), plural(len(report.cycles), "cycle")
+    where = f"{plural(len(hosts), 'host')}{named}" if hosts else "hosts not recorded"
+    counts = f"{ranks} on {where}, {cycles}"
+    return [
+        style.heading(f"Run {report.run_id}: {layout_text(last.layout)}, {counts}"),
+        f"  trace       {report.directory}",
+        f"  ranks       {_presence(report.cycles)}",
+        f"  model       {report.model or 'not recorded'}",
+        f"  engine      asked for (and used): {', '.join(engines)}; durability {', '.join(durability)}",
+        f"  versions    {versions}",
+    ]
+
+
+def _presence(cycles: list[CycleInfo]) -> str:
+    return "; ".join(f"cycle {c.cycle}: {c.present} of {c.expected} present" for c in cycles[-4:]) + (
+        f" (and {len(cycles) - 4} cycles before)" if len(cycles) > 4 else ""
+    )
+
+
+def _problems(problems: list[Problem], style: Style) -> list[str]:
+    if not problems:
+        return ["  problems    none found"]
+    lines = ["", style.heading(f"Problems ({len(problems)})")]
+    paint = {ERROR: style.error, WARNING: style.warning}
+    for problem in problems:
+        label = f"{problem.severity:<8}"
+        wrapped = textwrap.wrap(f"{problem.kind}: {problem.message}", _WIDTH - 10) or [problem.kind]
+        lines.append("  " + paint.get(problem.severity, str)(label) + wrapped[0])
+        lines += [" " * 10 + rest for rest in wrapped[1:]]
+    return lines
+
+
+def _findings(findings: list[Finding], style: Style) -> list[str]:
+    if not findings:
+        return []
+    lines = ["", style.heading(f"Findings ({len(findings)})")]
+    for finding in findings:
+        text = f"{finding.title} ({finding.rule}). {finding.evidence}. {finding.advice}"
+        first, *rest = textwrap.wrap(text, _WIDTH - 4)
+        lines += ["  - " + first, *("    " + line for line in rest)]
+    return lines
+
+
+def _start(start: StartStats, coordinates: dict[int, tuple[int, int, int]], style: Style) -> list[str]:
+    first = start.time_to_first_step
+    what = "Restart" if start.is_restart else "Launch"
+    lines = [style.heading(f"{what} of cycle {start.cycle} ({plural(start.ranks, 'rank')})")]
+    if first is None:
+        lines.append("  did not reach its first step")
+    else:
+        lines.append(
+            f"  process start to first step {seconds(first.max_s)} s{_last_rank(first)}, "
+            f"caught up after {seconds(start.caught_up_s)} s"
+        )
+    if start.failure:
+        lines.append(
+            f"  failure{f' ({start.failure.fault})' if start.failure.fault else ''} to first step "
+            f"{seconds(start.restart_s)} s: detected after {seconds(start.failure.detected_s)} s, stopped "
+            f"{seconds(start.failure.stopped_s)} s, relaunched {seconds(start.failure.relaunched_s)} s"
+        )
+    if start.is_restart:
+        lines.append(
+            f"  resumed after step {count(start.resumed_step)} of {count(start.reached_step)} reached: "
+            f"{count(start.lost_steps)} lost steps, {seconds(start.lost_work_s)} s of work; "
+            f"last record to first process start {seconds(start.down_s)} s"
+        )
+    lines.append(f"  coverage {_coverage(start.coverage_min, start.coverage_rank, start.finished_ranks)}")
+    if start.restart_s is not None:
+        lines += [*_waterfall(start, start.restart_s, style), ""]
+    lines += _phase_lines(start.phases, start.unattributed, first, "to first step", style)
+    return lines + rank_lines(start.per_rank, start.phases, coordinates, style)
+
+
+def _waterfall(start: StartStats, whole_s: float, style: Style) -> list[str]:
+    """From the failure to the first step in parts that follow one another, each drawn where it lies."""
+    parts = parts_of(start)
+    rows = []
+    until = 0.0
+    for name, took in parts.items():
+        begin, until = until, until + took
+        left, right = (round(_BAR * moment / whole_s) for moment in (begin, until))
+        drawn = (" " * left + "#" * (right - left)).ljust(_BAR)
+        rows.append((name, seconds(took), seconds(until), f"{100 * took / whole_s:.1f} %", drawn))
+    accounted = 1 - parts.get(UNNAMED, 0.0) / whole_s
+    rank = start.time_to_first_step.slowest_rank if start.time_to_first_step else None
+    header = (f"failure to first step, rank {count(rank)}", "took s", "until s", "share", " " * _BAR)
+    return [*align(header, rows, style), f"  {percent(accounted)} of {seconds(whole_s)} s accounted for"]
+
+
+def _operation(
+    stats: OperationStats, coordinates: dict[int, tuple[int, int, int]], style: Style
+) -> list[str]:
+    title = f"{stats.operation.capitalize()} {stats.tag or '(no checkpoint)'} in cycle {stats.cycle}"
+    outcome = "" if stats.outcome == "ok" else f": {stats.outcome.upper()}"
+    lines = [
+        style.heading(
+            f"{title} ({plural(stats.ranks, 'rank')}, {stats.engine or 'engine not recorded'}){outcome}"
+        )
+    ]
+    if stats.error:
+        lines.append(f"  reason: {stats.error}")
+    digits = digits_for(stats.wall.max_s if stats.wall else 0.0)
+    facts = [f"{size(stats.bytes)} in {count(stats.num_files)} files"]
+    if stats.operation == "save":
+        facts.append(f"blocked {seconds(stats.blocked_s, digits)} s ({rate(stats.blocked_GBps)} GB/s)")
+        if stats.drain_s is not None:
+            facts.append(f"waited for at the end {seconds(stats.drain_s, digits)} s")
+        not_synced = stats.durable_s is None and stats.committed_s is not None
+        facts.append(
+            f"committed, not durable, after {seconds(stats.committed_s, digits)} s"
+            if not_synced
+            else f"durable after {seconds(stats.durable_s, digits)} s"
+        )
+    facts.append(f"I/O {rate(stats.io_GBps)} GB/s")
+    lines.append("  " + ", ".join(facts))
+    lines.append(f"  coverage {_coverage(stats.coverage_min, stats.coverage_rank, stats.finished_ranks)}")
+    lines += _phase_lines(stats.phases, stats.unattributed, stats.wall, f"whole {stats.operation}", style)
+    return lines + rank_lines(stats.per_rank, stats.phases, coordinates, style)
+
+
+def _coverage(share: float | None, rank: int | None, finished_ranks: int) -> str:
+    if share is None:
+        return "not recorded" if finished_ranks else "not known: no rank finished"
+    return f"{percent(share)} at least (rank {count(rank)})"
+
+
+def _last_rank(first: Spread) -> str:
+    return "" if first.slowest_rank is None else f" (rank {first.slowest_rank} last)"
+
+
+def _phase_lines(
+    phases: list[PhaseStats], rest: Spread | None, wall: Spread | None, whole: str, style: Style
+) -> list[str]:
+    digits = digits_for(wall.max_s if wall else 0.0)
+    critical = (f"on rank {wall.slowest_rank}",) if wall and wall.slowest_rank is not None else ()
+    none = ("",) * len(_VOLUME_HEADER)
+
+    def row(name: str, time: Spread, volume: tuple[str, ...]) -> tuple[str, ...]:
+        on_critical = (seconds(time.at_critical_s, digits),) if critical else ()
+        return (
+            name,
+            seconds(time.max_s, digits),
+            count(time.slowest_rank),
+            seconds(time.median_s, digits),
+            seconds(time.min_s, digits),
+            seconds(time.spread_s, digits),
+            *on_critical,
+            *volume,
+        )
+
+    def volume(phase: PhaseStats) -> tuple[str, ...]:
+        files = "" if phase.num_files is None else str(phase.num_files)
+        moved = "" if phase.bytes is None else size(phase.bytes)
+        return moved, files, "" if phase.GBps is None else rate(phase.GBps), _BLOCKING[phase.blocking]
+
+    rows = []
+    for phase in phases:
+        rows.append(row(phase.name, phase.time, volume(phase)))
+        rows += [row(f"  {detail.name}", detail.time, volume(detail)) for detail in phase.details]
+    if rest:
+        rows.append(row("unattributed", rest, none))
+    if wall:
+        rows.append(row(whole, wall, none))
+    return (
+        align((*_PHASE_HEADER, *critical, *_VOLUME_HEADER), rows, style) if rows else ["  no phases recorded"]
+    )
+
+
+_BLOCKING = {"all": "yes", "some": "partly", "none": "no"}
+
+
+def _save_summary(saves: list[OperationStats], style: Style) -> list[str]:
+    header = (
+        "save",
+        "cycle",
+        "outcome",
+        "bytes",
+        "files",
+        "blocked s",
+        "durable s",
+        "GB/s",
+        "slowest rank",
+        "coverage",
+    )
+    rows = []
+    for save in saves:
+        rows.append(
+            (
+                save.tag or "?",
+                str(save.cycle),
+                save.outcome,
+                size(save.bytes),
+                count(save.num_files),
+                seconds(save.blocked_s, 4),
+                seconds(save.durable_s, 4),
+                rate(save.blocked_GBps),
+                count(save.wall.slowest_rank if save.wall else None),
+                percent(save.coverage_min),
+            )
+        )
+    return [style.heading(f"Saves ({len(saves)})"), *align(header, rows, style)]
+
+
+def _hints(report: Report, show_all: bool) -> list[str]:
+    hints = [
+        "Every number is defined in docs/metrics.md; GB is 1e9 bytes. -o DIR writes figures into one HTML "
+        "file."
+    ]
+    if not show_all and len(report.saves) > 1:
+        hints.append("--all shows every save in full.")
+    missing = [info for info in report.cycles if info.missing]
+    if missing:
+        hints.append(
+            f"Ranks {number_list(missing[-1].missing)} of cycle {missing[-1].cycle} are not in these numbers."
+        )
+    return textwrap.wrap(" ".join(hints), _WIDTH)

@@ -1,0 +1,46 @@
+"""Tables for other tools: every row says what it belongs to. docs/ckpt_analysis.md lists the columns."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from ..ingest.load import Trace
+from ..model.frame import Frames
+
+TABLES = ("spans", "operations", "iterations", "events", "probes")
+
+
+def tidy(trace: Trace, frames: Frames, table: str) -> pl.DataFrame:
+    """One of TABLES with the columns run_id, cycle, rank, tp, pp, dp and host in front. Times are Unix ns."""
+    if table == "spans":
+        rows = _spans(frames)
+    elif table == "operations":
+        rows = frames.operations
+    else:
+        rows = {"iterations": frames.iterations, "events": frames.events, "probes": frames.probes}[table]
+    place = ["run_id", "cycle", "rank", "tp", "pp", "dp", "host"]
+    rows = rows.with_columns(pl.lit(trace.run_id).alias("run_id"))
+    joined = rows.join(_places(trace), on=["cycle", "rank"], how="left", maintain_order="left")
+    return joined.select(*place, pl.exclude(place))
+
+
+def _places(trace: Trace) -> pl.DataFrame:
+    """Coordinates and host of each rank in each cycle. Supervisors are rank -1."""
+    rows = {
+        (p["cycle"], p["rank"]): (p["cycle"], p["rank"], p["tp"], p["pp"], p["dp"], p["host"])
+        for p in [*trace.supervisors, *trace.ranks]
+    }
+    schema = {name: pl.Int64 for name in ("cycle", "rank", "tp", "pp", "dp")} | {"host": pl.Categorical}
+    return pl.DataFrame(list(rows.values()), schema=schema, orient="row")
+
+
+def _spans(frames: Frames) -> pl.DataFrame:
+    op = frames.spans["op"]
+    labels = [frames.operations[name].cast(kind).gather(op) for name, kind in _LABELS.items()]
+    return frames.spans.with_columns(labels).select(
+        "cycle", "rank", "group", "operation", "op_id", "tag", "step", "engine", "phase", "detail", "file", "bytes",
+        "start_ns", "end_ns", "duration_ns", "thread", "blocking", "error",
+    )  # fmt: skip
+
+
+_LABELS = {"tag": pl.Categorical, "step": pl.Int64, "engine": pl.Categorical}

@@ -1,0 +1,1 @@
+"""What several tools share: the machine, the page cache, sizes and samples."""
