@@ -155,5 +155,5 @@ def test_never_imports_torch_and_of_the_project_only_two_small_modules(tmp_path:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines()[-1] == str(
-        ["megatron", "megatron.restart_trace", "megatron.restart_trace.regular", "megatron.restart_trace.schema"]
+        ["megatron", "restart_trace", "restart_trace.regular", "restart_trace.schema"]
     ), done.stderr

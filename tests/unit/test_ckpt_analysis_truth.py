@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.restart_trace.schema import check_record
+from restart_trace.schema import check_record
 from tests.unit.analysis_helpers import result
 from tools.ckpt_analysis import batches, records
 from tools.ckpt_analysis.discover import list_trace

@@ -11,7 +11,7 @@ from typing import Any
 import polars as pl
 import pytest
 
-from megatron.restart_trace.schema import PHASES
+from restart_trace.schema import PHASES
 from tests.unit.analysis_helpers import file_of
 from tests.unit.report_pages import Page, analysis_of, page_of
 from tests.unit.trace_factory import RANKS, Options, RankLog, dump, write_trace

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PROJECT = ("megatron", "tools", "pretrain_gpt")
+PROJECT = ("megatron", "restart_trace", "tools", "pretrain_gpt")
 HEAVY = {"torch", "deepspeed", "numpy", "sentencepiece", "tokenizers", "polars", "tensorboard"}
 
 
@@ -36,7 +36,9 @@ def module_name(path: Path) -> str:
 
 
 def project_files() -> dict[str, Path]:
-    files = [ROOT / "pretrain_gpt.py", *(ROOT / "megatron").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]
+    files = [ROOT / "pretrain_gpt.py"]
+    for package in ("megatron", "restart_trace", "tools"):
+        files += (ROOT / package).rglob("*.py")
     return {module_name(path): path for path in files if path.exists()}
 
 
@@ -92,104 +94,54 @@ _BELOW_COMMANDS = (
     "discover", "errors", "escaping", "formatting", "iterations", "problems", "report", "results", "run_info", "tables",
 )  # fmt: skip
 
-# Package -> the packages of the project that it may import, itself included without being named.
+# Package -> the packages of the project that it may import, itself included without being named. The rules within
+# megatron and restart_trace are import-linter's, in pyproject.toml.
 ALLOWED = {
-    "megatron.restart_trace": (),
-    "megatron.config": (),
-    "megatron.free_port": (),
-    "megatron.parent_process": ("megatron.restart_trace.ancestors",),
-    "megatron.checkpoint_engines": ("megatron.restart_trace", "megatron.config", "megatron.parent_process"),
-    "megatron.topology": (),
-    "megatron.checkpoint_layout": ("megatron.topology",),
-    "megatron.data": ("megatron.config",),
-    "megatron.tokenizer": ("megatron.config",),
-    "megatron.accelerator": (),
-    "megatron.tensor_parallel": ("megatron.topology", "megatron.config", "megatron.accelerator"),
-    "megatron.model": ("megatron.topology", "megatron.config", "megatron.tensor_parallel"),
-    "megatron.optimizer": ("megatron.config",),
-    "megatron.redistribute": (
-        "megatron.restart_trace",
-        "megatron.config",
-        "megatron.parent_process",
-        "megatron.topology",
-        "megatron.tensor_parallel",
-        "megatron.checkpoint_engines",
-        "megatron.checkpoint_layout",
-        "megatron.checkpoint_commit",
-        "megatron.checkpoint_ownership",
-        "megatron.checkpoint_foreign",
-        "megatron.checkpoint_placements",
-        "megatron.checkpoint_state",
-        "megatron.control_plane",
-        "megatron.arguments",
-        "megatron.changed_flags",
-    ),
-    "megatron.changed_flags": (
-        "megatron.arguments", "megatron.config", "megatron.checkpoint_engines.errors",
-    ),
-    "megatron.arguments": ("megatron.config", "megatron.deepspeed_config", "megatron.unsupported_flags"),
-    "megatron.checkpoint_manifest": (
-        "megatron.topology",
-        "megatron.checkpoint_layout",
-        "megatron.restart_trace.regular",
-    ),
-    "megatron.preflight": ("megatron.config", "megatron.checkpoint_manifest"),
-    "megatron.launch": (
-        "megatron.free_port", "megatron.restart_trace", "megatron.heavy_imports", "megatron.parent_process",
-    ),
-    "tools.ckpt_analysis": ("megatron.restart_trace.schema", "megatron.restart_trace.regular"),
+    "tools.ckpt_analysis": ("restart_trace.schema", "restart_trace.regular"),
     # Beside each other: none of them imports another.
     **{
         f"tools.ckpt_analysis.{package}": (
-            "megatron.restart_trace.regular", *(f"tools.ckpt_analysis.{module}" for module in _BELOW_COMMANDS)
+            "restart_trace.regular", *(f"tools.ckpt_analysis.{module}" for module in _BELOW_COMMANDS)
         )
         for package in ("compare", "imported", "project")
     },
     "tools.ckpt_replay": (
-        "megatron.restart_trace",
+        "restart_trace",
         "megatron.config",
-        "megatron.checkpoint_engines",
-        "megatron.checkpoint_commit",
-        "megatron.checkpoint_layout",
-        "megatron.checkpoint_manifest",
-        "megatron.control_plane",
-        "megatron.parent_process",
-        "megatron.topology",
-        "megatron.free_port",
-        "megatron.initialize",
+        "megatron.checkpointing.engines",
+        "megatron.checkpointing.commit",
+        "megatron.checkpointing.naming",
+        "megatron.checkpointing.manifest",
+        "megatron.parallel.control_plane",
+        "megatron.parallel.topology",
+        "megatron.processes",
+        "megatron.startup.initialize",
         "tools.ckpt_plan",
         "tools.ckpt_overhead",
         "tools.page_cache",
     ),
     "tools.restart_drill": (
-        "megatron.free_port",
-        "megatron.restart_trace",
+        "megatron.processes",
+        "restart_trace",
         "megatron.config",
-        "megatron.arguments",
-        "megatron.checkpoint_commit",
-        "megatron.checkpoint_engines.registry",
-        "megatron.injected_faults",
+        "megatron.checkpointing.commit",
+        "megatron.checkpointing.engines.registry",
+        "megatron.startup.injected_faults",
         "tools.page_cache",
     ),
     "tools.page_cache": (),
-    "megatron.injected_faults": (),
     "tools.restart_speed": (
-        "megatron.free_port",
-        "megatron.restart_trace",
+        "megatron.processes",
+        "restart_trace",
         "tools.restart_drill.launch",
         "tools.ckpt_overhead.report",
     ),
     "tools.redistribute_bench": (
-        "megatron.free_port",
-        "megatron.restart_trace",
-        "megatron.arguments",
+        "megatron.processes",
+        "restart_trace",
         "megatron.config",
-        "megatron.checkpoint_engines",
-        "megatron.checkpoint_state",
         "megatron.checkpointing",
-        "megatron.control_plane",
-        "megatron.redistribute.universal",
-        "megatron.tensor_hashes",
+        "megatron.parallel.control_plane",
         "tools.ckpt_overhead",
         "tools.page_cache",
     ),
@@ -210,37 +162,7 @@ def test_imports_only_what_lies_below(package: str) -> None:
     assert not wrong
 
 
-# Checkpointing is several modules beside each other; what they may not reach is shorter to say.
-ABOVE_CHECKPOINTING = (
-    "megatron.training", "megatron.training_checkpoints", "megatron.training_data", "megatron.training_log",
-    "megatron.initialize",
-    "megatron.engine_setup", "megatron.model", "megatron.data", "megatron.tokenizer", "pretrain_gpt", "tools",
-)  # fmt: skip
-
-
-def test_checkpointing_imports_nothing_of_training() -> None:
-    modules = [name for name in FILES if name.startswith("megatron.checkpoint")]
-    assert "megatron.checkpointing" in modules
-    wrong = [
-        str(found)
-        for module in modules
-        for found in imports_in(module)
-        if any(within(found.target, above) for above in ABOVE_CHECKPOINTING)
-    ]
-    assert not wrong
-
-
-def test_only_the_entry_point_imports_training() -> None:
-    importers = {
-        found.importer
-        for package in PROJECT
-        for found in imports_in(package)
-        if within(found.target, "megatron.training")
-    }
-    assert importers == {"pretrain_gpt"}
-
-
-@pytest.mark.parametrize("package", ["megatron.restart_trace", "megatron.config"])
+@pytest.mark.parametrize("package", ["restart_trace", "megatron.config"])
 def test_no_third_party_at_import_time(package: str) -> None:
     wrong = [
         str(found)
@@ -248,29 +170,6 @@ def test_no_third_party_at_import_time(package: str) -> None:
         if not (found.lazy or found.typing or of_project(found))
         and found.target.split(".")[0] not in sys.stdlib_module_names
     ]
-    assert not wrong
-
-
-def engine_modules() -> set[str]:
-    modules = set()
-    for name, path in FILES.items():
-        if within(name, "megatron.checkpoint_engines"):
-            tree = ast.parse(path.read_text())
-            classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-            if any("CheckpointEngine" in ast.unparse(base) for node in classes for base in node.bases):
-                modules.add(name)
-    return modules
-
-
-def test_no_engine_imports_another() -> None:
-    engines = engine_modules()
-    assert {"megatron.checkpoint_engines.torch_engine", "megatron.checkpoint_engines.none_engine"} <= engines
-    wrong = [
-        str(found) for engine in engines for found in imports_in(engine) if found.target in engines - {engine}
-    ]
-    # The registry names engines by strings, so that asking for one imports only that one.
-    registry = imports_in("megatron.checkpoint_engines.registry")
-    wrong += [str(found) for found in registry if found.target in engines]
     assert not wrong
 
 
@@ -297,11 +196,15 @@ def test_the_analysis_needs_no_torch() -> None:
     "statement",
     [
         "import megatron",
-        "import megatron.arguments",
-        "import megatron.preflight",
-        "import megatron.restart_trace.recorder",
-        "import megatron.restart_trace.startup",
-        "import megatron.restart_trace.supervisor",
+        "import megatron.config.arguments",
+        "from megatron.training import pretrain",
+        "import megatron.checkpointing",
+        "import megatron.checkpointing.commit",
+        "import megatron.checkpointing.engines.registry",
+        "import megatron.startup.preflight",
+        "import restart_trace.recorder",
+        "import restart_trace.startup",
+        "import restart_trace.supervisor",
         "from tools.ckpt_analysis.cli import _overview; _overview()",
         "import megatron.launch.cli",
     ],
@@ -317,7 +220,7 @@ def test_light_imports_stay_light(statement: str) -> None:
 def test_the_rules_see_every_kind_of_import() -> None:
     source = """
 import torch
-from megatron import training
+from megatron import launch
 from ..config import model
 from typing import TYPE_CHECKING
 if TYPE_CHECKING:
@@ -325,10 +228,10 @@ if TYPE_CHECKING:
 def f():
     import deepspeed
 """
-    found = imports_of("megatron.restart_trace.example", ast.parse(source), is_package=False)
+    found = imports_of("megatron.launch.example", ast.parse(source), is_package=False)
     assert [(i.target, i.lazy, i.typing) for i in found if i.target != "typing"] == [
         ("torch", False, False),
-        ("megatron.training", False, False),
+        ("megatron.launch", False, False),
         ("megatron.config.model", False, False),
         ("numpy", False, True),
         ("deepspeed", True, False),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron.arguments import config_from_args, parse_args
+from megatron.config.arguments import config_from_args, parse_args
 from tools.redistribute_bench.cli import main, parse_layout
 from tools.redistribute_bench.launch import Measurement
 from tools.redistribute_bench.plan import (

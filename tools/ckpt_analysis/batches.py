@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.restart_trace.regular import read_regular
+from restart_trace.regular import read_regular
 from tools.ckpt_analysis.discover import TraceFile
 from tools.ckpt_analysis.head import Head, process_record
 from tools.ckpt_analysis.lines import LineFault, parse_json

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from megatron.restart_trace.schema import PHASES
+from restart_trace.schema import PHASES
 from tools.ckpt_analysis.formatting import percent
 from tools.ckpt_analysis.frame import Frames
 from tools.ckpt_analysis.lost_work import repeated_losses

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.restart_trace.schema import CYCLE_FILE_REGEX, RANK_FILE_REGEX, SUPERVISOR_FILE_REGEX
+from restart_trace.schema import CYCLE_FILE_REGEX, RANK_FILE_REGEX, SUPERVISOR_FILE_REGEX
 from tools.ckpt_analysis.errors import CouldNotRunError
 
 DEFAULT_SUBDIRECTORY = "restart_trace"  # where a run leaves its trace in its save directory

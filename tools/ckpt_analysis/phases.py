@@ -6,7 +6,7 @@ from typing import Any
 
 import polars as pl
 
-from megatron.restart_trace.schema import PHASES
+from restart_trace.schema import PHASES
 from tools.ckpt_analysis.intervals import busy
 from tools.ckpt_analysis.names import NAME
 from tools.ckpt_analysis.results import PhaseStats, RankStats, Spread

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.restart_trace.schema import PHASES
+from restart_trace.schema import PHASES
 from tools.ckpt_analysis.phases import START_ORDER
 from tools.ckpt_analysis.results import PhaseStats, StartStats
 

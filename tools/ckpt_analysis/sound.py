@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import polars as pl
 
-from megatron.restart_trace.schema import SCHEMA_VERSION
+from restart_trace.schema import SCHEMA_VERSION
 from tools.ckpt_analysis.batches import FileText
 from tools.ckpt_analysis.head import Head
 from tools.ckpt_analysis.misread import is_misread

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.free_port import free_port
+from megatron.processes.free_port import free_port
 from tools.ckpt_overhead.plan import Plan, Request
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.restart_trace.clock import now_ns
+from restart_trace.clock import now_ns
 from tools.ckpt_overhead.plan import FAMILIES, Plan
 from tools.ckpt_overhead.state import SavableState, build_state
 from tools.ckpt_overhead.variants import Variants

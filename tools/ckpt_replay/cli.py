@@ -17,9 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint_engines.errors import EngineUnavailableError, UnknownEngineError
+from megatron.checkpointing.engines.errors import EngineUnavailableError, UnknownEngineError
 from megatron.config import ConfigError
-from megatron.restart_trace.cycles import launch_key
+from restart_trace.cycles import launch_key
 from tools.ckpt_overhead.launch import filesystem_of
 from tools.ckpt_overhead.report import machine
 from tools.ckpt_replay.figures import analyse

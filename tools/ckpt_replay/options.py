@@ -8,10 +8,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.checkpoint_engines.registry import check_engine_name, engine_names
+from megatron.checkpointing.engines.registry import check_engine_name, engine_names
 from megatron.config import CheckpointConfig
 from megatron.config.flags import spec_of
-from megatron.topology import Layout
+from megatron.parallel.topology import Layout
 from tools.ckpt_overhead.cli import parse_bytes
 from tools.ckpt_replay.plan import ReplayError, Request, Share, Steps
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint_engines.base import FileState
+from megatron.checkpointing.engines.base import FileState
 from tools.ckpt_replay.plan import ReplayError, Share
 
 _LEFT_WHOLE = 64 << 10  # smaller tensors are not worth shrinking: they are there for their number

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.restart_trace.clock import now_ns
+from restart_trace.clock import now_ns
 from tools.ckpt_replay.plan import Steps
 
 _CPU_SIZE, _CUDA_SIZE = 320, 4096  # of the matrices: a few ms each

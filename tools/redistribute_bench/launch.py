@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.free_port import free_port
+from megatron.processes.free_port import free_port
 from tools.ckpt_overhead.launch import own_directory, start_rank
 from tools.redistribute_bench.plan import SOURCE, Plan, Request, hidden_size
 

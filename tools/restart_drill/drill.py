@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
-from megatron.restart_trace.supervisor import open_supervisor_trace
+from restart_trace.supervisor import open_supervisor_trace
 from tools.restart_drill.checkpoints import Checkpoints
 from tools.restart_drill.faults import DISK_FULL
 from tools.restart_drill.full_disk import check_disk

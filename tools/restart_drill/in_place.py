@@ -15,8 +15,8 @@ import signal
 import time
 from collections.abc import Callable
 
-from megatron.restart_trace.clock import now_ns, process_start_ns
-from megatron.restart_trace.supervisor import SupervisorTrace
+from restart_trace.clock import now_ns, process_start_ns
+from restart_trace.supervisor import SupervisorTrace
 from tools.restart_drill.checkpoints import Checkpoints
 from tools.restart_drill.faults import DAMAGE
 from tools.restart_drill.launch import DrillError, Launch

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron.config import Config
 from megatron.config.flags import spec_of
-from megatron.restart_trace.redaction import redact_command
+from restart_trace.redaction import redact_command
 from tools.restart_drill import command as commands
 from tools.restart_drill.facts import CycleFacts, facts_of
 from tools.restart_drill.launch import DrillError, launched

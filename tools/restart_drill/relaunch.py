@@ -7,7 +7,7 @@ import signal
 import time
 from dataclasses import replace
 
-from megatron.restart_trace.supervisor import open_supervisor_trace
+from restart_trace.supervisor import open_supervisor_trace
 from tools import page_cache
 from tools.restart_drill.checkpoints import Checkpoints
 from tools.restart_drill.faults import DAMAGE, MAY_END_WELL

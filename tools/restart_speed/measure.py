@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron.restart_trace.clock import now_ns
+from restart_trace.clock import now_ns
 from tools.restart_drill.launch import DrillError, Launch, launched
 from tools.restart_speed.variants import (
     SAVE_INTERVAL,

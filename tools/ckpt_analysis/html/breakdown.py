@@ -6,7 +6,7 @@ from typing import Any
 
 import polars as pl
 
-from megatron.restart_trace.schema import PHASES
+from restart_trace.schema import PHASES
 from tools.ckpt_analysis.formatting import count, digits_for, plural, rate, seconds, size
 from tools.ckpt_analysis.html.colours import UNATTRIBUTED, colour
 from tools.ckpt_analysis.html.content import Cell, Content, Plot, Table, missing, number, plot

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from megatron.restart_trace.schema import SCHEMA_VERSION
+from restart_trace.schema import SCHEMA_VERSION
 from tools.ckpt_analysis.synthetic.schedule import engine_ready, loop_start
 from tools.ckpt_analysis.synthetic.shape import RANKS_PER_HOST
 from tools.ckpt_analysis.synthetic.times import (

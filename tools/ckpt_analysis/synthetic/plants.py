@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from megatron.restart_trace.schema import RANK_FILE_PATTERN, SCHEMA_VERSION
+from restart_trace.schema import RANK_FILE_PATTERN, SCHEMA_VERSION
 from tools.ckpt_analysis.synthetic.shape import Shape
 
 OTHER_VERSION = SCHEMA_VERSION + 1

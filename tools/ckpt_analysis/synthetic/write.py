@@ -10,7 +10,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from megatron.restart_trace.schema import CYCLE_FILE_PATTERN, SCHEMA_VERSION, SUPERVISOR_FILE_PATTERN
+from restart_trace.schema import CYCLE_FILE_PATTERN, SCHEMA_VERSION, SUPERVISOR_FILE_PATTERN
 from tools.ckpt_analysis.synthetic.lines import RUN_ID, rank_lines, supervisor_lines
 from tools.ckpt_analysis.synthetic.plants import OTHER_VERSION, file_name, plant_in_files
 from tools.ckpt_analysis.synthetic.schedule import make_schedule
