@@ -83,9 +83,9 @@ def pretrain(
         exit_with(error, rank, every_rank_sees_it=False)
     with startup.phase("imports"):
         import_everything()
-    from megatron.parallel.lost_ranks import explain
     from megatron.startup.logging_setup import set_up_logging
     from megatron.training.data import DataError
+    from megatron.training.lost_ranks import explain
 
     set_up_logging(config.training.log_level, rank)
     config.log_notes(logger)

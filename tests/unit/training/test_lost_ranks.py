@@ -12,7 +12,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from megatron.config import Config
 from megatron.config.arguments import config_from_args, parse_args
 from megatron.parallel.control_plane import AgreementLostError
-from megatron.parallel.lost_ranks import ACTIVITIES, explain
+from megatron.training.lost_ranks import ACTIVITIES, explain
 
 ROOT = Path(__file__).resolve().parents[3]
 FLAGS = (

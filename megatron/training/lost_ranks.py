@@ -17,14 +17,14 @@ from megatron.parallel.control_plane import AgreementLostError
 # module:function -> what a rank is at; the innermost one on the stack counts.
 ACTIVITIES = {
     "megatron.startup.initialize:initialize_megatron": "in the rendezvous of all ranks",
-    "megatron.training:_set_up": "in the start-up",
+    "megatron.training.trainer:_set_up": "in the start-up",
     "megatron.checkpointing.loading:load_checkpoint": "in a load",
     "megatron.training.data:build_data_iterators": "while the data index was built",
-    "megatron.training:_train_step": "in a training step",
-    "megatron.training:_evaluate": "in an evaluation",
+    "megatron.training.trainer:_train_step": "in a training step",
+    "megatron.training.trainer:_evaluate": "in an evaluation",
     "megatron.training.exit_conditions:reason": "in the agreement on whether to stop",
-    "megatron.checkpointing:save_checkpoint": "in a save",
-    "megatron.training:_shut_down": "at the end of the run",
+    "megatron.checkpointing.manager:save_checkpoint": "in a save",
+    "megatron.training.trainer:_shut_down": "at the end of the run",
 }
 _TIMED_OUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
 _CONNECTION_LOST = re.compile(
