@@ -56,8 +56,7 @@ def environment_left_as_found() -> Iterator[None]:
     yield
     after = dict(os.environ)
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-    # The last two are set by importing deepspeed and torch._inductor.
-    changed -= {"PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}
+    changed -= {"PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK"}  # the latter is set by importing deepspeed
     for name in changed:
         os.environ.pop(name, None)
         if name in before:
