@@ -37,10 +37,10 @@ DEV = [
     "pytest-xdist>=3.6",
     "hypothesis>=6.100",
     "ruff>=0.8",
-    "import-linter>=2.15",
     "pyright[nodejs]>=1.1.390",  # the extra brings its own Node.js
     "safetensors>=0.4",
     "pandas>=2.2",  # tools.ckpt_analysis.bench compares itself with it
+    "import-linter>=2.15",
     "playwright>=1.49",  # drives the system's Chromium; brings no browser
 ]
 
@@ -53,7 +53,9 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10,<3.13",
-    packages=find_packages(include=["megatron", "megatron.*", "restart_trace", "restart_trace.*", "tools", "tools.*"]),
+    packages=find_packages(
+        include=["megatron", "megatron.*", "restart_trace", "restart_trace.*", "tools", "tools.*"]
+    ),
     # The explicit root makes an editable install one plain path entry. Without it setuptools installs an
     # import hook, which every process of a training run would load at start-up.
     package_dir={"": "."},
