@@ -28,7 +28,7 @@ from tests.dist.tiny_runs import (
     saving,
     state_files,
 )
-from tests.unit.checkpointing.engines.datastates_files import WRITERS, write
+from tests.unit.megatron.checkpointing.engines.datastates_files import WRITERS, write
 
 USAGE_ERROR = 2
 LAYOUT = Layout(tp=1, pp=2, dp=2)
