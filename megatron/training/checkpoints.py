@@ -6,7 +6,7 @@ import logging
 import time
 from typing import Any
 
-from megatron.checkpointing import manager as checkpointing
+from megatron.checkpointing import manager
 from megatron.checkpointing.background import BackgroundSave, release_before_steps
 from megatron.checkpointing.checkpointer import Checkpointer
 from megatron.checkpointing.engines.errors import CheckpointNotFoundError, CheckpointSaveError
@@ -120,7 +120,7 @@ class CheckpointSaves:
             return
         start = time.monotonic()
         try:
-            checkpointing.save_checkpoint(checkpointer, self._engine, progress)
+            manager.save_checkpoint(checkpointer, self._engine, progress)
         except CheckpointSaveError as error:
             self._failed(str(error))
             return
