@@ -85,3 +85,12 @@ def test_the_flags_count_again_after_a_load_that_failed_half_way() -> None:
         raise ValueError("damaged")
     group = optimizer.param_groups[0]
     assert (group["lr"], group["betas"], group["eps"], optimizer.clip_grad) == (1e-3, (0.9, 0.95), 1e-8, 1.0)
+
+
+def test_the_package_gives_the_public_functions() -> None:
+    import megatron.checkpointing as package
+
+    assert package.save_checkpoint is checkpointing.save_checkpoint
+    assert package.load_checkpoint is checkpoint_loading.load_checkpoint
+    with pytest.raises(ImportError, match="no_such_name"):
+        exec("from megatron.checkpointing import no_such_name")
