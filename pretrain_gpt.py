@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.restart_trace.clock import now_ns
+from restart_trace.clock import now_ns
 
 ENTERED_NS = now_ns()
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     import torch
 
     from megatron.config import Config
-    from megatron.initialize import Runtime
     from megatron.model.gpt_model import GPTModelPipe
-    from megatron.training_data import DataRequest, SplitDatasets
+    from megatron.startup.initialize import Runtime
+    from megatron.training.data import DataRequest, SplitDatasets
 
 
 def model_provider(config: Config, padded_vocab_size: int, runtime: Runtime) -> GPTModelPipe:
@@ -49,7 +49,7 @@ def loss_func(logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor], t
 
     `logits` [b, s, padded_vocab / TP]; `labels` = (targets [b, s], loss_mask [b, s]).
     """
-    from megatron.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+    from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
 
     targets, loss_mask = labels
     losses = vocab_parallel_cross_entropy(logits.float(), targets, tp)

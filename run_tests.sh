@@ -8,6 +8,8 @@ bin=${VENV_DIR:-$PWD/.venv}/bin
 
 echo "== ruff"
 "$bin/ruff" check .
+echo "== import-linter"
+"$bin/lint-imports" --no-cache --no-logo
 echo "== pyright"
 PYRIGHT_PYTHON_IGNORE_WARNINGS=1 "$bin/pyright" --pythonpath "$bin/python"
 echo "== pytest"

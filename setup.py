@@ -15,7 +15,7 @@ HERE = Path(__file__).resolve().parent
 # Otherwise setuptools installs an import hook, which every process of a training run would load at start-up.
 INSTALLED_TOOLS = "megatron_restart_tools"
 EDITABLE = "editable_wheel" in sys.argv
-OURS = find_packages(include=["megatron", "megatron.*"])
+OURS = find_packages(include=["megatron", "megatron.*", "restart_trace", "restart_trace.*"])
 TOOLS = find_packages(include=["tools", "tools.*"])
 if EDITABLE:
     PACKAGES, PACKAGE_DIR, REPORT = [*OURS, *TOOLS], {"": "."}, "tools.ckpt_analysis.render.html"
@@ -56,7 +56,6 @@ DEV = [
     "pyright[nodejs]>=1.1.390",  # the extra brings its own Node.js
     "safetensors>=0.4",
     "pandas>=2.2",  # benchmarks.analysis_speed compares itself with it
-    "import-linter>=2.15",
     "playwright>=1.49",  # drives the system's Chromium; brings no browser
 ]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint_engines.placement_check import check_placement
+from megatron.checkpointing.engines.lazy.placement_check import check_placement
 
 
 @dataclass

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from megatron.checkpoint_engines.safe_unpickling import known_classes
-from megatron.topology import Layout
+from megatron.checkpointing.engines.codec.safe_unpickling import known_classes
+from megatron.parallel.topology import Layout
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 Tensors = dict[str, torch.Tensor]

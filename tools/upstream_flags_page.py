@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron.arguments import build_parser
-from megatron.unsupported_flags import NO_EFFECT, NO_EFFECT_VALUES, UNSUPPORTED
+from megatron.config.arguments import build_parser
+from megatron.config.unsupported_flags import NO_EFFECT, NO_EFFECT_VALUES, UNSUPPORTED
 
 _HEAD = """\
 # What upstream's flags do here

@@ -8,12 +8,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megatron.arguments import config_from_args, parse_args
 from megatron.config import Config, padded_vocab_size
-from megatron.control_plane import ControlPlane
-from megatron.restart_trace.clock import now_ns
-from megatron.restart_trace.recorder import NullRecorder
-from megatron.restart_trace.startup import Startup
+from megatron.config.arguments import config_from_args, parse_args
+from megatron.parallel.control_plane import ControlPlane
+from restart_trace.clock import now_ns
+from restart_trace.recorder import NullRecorder
+from restart_trace.startup import Startup
 
 _BYTES_PER_PARAMETER = 14  # bf16 weight in a layer file; fp32 master weight and two moments in the shard
 _LAYERS = 24  # aimed at: more layers are more files, and files are what tracing costs time for
@@ -56,16 +56,17 @@ def build_state(bytes_per_rank: int, ranks: int) -> SavableState:
 
 def build_from(config: Config, vocab_size: int) -> SavableState:
     """As `build_state`, of the model and layout of `config`; `vocab_size` is the tokenizer's."""
-    from megatron.initialize import import_heavy, initialize_megatron
+    from megatron.startup.initialize import import_heavy, initialize_megatron
 
     import_heavy()
-    from megatron.checkpoint_engines.base import EngineOptions
-    from megatron.checkpoint_engines.registry import create_engine
-    from megatron.checkpoint_state import RankPlace, start_over
-    from megatron.checkpointing import Checkpointer
-    from megatron.engine_setup import build_engine
+    from megatron.checkpointing.checkpointer import Checkpointer
+    from megatron.checkpointing.engines.base import EngineOptions
+    from megatron.checkpointing.engines.registry import create_engine
+    from megatron.checkpointing.naming import RankPlace
+    from megatron.checkpointing.state import start_over
     from megatron.model.gpt_model import GPTModelPipe
-    from megatron.training_log import printed_as_debug
+    from megatron.startup.engine_setup import build_engine
+    from megatron.startup.logging_setup import printed_as_debug
 
     runtime = initialize_megatron(config, Startup(NullRecorder(), None, config.parallel.rank, 0, now_ns()))
     vocab = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, runtime.layout.tp)

@@ -21,7 +21,7 @@ from benchmarks.launchers.variants import (
     command,
     restarts_in_place,
 )
-from megatron.restart_trace.clock import now_ns
+from restart_trace.clock import now_ns
 from tools.restart_drill.launch import DrillError, Launch, launched
 
 STRIKE_AT = SAVE_INTERVAL + 3  # as the demonstration: three steps after the checkpoint

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.common.ranks import own_directory, start_rank
 from benchmarks.overhead.plan import Plan, Request
-from megatron.free_port import free_port
+from megatron.processes.free_port import free_port
 from tools.common.machine import filesystem_of
 
 _POLL_S = 0.2

@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.common.state import SavableState, build_state
 from benchmarks.overhead.plan import FAMILIES, Plan
 from benchmarks.overhead.variants import Variants
-from megatron.restart_trace.clock import now_ns
+from restart_trace.clock import now_ns
 
 _QUIET_S = 0.4
 _QUIET_SHARE = 0.08

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.state import SavableState, config_for
-from megatron.restart_trace.clock import now_ns
-from megatron.restart_trace.probes import make_probe
-from megatron.restart_trace.recorder import NullOperation, NullRecorder, Recorder
-from megatron.restart_trace.sink import JsonlSink
+from restart_trace.clock import now_ns
+from restart_trace.probes import make_probe
+from restart_trace.recorder import NullOperation, NullRecorder, Recorder
+from restart_trace.sink import JsonlSink
 
 
 class MeteredRecorder(Recorder):
@@ -44,7 +44,7 @@ class Variants:
     """Carries out the variants of one rank. Each leaves its files in a directory that the caller removes."""
 
     def __init__(self, state: SavableState, trace_file: Path) -> None:
-        from megatron.checkpoint_state import Progress
+        from megatron.checkpointing.state import Progress
 
         self._engine = state.engine
         self._checkpointer = state.checkpointer
@@ -80,7 +80,7 @@ class Variants:
         return load
 
     def _write(self, directory: Path, *, plain: bool) -> Callable[[], None]:
-        from megatron.checkpoint_state import collect_state
+        from megatron.checkpointing.state import collect_state
 
         ctx = self._checkpointer
         sizes = (ctx.vocab_size, ctx.padded_vocab_size)
@@ -93,8 +93,8 @@ class Variants:
         self._files.save(files, directory, NullOperation())
 
     def _read(self, directory: Path, *, plain: bool) -> Callable[[], None]:
-        from megatron.checkpoint_commit import Manifest
-        from megatron.checkpoint_state import live_state
+        from megatron.checkpointing.commit import Manifest
+        from megatron.checkpointing.state import live_state
 
         names = [file.name for file in live_state(self._engine, self._checkpointer.place, True, False)]
         if plain:

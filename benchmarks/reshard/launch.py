@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.common.ranks import own_directory, start_rank
 from benchmarks.reshard.plan import SOURCE, Plan, Request, hidden_size
-from megatron.free_port import free_port
+from megatron.processes.free_port import free_port
 
 _POLL_S = 0.2
 _LAST_WORDS = 2000  # characters

@@ -29,11 +29,11 @@ from benchmarks.reshard.plan import (
     model_flags,
     vocab_size,
 )
-from megatron.arguments import config_from_args, parse_args
 from megatron.config import Config
-from megatron.control_plane import ControlPlane
-from megatron.restart_trace.clock import now_ns
-from megatron.restart_trace.recorder import Recorder
+from megatron.config.arguments import config_from_args, parse_args
+from megatron.parallel.control_plane import ControlPlane
+from restart_trace.clock import now_ns
+from restart_trace.recorder import Recorder
 from tools.common import page_cache
 
 
@@ -91,9 +91,10 @@ class Rank:
         return self._directory / ("own_" + "_".join(map(str, [engine, *self._plan.layout])))
 
     def _save(self, directory: Path, engine: str) -> None:
-        from megatron.checkpoint_engines.registry import create_engine
-        from megatron.checkpoint_state import Progress
-        from megatron.checkpointing import engine_options, save_checkpoint
+        from megatron.checkpointing import save_checkpoint
+        from megatron.checkpointing.engines.registry import create_engine
+        from megatron.checkpointing.manager import engine_options
+        from megatron.checkpointing.state import Progress
 
         config = self._config(save=str(directory), save_interval=1)
         writer = create_engine(engine, engine_options(config))
@@ -116,8 +117,9 @@ class Rank:
         return self._own(engine) if way == PLAIN else self._directory / f"source_{engine}"
 
     def _load(self, variant: str, recorder: Recorder | None = None) -> None:
-        from megatron.checkpoint_engines.registry import create_engine
-        from megatron.checkpointing import engine_options, load_checkpoint
+        from megatron.checkpointing import load_checkpoint
+        from megatron.checkpointing.engines.registry import create_engine
+        from megatron.checkpointing.manager import engine_options
 
         way, engine = VARIANTS[variant]
         options: dict[str, Any] = {"load": str(self._source(variant))}
@@ -172,7 +174,7 @@ class Rank:
         gc.collect()
 
     def _hashes(self) -> dict[str, str]:
-        from megatron.tensor_hashes import tensor_hashes
+        from megatron.checkpointing.hashes import tensor_hashes
 
         return tensor_hashes(self._engine)
 
@@ -212,7 +214,7 @@ def _phases(records: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _imports_s(records: list[dict[str, Any]]) -> float:
-    from megatron.redistribute.universal import CONVERSION_EVENT
+    from megatron.checkpointing.reshard.universal import CONVERSION_EVENT
 
     notices = [r["detail"] for r in records if r["type"] == "event" and r["phase"] == CONVERSION_EVENT]
     return sum(json.loads(notice)["imports_s"] for notice in notices)

@@ -15,7 +15,7 @@ from benchmarks.synthetic_traces.times import (
     Times,
     late,
 )
-from megatron.restart_trace.schema import SCHEMA_VERSION
+from restart_trace.schema import SCHEMA_VERSION
 
 RUN_ID = "5eed5eed5eed"
 ENGINE = "TorchCheckpointEngine"

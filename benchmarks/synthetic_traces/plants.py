@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.synthetic_traces.shape import Shape
-from megatron.restart_trace.schema import RANK_FILE_PATTERN, SCHEMA_VERSION
+from restart_trace.schema import RANK_FILE_PATTERN, SCHEMA_VERSION
 
 OTHER_VERSION = SCHEMA_VERSION + 1
 _TORN = b'{"v":1,"type":"span","run_id":"5eed5eed5eed","cycle":1,"ra'

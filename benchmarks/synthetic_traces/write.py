@@ -16,7 +16,7 @@ from benchmarks.synthetic_traces.schedule import make_schedule
 from benchmarks.synthetic_traces.shape import Shape
 from benchmarks.synthetic_traces.times import Cycle, Times
 from benchmarks.synthetic_traces.truth import make_truth
-from megatron.restart_trace.schema import CYCLE_FILE_PATTERN, SCHEMA_VERSION, SUPERVISOR_FILE_PATTERN
+from restart_trace.schema import CYCLE_FILE_PATTERN, SCHEMA_VERSION, SUPERVISOR_FILE_PATTERN
 
 TRUTH = "truth.json"
 _ONE_PROCESS_UP_TO = 200_000  # spans: below, starting others takes longer than they save

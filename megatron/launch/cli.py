@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron.launch.plan import Plan
 from megatron.launch.preload import PreloadError, preload
 from megatron.launch.supervise import supervise
-from megatron.restart_trace import clock
+from restart_trace import clock
 
 COULD_NOT_RUN = 2
 _DEFAULT_PORT = 29500  # torchrun's, where all nodes must know it

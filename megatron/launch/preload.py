@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.launch.plan import Plan
-from megatron.restart_trace.clock import now_ns
-from megatron.restart_trace.startup import Preload
+from restart_trace.clock import now_ns
+from restart_trace.startup import Preload
 
 
 class PreloadError(RuntimeError):
@@ -35,7 +35,7 @@ def preload(plan: Plan, started_ns: int) -> Preload:
     # NumPy's BLAS starts threads as it is loaded. DeepSpeed asks devices for their properties as it is imported,
     # which would initialise CUDA.
     with _variables(OPENBLAS_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", LOCAL_SIZE=local_size):
-        from megatron.heavy_imports import import_for_forks
+        from megatron.training.heavy_imports import import_for_forks
 
         import_for_forks()
     threads = len(list(Path("/proc/self/task").iterdir()))

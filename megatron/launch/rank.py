@@ -9,8 +9,8 @@ from typing import NoReturn
 
 from megatron.launch.plan import Plan
 from megatron.launch.process_environment import publish
-from megatron.parent_process import end_with_parent
-from megatron.restart_trace.startup import PRELOAD_VARIABLE, Preload
+from megatron.processes.parent_process import end_with_parent
+from restart_trace.startup import PRELOAD_VARIABLE, Preload
 
 
 def rank_environment(

@@ -13,10 +13,10 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from megatron.free_port import free_port
 from megatron.launch.plan import Plan
 from megatron.launch.rank import become_rank
-from megatron.restart_trace.startup import Preload
+from megatron.processes.free_port import free_port
+from restart_trace.startup import Preload
 
 FAILED = 1
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})

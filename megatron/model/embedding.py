@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.config import ModelConfig
-from megatron.tensor_parallel.init import init_normal_
-from megatron.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
-from megatron.tensor_parallel.mappings import copy_to_tensor_parallel_region
-from megatron.tensor_parallel.placement import Placement
+from megatron.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
+from megatron.parallel.mappings import copy_to_tensor_parallel_region
+from megatron.parallel.parameter_init import init_normal_
+from megatron.parallel.placement import Placement
 
 
 class PositionEmbedding(nn.Module):

@@ -17,8 +17,8 @@ from megatron.config import ModelConfig
 from megatron.model.embedding import EmbeddingPipe, LMHeadPipe, TiedHead, tied_logits
 from megatron.model.norms import LayerNorm, RMSNorm
 from megatron.model.transformer import ParallelTransformerLayerPipe
-from megatron.tensor_parallel.placement import Placement
-from megatron.topology import Layout, TensorParallelGroup
+from megatron.parallel.placement import Placement
+from megatron.parallel.topology import Layout, TensorParallelGroup
 
 LossFunction = Callable[[torch.Tensor, Any, TensorParallelGroup], torch.Tensor]
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.tensor_parallel.placement import Placement
+from megatron.parallel.placement import Placement
 
 
 class RMSNorm(nn.Module):

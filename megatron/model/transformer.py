@@ -9,9 +9,9 @@ from torch import nn
 from megatron.config import ModelConfig
 from megatron.model.norms import build_norm
 from megatron.model.rotary import apply_rotary, rotary_cos_sin
-from megatron.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.tensor_parallel.placement import Placement
-from megatron.tensor_parallel.random import model_parallel_rng
+from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.placement import Placement
+from megatron.parallel.random import model_parallel_rng
 
 
 def output_layer_std(config: ModelConfig) -> float:

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import torch
 
-from megatron.checkpoint_engines.registry import builtin_engines
+from megatron.checkpointing.engines.registry import builtin_engines
 from tests.conformance.compare import differences
 from tests.conformance.damage import OTHER, REFUSED, damaged, flipped, outcome, pickles, positions
 from tests.conformance.states import DTYPES, RARE_DTYPES, RARE_STATES, STATES, tensor

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint_engines.base import SavedFile
-from megatron.checkpoint_engines.errors import CheckpointDamagedError
+from megatron.checkpointing.engines.base import SavedFile
+from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from tests.conformance.compare import differences
 from tests.conformance.subjects import Saved, Subject
 

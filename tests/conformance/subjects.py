@@ -9,15 +9,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint_engines.base import (
+from megatron.checkpointing.engines.base import (
     CheckpointEngine,
     EngineOptions,
     FileState,
     PendingSave,
     SavedFile,
 )
-from megatron.checkpoint_engines.registry import builtin_engines, create_engine
-from megatron.restart_trace.recorder import Operation, Recorder
+from megatron.checkpointing.engines.registry import builtin_engines, create_engine
+from restart_trace.recorder import Operation, Recorder
 
 # Engines of this project that save and load on a machine with no CUDA device: each passes the whole suite.
 EXPECTED = (

@@ -10,9 +10,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.checkpoint_engines.base import FileState, files_of
-from megatron.checkpoint_engines.errors import CheckpointDamagedError
-from megatron.restart_trace.schema import check_record
+from megatron.checkpointing.engines.base import FileState, files_of
+from megatron.checkpointing.engines.errors import CheckpointDamagedError
+from restart_trace.schema import check_record
 from tests.conformance.compare import differences
 from tests.conformance.states import RARE_STATES, STATES, nests, of_every_dtype, tensor
 from tests.conformance.subjects import Saved, Subject, file_states, sizes, traced

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint_engines.errors import CheckpointDamagedError
+from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from tests.conformance.damage import (
     BOMB,
     OTHER,

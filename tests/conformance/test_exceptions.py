@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint_engines.base import EngineOptions, FileState
-from megatron.checkpoint_engines.errors import CheckpointError, EngineUnavailableError
-from megatron.checkpoint_engines.registry import builtin_engines, create_engine, engine_names
-from megatron.restart_trace.recorder import NullOperation
+from megatron.checkpointing.engines.base import EngineOptions, FileState
+from megatron.checkpointing.engines.errors import CheckpointError, EngineUnavailableError
+from megatron.checkpointing.engines.registry import builtin_engines, create_engine, engine_names
+from restart_trace.recorder import NullOperation
 from tests.conformance.subjects import EXCEPTIONS, EXPECTED, all_engines
 from tests.dist.conftest import data_flags
 from tests.dist.harness import ROOT

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron.topology import Layout
+from megatron.parallel.topology import Layout
 from tests.dist.harness import LLAMA_STYLE, Run, records
 from tests.dist.test_commit_protocol import TINY
 from tests.dist.tiny_runs import DROPOUT, TRAINING, Launcher

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron.restart_trace.schema import PHASES
+from restart_trace.schema import PHASES
 from tools.ckpt_analysis.cli import main
 from tools.ckpt_analysis.ingest.load import load_trace
 from tools.ckpt_analysis.metrics.restart_parts import OUTSIDE, UNNAMED, parts_of

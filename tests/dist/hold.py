@@ -33,7 +33,7 @@ def held_environment(cycles: int, after: int = 13) -> dict[str, str]:
 
 
 def patch(training: Any) -> None:
-    """Have the training of this process wait; `training` is the module megatron.training."""
+    """Have the training of this process wait; `training` is the module megatron.training.trainer."""
     train_step, trained = training._train_step, 0
     after = int(os.environ.get("HELD_AFTER", "13"))
 
@@ -73,7 +73,7 @@ def strikes(trace: Path, cycle: int) -> int:
 
 def note_waits() -> threading.Event:
     """An event that is set when training waits for an asynchronous save: for one at a time, so clear it before each."""
-    from megatron.restart_trace.recorder import Operation
+    from restart_trace.recorder import Operation
 
     waited_for, span = threading.Event(), Operation.span
 

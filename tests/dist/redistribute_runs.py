@@ -9,7 +9,7 @@ from pathlib import Path
 import safetensors
 import torch
 
-from megatron.topology import Layout
+from megatron.parallel.topology import Layout
 from tests.dist.harness import LLAMA_STYLE, Run
 from tests.dist.tiny_runs import NO_DROPOUT, Launcher, saving
 from tests.placement_reader import Reader, bits

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron.topology import Layout
+from megatron.parallel.topology import Layout
 from tests.dist.async_runs import ASYNC, SCRIPT, TINY_RUN, committed, run, save_ends, spans_of, train
 from tests.dist.harness import HANGS_S, LLAMA_STYLE, ROOT, Zygote, losses, records, wait_for
 from tests.dist.test_commit_protocol import TWO

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint_engines.registry import builtin_engines
-from megatron.topology import Layout
+from megatron.checkpointing.engines.registry import builtin_engines
+from megatron.parallel.topology import Layout
 from tests.dist.conftest import data_flags
 from tests.dist.harness import HANGS_S, LLAMA_STYLE, ROOT, Zygote
 from tests.dist.storage import drop_root_rights, fill, small_disk
@@ -92,7 +92,7 @@ def refused(
     assert result.returncode == code, result.stdout + "\n".join(said)
     assert result.stdout == ""
     assert len(said) == 1 and said[0].startswith("error: "), said
-    assert "megatron.arguments" in imported and not imported & {"torch", "deepspeed", "numpy"}
+    assert "megatron.config.arguments" in imported and not imported & {"torch", "deepspeed", "numpy"}
     assert seconds < 5.0  # 0.2 s
     return said[0].removeprefix("error: ")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.topology import Layout
+from megatron.parallel.topology import Layout
 from tests.dist.harness import LLAMA_STYLE, Run, Zygote, kill_all, losses, records, wait_for
 from tests.dist.hold import HELD_TRAINING
 from tests.dist.tiny_runs import (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.topology import Layout
+from megatron.parallel.topology import Layout
 from tests.dist.harness import LLAMA_STYLE, Zygote
 from tests.dist.tiny_runs import (
     MODEL,

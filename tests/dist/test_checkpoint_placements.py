@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint_layout import model_states_file
-from megatron.topology import Layout
+from megatron.checkpointing.naming import model_states_file
+from megatron.parallel.topology import Layout
 from tests.dist.harness import LLAMA_STYLE, Zygote
 from tests.dist.tiny_runs import NO_DROPOUT, PRECISIONS, SINGLE, Launcher, load_file, saving
 from tests.placement_reader import Reader, bits, positions_of

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.topology import Layout
+from megatron.parallel.topology import Layout
 from tests.dist.harness import LLAMA_STYLE, Zygote
 from tests.dist.tiny_runs import MODEL, NO_DROPOUT, RECOMPUTE, TRAINING, Launcher, load_file, parallel
 from tools.ckpt_plan.kinds import TENSOR_KINDS, tensor_bytes_by_kind

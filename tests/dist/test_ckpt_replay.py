@@ -26,7 +26,7 @@ SMALL = ["--small-tensors", "16", "--small-tensor-bytes", "64KiB"]
 PLUGINS = '''
 import io, threading, time
 import torch
-from megatron.checkpoint_engines.base import CheckpointEngine, PendingSave, SavedFile
+from megatron.checkpointing.engines.base import CheckpointEngine, PendingSave, SavedFile
 
 class Faulty(CheckpointEngine):
     """Cannot write on the second rank."""

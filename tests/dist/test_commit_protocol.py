@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron.topology import Layout
+from megatron.parallel.topology import Layout
 from tests.dist.harness import HANGS_S, LLAMA_STYLE, Zygote, kill_all, losses, records
 from tests.dist.tiny_runs import DROPOUT, Launcher, saving
 from tools.restart_drill.moments import TraceTail

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megatron.control_plane import ControlPlane
+from megatron.parallel.control_plane import ControlPlane
 from tests.dist.harness import Zygote
 
 

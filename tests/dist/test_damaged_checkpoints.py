@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint_engines.zip_records import directory_checksum, read_records
-from megatron.checkpoint_manifest import content_checksum
-from megatron.topology import Layout
+from megatron.checkpointing.manifest import content_checksum
+from megatron.fileio.zip_records import directory_checksum, read_records
+from megatron.parallel.topology import Layout
 from tests.dist.harness import LLAMA_STYLE, Run, Zygote, losses, records
 from tests.dist.tiny_runs import Launcher, saving
 

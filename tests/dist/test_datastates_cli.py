@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from isal import isal_zlib
 
-from megatron.checkpoint_commit import Manifest
-from megatron.checkpoint_engines.base import SavedFile
-from megatron.topology import Layout
+from megatron.checkpointing.commit import Manifest
+from megatron.checkpointing.engines.base import SavedFile
+from megatron.parallel.topology import Layout
 from tests.dist.harness import LLAMA_STYLE, ROOT, Zygote
 from tests.dist.tiny_runs import (
     MODEL,
@@ -28,7 +28,7 @@ from tests.dist.tiny_runs import (
     saving,
     state_files,
 )
-from tests.unit.datastates_files import WRITERS, write
+from tests.unit.megatron.checkpointing.engines.datastates_files import WRITERS, write
 
 USAGE_ERROR = 2
 LAYOUT = Layout(tp=1, pp=2, dp=2)

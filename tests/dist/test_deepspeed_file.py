@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.topology import Layout
+from megatron.parallel.topology import Layout
 from tests.dist.harness import LLAMA_STYLE, Run, Zygote, losses, records
 from tests.dist.tiny_runs import MODEL, NO_DROPOUT, TRAINING, Launcher, hashes, saving
 

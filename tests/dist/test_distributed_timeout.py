@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.topology import Layout
+from megatron.parallel.topology import Layout
 from tests.dist.harness import LLAMA_STYLE, Zygote, losses, wait_for
 from tests.dist.tiny_runs import MODEL, NO_DROPOUT, TRAINING, Launcher, saving
 

@@ -11,9 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron.checkpoint_commit import Manifest
-from megatron.checkpoint_engines.registry import engine_class
-from megatron.topology import Layout
+from megatron.checkpointing.commit import Manifest
+from megatron.checkpointing.engines.registry import engine_class
+from megatron.parallel.topology import Layout
 from tests.conformance.subjects import engines_under_test
 from tests.dist.harness import HANGS_S, LLAMA_STYLE, Run, Zygote, kill_all, losses, records, wait_for
 from tests.dist.hold import HELD_TRAINING

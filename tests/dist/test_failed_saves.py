@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.topology import Layout
+from megatron.parallel.topology import Layout
 from tests.dist.harness import LLAMA_STYLE, Run, Zygote, losses, records
 from tests.dist.storage import small_disk
 from tests.dist.tiny_runs import Launcher, saving

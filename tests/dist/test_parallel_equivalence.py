@@ -21,8 +21,8 @@ import torch
 
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import MMapIndexedDataset
+from megatron.parallel.topology import Layout
 from megatron.tokenizer import tokenizer_info
-from megatron.topology import Layout
 from tests.dist.harness import LLAMA_STYLE, Zygote
 from tests.dist.plain_gpt import PlainConfig, PlainTraining, train_plainly
 from tests.dist.tiny_runs import NO_DROPOUT, SINGLE, Launcher, load_file, losses_of_ranks, saving

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.topology import Layout
+from megatron.parallel.topology import Layout
 from tests.dist.harness import LLAMA_STYLE, Zygote, records
 from tests.dist.tiny_runs import (
     MODEL,
@@ -18,7 +18,7 @@ from tests.dist.tiny_runs import (
     losses_of_ranks,
     saving,
 )
-from tests.unit.test_checkpoint_prefetch import forget
+from tests.unit.megatron.checkpointing.test_prefetch import forget
 
 REPLICAS = Layout(tp=1, pp=1, dp=2)
 FLAGS = [*MODEL, *LLAMA_STYLE, *TRAINING, *NO_DROPOUT, "--bf16", "--train-iters", "4"]

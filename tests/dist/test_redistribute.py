@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.topology import Layout
+from megatron.parallel.topology import Layout
 from tests.dist.harness import Zygote, losses, records
 from tests.dist.redistribute_runs import LAYOUTS, SAVED, Model, assembled, assert_same, shown
 from tests.dist.tiny_runs import Launcher

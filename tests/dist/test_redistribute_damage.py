@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint_commit import Manifest
-from megatron.checkpoint_engines import lazy_format
-from megatron.checkpoint_engines.base import EngineOptions
-from megatron.checkpoint_engines.registry import create_engine
-from megatron.checkpoint_engines.torch_files import position_in_file
-from megatron.restart_trace.recorder import NullOperation
-from megatron.topology import Layout
+from megatron.checkpointing.commit import Manifest
+from megatron.checkpointing.engines.base import EngineOptions
+from megatron.checkpointing.engines.lazy import format as lazy_format
+from megatron.checkpointing.engines.registry import create_engine
+from megatron.checkpointing.engines.torch_files import position_in_file
+from megatron.parallel.topology import Layout
+from restart_trace.recorder import NullOperation
 from tests.dist.harness import Run, Zygote, losses, records
 from tests.dist.redistribute_runs import Model
 from tests.dist.test_damaged_checkpoints import flip_bit

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint_layout import TEMPORARY_PREFIX
-from megatron.redistribute.universal import CONVERSION_EVENT
-from megatron.topology import Layout
+from megatron.checkpointing.naming import TEMPORARY_PREFIX
+from megatron.checkpointing.reshard.universal import CONVERSION_EVENT
+from megatron.parallel.topology import Layout
 from tests.dist.harness import Zygote, losses, records
 from tests.dist.redistribute_runs import (
     SAVED,

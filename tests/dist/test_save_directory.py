@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron.checkpoint_commit import discover
-from megatron.free_port import free_port
+from megatron.checkpointing.commit import discover
+from megatron.processes.free_port import free_port
 from tests.dist.harness import LLAMA_STYLE, ROOT, losses, records, wait_for
 from tests.dist.tiny_runs import NO_DROPOUT
 

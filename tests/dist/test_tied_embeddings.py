@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.topology import Layout
+from megatron.parallel.topology import Layout
 from tests.dist.harness import Zygote
 from tests.dist.tiny_runs import (
     MODEL,

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from megatron import checkpoint_layout as names
-from megatron.free_port import free_port
+from megatron.checkpointing import naming as names
+from megatron.processes.free_port import free_port
 from tests.dist.harness import ROOT, Zygote, records
 from tests.dist.tiny_runs import Launcher, parallel
 from tests.dist.trace_runs import BIG, ONE_ITERATION, PAIR, RANKS, SMALL, bytes_by_file, checkpoint_sizes

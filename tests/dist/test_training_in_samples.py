@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.topology import Layout
+from megatron.parallel.topology import Layout
 from tests.dist.harness import Zygote, losses
 from tests.dist.tiny_runs import MODEL, NO_DROPOUT, SINGLE, Launcher, load_file
 

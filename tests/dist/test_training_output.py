@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.free_port import free_port
-from megatron.topology import Layout
+from megatron.parallel.topology import Layout
+from megatron.processes.free_port import free_port
 from tests.dist.harness import LLAMA_STYLE, ROOT, Zygote, losses, records, wait_for
 from tests.dist.tiny_runs import MODEL, NO_DROPOUT, TRAINING, Launcher, parallel
 

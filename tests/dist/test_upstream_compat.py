@@ -35,7 +35,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.topology import Layout
+from megatron.parallel.topology import Layout
 from tests.dist.harness import LLAMA_STYLE, ROOT, Zygote, losses
 from tests.dist.tiny_runs import (
     MODEL,
@@ -171,7 +171,7 @@ def outline(state: Any) -> Any:
 
 def load_known(path: Path) -> Any:
     """The content of a checkpoint file, known classes only."""
-    from megatron.checkpoint_engines.safe_unpickling import known_classes
+    from megatron.checkpointing.engines.codec.safe_unpickling import known_classes
 
     with known_classes():
         return torch.load(path, map_location="cpu", weights_only=True)

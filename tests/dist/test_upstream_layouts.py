@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.topology import Layout
+from megatron.parallel.topology import Layout
 from tests.dist.harness import Zygote, losses, records
 from tests.dist.redistribute_runs import read
 from tests.dist.test_upstream_compat import (

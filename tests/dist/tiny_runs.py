@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.topology import Layout
+from megatron.parallel.topology import Layout
 from tests.dist.harness import Run, Zygote, losses
 
 SINGLE = Layout(tp=1, pp=1, dp=1)

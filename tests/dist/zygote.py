@@ -49,11 +49,11 @@ def run_rank(request: dict[str, Any], environment: dict[str, str]) -> int:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.stdout = os.fdopen(1, "w", buffering=1)
     sys.stderr = os.fdopen(2, "w", buffering=1)
-    import megatron.arguments
+    import megatron.config.arguments
 
     sys.argv = ["pretrain_gpt.py", *request["argv"]]
     if not request.get("launcher"):  # which would kill the others before rank 0 has told its error
-        megatron.arguments.OTHER_RANKS_WAIT_S = 0.2
+        megatron.config.arguments.OTHER_RANKS_WAIT_S = 0.2
     try:
         runpy.run_path(request.get("script") or str(ROOT / "pretrain_gpt.py"), run_name="__main__")
     except SystemExit as exit_:
@@ -80,11 +80,11 @@ def serve() -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.path.insert(0, str(ROOT))
-    from megatron.free_port import free_port
-    from megatron.heavy_imports import import_for_forks
+    from megatron.processes.free_port import free_port
+    from megatron.training.heavy_imports import import_for_forks
 
     import_for_forks()
-    import megatron.checkpoint_engines.dcp_engine  # noqa: F401  half a second of each rank that uses it
+    import megatron.checkpointing.engines.dcp.engine  # noqa: F401  half a second of each rank that uses it
 
     for line in sys.stdin:
         request = json.loads(line)

@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.arguments import config_from_args, parse_args
 from megatron.config import Config
+from megatron.config.arguments import config_from_args, parse_args
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "examples_deepspeed" / "restart_bench"

@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from megatron.restart_trace.schema import check_record
+from restart_trace.schema import check_record
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMON = {"run_id": "r", "cycle": 0, "rank": 0, "tp": 0, "pp": 0, "dp": 0}

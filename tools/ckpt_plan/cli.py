@@ -151,7 +151,7 @@ def _plan(arguments: argparse.Namespace, planned: Planned) -> Plan:
     if arguments.iteration is not None and arguments.iteration < 1:
         raise ConfigError(f"--iteration {arguments.iteration}: must be at least 1")
     os.environ["DS_ACCELERATOR"] = "cpu"  # whatever the ranks will have: planning touches no GPU
-    from megatron.initialize import import_heavy
+    from megatron.startup.initialize import import_heavy
 
     import_heavy()
     from .plan import UPSTREAM, make_plan

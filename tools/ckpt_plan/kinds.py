@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from megatron.checkpoint_engines.base import FileState
+from megatron.checkpointing.engines.base import FileState
 
 from .sizes import tensors_of
 

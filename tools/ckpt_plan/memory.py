@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.checkpoint_engines.base import MIB, FileState
+from megatron.checkpointing.engines.base import MIB, FileState
 from megatron.config import Config
 
 from .kinds import MASTER_WEIGHTS, MOMENTS, file_tensor_bytes

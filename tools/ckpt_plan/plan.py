@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron import checkpoint_layout as names
-from megatron.checkpoint_commit import Manifest, collect_files
-from megatron.checkpoint_compatibility import model_identity
-from megatron.checkpoint_directories import loaded_from
-from megatron.checkpoint_engines.base import SavedFile
-from megatron.checkpoint_state import Progress
+from megatron.checkpointing import naming as names
+from megatron.checkpointing.commit import Manifest, collect_files
+from megatron.checkpointing.compatibility import model_identity
+from megatron.checkpointing.directories import loaded_from
+from megatron.checkpointing.engines.base import SavedFile
+from megatron.checkpointing.state import Progress
 from megatron.config import Config, ConfigError
-from megatron.topology import Coordinates, Layout
+from megatron.parallel.topology import Coordinates, Layout
 
 from .kinds import KINDS, METADATA, TENSOR_KINDS, tensor_bytes_by_kind
 from .memory import device_bytes, host_bytes

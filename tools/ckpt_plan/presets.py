@@ -10,10 +10,10 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.arguments import config_from_args, parse_args
 from megatron.config import Config, ConfigError, padded_vocab_size
+from megatron.config.arguments import config_from_args, parse_args
 from megatron.config.errors import require_at_least
-from megatron.topology import Layout
+from megatron.parallel.topology import Layout
 
 BENCH_DIR = Path(__file__).resolve().parents[2] / "examples_deepspeed" / "restart_bench"
 _TIMEOUT_S = 30.0

@@ -1,4 +1,4 @@
-"""What a rank would save: the same FileStates as megatron.checkpoint_state.collect_state, with meta tensors.
+"""What a rank would save: the same FileStates as megatron.checkpointing.state.collect_state, with meta tensors.
 
 It is collect_state itself that makes them, and DeepSpeed's own methods below it; what stands in for the engine is a
 model without memory (stage.py) and the ZeRO-1 shard laid out by arithmetic (shard.py). No process group is needed, no
@@ -14,14 +14,15 @@ from contextlib import contextmanager
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from megatron.accelerator import accelerator
-from megatron.checkpoint_engines.base import FileState
-from megatron.checkpoint_state import Progress, RankPlace, collect_state, samples_of_run
+from megatron.checkpointing.engines.base import FileState
+from megatron.checkpointing.naming import RankPlace
+from megatron.checkpointing.state import Progress, collect_state, samples_of_run
 from megatron.config import Config
-from megatron.deepspeed_config import build_deepspeed_config
+from megatron.config.deepspeed_config import build_deepspeed_config
 from megatron.optimizer.param_scheduler import OptimizerParamScheduler
-from megatron.tensor_parallel.random import get_rng_state, seed_everything, set_rng_state
-from megatron.topology import Coordinates, Layout
+from megatron.parallel.accelerator import accelerator
+from megatron.parallel.random import get_rng_state, seed_everything, set_rng_state
+from megatron.parallel.topology import Coordinates, Layout
 
 from .shard import build_shard
 from .stage import StageOnMeta, stage_on_meta

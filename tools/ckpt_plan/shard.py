@@ -23,7 +23,7 @@ from deepspeed.utils.mixed_precision_linkage import link_hp_params
 from megatron.config import Config, ConfigError, OptimizerConfig
 from megatron.model.gpt_model import TORCH_DTYPES
 from megatron.optimizer.build import build_optimizer
-from megatron.topology import Coordinates, Layout
+from megatron.parallel.topology import Coordinates, Layout
 
 _ALIGNMENT = 2  # elements, times DP: nccl_start_alignment_factor of both classes
 _CHANGES_SHARDS = ("round_robin_gradients", "parameter_alignment", "elastic_checkpoint", "offload_optimizer")

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch.serialization import skip_data
 
-from megatron.checkpoint_engines import zip_records
-from megatron.checkpoint_engines.base import FileState, SavedFile
-from megatron.checkpoint_engines.host_staging import Staging, stage_on_host
+from megatron.checkpointing.engines.base import FileState, SavedFile
+from megatron.checkpointing.engines.host_staging import Staging, stage_on_host
 from megatron.config import Config, ConfigError
+from megatron.fileio import zip_records
 
 _LAYER_SIZES: dict[tuple[Any, ...], int] = {}  # (key, dtype, shape) of each tensor -> bytes of the file
 Sizer = Callable[[Sequence[FileState], int, Config], list[SavedFile]]
@@ -36,7 +36,7 @@ def planned_sizes(engine: str, files: Sequence[FileState], rank: int, config: Co
 
 def sizer(engine: str) -> Sizer:
     """Raises ConfigError for an engine that is unknown or cannot be planned."""
-    from megatron.checkpoint_engines.registry import engine_names
+    from megatron.checkpointing.engines.registry import engine_names
 
     if engine in _SIZERS:
         return _SIZERS[engine]
@@ -51,7 +51,7 @@ def sizer(engine: str) -> Sizer:
 
 def with_placements(engine: str) -> bool:
     """Whether the states for this engine must have placements."""
-    from megatron.checkpoint_engines.registry import engine_class
+    from megatron.checkpointing.engines.registry import engine_class
 
     return engine == "lazy" and engine_class(engine).wants_placements
 
@@ -189,7 +189,7 @@ def _pickled_and_back(state: Any) -> Any:
 
 
 def _lazy_sizes(files: Sequence[FileState], rank: int, config: Config) -> list[SavedFile]:
-    from megatron.checkpoint_engines import lazy_format
+    from megatron.checkpointing.engines.lazy import format as lazy_format
 
     name, size = lazy_format.planned_size(files, rank, config.checkpoint.checksum == "crc32")
     return [SavedFile(name, size, f"{lazy_format.ALGORITHM}:{0:08x}", tuple(file.name for file in files))]

@@ -16,8 +16,8 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from megatron.config import ConfigError, ModelConfig
 from megatron.model import gpt_model
 from megatron.model.gpt_model import TORCH_DTYPES, GPTModelPipe
-from megatron.tensor_parallel.placement import Placement
-from megatron.topology import Coordinates, Layout, TensorParallelGroup
+from megatron.parallel.placement import Placement
+from megatron.parallel.topology import Coordinates, Layout, TensorParallelGroup
 
 _PARTITION_METHOD = "type:transformer"  # as GPTModelPipe gives it
 # (model, padded vocabulary, stages) -> first layer of each stage, and the end: it takes DeepSpeed 40 ms to find them

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron.checkpoint_engines.base import FileState, SavedFile
+from megatron.checkpointing.engines.base import FileState, SavedFile
 from megatron.config import Config, ModelConfig
 
 from .sizes import torch_named_file_size, without_data

@@ -18,9 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint_engines.errors import EngineUnavailableError, UnknownEngineError
+from megatron.checkpointing.engines.errors import EngineUnavailableError, UnknownEngineError
 from megatron.config import ConfigError
-from megatron.restart_trace.cycles import launch_key
+from restart_trace.cycles import launch_key
 
 from ..common.machine import filesystem_of, machine
 from .figures import analyse

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from megatron.checkpoint_engines.base import MIB, CheckpointEngine, EngineOptions
-from megatron.checkpoint_engines.registry import engine_class
-from megatron.control_plane import ControlPlane
-from megatron.restart_trace.process import RankIdentity, open_rank_trace
-from megatron.restart_trace.recorder import Recorder
-from megatron.topology import Layout
+from megatron.checkpointing.engines.base import MIB, CheckpointEngine, EngineOptions
+from megatron.checkpointing.engines.registry import engine_class
+from megatron.parallel.control_plane import ControlPlane
+from megatron.parallel.topology import Layout
+from restart_trace.process import RankIdentity, open_rank_trace
+from restart_trace.recorder import Recorder
 
 from .plan import Request, Task, request_of, state_file
 from .shares import Planned

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.free_port import free_port
+from megatron.processes.free_port import free_port
 
 from .plan import ReplayError, Request, Task, result_file
 from .worker import PREPARE, TASK

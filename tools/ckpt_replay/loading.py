@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint_commit import Manifest
-from megatron.checkpoint_engines.base import CheckpointEngine, FileState
-from megatron.checkpoint_manifest import read_latest
-from megatron.restart_trace.clock import now_ns
-from megatron.restart_trace.recorder import Operation
+from megatron.checkpointing.commit import Manifest
+from megatron.checkpointing.engines.base import CheckpointEngine, FileState
+from megatron.checkpointing.manifest import read_latest
+from restart_trace.clock import now_ns
+from restart_trace.recorder import Operation
 
 from ..common import page_cache
 from . import memory

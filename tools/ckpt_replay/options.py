@@ -9,10 +9,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.checkpoint_engines.registry import check_engine_name, engine_names
+from megatron.checkpointing.engines.registry import check_engine_name, engine_names
 from megatron.config import CheckpointConfig
 from megatron.config.flags import spec_of
-from megatron.topology import Layout
+from megatron.parallel.topology import Layout
 
 from ..common.sizes import parse_bytes
 from .plan import ReplayError, Request, Share, Steps

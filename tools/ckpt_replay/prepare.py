@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megatron.checkpoint_engines.errors import EngineUnavailableError, UnknownEngineError
+from megatron.checkpointing.engines.errors import EngineUnavailableError, UnknownEngineError
 
 from .plan import ReplayError, Request, request_of, state_file
 
@@ -33,8 +33,8 @@ def prepare(path: Path) -> None:
 
 def engine_problems(names: tuple[str, ...]) -> dict[str, str]:
     """Of the engines that cannot save on this machine: why. Raises UnknownEngineError."""
-    from megatron.checkpoint_engines.base import EngineOptions
-    from megatron.checkpoint_engines.registry import create_engine, engine_class
+    from megatron.checkpointing.engines.base import EngineOptions
+    from megatron.checkpointing.engines.registry import create_engine, engine_class
 
     problems: dict[str, str] = {}
     for name in names:

@@ -12,14 +12,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron import checkpoint_commit as commit
-from megatron import checkpoint_layout as names
-from megatron.checkpoint_engines.base import CheckpointEngine, FileState, PendingSave, SavedFile
-from megatron.checkpoint_engines.errors import CheckpointSaveError
-from megatron.checkpoint_engines.registry import engine_class
-from megatron.control_plane import ControlPlane
-from megatron.restart_trace.clock import now_ns
-from megatron.restart_trace.recorder import Operation
+from megatron.checkpointing import commit
+from megatron.checkpointing import naming as names
+from megatron.checkpointing.engines.base import CheckpointEngine, FileState, PendingSave, SavedFile
+from megatron.checkpointing.engines.errors import CheckpointSaveError
+from megatron.checkpointing.engines.registry import engine_class
+from megatron.parallel.control_plane import ControlPlane
+from restart_trace.clock import now_ns
+from restart_trace.recorder import Operation
 
 from . import memory
 from .context import RankContext

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint_engines.base import FileState
+from megatron.checkpointing.engines.base import FileState
 
 from .plan import ReplayError, Share
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.restart_trace.clock import now_ns
+from restart_trace.clock import now_ns
 
 from .plan import Steps
 

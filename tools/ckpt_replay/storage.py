@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from isal import isal_zlib
 
-from megatron.restart_trace.clock import now_ns
+from restart_trace.clock import now_ns
 
 from ..common import page_cache
 from .context import RankContext

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from isal import isal_zlib
 
-from megatron.checkpoint_engines.base import FileState
+from megatron.checkpointing.engines.base import FileState
 
 from .plan import ReplayError
 from .shares import map_tensors, size_of, tensors_of

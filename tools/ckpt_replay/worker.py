@@ -19,7 +19,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.parent_process import end_with_parent
+from megatron.processes.parent_process import end_with_parent
 
 from .plan import LOAD_COLD, LOAD_WARM, SAVE, Task, result_file
 
@@ -66,7 +66,7 @@ class _Server:
 
     def serve(self) -> None:
         signal.signal(signal.SIGTERM, lambda *_: self._stop())
-        from megatron.initialize import import_heavy
+        from megatron.startup.initialize import import_heavy
 
         import_heavy()
         import torch
@@ -146,7 +146,7 @@ def main() -> None:
         _Server().serve()
         return
     what, path, number = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-    from megatron.initialize import import_heavy
+    from megatron.startup.initialize import import_heavy
 
     import_heavy()
     carry_out(what, path, number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatron.checkpoint_commit import Candidate, discover
+from megatron.checkpointing.commit import Candidate, discover
 
 from .launch import DrillError
 

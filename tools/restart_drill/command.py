@@ -8,9 +8,9 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.arguments import config_from_args, parse_args
-from megatron.checkpoint_engines.registry import is_redistributable
+from megatron.checkpointing.engines.registry import is_redistributable
 from megatron.config import Config, ConfigError
+from megatron.config.arguments import config_from_args, parse_args
 
 from .launch import DrillError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
-from megatron.restart_trace.supervisor import open_supervisor_trace
+from restart_trace.supervisor import open_supervisor_trace
 
 from .checkpoints import Checkpoints
 from .faults import DISK_FULL

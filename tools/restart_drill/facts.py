@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.restart_trace.schema import RANK_FILE_REGEX
+from restart_trace.schema import RANK_FILE_REGEX
 
 _HASHES = "tensor_hashes_rank_"  # the file of --verify-restored-state that a load compares with
 _OF_INTEREST = (b'"process"', b'"iteration"', b'"operation_end"', b'"checkpoint_rejected"', _HASHES.encode())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
-from megatron.injected_faults import DEVICE_ERROR_SIGNAL, EXCEPTION_SIGNAL
+from megatron.startup.injected_faults import DEVICE_ERROR_SIGNAL, EXCEPTION_SIGNAL
 
 from .launch import DrillError, Launch
 from .moments import Moment

@@ -15,8 +15,8 @@ import signal
 import time
 from collections.abc import Callable
 
-from megatron.restart_trace.clock import now_ns, process_start_ns
-from megatron.restart_trace.supervisor import SupervisorTrace
+from restart_trace.clock import now_ns, process_start_ns
+from restart_trace.supervisor import SupervisorTrace
 
 from .checkpoints import Checkpoints
 from .faults import DAMAGE

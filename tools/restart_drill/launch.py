@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron.restart_trace.clock import now_ns
+from restart_trace.clock import now_ns
 
 MARK_VARIABLE = "RESTART_BENCH_MARK"
 LAUNCH_ID_VARIABLE = "RESTART_TRACE_LAUNCH_ID"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.restart_trace.schema import RANK_FILE_PATTERN
+from restart_trace.schema import RANK_FILE_PATTERN
 
 from .launch import DrillError, Launch
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron.config import Config
 from megatron.config.flags import spec_of
-from megatron.restart_trace.redaction import redact_command
+from restart_trace.redaction import redact_command
 
 from . import command as commands
 from .facts import CycleFacts, facts_of

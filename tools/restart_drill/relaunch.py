@@ -7,7 +7,7 @@ import signal
 import time
 from dataclasses import replace
 
-from megatron.restart_trace.supervisor import open_supervisor_trace
+from restart_trace.supervisor import open_supervisor_trace
 
 from ..common import page_cache
 from .checkpoints import Checkpoints

@@ -25,8 +25,8 @@ from pathlib import Path
 
 import psutil
 
-from megatron.checkpoint_commit import discover
-from megatron.free_port import free_port
+from megatron.checkpointing.commit import discover
+from megatron.processes.free_port import free_port
 
 from . import command as commands
 from .cli import COULD_NOT_RUN, NOT_VERIFIED, VERIFIED, catch_stop_signals, check_out

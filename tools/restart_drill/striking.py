@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.restart_trace.clock import now_ns
-from megatron.restart_trace.supervisor import SupervisorTrace
+from restart_trace.clock import now_ns
+from restart_trace.supervisor import SupervisorTrace
 
 from .faults import DISK_FULL, HANGS, MAY_FAIL_A_SAVE, commits_needed, inject
 from .full_disk import full_disk

@@ -6,9 +6,9 @@ import os
 
 import safetensors.torch
 
-from megatron.checkpoint_engines import state_skeleton
-from megatron.checkpoint_engines.base import CheckpointEngine, SavedFile
-from megatron.checkpoint_engines.errors import CheckpointDamagedError
+from megatron.checkpointing.engines.base import CheckpointEngine, SavedFile
+from megatron.checkpointing.engines.codec import state_skeleton
+from megatron.checkpointing.engines.errors import CheckpointDamagedError
 
 
 class ExampleEngine(CheckpointEngine):

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import torch
 
-from megatron.checkpoint_engines.base import SavedFile
+from megatron.checkpointing.engines.base import SavedFile
 from tests.conformance.compare import differences
 from tests.conformance.subjects import Saved, Subject, sizes, traced
 from tests.dist.storage import drop_root_rights

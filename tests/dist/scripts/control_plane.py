@@ -1,4 +1,4 @@
-"""Every rank runs the agreements of megatron.control_plane and prints what it got."""
+"""Every rank runs the agreements of megatron.parallel.control_plane and prints what it got."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 import torch.distributed as dist
 
-from megatron.control_plane import ControlPlane
+from megatron.parallel.control_plane import ControlPlane
 
 dist.init_process_group("gloo")
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -13,7 +13,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from megatron import checkpoint_commit, checkpointing
+from megatron.checkpointing import commit as checkpoint_commit
+from megatron.checkpointing import manager as checkpointing
 
 POINT = os.environ["CRASH_AFTER"]
 TAG = f"global_step{os.environ['CRASH_STEP']}"

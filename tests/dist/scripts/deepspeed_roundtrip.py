@@ -11,19 +11,19 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megatron.arguments import parse_or_exit
 from megatron.config import padded_vocab_size
-from megatron.restart_trace.clock import now_ns
-from megatron.restart_trace.recorder import NullRecorder
-from megatron.restart_trace.startup import Startup
+from megatron.config.arguments import parse_or_exit
 from megatron.tokenizer import tokenizer_info
 from pretrain_gpt import get_batch_pipe, model_provider
+from restart_trace.clock import now_ns
+from restart_trace.recorder import NullRecorder
+from restart_trace.startup import Startup
 
 
 def build() -> tuple[Any, Any]:
     """(config, engine) as the trainer builds them, with nothing restored."""
-    from megatron.engine_setup import build_engine
-    from megatron.initialize import initialize_megatron
+    from megatron.startup.engine_setup import build_engine
+    from megatron.startup.initialize import initialize_megatron
 
     config = parse_or_exit()
     runtime = initialize_megatron(config, Startup(NullRecorder(), None, config.parallel.rank, 0, now_ns()))
@@ -36,7 +36,7 @@ def build() -> tuple[Any, Any]:
 def main() -> None:
     import torch.distributed as dist
 
-    from megatron.tensor_hashes import tensor_hashes
+    from megatron.checkpointing.hashes import tensor_hashes
 
     config, engine = build()
     directory, tag = config.checkpoint.load, config.checkpoint.load_tag

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron import checkpointing
-from megatron.checkpoint_engines.torch_engine import TorchEngine
+from megatron.checkpointing import manager as checkpointing
+from megatron.checkpointing.engines.torch.engine import TorchEngine
 from tests.dist.storage import drop_root_rights, fill
 
 ACTIONS: dict[str, str] = json.loads(os.environ["DISTURB"])

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron import checkpointing
-from megatron.checkpoint_engines.base import FileState
-from megatron.checkpoint_placements import add_placements
-from megatron.checkpoint_state import collect_state
+from megatron.checkpointing import manager as checkpointing
+from megatron.checkpointing.engines.base import FileState
+from megatron.checkpointing.shard_metadata import add_placements
+from megatron.checkpointing.state import collect_state
 
 OUT = Path(os.environ["PLACEMENTS_OUT"])
 

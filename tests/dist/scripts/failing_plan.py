@@ -11,8 +11,8 @@ import runpy
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.checkpoint_engines import errors
-from megatron.redistribute import direct
+from megatron.checkpointing.engines import errors
+from megatron.checkpointing.reshard import direct
 
 ROOT = Path(__file__).resolve().parents[3]
 

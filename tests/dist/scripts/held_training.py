@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
-from megatron import training
+from megatron.training import trainer as training
 from tests.dist.hold import patch
 
 patch(training)

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint_engines.base import PendingSave
-from megatron.checkpoint_engines.registry import engine_class
+from megatron.checkpointing.engines.base import PendingSave
+from megatron.checkpointing.engines.registry import engine_class
 
 TAG = f"global_step{os.environ['KILL_STEP']}"
 ENGINE: Any = engine_class(os.environ["KILL_ENGINE"])

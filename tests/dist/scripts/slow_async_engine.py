@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint_engines.base import FileState, PendingSave, SavedFile
-from megatron.checkpoint_engines.torch_engine import TorchEngine
-from megatron.restart_trace.recorder import Operation
+from megatron.checkpointing.engines.base import FileState, PendingSave, SavedFile
+from megatron.checkpointing.engines.torch.engine import TorchEngine
+from restart_trace.recorder import Operation
 from tests.dist.hold import note_waits
 from tests.dist.tiny_runs import differences
 
@@ -148,8 +148,10 @@ class SlowAsyncEngine(TorchEngine):
 
 
 def main() -> None:
-    from megatron import checkpointing, training, training_checkpoints
-    from megatron.checkpoint_engines import registry
+    from megatron.checkpointing import manager as checkpointing
+    from megatron.checkpointing.engines import registry
+    from megatron.training import checkpoints as training_checkpoints
+    from megatron.training import trainer as training
 
     module = "tests.dist.scripts.slow_async_engine"
     registry._ENGINES["slow-async"] = registry.EngineEntry(module, "SlowAsyncEngine", "for tests")

@@ -8,8 +8,8 @@ import runpy
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint_engines.base import PendingSave
-from megatron.checkpoint_engines.registry import engine_class
+from megatron.checkpointing.engines.base import PendingSave
+from megatron.checkpointing.engines.registry import engine_class
 from tests.dist.hold import note_waits
 
 waited_for = note_waits()

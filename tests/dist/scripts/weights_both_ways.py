@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron.redistribute import direct, gathering
+from megatron.checkpointing.reshard import direct, gathering
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -19,7 +19,7 @@ from benchmarks.reshard.plan import (
     vocab_size,
 )
 from benchmarks.reshard.report import analyse, render
-from megatron.arguments import config_from_args, parse_args
+from megatron.config.arguments import config_from_args, parse_args
 
 
 @pytest.mark.parametrize("num_bytes", [24 << 20, 1_181_116_006, 4 << 30])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from megatron.restart_trace.schema import PHASES, RECORD_FIELDS
+from restart_trace.schema import PHASES, RECORD_FIELDS
 
 # Names of phases and details as one small type: grouping and sorting millions of spans by text is slow.
 NAME = pl.Enum(

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
-from megatron.restart_trace.regular import read_regular
+from restart_trace.regular import read_regular
 
 from ..common.errors import CouldNotRunError
 from ..ingest.discover import IMPORTED_FILE, LogDirectoryError

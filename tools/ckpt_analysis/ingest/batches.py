@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.restart_trace.regular import read_regular
+from restart_trace.regular import read_regular
 
 from ..common.problems import Problem
 from .discover import TraceFile

@@ -17,8 +17,8 @@ from typing import Any
 
 import polars as pl
 
-from megatron.restart_trace.regular import open_regular, read_regular
-from megatron.restart_trace.schema import SCHEMA_VERSION
+from restart_trace.regular import open_regular, read_regular
+from restart_trace.schema import SCHEMA_VERSION
 
 from ..common.problems import Problem
 from ..common.progress import Progress

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.restart_trace.schema import RECORD_FIELDS, SCHEMA_VERSION, check_record
+from restart_trace.schema import RECORD_FIELDS, SCHEMA_VERSION, check_record
 
 from .discover import TraceFile
 from .lines import parse_json

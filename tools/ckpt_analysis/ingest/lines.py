@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.restart_trace.schema import RECORD_FIELDS, SCHEMA_VERSION, check_record
+from restart_trace.schema import RECORD_FIELDS, SCHEMA_VERSION, check_record
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import polars as pl
 
-from megatron.restart_trace.schema import SCHEMA_VERSION
+from restart_trace.schema import SCHEMA_VERSION
 
 from ..common.names import FILE, NAME, OPERATION, TYPE_SCHEMAS, WHO
 from .batches import FileText

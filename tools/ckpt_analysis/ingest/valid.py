@@ -8,7 +8,7 @@ from typing import Any
 
 import polars as pl
 
-from megatron.restart_trace.schema import (
+from restart_trace.schema import (
     PHASES,
     RECORD_FIELDS,
     SCHEMA_VERSION,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.restart_trace.regular import read_regular
-from megatron.restart_trace.schema import SCHEMA_VERSION, check_record
+from restart_trace.regular import read_regular
+from restart_trace.schema import SCHEMA_VERSION, check_record
 
 from .head import impossible_ranks, impossible_supervisor
 from .lines import parse_json

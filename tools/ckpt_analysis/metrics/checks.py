@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from megatron.restart_trace.schema import PHASES
+from restart_trace.schema import PHASES
 
 from ..common.formatting import percent
 from ..common.problems import Problem, number_list

@@ -6,7 +6,7 @@ from typing import Any
 
 import polars as pl
 
-from megatron.restart_trace.schema import PHASES
+from restart_trace.schema import PHASES
 
 from ..common.intervals import busy
 from ..common.names import NAME

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.restart_trace.schema import PHASES
+from restart_trace.schema import PHASES
 
 from .phases import START_ORDER
 from .results import PhaseStats, StartStats

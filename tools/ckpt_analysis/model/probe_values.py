@@ -6,7 +6,7 @@ import polars as pl
 
 from .frame import Frames
 
-# What the instrument samples (megatron/restart_trace/probes.py), in the order of the report.
+# What the instrument samples (restart_trace/probes.py), in the order of the report.
 NAMES = (
     "rss_bytes", "device_allocated_bytes", "device_reserved_bytes", "gpu_memory_used_bytes",
     "page_cache_bytes", "dirty_bytes", "writeback_bytes",

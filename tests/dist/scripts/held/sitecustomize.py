@@ -1,4 +1,4 @@
-"""Imported at start by a Python with this directory on PYTHONPATH: lets tests/dist/hold.py patch megatron.training."""
+"""Imported at start by a Python with this directory on PYTHONPATH: lets tests/dist/hold.py patch the trainer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
-TRAINING = "megatron.training"
+TRAINING = "megatron.training.trainer"
 
 
 class PatchingFinder(MetaPathFinder):

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.synthetic_traces.__main__ import main
 from benchmarks.synthetic_traces.shape import PLANTS, Shape, saves_for
 from benchmarks.synthetic_traces.write import write_run
-from megatron.restart_trace.schema import check_record
+from restart_trace.schema import check_record
 from tests.unit.tools.ckpt_analysis.analysis_helpers import result
 from tools.ckpt_analysis.ingest import batches, records
 from tools.ckpt_analysis.ingest.discover import list_trace

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.restart_trace.schema import (
+from restart_trace.schema import (
     CYCLE_FILE_PATTERN,
     RANK_FILE_PATTERN,
     SCHEMA_VERSION,

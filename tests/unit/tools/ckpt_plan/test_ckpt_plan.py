@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoint_engines.host_staging import Staging, stage_on_host
+from megatron.checkpointing.engines.host_staging import Staging, stage_on_host
 from megatron.config import ConfigError
-from megatron.topology import Layout
+from megatron.parallel.topology import Layout
 from tests.unit.tools.ckpt_analysis.upstream_log_factory import LogOptions, upstream_log
 from tools.ckpt_plan.cli import main
 from tools.ckpt_plan.listing import compare, human_size, parse_listing

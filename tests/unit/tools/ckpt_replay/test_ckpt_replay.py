@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint_engines.base import FileState
-from megatron.checkpoint_engines.errors import UnknownEngineError
+from megatron.checkpointing.engines.base import FileState
+from megatron.checkpointing.engines.errors import UnknownEngineError
 from megatron.config import ConfigError
 from tests.unit.tools.ckpt_replay.replay_helpers import request
 from tools.ckpt_replay import shares, steps, tensors

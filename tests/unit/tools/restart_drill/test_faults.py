@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron import checkpoint_commit as commit
-from megatron.checkpoint_engines.base import SavedFile
-from megatron.injected_faults import DEVICE_ERROR_SIGNAL, EXCEPTION_SIGNAL
+from megatron.checkpointing import commit
+from megatron.checkpointing.engines.base import SavedFile
+from megatron.startup.injected_faults import DEVICE_ERROR_SIGNAL, EXCEPTION_SIGNAL
 from tests.dist.storage import small_disk
 from tools.restart_drill.checkpoints import Checkpoints, flip_bit, truncate
 from tools.restart_drill.full_disk import GIB, check_disk, full_disk
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[4]
 
 WAITING = """
 import sys, time
-from megatron.injected_faults import allow_injected_faults
+from megatron.startup.injected_faults import allow_injected_faults
 if sys.argv[1] == "allowed":
     allow_injected_faults()
 if sys.argv[2] == "with torch":
@@ -34,11 +34,11 @@ time.sleep(60)
 @pytest.mark.parametrize(
     ("signum", "torch", "error"),
     [
-        (EXCEPTION_SIGNAL, "", "megatron.injected_faults.InjectedFault: an exception that was asked for"),
+        (EXCEPTION_SIGNAL, "", "megatron.startup.injected_faults.InjectedFault: an exception that was asked for"),
         (
             DEVICE_ERROR_SIGNAL,
             "",
-            "megatron.injected_faults.InjectedFault: a device error that was asked for before",
+            "megatron.startup.injected_faults.InjectedFault: a device error that was asked for before",
         ),
         (DEVICE_ERROR_SIGNAL, "with torch", "torch.AcceleratorError: a device error that was asked for"),
     ],

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from megatron.restart_trace.schema import check_record
+from restart_trace.schema import check_record
 from tests.unit.tools.ckpt_analysis.analysis_helpers import ROOT, file_of, kinds
 from tests.unit.tools.ckpt_analysis.trace_factory import dump, write_trace
 from tools.ckpt_analysis.cli import main

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.restart_trace.cycles import newest_cycle
-from megatron.restart_trace.startup import reached_iteration
+from restart_trace.cycles import newest_cycle
+from restart_trace.startup import reached_iteration
 from tests.unit.hostile import no_longer_than
 from tests.unit.tools.ckpt_analysis.analysis_helpers import ROOT, file_of, kinds, problem, result
 from tests.unit.tools.ckpt_analysis.trace_factory import write_trace

@@ -11,7 +11,7 @@ from typing import Any
 import polars as pl
 import pytest
 
-from megatron.restart_trace.schema import PHASES
+from restart_trace.schema import PHASES
 from tests.unit.tools.ckpt_analysis.analysis_helpers import file_of
 from tests.unit.tools.ckpt_analysis.render.html.report_pages import Page, analysis_of, page_of
 from tests.unit.tools.ckpt_analysis.trace_factory import RANKS, Options, RankLog, dump, write_trace

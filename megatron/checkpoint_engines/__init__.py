@@ -1,1 +1,0 @@
-"""Interchangeable checkpoint engines: one file per engine, named in `registry`."""

@@ -1,0 +1,181 @@
+"""Asynchronous saves between begin_save and their commit: one thread each, and how training hears of them.
+
+The training thread begins a save, has its state released before the optimizer steps, and asks at its iterations
+whether it is over. A thread of its own waits for the files, agrees with the other ranks and lets rank 0 commit; it
+ends the operation. At most one save is pending.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from megatron.checkpointing.engines.base import PendingSave
+from restart_trace.clock import now_ns
+from restart_trace.recorder import Operation
+
+logger = logging.getLogger(__name__)
+
+THREAD_NAME = "ckpt-commit"
+
+
+class BackgroundSave:
+    """One save that goes on while training does. All methods but `_run` are for the training thread.
+
+    `finish` is called on the background thread: it returns when the save is committed (None) or has failed (why).
+    `pending` is None if the save could not even be begun on this rank; the others must hear of that, too.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        op: Operation,
+        pending: PendingSave | None,
+        finish: Callable[[], str | None],
+        start_ns: int,
+    ) -> None:
+        self.step = step
+        self.error: str | None = None  # valid once the save is over
+        self.blocked_ns = 0  # what training has waited for this save
+        self.total_ns = 0  # from `start_ns` to the commit; valid once the save is over
+        self._op = op
+        self._pending = pending
+        self._finish = finish
+        self._start_ns = start_ns
+        self._decided = threading.Event()
+        self._over = threading.Event()
+        # Held while a blocking span of this save is open, and by the end of the operation, which must come after.
+        self._spans = threading.Lock()
+
+    @property
+    def durable(self) -> bool:
+        """Whether the files were synchronised to storage, as the engine says; valid once the save is over."""
+        return bool(self._op.durable)
+
+    @property
+    def over(self) -> bool:
+        return self._over.is_set()
+
+    def start(self) -> None:
+        # A daemon: a rank that is gone must not keep this process from ending.
+        threading.Thread(target=self._run, name=THREAD_NAME, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self.error = self._finish()
+        except BaseException as exc:  # training waits to hear of it, whatever it is
+            logger.exception("the commit thread failed")
+            self.error = f"{type(exc).__name__}: {exc}"
+        self.total_ns = now_ns() - self._start_ns
+        self._decided.set()
+        with self._spans:
+            self._op.end(None if self.error is None else f"CheckpointSaveError: {self.error}")
+            self._over.set()
+
+    def release_state(self) -> None:
+        """Return when the live state may change."""
+        with self._spans:
+            pending, self._pending = self._pending, None
+            if pending is None or self._decided.is_set():
+                return
+            start = now_ns()
+            pending.release_state()
+            self.blocked_ns += now_ns() - start
+
+    def wait_in(self, op: Operation) -> None:
+        """Wait for the end, as a part of the operation `op` that cannot begin before."""
+        with op.span("wait_previous"):
+            self.release_state()
+            self._over.wait()
+
+    def wait(self) -> None:
+        """Wait for the end, as a part of this save's own operation."""
+        self.release_state()
+        with self._spans:
+            if not self._over.is_set():
+                start = now_ns()
+                with self._op.span("wait_previous"):
+                    self._decided.wait()
+                self.blocked_ns += now_ns() - start
+        self._over.wait()
+
+    def wait_at_most(self, seconds: float) -> bool:
+        """Wait for the end after an error in training; False if it did not come in time.
+
+        The state will not change any more. An engine may rely on hearing so, but must not keep the process up: so
+        it is told on another thread.
+        """
+        threading.Thread(target=self.release_state, name="ckpt-release", daemon=True).start()
+        return self._over.wait(seconds)
+
+
+class BackgroundSaves:
+    """The pending save, if there is one, and those that are over and of which nobody has been told yet."""
+
+    def __init__(self) -> None:
+        self.pending: BackgroundSave | None = None
+        self.unreleased: BackgroundSave | None = None  # the pending one until its state may change
+        self._finished: list[BackgroundSave] = []
+
+    def begin(self, save: BackgroundSave) -> None:
+        self.pending = self.unreleased = save
+        save.start()
+
+    def release_state(self) -> None:
+        """Return when the live state may change. Costs nothing if no save needs it."""
+        save, self.unreleased = self.unreleased, None
+        if save is not None:
+            save.release_state()
+
+    def wait_previous(self, op: Operation) -> None:
+        """Before the next save, in its operation: wait for the pending one."""
+        if self.pending is not None:
+            self.pending.wait_in(op)
+            self._finish()
+
+    def drain(self) -> None:
+        """Before the state changes otherwise than by training, or training ends: wait for the pending one."""
+        if self.pending is not None:
+            self.pending.wait()
+            self._finish()
+
+    def drain_after_error(self, seconds: float) -> bool:
+        """As `drain`, but not for ever: False if the save is still not over after `seconds`."""
+        if self.pending is None:
+            return True
+        ended = self.pending.wait_at_most(seconds)
+        if ended:
+            self._finish()
+        return ended
+
+    def finished(self) -> list[BackgroundSave]:
+        """The saves that are over since the last call, oldest first. Waits for nothing."""
+        if self.pending is not None and self.pending.over:
+            self._finish()
+        told, self._finished = self._finished, []
+        return told
+
+    def _finish(self) -> None:
+        if self.pending is not None:
+            self._finished.append(self.pending)
+        self.pending = self.unreleased = None
+
+
+def release_before_steps(engine: Any, saves: BackgroundSaves) -> None:
+    """From now on the optimizer of the DeepSpeed `engine` steps only when no save needs the present state.
+
+    Forward and backward passes change nothing that is saved; weights, master weights, moments, loss scale, schedule
+    and counters all change in the optimizer's step or after it. Nothing is patched but this one object.
+    """
+    step = engine.optimizer.step
+
+    @functools.wraps(step)
+    def step_on_released_state(*args: Any, **kwargs: Any) -> Any:
+        if saves.unreleased is not None:
+            saves.release_state()
+        return step(*args, **kwargs)
+
+    engine.optimizer.step = step_on_released_state

@@ -1,0 +1,306 @@
+"""What it means for a resume that a flag has another value than in the run that saved the checkpoint.
+
+Checkpoints hold the settings of that run, as `args` in their mp_rank files, upstream's too. DECISIONS has every setting
+of megatron.config, and a test fails for one that is not here; docs/resuming.md has the same table for users.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.checkpointing.engines.errors import CheckpointMismatchError
+from megatron.config.arguments import GROUPS
+from megatron.config.data import parse_blend, parse_split
+from megatron.config.errors import ConfigError
+from megatron.config.flags import FlagSpec, flag_name, spec_of
+
+
+class Kind(enum.Enum):
+    """What becomes of another value; the value is how docs/resuming.md calls it."""
+
+    REFUSED = "refused"
+    SCHEDULE = "refused, or as a flag says"
+    APPLIED = "applied, told"
+    MODEL = "applied, told; with --finetune, too"
+    DATA = "applied, told with what it means for the data"
+    NO_EFFECT = "no effect, told"
+    FREE = "free"
+
+
+class Decision(NamedTuple):
+    """`meaning` ends the line that tells of the change, or says why there is none. {sample}: the first to come."""
+
+    kind: Kind
+    meaning: str
+
+
+_SHAPE = Decision(Kind.REFUSED, "the tensors of the checkpoint would not fit")
+_FUNCTION = Decision(
+    Kind.MODEL, "the new value counts, and the model computes another function than the weights were trained for"
+)
+_TOKENS = Decision(
+    Kind.DATA,
+    "the weights know tokens by the old tokenizer's ids: unless this is the same tokenizer at another place, they are "
+    "mixed up",
+)
+_DROPOUT = Decision(Kind.APPLIED, "the new probability counts from here")
+_STEP = Decision(Kind.APPLIED, "the new value counts from here; the moments are restored as they were")
+_SCALER = Decision(Kind.APPLIED, "the new value counts from here; the scale goes on where it was")
+_LR = Decision(
+    Kind.SCHEDULE,
+    "--override-opt_param-scheduler takes the new schedule, --use-checkpoint-opt_param-scheduler the old one; "
+    "--no-load-lr-state begins the new one anew",
+)
+_ORDER = (
+    "training goes on at sample {sample} of the new order: samples that were trained on may repeat, and others are "
+    "skipped"
+)
+_FILES = Decision(Kind.DATA, f"unless these are the same files at another place, {_ORDER}")
+_EVALUATED = Decision(
+    Kind.DATA, "unless these are the same files at another place, losses before and after are not of the same samples"
+)
+_PLACE = Decision(
+    Kind.FREE, "loaded onto any layout that the engine of the checkpoint allows (else refused); same samples in order"
+)
+_RECOMPUTE = Decision(Kind.FREE, "what is kept for the backward pass, and where; gradients are the same")
+_HERE = Decision(Kind.FREE, "of this process and machine")
+_WATCHING = Decision(Kind.FREE, "what is logged, measured or traced")
+_LENGTH = Decision(Kind.FREE, "when this launch evaluates or ends; the data order stays")
+_SAVING = Decision(Kind.FREE, "how and when this launch saves")
+_LOADING = Decision(Kind.FREE, "how this launch loads; what of the checkpoint is left out is what the flag says")
+
+_MODEL = {
+    **dict.fromkeys(
+        ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "kv_channels"),
+        _SHAPE,
+    ),
+    "seq_length": Decision(Kind.DATA, f"samples are cut anew at this length, so {_ORDER}"),
+    "max_position_embeddings": Decision(
+        Kind.REFUSED, "the tensors of the checkpoint would not fit; free with rotary embeddings, which have no table"
+    ),
+    "use_rotary_position_embeddings": _SHAPE,
+    "rotary_percent": _FUNCTION,
+    "rope_theta": _FUNCTION,
+    "add_position_embedding": _SHAPE,
+    "normalization": _SHAPE,
+    "layernorm_epsilon": _FUNCTION,
+    "swiglu": _SHAPE,
+    "bias_gelu_fusion": _FUNCTION,
+    "untie_embeddings_and_output_weights": _SHAPE,
+    "add_bias_linear": _SHAPE,
+    "attention_dropout": _DROPOUT,
+    "hidden_dropout": _DROPOUT,
+    "init_method_std": Decision(Kind.NO_EFFECT, "no effect: all weights come from the checkpoint"),
+    "make_vocab_size_divisible_by": Decision(Kind.REFUSED, "where the padded vocabulary is another one; else free"),
+    **dict.fromkeys(
+        (
+            "checkpoint_activations", "checkpoint_num_layers", "recompute_activations", "recompute_granularity",
+            "recompute_method", "recompute_num_layers",
+        ),
+        _RECOMPUTE,
+    ),
+    "params_dtype": Decision(Kind.REFUSED, "--bf16 and --fp16: the files have other names and dtypes"),
+}
+_PARALLEL = {
+    **dict.fromkeys(
+        (
+            "tensor_model_parallel_size", "pipeline_model_parallel_size", "no_pipeline_parallel", "world_size",
+            "data_parallel_size",
+        ),
+        _PLACE,
+    ),
+    **dict.fromkeys(("distributed_backend", "distributed_timeout_minutes", "local_rank", "rank"), _HERE),
+    **dict.fromkeys(
+        ("zero_stage", "zero_stage_asked"), Decision(Kind.FREE, "all of them are stage 1, whose shards are saved")
+    ),
+    "deepspeed_config": Decision(Kind.FREE, "a path; what the file says is compared as the flags that it stands for"),
+    **dict.fromkeys(
+        (
+            "deepspeed_activation_checkpointing", "partition_activations", "contigious_checkpointing",
+            "checkpoint_in_cpu", "synchronize_each_layer", "profile_backward",
+        ),
+        _RECOMPUTE,
+    ),
+}  # fmt: skip
+_TRAINING = {
+    "micro_batch_size": Decision(Kind.FREE, "an iteration has the same samples; dropout masks and rounding differ"),
+    "global_batch_size": Decision(
+        Kind.DATA,
+        "training goes on at sample {sample}, none is repeated or skipped; an iteration has more or fewer samples, "
+        "so --train-iters ends after another number of them",
+    ),
+    "rampup_batch_size": Decision(
+        Kind.DATA, "training goes on at sample {sample}, none is repeated or skipped, with the batch of the new ramp"
+    ),
+    "train_samples": Decision(
+        Kind.FREE, "the data order stays; what the learning rate decays over is --lr-decay-samples"
+    ),
+    "train_iters": Decision(Kind.FREE, "the data order stays; what the learning rate decays over is --lr-decay-iters"),
+    "seed": Decision(
+        Kind.DATA, f"samples are shuffled anew, so {_ORDER}"
+    ),
+    "data_parallel_random_init": Decision(
+        Kind.NO_EFFECT, "no effect but on another layout and with --no-load-rng: else random states are restored"
+    ),
+    **dict.fromkeys(("eval_interval", "eval_iters", "exit_interval", "exit_duration_in_mins", "train_tokens"), _LENGTH),
+    **dict.fromkeys(("exit_signal_handler", "allow_injected_faults"), _HERE),
+    "accumulate_allreduce_grads_in_fp32": Decision(Kind.APPLIED, "gradients are summed in the new dtype from here"),
+    "loss_scale": Decision(Kind.APPLIED, "the new value counts from here; a dynamic scale begins anew"),
+    "initial_loss_scale": Decision(Kind.NO_EFFECT, "no effect: the scale goes on where it was"),
+    **dict.fromkeys(("min_loss_scale", "loss_scale_window", "hysteresis"), _SCALER),
+    **dict.fromkeys(
+        (
+            "log_interval", "log_level", "tensorboard_dir", "tensorboard_log_interval", "tensorboard_queue_size",
+            "log_timers_to_tensorboard", "log_batch_size_to_tensorboard", "log_learning_rate_to_tensorboard",
+            "log_loss_scale_to_tensorboard", "log_validation_ppl_to_tensorboard", "log_memory_to_tensorboard",
+            "log_world_size_to_tensorboard", "log_params_norm", "log_num_zeros_in_grad",
+            "log_optimizer_states_to_tensorboard",
+        ),
+        _WATCHING,
+    ),
+}  # fmt: skip
+_OPTIMIZER = {
+    "optimizer": Decision(Kind.REFUSED, "the state of one does not fit another; free with --no-load-optim"),
+    **dict.fromkeys(
+        (
+            "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens",
+            "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction", "weight_decay",
+            "start_weight_decay", "end_weight_decay", "weight_decay_incr_style",
+        ),
+        _LR,
+    ),
+    "clip_grad": Decision(Kind.APPLIED, "the new limit counts from here"),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum"), _STEP),
+    **dict.fromkeys(("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"), _LOADING),
+}  # fmt: skip
+_DATA = {
+    **dict.fromkeys(
+        ("data_path", "train_data_path", "train_doc_idx_path", "train_sample_idx_path", "train_shuffle_idx_path"),
+        _FILES,
+    ),
+    "valid_data_path": _EVALUATED,
+    "test_data_path": _EVALUATED,
+    "split": Decision(
+        Kind.DATA, f"other documents are for training, so {_ORDER}, and some may turn up in validation or test"
+    ),
+    "eod_mask_loss": Decision(Kind.APPLIED, "losses before and after are not of the same tokens"),
+    **dict.fromkeys(("data_impl", "data_cache_path", "num_workers"), Decision(Kind.FREE, "the same samples in order")),
+    **dict.fromkeys(("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"), _TOKENS),
+}
+_CHECKPOINT = {
+    **dict.fromkeys(
+        (
+            "save", "save_interval", "keep_last", "no_save_optim", "no_save_rng", "checkpoint_engine",
+            "checkpoint_durability", "host_cache_size", "io_threads", "io_block_size", "direct_io", "checksum",
+            "verify_restored_state", "take_over", "allow_other_checkpoints", "library_options",
+        ),
+        _SAVING,
+    ),
+    **dict.fromkeys(
+        (
+            "load", "load_tag", "no_load_optim", "no_load_rng", "no_load_lr_state", "finetune",
+            "exit_on_missing_checkpoint", "allow_start_over", "prefetch_on_start", "prefetch_limit",
+            "verify_checkpoint", "redistribute", "universal_checkpoint", "reset_iteration",
+        ),
+        _LOADING,
+    ),
+}  # fmt: skip
+_TRACE = dict.fromkeys(("restart_trace", "restart_trace_dir", "trace_probes", "trace_nvtx"), _WATCHING)
+
+DECISIONS: dict[str, Decision] = {
+    **_MODEL, **_PARALLEL, **_TRAINING, **_OPTIMIZER, **_DATA, **_CHECKPOINT, **_TRACE
+}  # fmt: skip
+"""Setting of megatron.config -> what becomes of another value of it."""
+
+_TOLD = (Kind.APPLIED, Kind.MODEL, Kind.DATA, Kind.NO_EFFECT)
+# Settings that mean nothing in some runs.
+_MATTERS_IF: dict[str, Callable[[argparse.Namespace], bool]] = {
+    **dict.fromkeys(("rotary_percent", "rope_theta"), lambda args: args.use_rotary_position_embeddings),
+    "bias_gelu_fusion": lambda args: args.add_bias_linear and not args.swiglu,
+    "loss_scale": lambda args: args.fp16,
+    **dict.fromkeys(
+        ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
+        lambda args: args.fp16 and args.loss_scale is None,
+    ),
+    "accumulate_allreduce_grads_in_fp32": lambda args: args.fp16,
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_eps"), lambda args: args.optimizer == "adam"),
+    "sgd_momentum": lambda args: args.optimizer == "sgd",
+    "split": lambda args: bool(args.data_path),
+    "vocab_size": lambda args: args.tokenizer_type == "NullTokenizer",
+}
+_OF_OPTIMIZER_STATE = ("initial_loss_scale",)  # restored with it, and the flag's own without
+
+
+def changes(saved: argparse.Namespace, mine: argparse.Namespace) -> list[str]:
+    """One line for every setting that the resume must tell of: flag, old -> new, what it means.
+
+    `saved`: `args` of the checkpoint; what they lack, as an older program or upstream may, is not compared. `mine`:
+    the settings of this run under the same names.
+    """
+    lines = []
+    specs = {field.name: spec_of(field) for cls in GROUPS.values() for field in dataclasses.fields(cls)}
+    # Both begin another training with the weights: what comes next is no matter of the checkpoint's data order.
+    told = (Kind.MODEL,) if mine.finetune else _TOLD
+    if mine.reset_iteration:
+        told = tuple(kind for kind in told if kind is not Kind.DATA)
+    for name, decision in DECISIONS.items():
+        if decision.kind not in told or not hasattr(saved, name):
+            continue
+        if not (_matters(name, saved) and _matters(name, mine)) or (
+            name in _OF_OPTIMIZER_STATE and mine.no_load_optim
+        ):
+            continue
+        old, new = getattr(saved, name), getattr(mine, name)
+        if _comparable(name, old) != _comparable(name, new):
+            meaning = decision.meaning.format(sample=saved.consumed_train_samples)
+            lines.append(f"{_difference(name, specs[name], old, new)}: {meaning}")
+    return lines
+
+
+def check_optimizer(saved: argparse.Namespace, mine: argparse.Namespace, directory: Path) -> None:
+    """Raises CheckpointMismatchError if the optimizer's state in `directory` is of another optimizer, and is wanted."""
+    kind = getattr(saved, "optimizer", mine.optimizer)
+    if kind != mine.optimizer and not (mine.no_load_optim or mine.finetune):
+        raise CheckpointMismatchError(
+            f"--optimizer {mine.optimizer}: {directory} was saved with --optimizer {kind}, and the state of one does "
+            f"not fit the other; give --optimizer {kind}, or --no-load-optim to go on with a fresh optimizer state"
+        )
+
+
+def _matters(name: str, args: argparse.Namespace) -> bool:
+    try:
+        return name not in _MATTERS_IF or bool(_MATTERS_IF[name](args))
+    except AttributeError:  # of an older program, which had no such setting
+        return True
+
+
+def _comparable(name: str, value: Any) -> Any:
+    """`value` so that two spellings of the same are equal."""
+    if value is None or value == [] or value == ():
+        return None
+    try:
+        if name == "split":
+            return parse_split(str(value))
+        if name.endswith("data_path"):
+            return parse_blend(flag_name(name), tuple(value))
+    except ConfigError:  # what an older program or upstream took
+        return value
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _difference(name: str, spec: FlagSpec | None, old: Any, new: Any) -> str:
+    flag = spec.names[0] if spec else flag_name(name)
+    if spec is not None and spec.const is not None:
+        return f"{flag} " + ("is given, and was not" if new == spec.const else "is not given, and was")
+    return f"{flag} {_shown(old)} -> {_shown(new)}"
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == ():
+        return "(none)"
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

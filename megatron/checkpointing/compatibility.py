@@ -1,0 +1,223 @@
+"""Is a checkpoint of this model and this layout? Asked before torch is imported, and before any tensor is read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpointing import naming as names
+from megatron.checkpointing.commit import Candidate, Manifest
+from megatron.checkpointing.engines.base import EngineOptions
+from megatron.checkpointing.engines.errors import (
+    CheckpointDamagedError,
+    CheckpointMismatchError,
+    EngineUnavailableError,
+    UnknownEngineError,
+    reading,
+)
+from megatron.checkpointing.engines.registry import (
+    check_engine_name,
+    create_engine,
+    is_redistributable,
+    redistributable_engines,
+)
+from megatron.checkpointing.foreign import FIRST_FILE, ForeignCheckpoint, describe, read_header
+from megatron.checkpointing.manifest import read_latest
+from megatron.config import Config, padded_vocab_size
+from megatron.parallel.topology import Layout
+from restart_trace.recorder import NullOperation
+
+_SHAPE = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "kv_channels",
+    "normalization", "swiglu", "use_rotary_position_embeddings", "untie_embeddings_and_output_weights",
+    "add_bias_linear", "add_position_embedding",
+)  # fmt: skip
+
+
+_LARGEST_TP = 128
+_FILES_OF_TORCH = ("torch", "fastpersist", "fastpersist-decoupled")  # engines whose files DeepSpeed can read
+
+
+def model_identity(config: Config, padded_vocab_size: int) -> dict[str, Any]:
+    """What must be equal for the tensors of a checkpoint to fit."""
+    identity = {name: getattr(config.model, name) for name in _SHAPE}
+    if config.model.add_position_embedding:
+        identity["max_position_embeddings"] = config.model.max_position_embeddings
+    return identity | {"padded_vocab_size": padded_vocab_size, "params_dtype": config.model.params_dtype}
+
+
+def check_candidate(
+    candidate: Candidate,
+    config: Config,
+    layout: Layout,
+    padded_vocab_size: int,
+    redistributable: bool | None = None,
+) -> bool:
+    """Whether the checkpoint was saved on another layout than `layout`, and is to be loaded onto it.
+
+    So is one of upstream's whose shards are cut otherwise on the same layout, too. Raises CheckpointMismatchError
+    naming every difference of shape, and a difference of layout unless the engine that saved it is `redistributable`
+    (None: not known yet). A checkpoint without manifest is judged by the arguments in its mp_rank_00 file, as upstream
+    wrote them; if they are ours, its manifest is gone: CheckpointDamagedError.
+    """
+    if candidate.manifest is None:
+        return _check(candidate, _described(candidate, config), config, layout, padded_vocab_size, redistributable)
+    return _check(candidate, None, config, layout, padded_vocab_size, redistributable)
+
+
+def _check(
+    candidate: Candidate,
+    foreign: ForeignCheckpoint | None,
+    config: Config,
+    layout: Layout,
+    padded_vocab_size: int,
+    redistributable: bool | None,
+) -> bool:
+    """`check_candidate`, with what the checkpoint says of itself if it is `foreign`."""
+    mine = model_identity(config, padded_vocab_size)
+    if foreign is not None:
+        engine, theirs, their_layout = foreign_engine(config), foreign.model, foreign.layout
+    else:
+        manifest: Manifest = candidate.manifest  # pyright: ignore[reportAssignmentType]
+        engine, theirs, their_layout = manifest.engine, manifest.model, Layout(**manifest.layout)
+    elsewhere = their_layout != layout or (foreign is not None and foreign.needs_rearranging)
+    if elsewhere:
+        del mine["padded_vocab_size"]  # TP pads it; the true size is checked parameter by parameter
+    different = [
+        f"{name} is {theirs[name]} in the checkpoint and {mine[name]} here"
+        for name in mine
+        if name in theirs and theirs[name] != mine[name]
+    ]
+    if different:
+        raise CheckpointMismatchError(
+            f"{candidate.directory}: another model: "
+            + "; ".join(different)
+            + "; give the flags of the run that "
+            "saved it, or another --load"
+        )
+    if elsewhere and redistributable is False:
+        *others, last = redistributable_engines()
+        raise CheckpointMismatchError(
+            f"{candidate.directory}: saved on {their_layout}, but this run is {layout}, and only a checkpoint of "
+            f"--checkpoint-engine {', '.join(others)} or {last} can be loaded onto another layout: start with "
+            f"--tensor-model-parallel-size {their_layout.tp} --pipeline-model-parallel-size {their_layout.pp} on "
+            f"{their_layout.world_size} ranks"
+        )
+    if elsewhere and config.checkpoint.redistribute == "universal":
+        _check_universal(candidate.directory, engine)
+    return elsewhere
+
+
+def _check_universal(directory: Path, engine: str) -> None:
+    if engine not in _FILES_OF_TORCH:
+        *others, last = _FILES_OF_TORCH
+        raise CheckpointMismatchError(
+            f"--redistribute universal: DeepSpeed converts files of torch.save, and {directory} was saved with "
+            f"--checkpoint-engine {engine}; drop the flag, or load a checkpoint of {', '.join(others)} or {last}"
+        )
+
+
+def cannot_be_read(directory: Path, engine: str, why: str) -> CheckpointMismatchError:
+    """The error for a checkpoint of an engine that is not here."""
+    return CheckpointMismatchError(
+        f"{directory / names.MANIFEST}: the checkpoint was saved with --checkpoint-engine {engine}, and only that can "
+        f"read it, which is not possible here: {why}. Install what is missing, or load a checkpoint of another engine "
+        "with --load-tag"
+    )
+
+
+def foreign_engine(config: Config) -> str:
+    """Name of the engine that reads a checkpoint without a manifest, as upstream writes it.
+
+    Its files have DeepSpeed's names in any case; only who asks for DataStates-LLM can mean files of that format.
+    """
+    return "datastates" if config.checkpoint.checkpoint_engine == "datastates" else "torch"
+
+
+def check_newest(config: Config, layout: Layout, vocab_size: int) -> int:
+    """The padded vocabulary to train with: that of the checkpoint which a load would try first, if TP divides it.
+
+    Rows of tokens that are none take part in the softmax, so a model with another number of them is another model;
+    without such a checkpoint it is --make-vocab-size-divisible-by times TP. `vocab_size`: the tokenizer's.
+    Makes check_candidate of that checkpoint, if it has a readable manifest, or is upstream's: one small file, so that a
+    wrong shape costs no start-up. All else is left to the load. Raises OSError if --load cannot be listed.
+    """
+    padded = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, layout.tp)
+    found, foreign = _named_without_manifest(config)
+    found = found or newest_with_manifest(config)
+    if found is None:
+        return padded
+    engine = found.manifest.engine if found.manifest is not None else foreign_engine(config)
+    try:
+        check_engine_name(engine)
+    except (UnknownEngineError, EngineUnavailableError) as exc:
+        raise cannot_be_read(found.directory, engine, str(exc)) from exc
+    model = found.manifest.model if found.manifest is not None else foreign.model if foreign is not None else {}
+    kept = model.get("padded_vocab_size")
+    if type(kept) is int and kept in _paddings(config, vocab_size) and kept % layout.tp == 0:
+        padded = kept
+    _check(found, foreign, config, layout, padded, is_redistributable(engine))
+    return padded
+
+
+def _named_without_manifest(config: Config) -> tuple[Candidate | None, ForeignCheckpoint | None]:
+    """The checkpoint that `latest` or --load-tag names, if it has no manifest and says what it is; without torch.
+
+    What is wrong with one that does not is the load's to tell.
+    """
+    options = config.checkpoint
+    if options.load is None:
+        return None, None
+    try:
+        tag = options.load_tag or read_latest(Path(options.load))
+    except ValueError:
+        return None, None
+    directory = Path(options.load) / (tag or "")
+    if tag is None or os.path.lexists(directory / names.MANIFEST):
+        return None, None
+    state = read_header(directory)
+    if state is None:
+        return None, None
+    try:
+        with reading(directory / FIRST_FILE):
+            foreign = describe(directory, state)
+    except CheckpointDamagedError:
+        return None, None
+    return Candidate(directory, tag, foreign.step, None), foreign
+
+
+def newest_with_manifest(config: Config) -> Candidate | None:
+    """The checkpoint that a load most likely tries first; None without --load or a readable manifest there."""
+    options = config.checkpoint
+    if options.load is None or not Path(options.load).is_dir():
+        return None
+    tags = [options.load_tag] if options.load_tag else _tags_newest_first(Path(options.load))
+    for tag in tags:
+        directory = Path(options.load) / tag
+        try:
+            manifest = Manifest.of(directory)
+        except (OSError, ValueError):
+            continue
+        return Candidate(directory, manifest.tag, manifest.step, manifest)
+    return None
+
+
+def _paddings(config: Config, vocab_size: int) -> set[int]:
+    """What the vocabulary is padded to by any TP; a checkpoint with another number is one of another vocabulary."""
+    return {
+        padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, tp)
+        for tp in range(1, _LARGEST_TP + 1)
+    }
+
+
+def _tags_newest_first(load_dir: Path) -> list[str]:
+    steps = {path.name: names.step_of(path.name) for path in load_dir.iterdir()}
+    return sorted((tag for tag in steps if steps[tag] is not None), key=lambda tag: -(steps[tag] or 0))
+
+
+def _described(candidate: Candidate, config: Config) -> ForeignCheckpoint:
+    reader = create_engine(foreign_engine(config), EngineOptions())
+    with reading(candidate.directory / FIRST_FILE):  # it may hold anything
+        state = reader.load([FIRST_FILE], candidate.directory, {}, NullOperation())[FIRST_FILE]
+        return describe(candidate.directory, state)

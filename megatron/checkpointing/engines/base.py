@@ -1,0 +1,275 @@
+"""The interface of a checkpoint engine, and the guards that every engine shares.
+
+An engine turns the state of *this* rank into files in a directory and back. It knows nothing of tags, other
+ranks or the commit: megatron.checkpointing does that around it. It reports each phase to the Operation it is
+given, under the names of restart_trace.schema.
+
+A save has three moments. `begin_save` returns as soon as training may go on computing; `release_state` must
+have returned before any tensor of the state changes; `wait` returns when the files are written. A synchronous
+engine does it all in the first.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from megatron.checkpointing.engines.errors import CheckpointDamagedError, reading
+from restart_trace.recorder import Operation
+from restart_trace.regular import NotRegularFileError, check_regular
+
+if TYPE_CHECKING:
+    import torch
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What the command line says about how engines work. None: the engine's own default."""
+
+    fsync: bool = True  # --checkpoint-durability fsync
+    verify_checksums: bool = True  # --checkpoint-verify checksum
+    checksum: bool = True  # --checksum crc32: computed while saving, where the format has none of its own
+    host_cache_bytes: int | None = None  # --host-cache-size
+    io_threads: int | None = None  # --io-threads
+    io_block_bytes: int = 8 * MIB  # --io-block-size
+    direct_io: str = "auto"  # --direct-io: auto, on or off
+    rank: int = 0  # of the process that the engine runs in
+    local_world_size: int = 1  # ranks that share this host's memory
+    library: tuple[tuple[str, Any], ...] = ()  # what a --deepspeed_config stanza says to the engine's library
+
+
+@dataclass(frozen=True)
+class FileState:
+    """The state kept under one file name of DeepSpeed's layout: a nest of dicts, lists, tensors and values.
+
+    `placements` tells of tensors which part of which parameter they are: path in the nest (its keys, as a tuple)
+    -> JSON object. It is empty where nobody asked for it.
+    """
+
+    name: str
+    state: Any
+    placements: Mapping[tuple[Any, ...], Mapping[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """One file on disk. `name` is its path within the checkpoint directory, with "/" between directories.
+
+    `checksum` is "algorithm:hex", of the engine's own choice ("none" if it was left out by --checksum none);
+    `num_bytes` is its size. `states` are the FileState names that it holds, or holds a part of; empty: the one
+    state of its own name.
+    """
+
+    name: str
+    num_bytes: int
+    checksum: str
+    states: tuple[str, ...] = ()
+
+    def holds(self, state_name: str) -> bool:
+        return state_name in self.states if self.states else state_name == self.name
+
+
+@dataclass(frozen=True)
+class CheckedBytes:
+    """Bytes [start, stop) of a file, and the CRC-32 (zlib's) that they were saved with. `name` is for messages."""
+
+    name: str
+    start: int
+    stop: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class PlacedTensor:
+    """A tensor of a checkpoint with its placement (megatron.checkpointing.shard_metadata).
+
+    Its elements lie in the file at `path`, in order, from byte `start` on. `checked` are the bytes that it is part of
+    and that have a checksum; None: it was saved without, or is not to be verified.
+    """
+
+    path: Path
+    name: str
+    dtype: torch.dtype
+    start: int
+    placement: Mapping[str, Any]
+    checked: CheckedBytes | None = None
+
+
+def files_of(state_name: str, files: Mapping[str, SavedFile]) -> list[SavedFile]:
+    """The files of a manifest that hold the state `state_name`."""
+    return [file for file in files.values() if file.holds(state_name)]
+
+
+class PendingSave(ABC):
+    """A save that its engine carries on with in the background."""
+
+    @abstractmethod
+    def release_state(self) -> None:
+        """Return when the live state may change. Called on the training thread before the optimizer steps.
+
+        What it waits for is recorded by the engine as blocking spans. Must not raise: what went wrong is `wait`'s to
+        tell. Calling it again does nothing.
+        """
+
+    @abstractmethod
+    def wait(self) -> list[SavedFile]:
+        """Return what was written, when it is. Called once, on a background thread or the training thread.
+
+        Sets `bytes`, `num_files` and `durable` of the operation. Raises OSError if the storage refused, or another
+        exception that says why the save failed; nothing writes into the directory any more after either.
+        """
+
+
+class FinishedSave(PendingSave):
+    """The result of a synchronous engine: nothing is left to do."""
+
+    def __init__(self, saved: list[SavedFile]) -> None:
+        self._saved = saved
+
+    def release_state(self) -> None:
+        return None
+
+    def wait(self) -> list[SavedFile]:
+        return self._saved
+
+
+class CheckpointEngine(ABC):
+    """Writes and reads the files of one rank.
+
+    Subclasses set `name` and implement `_save_file` and `_load_file`; engines that treat all files together
+    override `save` and `load` instead; asynchronous ones set `asynchronous` and override `begin_save`; those that
+    can read straight into live tensors set `loads_in_place` and override `load_into`.
+    """
+
+    name: ClassVar[str]
+    writes_files: ClassVar[bool] = True
+    asynchronous: ClassVar[bool] = False
+    wants_placements: ClassVar[bool] = False  # stores FileState.placements beside the tensors
+    loads_in_place: ClassVar[bool] = False  # `load_into` fills the tensors that it is given
+    redistributable: ClassVar[bool] = False  # has `load_values`, and `placed_tensors` if it stores placements
+
+    def __init__(self, options: EngineOptions) -> None:
+        self.options = options
+
+    def check_can_save(self) -> None:
+        """Raise EngineUnavailableError, saying what to install or change, if this machine cannot save with it.
+
+        Called once at start-up when --save is given. Loading may work all the same.
+        """
+        return None
+
+    def begin_save(self, files: Sequence[FileState], directory: Path, op: Operation) -> PendingSave:
+        """Begin to write `files` into `directory`, which exists and is this save's own.
+
+        At most one save of an engine is pending: the caller waits for it before it begins the next.
+        """
+        return FinishedSave(self.save(files, directory, op))
+
+    def save(self, files: Sequence[FileState], directory: Path, op: Operation) -> list[SavedFile]:
+        """Write `files` into `directory`, which exists and is this save's own.
+
+        Returns what was written, in order. Raises OSError if the storage refuses.
+        """
+        if self.asynchronous:
+            pending = self.begin_save(files, directory, op)
+            pending.release_state()
+            return pending.wait()
+        saved = [self._save_file(file, directory, op) for file in files]
+        op.bytes = sum(file.num_bytes for file in saved)
+        op.num_files = len(saved)
+        op.durable = self.options.fsync
+        return saved
+
+    def load(
+        self, names: Sequence[str], directory: Path, expected: Mapping[str, SavedFile], op: Operation
+    ) -> dict[str, Any]:
+        """Read the states called `names` from `directory`; tensors on the CPU.
+
+        `expected` holds all files of the manifest by name; empty for a checkpoint without one.
+        Raises CheckpointDamagedError naming the file that is missing, short or altered.
+        """
+        states: dict[str, Any] = {}
+        num_bytes = 0
+        for name in names:
+            path = directory / name
+            with reading(path):
+                size = check_size(path, expected.get(name))
+                states[name] = self._load_file(path, expected.get(name), op)
+            num_bytes += size
+        op.bytes = (op.bytes or 0) + num_bytes
+        op.num_files = (op.num_files or 0) + len(states)
+        return states
+
+    def load_into(
+        self, live: Sequence[FileState], directory: Path, expected: Mapping[str, SavedFile], op: Operation
+    ) -> dict[str, Any]:
+        """As `load`, of the states that `live` names, whose contiguous tensors are to become what is loaded.
+
+        An engine may read into these tensors, on whatever device they are, and return them as the loaded ones: those
+        of the same path in the nest, type and shape. After an exception they may hold anything.
+        """
+        return self.load([file.name for file in live], directory, expected, op)
+
+    def placed_tensors(
+        self, directory: Path, expected: Mapping[str, SavedFile], op: Operation
+    ) -> list[PlacedTensor]:
+        """The tensors with a placement of all ranks that saved the checkpoint, in the order of the ranks.
+
+        Raises CheckpointDamagedError naming the file that cannot be used.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot load onto another layout")
+
+    def load_values(
+        self, name: str, directory: Path, expected: Mapping[str, SavedFile], op: Operation
+    ) -> Any:
+        """As `load` of one state, but tensors may be on the device "meta": all that have dimensions.
+
+        What is returned is verified (--checkpoint-verify). Where no placements are stored,
+        `torch_files.position_in_file` tells where a tensor lies that is on "meta".
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot load onto another layout")
+
+    def loads_are_over(self) -> None:
+        """Give back the memory that is kept for further loads."""
+        return None
+
+    def close(self) -> None:
+        """Give back threads, processes and memory. No save is pending."""
+        return None
+
+    def _save_file(self, file: FileState, directory: Path, op: Operation) -> SavedFile:
+        raise NotImplementedError(f"{type(self).__name__} must implement _save_file or override save")
+
+    def _load_file(self, path: Path, expected: SavedFile | None, op: Operation) -> Any:
+        raise NotImplementedError(f"{type(self).__name__} must implement _load_file or override load")
+
+
+def refuse_duplicates(files: Sequence[FileState]) -> None:
+    """Raise ValueError if two states have one name: for engines whose storage would take the second for the first."""
+    names = [file.name for file in files]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two states of this rank are called {name}; a checkpoint can hold one")
+
+
+def check_size(path: Path, expected: SavedFile | None) -> int:
+    """Size of the file at `path`, bytes. Raises CheckpointDamagedError if it is missing or not as expected.
+
+    It is missing, too, if something else is there: to open a FIFO would block for ever.
+    """
+    try:
+        status = path.stat()
+        check_regular(path, status)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointDamagedError(f"{path}: file is missing") from None
+    except NotRegularFileError as exc:
+        raise CheckpointDamagedError(str(exc)) from None
+    size = status.st_size
+    if expected is not None and size != expected.num_bytes:
+        raise CheckpointDamagedError(f"{path}: {size} bytes, but {expected.num_bytes} were saved")
+    return size

@@ -1,0 +1,1 @@
+"""Engine `datastates`: DataStates-LLM."""

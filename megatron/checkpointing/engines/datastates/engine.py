@@ -1,0 +1,394 @@
+"""Engine `datastates`: DataStates-LLM (https://github.com/DataStates/datastates-llm), with what it leaves out added.
+
+The library copies tensors off the device while training computes, into a pinned host cache of fixed size, and writes
+them from there. It reports neither a lost nor an unfinished file. So sums over every mebibyte of every tensor are
+taken when a save begins, on the device, and compared with what is in the files at its end; then come fsync and
+checksum. Needs the library and a CUDA device for saving, and neither for loading.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from isal import isal_zlib
+
+from megatron.checkpointing.engines.base import (
+    CheckpointEngine,
+    EngineOptions,
+    FileState,
+    PendingSave,
+    SavedFile,
+)
+from megatron.checkpointing.engines.datastates import format as file_format
+from megatron.checkpointing.engines.datastates.library import GIB, Library, find_library, open_library
+from megatron.checkpointing.engines.datastates.state import (
+    Apart,
+    key_of,
+    pickled_of,
+    put_together,
+    take_apart,
+)
+from megatron.checkpointing.engines.errors import CheckpointDamagedError
+from megatron.config import ConfigError
+from megatron.fileio.host_memory import available_memory
+from megatron.fileio.timed_files import TimedReader
+from restart_trace.clock import now_ns
+from restart_trace.recorder import Operation
+
+logger = logging.getLogger(__name__)
+
+ALGORITHM = "crc32"
+ROW_BYTES = 1 << 20
+# How long a save may take after its copies off the device are done: these together.
+TIMEOUT_S = 60.0
+TIMEOUT_S_PER_GIB = 60.0
+_POLL_S = 0.05
+_SLACK_BYTES = 1 << 20  # headers and padding, per file
+_ALIGNMENT = 4096  # of what the library keeps in its cache
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+_NUMPY_INTEGERS = {1: "u1", 2: "i2", 4: "i4", 8: "i8", 16: "i8"}
+
+
+class DataStatesEngine(CheckpointEngine):
+    """Host memory: the library's cache, and a copy of those tensors that are on the CPU."""
+
+    name = "datastates"
+    asynchronous = True
+
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__(options)
+        self._library: Library | None = None
+        self._cache_bytes = 0
+
+    def check_can_save(self) -> None:
+        find_library(dict(self.options.library))
+
+    def begin_save(self, files: Sequence[FileState], directory: Path, op: Operation) -> PendingSave:
+        """Raises ConfigError if --host-cache-size is less than the largest tensor, EngineUnavailableError if the
+        library or a CUDA device is missing, OSError if there is no room or right to write."""
+        parts = []
+        for file in files:
+            with op.span("serialize", file=file.name) as span:
+                parts.append(_Part(directory / file.name, file.state, take_apart(file.state)))
+                span.bytes = len(parts[-1].apart.pickled)
+        library = self._prepare(parts, directory)
+        with op.span("device_to_host") as span:
+            span.bytes = sum(part.stage() for part in parts)
+        for part in parts:
+            with op.span("serialize", file=part.path.name):
+                library.start(part.apart.for_library(part.staged), part.path)
+        return _DataStatesSave(library, parts, directory, self.options, op)
+
+    def close(self) -> None:
+        if self._library is not None:
+            self._library.close()
+            self._library = None
+
+    def _prepare(self, parts: Sequence[_Part], directory: Path) -> Library:
+        """The library, with room in its cache and on the storage for what comes."""
+        needed = sum(part.num_bytes for part in parts)
+        if self._library is None:
+            self._cache_bytes = self.options.host_cache_bytes or _default_cache_bytes(
+                needed, self.options.local_world_size
+            )
+        _check_cache(parts, self._cache_bytes, given=self.options.host_cache_bytes is not None)
+        # The library ends the whole process when the storage is full.
+        storage = os.statvfs(directory)
+        if storage.f_bavail * storage.f_frsize < needed:
+            raise OSError(
+                errno.ENOSPC,
+                f"{needed} bytes do not fit into {storage.f_bavail * storage.f_frsize}",
+                str(directory),
+            )
+        if self._library is None:
+            self._library = open_library(self._cache_bytes, self.options.rank, dict(self.options.library))
+            logger.info(
+                "DataStates through %s, host cache %.3g GiB", self._library.api, self._cache_bytes / GIB
+            )
+        return self._library
+
+    def _load_file(self, path: Path, expected: SavedFile | None, op: Operation) -> Any:
+        opened = now_ns()
+        header = file_format.verify_complete(path)
+        reader = _ChecksumReader(path, self._checksum_to_verify(path, expected))
+        try:
+            tensors, skeleton = file_format.read_regions(reader, header, path)
+            reader.finish()
+        finally:
+            reader.close()
+        state = put_together(skeleton, tensors, path)
+        closed = now_ns()
+        rest = closed - opened - reader.read_ns - reader.verify_ns
+        for detail, duration, moved in (
+            ("read", reader.read_ns, reader.num_bytes),
+            ("verify", reader.verify_ns, None),
+            ("deserialize", rest, None),
+        ):
+            op.add("load", detail, opened, closed, duration_ns=duration, file=path.name, num_bytes=moved)
+        return state
+
+    def _checksum_to_verify(self, path: Path, expected: SavedFile | None) -> str | None:
+        if expected is None or not self.options.verify_checksums or expected.checksum == "none":
+            return None
+        if not expected.checksum.startswith(ALGORITHM + ":"):
+            raise CheckpointDamagedError(
+                f"{path}: checksum {expected.checksum!r} is not one of engine datastates"
+            )
+        return expected.checksum
+
+
+@dataclass
+class _Part:
+    """One file of a save. `staged` are the tensors given to the library, which must live until it has written them."""
+
+    path: Path
+    state: Any
+    apart: Apart
+    staged: list[torch.Tensor] = field(default_factory=list)
+    sums: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        """At most what the file will have."""
+        return (
+            sum(_aligned_bytes(tensor) for tensor in self.apart.tensors)
+            + len(self.apart.pickled)
+            + _SLACK_BYTES
+        )
+
+    def stage(self) -> int:
+        """Make what the library cannot change under: returns how many bytes were copied.
+
+        It reads tensors on the CPU whenever it comes to it, so those are copied. It reads tensors on a device on a
+        stream of its own, which waits for nothing, so what computes them must be done.
+        """
+        copied = 0
+        devices = set()
+        for live in self.apart.tensors:
+            tensor = live.detach().resolve_conj().resolve_neg().contiguous()
+            if tensor.device.type == "cpu":
+                tensor = tensor.clone() if tensor.data_ptr() == live.data_ptr() else tensor
+                copied += tensor.nbytes
+            else:
+                devices.add(tensor.device)
+            self.staged.append(tensor)
+            self.sums.append(row_sums(tensor))
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+        self.state = None
+        return copied
+
+
+class _DataStatesSave(PendingSave):
+    def __init__(
+        self, library: Library, parts: list[_Part], directory: Path, options: EngineOptions, op: Operation
+    ) -> None:
+        self._library = library
+        self._parts = parts
+        self._directory = directory
+        self._options = options
+        self._op = op
+        self._released = False
+        self._error: BaseException | None = None
+
+    def release_state(self) -> None:
+        if self._released:
+            return
+        self._released = True
+        try:
+            with self._op.span("device_to_host") as span:
+                self._library.wait_for_copies()
+                span.bytes = sum(
+                    t.nbytes for part in self._parts for t in part.staged if t.device.type != "cpu"
+                )
+        except Exception as exc:  # `wait` tells it
+            self._error = exc
+
+    def wait(self) -> list[SavedFile]:
+        self.release_state()
+        try:
+            return self._finish()
+        finally:
+            self._parts = []  # lets go of the tensors
+
+    def _finish(self) -> list[SavedFile]:
+        if self._error is not None:
+            raise self._error
+        num_bytes = sum(part.num_bytes for part in self._parts)
+        timeout = TIMEOUT_S + TIMEOUT_S_PER_GIB * num_bytes / GIB
+        deadline = time.monotonic() + timeout
+        with self._op.span("flush", "write", blocking=False) as span:
+            done = self._library.wait_for_files(self._directory, deadline)
+            span.bytes = num_bytes
+        given_up = "DataStates says that all is written" if done else f"given up after {timeout:.0f} s"
+        saved = [self._settle(part, 0.0 if done else deadline, given_up) for part in self._parts]
+        self._op.bytes = sum(file.num_bytes for file in saved)
+        self._op.num_files = len(saved)
+        self._op.durable = self._options.fsync
+        return saved
+
+    def _settle(self, part: _Part, deadline: float, given_up: str) -> SavedFile:
+        """Wait until the file holds what it must, synchronise it and take its checksum."""
+        name = part.path.name
+        while True:
+            try:
+                with self._op.span("serialize", file=name, blocking=False):
+                    num_bytes, crc = check_content(part.path, part.apart, part.sums)
+                break
+            except CheckpointDamagedError as exc:
+                if time.monotonic() >= deadline:
+                    raise CheckpointDamagedError(f"{exc}; {given_up}") from exc
+            with self._op.span("flush", "write", file=name, blocking=False):
+                time.sleep(_POLL_S)
+        if self._options.fsync:
+            with self._op.span("flush", "fsync", file=name, blocking=False) as span:
+                fd = os.open(part.path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+                span.bytes = num_bytes
+        return SavedFile(name, num_bytes, f"{ALGORITHM}:{crc:08x}" if self._options.checksum else "none")
+
+
+def row_sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Sums, as 64-bit integers, of the elements' bits over each ROW_BYTES of a contiguous tensor; on its device."""
+    flat = tensor.reshape(-1).view(_INTEGERS[tensor.element_size()])
+    per_row = ROW_BYTES // flat.element_size()
+    whole = flat.numel() // per_row * per_row
+    sums = flat[:whole].view(-1, per_row).sum(1, dtype=torch.int64)
+    if whole == flat.numel():
+        return sums
+    return torch.cat([sums, flat[whole:].sum(dtype=torch.int64).reshape(1)])
+
+
+def check_content(path: Path, apart: Apart, sums: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """(bytes, CRC-32) of a file that holds the state `apart`, with those sums of its tensors.
+
+    Raises CheckpointDamagedError if it is missing, short, or holds something else.
+    """
+    header = file_format.verify_complete(path)
+    for index, live in enumerate(apart.tensors):
+        found = header.tensors.get(key_of(index))
+        if found is None or (found.dtype, found.shape) != (live.dtype, tuple(live.shape)):
+            raise CheckpointDamagedError(
+                f"{path}: its header has no {key_of(index)} of {live.dtype} {list(live.shape)}"
+            )
+    expected = {key_of(index): mine.cpu() for index, mine in enumerate(sums)}
+    view = memoryview(bytearray(ROW_BYTES))
+    crc, size = 0, path.stat().st_size
+    skeleton = bytearray()
+    with path.open("rb", buffering=0) as file:
+        for key, region in file_format.segments(header, size):
+            for row, start in enumerate(range(region.start, region.stop, ROW_BYTES)):
+                length = min(ROW_BYTES, region.stop - start)
+                if file.readinto(view[:length]) != length:
+                    raise CheckpointDamagedError(f"{path}: became shorter while it was read")
+                crc = isal_zlib.crc32(view[:length], crc)
+                if key is None:
+                    first = max(0, header.skeleton.start - start)
+                    skeleton += view[first : max(first, min(length, header.skeleton.stop - start))]
+                elif _row_sum(view[:length], header.tensors[key].dtype) != int(expected[key][row]):
+                    raise CheckpointDamagedError(
+                        f"{path}: {key} is not what was saved, from byte {start} on: up to {region.stop - start} "
+                        "bytes are missing or wrong"
+                    )
+    if pickled_of(bytes(skeleton)) != apart.pickled:
+        raise CheckpointDamagedError(f"{path}: its pickle is not what was saved")
+    return size, crc
+
+
+def _row_sum(view: memoryview, dtype: torch.dtype) -> int:
+    """As `row_sums`, of one row. Not by torch, whose threads cost more than the sum and disturb those of training."""
+    return int(np.frombuffer(view, _NUMPY_INTEGERS[dtype.itemsize]).sum(dtype=np.int64))
+
+
+def _aligned_bytes(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _default_cache_bytes(needed: int, local_world_size: int) -> int:
+    """The size of the save, at most half of this rank's share of the free memory."""
+    return min(needed, available_memory() // 2 // local_world_size)
+
+
+def _check_cache(parts: Sequence[_Part], cache_bytes: int, given: bool) -> None:
+    """The library ends the whole process at a tensor that its cache cannot hold: raise ConfigError before."""
+    largest = max(
+        ((_aligned_bytes(t), part, t) for part in parts for t in part.apart.tensors),
+        key=lambda item: item[0],
+        default=None,
+    )
+    if largest is None or largest[0] <= cache_bytes:
+        return
+    needed, part, tensor = largest
+    least = math.ceil(needed / GIB * 1000) / 1000
+    raise ConfigError(
+        f"--host-cache-size {cache_bytes / GIB:g} (GiB{'' if given else ', by default'}): smaller than "
+        f"{'.'.join(_path_to(part.state, tensor) or ['a tensor'])} of {part.path.name}, {list(tensor.shape)} "
+        f"{tensor.dtype} = {tensor.nbytes} bytes; give at least --host-cache-size {least:g}"
+    )
+
+
+def _path_to(state: Any, tensor: torch.Tensor) -> list[str] | None:
+    """The keys that lead to `tensor`; None if they lead through other things than dicts, lists and tuples."""
+    if state is tensor:
+        return []
+    items = (
+        state.items()
+        if isinstance(state, Mapping)
+        else enumerate(state)
+        if isinstance(state, (list, tuple))
+        else ()
+    )
+    for key, value in items:
+        found = _path_to(value, tensor)
+        if found is not None:
+            return [str(key), *found]
+    return None
+
+
+class _ChecksumReader(TimedReader):
+    """Takes the CRC-32 of the whole file on the way, if one is expected. What is passed over is read for that, too."""
+
+    def __init__(self, path: Path, expected: str | None) -> None:
+        super().__init__(path)
+        self.num_bytes = 0
+        self._expected = expected
+        self._crc = 0
+        self._done = 0
+
+    def _account(self, position: int, view: memoryview) -> None:
+        self.num_bytes += len(view)
+        if self._expected is None:
+            return
+        self._catch_up(position)
+        self._crc = isal_zlib.crc32(view, self._crc)
+        self._done += len(view)
+
+    def _catch_up(self, position: int) -> None:
+        while self._done < position:
+            data = os.pread(self._file.fileno(), min(ROW_BYTES, position - self._done), self._done)
+            if not data:
+                raise CheckpointDamagedError(f"{self.path}: became shorter while it was read")
+            self._crc = isal_zlib.crc32(data, self._crc)
+            self._done += len(data)
+
+    def finish(self) -> None:
+        """Raises CheckpointDamagedError if the file does not have the checksum it was saved with."""
+        if self._expected is None:
+            return
+        self._catch_up(os.fstat(self._file.fileno()).st_size)
+        found = f"{ALGORITHM}:{self._crc:08x}"
+        if found != self._expected:
+            raise CheckpointDamagedError(f"{self.path}: checksum {found}, but {self._expected} was saved")

@@ -1,0 +1,1 @@
+"""Engines `dcp` and `dcp-async`: torch.distributed.checkpoint."""

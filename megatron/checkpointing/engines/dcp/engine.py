@@ -1,0 +1,263 @@
+"""torch.distributed.checkpoint: a checkpoint of its own, a directory, per file of DeepSpeed's layout and rank.
+
+The library knows of no other ranks (`no_dist`), so it takes no tensor of one rank for that of another. It is given
+tensors only, the rest of the state as JSON in one of bytes: it would pickle other values, and make str of int keys.
+Copies from a device are part of `serialize` with `dcp`: the library makes them between its writes.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
+
+from megatron.checkpointing.engines.base import (
+    CheckpointEngine,
+    EngineOptions,
+    FileState,
+    PendingSave,
+    SavedFile,
+    refuse_duplicates,
+)
+from megatron.checkpointing.engines.codec import state_skeleton
+from megatron.checkpointing.engines.dcp.storage import METADATA, Failure, Reader, Writer, cause_of
+from megatron.checkpointing.engines.errors import CheckpointDamagedError
+from megatron.checkpointing.engines.state_files import find_files, pack, total_bytes, unpack
+from megatron.fileio.measured_io import Timeline, checksum_text, sync_directory
+from restart_trace.clock import now_ns
+from restart_trace.recorder import Operation
+
+RESULT_TIMEOUT_S = 3600.0  # for a whole save: storage that takes longer is taken for dead
+_SKELETON, _TENSORS = "skeleton", "state/"  # keys in the library's state dict
+
+# The library tells at every call that it works for one process alone, which is what it is asked for here.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+class DcpEngine(CheckpointEngine):
+    """dcp.save: training waits for all of it. Threads and fsync are the library's, per file."""
+
+    name = "dcp"
+
+    def save(self, files: Sequence[FileState], directory: Path, op: Operation) -> list[SavedFile]:
+        refuse_duplicates(files)
+        saved: list[SavedFile] = []
+        failure = Failure()
+        for file in files:
+            start = now_ns()
+            writer = Writer(directory / file.name, self.options, failure, threading.Semaphore())
+            try:
+                save(_for_library(file.state), storage_writer=writer, no_dist=True)
+            except CheckpointException as exc:
+                raise failure.error or cause_of(exc) from None
+            _report_writing(op, file.name, writer, start, now_ns(), blocking=True)
+            saved += _saved_files(file.name, writer)
+        _finish(directory, [file.name for file in files], saved, self.options.fsync, op, True)
+        return saved
+
+    def load(
+        self, names: Sequence[str], directory: Path, expected: Mapping[str, SavedFile], op: Operation
+    ) -> dict[str, Any]:
+        states: dict[str, Any] = {}
+        for name in names:
+            start = now_ns()
+            files = find_files(name, directory, expected, METADATA)
+            states[name] = _load_state(directory / name, files, self.options.verify_checksums, op, start)
+            op.bytes = (op.bytes or 0) + sum(file.num_bytes for file in files.values())
+            op.num_files = (op.num_files or 0) + len(files)
+        return states
+
+
+class DcpAsyncEngine(DcpEngine):
+    """dcp.async_save with its thread: training waits while the library copies the state into host memory.
+
+    Host memory: all that the rank saves, once more; the library has no limit on it.
+    """
+
+    name = "dcp-async"
+    asynchronous = True
+
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__(options)
+        self._group: dist.ProcessGroup | None = None
+
+    def save(self, files: Sequence[FileState], directory: Path, op: Operation) -> list[SavedFile]:
+        return CheckpointEngine.save(self, files, directory, op)
+
+    def begin_save(self, files: Sequence[FileState], directory: Path, op: Operation) -> PendingSave:
+        refuse_duplicates(files)
+        pending = _PendingSaves(self.options, directory, op)
+        group = self._group_with_cpu()
+        for file in files:
+            pending.begin(file, group)
+        return pending
+
+    def close(self) -> None:
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    def _group_with_cpu(self) -> dist.ProcessGroup | None:
+        """async_save asks for a group with a CPU backend, and uses it for nothing: one of this rank alone will do."""
+        if not dist.is_initialized() or torch.device("cpu") in dist.group.WORLD._device_types:  # type: ignore[union-attr]
+            return None
+        if self._group is None:
+            group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+            self._group = cast("dist.ProcessGroup", group)  # this rank is in it
+        return self._group
+
+
+class _PendingSaves(PendingSave):
+    """The library's saves of one of ours. They write one after the other: each has --io-threads threads."""
+
+    def __init__(self, options: EngineOptions, directory: Path, op: Operation) -> None:
+        self._options = options
+        self._directory = directory
+        self._op = op
+        self._failure = Failure()
+        self._slots = threading.Semaphore()
+        self._saves: list[tuple[str, Writer, Future[Any]]] = []
+
+    def begin(self, file: FileState, group: dist.ProcessGroup | None) -> None:
+        """Copy one state and have it written. What goes wrong is told by `wait`."""
+        if self._failure.error is not None:
+            return
+        start = now_ns()
+        try:
+            content = _for_library(file.state)
+            writer = Writer(self._directory / file.name, self._options, self._failure, self._slots)
+            future = async_save(
+                content,
+                storage_writer=writer,
+                async_checkpointer_type=AsyncCheckpointerType.THREAD,
+                process_group=group,
+                no_dist=True,
+            )
+        except (Exception, CheckpointException) as exc:
+            self._failure.set(exc)
+            return
+        # It is a future, and no AsyncSaveResponse, because the writer is what stages.
+        self._saves.append((file.name, writer, cast("Future[Any]", future)))
+        end = now_ns()
+        spent = writer.timeline.shares(["stage"], start, end)
+        size = total_bytes(list(content.values()))
+        self._op.add(
+            "device_to_host", None, start, end, duration_ns=spent["stage"], file=file.name, num_bytes=size
+        )
+        self._op.add("serialize", None, start, end, duration_ns=spent[""], file=file.name)
+
+    def release_state(self) -> None:
+        """The library has copied the state by the time that `begin_save` returns."""
+
+    def wait(self) -> list[SavedFile]:
+        done, late = wait_for([future for _, _, future in self._saves], timeout=RESULT_TIMEOUT_S)
+        if late:
+            error = f"dcp-async: not written within {RESULT_TIMEOUT_S:.0f} s; look after the storage"
+            self._failure.set(OSError(errno.ETIMEDOUT, error, str(self._directory)))
+        for _, _, future in self._saves:
+            found = future.exception() if future in done else None
+            if found is not None:
+                self._failure.set(cause_of(found))
+        if self._failure.error is not None:
+            raise self._failure.error
+        for name, writer, _ in self._saves:
+            _report_writing(self._op, name, writer, writer.started_ns, writer.ended_ns, blocking=False)
+        saved = [entry for name, writer, _ in self._saves for entry in _saved_files(name, writer)]
+        _finish(
+            self._directory, [name for name, _, _ in self._saves], saved, self._options.fsync, self._op, False
+        )
+        return saved
+
+
+def _for_library(state: Any) -> dict[str, Any]:
+    skeleton, tensors = state_skeleton.split(state)
+    return {_SKELETON: pack(skeleton)} | {
+        _TENSORS + name: tensor.detach() for name, tensor in tensors.items()
+    }
+
+
+def _saved_files(name: str, writer: Writer) -> list[SavedFile]:
+    return [
+        SavedFile(f"{name}/{inside}", file.num_bytes, checksum_text(file.crc), (name,))
+        for inside, file in writer.written.items()
+    ]
+
+
+def _report_writing(
+    op: Operation, name: str, writer: Writer, start: int, end: int, *, blocking: bool
+) -> None:
+    """Spans of writing one state. Times of threads that work side by side count once."""
+    spent = writer.timeline.shares(["write", "fsync"], start, end)
+    size = sum(file.num_bytes for file in writer.written.values())
+    op.add("serialize", None, start, end, duration_ns=spent[""], file=name, blocking=blocking)
+    op.add(
+        "flush", "write", start, end, duration_ns=spent["write"], file=name, num_bytes=size, blocking=blocking
+    )
+    if writer.sync_files:
+        op.add(
+            "flush",
+            "fsync",
+            start,
+            end,
+            duration_ns=spent["fsync"],
+            file=name,
+            num_bytes=size,
+            blocking=blocking,
+        )
+
+
+def _finish(
+    directory: Path,
+    names: Sequence[str],
+    saved: Sequence[SavedFile],
+    fsync: bool,
+    op: Operation,
+    blocking: bool,
+) -> None:
+    """The library leaves the directories to chance."""
+    if fsync:
+        with op.span("flush", "fsync", blocking=blocking):
+            for path in [*(directory / name for name in names), directory]:
+                sync_directory(path)
+    op.bytes = sum(file.num_bytes for file in saved)
+    op.num_files = len(saved)
+    op.durable = fsync
+
+
+def _load_state(root: Path, files: Mapping[str, SavedFile], verify: bool, op: Operation, start: int) -> Any:
+    timeline = Timeline()
+    reader = Reader(root, files, verify, timeline)
+    content: dict[str, Any] = {
+        name: torch.empty(item.size, dtype=item.properties.dtype) for name, item in reader.tensors().items()
+    }
+    try:
+        load(content, storage_reader=reader, no_dist=True)
+        skeleton = unpack(content.pop(_SKELETON, None), root)
+        state = state_skeleton.join(skeleton, {name.removeprefix(_TENSORS): t for name, t in content.items()})
+    except (OSError, MemoryError, CheckpointDamagedError):
+        raise
+    except (Exception, CheckpointException) as exc:  # damaged records can make the library raise anything
+        cause = cause_of(exc)
+        if isinstance(cause, (OSError, MemoryError, CheckpointDamagedError)):
+            raise cause from None
+        raise CheckpointDamagedError(
+            f"{root}: cannot be read as a checkpoint ({type(cause).__name__}: {cause})"
+        ) from exc
+    end = now_ns()
+    spent = timeline.shares(["read", "verify"], start, end)
+    size = sum(file.num_bytes for file in files.values())
+    op.add("load", "read", start, end, duration_ns=spent["read"], file=root.name, num_bytes=size)
+    op.add("load", "verify", start, end, duration_ns=spent["verify"], file=root.name)
+    op.add("load", "deserialize", start, end, duration_ns=spent[""], file=root.name)
+    return state

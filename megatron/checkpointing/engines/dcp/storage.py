@@ -1,0 +1,256 @@
+"""Reader and writer for torch.distributed.checkpoint on its own ones: timed, checked, and without its pickle.load."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import threading
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron.checkpointing.engines.base import EngineOptions, SavedFile
+from megatron.checkpointing.engines.codec.plain_unpickling import PlainUnpickler
+from megatron.checkpointing.engines.errors import CheckpointDamagedError
+from megatron.checkpointing.engines.measured_reading import MeasuredReader, expected_crc, read_file
+from megatron.fileio.measured_io import MeasuredFile, Timeline, Written, with_name
+from restart_trace.clock import now_ns
+
+METADATA = ".metadata"
+
+# All that the metadata of tensors, which are not split among ranks, consists of.
+_CLASSES: dict[tuple[str, str], Any] = {
+    (item.__module__, item.__qualname__): item
+    for item in (
+        metadata.Metadata,
+        metadata.TensorStorageMetadata,
+        metadata.TensorProperties,
+        metadata.ChunkStorageMetadata,
+        metadata.MetadataIndex,
+        metadata.StorageMeta,
+        metadata._MEM_FORMAT_ENCODING,
+        filesystem._StorageInfo,
+        torch.Size,
+        torch.serialization._get_layout,
+    )
+}
+
+
+class Failure:
+    """The first error of a save, for all of its writers: once there is one, nothing more is begun."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def set(self, error: BaseException) -> None:
+        with self._lock:
+            self.error = self.error or error
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise RuntimeError("not written, because another file of the save failed")
+
+
+class _WritingFiles(filesystem.FileSystem):
+    """`written` by file name."""
+
+    def __init__(self, timeline: Timeline, checksum: bool, failure: Failure) -> None:
+        super().__init__()
+        self.written: dict[str, Written] = {}
+        self._timeline = timeline
+        self._checksum = checksum
+        self._failure = failure
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        self._failure.check()
+        record: Written | None = None
+        try:
+            stream = MeasuredFile(Path(path), self._timeline, self._checksum)
+            record = stream.record
+            with stream:
+                yield stream
+        except BaseException as exc:
+            error = (record and record.error) or exc
+            # The library loses what its threads raise.
+            self._failure.set(with_name(error, Path(path)) if isinstance(error, OSError) else error)
+            raise
+        self.written[Path(path).name] = record
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+
+
+class Writer(filesystem.FileSystemWriter):
+    """Writes one state. `slots` admits as many writers at a time as it counts: each has threads of its own."""
+
+    def __init__(
+        self, root: Path, options: EngineOptions, failure: Failure, slots: threading.Semaphore
+    ) -> None:
+        super().__init__(root, sync_files=options.fsync, thread_count=options.io_threads or 1)
+        self.timeline = Timeline()
+        self.started_ns = self.ended_ns = 0  # of writing
+        self._failure = failure
+        self._slots = slots
+        self.fs: _WritingFiles = _WritingFiles(self.timeline, options.checksum, failure)
+
+    @property
+    def written(self) -> dict[str, Written]:
+        """The files by name; complete after `finish`."""
+        return dict(sorted(self.fs.written.items()))
+
+    def stage(self, state_dict: Any) -> Any:
+        start = now_ns()
+        staged = super().stage(state_dict)
+        self.timeline.add("stage", start)
+        return staged
+
+    def storage_meta(self) -> metadata.StorageMeta:
+        # The library's has the path as an object, whose class the reader would have to be allowed.
+        return metadata.StorageMeta(checkpoint_id=Path(self.path).name, save_id=self.save_id)
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        with self._slots:
+            self._failure.check()
+            self.started_ns = now_ns()
+            future = super().write_data(plan, planner)
+        error = self._failure.error
+        if error is not None:
+            raise error
+        if len(future.value()) != len(plan.items):
+            raise RuntimeError(
+                f"{self.path}: {len(future.value())} of {len(plan.items)} tensors were written"
+            )
+        return future
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        super().finish(metadata, results)
+        self.ended_ns = now_ns()
+
+
+class _ReadingFiles(filesystem.FileSystem):
+    def __init__(self, root: Path, files: Mapping[str, SavedFile], verify: bool, timeline: Timeline) -> None:
+        super().__init__()
+        self._root = root
+        self._files = files
+        self._verify = verify
+        self._timeline = timeline
+
+    def expected(self, name: str) -> int | None:
+        """CRC-32 to compare with. Raises CheckpointDamagedError for a file that is not of this checkpoint."""
+        if name not in self._files:
+            raise CheckpointDamagedError(f"{self._root / name}: is not one of the files that were saved")
+        return expected_crc(self._root / name, self._files[name]) if self._verify else None
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        inside = Path(path).relative_to(self._root)
+        raw = MeasuredReader(Path(path), self._timeline, self.expected(str(inside)))
+        with io.BufferedReader(raw) as stream:  # as the library's own: torch.load reads in small pieces
+            try:
+                yield stream
+            except Exception:
+                raw.finish()  # if the file is damaged, say that rather than what followed from it
+                raise
+            raw.finish()
+
+
+class Reader(filesystem.FileSystemReader):
+    """Reads one state; `files` by their path within `root`."""
+
+    def __init__(self, root: Path, files: Mapping[str, SavedFile], verify: bool, timeline: Timeline) -> None:
+        super().__init__(root)
+        self._root = root
+        self._files = files
+        self.fs: _ReadingFiles = _ReadingFiles(root, files, verify, timeline)
+        content = read_file(root / METADATA, timeline, self.fs.expected(METADATA))
+        self._metadata = _parse(root / METADATA, content)
+        self._metadata.storage_meta = metadata.StorageMeta(load_id=self.load_id)
+        try:
+            self._check()
+        except CheckpointDamagedError:
+            raise
+        except Exception as exc:  # anything may be missing, or be of another type
+            raise CheckpointDamagedError(
+                f"{root / METADATA}: is damaged ({type(exc).__name__}: {exc})"
+            ) from exc
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
+        return self._metadata
+
+    def tensors(self) -> dict[str, metadata.TensorStorageMetadata]:
+        """What is kept of each tensor."""
+        return self._metadata.state_dict_metadata  # pyright: ignore[reportReturnType]  # _check saw to it
+
+    def _check(self) -> None:
+        """Refuse what this engine does not write: the library would unpickle it, or read elsewhere."""
+        places = {index.fqn: info for index, info in self._metadata.storage_data.items()}
+        for name, item in self._metadata.state_dict_metadata.items():
+            info = places.get(name)
+            whole = isinstance(item, metadata.TensorStorageMetadata) and [c.sizes for c in item.chunks] == [
+                item.size
+            ]
+            if (
+                info is None
+                or not whole
+                or info.transform_descriptors
+                or info.relative_path not in self._files
+            ):
+                raise CheckpointDamagedError(
+                    f"{self._root / METADATA}: {name} is kept in a way that this engine neither writes nor loads"
+                )
+            size = self._files[info.relative_path].num_bytes
+            if info.offset < 0 or info.length < 0 or info.offset + info.length > size:
+                raise CheckpointDamagedError(
+                    f"{self._root / info.relative_path}: {size} bytes; by {METADATA}, {name} lies beyond its end"
+                )
+            if (
+                self.tensors()[name].size.numel() * self.tensors()[name].properties.dtype.itemsize
+                > info.length
+            ):
+                raise CheckpointDamagedError(
+                    f"{self._root / METADATA}: {name} is larger than what is kept of it"
+                )
+
+
+class _Unpickler(PlainUnpickler):
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if (module_name, global_name) in _CLASSES:
+            return self.allowed(_CLASSES[module_name, global_name])
+        dtype = vars(torch).get(global_name) if module_name == "torch" else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        raise pickle.UnpicklingError(f"it holds {module_name}.{global_name}, which is not on the allow-list")
+
+
+def _parse(path: Path, content: bytes) -> metadata.Metadata:
+    """Unpickle metadata; runs nothing of the checkpoint's choice. Raises CheckpointDamagedError."""
+    try:
+        found = _Unpickler(content).load()
+        if not isinstance(found, metadata.Metadata):
+            raise TypeError(f"it holds a {type(found).__name__}")
+        return found
+    except Exception as exc:  # a damaged pickle can make the unpickler raise anything, MemoryError too
+        raise CheckpointDamagedError(
+            f"{path}: cannot be read as the metadata of a checkpoint: {exc}"
+        ) from exc
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """What is behind a CheckpointException: the OSError if there is one, else the first error."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, OSError):
+            return link
+        link = link.__cause__ or link.__context__
+    return error

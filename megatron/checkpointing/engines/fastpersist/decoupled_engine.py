@@ -1,0 +1,218 @@
+"""DeepSpeed's checkpoint writer (FastPersist) in a process of its own, while training goes on.
+
+DeepSpeed's here is what writes: its writers, as fastpersist_writer.py says. The process around them is ours, because
+DeepSpeed's DecoupledCheckpointEngine
+
+- leaves the commit to DeepSpeedEngine.step, which PipelineEngine does not call: under pipelines it never commits;
+- hands over live tensors (of a CUDA device through its IPC), so that the optimizer must wait for the end of the write;
+- starts its process by multiprocessing's spawn, which runs the training script once more unless it has a main guard;
+- drops a save without a word if its process has died, and leaves the process and its semaphores behind if it is the
+  training that is killed.
+
+Ours is handed a snapshot in memory that has no name (fastpersist_snapshot.py), begins with an interpreter of its own
+(subprocess), tells which exception a save met, and ends within moments of the training's end. The commit is
+megatron.checkpointing's.
+
+Training is blocked while the state is copied into host memory: as much again as the rank's state, kept for the next
+save. The process is started by the first save, which does not wait for it: its imports take some 2 s of a processor
+and 0.4 GB of memory, and that save is durable later by as much. Where DeepSpeed's FastFileWriter is used on CUDA, the
+process pins memory and so has a CUDA context on the rank's device.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import ClassVar
+
+from megatron.checkpointing.engines.base import (
+    CheckpointEngine,
+    EngineOptions,
+    FileState,
+    PendingSave,
+    SavedFile,
+)
+from megatron.checkpointing.engines.errors import CheckpointSaveError, EngineUnavailableError
+from megatron.checkpointing.engines.fastpersist.process import Failure, Reply, Request
+from megatron.checkpointing.engines.fastpersist.snapshot import Capture, SharedMemory
+from megatron.checkpointing.engines.fastpersist.writer import WriterNotice, choose_writer
+from megatron.checkpointing.engines.torch_files import ReadsTorchFiles
+from restart_trace.recorder import Operation
+
+logger = logging.getLogger(__name__)
+
+_END_S = 5.0  # for a process that was told to end
+
+
+class FastPersistDecoupledEngine(ReadsTorchFiles, CheckpointEngine):
+    """Files and loading are those of engine `fastpersist`, and so are its options; see the module for the rest."""
+
+    name = "fastpersist-decoupled"
+    asynchronous: ClassVar[bool] = True
+    redistributable: ClassVar[bool] = True
+
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__(options)
+        self._memory: SharedMemory | None = None
+        self._process: WriterProcess | None = None
+        self._notice = WriterNotice(self.name, options.rank)
+
+    def check_can_save(self) -> None:
+        """Chooses the writer as the process will, so that DeepSpeed's operator is built (once a machine) before."""
+        choose_writer(self.options.direct_io)
+
+    def begin_save(self, files: Sequence[FileState], directory: Path, op: Operation) -> PendingSave:
+        """Take the snapshot and hand it over.
+
+        Raises CheckpointSaveError for what cannot be copied or loaded, OSError if there is too little memory.
+        """
+        with op.span("serialize"):
+            memory, process = self._started()
+            capture = Capture(files)
+        with op.span("device_to_host") as span:
+            states = capture.copy_into(memory)
+            span.bytes = capture.tensor_bytes
+        with op.span("serialize"):
+            process.send(Request(os.fspath(directory), states))
+        return _DecoupledSave(process, self._notice, self.options.fsync, op)
+
+    def _started(self) -> tuple[SharedMemory, WriterProcess]:
+        """The memory and a process that lives: first of all, so that its imports run beside the copying."""
+        if self._memory is None:
+            self._memory = SharedMemory()
+        if self._process is not None and not self._process.is_alive():
+            logger.warning("the checkpoint writer %s; starting another", self._process.describe_end())
+            self._process.close()
+            self._process = None
+        if self._process is None:
+            self._process = WriterProcess(self.options, self._memory.fd)
+        return self._memory, self._process
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.close()
+        if self._memory is not None:
+            self._memory.close()
+        self._process = self._memory = None
+
+
+class _DecoupledSave(PendingSave):
+    def __init__(self, process: WriterProcess, notice: WriterNotice, fsync: bool, op: Operation) -> None:
+        self._process = process
+        self._notice = notice
+        self._fsync = fsync
+        self._op = op
+
+    def release_state(self) -> None:
+        """The snapshot was taken when the save began."""
+
+    def wait(self) -> list[SavedFile]:
+        """Raises CheckpointSaveError, with its exit code, if the process has died."""
+        reply = self._process.receive()
+        for arguments, labels in reply.spans:
+            self._op.add(*arguments, **labels, blocking=False)
+        if reply.failure is not None:
+            raise _exception(reply.failure)
+        if reply.saved:
+            self._notice.give(reply.writer, self._op)
+        self._op.bytes = sum(file.num_bytes for file in reply.saved)
+        self._op.num_files = len(reply.saved)
+        self._op.durable = self._fsync
+        return reply.saved
+
+
+def _exception(failure: Failure) -> Exception:
+    if failure.errno is not None:
+        return OSError(failure.errno, failure.message, failure.filename)
+    for kind in (CheckpointSaveError, EngineUnavailableError):
+        if failure.kind == kind.__name__:
+            return kind(failure.message)
+    return CheckpointSaveError(f"the checkpoint writer failed: {failure.kind}: {failure.message}")
+
+
+class WriterProcess:
+    """The training's end of fastpersist_process.py.
+
+    It ends when this end of the connection is closed. Processes that training forks may hold a copy of it, so the
+    process also asks the system to be killed with the thread that started it, if that is the main thread.
+    """
+
+    def __init__(self, options: EngineOptions, memory_fd: int) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            main_thread = threading.current_thread() is threading.main_thread()
+            arguments = (theirs.fileno(), memory_fd, os.getpid(), main_thread)
+            code = (
+                f"import sys; sys.path[:] = {sys.path!r}; "
+                f"from megatron.checkpointing.engines.fastpersist.process import main; main{arguments!r}"
+            )
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), memory_fd),
+                env=_environment(),
+            )
+        self._connection = Connection(ours.detach())
+        self._send(options)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def send(self, request: Request) -> None:
+        self._send(request)
+
+    def _send(self, message: object) -> None:
+        """A few kilobytes at most, which the system takes at once, whether the process is listening yet or not."""
+        try:
+            self._connection.send_bytes(pickle.dumps(message))
+        except OSError:  # it has died: `receive` says how
+            logger.debug("the checkpoint writer does not listen", exc_info=True)
+
+    def receive(self) -> Reply:
+        """Wait for the reply to a request. Raises CheckpointSaveError if the process dies instead."""
+        try:
+            return pickle.loads(self._connection.recv_bytes())
+        except (EOFError, OSError) as exc:
+            self._end()
+            raise CheckpointSaveError(
+                f"the checkpoint writer {self.describe_end()} in the middle of a save; the next save starts another"
+            ) from exc
+
+    def describe_end(self) -> str:
+        code = self._process.returncode
+        if code is not None and code < 0:
+            return f"(process {self.pid}) was killed by {signal.Signals(-code).name}, exit code {code},"
+        return f"(process {self.pid}) ended with exit code {code}"
+
+    def close(self) -> None:
+        self._connection.close()
+        self._end()
+
+    def _end(self) -> None:
+        """Wait for the end that is coming; make it come if it does not."""
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """This process's accelerator, so that DeepSpeed need not look for it, and one thread: the others are training's."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    if "deepspeed.accelerator" in sys.modules and "DS_ACCELERATOR" not in environment:
+        environment["DS_ACCELERATOR"] = sys.modules["deepspeed.accelerator"].get_accelerator().device_name()
+    return environment

@@ -1,0 +1,125 @@
+"""The process that writes for engine `fastpersist-decoupled`: started by the engine, ended by the end of the engine.
+
+It is told of a snapshot in shared memory, writes its states one after another, and tells what came of it. It ends at
+once when the engine closes its end of the connection or ceases to exist, whatever it is doing then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import signal
+import threading
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.processes.parent_process import end_with_parent
+
+# What takes time to import comes after the process has seen to its own end.
+if TYPE_CHECKING:
+    from megatron.checkpointing.engines.base import EngineOptions, SavedFile
+    from megatron.checkpointing.engines.fastpersist.snapshot import PickledState
+
+# Sent to whole process groups or jobs: whether they end a training is the training's to say.
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass(frozen=True)
+class Request:
+    """Write these states, in this order, into `directory`."""
+
+    directory: str
+    states: list[PickledState]
+
+
+@dataclass
+class Failure:
+    """An exception, without what may not be importable in the other process."""
+
+    kind: str
+    message: str
+    errno: int | None = None
+    filename: str | None = None
+
+
+@dataclass
+class Reply:
+    """What came of a request. `spans` are arguments of Operation.add, of the monotonic clock that processes share."""
+
+    saved: list[SavedFile] = field(default_factory=list)
+    spans: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    writer: str = ""  # of DeepSpeed's, and why
+    failure: Failure | None = None
+
+    def add(self, *arguments: Any, **labels: Any) -> None:
+        """As Operation.add."""
+        self.spans.append((arguments, labels))
+
+
+def main(connection_fd: int, memory_fd: int, parent: int, dies_with_thread: bool) -> None:
+    """Serve requests until the connection ends.
+
+    `dies_with_thread`: be killed when the thread that started this process ends, which is only wanted of a main thread.
+    """
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    if dies_with_thread:
+        end_with_parent(parent)
+    elif os.getppid() != parent:
+        os._exit(0)
+    connection = Connection(connection_fd)
+    received: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, received), name="receive", daemon=True).start()
+    options = pickle.loads(received.get())
+    writing = _Writing(options, memory_fd)
+    while True:
+        request = pickle.loads(received.get())
+        reply = writing.carry_out(request)
+        with contextlib.suppress(
+            BrokenPipeError
+        ):  # nobody is left to hear of it: the thread ends the process
+            connection.send_bytes(pickle.dumps(reply))
+
+
+def _receive(connection: Connection, received: queue.SimpleQueue[bytes]) -> None:
+    """Pass messages on; end the process, in the midst of a write if need be, when no more can come."""
+    try:
+        while True:
+            received.put(connection.recv_bytes())
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+class _Writing:
+    def __init__(self, options: EngineOptions, memory_fd: int) -> None:
+        from megatron.checkpointing.engines.fastpersist.snapshot import SharedMemory
+        from megatron.checkpointing.engines.fastpersist.writer import StateWriter
+
+        self._memory = SharedMemory(memory_fd)
+        self._writer = StateWriter(options)
+
+    def carry_out(self, request: Request) -> Reply:
+        reply = Reply()
+        try:
+            self._write(request, reply)
+            reply.writer = str(self._writer.choose())
+        except OSError as exc:
+            reply.failure = Failure(type(exc).__name__, exc.strerror or str(exc), exc.errno, exc.filename)
+        except Exception as exc:  # whatever it is, the training is told
+            reply.failure = Failure(type(exc).__name__, str(exc))
+        return reply
+
+    def _write(self, request: Request, reply: Reply) -> None:
+        from megatron.checkpointing.engines.fastpersist.snapshot import Restorer
+        from megatron.checkpointing.engines.host_staging import Staging, stage_on_host
+
+        restorer = Restorer(self._memory)
+        for pickled in request.states:
+            staging = Staging()
+            state = stage_on_host(restorer.state(pickled), staging)
+            path = Path(request.directory) / pickled.name
+            reply.saved.append(self._writer.write(state, staging, path, pickled.name, reply))

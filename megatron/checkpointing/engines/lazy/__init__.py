@@ -1,0 +1,1 @@
+"""Engine `lazy`: asynchronous, one safetensors file per rank, direct I/O."""

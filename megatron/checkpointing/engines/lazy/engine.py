@@ -1,0 +1,204 @@
+"""This project's own engine: asynchronous saves through direct I/O, one safetensors file per rank, parallel loads.
+
+The parts: lazy_format (the file), lazy_writer (a save), host_cache (its memory), lazy_reader (a load), direct_files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from megatron.checkpointing.engines.base import (
+    CheckedBytes,
+    CheckpointEngine,
+    EngineOptions,
+    FileState,
+    PendingSave,
+    PlacedTensor,
+    SavedFile,
+    check_size,
+    files_of,
+    refuse_duplicates,
+)
+from megatron.checkpointing.engines.codec import state_skeleton
+from megatron.checkpointing.engines.errors import CheckpointDamagedError, reading
+from megatron.checkpointing.engines.lazy import format as lazy_format
+from megatron.checkpointing.engines.lazy.host_cache import DEFAULT_IO_THREADS, HostCache
+from megatron.checkpointing.engines.lazy.load_ranges import Wanted
+from megatron.checkpointing.engines.lazy.placement_check import check_placement
+from megatron.checkpointing.engines.lazy.reader import Reader
+from megatron.checkpointing.engines.lazy.writer import LazySave
+from megatron.checkpointing.engines.load_sources import Arena
+from restart_trace.recorder import Operation
+
+_HEADER_THREADS = 8
+
+
+class LazyEngine(CheckpointEngine):
+    """Captures metadata when a save begins; copies and writes in the background, until the optimizer steps."""
+
+    name = "lazy"
+    asynchronous: ClassVar[bool] = True
+    wants_placements: ClassVar[bool] = True
+    loads_in_place: ClassVar[bool] = True
+    redistributable: ClassVar[bool] = True
+
+    def __init__(self, options: EngineOptions) -> None:
+        """Raises ConfigError if --host-cache-size is too small for the threads and blocks."""
+        super().__init__(options)
+        self._io_threads = options.io_threads or DEFAULT_IO_THREADS
+        self._cache = HostCache(
+            options.io_block_bytes, self._io_threads, options.host_cache_bytes, options.local_world_size
+        )
+        self._arena = Arena()
+
+    def begin_save(self, files: Sequence[FileState], directory: Path, op: Operation) -> PendingSave:
+        path = directory / lazy_format.file_name(self.options.rank)
+        with op.span("serialize", file=path.name):
+            refuse_duplicates(files)
+            captured = lazy_format.capture(files, self.options.checksum)
+            self._cache.prepare(captured.contents.data_bytes)
+            return LazySave(captured, path, self.options, self._cache, op)
+
+    def load(
+        self, names: Sequence[str], directory: Path, expected: Mapping[str, SavedFile], op: Operation
+    ) -> dict[str, Any]:
+        """As CheckpointEngine.load. Tensors are views of the page cache, or of one arena that the next load uses
+        again once all are gone.
+        """
+        return self.load_into([FileState(name, {}) for name in names], directory, expected, op)
+
+    def load_into(
+        self, live: Sequence[FileState], directory: Path, expected: Mapping[str, SavedFile], op: Operation
+    ) -> dict[str, Any]:
+        """As CheckpointEngine.load_into: live tensors are filled; others are as those of `load`."""
+        names = [file.name for file in live]
+        opened: dict[Path, lazy_format.Contents] = {}
+        holder: dict[str, Path] = {}
+        for name in names:
+            path, file = self._file_of(name, directory, expected)
+            holder[name] = path
+            if path not in opened:
+                opened[path] = self._open_checked(path, file, op)
+        wanted = [
+            Wanted(
+                path,
+                contents,
+                [e for name in names if holder[name] == path for e in contents.tensors_of(name)],
+            )
+            for path, contents in opened.items()
+        ]
+        targets = {
+            f"{file.name}/{name}": tensor
+            for file in live
+            for name, tensor in state_skeleton.split(file.state)[1].items()
+        }
+        tensors = Reader(self.options, op).read(wanted, targets, self._arena)
+        with op.span("load", "deserialize"):
+            states = {name: _join(name, opened[holder[name]], holder[name], tensors) for name in names}
+        op.bytes = (
+            (op.bytes or 0)
+            + sum(contents.data_start for contents in opened.values())
+            + sum(entry.num_bytes for item in wanted for entry in item.entries)
+        )
+        op.num_files = (op.num_files or 0) + len(opened)
+        return states
+
+    def placed_tensors(
+        self, directory: Path, expected: Mapping[str, SavedFile], op: Operation
+    ) -> list[PlacedTensor]:
+        files = [expected[name] for name in sorted(expected) if name.endswith(lazy_format.SUFFIX)]
+        with ThreadPoolExecutor(_HEADER_THREADS) as pool:
+            opened = list(pool.map(lambda file: self._open_checked(directory / file.name, file, op), files))
+        return [
+            self._placed(directory / file.name, contents.data_start, entry, entry.placement)
+            for file, contents in zip(files, opened, strict=True)
+            for entry in contents.entries.values()
+            if entry.placement is not None
+        ]
+
+    def _placed(
+        self, path: Path, data_start: int, entry: lazy_format.TensorEntry, placement: dict[str, Any]
+    ) -> PlacedTensor:
+        with reading(path):
+            check_placement(placement, math.prod(entry.shape))
+        start = data_start + entry.start
+        checked = None
+        if self.options.verify_checksums and entry.crc32 is not None:
+            checked = CheckedBytes(
+                f"tensor {entry.name}", start, start + entry.num_bytes, int(entry.crc32, 16)
+            )
+        return PlacedTensor(path, entry.name, entry.dtype, start, placement, checked)
+
+    def load_values(
+        self, name: str, directory: Path, expected: Mapping[str, SavedFile], op: Operation
+    ) -> Any:
+        path, file = self._file_of(name, directory, expected)
+        contents = self._open_checked(path, file, op)
+        entries = contents.tensors_of(name)
+        wanted = Wanted(path, contents, [entry for entry in entries if entry.placement is None])
+        options = replace(self.options, io_threads=1)  # a few kilobytes
+        tensors = Reader(options, op).read([wanted], {}, self._arena)
+        for entry in entries:
+            if entry.placement is not None:
+                tensors[path, entry.name] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+        return _join(name, contents, path, tensors)
+
+    def loads_are_over(self) -> None:
+        self._arena.clear()
+
+    def close(self) -> None:
+        self._cache.clear()
+        self._arena.clear()
+
+    @staticmethod
+    def _file_of(name: str, directory: Path, expected: Mapping[str, SavedFile]) -> tuple[Path, SavedFile]:
+        files = files_of(name, expected)
+        if len(files) != 1:
+            raise CheckpointDamagedError(
+                f"{directory}: {len(files)} files of its manifest hold {name}; engine lazy needs one"
+            )
+        return directory / files[0].name, files[0]
+
+    def _open_checked(self, path: Path, file: SavedFile, op: Operation) -> lazy_format.Contents:
+        check_size(path, file)
+        with reading(path):
+            with op.span("load", "read", file=path.name) as span:
+                header = lazy_format.read_header(path)
+                span.bytes = len(header)
+            with op.span("load", "deserialize", file=path.name):
+                return self._parse(header, path, file)
+
+    def _parse(self, header: bytes, path: Path, file: SavedFile) -> lazy_format.Contents:
+        if self.options.verify_checksums:
+            found = lazy_format.header_checksum(header)
+            if found != file.checksum:
+                raise CheckpointDamagedError(
+                    f"{path}: header checksum {found}, but {file.checksum} was saved"
+                )
+        contents = lazy_format.decode(header, path)
+        if contents.file_bytes != file.num_bytes:
+            raise CheckpointDamagedError(
+                f"{path}: its header describes {contents.file_bytes} bytes, but {file.num_bytes} were saved"
+            )
+        return contents
+
+
+def _join(
+    name: str, contents: lazy_format.Contents, path: Path, tensors: Mapping[tuple[Path, str], Any]
+) -> Any:
+    if name not in contents.states:
+        raise CheckpointDamagedError(f"{path}: does not hold {name}")
+    prefix = name + "/"
+    mine = {entry.name.removeprefix(prefix): tensors[path, entry.name] for entry in contents.tensors_of(name)}
+    with reading(path):
+        try:
+            return state_skeleton.join(contents.states[name], mine)
+        except state_skeleton.SkeletonError as exc:
+            raise CheckpointDamagedError(f"{path}: {name}: {exc}") from exc

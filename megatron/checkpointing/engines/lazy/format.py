@@ -1,0 +1,262 @@
+"""The file format of engine `lazy`: safetensors, one file per rank, nothing pickled (docs/lazy_format.md).
+
+    8 bytes   length of the JSON, little endian
+    JSON      name -> dtype, shape, data_offsets; padded with spaces so that the data begins at a multiple of 4096
+    data      tensors without gaps, those of wide types first, so each is aligned to the size of its elements
+
+(Format: https://github.com/huggingface/safetensors, "Format".) Under `__metadata__`, whose values are strings by that
+format, lie as JSON: `states`, the state of each file name of DeepSpeed's layout with its tensors taken out
+(state_skeleton); and `tensors`, per tensor its CRC-32 and its placement (megatron.checkpointing.shard_metadata).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from isal import isal_zlib
+
+from megatron.checkpointing.engines.base import FileState
+from megatron.checkpointing.engines.codec import state_skeleton
+from megatron.checkpointing.engines.errors import CheckpointDamagedError
+
+ALIGNMENT = 4096  # of the data in the file, and of every direct transfer
+FORMAT_VERSION = "1"
+ALGORITHM = "safetensors-header-crc32"
+_LENGTH = struct.Struct("<Q")
+_MAX_HEADER = 100_000_000  # the safetensors library refuses more
+
+_DTYPE_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.complex64: "C64",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16",
+}  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+# Types without a name in safetensors are stored as bytes, with their type and shape beside their checksum.
+_OTHER_DTYPES = {"complex128": torch.complex128, "complex32": torch.complex32}
+_OTHER_NAMES = {dtype: name for name, dtype in _OTHER_DTYPES.items()}
+
+
+SUFFIX = ".safetensors"
+
+
+def file_name(rank: int) -> str:
+    """Name of the file of a rank."""
+    return f"rank_{rank:05d}{SUFFIX}"
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor in the file: `start` and `stop` are bytes from the beginning of the data."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    placement: dict[str, Any] | None = None
+    crc32: str | None = None  # 8 hexadecimal digits
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a file holds beside the bytes of its tensors."""
+
+    entries: dict[str, TensorEntry]  # in the order of the data
+    states: dict[str, Any]  # file name of DeepSpeed's layout -> skeleton
+    data_start: int  # bytes from the beginning of the file; 0: not yet computed
+
+    @property
+    def data_bytes(self) -> int:
+        return max((entry.stop for entry in self.entries.values()), default=0)
+
+    @property
+    def file_bytes(self) -> int:
+        return self.data_start + self.data_bytes
+
+    def tensors_of(self, state_name: str) -> list[TensorEntry]:
+        """Entries of one state."""
+        prefix = state_name + "/"
+        return [entry for name, entry in self.entries.items() if name.startswith(prefix)]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A state taken apart: what the file will hold, and the live tensors by name."""
+
+    contents: Contents
+    tensors: dict[str, torch.Tensor]
+
+
+def capture(files: Sequence[FileState], checksums: bool) -> Captured:
+    """Take the states of `files` apart. No tensor is copied, unless its elements do not lie in order.
+
+    The rest of the state is copied, so it may change from now on. `data_start` is left to `with_data_start`.
+    Works on meta tensors. Raises SkeletonError for a value that the format has no place for.
+    """
+    skeletons: dict[str, Any] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    placements: dict[str, dict[str, Any]] = {}
+    for file in files:
+        skeletons[file.name], mine = state_skeleton.split(file.state)
+        names = {id(tensor): f"{file.name}/{name}" for name, tensor in mine.items()}
+        tensors |= {f"{file.name}/{name}": tensor for name, tensor in mine.items()}
+        for path, placement in file.placements.items():
+            placements[names[id(_at(file.state, path))]] = dict(placement)
+    order = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    entries: dict[str, TensorEntry] = {}
+    position = 0
+    for name in order:
+        tensor = tensors[name] = tensors[name].detach().contiguous()
+        stop = position + tensor.numel() * tensor.element_size()
+        entries[name] = TensorEntry(
+            name, tensor.dtype, tuple(tensor.shape), position, stop, placements.get(name),
+            "0" * 8 if checksums else None,
+        )  # fmt: skip
+        position = stop
+    return Captured(Contents(entries, skeletons, 0), {name: tensors[name] for name in order})
+
+
+def with_data_start(contents: Contents) -> Contents:
+    """Compute where the data begins: the header is as long with the final checksums as without."""
+    return replace(contents, data_start=len(encode(contents)))
+
+
+def with_checksums(contents: Contents, crcs: Mapping[str, int]) -> Contents:
+    """The same contents with the CRC-32 of every tensor."""
+    entries = {name: replace(entry, crc32=f"{crcs[name]:08x}") for name, entry in contents.entries.items()}
+    return replace(contents, entries=entries)
+
+
+def _at(state: Any, path: Sequence[Any]) -> Any:
+    for key in path:
+        state = state[key]
+    return state
+
+
+def encode(contents: Contents) -> bytes:
+    """The bytes before the data."""
+    described = {name: _description(entry) for name, entry in contents.entries.items()}
+    metadata = {
+        "format": "pt",
+        "lazy_format_version": FORMAT_VERSION,
+        "states": json.dumps(contents.states, separators=(",", ":")),
+        "tensors": json.dumps(described, separators=(",", ":")),
+    }
+    header: dict[str, Any] = {"__metadata__": metadata}
+    for name, entry in contents.entries.items():
+        header[name] = {
+            "dtype": _DTYPE_NAMES.get(entry.dtype, "U8"),
+            "shape": list(entry.shape) if entry.dtype in _DTYPE_NAMES else [entry.num_bytes],
+            "data_offsets": [entry.start, entry.stop],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return _LENGTH.pack(_padded(len(text))) + text.ljust(_padded(len(text)))
+
+
+def _description(entry: TensorEntry) -> dict[str, Any]:
+    described: dict[str, Any] = {}
+    if entry.crc32 is not None:
+        described["crc32"] = entry.crc32
+    if entry.placement is not None:
+        described["placement"] = entry.placement
+    if entry.dtype not in _DTYPE_NAMES:
+        described |= {"torch_dtype": _OTHER_NAMES[entry.dtype], "shape": list(entry.shape)}
+    return described
+
+
+def _padded(length: int) -> int:
+    """`length` of the JSON with as much padding as makes the data begin at a multiple of ALIGNMENT."""
+    return -(-(length + _LENGTH.size) // ALIGNMENT) * ALIGNMENT - _LENGTH.size
+
+
+def header_checksum(header: bytes) -> str:
+    """ "safetensors-header-crc32:xxxxxxxx": over the checksums of all tensors, so through them over every byte."""
+    return f"{ALGORITHM}:{isal_zlib.crc32(header):08x}"
+
+
+def read_header(path: Path) -> bytes:
+    """The bytes before the data. Raises CheckpointDamagedError if the file is too short for them."""
+    with path.open("rb", buffering=0) as file:
+        first = file.read(ALIGNMENT)
+        if len(first) < _LENGTH.size:
+            raise CheckpointDamagedError(f"{path}: {len(first)} bytes, too few for a safetensors file")
+        size = _LENGTH.unpack_from(first)[0] + _LENGTH.size
+        if size > _MAX_HEADER:
+            raise CheckpointDamagedError(
+                f"{path}: its header says that it is {size} bytes long: no safetensors file"
+            )
+        rest = b"".join(iter(lambda: file.read(size - file.tell()), b"")) if size > len(first) else b""
+    header = (first + rest)[:size]
+    if len(header) != size:
+        raise CheckpointDamagedError(f"{path}: ends within its header of {size} bytes")
+    return header
+
+
+def decode(header: bytes, path: Path) -> Contents:
+    """Parse what `read_header` returned. Raises CheckpointDamagedError naming `path` if it is not of this format."""
+    try:
+        content = json.loads(header[_LENGTH.size :])
+        metadata = content.pop("__metadata__")
+        if metadata["lazy_format_version"] != FORMAT_VERSION:
+            raise CheckpointDamagedError(
+                f"{path}: format version {metadata['lazy_format_version']}, and only {FORMAT_VERSION} is known"
+            )
+        described = json.loads(metadata["tensors"])
+        entries = {name: _entry(name, item, described[name]) for name, item in content.items()}
+        _check_order(entries)
+        states = json.loads(metadata["states"])
+        if not isinstance(states, dict):
+            raise TypeError("its states are no object")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+        raise CheckpointDamagedError(
+            f"{path}: its header is not one of engine lazy ({type(exc).__name__}: {exc})"
+        ) from exc
+    return Contents(entries, states, len(header))
+
+
+def _entry(name: str, item: dict[str, Any], described: dict[str, Any]) -> TensorEntry:
+    """Raises ValueError, KeyError, TypeError or AttributeError if it is not as this program writes it."""
+    start, stop = item["data_offsets"]
+    dtype, shape = _DTYPES[item["dtype"]], item["shape"]
+    if "torch_dtype" in described:
+        dtype, shape = _OTHER_DTYPES[described["torch_dtype"]], described["shape"]
+    if type(shape) is not list or any(type(size) is not int or size < 0 for size in [*shape, start, stop]):
+        raise ValueError(f"{ascii(name)}: shape {ascii(shape)[:80]} at {ascii([start, stop])[:80]}")
+    if stop - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{ascii(name)}: {stop - start} bytes for {dtype} {str(shape)[:80]}")
+    placement, crc32 = described.get("placement"), described.get("crc32")
+    if crc32 is not None and not (type(crc32) is str and re.fullmatch("[0-9a-f]{8}", crc32)):
+        raise ValueError(f"{ascii(name)}: checksum {ascii(crc32)[:80]}")
+    if type(placement) not in (dict, type(None)):
+        raise ValueError(f"{ascii(name)}: placement {ascii(placement)[:80]}")
+    return TensorEntry(name, dtype, tuple(shape), start, stop, placement, crc32)
+
+
+def _check_order(entries: Mapping[str, TensorEntry]) -> None:
+    """Raises ValueError if the tensors do not lie one after the other, without gaps."""
+    position = 0
+    for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.stop)):
+        if entry.start != position:
+            raise ValueError(
+                f"{ascii(entry.name)} begins at byte {entry.start}, and what is before it ends at {position}"
+            )
+        position = entry.stop
+
+
+def planned_size(files: Sequence[FileState], rank: int, checksums: bool = True) -> tuple[str, int]:
+    """(name, bytes) of the file that a rank writes for `files`, whose tensors may be on the meta device."""
+    return file_name(rank), with_data_start(capture(files, checksums).contents).file_bytes

@@ -1,0 +1,390 @@
+"""One save of engine `lazy`: the live tensors become a file, block by block, while training goes on.
+
+The data of the file is cut into blocks. A block is *gathered* (copied out of the live tensors into an aligned buffer
+of the host cache), then checksummed and written from there. On the CPU the I/O threads gather each block just before
+they write it, so only a few buffers are in use; when the optimizer is about to step, what is not yet gathered is
+gathered into further buffers, and training waits only where the cache is full. On CUDA a copying thread gathers on a
+side stream from the beginning, as fast as the cache has room. (Lazy copies, a reusable pinned cache and streamed
+flushing: Maurya et al., "DataStates-LLM: Lazy Asynchronous Checkpointing for Large Language Models", HPDC'24.)
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from isal import isal_zlib
+
+from megatron.checkpointing.engines.base import EngineOptions, PendingSave, SavedFile
+from megatron.checkpointing.engines.lazy import format as lazy_format
+from megatron.checkpointing.engines.lazy.host_cache import Buffer, HostCache
+from megatron.fileio import direct_files
+from restart_trace.clock import now_ns
+from restart_trace.recorder import Operation
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes [start, stop) of a tensor, which lie at `offset` within a block."""
+
+    tensor: str
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass
+class Block:
+    """A stretch of the file: `length` bytes at `position`, and once it is gathered, the buffer that holds them."""
+
+    position: int
+    length: int
+    pieces: list[Piece] = field(default_factory=list)
+    buffer: Buffer | None = None
+    ahead: bool = False  # whether the buffer was gathered into before an I/O thread wanted it
+    copied: Any = None  # CUDA event after the last copy into the buffer
+
+
+def cut_into_blocks(contents: lazy_format.Contents, block_bytes: int) -> list[Block]:
+    """The data of a file as blocks of `block_bytes`, the last one shorter, with the pieces that fill them."""
+    total = contents.data_bytes
+    blocks = [
+        Block(contents.data_start + start, min(block_bytes, total - start))
+        for start in range(0, total, block_bytes)
+    ]
+    for entry in contents.entries.values():
+        position = entry.start
+        while position < entry.stop:
+            index, offset = divmod(position, block_bytes)
+            stop = min(entry.stop, (index + 1) * block_bytes)
+            blocks[index].pieces.append(Piece(entry.name, position - entry.start, stop - entry.start, offset))
+            position = stop
+    return blocks
+
+
+@dataclass
+class _Clock:
+    """Time that one thread spent in each phase, ns."""
+
+    gather: int = 0
+    checksum: int = 0
+    write: int = 0
+    gathered_bytes: int = 0
+    written_bytes: int = 0
+
+
+class LazySave(PendingSave):
+    """A save under way. The threads start at once; see the module for what they do."""
+
+    def __init__(
+        self,
+        captured: lazy_format.Captured,
+        path: Path,
+        options: EngineOptions,
+        cache: HostCache,
+        op: Operation,
+    ) -> None:
+        self._captured = captured
+        self._path = path
+        self._options = options
+        self._cache = cache
+        self._op = op
+        self._contents = captured.contents
+        self._state_names = tuple(captured.contents.states)
+        self._sources: dict[str, Any] = {}
+        self._condition = threading.Condition()
+        self._waiting: deque[Block] = deque()  # not gathered yet
+        self._gathering = 0
+        self._planned = False
+        self._gathered: deque[Block] = deque()
+        self._released = False
+        self._error: BaseException | None = None
+        self._crcs: dict[
+            str, list[tuple[int, int, int]]
+        ] = {}  # tensor -> (start, bytes, crc32) of its pieces
+        self._result: list[SavedFile] = []
+        self._stream = _side_stream(captured.tensors.values())  # None on the CPU
+        self._main = threading.Thread(target=self._run, name="lazy-save", daemon=True)
+        self._main.start()
+
+    # The training thread
+
+    def release_state(self) -> None:
+        """Gather what the I/O threads have not come to; waits while the cache is full."""
+        if self._released:
+            return
+        self._released = True
+        started, clock = now_ns(), _Clock()
+        with self._condition:
+            self._condition.wait_for(lambda: self._planned or self._error is not None)
+        if self._stream is None:
+            try:
+                self._gather_ahead(clock)
+            except BaseException as exc:  # `wait` tells it
+                self._fail(exc)
+        with self._condition:
+            self._condition.wait_for(self._all_gathered)
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._op.add(
+            "device_to_host", None, started, now_ns(), file=self._path.name, num_bytes=clock.gathered_bytes
+        )
+
+    def wait(self) -> list[SavedFile]:
+        self._main.join()
+        self._captured = replace(self._captured, tensors={})  # let go of the live tensors
+        self._sources = {}
+        if self._error is not None:
+            raise self._error
+        self._op.bytes = sum(file.num_bytes for file in self._result)
+        self._op.num_files = len(self._result)
+        self._op.durable = self._options.fsync
+        return self._result
+
+    def _all_gathered(self) -> bool:
+        return self._error is not None or (self._planned and not self._waiting and self._gathering == 0)
+
+    # The background
+
+    def _run(self) -> None:
+        """Plan, let the I/O threads write the data, then write the header and synchronise."""
+        fd = -1
+        blocks: list[Block] = []
+        try:
+            with self._op.span("serialize", file=self._path.name, blocking=False):
+                self._contents = lazy_format.with_data_start(self._contents)
+                blocks = cut_into_blocks(self._contents, self._options.io_block_bytes)
+                self._sources = {
+                    name: _as_bytes(t) for name, t in self._captured.tensors.items() if t.numel()
+                }
+            fd, direct = direct_files.open_direct(
+                self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._options.direct_io
+            )
+            file = _Descriptor(fd, direct, self._path, self._options.direct_io)
+            with self._condition:
+                self._waiting.extend(blocks)
+                self._planned = True
+                self._condition.notify_all()
+            self._run_threads(file, len(blocks))
+            if self._error is None:
+                self._finish(file)
+        except BaseException as exc:  # whatever it is, `wait` tells it
+            self._fail(exc)
+        finally:
+            if fd >= 0:
+                os.close(fd)
+            self._give_back_all(blocks)
+
+    def _give_back_all(self, blocks: list[Block]) -> None:
+        """After a failure: the buffers of blocks that were gathered and will not be written."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._gathering == 0)
+        for block in blocks:
+            self._give_back(block)
+
+    def _run_threads(self, file: _Descriptor, num_blocks: int) -> None:
+        count = min(self._cache.io_threads, max(num_blocks, 1))
+        threads = [
+            threading.Thread(target=self._write_blocks, args=(file,), name=f"lazy-io-{i}", daemon=True)
+            for i in range(count)
+        ]
+        if self._stream is not None:
+            threads.append(threading.Thread(target=self._copy_ahead, name="lazy-copy", daemon=True))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _copy_ahead(self) -> None:
+        """The copying thread of CUDA."""
+        started, clock = now_ns(), _Clock()
+        try:
+            self._gather_ahead(clock)
+        except BaseException as exc:
+            self._fail(exc)
+        self._record("device_to_host", None, started, clock.gather, clock.gathered_bytes)
+
+    def _gather_ahead(self, clock: _Clock) -> None:
+        """Gather blocks for the I/O threads to write, until none is left."""
+        while True:
+            with self._condition:
+                block = self._take_waiting()
+            if block is None or not self._gather(block, clock, ahead=True):
+                return
+            with self._condition:
+                self._gathered.append(block)
+                self._condition.notify_all()
+
+    def _take_waiting(self) -> Block | None:
+        """The next block that nobody gathers yet; under the condition. `_gather` must follow."""
+        if self._error is not None or not self._waiting:
+            return None
+        self._gathering += 1
+        return self._waiting.popleft()
+
+    def _gather(self, block: Block, clock: _Clock, ahead: bool) -> bool:
+        """Copy the pieces of `block` into a buffer of the cache; False if the save was given up meanwhile."""
+        try:
+            pinned = self._stream is not None
+            if ahead:
+                block.buffer = self._cache.take_ahead(pinned, lambda: self._error is not None)
+            else:
+                block.buffer = self._cache.take_io(pinned)
+            if block.buffer is None:
+                return False
+            block.ahead = ahead
+            started = now_ns()
+            block.copied = block.buffer.gather(self._sources, block.pieces, self._stream)
+            clock.gather += now_ns() - started
+            clock.gathered_bytes += block.length
+            return True
+        finally:
+            with self._condition:
+                self._gathering -= 1
+                self._condition.notify_all()
+
+    def _give_back(self, block: Block) -> None:
+        if block.buffer is not None:
+            self._cache.give_back(block.buffer, block.ahead)
+            block.buffer = None
+
+    def _write_blocks(self, file: _Descriptor) -> None:
+        """An I/O thread: write what is gathered; on the CPU also gather what nobody has."""
+        started, clock = now_ns(), _Clock()
+        try:
+            while (block := self._next_block()) is not None:
+                if block.buffer is None and not self._gather(block, clock, ahead=False):
+                    break
+                self._write(file, block, clock)
+                self._give_back(block)
+        except BaseException as exc:
+            self._fail(exc)
+        if clock.gathered_bytes:
+            self._record("device_to_host", None, started, clock.gather, clock.gathered_bytes)
+        self._record("serialize", None, started, clock.checksum, None)
+        self._record("flush", "write", started, clock.write, clock.written_bytes)
+
+    def _next_block(self) -> Block | None:
+        """A gathered block if there is one; else, on the CPU, one to gather. None when all are taken."""
+        with self._condition:
+            while self._error is None:
+                if self._gathered:
+                    return self._gathered.popleft()
+                if self._waiting and self._stream is None:
+                    return self._take_waiting()
+                if not self._waiting and self._gathering == 0:
+                    return None
+                self._condition.wait()
+            return None
+
+    def _write(self, file: _Descriptor, block: Block, clock: _Clock) -> None:
+        assert block.buffer is not None
+        if block.copied is not None:
+            block.copied.synchronize()
+        started = now_ns()
+        if self._options.checksum:
+            view = block.buffer.view
+            crcs = [isal_zlib.crc32(view[p.offset : p.offset + p.stop - p.start]) for p in block.pieces]
+            with self._condition:
+                for piece, crc in zip(block.pieces, crcs, strict=True):
+                    self._crcs.setdefault(piece.tensor, []).append(
+                        (piece.start, piece.stop - piece.start, crc)
+                    )
+        middle = now_ns()
+        file.write(block.buffer.view, block.length, block.position)
+        clock.checksum += middle - started
+        clock.write += now_ns() - middle
+        clock.written_bytes += block.length
+
+    def _finish(self, file: _Descriptor) -> None:
+        """Write the header, which has the checksums, cut off the padding of the last block, synchronise."""
+        name = self._path.name
+        with self._op.span("serialize", file=name, blocking=False):
+            if self._options.checksum:
+                crcs = {entry: _combine(self._crcs.get(entry, [])) for entry in self._contents.entries}
+                self._contents = lazy_format.with_checksums(self._contents, crcs)
+            header = lazy_format.encode(self._contents)
+            checksum = lazy_format.header_checksum(header)
+            buffer = direct_files.aligned_memory(len(header))
+            buffer[:] = header
+        with self._op.span("flush", "write", file=name, blocking=False) as span:
+            file.write(buffer, len(header), 0)
+            os.ftruncate(file.fd, self._contents.file_bytes)
+            span.bytes = len(header)
+        if self._options.fsync:
+            with self._op.span("flush", "fsync", file=name, blocking=False) as span:
+                os.fsync(file.fd)
+                span.bytes = self._contents.file_bytes
+        self._result = [SavedFile(name, self._contents.file_bytes, checksum, self._state_names)]
+
+    def _record(self, phase: str, detail: str | None, started: int, spent: int, moved: int | None) -> None:
+        self._op.add(
+            phase, detail, started, now_ns(), duration_ns=spent, file=self._path.name, num_bytes=moved,
+            blocking=False,
+        )  # fmt: skip
+
+    def _fail(self, exc: BaseException) -> None:
+        if isinstance(exc, OSError) and exc.filename is None:
+            exc = OSError(exc.errno, exc.strerror, str(self._path))
+        with self._condition:
+            if self._error is None:
+                self._error = exc
+            self._condition.notify_all()
+        self._cache.wake()
+
+
+class _Descriptor:
+    """The file being written. Direct transfers are padded to whole sectors: `_finish` cuts the last one off."""
+
+    def __init__(self, fd: int, direct: bool, path: Path, mode: str) -> None:
+        self.fd = fd
+        self._direct = direct
+        self._path = path
+        self._mode = mode
+
+    def write(self, buffer: memoryview, length: int, position: int) -> None:
+        """Write the first `length` bytes of `buffer`, which is aligned, at `position`."""
+        if self._direct:
+            try:
+                direct_files.write_all(self.fd, buffer[: direct_files.align_up(length)], position)
+                return
+            except OSError as exc:
+                if (
+                    exc.errno != errno.EINVAL
+                ):  # some file systems let O_DIRECT be opened and refuse the transfer
+                    raise
+            direct_files.refuse_direct(self._path, self._mode)
+            self._direct = False
+            direct_files.make_buffered(self.fd)
+        direct_files.write_all(self.fd, buffer[:length], position)
+
+
+def _as_bytes(tensor: torch.Tensor) -> Any:
+    """The bytes of a contiguous tensor: a numpy array on the CPU, a uint8 tensor on a device."""
+    flat = tensor.reshape(-1).view(torch.uint8)
+    return flat.numpy() if flat.device.type == "cpu" else flat
+
+
+def _combine(pieces: list[tuple[int, int, int]]) -> int:
+    """CRC-32 of a tensor from those of its pieces, which cover it without gaps."""
+    crc = 0
+    for _, length, piece in sorted(pieces):
+        crc = isal_zlib.crc32_combine(crc, piece, length)
+    return crc
+
+
+def _side_stream(tensors: Iterable[torch.Tensor]) -> Any:
+    """A CUDA stream for copies off the device, ordered after all that training has queued; None without any."""
+    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+    if device is None:
+        return None
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream

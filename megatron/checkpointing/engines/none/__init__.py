@@ -1,0 +1,1 @@
+"""Engine `none`: writes nothing, and so measures what is left."""

@@ -1,0 +1,1 @@
+"""Engine `torch`: torch.save per file."""

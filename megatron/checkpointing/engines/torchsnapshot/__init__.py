@@ -1,0 +1,1 @@
+"""Engine `torchsnapshot`: TorchSnapshot's asynchronous take."""

@@ -1,0 +1,244 @@
+"""TorchSnapshot's asynchronous take: one snapshot, a directory, per file of DeepSpeed's layout and rank.
+
+What the library loses is kept out of its sight: it is given tensors of one dimension only, of types that it writes
+byte by byte (bf16 as int16, what else it does not know as bytes), none of them empty; the rest of the state is JSON in
+a tensor of bytes. So nothing is pickled. Training waits while buffers are filled, and for storage if they do not all
+fit into the memory budget.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchsnapshot.manifest import ChunkedTensorEntry, DictEntry, TensorEntry
+from torchsnapshot.serialization import BUFFER_PROTOCOL_SUPPORTED_DTYPES, Serializer
+from torchsnapshot.snapshot import PendingSnapshot, Snapshot
+
+from megatron.checkpointing.engines.base import (
+    CheckpointEngine,
+    EngineOptions,
+    FileState,
+    PendingSave,
+    SavedFile,
+)
+from megatron.checkpointing.engines.codec import state_skeleton
+from megatron.checkpointing.engines.codec.values import DTYPES
+from megatron.checkpointing.engines.errors import CheckpointDamagedError
+from megatron.checkpointing.engines.state_files import find_files, pack, total_bytes, unpack
+from megatron.checkpointing.engines.torchsnapshot import library
+from megatron.checkpointing.engines.torchsnapshot.storage import ReadingStorage, WritingStorage
+from megatron.fileio.measured_io import sync_directory
+from restart_trace.clock import now_ns
+from restart_trace.recorder import Operation
+
+METADATA = ".snapshot_metadata"
+_KEY = "state"  # of the only object of a snapshot
+_READ, _VERIFY = "read", "verify"
+
+
+class _Holder:
+    """What the library calls Stateful: it asks for `content` when saving and sets it when loading."""
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        self.content = content
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.content
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.content = state_dict
+
+
+class TorchSnapshotEngine(CheckpointEngine):
+    """See the module. Host memory: buffers within --host-cache-size, and one rank's tensors that are not contiguous."""
+
+    name = "torchsnapshot"
+    asynchronous = True
+
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__(options)
+        self._threads = library.io_threads(options)
+
+    def begin_save(self, files: Sequence[FileState], directory: Path, op: Operation) -> PendingSave:
+        pending = _PendingSnapshots(self.options, self._threads, directory, op)
+        for file in files:
+            pending.take(file)
+        return pending
+
+    def load(
+        self, names: Sequence[str], directory: Path, expected: Mapping[str, SavedFile], op: Operation
+    ) -> dict[str, Any]:
+        states: dict[str, Any] = {}
+        with ThreadPoolExecutor(self._threads, thread_name_prefix="torchsnapshot-read") as pool:
+            for name in names:
+                start = now_ns()
+                files = find_files(name, directory, expected, METADATA)
+                states[name] = self._load_state(directory / name, files, pool, op, start)
+                op.bytes = (op.bytes or 0) + sum(file.num_bytes for file in files.values())
+                op.num_files = (op.num_files or 0) + len(files)
+        return states
+
+    def _load_state(
+        self, root: Path, files: Mapping[str, SavedFile], pool: ThreadPoolExecutor, op: Operation, start: int
+    ) -> Any:
+        execution = library.Execution()
+        storage = ReadingStorage(root, pool, files, self.options.verify_checksums, execution.timeline)
+        holder = _Holder({})
+        try:
+            with library.reading(storage, execution, library.memory_budget(self.options)):
+                snapshot = Snapshot(str(root))
+                _check_entries(root, snapshot.metadata.manifest)
+                snapshot.restore({_KEY: holder})
+            if execution.errors:
+                raise execution.errors[0]
+            state = _from_library(holder.content, root)
+        except (OSError, MemoryError, CheckpointDamagedError):
+            raise
+        except Exception as exc:  # a damaged description can make the library raise anything
+            raise CheckpointDamagedError(
+                f"{root}: cannot be read as a snapshot ({type(exc).__name__}: {exc})"
+            ) from exc
+        end = now_ns()
+        spent = execution.timeline.shares([_READ, _VERIFY], start, end)
+        size = sum(file.num_bytes for file in files.values())
+        op.add("load", "read", start, end, duration_ns=spent[_READ], file=root.name, num_bytes=size)
+        op.add("load", "verify", start, end, duration_ns=spent[_VERIFY], file=root.name)
+        op.add("load", "deserialize", start, end, duration_ns=spent[""], file=root.name)
+        return state
+
+
+class _PendingSnapshots(PendingSave):
+    """The snapshots of one save. Each has a thread of the library's; all share threads for I/O and the budget."""
+
+    def __init__(self, options: EngineOptions, threads: int, directory: Path, op: Operation) -> None:
+        self._options = options
+        self._directory = directory
+        self._op = op
+        self.buffers = library.Buffers(library.memory_budget(options))
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="torchsnapshot-write")
+        self._storages: list[WritingStorage] = []
+        self._snapshots: list[PendingSnapshot] = []
+
+    def take(self, file: FileState) -> None:
+        """Fill the buffers of one snapshot and have it written. What goes wrong is told by `wait`."""
+        if self.buffers.error is not None:
+            return
+        storage = WritingStorage(
+            self._directory / file.name, self._pool, self._options, self._op, self.buffers
+        )
+        self._storages.append(storage)
+        try:
+            self._take(file, storage)
+        except Exception as exc:
+            self.buffers.fail(exc)
+
+    def _take(self, file: FileState, storage: WritingStorage) -> None:
+        start = now_ns()
+        content = _for_library(file.state)
+        needed = 2 * total_bytes(
+            [content["skeleton"], *content["tensors"].values()]
+        )  # it counts small ones twice
+        waited = now_ns()
+        free = self.buffers.wait_for(needed)
+        execution = library.Execution()
+        execution.timeline.add("wait", waited)
+        with library.writing(storage, execution, self.buffers, free):
+            path = str(self._directory / file.name)
+            self._snapshots.append(Snapshot.async_take(path, {_KEY: _Holder(content)}))
+        self._report(file.name, start, now_ns(), execution, free < needed)
+
+    def _report(self, name: str, start: int, end: int, execution: library.Execution, tight: bool) -> None:
+        """The time that training waited: filling buffers, storage making room for them, and the library's own."""
+        timeline = execution.timeline
+        staged = [interval for interval in timeline.intervals if interval[0] == "stage"]
+        if (
+            staged and tight
+        ):  # from the first buffer to the last, what is not filling them is waiting for room
+            timeline.intervals.append(("wait", min(i[1] for i in staged), max(i[2] for i in staged)))
+        spent = timeline.shares(["stage", "wait"], start, end)
+        bytes_copied = execution.staged_bytes
+        self._op.add(
+            "device_to_host", None, start, end, duration_ns=spent["stage"], file=name, num_bytes=bytes_copied
+        )
+        self._op.add("serialize", None, start, end, duration_ns=spent[""], file=name)
+        if tight:
+            self._op.add("flush", "write", start, end, duration_ns=spent["wait"], file=name)
+
+    def release_state(self) -> None:
+        """All buffers are filled by the time that `begin_save` returns: the library does that on the calling thread."""
+
+    def wait(self) -> list[SavedFile]:
+        for snapshot in self._snapshots:
+            snapshot.thread.join()  # its wait() would turn every error into a RuntimeError
+        self._pool.shutdown()
+        for snapshot in self._snapshots:
+            if snapshot.exc_info is not None:
+                self.buffers.fail(snapshot.exc_info[1])
+        if self.buffers.error is not None:
+            raise self.buffers.error
+        if self._options.fsync:
+            with self._op.span("flush", "fsync", blocking=False):
+                for storage in self._storages:
+                    storage.sync_directories()
+                sync_directory(self._directory)
+        saved = [
+            file for storage in self._storages for file in sorted(storage.saved, key=lambda file: file.name)
+        ]
+        self._op.bytes = sum(file.num_bytes for file in saved)
+        self._op.num_files = len(saved)
+        self._op.durable = self._options.fsync
+        return saved
+
+
+def _for_library(state: Any) -> dict[str, Any]:
+    """What the library is given: `tensors` of one dimension by number, and `skeleton` with all the rest."""
+    skeleton, tensors = state_skeleton.split(state)
+    described = [
+        [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+        for name, tensor in tensors.items()
+    ]
+    given = {f"{i:05d}": _plain(tensor) for i, tensor in enumerate(tensors.values()) if tensor.numel()}
+    return {"skeleton": pack({"state": skeleton, "tensors": described}), "tensors": given}
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.dtype is torch.bfloat16:
+        return flat.view(torch.int16)  # the library cuts off bf16 of odd length
+    return flat if flat.dtype in BUFFER_PROTOCOL_SUPPORTED_DTYPES else flat.view(torch.uint8)
+
+
+def _from_library(content: dict[str, Any], root: Path) -> Any:
+    """Inverse of _for_library. Raises CheckpointDamagedError, and what damage makes of it."""
+    described = unpack(content["skeleton"], root)
+    given = content.get("tensors", {})
+    tensors: dict[str, torch.Tensor] = {}
+    for i, (name, type_name, shape) in enumerate(described["tensors"]):
+        dtype = DTYPES[type_name]
+        if math.prod(shape):
+            flat = given[f"{i:05d}"].view(dtype)
+            if flat.numel() != math.prod(shape):
+                raise CheckpointDamagedError(
+                    f"{root}: tensor {name} has {flat.numel()} elements, and not shape {shape}"
+                )
+            tensors[name] = flat.view(shape)
+        else:
+            tensors[name] = torch.empty(shape, dtype=dtype)
+    return state_skeleton.join(described["state"], tensors)
+
+
+def _check_entries(root: Path, manifest: Mapping[str, Any]) -> None:
+    """Refuse what this engine does not write: the library would unpickle it, or read elsewhere."""
+    for path, entry in manifest.items():
+        parts = [shard.tensor for shard in entry.chunks] if isinstance(entry, ChunkedTensorEntry) else [entry]
+        for part in parts:
+            plain = isinstance(part, TensorEntry) and part.serializer == Serializer.BUFFER_PROTOCOL.value
+            if not plain and not isinstance(part, DictEntry):
+                raise CheckpointDamagedError(
+                    f"{root / METADATA}: {path} is of type {part.type}, which this engine neither writes nor loads"
+                )

@@ -1,0 +1,139 @@
+"""Storage for TorchSnapshot on its own file system plug-in: timed, checked, synchronised, a bounded number at once."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from isal import isal_zlib
+from torchsnapshot.io_types import ReadIO, WriteIO
+from torchsnapshot.storage_plugins.fs import FSStoragePlugin
+
+from megatron.checkpointing.engines.base import EngineOptions, SavedFile
+from megatron.checkpointing.engines.errors import CheckpointDamagedError
+from megatron.checkpointing.engines.measured_reading import expected_crc, read_file
+from megatron.checkpointing.engines.torchsnapshot.library import Buffers
+from megatron.fileio.measured_io import Timeline, checksum_text, sync_directory, with_name
+from restart_trace.clock import now_ns
+from restart_trace.recorder import Operation
+
+
+class _Storage(FSStoragePlugin):
+    def __init__(self, root: Path, pool: ThreadPoolExecutor) -> None:
+        super().__init__(str(root))
+        self._root = root
+        self._pool = pool
+
+    async def _run(self, function: Any, *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+
+    async def delete(self, path: str) -> None:
+        raise NotImplementedError(f"{self._root / path}: a checkpoint engine deletes nothing")
+
+    async def close(self) -> None:
+        """Wait for what is under way: after an error the library leaves it so."""
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*others, return_exceptions=True)
+
+
+class WritingStorage(_Storage):
+    """Writes one snapshot. `saved` are its files, named relative to the directory above `root`."""
+
+    def __init__(
+        self, root: Path, pool: ThreadPoolExecutor, options: EngineOptions, op: Operation, buffers: Buffers
+    ) -> None:
+        super().__init__(root, pool)
+        self.saved: list[SavedFile] = []
+        self._options = options
+        self._op = op
+        self._buffers = buffers
+        self._last_ns: int | None = None  # end of the latest write
+
+    async def write(self, write_io: WriteIO) -> None:
+        counted = "/" in write_io.path  # the library's own description is no buffer of a tensor
+        try:
+            await self._run(self._write, write_io.path, write_io.buf)
+        except BaseException as exc:
+            self._buffers.fail(exc)
+            raise
+        finally:
+            if counted:
+                self._buffers.remove(len(write_io.buf))
+
+    def _write(self, name: str, buffer: Any) -> None:
+        path = self._root / name
+        if self._buffers.error is not None:
+            raise OSError(f"{path}: not written, because another file of the save failed")
+        state = self._root.name
+        view = memoryview(buffer).cast("B")
+        crc: int | None = None
+        if "/" not in name and self._last_ns is not None:  # freeing the buffers, describing the snapshot
+            self._op.add("serialize", None, self._last_ns, now_ns(), file=f"{state}/{name}", blocking=False)
+        if self._options.checksum:
+            with self._op.span("serialize", file=f"{state}/{name}", blocking=False):
+                crc = isal_zlib.crc32(view)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            with self._op.span("flush", "write", file=f"{state}/{name}", blocking=False) as span:
+                position = 0
+                while position < len(view):
+                    position += os.write(fd, view[position:])
+                span.bytes = len(view)
+            if self._options.fsync:
+                with self._op.span("flush", "fsync", file=f"{state}/{name}", blocking=False) as span:
+                    os.fsync(fd)
+                    span.bytes = len(view)
+        except OSError as exc:
+            raise with_name(exc, path) from None
+        finally:
+            os.close(fd)
+        self._last_ns = now_ns()
+        self.saved.append(SavedFile(f"{state}/{name}", len(view), checksum_text(crc), (state,)))
+
+    def sync_directories(self) -> None:
+        """fsync every directory of the snapshot."""
+        for path in {self._root, *(self._root.parent / file.name for file in self.saved)}:
+            while path != self._root.parent:
+                if path.is_dir():
+                    sync_directory(path)
+                path = path.parent
+
+
+class ReadingStorage(_Storage):
+    """Reads one snapshot; `files` by their path within `root`. A checksum is compared before anything is used."""
+
+    def __init__(
+        self,
+        root: Path,
+        pool: ThreadPoolExecutor,
+        files: Mapping[str, SavedFile],
+        verify: bool,
+        timeline: Timeline,
+    ) -> None:
+        super().__init__(root, pool)
+        self._files = files
+        self._verify = verify
+        self._timeline = timeline
+
+    async def write(self, write_io: WriteIO) -> None:
+        raise NotImplementedError(f"{self._root / write_io.path}: opened for reading")
+
+    async def read(self, read_io: ReadIO) -> None:
+        content = await self._run(self._read, read_io.path)
+        if read_io.byte_range is not None:
+            first, last = read_io.byte_range
+            content = content[first:last]
+        read_io.buf = io.BytesIO(content)
+
+    def _read(self, name: str) -> bytes:
+        path = self._root / name
+        if name not in self._files:
+            raise CheckpointDamagedError(f"{path}: is not one of the files that were saved")
+        expected = expected_crc(path, self._files[name]) if self._verify else None
+        return read_file(path, self._timeline, expected)

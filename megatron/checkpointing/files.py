@@ -1,0 +1,67 @@
+"""Whether the files of a checkpoint are there with their sizes, and within it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron.checkpointing.engines.base import SavedFile
+from megatron.checkpointing.manifest import leads_out
+from restart_trace.regular import NotRegularFileError, check_regular, open_regular
+
+
+def wrong_files(directory: Path, files: Mapping[str, SavedFile]) -> list[str]:
+    """What of `files`, by their names within it, is not in `directory` as it was saved. Raises OSError."""
+    folders = {"", *(os.path.dirname(name) for name in files)}
+    wrong = [
+        f"{directory / folder} is a link that leads out of the checkpoint"
+        for folder in sorted(folders)
+        if leads_out(directory, folder)
+    ]
+    if wrong:
+        return wrong
+    found = {name: entry for folder in sorted(folders) for name, entry in _entries_in(directory, folder)}
+    for name, file in files.items():
+        path = directory / name
+        try:
+            size = _size_of(directory, name, found.get(name), file.num_bytes)
+        except FileNotFoundError:  # a link may lead nowhere
+            wrong.append(f"{path} is missing")
+        except NotRegularFileError as exc:
+            wrong.append(f"{path} {exc.reason}")
+        else:
+            if size != file.num_bytes:
+                wrong.append(f"{path} has {size} bytes, {file.num_bytes} were saved")
+    return wrong
+
+
+def _entries_in(directory: Path, folder: str) -> list[tuple[str, os.DirEntry[str]]]:
+    """(name within `directory`, entry) of what is right in `folder`: one scan rather than a look for each file."""
+    try:
+        with os.scandir(directory / folder) as entries:
+            return [(os.path.join(folder, entry.name), entry) for entry in entries]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _size_of(directory: Path, name: str, entry: os.DirEntry[str] | None, expected: int) -> int:
+    """Bytes of a file. Raises NotRegularFileError, of a link that leads out of the checkpoint as well, or OSError.
+
+    Where the listing does not say what is `expected`, the file is opened: network file systems may list a directory as
+    it was a while ago, and ask the server about a file that is opened.
+    """
+    path = directory / name
+    if (entry is None or entry.is_symlink()) and leads_out(directory, name):
+        raise NotRegularFileError(path, stat.S_IFLNK)
+    if entry is not None:
+        status = entry.stat()
+        check_regular(path, status)
+        if status.st_size == expected:
+            return expected
+    fd = open_regular(path)
+    try:
+        return os.fstat(fd).st_size
+    finally:
+        os.close(fd)

@@ -1,0 +1,198 @@
+"""What a checkpoint without a manifest says of itself: one of upstream Megatron-DeepSpeed, or of another script.
+
+The file mp_rank_00 holds the arguments of the run, and what DeepSpeed keeps beside the tensors. From these alone it is
+known whether this program can read the checkpoint, and which files must be there. No torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpointing import naming as names
+from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointMismatchError
+from megatron.parallel.topology import Layout
+
+FIRST_FILE = names.model_states_file(Layout(1, 1, 1), Layout(1, 1, 1).coordinates(0))
+_NEEDED_ARGS = (
+    "num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size", "bf16", "fp16",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "consumed_train_samples", "consumed_valid_samples",
+    "train_iters", "eval_interval", "eval_iters", "global_batch_size",
+)  # fmt: skip
+_NEEDED_STATE = ("dp_world_size", "iteration", "global_steps", "global_samples", "skipped_steps")
+_SIZES = (
+    "num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size", "tensor_model_parallel_size",
+    "pipeline_model_parallel_size", "dp_world_size",
+)  # fmt: skip
+# Upstream's options that change the function or the parameters, and what this program has in their place.
+_WITHOUT = {
+    "apply_layernorm_1p": False, "squared_relu": False, "apply_residual_connection_post_layernorm": False,
+    "openai_gelu": False, "embedding_weights_in_fp32": False, "ds_sequence_parallel_size": 1,
+}  # fmt: skip
+# An argument that came with the commit (676a482c, December 2024) by which the rows of upstream's fused QKV became the
+# blocks [Q; K; V]. Before, they lay head by head: of each key/value head its query heads, the key, the value.
+_SINCE_BLOCKS = "ds_sequence_parallel_fpdt"
+# What an upstream has that does not know the option yet.
+_BEFORE = {
+    "normalization": "layernorm", "swiglu": False, "use_rotary_position_embeddings": False, "add_bias_linear": True,
+    "add_position_embedding": True, "untie_embeddings_and_output_weights": False,
+}  # fmt: skip
+_LARGEST_PICKLE = 64 << 20  # bytes: the one of mp_rank_00 holds no tensor's elements
+
+
+@dataclass(frozen=True)
+class ForeignCheckpoint:
+    """`model` has the arguments of the run that are plain values, by name, and "params_dtype".
+
+    `vocab_size`: the tokenizer's; None where an older upstream did not note it. `heads_interleaved`: the rows of fused
+    QKV lie head by head. `spare_positions`: the last stage has masters of a position embedding that it does not use.
+    """
+
+    model: dict[str, Any]
+    layout: Layout
+    step: int
+    vocab_size: int | None
+    heads_interleaved: bool
+    spare_positions: bool
+
+    @property
+    def needs_rearranging(self) -> bool:
+        """Whether its shards are not what a rank of this program holds on the same layout."""
+        return self.heads_interleaved or self.spare_positions
+
+    @property
+    def layers(self) -> list[int]:
+        """Numbers of the pipeline layers that have files of their own."""
+        last = self.model["num_layers"] + 2  # the final norm
+        return [*range(1, last + 1), *([last + 1] if self.model["untie_embeddings_and_output_weights"] else [])]
+
+    def model_files(self) -> list[str]:
+        """The files that must be there beside those of the optimizer."""
+        first = Layout(self.layout.tp, self.layout.pp, 1)  # the first replica writes them
+        models = [names.model_states_file(first, first.coordinates(rank)) for rank in range(first.world_size)]
+        return [*models, *(names.layer_file(number, tp) for number in self.layers for tp in range(first.tp))]
+
+    def optimizer_files(self) -> list[str]:
+        """The ZeRO-1 shards of all ranks."""
+        places = map(self.layout.coordinates, range(self.layout.world_size))
+        return [names.optimizer_file(self.layout, at, self.model["params_dtype"]) for at in places]
+
+
+def describe(directory: Path, state: Any) -> ForeignCheckpoint:
+    """What `state`, the content of mp_rank_00, says of the checkpoint in `directory`.
+
+    Raises CheckpointMismatchError, saying why and what to do, if this program cannot resume from it, and
+    CheckpointDamagedError if it is one of this program's own whose manifest is gone.
+    """
+    path = directory / FIRST_FILE
+    args = state.get("args") if isinstance(state, Mapping) else None
+    if args is None:
+        raise CheckpointMismatchError(
+            f"{path}: no `args` in it, so it is not a Megatron-DeepSpeed checkpoint: what DeepSpeed saves for another "
+            "script does not say which model and which layout it is of; resume it with that script, or give another "
+            "--load"
+        )
+    if hasattr(args, "indexed_samples"):  # upstream has no such argument
+        raise CheckpointDamagedError(
+            f"{directory / names.MANIFEST}: missing, so {directory.name} may be incomplete"
+        )
+    known = getattr(args, "__dict__", {})
+    lacking = [name for name in _NEEDED_ARGS if name not in known]
+    lacking_state = [name for name in _NEEDED_STATE if name not in state]
+    if lacking or lacking_state:
+        what = [f"args.{name}" for name in lacking] + lacking_state
+        raise CheckpointMismatchError(
+            f"{path}: it lacks {', '.join(what)}, which Megatron-DeepSpeed writes for a GPT; give another --load"
+        )
+    for name, size in {**known, **state}.items():
+        if name in _SIZES and not (type(size) is int and size > 0):
+            raise CheckpointDamagedError(f"{path}: {name} is {size!r}, and must be a number from 1 on")
+    _refuse_what_is_not_here(path, state, known)
+    model = _BEFORE | {"num_key_value_heads": known["num_attention_heads"]}
+    model |= {name: value for name, value in known.items() if isinstance(value, (int, float, str)) or value is None}
+    model["params_dtype"] = "bf16" if known["bf16"] else "fp16" if known["fp16"] else "fp32"
+    layout = Layout(known["tensor_model_parallel_size"], known["pipeline_model_parallel_size"], state["dp_world_size"])
+    info = state.get("universal_checkpoint_info") or {}
+    return ForeignCheckpoint(
+        model,
+        layout,
+        state["iteration"],
+        info.get("original_vocab_size"),
+        heads_interleaved=_SINCE_BLOCKS not in known,
+        spare_positions=layout.pp > 1
+        and model["add_position_embedding"]
+        and not model["untie_embeddings_and_output_weights"],
+    )
+
+
+def _refuse_what_is_not_here(path: Path, state: Mapping[str, Any], args: Mapping[str, Any]) -> None:
+    experts = args.get("num_experts") or [1]
+    if any(count != 1 for count in (experts if isinstance(experts, list) else [experts])):
+        raise CheckpointMismatchError(
+            f"{path}: a mixture of experts (--num-experts {experts}), which is not supported; load a dense model"
+        )
+    if state.get("module") is not None:
+        raise CheckpointMismatchError(
+            f"{path}: it holds the weights of the whole model, as upstream saves them with --no-pipeline-parallel, and "
+            "only files per pipeline layer (layer_*) can be loaded; train it without that flag, on one stage if need be"
+        )
+    other = [f"{name} {args[name]}" for name, here in _WITHOUT.items() if args.get(name, here) != here]
+    if other:
+        raise CheckpointMismatchError(
+            f"{path}: saved with {', '.join(other)}, which this program does not have; give another --load"
+        )
+
+
+def read_header(directory: Path) -> Mapping[str, Any] | None:
+    """The content of mp_rank_00 in `directory` as far as it is no class's, without torch; None if it cannot be had.
+
+    What is wrong with the file is the load's to tell. Nothing is imported or run: an object of any class is one of a
+    class made here and now, with the attributes that it was pickled with.
+    """
+    try:
+        if not (directory / FIRST_FILE).is_file():  # a pipe would block
+            return None
+        with zipfile.ZipFile(directory / FIRST_FILE) as archive:
+            (record,) = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
+            if record.file_size > _LARGEST_PICKLE:
+                return None
+            with archive.open(record) as file:
+                state = _Inert(file).load()
+    except Exception:  # a damaged pickle can make the unpickler raise anything
+        return None
+    return state if isinstance(state, dict) else None
+
+
+class _Inert(pickle.Unpickler):
+    def find_class(self, module: str, name: str, /) -> Any:
+        return self._classes(f"{module}.{name}")
+
+    @functools.cached_property
+    def _classes(self) -> Any:
+        """One class for each name, of this file alone: a pickle can set attributes of what it finds."""
+        return functools.cache(lambda name: type(name, (_Object,), {}))
+
+    def persistent_load(self, pid: Any, /) -> Any:
+        return None  # the storage of a tensor
+
+
+class _Object(dict[Any, Any]):
+    """Takes whatever a pickle gives to an object, items included, and does nothing with it."""
+
+    def __new__(cls, *_: Any, **__: Any) -> _Object:
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def __call__(self, *_: Any, **__: Any) -> _Object:
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)

@@ -1,0 +1,60 @@
+"""Bit-for-bit identity of live state: one hash per tensor."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpointing.engines.errors import CheckpointDamagedError
+from restart_trace.regular import NotRegularFileError, read_regular
+
+_MAX_BYTES = 1 << 30
+
+
+def tensor_hashes(engine: Any) -> dict[str, str]:
+    """SHA-256 of every weight, master weight and optimizer moment of this rank, by name."""
+    return {name: _hash(tensor) for name, tensor in _live_tensors(engine)}
+
+
+def compare_hashes(engine: Any, path: Path) -> None:
+    """Raises CheckpointDamagedError naming the tensors whose live bits differ from those in `path`."""
+    try:
+        saved = json.loads(read_regular(path, _MAX_BYTES))
+        if not isinstance(saved, dict):
+            raise ValueError("it holds no object")
+    except FileNotFoundError:
+        raise CheckpointDamagedError(
+            f"{path}: not there; --verify-restored-state needs a checkpoint that was saved with it"
+        ) from None
+    except (ValueError, RecursionError, NotRegularFileError) as exc:
+        raise CheckpointDamagedError(
+            f"{path}: not whole ({exc}), so the restored state cannot be compared"
+        ) from None
+    live = tensor_hashes(engine)
+    wrong = sorted(name for name in saved.keys() | live.keys() if saved.get(name) != live.get(name))
+    if wrong:
+        raise CheckpointDamagedError(
+            f"{path}: restored state differs from what was saved in " + ", ".join(wrong)
+        )
+
+
+def _live_tensors(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, param in engine.module.named_parameters():
+        yield f"weight/{name}", param
+    state = engine.optimizer.state_dict()
+    for index, tensor in enumerate(state["single_partition_of_fp32_groups"]):
+        yield f"master/{index}", tensor
+    for index, moments in state["base_optimizer_state"]["state"].items():
+        for name, value in moments.items():
+            if isinstance(value, torch.Tensor):
+                yield f"optimizer/{index}/{name}", value
+
+
+def _hash(tensor: torch.Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()

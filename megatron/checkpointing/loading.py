@@ -1,0 +1,250 @@
+"""load_checkpoint: the newest complete checkpoint, over all ranks, every phase of it recorded.
+
+Rank 0 discovers, every rank reads and verifies its files, all agree, then the state is applied. The files are read
+by the engine that wrote them, whichever saves now.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpointing import commit
+from megatron.checkpointing import naming as names
+from megatron.checkpointing.changed_flags import check_optimizer
+from megatron.checkpointing.checkpointer import Checkpointer
+from megatron.checkpointing.compatibility import cannot_be_read, check_candidate, foreign_engine
+from megatron.checkpointing.engines.base import CheckpointEngine
+from megatron.checkpointing.engines.errors import (
+    CheckpointDamagedError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    EngineUnavailableError,
+    UnknownEngineError,
+    reading,
+)
+from megatron.checkpointing.engines.registry import create_engine
+from megatron.checkpointing.hashes import compare_hashes
+from megatron.checkpointing.reshard.loading import load_elsewhere
+from megatron.checkpointing.state import Progress, live_state, restore_state, restore_tied_weights
+from megatron.config.arguments import namespace_from_config
+from restart_trace.recorder import Operation
+
+logger = logging.getLogger(__name__)
+
+
+def load_checkpoint(ctx: Checkpointer, engine: Any) -> Progress | None:
+    """Restore the newest complete checkpoint of --load into `engine`; collective.
+
+    A damaged one is reported and the next older one is used. Returns None if --load has none at all (then the
+    model keeps the values it has). Raises CheckpointNotFoundError if none is loadable,
+    CheckpointMismatchError if it is of another shape or layout, or of an engine that is not here;
+    CheckpointDamagedError if none is loadable and one was found out only when some of it had been applied.
+    """
+    options = ctx.config.checkpoint
+    load_dir = Path(options.load or "")
+    ctx.background.drain()  # a load changes the state that a pending save may still be reading
+    with ctx.recorder.operation("load") as op:
+        found: Any = None
+        with op.span("discover"):
+            if ctx.control.rank == 0:
+                found = _discover(load_dir, options.load_tag)
+        with op.span("barrier"):
+            candidates, problems = ctx.control.broadcast(found)
+        for problem in problems:
+            _report_rejected(ctx, problem)
+        half_applied = False
+        for candidate in candidates:
+            op.label(tag=candidate.tag, step=candidate.step)
+            reader = _reader_of(ctx, candidate, op)
+            op.label(engine=type(reader).__name__)
+            try:
+                loaded = _load_candidate(ctx, reader, engine, candidate, op)
+            except _NotAppliedError as exc:
+                loaded, half_applied = exc.reasons, True
+            finally:
+                if reader is not ctx.checkpoint_engine:
+                    reader.close()
+                reader.loads_are_over()
+            if isinstance(loaded, Progress):
+                return loaded
+            problems += loaded
+        if not problems:
+            if options.load_tag is not None:
+                raise CheckpointNotFoundError(
+                    f"--load-tag {options.load_tag}: no such checkpoint in --load {load_dir}"
+                )
+            return None
+        if half_applied:
+            raise CheckpointDamagedError(
+                f"--load {load_dir}: no checkpoint there can be used: {'; '.join(problems)}. Parts of one are in the "
+                "model already, so that nothing can start over from here: move it away, or restore another"
+            )
+        raise CheckpointNotFoundError(
+            f"--load {load_dir}: no checkpoint there is whole: {'; '.join(problems)}. Restore one of them, or "
+            "start from iteration 0 with --allow-start-over"
+        )
+
+
+def _discover(load_dir: Path, load_tag: str | None) -> tuple[list[commit.Candidate], list[str]]:
+    """On rank 0: what there is. A directory that cannot be read is a problem to tell the others of."""
+    try:
+        return commit.discover(load_dir, load_tag)
+    except OSError as exc:
+        return [], [f"{load_dir}: cannot be read: {exc}"]
+
+
+def _reader_of(ctx: Checkpointer, candidate: commit.Candidate, op: Operation) -> CheckpointEngine:
+    """The engine that can read `candidate`: collective if that is not the one of --checkpoint-engine.
+
+    Raises CheckpointMismatchError on all ranks if one of them has no such engine.
+    """
+    manifest = candidate.manifest
+    name = manifest.engine if manifest else foreign_engine(ctx.config)
+    if name == ctx.checkpoint_engine.name:
+        return ctx.checkpoint_engine
+    reader: CheckpointEngine | None = None
+    error: str | None = None
+    with op.span("discover"):
+        try:
+            reader = create_engine(name, ctx.checkpoint_engine.options)
+        except (UnknownEngineError, EngineUnavailableError) as exc:
+            error = str(exc)
+    with op.span("barrier"):
+        failed = ctx.control.agree(error)
+    if reader is None or failed:
+        raise cannot_be_read(candidate.directory, name, f"rank {failed[0][0]}: {failed[0][1]}")
+    return reader
+
+
+def _load_candidate(
+    ctx: Checkpointer, reader: CheckpointEngine, engine: Any, candidate: commit.Candidate, op: Operation
+) -> Progress | list[str]:
+    """Read, verify, agree, apply. If any rank found a damaged file: what each found.
+
+    Weights and masters may then hold some of it, and are for the next candidate to replace.
+    """
+    options = ctx.config.checkpoint
+    place = ctx.place
+    with_optimizer = not (options.no_load_optim or options.finetune)
+    states: dict[str, Any] = {}
+    error: str | None = None
+    manifest = candidate.manifest
+    elsewhere = False
+    if ctx.prefetch is not None:
+        ctx.prefetch.hand_over(op, candidate.directory)
+    try:
+        with op.span("discover"):
+            elsewhere = check_candidate(
+                candidate, ctx.config, place.layout, ctx.padded_vocab_size, reader.redistributable
+            )
+        if not elsewhere:
+            with op.span("discover"):
+                live = live_state(engine, place, with_optimizer, reader.loads_in_place)
+                _check_wanted(candidate, [file.name for file in live])
+            expected = manifest.files if manifest else {}
+            with reading(candidate.directory):  # engines name the file, where they can
+                states = reader.load_into(live, candidate.directory, expected, op)
+    except (CheckpointDamagedError, OSError) as exc:
+        logger.debug("%s cannot be read", candidate.directory, exc_info=exc)
+        error = str(exc)
+    if elsewhere:
+        return _load_elsewhere(ctx, reader, engine, candidate, op)
+    with op.span("barrier"):
+        failed = ctx.control.agree(error)
+    if failed:
+        reasons = [f"rank {rank}: {reason}" for rank, reason in failed]
+        for reason in reasons:
+            _report_rejected(ctx, reason)
+        return reasons
+    progress = _apply(ctx, engine, candidate, states, op)
+    with op.span("redistribute", "all_gather" if with_optimizer else "broadcast"):
+        restore_tied_weights(engine, with_optimizer)
+    if options.verify_restored_state and not options.finetune:
+        _verify_restored(ctx, engine, candidate, op)
+    if manifest is None:
+        logger.info("%s has no manifest (upstream wrote it): its checksums cannot be verified", candidate.tag)
+    return progress
+
+
+class _NotAppliedError(CheckpointDamagedError):
+    """What a rank read is not what a checkpoint holds, as it found when it applied it. `reasons`: of each rank."""
+
+    def __init__(self, reasons: list[str]) -> None:
+        super().__init__("; ".join(reasons))
+        self.reasons = reasons
+
+
+def _apply(
+    ctx: Checkpointer, engine: Any, candidate: commit.Candidate, states: dict[str, Any], op: Operation
+) -> Progress:
+    """Put the states that were read into the live engine; collective, for they may still be of any content.
+
+    Raises _NotAppliedError on all ranks if they were on one. Then the next candidate replaces whatever was applied.
+    """
+    progress: Progress | None = None
+    error: str | None = None
+    with op.span("load", "host_to_device"):
+        try:
+            with reading(candidate.directory):
+                saved = states[names.model_states_file(ctx.place.layout, ctx.place.at)]["args"]
+                check_optimizer(saved, namespace_from_config(ctx.config), candidate.directory)
+                progress = restore_state(engine, ctx.place, states, ctx.config)
+        except CheckpointDamagedError as exc:
+            logger.debug("%s cannot be applied", candidate.directory, exc_info=exc)
+            error = str(exc)
+        states.clear()  # giving gigabytes back to the system takes its time: here, where it is accounted for
+    with op.span("barrier"):
+        failed = ctx.control.agree(error)
+    if progress is None or failed:
+        reasons = [f"rank {rank}: {reason}" for rank, reason in failed]
+        for reason in reasons:
+            _report_rejected(ctx, reason)
+        raise _NotAppliedError(reasons)
+    return progress
+
+
+def _load_elsewhere(
+    ctx: Checkpointer, reader: CheckpointEngine, engine: Any, candidate: commit.Candidate, op: Operation
+) -> Progress | list[str]:
+    """As `_load_candidate`, of a checkpoint that was saved on another layout."""
+    loaded = load_elsewhere(engine, ctx.place, ctx.config, ctx.vocab_size, candidate, reader, ctx.control, op)
+    if not isinstance(loaded, Progress):
+        for reason in loaded:
+            _report_rejected(ctx, reason)
+    return loaded
+
+
+def _check_wanted(candidate: commit.Candidate, wanted: list[str]) -> None:
+    """Raises CheckpointMismatchError if the checkpoint was saved without files that this load needs."""
+    if candidate.manifest is None:
+        return
+    held = {state for file in candidate.manifest.files.values() for state in file.states or (file.name,)}
+    left_out = [name for name in wanted if name not in held]
+    if left_out:
+        raise CheckpointMismatchError(
+            f"{candidate.directory}: was saved without {', '.join(left_out)}; give --no-load-optim if it was saved "
+            "with --no-save-optim, or load another checkpoint"
+        )
+
+
+def _verify_restored(ctx: Checkpointer, engine: Any, candidate: commit.Candidate, op: Operation) -> None:
+    """Compare the live state bit for bit with what was saved; CheckpointDamagedError on all ranks if any differs."""
+    error: str | None = None
+    recorded = candidate.directory / names.tensor_hashes_file(ctx.control.rank)
+    with op.span("load", "verify", file=recorded.name):
+        try:
+            compare_hashes(engine, recorded)
+        except CheckpointDamagedError as exc:
+            error = str(exc)
+    with op.span("barrier"):
+        failed = ctx.control.agree(error)
+    if failed:
+        raise CheckpointDamagedError("; ".join(f"rank {rank}: {reason}" for rank, reason in failed))
+
+
+def _report_rejected(ctx: Checkpointer, problem: str) -> None:
+    ctx.recorder.event("load", "checkpoint_rejected", problem)
+    if ctx.control.rank == 0:
+        logger.warning("checkpoint passed over: %s", problem)

@@ -1,0 +1,234 @@
+"""What manifest.json and `latest` may say. They are checked here, once, before anybody relies on them; no torch.
+
+A checksum says that a manifest is as it was written, not that it was written by this program: so types, ranges and
+names are checked one by one. A name that is absolute, has "..", or is empty would lead out of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpointing import naming as names
+from restart_trace.regular import read_regular
+
+MANIFEST_VERSION = 1
+MAX_SEQUENCE = (1 << 63) - 1  # nobody commits as often; one that is forged must not keep others from being committed
+
+_MAX_MANIFEST = 1 << 30  # bytes: some millions of files
+_MAX_NAME = 255  # bytes in the name of a file or directory (NAME_MAX)
+_MAX_INTEGER = (1 << 63) - 1
+_MAX_RANKS = 1 << 24  # in a layout: whoever reads one counts through them
+_LAYOUT = ("tp", "pp", "dp")
+
+
+def content_checksum(content: dict[str, Any]) -> str:
+    """ "sha256:..." of the canonical JSON of a manifest without its checksum."""
+    return "sha256:" + hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def parse_manifest(text: str) -> dict[str, Any]:
+    """The content of a manifest without its checksum: every key is known and of the type that it must have.
+
+    Raises ValueError, saying what is wrong, for everything else.
+    """
+    try:
+        content = json.loads(text, object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
+        if not isinstance(content, dict) or "checksum" not in content:
+            raise ValueError("it has no checksum")
+        if content.pop("checksum") != content_checksum(content):
+            raise ValueError("its content does not have the checksum it was written with")
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    version = content.get("manifest_version")
+    if type(version) is not int or version != MANIFEST_VERSION:
+        raise ValueError(f"manifest version {_shown(version)}, and only {MANIFEST_VERSION} is known")
+    _check_object(content, _MANIFEST, _REQUIRED)
+    return content
+
+
+def read_manifest_text(directory: Path) -> str:
+    """The text of the manifest in `directory`. Raises OSError, of a FIFO or the like too, or ValueError."""
+    return read_regular(directory / names.MANIFEST, _MAX_MANIFEST).decode()
+
+
+def read_latest(directory: Path) -> str | None:
+    """The tag that `latest` in `directory` names; None without such a file. Whether that is there is not looked at.
+
+    Raises ValueError naming the file and saying why it names none.
+    """
+    path = directory / names.LATEST
+    try:
+        content = read_regular(path, 2 * _MAX_NAME)
+        tag = content.decode().strip()
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: names no checkpoint: it is not text") from None
+    except (OSError, ValueError) as exc:
+        raise ValueError(f"{path}: names no checkpoint: {str(exc).removeprefix(f'{path}: ')}") from None
+    wrong = _wrong_in_name(tag)
+    if wrong:
+        raise ValueError(f"{path}: names no checkpoint: {_shown(tag)} {wrong}")
+    return tag
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"{_shown(next(key for key in keys if keys.count(key) > 1))} is in it twice")
+    return content
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is in it, which is no JSON")
+
+
+def _shown(value: Any) -> str:
+    """A value for a message: quoted, and not all of it if it is long."""
+    text = ascii(value)
+    return text if len(text) <= 80 else text[:80] + "..."
+
+
+def _wrong_in_name(name: str) -> str | None:
+    """What keeps `name` from being the name of a file or directory that a load looks at."""
+    if not name:
+        return "is empty"
+    if name.startswith("."):
+        return "begins with a dot"
+    if "/" in name:
+        return "is not one name, but a path"
+    if not name.isprintable():
+        return "has characters that cannot be printed"
+    if len(name.encode()) > _MAX_NAME:
+        return f"is longer than a file name can be ({_MAX_NAME} bytes)"
+    return None
+
+
+# Checks of one value: they raise ValueError that says what is wrong, and leave it to the caller to say where.
+_Check = Callable[[Any], None]
+
+
+def _integer(least: int, most: int = _MAX_INTEGER) -> _Check:
+    def check(value: Any) -> None:
+        if type(value) is not int or not least <= value <= most:
+            raise ValueError(f"must be a whole number from {least} to {most}, and is {_shown(value)}")
+
+    return check
+
+
+def _text(value: Any) -> None:
+    if type(value) is not str:
+        raise ValueError(f"must be text, and is {_shown(value)}")
+
+
+def _line(value: Any) -> None:
+    """Text for messages and comparisons."""
+    if type(value) is not str or not value or not value.isprintable():
+        raise ValueError(f"must be printable text, and is {_shown(value)}")
+
+
+def _line_or_nothing(value: Any) -> None:
+    if value != "":
+        _line(value)
+
+
+def _tag(value: Any) -> None:
+    _text(value)
+    wrong = _wrong_in_name(value)
+    if wrong:
+        raise ValueError(f"{_shown(value)} {wrong}")
+
+
+def _path(value: Any) -> None:
+    """A path within the checkpoint, "/" between its parts. An engine may give a file a name that begins with a dot."""
+    _text(value)
+    for part in value.split("/"):
+        wrong = "leads out of the checkpoint" if part in (".", "..") else _wrong_in_name(part.lstrip("."))
+        if wrong:
+            raise ValueError(f"the path {_shown(value)} {wrong if part else 'is absolute or has an empty part'}")
+
+
+def _paths(value: Any) -> None:
+    if type(value) is not list:
+        raise ValueError(f"must be a list, and is {_shown(value)}")
+    for item in value:
+        _path(item)
+
+
+def _layout(value: Any) -> None:
+    _check_object(value, dict.fromkeys(_LAYOUT, _integer(1, _MAX_RANKS)), _LAYOUT)
+    if value["tp"] * value["pp"] * value["dp"] > _MAX_RANKS:
+        raise ValueError(f"is of more than {_MAX_RANKS} ranks")
+
+
+def _model(value: Any) -> None:
+    if type(value) is not dict:
+        raise ValueError(f"must be an object, and is {_shown(value)}")
+    for key, item in value.items():
+        _line(key)
+        if type(item) not in (str, int, float, bool, type(None)):
+            raise ValueError(f"{key} must be one value, and is {_shown(item)}")
+        if type(item) is str:
+            _line_or_nothing(item)
+        if type(item) is int:
+            _integer(-_MAX_INTEGER)(item)
+
+
+def _files(value: Any) -> None:
+    if type(value) is not dict or not value:
+        raise ValueError(f"must be an object that tells of files, and is {_shown(value)}")
+    for name, entry in value.items():
+        try:
+            _check_object(entry, _FILE, ("name", "num_bytes", "checksum"))
+            if entry["name"] != name:
+                raise ValueError(f"calls itself {_shown(entry['name'])}")
+            if name == names.MANIFEST:
+                raise ValueError("is the manifest, which is none of the files that it lists")
+        except ValueError as exc:
+            raise ValueError(f"{_shown(name)}: {exc}") from None
+
+
+def _check_object(value: Any, checks: dict[str, _Check], required: tuple[str, ...]) -> None:
+    if type(value) is not dict:
+        raise ValueError(f"must be an object, and is {_shown(value)}")
+    for key in required:
+        if key not in value:
+            raise ValueError(f"{key} is missing")
+    for key, item in value.items():
+        if key not in checks:
+            raise ValueError(f"{_shown(key)} is unknown")
+        try:
+            checks[key](item)
+        except ValueError as exc:
+            raise ValueError(f"{key}: {exc}") from None
+
+
+_FILE = {"name": _path, "num_bytes": _integer(0), "checksum": _line_or_nothing, "states": _paths}
+_MANIFEST = {
+    "tag": _tag,
+    "step": _integer(0),
+    "engine": _line,
+    "layout": _layout,
+    "model": _model,
+    "files": _files,
+    "run_id": _text,
+    "loaded_from": _text,
+    "sequence": _integer(0, MAX_SEQUENCE),
+    "manifest_version": _integer(0),
+}
+_REQUIRED = ("tag", "step", "engine", "layout", "model", "files")
+
+
+def leads_out(directory: Path, name: str) -> bool:
+    """Whether a link on the way from `directory` to `name` in it leads out of `directory`."""
+    parts = [part for part in name.split("/") if part]
+    ways = [os.path.join(directory, *parts[: i + 1]) for i in range(len(parts))]
+    if not any(os.path.islink(way) for way in ways):
+        return False
+    return not os.path.realpath(ways[-1]).startswith(os.path.realpath(directory) + os.sep)

@@ -1,0 +1,89 @@
+"""Every file and directory name of a checkpoint, as pure functions. Names are DeepSpeed's, so upstream reads them.
+
+SAVE/.generations/00000003                           who saves here: megatron.checkpointing.ownership
+SAVE/.incomplete_global_step5_g3_1                   first save of generation 3, until it is committed
+SAVE/latest                                          tag of the newest checkpoint
+SAVE/latest_checkpointed_iteration.txt               its iteration
+SAVE/global_step5/manifest.json                      written last: with it, the checkpoint is complete
+SAVE/global_step5/layer_01-model_00-model_states.pt  weights of pipeline layer 1, TP rank 0
+SAVE/global_step5/mp_rank_00_model_states.pt         everything else that DP replicas share
+SAVE/global_step5/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt   ZeRO-1 shard of one rank
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from megatron.parallel.topology import Coordinates, Layout
+
+LATEST = "latest"
+TRACKER = "latest_checkpointed_iteration.txt"
+MANIFEST = "manifest.json"
+TEMPORARY_PREFIX = ".incomplete_"
+REMOVED_PREFIX = f"{TEMPORARY_PREFIX}removed_"
+REPLACED_SUFFIX = ".replaced"
+GENERATIONS = ".generations"
+_ATTEMPT = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}.+_g(\d+)_\d+")
+# Before there were generations: cycle, time, number of the save.
+_OLD_ATTEMPT = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}global_step\d+_\d{{3,}}_[0-9a-f]+_\d+")
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where this rank stands, as the names of its files need it."""
+
+    layout: Layout
+    at: Coordinates
+    params_dtype: str
+
+
+def tag_of(step: int) -> str:
+    """Tag, and directory name, of the checkpoint after iteration `step`."""
+    return f"global_step{step}"
+
+
+def step_of(tag: str) -> int | None:
+    """Iteration in a tag of the form global_stepN; None for any other tag."""
+    match = re.fullmatch(r"global_step([0-9]{1,18})", tag)
+    return int(match.group(1)) if match else None
+
+
+def attempt_of(generation: int) -> str:
+    """What the attempts at saving of one generation begin with; a number of its own follows for each."""
+    return f"g{generation}"
+
+
+def temporary_directory(tag: str, attempt: str) -> str:
+    """Where a checkpoint is written until it is committed; `attempt` is unique to this save."""
+    return f"{TEMPORARY_PREFIX}{tag}_{attempt}"
+
+
+def generation_of(directory: str) -> int | None:
+    """Generation whose attempt at a save the temporary `directory` is; None for any other name."""
+    if match := _ATTEMPT.fullmatch(directory):
+        return int(match.group(1))
+    return 0 if _OLD_ATTEMPT.fullmatch(directory) else None
+
+
+def model_parallel_rank(layout: Layout, at: Coordinates) -> int:
+    """DeepSpeed's mp_rank: stages count first, TP ranks within them."""
+    return at.pp * layout.tp + at.tp
+
+
+def layer_file(layer_number: int, tp_rank: int) -> str:
+    return f"layer_{layer_number:02d}-model_{tp_rank:02d}-model_states.pt"
+
+
+def model_states_file(layout: Layout, at: Coordinates) -> str:
+    return f"mp_rank_{model_parallel_rank(layout, at):02d}_model_states.pt"
+
+
+def optimizer_file(layout: Layout, at: Coordinates, params_dtype: str) -> str:
+    prefix = "bf16_zero" if params_dtype == "bf16" else "zero"
+    return f"{prefix}_pp_rank_{at.dp}_mp_rank_{model_parallel_rank(layout, at):02d}_optim_states.pt"
+
+
+def tensor_hashes_file(rank: int) -> str:
+    """Hashes of every tensor of a rank, for --verify-restored-state."""
+    return f"tensor_hashes_rank_{rank:05d}.json"

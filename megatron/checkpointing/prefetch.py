@@ -1,0 +1,224 @@
+"""--prefetch-on-start: what this rank is about to load is read into the page cache while its process still starts.
+
+A thread finds the checkpoint that a load will most likely take by its manifest, and reads through one buffer, until it
+is done, a limit is reached, or the load begins: what is left is then the load's to read, which finds the rest in the
+page cache. A wrong guess costs what was read. Standard library only: it runs while torch is being imported.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import queue
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.checkpointing import naming as names
+from megatron.checkpointing.commit import Manifest
+from megatron.checkpointing.compatibility import newest_with_manifest
+from megatron.checkpointing.engines.base import files_of
+from megatron.config import Config
+from megatron.fileio.host_memory import available_memory, resident_pages
+from megatron.parallel.topology import Coordinates, Layout
+from restart_trace.clock import now_ns
+from restart_trace.recorder import Operation
+from restart_trace.regular import open_regular
+
+logger = logging.getLogger(__name__)
+
+_BLOCK = 4 << 20  # bytes: of the buffer, and what is read between two looks at whether to stop
+_SUFFIX = ".safetensors"  # of engine lazy, whose files hold more states than one
+_OPTIMIZER_SUFFIX = "_optim_states.pt"
+_MAX_HEADER = 100_000_000  # bytes; the safetensors library refuses more
+
+Stretch = tuple[int, int]  # bytes [start, stop) of a file
+
+
+@dataclass(frozen=True)
+class Prefetched:
+    """What was read of one file. `num_bytes` came from storage: what lay in the page cache before is not in it."""
+
+    path: Path
+    start_ns: int
+    end_ns: int
+    num_bytes: int
+
+
+class Prefetch:
+    """Reads ahead for one rank, from when it is made. `also` may name more states; `hand_over` ends it."""
+
+    def __init__(self, config: Config, layout: Layout, rank: int, limit_bytes: int) -> None:
+        self._config = config
+        self._layout = layout
+        self._at = layout.coordinates(rank)
+        self._left = limit_bytes
+        self._buffer = memoryview(mmap.mmap(-1, _BLOCK))
+        self._wanted: queue.SimpleQueue[Sequence[str]] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self._directory: Path | None = None
+        self._note = ""
+        self._read: list[Prefetched] = []
+        self._handed_over = False
+        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+        self._wanted.put(_first_states(config, layout, self._at))
+        self._thread.start()
+
+    def also(self, states: Sequence[str]) -> None:
+        """Read these states of the checkpoint, too, where they lie in files of their own."""
+        self._wanted.put(states)
+
+    def hand_over(self, op: Operation, directory: Path) -> None:
+        """A load of `directory` begins: stop, and record what was read as background spans of it."""
+        if self._handed_over:
+            return
+        self._handed_over = True
+        with op.span("load", "read"):  # until the block that is being read is there
+            self._end()
+        for part in self._read:
+            op.add(
+                "load", "read", part.start_ns, part.end_ns, file=part.path.name, num_bytes=part.num_bytes,
+                blocking=False, thread=self._thread.name,
+            )  # fmt: skip
+        total = sum(part.num_bytes for part in self._read)
+        if directory == self._directory:
+            op.was_read_ahead(total)
+        elif total:
+            self._note = f"the load takes {directory.name}"
+        logger.info(
+            "--prefetch-on-start: %.3f GiB of %s were read before the load began%s", total / 2**30,
+            self._directory.name if self._directory else "no checkpoint", f"; {self._note}" if self._note else "",
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """End without a load."""
+        self._end()
+
+    def _end(self) -> None:
+        self._stop.set()
+        self._wanted.put(())
+        self._thread.join()
+
+    def _run(self) -> None:
+        """A problem, of whatever kind damage makes, is the load's to tell: here it ends the reading ahead."""
+        try:
+            found = newest_with_manifest(self._config)
+            if found is None or found.manifest is None:
+                self._note = "there is none with a manifest"
+                return
+            if Layout(**found.manifest.layout) != self._layout:
+                self._note = f"{found.tag} was saved on another layout, of which nothing is read ahead"
+                return
+            self._directory = found.directory
+            self._read_all(found.manifest, found.directory)
+        except Exception as exc:
+            self._note = f"{type(exc).__name__}: {exc}"
+
+    def _read_all(self, manifest: Manifest, directory: Path) -> None:
+        seen: set[str] = set()
+        mine = names.optimizer_file(self._layout, self._at, self._config.model.params_dtype)
+        while not self._stop.is_set():
+            for state in self._wanted.get():
+                for file in files_of(state, manifest.files):
+                    if file.name not in seen and not self._stop.is_set():
+                        seen.add(file.name)
+                        self._read_file(directory / file.name, mine)
+
+    def _read_file(self, path: Path, my_optimizer_file: str) -> None:
+        start, count = now_ns(), 0
+        fd = open_regular(path)
+        try:
+            there = resident_pages(fd)
+            # Just what is asked for: the kernel's own reading ahead, megabytes of it, knows of no limit.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+            for at, length in _blocks(_stretches(fd, path, lambda state: _is_mine(state, my_optimizer_file))):
+                missing = min(
+                    length,
+                    there[at // mmap.PAGESIZE : -(-(at + length) // mmap.PAGESIZE)].count(0) * mmap.PAGESIZE,
+                )
+                if self._stop.is_set():
+                    break
+                if missing > self._left:
+                    self._note = "the limit of --prefetch-limit was reached"
+                    self._stop.set()
+                    break
+                if missing:
+                    os.preadv(fd, [self._buffer[:length]], at)
+                    self._left -= missing
+                    count += missing
+        finally:
+            os.close(fd)
+            if count:
+                self._read.append(Prefetched(path, start, now_ns(), count))
+
+
+def start_prefetch(config: Config, layout: Layout) -> Prefetch | None:
+    """Begin to read ahead for this rank, if --prefetch-on-start says so."""
+    options = config.checkpoint
+    if not options.prefetch_on_start:
+        return None
+    if options.prefetch_limit is not None:
+        limit = int(options.prefetch_limit * 2**30)
+    else:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+        limit = available_memory() // 2 // ranks
+    return Prefetch(config, layout, config.parallel.rank, limit)
+
+
+def _first_states(config: Config, layout: Layout, at: Coordinates) -> list[str]:
+    """What a rank knows that it reads before its model is built: all but, with engine torch, the layers."""
+    states = [names.model_states_file(layout, at)]
+    if not (config.checkpoint.no_load_optim or config.checkpoint.finetune):
+        states.insert(0, names.optimizer_file(layout, at, config.model.params_dtype))
+    return states
+
+
+def _is_mine(state: str, my_optimizer_file: str) -> bool:
+    """Whether a state in a file that holds one of ours is ours, too: not if it is another rank's shard."""
+    return not state.endswith(_OPTIMIZER_SUFFIX) or state == my_optimizer_file
+
+
+def _stretches(fd: int, path: Path, wanted: Callable[[str], bool]) -> list[Stretch]:
+    """The parts of a file to read: of engine lazy's, the header and the tensors of `wanted` states; else all of it.
+
+    Raises ValueError if the header is no header.
+    """
+    size = os.fstat(fd).st_size
+    if path.suffix != _SUFFIX:
+        return [(0, size)]
+    (length,) = struct.unpack("<Q", os.pread(fd, 8, 0).ljust(8, b"\0"))
+    if length > min(size, _MAX_HEADER):
+        raise ValueError(f"{path}: its header cannot be {length} bytes long")
+    begin = 8 + length
+    found = [(0, begin)]
+    entries = json.loads(os.pread(fd, length, 8))
+    for name, entry in entries.items():
+        if name != "__metadata__" and wanted(name.partition("/")[0]):
+            start, stop = entry["data_offsets"]
+            if not 0 <= start <= stop <= size - begin:
+                raise ValueError(f"{path}: its header tells of bytes {start} to {stop}")
+            found.append((begin + start, begin + stop))
+    return _merged(sorted(found))
+
+
+def _merged(stretches: Sequence[Stretch]) -> list[Stretch]:
+    """Sorted stretches with those that touch made one; each from the start of a page on."""
+    merged: list[Stretch] = []
+    for start, stop in stretches:
+        start = start // mmap.PAGESIZE * mmap.PAGESIZE
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        elif stop > start:
+            merged.append((start, stop))
+    return merged
+
+
+def _blocks(stretches: Sequence[Stretch]) -> Iterator[tuple[int, int]]:
+    """(first byte, bytes) of blocks that fit into the buffer."""
+    for start, stop in stretches:
+        for at in range(start, stop, _BLOCK):
+            yield at, min(_BLOCK, stop - at)

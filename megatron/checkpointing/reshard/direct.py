@@ -1,0 +1,280 @@
+"""--redistribute direct: every rank reads just its share of a checkpoint of another layout, and nothing is converted.
+
+Masters and moments are read out of the files of all ranks that saved them, wherever the bytes lie that belong to this
+rank's ZeRO-1 partition. So no two DP replicas read the same bytes. The weights are the masters, rounded and gathered
+over the replicas, as after a step of the optimizer (gathering.py). Weights alone (--no-load-optim) all DP replicas
+hold: each reads some of them, and they share these over the network. The ranks verify between them what they read
+(verifying.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron.checkpointing import naming as names
+from megatron.checkpointing.engines.base import CheckpointEngine, PlacedTensor, files_of
+from megatron.checkpointing.engines.errors import CheckpointMismatchError, reading
+from megatron.checkpointing.reshard.agreement import CheckpointRejectedError, together
+from megatron.checkpointing.reshard.base import LayoutLoad
+from megatron.checkpointing.reshard.gathering import update_weights
+from megatron.checkpointing.reshard.reading import Reading
+from megatron.checkpointing.reshard.sources import WEIGHT, SourceIndex
+from megatron.checkpointing.reshard.targets import Target, plan
+from megatron.checkpointing.reshard.torch_shards import TorchShards
+from megatron.checkpointing.reshard.verifying import Piece, Share, damage
+from megatron.checkpointing.shard_metadata import (
+    flat_partitions,
+    fragments,
+    layer_modules,
+    layer_placements,
+    shard_placement,
+)
+from megatron.checkpointing.state import (
+    Progress,
+    restore_optimizer,
+    restore_progress,
+    restore_tied_weights,
+)
+from megatron.parallel.control_plane import ControlPlane
+from megatron.parallel.parameter_slice import slice_of
+from megatron.parallel.topology import Layout
+
+_MASTER = "master"
+
+
+@dataclass
+class _Survey:
+    """What a rank, or all of them, found in the old files.
+
+    `tensors`: PlacedTensor, or where there are no placements FlatGroup. `values`: of the first rank that saved the
+    checkpoint, its mp_rank state and, if wanted, its optimizer's; tensors with dimensions may be without data.
+    """
+
+    tensors: list[Any] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+
+
+def _joined(found: list[_Survey]) -> _Survey:
+    """Of all ranks. The tensors are in the order of the ranks that saved them, as each takes a stretch of these."""
+    return _Survey([tensor for mine in found for tensor in mine.tensors], found[0].values)
+
+
+class DirectLoad(LayoutLoad):
+    """Each rank reads its own share of the old files."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        options = self._config.checkpoint
+        self._with_optimizer = not (options.no_load_optim or options.finetune)
+        self._shard: dict[str, Any] = {}
+        self._weights: list[Target] = []
+
+    def run(self, reader: CheckpointEngine, control: ControlPlane) -> Progress:
+        """Plan, read and verify, apply; collective over all ranks, and raises on all of them as `together`.
+
+        CheckpointMismatchError, before any tensor is read, names what the checkpoint lacks.
+        """
+        reading: list[Reading] = []
+
+        def make_plan() -> Share:
+            reading.append(self._plan(reader, surveyed))
+            return reading[0].share()
+
+        def verify(pieces: list[list[Piece]]) -> None:
+            with self._op.span("load", "verify"):
+                wrong = damage(shares, [piece for mine in pieces for piece in mine], self._directory)
+            if wrong:
+                raise CheckpointRejectedError(wrong)
+
+        surveyed = together(
+            control, self._op, lambda: self._survey(reader, control.rank, control.world_size), _joined
+        )
+        shares = together(control, self._op, make_plan)
+        together(control, self._op, lambda: self._read(reading[0], shares, control.rank), verify)
+        return self._apply()
+
+    def _survey(self, reader: CheckpointEngine, rank: int, world_size: int) -> _Survey:
+        """What the old files hold: each is looked into by one rank, and all hear of it."""
+        files = self._manifest.files
+        old = Layout(**self._manifest.layout)
+        first = old.coordinates(0)
+        optimizer_file = names.optimizer_file(old, first, self._place.params_dtype)
+        if self._with_optimizer and not files_of(optimizer_file, files):
+            raise CheckpointMismatchError(
+                f"{self._directory}: was saved without {optimizer_file}; give --no-load-optim if it was saved with "
+                "--no-save-optim, or load another checkpoint"
+            )
+        found = _Survey()
+        if rank == 0:
+            wanted = [
+                names.model_states_file(old, first),
+                *([optimizer_file] if self._with_optimizer else []),
+            ]
+            with reading(self._directory):
+                found.values = [reader.load_values(name, self._directory, files, self._op) for name in wanted]
+        with self._op.span("discover"), reading(self._directory):
+            if reader.wants_placements:
+                mine = {name: files[name] for name in _share(sorted(files), rank, world_size)}
+                found.tensors = reader.placed_tensors(self._directory, mine, self._op)
+            elif self._with_optimizer:
+                ranks = _share(range(old.world_size), rank, world_size)
+                shards = self._torch_shards(reader)
+                found.tensors = shards.flat_groups(ranks, self._place.params_dtype)
+        return found
+
+    def _plan(self, reader: CheckpointEngine, surveyed: _Survey) -> Reading:
+        """What this rank reads: into live tensors, and into memory for the moments. `surveyed`: by all ranks."""
+        with self._op.span("discover"), reading(self._directory):
+            index = SourceIndex(self._placed_tensors(reader, surveyed.tensors))
+        self._common = surveyed.values[0]
+        self._check_optimizer()
+        if self._with_optimizer:
+            with reading(self._directory):
+                saved = surveyed.values[1]["optimizer_state_dict"]
+            targets = self._optimizer(saved, index)
+        else:
+            self._weights = self._live_weights()
+            here = self._place.at.dp
+            targets = [
+                target for target, dp in zip(self._weights, self._readers(), strict=True) if dp == here
+            ]
+        with self._op.span("redistribute", "reshard"):
+            options = self._config.checkpoint
+            sizes = {self._directory / name: file.num_bytes for name, file in self._manifest.files.items()}
+            return Reading(plan(targets, index), sizes, options.direct_io, options.io_threads)
+
+    def _read(self, reading: Reading, shares: list[Share], rank: int) -> list[Piece]:
+        pieces = reading.run(shares, rank, self._op)
+        self._op.bytes = (self._op.bytes or 0) + reading.bytes_read
+        self._op.num_files = (self._op.num_files or 0) + reading.num_files
+        return pieces
+
+    def _readers(self) -> list[int]:
+        """Of each of `_weights`, the DP rank that reads it: the same list on all replicas."""
+        return spread([target.tensor.nbytes for target in self._weights], self._place.layout.dp)
+
+    def _share_weights(self) -> None:
+        """Have the weights that each DP replica has read on all of them; collective over these."""
+        place = self._place
+        if place.layout.dp == 1:
+            return
+        group = self._engine.mpu.get_data_parallel_group()
+        with self._op.span("redistribute", "broadcast"), torch.no_grad():
+            for target, dp in zip(self._weights, self._readers(), strict=True):
+                source = place.layout.rank(place.at.tp, place.at.pp, dp)
+                torch.distributed.broadcast(target.tensor, source, group)
+
+    def _apply(self) -> Progress:
+        """Make what was read the state of training; collective over all ranks."""
+        engine = self._engine
+        if not self._with_optimizer:
+            self._share_weights()
+        with self._op.span("load", "host_to_device"):
+            if self._with_optimizer:
+                restore_optimizer(engine, self._place, self._shard)
+            else:
+                engine.optimizer._restore_from_bit16_weights()
+            progress = restore_progress(engine, self._common, self._config)
+        if self._with_optimizer:
+            update_weights(engine.optimizer, self._op)
+        else:
+            with self._op.span("redistribute", "broadcast"):
+                restore_tied_weights(engine, False)
+        return progress
+
+    def _torch_shards(self, reader: CheckpointEngine) -> TorchShards:
+        parts = {name: slice_of(param, name) for name, param in self._engine.module.named_parameters()}
+        interleaved = self._foreign is not None and self._foreign.heads_interleaved
+        return TorchShards(
+            reader, self._directory, self._manifest, parts, self._vocab_size, interleaved, self._op
+        )
+
+    def _placed_tensors(self, reader: CheckpointEngine, surveyed: list[Any]) -> list[PlacedTensor]:
+        if reader.wants_placements:
+            return surveyed
+        shards = self._torch_shards(reader)
+        if self._with_optimizer:
+            return shards.optimizer_tensors(surveyed)
+        layers = {
+            number: {
+                key: placement["name"]
+                for key, placement in layer_placements(self._engine, layer, self._vocab_size).items()
+            }
+            for number, layer in layer_modules(self._engine)
+        }
+        return shards.weights(layers)
+
+    def _live_weights(self) -> list[Target]:
+        """The live weights of this stage's layers."""
+        targets = []
+        for _, layer in layer_modules(self._engine):
+            state = layer.state_dict()
+            placements = layer_placements(self._engine, layer, self._vocab_size)
+            targets += [Target(state[key], WEIGHT, placement) for key, placement in placements.items()]
+        return targets
+
+    def _optimizer(self, saved: Mapping[str, Any], index: SourceIndex) -> list[Target]:
+        """The live masters, and new tensors for the moments; makes the shard that DeepSpeed is to load."""
+        inner = self._engine.basic_optimizer
+        own = self._engine.optimizer.state_dict()
+        masters = own["single_partition_of_fp32_groups"]
+        params = [param for group in inner.param_groups for param in group["params"]]
+        held = [
+            fragments(partition, self._vocab_size)
+            for partition in flat_partitions(self._engine, self._place.at.dp)
+        ]
+        kinds = sorted(index.kinds() - {WEIGHT, _MASTER})
+        with reading(self._directory):
+            base = saved["base_optimizer_state"]
+            counters = _counters(base)
+            groups = _groups(base["param_groups"], own["base_optimizer_state"]["param_groups"])
+            of_training = {key: saved[key] for key in own if key in _OF_TRAINING and key in saved}
+        targets, state = [], {}
+        for group, (master, param) in enumerate(zip(masters, params, strict=True)):
+            placement = shard_placement(_MASTER, held[group], master.numel())
+            targets.append(Target(master.detach(), _MASTER, placement))
+            moments = {kind: torch.empty_like(param) for kind in kinds}
+            for kind, moment in moments.items():
+                targets.append(Target(moment, kind, shard_placement(kind, held[group], moment.numel())))
+            state[group] = _copied(counters) | moments  # torch counts in place, for each parameter by itself
+        self._shard = own | of_training | {"base_optimizer_state": {"state": state, "param_groups": groups}}
+        return targets
+
+
+def _share(items: Sequence[Any], rank: int, world_size: int) -> Sequence[Any]:
+    """The part of `items` that `rank` takes: those of all ranks, in their order, are `items` in order."""
+    return items[len(items) * rank // world_size : len(items) * (rank + 1) // world_size]
+
+
+def spread(sizes: Sequence[int], readers: int) -> list[int]:
+    """Which of `readers` takes each of the items of these sizes: the largest first, each to who has the least."""
+    load = [0] * readers
+    found = [0] * len(sizes)
+    for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
+        found[item] = load.index(min(load))
+        load[found[item]] += sizes[item]
+    return found
+
+
+_OF_TRAINING = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")  # else a shard is of its rank
+
+
+def _counters(base: Mapping[str, Any]) -> dict[str, Any]:
+    """What the optimizer keeps of every parameter alike: its step counter."""
+    for values in base["state"].values():
+        return {key: value for key, value in values.items() if not torch.is_tensor(value) or value.dim() == 0}
+    return {}
+
+
+def _copied(counters: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if torch.is_tensor(value) else value for key, value in counters.items()}
+
+
+def _groups(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The options of the saved groups, of the same name, for this rank's parameters."""
+    by_name = {group.get("name"): group for group in saved}
+    return [by_name.get(group.get("name"), group) | {"params": group["params"]} for group in own]

@@ -1,0 +1,152 @@
+"""An upstream checkpoint as one with a manifest: which files it has, found out before any tensor of it is read.
+
+Upstream writes no manifest, and names a checkpoint in `latest` without waiting for all ranks. So every file that its
+layout asks for must be there, with the table of its zip archive, which torch.save writes last: a file that was cut
+off has none. The table's own checksum is taken here, and is what the reader compares with. What lies in the records was
+summed when it was saved, and is verified as they are read; whether the tables are what was saved nobody can tell.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import zipfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megatron.checkpointing.commit import Candidate, Manifest
+from megatron.checkpointing.engines.base import CheckpointEngine, SavedFile
+from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointMismatchError
+from megatron.checkpointing.foreign import FIRST_FILE, ForeignCheckpoint, describe
+from megatron.checkpointing.reshard.agreement import together
+from megatron.fileio.zip_records import directory_checksum
+from megatron.parallel.control_plane import ControlPlane
+from restart_trace.recorder import Operation
+
+logger = logging.getLogger(__name__)
+
+# Files of DeepSpeed whose names say which rank wrote them.
+_OF_A_RANK = re.compile(r"layer_\d+(-model|_expert)_.*|mp_rank_.*|(bf16_)?zero_pp_rank_.*|expp_rank_.*")
+_SHOWN = 4  # file names in a message
+
+
+def with_manifest(
+    candidate: Candidate,
+    reader: CheckpointEngine,
+    vocab_size: int,
+    with_optimizer: bool,
+    control: ControlPlane,
+    op: Operation,
+) -> tuple[Candidate, ForeignCheckpoint]:
+    """`candidate` with the manifest that it would have; collective over all ranks, and raises on all as `together`.
+
+    `vocab_size`: the tokenizer's. `with_optimizer`: its files are wanted, too. CheckpointDamagedError names the files
+    that are missing or not whole; CheckpointMismatchError says why the checkpoint cannot be loaded.
+    """
+    directory = candidate.directory
+
+    def survey() -> tuple[ForeignCheckpoint, list[str]] | None:
+        if control.rank != 0:
+            return None
+        with op.span("discover"):
+            found = describe(directory, reader.load_values(FIRST_FILE, directory, {}, op))
+            if found.vocab_size not in (None, vocab_size):
+                raise CheckpointMismatchError(
+                    f"{directory}: its tokenizer has {found.vocab_size} tokens, and this one {vocab_size}; give the "
+                    "tokenizer, or the --vocab-size, of the run that saved it"
+                )
+            return found, files_to_read(directory, found, with_optimizer)
+
+    def inspect() -> dict[str, SavedFile]:
+        with op.span("discover"):
+            mine = files[control.rank :: control.world_size]
+            return {name: _inspected(directory, name, found, reader, op) for name in mine}
+
+    found, files = together(control, op, survey, lambda by_rank: by_rank[0])
+    by_rank = together(control, op, inspect)
+    saved = {name: file for mine in by_rank for name, file in mine.items()}
+    manifest = Manifest(
+        candidate.tag, found.step, reader.name, found.layout.as_dict(), found.model, saved
+    )
+    return replace(candidate, manifest=manifest), found
+
+
+def tell(tag: str, found: ForeignCheckpoint) -> None:
+    """What of a resume from it is not as it would have been with upstream, in one line of the log."""
+    rearranged = ", its fused QKV rearranged from heads to blocks," if found.heads_interleaved else ""
+    logger.info(
+        "%s has no manifest (upstream wrote it, on %s): its checksums cannot be verified. What is loaded%s is as "
+        "upstream saved it. Random state is seeded anew, since upstream saves none for these ranks: dropout draws "
+        "other masks from here on, while the order of the samples is no part of it and stays",
+        tag,
+        found.layout,
+        rearranged,
+    )
+    grouped = found.model["num_key_value_heads"] != found.model["num_attention_heads"]
+    if grouped and not found.heads_interleaved:
+        logger.warning(
+            "%s has grouped key/value heads, with which upstream itself crashes since December 2024: its fused QKV is "
+            "taken as [Q; K; V] on each TP rank", tag,
+        )  # fmt: skip
+
+
+def files_to_read(directory: Path, found: ForeignCheckpoint, with_optimizer: bool) -> list[str]:
+    """Names of the files that the checkpoint in `directory` must have; they are there, and no other rank's.
+
+    The optimizer's are left out where there are none at all. Raises as `with_manifest`.
+    """
+    with os.scandir(directory) as entries:
+        there = {entry.name for entry in entries if entry.is_file() and _OF_A_RANK.fullmatch(entry.name)}
+    shards_there = {name for name in there if "zero_pp_rank_" in name}
+    with_optimizer = with_optimizer and bool(shards_there)
+    there -= set() if with_optimizer else shards_there
+    layout = found.layout
+    least = layout.world_size if with_optimizer else layout.tp * layout.pp
+    if least > len(there):
+        raise CheckpointDamagedError(
+            f"{directory}: has {len(there)} files, fewer than the ranks of {layout}, of which {FIRST_FILE} says that "
+            "it is"
+        )
+    models, shards = found.model_files(), found.optimizer_files() if with_optimizer else []
+    other = sorted(there.difference(models, shards))
+    if any("expert" in name or name.startswith("expp_") for name in other):
+        raise CheckpointMismatchError(
+            f"{directory}: {other[0]} is of a mixture of experts, which is not supported; load a dense model"
+        )
+    if other:
+        raise CheckpointMismatchError(
+            f"{directory}: {FIRST_FILE} says that it was saved on {layout} in {found.model['params_dtype']}, and "
+            f"{_some(other)} {'is' if len(other) == 1 else 'are'} not of that: another save lies in the same "
+            "directory, or ZeRO was not of stage 1; remove what does not belong there, or load another checkpoint"
+        )
+    wanted = [*models, *shards]
+    missing = [name for name in wanted if name not in there]
+    if missing:
+        raise CheckpointDamagedError(
+            f"{directory / missing[0]} is missing ({len(missing)} of the {len(wanted)} files of {layout} are)"
+        )
+    return wanted
+
+
+def _inspected(
+    directory: Path, name: str, found: ForeignCheckpoint, reader: CheckpointEngine, op: Operation
+) -> SavedFile:
+    path = directory / name
+    try:
+        file = SavedFile(name, path.stat().st_size, directory_checksum(path))
+    except zipfile.BadZipFile as exc:
+        raise CheckpointDamagedError(f"{path}: not a complete torch.save file ({exc})") from exc
+    if name.startswith("mp_rank_"):
+        step = reader.load_values(name, directory, {name: file}, op).get("iteration")
+        if step != found.step:
+            raise CheckpointDamagedError(
+                f"{path}: was saved after iteration {step}, and {FIRST_FILE} after {found.step}"
+            )
+    return file
+
+
+def _some(found: Sequence[str]) -> str:
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return ", ".join(found[:_SHOWN]) + more

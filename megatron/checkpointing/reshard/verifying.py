@@ -1,0 +1,123 @@
+"""Who verifies what: between them, the ranks read every tensor that any of them needs a part of, and verify it whole.
+
+A checksum is of a whole tensor (engine lazy) or of a whole zip record (torch), and a rank reads parts of some. So the
+ranks tell each other what they are going to read. Of bytes that several ranks read, the lowest takes the CRC-32; the
+lowest that needs a part of a tensor also reads what no rank needs of it (padding, and what is there twice).
+The CRC-32s of the pieces are combined on rank 0 (zlib's crc32_combine) and compared with those that were saved.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from isal import isal_zlib
+
+from megatron.checkpointing.engines.base import CheckedBytes
+from megatron.checkpointing.reshard.runs import Runs, intersect, make_runs, merged, positions, subtract
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank is going to read: file name -> bytes; and by file name and first byte, what it needs parts of."""
+
+    reads: Mapping[str, Runs]
+    checked: Mapping[str, Mapping[int, CheckedBytes]]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """CRC-32 of the bytes [start, start + length) of a file; they are all in one CheckedBytes."""
+
+    file: str
+    start: int
+    length: int
+    crc32: int
+
+
+def to_verify(shares: Sequence[Share], rank: int) -> dict[str, Runs]:
+    """File name -> bytes that `rank` is to take CRC-32s of, in runs that do not leave a CheckedBytes.
+
+    `shares`: of all ranks. Every byte of every CheckedBytes is in what exactly one rank gets.
+    """
+    found = {}
+    for file, mine in shares[rank].reads.items():
+        lower = [share.reads[file] for share in shares[:rank] if file in share.reads]
+        everybody = [share.reads[file] for share in shares if file in share.reads]
+        needed_by = _lowest_that_needs(shares, file)
+        checked = _bytes_of(record for record, _ in needed_by.values())
+        own = intersect(checked, subtract(mine, merged(lower)))
+        rest = subtract(
+            _bytes_of(record for record, lowest in needed_by.values() if lowest == rank), merged(everybody)
+        )
+        starts = np.concatenate((own.source, rest.full))
+        found[file] = make_runs(starts, starts, np.concatenate((own.length, rest.length)))
+    return found
+
+
+def joined(pieces: Iterable[Piece], shares: Sequence[Share]) -> list[Piece]:
+    """`pieces` in order, those that are neighbours in one CheckedBytes as one."""
+    found: list[Piece] = []
+    files = {file for share in shares for file in share.checked}
+    starts = {file: _lowest_that_needs(shares, file).keys() for file in files}
+    for piece in sorted(pieces, key=lambda piece: (piece.file, piece.start)):
+        last = found[-1] if found else None
+        begins_another = piece.start in starts[piece.file]
+        if (
+            last
+            and last.file == piece.file
+            and last.start + last.length == piece.start
+            and not begins_another
+        ):
+            crc = isal_zlib.crc32_combine(last.crc32, piece.crc32, piece.length)
+            found[-1] = replace(last, length=last.length + piece.length, crc32=crc)
+        else:
+            found.append(piece)
+    return found
+
+
+def damage(shares: Sequence[Share], pieces: Iterable[Piece], directory: Path) -> list[str]:
+    """What does not have the checksum it was saved with, as messages that name file and tensor.
+
+    Raises RuntimeError if the pieces of all ranks are not the whole of what is to be verified: an error of this
+    program, and a load that was not verified must not look like one that was.
+    """
+    by_file: dict[str, list[Piece]] = {}
+    for piece in sorted(pieces, key=lambda piece: piece.start):
+        by_file.setdefault(piece.file, []).append(piece)
+    wrong = []
+    for file, checked in _all_checked(shares):
+        mine = by_file.get(file, [])
+        at, crc = checked.start, 0
+        for piece in mine[bisect.bisect_left(mine, checked.start, key=lambda piece: piece.start) :]:
+            if piece.start != at or at >= checked.stop:
+                break
+            at, crc = at + piece.length, isal_zlib.crc32_combine(crc, piece.crc32, piece.length)
+        if at != checked.stop:
+            raise RuntimeError(f"{directory / file}: {checked.name} was verified up to byte {at} only")
+        if crc != checked.crc32:
+            wrong.append(f"{directory / file}: {checked.name} does not have the checksum it was saved with")
+    return wrong
+
+
+def _all_checked(shares: Sequence[Share]) -> Iterator[tuple[str, CheckedBytes]]:
+    for file in sorted({file for share in shares for file in share.checked}):
+        for _, (record, _) in sorted(_lowest_that_needs(shares, file).items()):
+            yield file, record
+
+
+def _lowest_that_needs(shares: Sequence[Share], file: str) -> dict[int, tuple[CheckedBytes, int]]:
+    """First byte -> (what is to be verified, the lowest rank that needs a part of it)."""
+    found: dict[int, tuple[CheckedBytes, int]] = {}
+    for rank, share in enumerate(shares):
+        for start, record in share.checked.get(file, {}).items():
+            found.setdefault(start, (record, rank))
+    return found
+
+
+def _bytes_of(checked: Iterable[CheckedBytes]) -> Runs:
+    pairs = [(record.start, record.stop) for record in checked]
+    return positions([start for start, _ in pairs], [stop for _, stop in pairs])

@@ -1,0 +1,332 @@
+"""What a checkpoint holds: from the live DeepSpeed engine to one state per file, and back.
+
+The content is that of DeepSpeed's own save_checkpoint (a test compares the two), collected here without its
+collectives and without writing anything, so that engines are free in how they write. `engine` is a DeepSpeed
+PipelineEngine throughout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed import __version__ as deepspeed_version
+
+from megatron.checkpointing import naming as names
+from megatron.checkpointing.adam import as_here
+from megatron.checkpointing.changed_flags import changes
+from megatron.checkpointing.engines.base import FileState
+from megatron.checkpointing.engines.errors import CheckpointMismatchError
+from megatron.checkpointing.naming import RankPlace
+from megatron.checkpointing.shard_metadata import add_placements, layer_modules
+from megatron.config import Config, ModelConfig
+from megatron.config.arguments import namespace_from_config
+from megatron.parallel.random import get_rng_state, set_rng_state
+
+logger = logging.getLogger(__name__)
+
+_MASTERS = "single_partition_of_fp32_groups"  # in DeepSpeed's shards
+# Of a parameter group: what the command line decides. The schedule sets the last two again, if it is restored.
+_HYPER_PARAMETERS = ("betas", "eps", "momentum", "lr", "weight_decay")
+_COURSE_OF_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+@dataclass
+class Progress:
+    """How far training has come: all that a resume needs beside tensors and random state."""
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    # (train, valid, test) samples that the index was built for: kept over resumes, they keep the data order.
+    indexed_samples: tuple[int, int, int] | None = None
+
+
+def live_state(engine: Any, place: RankPlace, with_optimizer: bool, with_tensors: bool) -> list[FileState]:
+    """The files that this rank reads back; `with_tensors`: and the weights and masters that are to become theirs.
+
+    An engine may fill these before it is known whether the checkpoint is whole: what is applied then, from that one
+    or another, replaces them all, and so does `start_over`. Moments there are none before the first step.
+    """
+    mine = [
+        FileState(names.layer_file(number, place.at.tp), layer.state_dict() if with_tensors else {})
+        for number, layer in layer_modules(engine)
+    ]
+    mine.append(FileState(names.model_states_file(place.layout, place.at), {}))
+    if with_optimizer:
+        shard: dict[str, Any] = {}
+        if with_tensors:
+            masters = engine.optimizer.state_dict()[_MASTERS]
+            shard = {"optimizer_state_dict": {_MASTERS: [master.detach() for master in masters]}}
+        mine.append(FileState(names.optimizer_file(place.layout, place.at, place.params_dtype), shard))
+    return mine
+
+
+def collect_state(
+    engine: Any,
+    place: RankPlace,
+    config: Config,
+    vocab_sizes: tuple[int, int],
+    progress: Progress,
+    with_placements: bool = False,
+) -> list[FileState]:
+    """The files of this rank with the live state they are to hold: tensors are not copied.
+
+    `vocab_sizes`: the tokenizer's, and that padded for TP. `with_placements`: tell of every tensor which part of
+    which parameter it is (megatron.checkpointing.shard_metadata).
+    The first DP replica writes weights and shared state; every rank its ZeRO-1 shard, which also carries the
+    random state of the rank.
+    """
+    files: list[FileState] = []
+    rng = get_rng_state()
+    if place.at.dp == 0:
+        for number, layer in layer_modules(engine):
+            files.append(FileState(names.layer_file(number, place.at.tp), layer.state_dict()))
+        client = client_state(config, vocab_sizes, progress)
+        if not config.checkpoint.no_save_rng:
+            client["rng_state"] = [rng]
+        common = engine._common_checkpoint_state(None, True, False)
+        files.append(FileState(names.model_states_file(place.layout, place.at), common | client))
+    if not config.checkpoint.no_save_optim:
+        shard: dict[str, Any] = {
+            "optimizer_state_dict": engine.optimizer.state_dict(),
+            "ds_config": engine.config,
+            "ds_version": deepspeed_version,
+        }
+        if not config.checkpoint.no_save_rng:
+            shard["rng_state"] = rng
+        files.append(FileState(names.optimizer_file(place.layout, place.at, place.params_dtype), shard))
+    return add_placements(engine, place, vocab_sizes[0], files) if with_placements else files
+
+
+def client_state(config: Config, vocab_sizes: tuple[int, int], progress: Progress) -> dict[str, Any]:
+    """What upstream keeps beside DeepSpeed's own state, under upstream's names."""
+    args = namespace_from_config(config)
+    args.padded_vocab_size = vocab_sizes[1]
+    args.iteration = progress.iteration
+    args.consumed_train_samples = progress.consumed_train_samples
+    args.consumed_valid_samples = progress.consumed_valid_samples
+    args.consumed_train_tokens = progress.consumed_train_samples * config.model.seq_length
+    args.indexed_samples = progress.indexed_samples
+    return {
+        "args": args,
+        "checkpoint_version": 3.0,
+        "iteration": progress.iteration,
+        "tokens": args.consumed_train_tokens,
+        "universal_checkpoint_info": universal_checkpoint_info(
+            config.model, config.parallel.tensor_model_parallel_size, *vocab_sizes
+        ),
+    }
+
+
+def universal_checkpoint_info(
+    model: ModelConfig, tp: int, vocab_size: int, padded_vocab_size: int
+) -> dict[str, Any]:
+    """Patterns by which DeepSpeed's universal checkpoint knows how each parameter is split over `tp` ranks.
+
+    Version 0.4 of deepspeed/checkpoint (constants.py, ds_to_universal.py). Upstream's patterns split fused QKV as one
+    matrix; and they leave out row parallelism where TP is 1, so that a larger TP splits along the wrong dimension.
+    """
+    tied = not model.untie_embeddings_and_output_weights
+    vocabulary = (
+        ["tied_modules.embed.word_embeddings.weight"]
+        if tied
+        else [r"\d+.word_embeddings.weight", r"\d+.lm_head.weight"]
+    )
+    norm_parts = ["weight", "bias"] if model.normalization == "layernorm" else ["weight"]
+    replicated = [
+        rf"\d+.{prefix}{part}"
+        for part in norm_parts
+        for prefix in ("input_layernorm.", "post_attention_layernorm.", "")
+    ]
+    if model.add_bias_linear:
+        replicated += [r"\d+.self_attention.dense.bias", r"\d+.mlp.dense_4h_to_h.bias"]
+    if model.add_position_embedding:
+        replicated.append(r"(tied_modules.embed|\d+).position_embeddings.weight")
+    linear_parts = ["weight", "bias"] if model.add_bias_linear else ["weight"]
+    query, kv = (
+        model.kv_channels * heads for heads in (model.num_attention_heads, model.num_key_value_heads)
+    )
+    fused = {rf"\d+.self_attention.query_key_value.{part}": (query, kv, kv) for part in linear_parts}
+    return {
+        "universal_checkpoint_version": 0.4,
+        "original_vocab_size": vocab_size,
+        "padded_vocab_size": padded_vocab_size,
+        "vocabulary_parameter_patterns": vocabulary,
+        "pipeline_replicated_parameter_patterns": vocabulary if tied else [],
+        "tp_replicated_parameter_patterns": replicated,
+        "parameter_with_row_parallelism_patterns": [
+            r"\d+.mlp.dense_4h_to_h.weight",
+            r"\d+.self_attention.dense.weight",
+        ],
+        "parameter_with_2_sub_params_cat_dim_0": [rf"\d+.mlp.dense_h_to_4h.{part}" for part in linear_parts]
+        if model.swiglu
+        else [],
+        "parameter_with_sub_params": [
+            {
+                "patterns": [pattern],
+                "shape": (sizes, model.hidden_size) if pattern.endswith("weight") else (sizes,),
+                "partition_dim": 0,
+            }
+            for pattern, sizes in fused.items()
+        ],
+        "sub_param_shard_widths": {
+            pattern: [[size // tp] * tp for size in sizes] for pattern, sizes in fused.items()
+        },
+    }
+
+
+def restore_state(engine: Any, place: RankPlace, states: Mapping[str, Any], config: Config) -> Progress:
+    """Put the loaded files of this rank into the live engine; returns the progress they record.
+
+    Raises RuntimeError from torch if a tensor's shape does not fit.
+    """
+    options = config.checkpoint
+    common = states[names.model_states_file(place.layout, place.at)]
+    for number, layer in layer_modules(engine):
+        layer.load_state_dict(states[names.layer_file(number, place.at.tp)], strict=True)
+    with_optimizer = not (options.no_load_optim or options.finetune)
+    shard = states.get(names.optimizer_file(place.layout, place.at, place.params_dtype))
+    if with_optimizer and shard is not None:
+        restore_optimizer(engine, place, shard["optimizer_state_dict"])
+    else:
+        engine.optimizer._restore_from_bit16_weights()
+    if not (options.finetune or options.no_load_rng):
+        _restore_rng(common, shard)
+    return restore_progress(engine, common, config)
+
+
+def restore_progress(engine: Any, common: Mapping[str, Any], config: Config) -> Progress:
+    """Put what an mp_rank file says of the course of training into the live engine.
+
+    Rank 0 tells of each flag that is not as in the run that saved.
+    """
+    options = config.checkpoint
+    if config.parallel.rank == 0:
+        for line in changes(common["args"], namespace_from_config(config)):
+            logger.warning("changed on resume: %s", line)
+    if options.finetune:
+        return Progress()
+    if not options.no_load_lr_state and common.get("lr_scheduler") is not None:
+        _restore_schedule(engine, common["lr_scheduler"])
+    if options.reset_iteration:
+        return Progress()
+    engine.global_steps = common["global_steps"]
+    engine.global_samples = common["global_samples"]
+    engine.skipped_steps = common["skipped_steps"]
+    return progress_of(common)
+
+
+def restore_tied_weights(engine: Any, with_optimizer: bool) -> None:
+    """Fill the copies of tied weights on later stages, which no layer file holds; collective over all stages.
+
+    With the optimizer they are made of its masters, as in a step: those of two stages differ by rounding, since each
+    sums gradients in its own order. Without, the first stage's are broadcast, and are the masters' values, too.
+    """
+    if not engine.module.tied_comms:
+        return
+    if with_optimizer:
+        if engine.module.stage_id > 0:
+            engine.optimizer.update_lp_params()
+        return
+    engine.module._synchronize_tied_weights()
+    engine.optimizer._restore_from_bit16_weights()
+
+
+def progress_of(common: Mapping[str, Any]) -> Progress:
+    """Progress recorded in an mp_rank file, ours or upstream's. Raises ValueError if it is no count of anything."""
+    args = common["args"]
+    indexed = getattr(args, "indexed_samples", None)
+    if indexed is None:  # upstream: the index was built for all iterations of the run that saved
+        indexed = samples_of_run(
+            args.train_iters,
+            args.eval_interval,
+            args.eval_iters,
+            args.global_batch_size,
+            getattr(args, "train_samples", None),
+        )
+    train, valid, test = indexed
+    consumed = args.consumed_train_samples, args.consumed_valid_samples
+    counts = common["iteration"], *consumed, train, valid, test
+    if any(not isinstance(count, int) or count < 0 for count in counts):
+        raise ValueError(f"progress {ascii(counts)[:200]}")
+    return Progress(common["iteration"], *consumed, (train, valid, test))
+
+
+def samples_of_run(
+    train_iters: int,
+    eval_interval: int,
+    eval_iters: int,
+    global_batch_size: int,
+    train_samples: int | None = None,
+) -> tuple[int, int, int]:
+    """(train, valid, test) samples that a run of this length reads; upstream's count, also of --train-samples."""
+    evaluations = train_iters // eval_interval + 1 if eval_interval else 1
+    batches = (train_iters, evaluations * eval_iters, eval_iters)
+    train = train_samples or batches[0] * global_batch_size
+    return train, batches[1] * global_batch_size, batches[2] * global_batch_size
+
+
+def _restore_schedule(engine: Any, state: dict[str, Any]) -> None:
+    try:
+        engine.lr_scheduler.load_state_dict(state)
+    except ValueError as exc:
+        raise CheckpointMismatchError(str(exc)) from exc
+
+
+def restore_optimizer(engine: Any, place: RankPlace, shard: dict[str, Any]) -> None:
+    """Load this rank's `optimizer_state_dict` into DeepSpeed's optimizer."""
+    base = as_here(shard["base_optimizer_state"], engine.basic_optimizer.param_groups)
+    shards: list[Any] = [None] * place.layout.dp
+    shards[place.at.dp] = shard | {"base_optimizer_state": base}
+    with (
+        settings_kept(engine.optimizer),
+        contextlib.redirect_stdout(io.StringIO()),  # DeepSpeed prints a line of debugging here
+    ):
+        engine.optimizer.load_state_dict(
+            state_dict_list=shards, load_optimizer_states=True, load_from_fp32_weights=True
+        )
+
+
+@contextlib.contextmanager
+def settings_kept(optimizer: Any) -> Iterator[None]:
+    """Load state into DeepSpeed's `optimizer`, which replaces its settings, too, and put those of the flags back.
+
+    A dynamic loss scale goes on where it was. Whether weight decay is decoupled stays the checkpoint's
+    (megatron.optimizer.build). Also of a load that fails half-way: the next checkpoint is tried then.
+    """
+    clip_grad = optimizer.clip_grad
+    scaler = getattr(optimizer, "loss_scaler", None)  # with --bf16 there is none
+    kept = [{key: group[key] for key in _HYPER_PARAMETERS if key in group} for group in optimizer.param_groups]
+    try:
+        yield
+    finally:
+        for group, mine in zip(optimizer.param_groups, kept, strict=True):
+            group.update(mine)
+        optimizer.clip_grad = clip_grad
+        if scaler is not None:
+            loaded, optimizer.loss_scaler = optimizer.loss_scaler, scaler
+            optimizer.dynamic_loss_scale = scaler.dynamic
+            if scaler.dynamic and loaded.dynamic:
+                for name in _COURSE_OF_SCALE:
+                    setattr(scaler, name, getattr(loaded, name))
+                scaler.cur_scale = max(scaler.cur_scale, scaler.min_scale)
+                scaler.cur_hysteresis = min(scaler.cur_hysteresis, scaler.delayed_shift)
+
+
+def _restore_rng(common: Mapping[str, Any], shard: Mapping[str, Any] | None) -> None:
+    """The rank's own random state where its shard has it, else that of the first DP replica (upstream)."""
+    if shard is not None and "rng_state" in shard:
+        set_rng_state(shard["rng_state"])
+    elif "rng_state" in common:
+        set_rng_state(common["rng_state"][0])
+
+
+def start_over(engine: Any, seed: int) -> None:
+    """Give a model that was built without values its initial ones, and its optimizer the same."""
+    engine.module.initialize_parameters(seed)
+    engine.optimizer._restore_from_bit16_weights()

@@ -1,0 +1,288 @@
+"""The DeepSpeed configuration of a run: the flags, merged with the --deepspeed_config file.
+
+Keys are those of DeepSpeed's configuration JSON (https://www.deepspeed.ai/docs/config-json/);
+megatron.config.deepspeed_keys says what becomes of each.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from megatron.config import Config, ConfigError
+from megatron.config.deepspeed_file import engine_stanzas, get, load_deepspeed_file
+from megatron.config.deepspeed_keys import KEYS, Names, Passes
+from megatron.config.flags import flag_name
+
+__all__ = [
+    "build_deepspeed_config",
+    "check_engine_stanza",
+    "file_precision",
+    "flag_values",
+    "load_deepspeed_file",
+    "name_source",
+]
+
+_STEPS_PER_PRINT = 2**31 - 1  # DeepSpeed's own step lines would double the training log
+_MIB, _PAGE = 1 << 20, 4096
+# Key -> argparse destination of the flag that takes its value as it is.
+_FLAGS = {
+    "train_batch_size": "global_batch_size",
+    "train_micro_batch_size_per_gpu": "micro_batch_size",
+    "gradient_clipping": "clip_grad",
+    "zero_optimization.stage": "zero_stage",
+    "datastates_ckpt.host_cache_size": "host_cache_size",
+    "aio.intra_op_parallelism": "io_threads",
+}
+_FP16_NUMBERS = {
+    "fp16.loss_scale_window": "loss_scale_window",
+    "fp16.hysteresis": "hysteresis",
+    "fp16.min_loss_scale": "min_loss_scale",
+}
+# Flags that only switch something on.
+_SWITCHES = {
+    "activation_checkpointing.partition_activations": "partition_activations",
+    "activation_checkpointing.contiguous_memory_optimization": "contigious_checkpointing",
+    "activation_checkpointing.cpu_checkpointing": "checkpoint_in_cpu",
+    "activation_checkpointing.synchronize_checkpoint_boundary": "synchronize_each_layer",
+    "activation_checkpointing.profile": "profile_backward",
+}
+_OTHER_FLAGS = {
+    "fp16.loss_scale": "loss_scale",
+    "fp16.initial_scale_power": "initial_loss_scale",
+    "aio.block_size": "io_block_size",
+    "checkpoint.writer.type": "direct_io",
+}
+_WRITERS = {"fast": "on", "python": "off"}  # checkpoint.writer.type -> --direct-io
+# What a stanza says to its engine's library and no flag does.
+_LIBRARY_OPTIONS = {
+    "datastates_ckpt.engine_type": "engine_type",
+    "datastates_ckpt.profile_engine": "profile_engine",
+    "checkpoint.writer.io_buffer_size": "io_buffer_size",
+}
+
+
+class _Leaf(NamedTuple):
+    """One key that flags decide: its dotted name, its value, and the flags as an error message shows them.
+
+    `only_if_present` leaves are written into an existing section only; they say that something is off.
+    """
+
+    key: str
+    value: Any
+    flags: str
+    only_if_present: bool = False
+
+
+def file_precision(raw: dict[str, Any], path: str) -> str | None:
+    """ "bf16" or "fp16" where the file enables one of them.
+
+    Raises: ConfigError naming the file when it enables both.
+    """
+    on = [precision for precision in ("bf16", "fp16") if get(raw, f"{precision}.enabled") is True]
+    if len(on) == 2:
+        raise ConfigError(f"--deepspeed_config {path}: bf16 and fp16 are both enabled; enable one of them")
+    return on[0] if on else None
+
+
+def flag_values(raw: dict[str, Any], params_dtype: str) -> dict[str, Any]:
+    """What a file, as load_deepspeed_file gives it, says for flags that were not given: destination -> value.
+
+    "auto" values are left out, and so are those of an fp16 section that `params_dtype` does not use.
+    """
+    fp16 = params_dtype == "fp16"
+    values: dict[str, Any] = {}
+    for key, dest in (_FLAGS | _FP16_NUMBERS if fp16 else _FLAGS).items():
+        if _given(raw, key) is not None:
+            values[dest] = _given(raw, key)
+    if get(raw, "data_types.grad_accum_dtype") == "fp32":
+        values["accumulate_allreduce_grads_in_fp32"] = True
+    if fp16:
+        scale = _given(raw, "fp16.loss_scale")
+        if scale:  # 0 is DeepSpeed's word for a dynamic scale
+            values["loss_scale"] = float(scale)
+        power = _given(raw, "fp16.initial_scale_power")
+        if power is not None:
+            values["initial_loss_scale"] = 2.0**power
+    return values | {dest: True for key, dest in _SWITCHES.items() if get(raw, key) is True} | _engine_values(raw)
+
+
+def _engine_values(raw: dict[str, Any]) -> dict[str, Any]:
+    """What the stanzas say of the checkpoint engine: argparse destination -> value."""
+    values: dict[str, Any] = {}
+    for engine in engine_stanzas(raw).values():  # one at most
+        values["checkpoint_engine"] = engine
+    writer = _given(raw, "checkpoint.writer.type")
+    if writer is not None:
+        values["direct_io"] = _WRITERS[writer]
+    block = _given(raw, "aio.block_size")
+    if block is not None:
+        values["io_block_size"] = block / _MIB
+    options = {name: _given(raw, key) for key, name in _LIBRARY_OPTIONS.items() if _given(raw, key) is not None}
+    if options:
+        values["library_options"] = tuple(options.items())
+    return values
+
+
+def name_source(error: ConfigError, dests: Collection[str], path: str) -> ConfigError:
+    """The error about a flag, with the key of the file where that gave the flag its value; `dests` are such flags."""
+    for key, dest in (_FLAGS | _FP16_NUMBERS | _SWITCHES | _OTHER_FLAGS).items():
+        if dest in dests and str(error).startswith(flag_name(dest)):
+            return ConfigError(f"{error} ({key} in --deepspeed_config {path} says it)")
+    return error
+
+
+def check_engine_stanza(config: Config) -> None:
+    """Raises: ConfigError naming file, key and both values where a stanza says another engine, or something else of the
+    engine, than the command line."""
+    path, checkpoint = config.parallel.deepspeed_config, config.checkpoint
+    if path is None:
+        return
+    raw = load_deepspeed_file(path)
+    for key, engine in engine_stanzas(raw).items():
+        if engine != checkpoint.checkpoint_engine:
+            raise ConfigError(
+                f"--deepspeed_config {path}: {key} names engine {engine}, but --checkpoint-engine is "
+                f"{checkpoint.checkpoint_engine}; give --checkpoint-engine {engine} or drop one of the two"
+            )
+    if raw.get("aio") and not checkpoint.checkpoint_engine.startswith("fastpersist"):
+        raise ConfigError(
+            f"--deepspeed_config {path}: aio is for DeepSpeed's checkpoint writer, and --checkpoint-engine is "
+            f"{checkpoint.checkpoint_engine}; use --checkpoint-engine fastpersist, or drop the section"
+        )
+    for leaf in (
+        _Leaf("datastates_ckpt.host_cache_size", checkpoint.host_cache_size, "--host-cache-size"),
+        _Leaf("aio.intra_op_parallelism", checkpoint.io_threads, "--io-threads"),
+        _Leaf("aio.block_size", int(checkpoint.io_block_size * _MIB), "--io-block-size"),
+    ):
+        _check_agrees(raw, leaf, path)
+    unit, buffer = 2 * _PAGE * (checkpoint.io_threads or 1), _given(raw, "checkpoint.writer.io_buffer_size")
+    if buffer is not None and buffer % unit:
+        raise ConfigError(
+            f"--deepspeed_config {path}: checkpoint.writer.io_buffer_size is {buffer}; with --io-threads "
+            f"{checkpoint.io_threads} it must be a multiple of {unit}"
+        )
+    writer = _given(raw, "checkpoint.writer.type")
+    if writer is not None and _WRITERS[writer] != checkpoint.direct_io:
+        raise ConfigError(
+            f"--deepspeed_config {path}: checkpoint.writer.type is {writer!r}, that is --direct-io "
+            f"{_WRITERS[writer]}, but --direct-io is {checkpoint.direct_io}; make them agree or drop one of them"
+        )
+
+
+def build_deepspeed_config(config: Config) -> dict[str, Any]:
+    """The dict for `deepspeed.initialize(config=...)`.
+
+    Starts from the --deepspeed_config file, if any; what flags decide is filled in where the file is
+    silent or says "auto". What is this program's own business (checkpoint engines, activation checkpointing) and what
+    changes nothing is left out.
+
+    Raises: ConfigError naming file, key and both values where file and flags disagree.
+    """
+    path = config.parallel.deepspeed_config
+    merged = copy.deepcopy(load_deepspeed_file(path)) if path is not None else {}
+    for leaf in _leaves(config):
+        asked = leaf
+        if leaf.key == "zero_optimization.stage":
+            asked = leaf._replace(value=config.parallel.zero_stage_asked)  # before 0 and 2 became 1
+        _check_agrees(merged, asked, path)
+        if get(merged, leaf.key) is not None or not leaf.only_if_present:
+            _set(merged, leaf.key, leaf.value)
+    _check_optimizer(merged, config)
+    for key, value in (
+        ("steps_per_print", _STEPS_PER_PRINT),
+        ("wall_clock_breakdown", False),
+        ("checkpoint.tag_validation", "Fail"),  # ranks that save under different names must not go on
+    ):
+        if get(merged, key) is None:
+            _set(merged, key, value)
+    # DeepSpeed would start an engine of its own for a stanza, or fail where its package is missing.
+    for key in ("aio", *(key for key, rule in KEYS.items() if isinstance(rule, Names))):
+        section, _, name = key.rpartition(".")
+        (get(merged, section) if section else merged).pop(name, None)
+    if config.optimizer.optimizer != "adam":  # DeepSpeed's list of optimizers tested with ZeRO has no SGD
+        merged.setdefault("zero_allow_untested_optimizer", True)
+    return merged
+
+
+def _check_agrees(tree: dict[str, Any], leaf: _Leaf, path: str | None) -> None:
+    found = get(tree, leaf.key)
+    if found not in (None, "auto") and found != leaf.value:
+        raise ConfigError(
+            f"--deepspeed_config {path}: {leaf.key} is {found!r}, but {leaf.flags} makes it "
+            f"{leaf.value!r}; make them agree or drop one of them"
+        )
+
+
+def _check_optimizer(merged: dict[str, Any], config: Config) -> None:
+    """Raises: ConfigError for keys that the run's optimizer does not read, or must not."""
+    path = config.parallel.deepspeed_config
+    for key, rule in KEYS.items():
+        found = get(merged, key)
+        if not isinstance(rule, Passes) or rule.zero_default is None or found in (None, rule.zero_default):
+            continue
+        if config.model.bf16:
+            raise ConfigError(
+                f"--deepspeed_config {path}: {key} is {found!r}; BF16_Optimizer, which trains --bf16, does not read "
+                "it: drop it, or train in fp16 or fp32"
+            )
+    if config.optimizer.optimizer != "adam" and get(merged, "zero_allow_untested_optimizer") is False:
+        raise ConfigError(
+            f"--deepspeed_config {path}: zero_allow_untested_optimizer is False, but --optimizer "
+            f"{config.optimizer.optimizer} is not on DeepSpeed's list; drop the key or use --optimizer adam"
+        )
+
+
+def _leaves(config: Config) -> list[_Leaf]:
+    training, model = config.training, config.model
+    precision_flag = f"--{model.params_dtype}" if model.bf16 or model.fp16 else "the fp32 run"
+    batches = "--global-batch-size / (--micro-batch-size x data-parallel size)"
+    leaves = [
+        _Leaf("train_batch_size", training.global_batch_size, "--global-batch-size"),
+        _Leaf("train_micro_batch_size_per_gpu", training.micro_batch_size, "--micro-batch-size"),
+        _Leaf("gradient_accumulation_steps", training.num_micro_batches, batches),
+        _Leaf("zero_optimization.stage", config.parallel.zero_stage, "--zero-stage"),
+        _Leaf("gradient_clipping", config.optimizer.clip_grad, "--clip-grad"),
+        _Leaf("data_types.grad_accum_dtype", _grad_accum_dtype(config), precision_flag),
+        _Leaf("data_types.param_dtype", model.params_dtype, precision_flag, True),
+        _Leaf("activation_checkpointing.number_checkpoints", model.num_layers, "--num-layers", True),
+    ]
+    leaves += [
+        _Leaf(key, getattr(config.parallel, dest), flag_name(dest), True) for key, dest in _SWITCHES.items()
+    ]
+    for precision in ("bf16", "fp16"):
+        on = model.params_dtype == precision
+        shown = f"--{precision}" if on else f"the run's {model.params_dtype}"
+        leaves.append(_Leaf(f"{precision}.enabled", on, shown, only_if_present=not on))
+    if model.fp16:
+        leaves += _loss_scale_leaves(config)
+    return leaves
+
+
+def _loss_scale_leaves(config: Config) -> list[_Leaf]:
+    training = config.training
+    power = int(math.log2(training.initial_loss_scale))
+    return [
+        _Leaf("fp16.loss_scale", training.loss_scale or 0, "--loss-scale"),
+        _Leaf("fp16.initial_scale_power", power, "--initial-loss-scale"),
+        _Leaf("fp16.loss_scale_window", int(training.loss_scale_window), "--loss-scale-window"),
+        _Leaf("fp16.hysteresis", training.hysteresis, "--hysteresis"),
+        _Leaf("fp16.min_loss_scale", int(training.min_loss_scale), "--min-loss-scale"),
+    ]
+
+
+def _grad_accum_dtype(config: Config) -> str:
+    return "fp32" if config.training.accumulate_allreduce_grads_in_fp32 else config.model.params_dtype
+
+
+def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+    section, _, name = key.rpartition(".")
+    (tree.setdefault(section, {}) if section else tree)[name] = value
+
+
+def _given(raw: dict[str, Any], key: str) -> Any:
+    """The value under a dotted key; None where it is absent or "auto"."""
+    value = get(raw, key)
+    return None if value == "auto" else value

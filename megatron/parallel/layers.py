@@ -1,0 +1,116 @@
+"""Column-, row- and vocabulary-parallel layers.
+
+Layers are created without values; `reset_parameters(seed, prefix)` draws them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.parallel.mappings import (
+    copy_to_tensor_parallel_region,
+    reduce_from_tensor_parallel_region,
+)
+from megatron.parallel.parameter_init import init_normal_
+from megatron.parallel.placement import Placement
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T + b with W split along its output rows.
+
+    `output_sizes` are the full row counts of the matrices fused into W ([sum/TP, input_size] here);
+    `vocabulary`: there is one row per token of the padded vocabulary.
+    Input [..., input_size], replicated; output [..., sum(output_sizes) / TP], split.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_sizes: Sequence[int],
+        *,
+        bias: bool,
+        init_std: float,
+        place: Placement,
+        vocabulary: bool = False,
+    ) -> None:
+        super().__init__()
+        self.tp = place.tp
+        self.init_std = init_std
+        rows = sum(output_sizes)
+        self.weight = place.parameter(rows, input_size, dim=0, blocks=output_sizes, vocabulary=vocabulary)
+        self.bias = place.parameter(rows, dim=0, blocks=output_sizes, vocabulary=vocabulary) if bias else None
+
+    def reset_parameters(self, seed: int, prefix: str) -> None:
+        init_normal_(self.weight, std=self.init_std, seed=seed, name=f"{prefix}.weight")
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(copy_to_tensor_parallel_region(x, self.tp), self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Module):
+    """y = x W^T + b with W split along its input columns; b is replicated and added after the sum.
+
+    Input [..., input_size / TP], split; output [..., output_size], replicated.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        bias: bool,
+        init_std: float,
+        place: Placement,
+    ) -> None:
+        super().__init__()
+        self.tp = place.tp
+        self.init_std = init_std
+        self.weight = place.parameter(output_size, input_size, dim=1)
+        self.bias = place.parameter(output_size) if bias else None
+
+    def reset_parameters(self, seed: int, prefix: str) -> None:
+        init_normal_(self.weight, std=self.init_std, seed=seed, name=f"{prefix}.weight")
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = reduce_from_tensor_parallel_region(F.linear(x, self.weight), self.tp)
+        return y if self.bias is None else y + self.bias
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Word embedding [padded_vocab / TP, hidden] with the vocabulary split over TP.
+
+    Input ids [b, s]; output [b, s, hidden], replicated.
+    """
+
+    def __init__(
+        self,
+        padded_vocab_size: int,
+        hidden_size: int,
+        *,
+        init_std: float,
+        place: Placement,
+    ) -> None:
+        super().__init__()
+        self.tp = place.tp
+        self.init_std = init_std
+        self.weight = place.parameter(padded_vocab_size, hidden_size, dim=0, vocabulary=True)
+        self.first_id = place.tp.rank * self.weight.shape[0]
+
+    def reset_parameters(self, seed: int, prefix: str) -> None:
+        init_normal_(self.weight, std=self.init_std, seed=seed, name=f"{prefix}.weight")
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.tp.size == 1:
+            return F.embedding(ids, self.weight)
+        local = ids - self.first_id
+        foreign = (local < 0) | (local >= self.weight.shape[0])
+        out = F.embedding(local.masked_fill(foreign, 0), self.weight)
+        return reduce_from_tensor_parallel_region(out.masked_fill(foreign.unsqueeze(-1), 0.0), self.tp)

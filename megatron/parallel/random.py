@@ -1,0 +1,73 @@
+"""Seeds and the two random streams of a rank.
+
+The default stream is equal on all TP ranks (dropout of replicated activations); the tracked stream
+"model-parallel-rng" differs between them (dropout of split activations). The tracker is DeepSpeed's, because
+its activation checkpointing saves and restores it around a recomputation.
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import AbstractContextManager
+from typing import Any
+
+from megatron.parallel.accelerator import accelerator
+
+MODEL_PARALLEL_RNG = "model-parallel-rng"
+_TENSOR_PARALLEL_OFFSET = 2718  # upstream's constant
+
+
+def seed_everything(seed: int, *, pp_rank: int, tp_rank: int, dp_offset: int = 0) -> None:
+    """Seed Python, NumPy, torch and the tracker of this rank.
+
+    Stages and, through the tracker, TP ranks differ; DP replicas are equal unless `dp_offset` is given.
+    """
+    import numpy as np
+    import torch
+    from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
+
+    rank_seed = seed + 100 * pp_rank + dp_offset
+    random.seed(rank_seed)
+    np.random.seed(rank_seed)
+    torch.manual_seed(rank_seed)
+    tracker = get_cuda_rng_tracker()
+    tracker.reset()
+    accelerator().manual_seed(rank_seed)
+    tracker.add(MODEL_PARALLEL_RNG, rank_seed + _TENSOR_PARALLEL_OFFSET + tp_rank)
+
+
+def model_parallel_rng() -> AbstractContextManager[None]:
+    """Within it, random numbers come from the stream of this TP rank."""
+    from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
+
+    return get_cuda_rng_tracker().fork(MODEL_PARALLEL_RNG)
+
+
+def get_rng_state() -> dict[str, Any]:
+    """All random state of this process, under upstream's key names."""
+    import numpy as np
+    import torch
+    from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
+
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": accelerator().get_rng_state(),
+        # The tracker replaces its tensors rather than changing them, but its dict is live: copy it.
+        "rng_tracker_states": dict(get_cuda_rng_tracker().get_states()),
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Put back what get_rng_state returned."""
+    import numpy as np
+    import torch
+    from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
+
+    version, internal, gauss = state["random_rng_state"]
+    random.setstate((version, tuple(internal), gauss))
+    np.random.set_state(state["np_rng_state"])
+    torch.set_rng_state(state["torch_rng_state"])
+    accelerator().set_rng_state(state["cuda_rng_state"])
+    get_cuda_rng_tracker().set_states(dict(state["rng_tracker_states"]))

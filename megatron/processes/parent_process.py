@@ -1,0 +1,150 @@
+"""Ends a process with the one that started it, however that went: by the kernel's parent-death signal, prctl(2).
+
+The signal is sent when the *thread* that started the process ends, and is of no use to a process whose parent was gone
+before it asked for it; so the parent is compared afterwards. Linux only: elsewhere nothing is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import NoReturn
+
+from restart_trace.ancestors import launcher_of, parent_of, read_text
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_SYS_PIDFD_OPEN = 434  # asm-generic/unistd.h, and the same everywhere
+_TORCHRUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")  # the second one is each rank's own
+_DEEPSPEED = ("CROSS_SIZE",)
+# From SIGTERM to SIGKILL, as DeepSpeed's launcher has it: time for a checkpoint with --exit-signal-handler.
+_GRACE_S = 30.0
+_DEEPSPEED_LAUNCHER = ("deepspeed.launcher.launch", "deepspeed/launcher/launch.py")
+_DEEPSPEED_RUNNER = ("deepspeed.launcher.runner", "deepspeed/launcher/runner.py", "deepspeed", "ds")
+
+
+def end_with_parent(expected: int | None = None) -> None:
+    """Have the kernel send SIGKILL to this process when its parent ends.
+
+    `expected`: the parent's pid, where it is known: if that is gone already, this process ends at once.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+    if expected is not None and os.getppid() != expected:
+        _end()
+
+
+def end_with_launcher(env: Mapping[str, str]) -> None:
+    """Have a rank end with the launcher that started it: torchrun, DeepSpeed's, or Slurm's step daemon.
+
+    A rank that trains on without its launcher would save into the directory of the launch that replaces it. Ranks of
+    megatron.launch have seen to this themselves. A process that was started in another way (by hand, under nohup) may
+    outlive its parent, and nothing is done. Ends the process at once, with a message, if torchrun is gone already.
+    """
+    if sys.platform != "linux":
+        return
+    if "TORCHELASTIC_RUN_ID" in env:
+        launcher = launcher_of(env, _TORCHRUN)
+        if launcher == 0:
+            logger.warning("this rank does not notice the end of torchrun, which is in another PID namespace")
+        elif _adopts_orphans(launcher):
+            _tell_of_orphan(launcher)
+            _end()
+        else:
+            _end_with(launcher)
+    elif "CROSS_SIZE" in env:
+        launcher = launcher_of(env, _DEEPSPEED)
+        if _runs(launcher, _DEEPSPEED_LAUNCHER):
+            _end_with(launcher)
+            runner = parent_of(launcher)
+            # On another node than the one where `deepspeed` was started, the parent is a shell of ssh.
+            if _runs(runner, _DEEPSPEED_RUNNER):
+                _end_with(runner, gently=True)
+    elif "SLURM_PROCID" in env and _name(os.getppid()) == "slurmstepd":
+        end_with_parent(os.getppid())
+
+
+def _tell_of_orphan(adopter: int) -> None:
+    with contextlib.suppress(OSError):  # the pipe may be gone with the launcher
+        print(
+            f"error: TORCHELASTIC_RUN_ID is set, and no torchrun runs above this rank, but {_name(adopter)} (pid "
+            f"{adopter}): torchrun has ended, and so does its rank; if none has started it, unset TORCHELASTIC_RUN_ID",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _end_with(ancestor: int, *, gently: bool = False) -> None:
+    """As `end_with_parent`, with an ancestor further up, too: then a thread waits for its end.
+
+    `gently`: it passes no signals on, so that one to all processes of the job ends it before the rank has saved.
+    """
+    if ancestor == os.getppid() and not gently:
+        end_with_parent(ancestor)
+        return
+    try:
+        fd = _pidfd_open(ancestor)
+    except ProcessLookupError:
+        _end()
+    except OSError as error:  # a kernel without it
+        logger.warning("this rank does not notice the end of its launcher (pid %d): %s", ancestor, error)
+        return
+    threading.Thread(target=_end_after, args=(fd, gently), name="launcher-watch", daemon=True).start()
+
+
+def _pidfd_open(pid: int) -> int:
+    """os.pidfd_open, which a Python that was built with old headers lacks, as conda's does. Raises OSError as that."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = libc.syscall(ctypes.c_long(_SYS_PIDFD_OPEN), ctypes.c_long(pid), ctypes.c_long(0))
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return int(fd)
+
+
+def _end_after(fd: int, gently: bool) -> NoReturn:
+    """Wait for the process of a pidfd to end, then end this one."""
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    while not poller.poll():
+        continue
+    if gently:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_GRACE_S)
+    _end()
+
+
+def _end() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise SystemExit(128 + signal.SIGKILL)  # not reached
+
+
+def _adopts_orphans(pid: int) -> bool:
+    """Whether a process is no torchrun, whose agent is a Python process: then it has adopted this one, as init does.
+
+    What cannot be seen, since it is another user's, is init or may have started this rank.
+    """
+    try:
+        executable = os.readlink(f"/proc/{pid}/exe")
+    except OSError:
+        return pid == 1
+    return "python" not in os.path.basename(executable) and os.path.realpath(sys.executable) != executable
+
+
+def _runs(pid: int, programs: tuple[str, ...]) -> bool:
+    """Whether one of the words of a process's command line is one of `programs`, or a path that ends so."""
+    words = read_text(pid, "cmdline").split("\0")
+    return any(word == program or word.endswith("/" + program) for word in words for program in programs)
+
+
+def _name(pid: int) -> str:
+    return read_text(pid, "comm").strip()

@@ -1,0 +1,1 @@
+"""From the command line to ranks that can train: checks before imports, imports, rendezvous, injected faults."""

@@ -1,0 +1,112 @@
+"""The DeepSpeed engine around model, optimizer and schedule."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from megatron.config import Config
+from megatron.config.deepspeed_config import build_deepspeed_config
+from megatron.optimizer.build import build_optimizer
+from megatron.optimizer.param_scheduler import OptimizerParamScheduler
+from megatron.startup.initialize import Runtime
+
+logger = logging.getLogger(__name__)
+
+
+def build_engine(config: Config, model: Any, batch_fn: Callable[[Any], Any]) -> Any:
+    """Build optimizer and schedule and let DeepSpeed wrap them; returns a PipelineEngine. Collective."""
+    import deepspeed
+
+    optimizer = build_optimizer(model, config.optimizer)
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        config.optimizer,
+        train_iters=config.training.train_iters,
+        global_batch_size=config.training.global_batch_size,
+        seq_length=config.model.seq_length,
+        train_samples=config.training.train_samples,
+    )
+    engine: Any
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=scheduler,  # pyright: ignore[reportArgumentType]  any object with its four methods
+        config=build_deepspeed_config(config),
+        dist_init_required=False,
+    )
+    scheduler.optimizer = engine.optimizer
+    engine.set_batch_fn(batch_fn)
+    _start_backward_timers_once(engine)
+    if config.parallel.deepspeed_activation_checkpointing:
+        _configure_activation_checkpointing(config, engine)
+    return engine
+
+
+def _start_backward_timers_once(engine: Any) -> None:
+    """Let wall_clock_breakdown and flops_profiler run with pipeline stages.
+
+    DeepSpeed 0.19.8's PipelineEngine starts the timers of the backward pass itself, and on every stage but the last the
+    hooks of its DeepSpeedEngine start them once more, which fails an assertion.
+    """
+    if not engine.is_last_stage():
+        engine.engine_timers.backward_timers = []
+        engine.engine_timers.backward_inner_timers = []
+
+
+def report_flops(engine: Any) -> None:
+    """Print the profile that flops_profiler has made in the iteration just done, where that is its profile_step.
+
+    DeepSpeed does so in DeepSpeedEngine.step, which its PipelineEngine does not call. The profile is that of rank 0's
+    last micro-batch and its stage.
+    """
+    step = engine.global_steps - 1
+    if not engine.flops_profiler_enabled() or step != engine.flops_profiler_profile_step() or engine.global_rank:
+        return
+    profiler = engine.flops_profiler
+    if not profiler.started:  # a profile_step that was skipped over by a resume
+        return
+    # Its timers hold all micro-batches of the iteration, or nothing; the profile has the time of its own micro-batch.
+    engine.wall_clock_breakdown = lambda: False
+    try:
+        profiler.print_model_profile(
+            profile_step=step,
+            module_depth=engine.flops_profiler_module_depth(),
+            top_modules=engine.flops_profiler_top_modules(),
+            detailed=engine.flops_profiler_detailed(),
+            output_file=engine.flops_profiler_output_file(),
+        )
+    finally:
+        del engine.wall_clock_breakdown
+    profiler.end_profile()
+
+
+def _configure_activation_checkpointing(config: Config, engine: Any) -> None:
+    import deepspeed
+
+    parallel = config.parallel
+    grid = engine.grid
+    # DeepSpeed takes the grid for a newer mpu by one of its methods, and then asks it for this one, which it lacks.
+    grid.get_tensor_model_parallel_group = grid.get_slice_parallel_group
+    deepspeed.checkpointing.configure(
+        mpu_=grid,
+        partition_activations=parallel.partition_activations,
+        contiguous_checkpointing=parallel.contigious_checkpointing,
+        num_checkpoints=config.model.num_layers,
+        checkpoint_in_cpu=parallel.checkpoint_in_cpu,
+        synchronize=parallel.synchronize_each_layer,
+        profile=parallel.profile_backward,
+    )
+
+
+def runtime_facts(engine: Any, runtime: Runtime, config: Config) -> dict[str, Any]:
+    """What really runs, for the trace."""
+    inner = engine.basic_optimizer
+    return {
+        "optimizer": f"{type(inner).__module__}.{type(inner).__qualname__}",
+        "accelerator": runtime.device.type,
+        "backend": runtime.backend,
+        "parameters": sum(p.numel() for p in engine.module.parameters()),
+        "save_dir": config.checkpoint.save or "",
+    }

@@ -1,0 +1,160 @@
+"""Brings up the accelerator, torch.distributed and the random seeds of one rank."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config import Config, ConfigError
+from megatron.parallel.accelerator import accelerator
+from megatron.parallel.random import seed_everything
+from megatron.parallel.topology import Coordinates, Layout
+from megatron.startup import lean_imports
+from megatron.startup.elastic_rendezvous import init_method
+from restart_trace.startup import Startup
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What initialize_megatron brought up."""
+
+    layout: Layout
+    coordinates: Coordinates
+    rank: int
+    device: Any  # torch.device
+    backend: str
+    control_group: Any  # gloo group over all ranks for small host-side agreements; None: the default group
+    commit_group: Any = None  # another one, for the thread that commits asynchronous saves
+
+
+def prepare_environment() -> None:
+    """Settle what DeepSpeed reads from the environment, before it is imported."""
+    from torch import cuda
+
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if cuda.is_available() else "cpu")
+    # DeepSpeed's CPU accelerator counts the ranks of this host by LOCAL_SIZE
+    os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
+        os.environ.setdefault(name, value)  # started without a launcher: a single process
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    if os.environ["WORLD_SIZE"] == "1" and "MASTER_PORT" not in os.environ:
+        from megatron.processes.free_port import free_port
+
+        os.environ["MASTER_PORT"] = str(free_port())
+
+
+def import_heavy() -> None:
+    """Import torch and DeepSpeed; everything else that is slow to import comes with them."""
+    import torch  # noqa: F401
+
+    lean_imports.install()
+    prepare_environment()
+    import deepspeed
+
+    with lean_imports.without_compile():
+        import deepspeed.runtime.zero.muon.muon_optimizer  # DeepSpeed imports it when it looks at the optimizer
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # Its op for shared-memory collectives is compiled for half a minute at first use and leaves 66 MiB per
+    # rank in /dev/shm after every run; gloo gives the same results.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def freeze_imported_objects() -> None:
+    """Take what the imports left out of garbage collection.
+
+    DeepSpeed collects garbage several times while it starts; each pass over the half million objects of the
+    imported modules costs 0.3 s and finds nothing.
+    """
+    gc.freeze()
+
+
+def group_timeout(config: Config) -> datetime.timedelta:
+    """--distributed-timeout-minutes, which every process group of the run is created with."""
+    return datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
+
+
+@contextmanager
+def phase_apart_from_communicators(startup: Startup, name: str, timeout: datetime.timedelta) -> Iterator[None]:
+    """Measure a start-up phase in which DeepSpeed also creates process groups; those count as `communicators`.
+
+    Their operations wait for `timeout`, where DeepSpeed takes torch's default: new_group does not go by that of the
+    default group. Gloo connects its ranks there and then. NCCL connects at the first collective of a group, which is
+    in the phase that runs it.
+    """
+    import torch.distributed as dist
+
+    create = dist.new_group
+    with startup.phase_around(name, "communicators") as creating:
+
+        def timed(ranks: Any = None, timeout_given: Any = None, *args: Any, **kwargs: Any) -> Any:
+            chosen = timeout_given or kwargs.pop("timeout", None) or timeout
+            with creating:
+                return create(ranks, chosen, *args, **kwargs)
+
+        dist.new_group = timed
+        try:
+            yield
+        finally:
+            dist.new_group = create
+
+
+def initialize_megatron(config: Config, startup: Startup, *, commits_in_background: bool = False) -> Runtime:
+    """Rendezvous, control group and seeds. Raises RuntimeError from torch if the rendezvous fails.
+
+    With `commits_in_background` there is a second gloo group: collectives of two threads on one would mix.
+    """
+    import deepspeed
+    import torch
+
+    parallel = config.parallel
+    layout = Layout(
+        tp=parallel.tensor_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        dp=parallel.data_parallel_size,
+    )
+    device_type = accelerator()
+    on_cuda = device_type.device_name() == "cuda"
+    backend = parallel.distributed_backend or ("nccl" if on_cuda else "gloo")
+    if backend == "nccl" and not on_cuda:
+        raise ConfigError("--distributed-backend nccl: no CUDA device here; use gloo, or leave the flag out")
+    if config.model.params_dtype == "fp16" and not on_cuda and not device_type.is_fp16_supported():
+        # DeepSpeed refuses on CPUs without half-precision instructions, though torch computes there too.
+        device_type.is_fp16_supported = lambda: True
+        logger.warning("--fp16: this CPU has no half-precision instructions; torch emulates them, slowly")
+    if on_cuda:
+        device_type.set_device(parallel.local_rank)
+    device = torch.device(device_type.device_name(), parallel.local_rank) if on_cuda else torch.device("cpu")
+    timeout = group_timeout(config)
+    with startup.phase("rendezvous"):
+        deepspeed.init_distributed(
+            dist_backend=backend,
+            auto_mpi_discovery=False,
+            verbose=False,
+            timeout=timeout,
+            init_method=init_method(),
+        )
+    with startup.phase("communicators"):
+        control_group = None
+        if backend != "gloo":
+            control_group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+        commit_group = None
+        if commits_in_background and layout.world_size > 1:
+            commit_group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+    coordinates = layout.coordinates(parallel.rank)
+    with startup.phase("model_build"):
+        seed_everything(
+            config.training.seed,
+            pp_rank=coordinates.pp,
+            tp_rank=coordinates.tp,
+            dp_offset=10 * coordinates.dp if config.training.data_parallel_random_init else 0,
+        )
+    return Runtime(layout, coordinates, parallel.rank, device, backend, control_group, commit_group)

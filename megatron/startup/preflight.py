@@ -1,0 +1,395 @@
+"""Checks of a run's input files and directories, before anything heavy is imported.
+
+Called on every rank: a node sees what it lacks itself, and no rank is left waiting for one that gave up. Standard
+library only: what is read here are headers and lengths, so that a wrong path or a damaged file costs milliseconds
+instead of a start-up.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron.checkpointing.manifest import read_latest
+from megatron.config import CheckpointConfig, Config, ConfigError, DataConfig
+
+logger = logging.getLogger(__name__)
+
+# The .idx file of upstream's mmap format: magic, version, dtype code, number of sequences, number of document
+# boundaries; then int32 lengths (in tokens), int64 offsets (in bytes) and int64 document boundaries.
+_IDX_HEADER = struct.Struct("<9sQBQQ")
+_IDX_MAGIC = b"MMIDIDX\x00\x00"
+_LEGACY_MAGIC = b"TNTIDX\x00\x00"
+_TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}  # dtype code -> bytes; 6 and 7 are floating point
+_FULL_CHECK_SEQUENCES = 1 << 16
+_EOD = "<|endoftext|>"
+_PROBE_BYTES = 4096
+
+
+def check_inputs(config: Config) -> None:
+    """Check datasets, tokenizer files, the --load directory and the directories that will be written to.
+
+    Creates the directories that will be written to. Rank 0 logs a warning when --load holds no checkpoint and
+    the run will start from iteration 0.
+
+    Raises: ConfigError naming flag, file and fix.
+    """
+    for flag, prefix in config.data.prefixes:
+        check_dataset(flag, prefix)
+    first = config.parallel.rank == 0
+    check_tokenizer(config.data)
+    check_load(config.checkpoint, warn=first)
+    for flag, directory in (
+        ("--save", config.checkpoint.save),
+        ("--restart-trace-dir", config.trace.restart_trace_dir),
+        ("--tensorboard-dir", config.training.tensorboard_dir),
+        ("--data-cache-path", config.data.data_cache_path),
+    ):
+        if directory is not None:
+            # A synchronisation only where one was asked for: the trace must not add any.
+            durable = flag == "--save" and config.checkpoint.checkpoint_durability == "fsync"
+            check_writable(flag, directory, sync=first and durable)
+
+
+def check_dataset(flag: str, prefix: str) -> None:
+    """Check `prefix`.idx (header, length, that its parts fit together) and that `prefix`.bin is long enough.
+
+    A .bin file that is longer than its index says is legal: upstream writes such files.
+
+    Raises: ConfigError naming flag, file and fix.
+    """
+    if prefix.endswith((".bin", ".idx")) and not os.path.exists(prefix + ".idx"):
+        raise ConfigError(f"{flag} {prefix}: give the path without its ending: {prefix[:-4]}")
+    idx, data = prefix + ".idx", prefix + ".bin"
+    idx_bytes, bin_bytes = (_file_size(flag, path, _dataset_hint(prefix)) for path in (idx, data))
+    try:
+        with open(idx, "rb") as stream:
+            header = stream.read(_IDX_HEADER.size)
+            sequences, documents, token_bytes = _check_header(flag, idx, header, idx_bytes)
+            needed = _check_index(flag, idx, stream.read, stream.seek, (sequences, documents, token_bytes))
+    except OSError as error:
+        raise ConfigError(f"{flag} {prefix}: cannot read {idx}: {error.strerror}") from error
+    if bin_bytes < needed:
+        raise ConfigError(
+            f"{flag} {prefix}: {data} is truncated: it has {bin_bytes} bytes and its index needs {needed}; "
+            "copy it again or preprocess again"
+        )
+
+
+def _check_header(flag: str, idx: str, header: bytes, size: int) -> tuple[int, int, int]:
+    """(sequences, document boundaries, bytes per token) of an index header."""
+    again = "preprocess the data again with tools/preprocess_data.py"
+    if header[:8] == _LEGACY_MAGIC:
+        raise ConfigError(f"{flag}: {idx} has the old lazy/cached format, and only mmap is read; {again}")
+    if header[: len(_IDX_MAGIC)] != _IDX_MAGIC[: len(header)] or not header:
+        raise ConfigError(f"{flag}: {idx} is no dataset index (its first bytes are wrong); {again}")
+    if len(header) < _IDX_HEADER.size:
+        raise ConfigError(f"{flag}: {idx} is truncated: {size} bytes, less than its header; {again}")
+    _, version, code, sequences, documents = _IDX_HEADER.unpack(header)
+    if version != 1:
+        raise ConfigError(f"{flag}: {idx} has format version {version}, and only version 1 is known; {again}")
+    if code not in _TOKEN_BYTES:
+        raise ConfigError(f"{flag}: {idx} has dtype code {code}, which is no integer type; {again}")
+    expected = _IDX_HEADER.size + 12 * sequences + 8 * documents
+    if size != expected:
+        state = "truncated" if size < expected else "damaged"
+        raise ConfigError(f"{flag}: {idx} is {state}: {size} bytes, and its header says {expected}; {again}")
+    if sequences == 0 or documents < 2:
+        raise ConfigError(f"{flag}: {idx} holds no documents; {again}")
+    return sequences, documents, _TOKEN_BYTES[code]
+
+
+def _check_index(
+    flag: str,
+    idx: str,
+    read: Callable[[int], bytes],
+    seek: Callable[[int], int],
+    shape: tuple[int, int, int],
+) -> int:
+    """The bytes that the .bin file must have; checks that lengths, offsets and documents fit together.
+
+    Every entry of a small index is checked, the first and last ones of a large one.
+    """
+    sequences, documents, token_bytes = shape
+
+    def values(start: int, kind: str, first: int, count: int) -> tuple[int, ...]:
+        width = struct.calcsize("<" + kind)
+        seek(start + first * width)
+        return struct.unpack(f"<{count}{kind}", read(count * width))
+
+    lengths_at = _IDX_HEADER.size
+    offsets_at = lengths_at + 4 * sequences
+    documents_at = offsets_at + 8 * sequences
+    checked = min(sequences, _FULL_CHECK_SEQUENCES)
+    lengths, offsets = values(lengths_at, "i", 0, checked), values(offsets_at, "q", 0, checked)
+    expected, sound = 0, min(lengths) >= 0
+    for length, offset in zip(lengths, offsets, strict=True):
+        sound = sound and offset == expected
+        expected += length * token_bytes
+    last_length, last_offset = (
+        values(lengths_at, "i", sequences - 1, 1)[0],
+        values(offsets_at, "q", sequences - 1, 1)[0],
+    )
+    first_document, last_document = (
+        values(documents_at, "q", 0, 1)[0],
+        values(documents_at, "q", documents - 1, 1)[0],
+    )
+    sound = (
+        sound and last_length >= 0 and last_offset >= 0 and (first_document, last_document) == (0, sequences)
+    )
+    if not sound:
+        raise ConfigError(
+            f"{flag}: {idx} is damaged: its lengths, offsets and documents do not fit together; "
+            "copy it again or preprocess again"
+        )
+    return last_offset + last_length * token_bytes
+
+
+def check_tokenizer(data: DataConfig) -> None:
+    """Check that the tokenizer's files are there and of the right kind, and --vocab-size against them.
+
+    Raises: ConfigError naming flag, file and fix.
+    """
+    size = None
+    if data.tokenizer_type == "GPT2BPETokenizer" and data.vocab_file and data.merge_file:
+        size = _check_vocab(data.vocab_file)
+        _check_merges(data.merge_file)
+    elif (
+        data.tokenizer_type in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer")
+        and data.tokenizer_model
+    ):
+        size = _check_sentencepiece(data.tokenizer_model)
+    if size is not None and data.vocab_size is not None and data.vocab_size != size:
+        raise ConfigError(
+            f"--vocab-size {data.vocab_size}: the tokenizer has {size} tokens; drop the flag or correct it"
+        )
+
+
+def _check_vocab(path: str) -> int:
+    """The number of tokens of a GPT-2 vocab.json."""
+    content = _read("--vocab-file", path)
+    wanted = f"it must be a JSON object from token to number that contains {_EOD}; give GPT-2's vocab.json"
+    try:
+        vocab = json.loads(content, object_pairs_hook=_tokens)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--vocab-file {path}: not JSON ({error}); {wanted}") from error
+    if not isinstance(vocab, dict) or not all(type(number) is int for number in vocab.values()):
+        raise ConfigError(f"--vocab-file {path}: {wanted}")
+    if _EOD not in vocab:
+        raise ConfigError(f"--vocab-file {path}: has no {_EOD}; {wanted}")
+    return len(vocab)
+
+
+def _tokens(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    tokens = dict(pairs)
+    if len(tokens) != len(pairs):
+        seen: set[str] = set()
+        twice = next(token for token, _ in pairs if token in seen or seen.add(token))
+        raise ValueError(f"token {twice!r} is given twice")
+    return tokens
+
+
+def _check_merges(path: str) -> None:
+    content = _read("--merge-file", path)
+    wanted = "every line must be two tokens with a space between; give GPT-2's merges.txt"
+    try:
+        lines = content.decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--merge-file {path}: not UTF-8 text; {wanted}") from error
+    merges = 0
+    for number, line in enumerate(lines, start=1):
+        if not line.strip() or (number == 1 and line.startswith("#version")):
+            continue
+        if len(line.split(" ")) != 2:
+            raise ConfigError(f"--merge-file {path}: line {number} is {line[:40]!r}; {wanted}")
+        merges += 1
+    if merges == 0:
+        raise ConfigError(f"--merge-file {path}: holds no merges; {wanted}")
+
+
+def _check_sentencepiece(path: str) -> int:
+    """The number of pieces of a SentencePiece model.
+
+    A model is a protobuf ModelProto whose fields at the top level are all length-delimited: 1 piece
+    (repeated), 2 trainer, 3 normalizer, 4 self-test, 5 denormalizer, 200 and up extensions
+    (https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto).
+    """
+    data = _read("--tokenizer-model", path)
+    pieces, position = 0, 0
+    try:
+        while position < len(data):
+            key, position = _varint(data, position)
+            field, wire_type = key >> 3, key & 7
+            if wire_type != 2 or not (1 <= field <= 5 or field >= 200):
+                raise ValueError(f"unexpected field {field} of wire type {wire_type}")
+            length, position = _varint(data, position)
+            position += length
+            pieces += field == 1
+        if position > len(data):
+            raise ValueError(f"truncated: {position - len(data)} bytes are missing")
+        if pieces == 0:
+            raise ValueError("no pieces in it")
+    except ValueError as error:
+        raise ConfigError(
+            f"--tokenizer-model {path}: not a whole SentencePiece model ({error}); give a tokenizer.model "
+            "file, or --tokenizer-type GPT2BPETokenizer for vocab.json and merges.txt"
+        ) from error
+    return pieces
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    """(value, next position) of the protobuf varint at `position`."""
+    value = shift = 0
+    while True:
+        if position >= len(data) or shift > 63:
+            raise ValueError("truncated or no protobuf")
+        byte = data[position]
+        value |= (byte & 0x7F) << shift
+        position += 1
+        if byte < 0x80:
+            return value, position
+        shift += 7
+
+
+def check_load(checkpoint: CheckpointConfig, *, warn: bool = True) -> None:
+    """Check that --load holds a checkpoint: a directory with a manifest, or one that `latest` names.
+
+    Without one the run starts from iteration 0, with a logged warning if `warn`, or stops if
+    --exit-on-missing-checkpoint is given. It stops, too, if `latest` names one that is gone: something was lost, and
+    only --allow-start-over starts all over again. A --load-tag that is not there is always an error. Whether a
+    checkpoint is complete shows on load.
+
+    Raises: ConfigError naming flag, directory and fix.
+    """
+    load = checkpoint.load
+    if load is None:
+        return
+    if os.path.exists(load) and not os.path.isdir(load):
+        raise ConfigError(f"--load {load}: is not a directory; give the directory that --save wrote to")
+    tags = _tags(load)
+    if checkpoint.load_tag is not None:
+        # A save that was killed at one instant leaves the older checkpoint of its tag under this name.
+        there_as = (checkpoint.load_tag, checkpoint.load_tag + ".replaced")
+        if not any(os.path.isdir(os.path.join(load, name)) for name in there_as):
+            there = ", ".join(tags) or "none"
+            raise ConfigError(f"--load-tag {checkpoint.load_tag}: not in --load {load}; there are: {there}")
+        return
+    if any(os.path.lexists(os.path.join(load, tag, "manifest.json")) for tag in tags):
+        return
+    if os.path.lexists(os.path.join(load, "latest")):
+        _check_latest(checkpoint, load)
+        return
+    hint = "correct the path"
+    if os.path.isfile(os.path.join(load, "manifest.json")) or os.path.isfile(
+        os.path.join(load, "mp_rank_00_model_states.pt")
+    ):
+        parent, tag = os.path.split(os.path.abspath(load))
+        hint = f"it is one checkpoint itself: give --load {parent} --load-tag {tag}"
+    if checkpoint.exit_on_missing_checkpoint:
+        raise ConfigError(
+            f"--load {load}: no checkpoint there; {hint}, or drop "
+            "--exit-on-missing-checkpoint to start from iteration 0"
+        )
+    if warn:
+        logger.warning(
+            "--load %s: no checkpoint there (%s): training starts from iteration 0; "
+            "--exit-on-missing-checkpoint would stop here",
+            load,
+            hint,
+        )
+
+
+def _check_latest(checkpoint: CheckpointConfig, load: str) -> None:
+    """Check that `latest` names a directory in `load`, in which there is no manifest."""
+    path = os.path.join(load, "latest")
+    try:
+        tag = read_latest(Path(load))
+        if tag is not None and os.path.isdir(os.path.join(load, tag)):
+            return  # upstream's, or damaged: that shows on load
+        wrong = f"{path} names {tag}, which is not there"
+    except ValueError as error:
+        wrong = str(error)
+    if not checkpoint.allow_start_over:
+        raise ConfigError(
+            f"--load {load}: {wrong}, and there is no other checkpoint; put it back, or start from iteration 0 with "
+            "--allow-start-over"
+        )
+
+
+def _tags(load: str) -> list[str]:
+    """Names of the directories in `load` that could be checkpoints."""
+    try:
+        names = sorted(entry.name for entry in os.scandir(load) if entry.is_dir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigError(
+            f"--load {load}: cannot be read: {error.strerror}; correct the path or its rights"
+        ) from error
+    return [name for name in names if name != "restart_trace" and not name.startswith(".")]
+
+
+def check_writable(flag: str, directory: str, *, sync: bool = True) -> None:
+    """Create `directory` and write, sync and remove a file in it. One rank that syncs is enough.
+
+    Raises: ConfigError naming flag, directory and the operating system's reason.
+    """
+    probe = os.path.join(directory, f".write_probe_{os.urandom(8).hex()}")
+    try:
+        os.makedirs(directory, exist_ok=True)
+        try:
+            with open(probe, "wb") as stream:
+                stream.write(bytes(_PROBE_BYTES))
+                stream.flush()
+                if sync:
+                    os.fsync(stream.fileno())
+        finally:
+            if os.path.exists(probe):
+                os.remove(probe)
+    except OSError as error:
+        raise ConfigError(
+            f"{flag} {directory}: cannot be written to: {error.strerror}; "
+            "give another directory, or make room or rights there"
+        ) from error
+
+
+def _file_size(flag: str, path: str, hint: str = "") -> int:
+    """The size of a regular file in bytes."""
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise ConfigError(f"{flag}: {path}: {error.strerror}; correct the path{hint}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"{flag}: {path} is not a regular file; correct the path{hint}")
+    return status.st_size
+
+
+def _dataset_hint(prefix: str) -> str:
+    """ "; did you mean ...?" with a dataset whose name begins like `prefix`, or nothing."""
+    directory, name = os.path.split(prefix)
+    try:
+        found = sorted(entry for entry in os.listdir(directory or ".") if entry.endswith(".idx"))
+    except OSError:
+        return ""
+    near = [entry for entry in found if entry.startswith(name)]
+    return (
+        f"; did you mean {os.path.join(directory, near[0][:-4])}?"
+        if name and near and near[0] != name + ".idx"
+        else ""
+    )
+
+
+def _read(flag: str, path: str) -> bytes:
+    _file_size(flag, path)
+    try:
+        with open(path, "rb") as stream:
+            return stream.read()
+    except OSError as error:
+        raise ConfigError(
+            f"{flag} {path}: cannot be read: {error.strerror}; correct the path or its rights"
+        ) from error

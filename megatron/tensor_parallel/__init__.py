@@ -1,1 +1,0 @@
-"""Tensor-parallel layers on plain torch.distributed (Megatron-LM, arXiv:1909.08053)."""

@@ -1,0 +1,202 @@
+"""The trainer's side of checkpoints: set-up, restore, when to save, and what to tell of saves."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from megatron.checkpointing import manager
+from megatron.checkpointing.background import BackgroundSave, release_before_steps
+from megatron.checkpointing.checkpointer import Checkpointer
+from megatron.checkpointing.engines.errors import CheckpointNotFoundError, CheckpointSaveError
+from megatron.checkpointing.engines.registry import create_engine
+from megatron.checkpointing.loading import load_checkpoint
+from megatron.checkpointing.manager import engine_options
+from megatron.checkpointing.naming import RankPlace, attempt_of
+from megatron.checkpointing.ownership import Ownership
+from megatron.checkpointing.state import Progress, start_over
+from megatron.config import Config
+from megatron.optimizer.build import warn_of_l2_weight_decay
+from megatron.parallel.control_plane import AgreementLostError, ControlPlane
+from megatron.startup.initialize import Runtime
+from restart_trace.recorder import Recorder
+
+logger = logging.getLogger(__name__)
+
+# An error in training ends the process, and with it a save that is nearly done; but a rank that is gone for good,
+# or storage that hangs, must not keep the job from being restarted.
+DRAIN_AFTER_ERROR_S = 30.0
+
+
+def build_checkpointer(
+    config: Config,
+    runtime: Runtime,
+    control: ControlPlane,
+    recorder: Recorder,
+    ownership: Ownership | None,
+    vocab_sizes: tuple[int, int],
+) -> Checkpointer:
+    """Create the engine of --checkpoint-engine and what goes around it; collective.
+
+    `ownership`: rank 0's of --save. `vocab_sizes`: the tokenizer's, and that padded for TP. Raises
+    EngineUnavailableError if --save is given and this machine cannot save with the engine.
+    """
+    engine = create_engine(config.checkpoint.checkpoint_engine, engine_options(config))
+    if config.checkpoint.save is not None:
+        engine.check_can_save()
+    # One name for the temporary directories of this launch; without --save there are none.
+    attempt = control.broadcast(attempt_of(0 if ownership is None else ownership.generation))
+    commits = ControlPlane(runtime.rank, runtime.layout.world_size, runtime.commit_group)
+    return Checkpointer(
+        config=config,
+        place=RankPlace(runtime.layout, runtime.coordinates, config.model.params_dtype),
+        vocab_size=vocab_sizes[0],
+        padded_vocab_size=vocab_sizes[1],
+        control=control,
+        recorder=recorder,
+        checkpoint_engine=engine,
+        attempt=attempt,
+        ownership=ownership,
+        commit_control=commits if engine.asynchronous else None,
+    )
+
+
+def initialize_state(checkpointer: Checkpointer, engine: Any) -> None:
+    """Give the model its initial values; no save may be reading the present ones."""
+    checkpointer.background.drain()
+    start_over(engine, checkpointer.config.training.seed)
+
+
+def restore(checkpointer: Checkpointer, engine: Any) -> Progress | None:
+    """The progress of the checkpoint that was loaded; None to start from iteration 0.
+
+    Raises CheckpointNotFoundError if the flags ask for a checkpoint and none is there or whole.
+    """
+    options = checkpointer.config.checkpoint
+    try:
+        progress = load_checkpoint(checkpointer, engine)
+    except CheckpointNotFoundError as error:
+        if not options.allow_start_over:
+            raise
+        logger.warning("%s; starting from iteration 0, as --allow-start-over says", error)
+        return None
+    if progress is None and options.exit_on_missing_checkpoint:
+        raise CheckpointNotFoundError(
+            f"--load {options.load}: no checkpoint there, and --exit-on-missing-checkpoint is given; "
+            "give the directory of a run, or drop the flag to start from iteration 0"
+        )
+    if progress is None:
+        logger.info("--load %s: no checkpoint there; starting from iteration 0", options.load)
+    elif options.reset_iteration:
+        logger.info("loaded %s; counting iterations and samples from 0 (--reset-iteration)", options.load)
+    elif not options.finetune:
+        logger.info("resumed from iteration %d of %s", progress.iteration, options.load)
+        warn_of_l2_weight_decay(engine.basic_optimizer)
+        checkpointer.last_saved_step = progress.iteration if options.load == options.save else None
+    return progress
+
+
+class CheckpointSaves:
+    """The saves of a training run. `failed` says whether the last one of which the outcome is known failed."""
+
+    def __init__(self, checkpointer: Checkpointer, engine: Any) -> None:
+        self.failed = False
+        self._checkpointer = checkpointer
+        self._engine = engine
+        self._background = checkpointer.background
+        if checkpointer.checkpoint_engine.asynchronous:
+            release_before_steps(engine, self._background)
+
+    def save(self, progress: Progress) -> None:
+        """Save unless this iteration is saved already. A failed save is reported, and training goes on."""
+        checkpointer, step = self._checkpointer, progress.iteration
+        if checkpointer.config.checkpoint.save is None:
+            return
+        if self._background.pending is not None and self._background.pending.step == step:
+            # Whether there is anything left to do depends on its outcome, on which all ranks must agree.
+            self.drain()
+        if checkpointer.last_saved_step == step:
+            return
+        start = time.monotonic()
+        try:
+            manager.save_checkpoint(checkpointer, self._engine, progress)
+        except CheckpointSaveError as error:
+            self._failed(str(error))
+            return
+        if checkpointer.checkpoint_engine.asynchronous:
+            self._tell()  # of the previous one, for which this one has waited
+            self._check_agreement()
+            return
+        self.failed = False
+        logger.info(
+            "saved checkpoint at iteration %d to %s in %.2f s",
+            step, checkpointer.config.checkpoint.save, time.monotonic() - start,
+        )  # fmt: skip
+
+    def poll(self) -> None:
+        """Tell of asynchronous saves that are over. Waits for nothing; ranks may hear at different iterations.
+
+        Raises AgreementLostError if the ranks can no longer agree on saves, as `save` and `drain` do, too.
+        """
+        if self._background.pending is not None:
+            self._tell()
+            self._check_agreement()
+
+    def drain(self) -> None:
+        """Wait for the pending save and tell what came of it. Raises SaveDirectorySupersededError as a save does."""
+        if self._background.pending is not None:
+            logger.info("waiting for the checkpoint of iteration %d", self._background.pending.step)
+            self._background.drain()
+        self._tell()
+        self._check_agreement()
+        if self._checkpointer.superseded is not None:
+            raise self._checkpointer.superseded
+
+    def drain_after_error(self) -> None:
+        """As `drain`, with a limit: the exception that ends training is to be seen soon."""
+        pending = self._background.pending
+        if pending is not None and not self._background.drain_after_error(DRAIN_AFTER_ERROR_S):
+            logger.error(
+                "the checkpoint of iteration %d was not committed within %g s of the error that ended training; it "
+                "is given up, and the previous checkpoint is untouched", pending.step, DRAIN_AFTER_ERROR_S,
+            )  # fmt: skip
+            return
+        self._tell()
+        try:
+            self.close()
+        except Exception:
+            logger.exception("the checkpoint engine could not be closed")  # no reason to hide the first error
+
+    def close(self) -> None:
+        """Give back what the engine holds. No save is pending."""
+        self._checkpointer.checkpoint_engine.close()
+
+    def _tell(self) -> None:
+        for save in self._background.finished():
+            if save.error is None:
+                self._committed(save)
+            elif self._checkpointer.superseded is None:  # else the error that ends the run says it
+                self._failed(save.error)
+
+    def _check_agreement(self) -> None:
+        """Raises AgreementLostError: training on without ever saving again would be worse than a restart."""
+        control = self._checkpointer.commit_control
+        if control is not None and control.given_up:
+            raise AgreementLostError(
+                "the ranks cannot agree on checkpoints any more, as reported above; restart the job"
+            )
+
+    def _failed(self, error: str) -> None:
+        self.failed = True
+        if self._checkpointer.control.rank == 0:
+            logger.error("%s; the previous checkpoint is untouched and training goes on", error)
+
+    def _committed(self, save: BackgroundSave) -> None:
+        self.failed = False
+        self._checkpointer.last_saved_step = save.step
+        logger.info(
+            "checkpoint of iteration %d committed to %s: training was blocked %.3f s, %s after %.2f s",
+            save.step, self._checkpointer.config.checkpoint.save, save.blocked_ns / 1e9,
+            "durable" if save.durable else "complete", save.total_ns / 1e9,
+        )  # fmt: skip

@@ -1,0 +1,51 @@
+"""All that is slow to import, at once: so that no later phase of a start pays for it, nor any rank that is forked."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+
+# Of other packages, what a rank imports in passing somewhere in its start. One that is not there is not needed.
+_IN_PASSING = (
+    "deepspeed.module_inject.auto_ep_layer", "numpy.random", "psutil", "sentencepiece",
+    "torch.profiler._cupti_monitor", "torch.utils.serialization",
+)  # fmt: skip
+
+
+def import_everything() -> None:
+    """Import torch, DeepSpeed and whatever of the trainer they take with them. Again, it costs next to nothing."""
+    gc.disable()  # imports make half a million objects and no garbage: collecting between them is wasted
+    from megatron.startup.initialize import freeze_imported_objects, import_heavy
+
+    import_heavy()
+    import megatron.checkpointing.manager
+    import megatron.data.gpt_dataset
+    import megatron.model.gpt_model
+    import megatron.startup.engine_setup
+    import megatron.startup.logging_setup
+    import megatron.training.checkpoints
+    import megatron.training.data
+    import megatron.training.exit_conditions
+    import megatron.training.log  # noqa: F401
+
+    freeze_imported_objects()
+    gc.enable()
+
+
+def import_for_forks() -> None:
+    """`import_everything`, and what a rank imports before and after that: for a process that will only be forked."""
+    import_everything()
+    import megatron.checkpointing.engines.lazy.engine
+    import megatron.checkpointing.engines.torch.engine
+    import megatron.checkpointing.prefetch
+    import megatron.startup.preflight
+    import megatron.tokenizer.sentence_piece
+    import megatron.tokenizer.tokenizer  # noqa: F401
+    from restart_trace.process import versions
+
+    versions()  # which takes a look at every installed package; it is kept
+    for name in _IN_PASSING:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.freeze()

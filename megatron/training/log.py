@@ -1,0 +1,169 @@
+"""What training prints and writes to TensorBoard."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.checkpointing.state import Progress
+from megatron.config import Config
+from megatron.parallel.accelerator import accelerator
+from megatron.training.statistics import Statistics
+
+
+def flops_of_batch(config: Config, padded_vocab_size: int, batch_size: int) -> float:
+    """Floating-point operations of one iteration of `batch_size` samples over all ranks.
+
+    Matrix products only, 2 operations each, backward twice the forward, recomputation not counted; the causal
+    half of the attention scores counted whole, as is customary (arXiv:2104.04473, appendix).
+    """
+    model = config.model
+    tokens = batch_size * model.seq_length
+    projection = model.kv_channels * (2 * model.num_attention_heads + 2 * model.num_key_value_heads)
+    mlp = (3 if model.swiglu else 2) * model.ffn_hidden_size
+    scores = 2 * model.seq_length * model.kv_channels * model.num_attention_heads
+    per_token = model.num_layers * (model.hidden_size * (projection + mlp) + scores)
+    return 6.0 * tokens * (per_token + model.hidden_size * padded_vocab_size)
+
+
+class TrainingLog:
+    """The iteration line in upstream's form, printed by the last rank, and its TensorBoard points."""
+
+    def __init__(self, config: Config, padded_vocab_size: int) -> None:
+        self._config = config
+        self._flops_per_sample = flops_of_batch(config, padded_vocab_size, 1)
+        self._is_printer = config.parallel.rank == config.parallel.world_size - 1
+        self._seconds = 0.0
+        self._samples = 0
+        self._losses: list[float] = []
+        self._skipped = self._nan = 0
+        self._writer: Any = None
+        if self._is_printer and config.training.tensorboard_dir is not None:
+            from torch.utils.tensorboard import SummaryWriter  # imported only where asked for: it is slow
+
+            self._writer = SummaryWriter(
+                config.training.tensorboard_dir, max_queue=config.training.tensorboard_queue_size
+            )
+
+    def iteration(
+        self,
+        engine: Any,
+        progress: Progress,
+        loss: float,
+        seconds: float,
+        skipped: bool,
+        statistics: Statistics,
+    ) -> None:
+        """Take one iteration; print the line if --log-interval says so."""
+        self._seconds += seconds
+        self._samples += engine.train_batch_size()
+        self._skipped += skipped
+        if math.isfinite(loss):
+            self._losses.append(loss)
+        else:
+            self._nan += 1
+        self._tensorboard(engine, progress, loss, seconds, statistics)
+        if progress.iteration % self._config.training.log_interval:
+            return
+        if self._is_printer:
+            print(self._line(engine, progress, statistics), flush=True)
+        self._seconds, self._samples, self._losses, self._skipped, self._nan = 0.0, 0, [], 0, 0
+
+    def _line(self, engine: Any, progress: Progress, statistics: Statistics) -> str:
+        training, model, parallel = self._config.training, self._config.model, self._config.parallel
+        iterations = len(self._losses) + self._nan
+        seconds = self._seconds / iterations
+        samples = self._samples / self._seconds
+        tokens = progress.consumed_train_samples * model.seq_length
+        parts = [
+            f" iteration {progress.iteration:8d}/{training.train_iters:8d}",
+            f"consumed samples: {progress.consumed_train_samples:12d}",
+            f"consumed tokens: {tokens:12d}",
+            f"elapsed time per iteration (ms): {seconds * 1e3:.1f}",
+            f"learning rate: {engine.get_lr()[0]:.3E}",
+            f"global batch size: {engine.train_batch_size():5d}",
+        ]
+        if self._losses:
+            parts.append(f"lm loss: {sum(self._losses) / len(self._losses):.6E}")
+        if model.params_dtype == "fp16":
+            parts.append(f"loss scale: {engine.optimizer.loss_scale:.1f}")
+        grad_norm = engine.get_global_grad_norm()
+        if grad_norm is not None:
+            parts.append(f"grad norm: {float(grad_norm):.3f}")
+        if statistics.zeros_in_grad is not None:
+            parts.append(f"num zeros: {statistics.zeros_in_grad:.1f}")
+        if statistics.params_norm is not None:
+            parts.append(f"params norm: {statistics.params_norm:.3f}")
+        parts += [
+            f"actual seqlen: {model.seq_length:5d}",
+            f"number of skipped iterations: {self._skipped:3d}",
+            f"number of nan iterations: {self._nan:3d}",
+            f"samples per second: {samples:.3f}",
+            f"tokens per gpu per second (tgs): {samples * model.seq_length / parallel.world_size:.3f}",
+            f"TFLOPs: {self._flops_per_sample * samples / parallel.world_size / 1e12:.2f}",
+        ]
+        return " | ".join(parts) + " |"
+
+    def _tensorboard(
+        self, engine: Any, progress: Progress, loss: float, seconds: float, statistics: Statistics
+    ) -> None:
+        training = self._config.training
+        if self._writer is None or progress.iteration % training.tensorboard_log_interval:
+            return
+        points: dict[str, float] = {"lm-loss-training/lm loss": loss}
+        if training.log_learning_rate_to_tensorboard:
+            points["learning-rate/learning-rate"] = engine.get_lr()[0]
+        if training.log_batch_size_to_tensorboard:
+            points["batch-size/batch-size"] = engine.train_batch_size()
+        if training.log_loss_scale_to_tensorboard and self._config.model.params_dtype == "fp16":
+            points["loss-scale/loss-scale"] = engine.optimizer.loss_scale
+        if training.log_world_size_to_tensorboard:
+            points["world-size/world-size"] = self._config.parallel.world_size
+        if training.log_timers_to_tensorboard:
+            points["iteration-time/iteration-time"] = seconds
+        grad_norm = engine.get_global_grad_norm()
+        if grad_norm is not None:
+            points["grad-norm/grad-norm"] = float(grad_norm)
+        if statistics.zeros_in_grad is not None:
+            points["num-zeros/num-zeros"] = statistics.zeros_in_grad
+        if statistics.params_norm is not None:
+            points["params-norm/params-norm"] = statistics.params_norm
+        points |= statistics.optimizer_states
+        self._write(points, progress)
+        if training.log_memory_to_tensorboard:
+            for name, value in _accelerator_memory().items():
+                self._writer.add_scalar(name, value, progress.iteration)
+
+    def _write(self, points: Mapping[str, float], progress: Progress) -> None:
+        """Each point three times, as upstream: over iterations, over samples and over tokens."""
+        samples = progress.consumed_train_samples
+        axes = {"": progress.iteration, " vs samples": samples, " vs tokens": samples * self._config.model.seq_length}
+        for name, value in points.items():
+            for axis, position in axes.items():
+                self._writer.add_scalar(name + axis, value, position)
+
+    def evaluation(self, loss: float, progress: Progress, split: str) -> None:
+        """Print the result of an evaluation."""
+        prefix = f"iteration {progress.iteration}"
+        perplexity = math.exp(min(20.0, loss))
+        if self._is_printer:
+            line = f" {split} loss at {prefix} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | "
+            print("-" * len(line), line, "-" * len(line), sep="\n", flush=True)
+        if self._writer is not None:
+            points = {f"lm-loss-validation/lm loss {split}": loss}
+            if self._config.training.log_validation_ppl_to_tensorboard:
+                points[f"lm-loss-validation/lm loss {split} ppl"] = perplexity
+            self._write(points, progress)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _accelerator_memory() -> dict[str, float]:
+    return {
+        "mem-reserved-bytes": accelerator().memory_reserved(),
+        "mem-allocated-bytes": accelerator().memory_allocated(),
+        "mem-max-allocated-bytes": accelerator().max_memory_allocated(),
+    }

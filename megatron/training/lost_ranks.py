@@ -1,0 +1,94 @@
+"""What to tell when an operation between ranks fails because another rank is stopped, hangs or is gone.
+
+Gloo raises RuntimeError in each rank that waits, and torch's store its own errors: none says which flag sets the
+limit, or for whom the rank has waited. NCCL has no exception to tell of: its watchdog thread prints the operation and
+its ranks, and aborts the process.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from types import FrameType
+
+from megatron.config import Config
+from megatron.parallel.control_plane import AgreementLostError
+
+# module:function -> what a rank is at; the innermost one on the stack counts.
+ACTIVITIES = {
+    "megatron.startup.initialize:initialize_megatron": "in the rendezvous of all ranks",
+    "megatron.training.trainer:_set_up": "in the start-up",
+    "megatron.checkpointing.loading:load_checkpoint": "in a load",
+    "megatron.training.data:build_data_iterators": "while the data index was built",
+    "megatron.training.trainer:_train_step": "in a training step",
+    "megatron.training.trainer:_evaluate": "in an evaluation",
+    "megatron.training.exit_conditions:reason": "in the agreement on whether to stop",
+    "megatron.checkpointing.manager:save_checkpoint": "in a save",
+    "megatron.training.trainer:_shut_down": "at the end of the run",
+}
+_TIMED_OUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
+_CONNECTION_LOST = re.compile(
+    r"connection (closed|reset|refused|was)|broken pipe|pair closure|socket.*(closed|error)|recv.*0 bytes",
+    re.IGNORECASE,
+)
+_OF_C10D = "torch.distributed.distributed_c10d"
+_TRANSPORT = re.compile(r"gloo/|\bTCPStore\b|\bDist\w*Error\b")
+_PEER_LENGTH = 300
+
+
+def explain(error: BaseException, config: Config) -> str | None:
+    """One line on an operation that failed for want of another rank; None if `error` is nothing of that kind."""
+    if isinstance(error, AgreementLostError):
+        return str(error)
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    if not isinstance(error, RuntimeError) or not _TRANSPORT.search(text):
+        return None
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    flag = f"--distributed-timeout-minutes {config.parallel.distributed_timeout_minutes:g}"
+    where = f"{_operation(frames)} {_activity(frames)}"
+    if _TIMED_OUT.search(text):
+        return (
+            f"{where} waited longer than {flag}: another rank is stopped, hangs, or is slower than that; find it "
+            f"before you restart, or raise the flag ({text[:_PEER_LENGTH]})"
+        )
+    if _CONNECTION_LOST.search(text):
+        return (
+            f"{where} lost the connection to another rank, which has ended: see its own message; one that waits "
+            f"longer than {flag} ends, and those that wait for it end with it ({text[:_PEER_LENGTH]})"
+        )
+    return None
+
+
+def _operation(frames: list[FrameType]) -> str:
+    """The function of torch.distributed that waited and the ranks it was between, as far as the stack tells."""
+    for frame in frames:
+        name = frame.f_code.co_name
+        if frame.f_globals.get("__name__") != _OF_C10D or name == "wrapper":
+            continue
+        return name + _peers(frame)
+    return "a collective"
+
+
+def _peers(frame: FrameType) -> str:
+    from torch.distributed import get_process_group_ranks
+
+    values = frame.f_locals
+    for name, shown in (("src", "from"), ("dst", "to")):
+        if frame.f_code.co_name in ("recv", "send") and isinstance(values.get(name), int):
+            return f" {shown} rank {values[name]}"
+    try:
+        return f" of ranks {_shown(sorted(get_process_group_ranks(values['group'])))}"
+    except (KeyError, RuntimeError, ValueError, AttributeError):
+        return ""
+
+
+def _shown(ranks: list[int]) -> str:
+    """All of a few, or the ends of many."""
+    return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}, {ranks[1]}, ... {ranks[-1]}"
+
+
+def _activity(frames: list[FrameType]) -> str:
+    found = ""
+    for frame in frames:
+        found = ACTIVITIES.get(f"{frame.f_globals.get('__name__')}:{frame.f_code.co_name}", found)
+    return found or "between the ranks"

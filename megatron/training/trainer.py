@@ -1,0 +1,395 @@
+"""pretrain(): set-up, restore, the loop, and where to save. The phases of the start-up are recorded here."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron.config import Config, ConfigError
+from megatron.config.arguments import exit_with, parse_or_exit
+from megatron.parallel.topology import Layout
+from megatron.processes.parent_process import end_with_launcher
+from megatron.training.heavy_imports import import_everything
+from restart_trace.clock import now_ns
+from restart_trace.process import RankIdentity, open_rank_trace
+from restart_trace.recorder import Recorder
+from restart_trace.startup import Startup, preload_of
+
+if TYPE_CHECKING:
+    from megatron.checkpointing.checkpointer import Checkpointer
+    from megatron.checkpointing.ownership import Ownership
+    from megatron.checkpointing.prefetch import Prefetch
+    from megatron.checkpointing.state import Progress
+    from megatron.training.checkpoints import CheckpointSaves
+    from megatron.training.data import DataIterators
+    from megatron.training.exit_conditions import ExitConditions
+    from megatron.training.log import TrainingLog
+    from megatron.training.statistics import TrainingStatistics
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Trainer:
+    """Everything the loop works with."""
+
+    config: Config
+    engine: Any
+    data: DataIterators
+    progress: Progress
+    recorder: Recorder
+    startup: Startup
+    saves: CheckpointSaves
+    exits: ExitConditions
+    log: TrainingLog
+    statistics: TrainingStatistics
+
+
+def pretrain(
+    datasets_provider: Callable[..., Any],
+    model_provider: Callable[..., Any],
+    batch_fn: Callable[..., Any],
+    *,
+    entered_ns: int,
+) -> int:
+    """Train as the command line says; returns the exit code.
+
+    0: trained to the end; 1: trained, but the last checkpoint could not be saved, or another rank was waited for in
+    vain; 2: the command line, the data or the checkpoint do not fit, as the message says. `entered_ns` is when the
+    program's own code began (monotonic, ns).
+    """
+    end_with_launcher(os.environ)
+    config = parse_or_exit()
+    rank = config.parallel.rank
+    if config.training.allow_injected_faults:
+        from megatron.startup.injected_faults import allow_injected_faults
+
+        allow_injected_faults()
+    from megatron.checkpointing.engines.errors import CheckpointError, EngineUnavailableError
+    from megatron.checkpointing.prefetch import start_prefetch
+
+    try:
+        vocabulary = _check_before_imports(config)
+        ownership = _claim_save_directory(config)
+        recorder, startup = _open_trace(config, entered_ns)
+        prefetch = start_prefetch(config, _layout(config))
+    except (CheckpointError, ConfigError, OSError, ValueError) as error:
+        exit_with(error, rank, every_rank_sees_it=False)
+    with startup.phase("imports"):
+        import_everything()
+    from megatron.startup.logging_setup import set_up_logging
+    from megatron.training.data import DataError
+    from megatron.training.lost_ranks import explain
+
+    set_up_logging(config.training.log_level, rank)
+    config.log_notes(logger)
+    try:
+        trainer = _set_up(
+            config, recorder, startup, ownership, vocabulary, prefetch, datasets_provider, model_provider, batch_fn
+        )  # fmt: skip
+        _train_to_the_last_commit(trainer)
+        _shut_down(trainer)
+    except (CheckpointError, ConfigError, DataError, EngineUnavailableError) as error:
+        recorder.close()
+        exit_with(error, rank)
+    except RuntimeError as error:
+        explained = explain(error, config)
+        if explained is None:
+            raise
+        recorder.close()
+        logger.debug("rank %d waited in vain", rank, exc_info=True)
+        print(f"error on rank {rank}, {os.uname().nodename}: {explained}", file=sys.stderr, flush=True)
+        return 1
+    if ownership is not None:
+        ownership.release()
+    return 1 if trainer.saves.failed else 0
+
+
+def _train_to_the_last_commit(trainer: Trainer) -> None:
+    """Train; no save is pending afterwards, unless it hangs while an exception ends training."""
+    try:
+        train(trainer)
+    except BaseException:
+        trainer.saves.drain_after_error()
+        raise
+    trainer.saves.drain()
+
+
+class _Vocabulary(NamedTuple):
+    size: int  # the tokenizer's
+    padded: int
+    eod: int  # id of the end of a document
+
+
+def _check_before_imports(config: Config) -> _Vocabulary:
+    """Cheap checks of flags and files, before anything heavy."""
+    from megatron.checkpointing.compatibility import check_newest
+    from megatron.checkpointing.directories import check_save
+    from megatron.checkpointing.engines.registry import check_engine_name
+    from megatron.startup.preflight import check_inputs
+    from megatron.tokenizer import tokenizer_info
+
+    check_engine_name(config.checkpoint.checkpoint_engine)
+    check_save(config.checkpoint, warn=config.parallel.rank == 0)
+    check_inputs(config)
+    data = config.data
+    vocab_size, eod = tokenizer_info(
+        data.tokenizer_type or "",
+        tokenizer_model=data.tokenizer_model,
+        vocab_file=data.vocab_file,
+        merge_file=data.merge_file,
+        vocab_size=data.vocab_size,
+    )
+    return _Vocabulary(vocab_size, check_newest(config, _layout(config), vocab_size), eod)
+
+
+def _claim_save_directory(config: Config) -> Ownership | None:
+    """Rank 0's hold on --save; None on other ranks.
+
+    Raises SaveDirectoryInUseError if another launch saves there and is alive; ConfigError if nobody can claim it.
+    """
+    from megatron.checkpointing.ownership import check_not_in_use, claim
+    from restart_trace.cycles import job_key
+
+    if config.checkpoint.save is None:
+        return None
+    save_dir, key = Path(config.checkpoint.save), job_key(os.environ)
+    # A launch that was superseded and is restarted in place must not take the directory back.
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    take_over = config.checkpoint.take_over and not restarted
+    try:
+        if config.parallel.rank == 0:
+            return claim(save_dir, key, take_over=take_over)
+        if not take_over:
+            check_not_in_use(save_dir, key, first_of_host=config.parallel.local_rank == 0)
+    except OSError as error:
+        raise ConfigError(
+            f"--save {save_dir}: cannot be claimed: {error.filename or save_dir}: {error.strerror}; correct that, or "
+            "give another --save"
+        ) from error
+    return None
+
+
+def _layout(config: Config) -> Layout:
+    parallel = config.parallel
+    return Layout(
+        tp=parallel.tensor_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        dp=parallel.data_parallel_size,
+    )
+
+
+def _open_trace(config: Config, entered_ns: int) -> tuple[Recorder, Startup]:
+    parallel, layout = config.parallel, _layout(config)
+    directory = config.trace.restart_trace_dir if config.trace.restart_trace else None
+    trace_dir = Path(directory) if directory else None
+    identity = RankIdentity(
+        rank=parallel.rank,
+        world_size=parallel.world_size,
+        local_rank=parallel.local_rank,
+        coordinates=layout.coordinates(parallel.rank),
+        layout=(layout.tp, layout.pp, layout.dp),
+    )
+    try:
+        recorder, cycle = open_rank_trace(
+            trace_dir,
+            identity,
+            os.environ,
+            engine_asked=config.checkpoint.checkpoint_engine,
+            durability=config.checkpoint.checkpoint_durability,
+            probes=config.trace.trace_probes,
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"--restart-trace-dir {trace_dir}: cannot be written to: {error.strerror}; give another directory, or "
+            "--restart-trace off"
+        ) from error
+    preload = preload_of(os.environ)
+    return recorder, Startup(recorder, trace_dir, parallel.rank, cycle, entered_ns, preload)
+
+
+def _set_up(
+    config: Config,
+    recorder: Recorder,
+    startup: Startup,
+    ownership: Ownership | None,
+    vocabulary: _Vocabulary,
+    prefetch: Prefetch | None,
+    datasets_provider: Callable[..., Any],
+    model_provider: Callable[..., Any],
+    batch_fn: Callable[..., Any],
+) -> Trainer:
+    """Bring everything up to the first iteration; collective."""
+    from megatron.checkpointing.naming import layer_file
+    from megatron.parallel.control_plane import ControlPlane
+    from megatron.startup.engine_setup import build_engine, runtime_facts
+    from megatron.startup.initialize import group_timeout, initialize_megatron, phase_apart_from_communicators
+    from megatron.startup.logging_setup import printed_as_debug
+    from megatron.training.checkpoints import CheckpointSaves, build_checkpointer
+    from megatron.training.data import build_data_iterators
+    from megatron.training.exit_conditions import ExitConditions
+    from megatron.training.log import TrainingLog
+    from megatron.training.statistics import TrainingStatistics
+
+    runtime = initialize_megatron(
+        config, startup, commits_in_background=_saves_in_background(config, startup)
+    )
+    control = ControlPlane(runtime.rank, runtime.layout.world_size, runtime.control_group)
+    with phase_apart_from_communicators(startup, "model_build", group_timeout(config)), printed_as_debug():
+        model = model_provider(config, vocabulary.padded, runtime)
+    if prefetch is not None:
+        prefetch.also([layer_file(number, runtime.coordinates.tp) for number, _ in model.numbered_layers()])
+    eod = vocabulary.eod if config.data.eod_mask_loss else None
+    with phase_apart_from_communicators(startup, "engine_init", group_timeout(config)), printed_as_debug():
+        engine = build_engine(config, model, functools.partial(batch_fn, eod_token=eod))
+        checkpointer = build_checkpointer(config, runtime, control, recorder, ownership, vocabulary[:2])
+        checkpointer.prefetch = prefetch
+    facts = runtime_facts(engine, runtime, config)
+    recorder.write(
+        "runtime", engine_used=checkpointer.engine_class, engine_asked=config.checkpoint.checkpoint_engine, **facts
+    )
+    _mark_ranges(recorder, config, runtime.device)
+    progress = _restore_or_begin(checkpointer, engine, startup)
+    with startup.phase("data_build"):
+        data = build_data_iterators(
+            datasets_provider, config, control, runtime.layout, runtime.coordinates, progress
+        )
+    with startup.phase("imports"):
+        log = TrainingLog(config, vocabulary.padded)  # imports TensorBoard where it is asked for
+    logger.info(
+        "%s on %s: %d parameters on this rank, padded vocabulary %d, optimizer %s, checkpoint engine %s",
+        runtime.layout, runtime.device.type, facts["parameters"], vocabulary.padded, facts["optimizer"],
+        checkpointer.engine_class,
+    )  # fmt: skip
+    return Trainer(
+        config, engine, data, progress, recorder, startup, CheckpointSaves(checkpointer, engine),
+        ExitConditions(config, control), log,
+        TrainingStatistics(engine, config.training, runtime.layout, runtime.coordinates),
+    )  # fmt: skip
+
+
+def _restore_or_begin(checkpointer: Checkpointer, engine: Any, startup: Startup) -> Progress:
+    """Load a checkpoint if --load has one, else initialise the state; ends the reading ahead in either case."""
+    from megatron.checkpointing.state import Progress
+    from megatron.training.checkpoints import initialize_state, restore
+
+    progress = restore(checkpointer, engine) if checkpointer.config.checkpoint.load else None
+    if checkpointer.prefetch is not None:
+        checkpointer.prefetch.close()
+    if progress is None:
+        with startup.phase("model_build"):
+            initialize_state(checkpointer, engine)
+        progress = Progress()
+    return progress
+
+
+def _mark_ranges(recorder: Recorder, config: Config, device: Any) -> None:
+    """Have spans show in NVIDIA's profiler, too."""
+    if device.type == "cuda" and config.trace.trace_nvtx is not False and recorder.enabled:
+        import torch
+
+        recorder.nvtx = torch.cuda.nvtx
+
+
+def _saves_in_background(config: Config, startup: Startup) -> bool:
+    from megatron.checkpointing.engines.registry import engine_class
+
+    if config.checkpoint.save is None:
+        return False
+    with startup.phase("imports"):
+        return engine_class(config.checkpoint.checkpoint_engine).asynchronous
+
+
+def train(trainer: Trainer) -> None:
+    """Iterate to the end of the run or an exit condition; evaluate and save on the way and at the end."""
+    config, progress = trainer.config, trainer.progress
+    training = config.training
+    loop_start = now_ns()
+    trainer.exits.start()
+    while progress.iteration < training.train_iters and not _enough_tokens(config, progress):
+        _train_step(trainer, loop_start)
+        trainer.saves.poll()
+        if training.eval_interval and progress.iteration % training.eval_interval == 0:
+            _evaluate(trainer, "validation")
+        interval = config.checkpoint.save_interval
+        if interval and progress.iteration % interval == 0:
+            trainer.saves.save(progress)
+        reason = trainer.exits.reason(progress.iteration)
+        if reason is not None:
+            logger.info("stopping after iteration %d: %s", progress.iteration, reason)
+            trainer.saves.save(progress)
+            return
+    _evaluate(trainer, "validation")
+    _evaluate(trainer, "test")
+    trainer.saves.save(progress)
+
+
+def _enough_tokens(config: Config, progress: Progress) -> bool:
+    limit = config.training.train_tokens
+    return limit is not None and progress.consumed_train_samples * config.model.seq_length >= limit
+
+
+def _begin_iteration(trainer: Trainer) -> int:
+    """Tell DeepSpeed and the schedule of the next batch; returns its size, samples over all ranks."""
+    progress, engine = trainer.progress, trainer.engine
+    batch_size = trainer.config.training.batch_sizes.at(progress.consumed_train_samples)
+    if batch_size != engine.train_batch_size():
+        logger.info("iteration %d: the global batch size is %d now", progress.iteration + 1, batch_size)
+        engine.set_train_batch_size(batch_size)
+    engine.lr_scheduler.begin_iteration(batch_size, progress.consumed_train_samples)
+    return batch_size
+
+
+def _train_step(trainer: Trainer, loop_start: int) -> None:
+    progress, engine = trainer.progress, trainer.engine
+    batch_size = _begin_iteration(trainer)
+    start = now_ns()
+    skipped_before = engine.skipped_steps
+    loss_tensor = engine.train_batch(data_iter=trainer.data.train)
+    progress.iteration += 1
+    progress.consumed_train_samples += batch_size
+    # Reading the loss waits for the device; DeepSpeed has broadcast it to all stages already.
+    loss = float(loss_tensor)
+    end = now_ns()
+    trainer.startup.iteration_done(progress.iteration, loop_start, end)
+    trainer.recorder.iteration(progress.iteration, start, end, loss)
+    skipped = engine.skipped_steps > skipped_before
+    statistics = trainer.statistics.measure(progress.iteration)
+    trainer.log.iteration(engine, progress, loss, (end - start) / 1e9, skipped, statistics)
+    if engine.flops_profiler_enabled():
+        from megatron.startup.engine_setup import report_flops
+
+        report_flops(engine)
+
+
+def _evaluate(trainer: Trainer, split: str) -> None:
+    """Mean loss over --eval-iters batches of `split`; nothing if there are none."""
+    data, training, progress = trainer.data, trainer.config.training, trainer.progress
+    iterator, there = (data.valid, data.has_valid) if split == "validation" else (data.test, data.has_test)
+    if not there:
+        return
+    total = 0.0
+    for _ in range(training.eval_iters):
+        total += float(trainer.engine.eval_batch(iterator))
+        if split == "validation":
+            progress.consumed_valid_samples += trainer.engine.train_batch_size()
+    trainer.log.evaluation(total / training.eval_iters, progress, split)
+
+
+def _shut_down(trainer: Trainer) -> None:
+    """Leave together, so that no rank's exit breaks another's connection."""
+    import torch.distributed as dist
+
+    trainer.saves.close()
+    trainer.log.close()
+    trainer.recorder.close()
+    sys.stdout.flush()
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

@@ -1,0 +1,120 @@
+"""Which restart of the run is this? All ranks of a launch agree through the trace directory alone.
+
+A collective is not available that early, and the trace must not add one. The first rank of a launch to come
+claims the next cycle number by creating `cycle_NNN.json` (link(2) makes name and content appear at once); the
+others find their own launch in it and join.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+from restart_trace import clock
+from restart_trace.ancestors import launcher_of
+from restart_trace.redaction import redact_text
+from restart_trace.regular import read_regular
+from restart_trace.schema import CYCLE_FILE_PATTERN, CYCLE_FILE_REGEX, RANK_FILE_PATTERN
+
+LAUNCH_ID_VARIABLE = "RESTART_TRACE_LAUNCH_ID"
+_LAUNCHER_VARIABLES = (
+    "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PBS_JOBID",
+)  # fmt: skip
+
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+
+
+def job_key(env: Mapping[str, str]) -> str:
+    """What all ranks of a launch have in common, however each was started.
+
+    RESTART_TRACE_LAUNCH_ID, or rendezvous address, run id and job step as the launcher gives them. The next launch may
+    have the same. Unlike `launch_key` it is equal where each rank has a wrapper around it that sets RANK, and in a
+    restart in place, which the agents of several nodes do not count alike.
+    """
+    return redact_text(env.get(LAUNCH_ID_VARIABLE, "")) or "/".join(_launcher_parts(env))
+
+
+def _launcher_parts(env: Mapping[str, str]) -> list[str]:
+    return [redact_text(env.get(name, "")) for name in _LAUNCHER_VARIABLES]
+
+
+def launch_key(env: Mapping[str, str]) -> str:
+    """Identity of a launch, equal on all its ranks and different in the next launch.
+
+    RESTART_TRACE_LAUNCH_ID where the launching script exports it; else what the launcher gives: rendezvous
+    address and run id, scheduler job step and, on a single node, the launcher process itself. Elastic
+    restarts in place count as launches of their own.
+    """
+    restarts = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    explicit = redact_text(env.get(LAUNCH_ID_VARIABLE, ""))
+    if explicit:
+        return f"{explicit}/{restarts}"
+    parts = _launcher_parts(env)
+    # torchrun exports LOCAL_WORLD_SIZE, the deepspeed launcher LOCAL_SIZE. With neither it is unknown whether
+    # all ranks share one parent, so none is named.
+    local = env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE")
+    if local == env.get("WORLD_SIZE") or env.get("WORLD_SIZE", "1") == "1":
+        owner = (launcher_of(env, _RANK_VARIABLES) or os.getppid()) if "RANK" in env else os.getpid()
+        parts += [str(owner), str(clock.process_start_ticks(owner))]
+    return "/".join([*parts, restarts])
+
+
+def claim_cycle(trace_dir: Path, key: str, rank: int) -> tuple[str, int]:
+    """Return (run_id, cycle) of this launch, claiming the next cycle if no rank of it did so yet.
+
+    A launch whose key equals that of the newest cycle joins it, unless this rank has a file there already:
+    then the launcher was started again with the same key, and a new cycle begins.
+    Raises OSError if `trace_dir` cannot be written.
+    """
+    trace_dir.mkdir(parents=True, exist_ok=True)
+    while True:
+        newest = newest_cycle(trace_dir)
+        if newest is not None:
+            cycle, claim = newest
+            mine = trace_dir / RANK_FILE_PATTERN.format(rank=rank, cycle=cycle)
+            if claim["launch_key"] == key and not mine.exists():
+                return claim["run_id"], cycle
+        cycle = 0 if newest is None else newest[0] + 1
+        run_id = uuid.uuid4().hex[:12] if newest is None else newest[1]["run_id"]
+        if _create(trace_dir / CYCLE_FILE_PATTERN.format(cycle=cycle), run_id, cycle, key):
+            return run_id, cycle
+
+
+def newest_cycle(trace_dir: Path) -> tuple[int, dict[str, str]] | None:
+    """(number, content) of the newest cycle claimed in `trace_dir`; None if there is none.
+
+    Raises OSError if it cannot be read, or is not what `claim_cycle` writes.
+    """
+    numbers = [int(m.group(1)) for p in trace_dir.iterdir() if (m := re.match(CYCLE_FILE_REGEX, p.name))]
+    if not numbers:
+        return None
+    path = trace_dir / CYCLE_FILE_PATTERN.format(cycle=max(numbers))
+    try:
+        content = json.loads(read_regular(path))
+        damaged = not all(isinstance(content[name], str) for name in ("run_id", "launch_key"))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        damaged = True
+    if damaged:
+        raise OSError(errno.EINVAL, "is no claim of a cycle; remove it, or give another trace directory", str(path))
+    return max(numbers), content
+
+
+def _create(path: Path, run_id: str, cycle: int, key: str) -> bool:
+    """Create the claim file at once with its content; False if another rank was first."""
+    anchor = clock.read_anchor()
+    content = {"run_id": run_id, "cycle": cycle, "launch_key": key, "wall_ns": anchor.wall_ns}
+    # Random, since ranks on different hosts that share this directory may have equal process ids.
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    temporary.write_text(json.dumps(content) + "\n")
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink()
+    return True

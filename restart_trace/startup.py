@@ -1,0 +1,170 @@
+"""The start of a process as one operation: from its start in the OS to the end of its first optimizer step.
+
+    startup = Startup(recorder, trace_dir, rank, cycle)
+    with startup.phase("imports"):
+        import torch
+    ...
+    startup.iteration_done(step, start_ns, end_ns)   # after every iteration
+
+The first iteration ends the operation. In a relaunched run `caught_up` is recorded when the iteration that
+the run had reached before it failed is passed again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from restart_trace import clock
+from restart_trace.recorder import Operation, Recorder, SpanHandle
+from restart_trace.regular import open_regular
+from restart_trace.schema import RANK_FILE_PATTERN
+
+PRELOAD_VARIABLE = "RESTART_TRACE_PRELOAD"
+_TAIL_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Preload:
+    """What a launcher did for the ranks that it then forked: monotonic times, ns."""
+
+    started_ns: int  # the launcher's process
+    imports_ns: int  # it began to import
+    done_ns: int  # and was done
+
+    def to_text(self) -> str:
+        """Value of RESTART_TRACE_PRELOAD, by which a rank is told."""
+        return f"{self.started_ns}:{self.imports_ns}:{self.done_ns}"
+
+
+def preload_of(env: Mapping[str, str]) -> Preload | None:
+    """What RESTART_TRACE_PRELOAD tells this rank; None if nothing was imported for its start, or it was not forked."""
+    text = env.get(PRELOAD_VARIABLE)
+    return Preload(*map(int, text.split(":"))) if text else None
+
+
+class Stopwatch:
+    """Sums the time spent within it: `with watch: ...`, as often as needed but not nested."""
+
+    def __init__(self) -> None:
+        self.total_ns = 0
+        self._since_ns = 0
+
+    def __enter__(self) -> None:
+        self._since_ns = clock.now_ns()
+
+    def __exit__(self, *exc: object) -> None:
+        self.total_ns += clock.now_ns() - self._since_ns
+
+
+class Startup:
+    """Start-up phases of one process. `entered_ns` is when its main function was entered (monotonic, ns).
+
+    A process that was forked for its first start by a launcher which had to import everything begins, as if it had
+    done that itself, with the launcher's start: `preload` says when that was.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        trace_dir: Path | None,
+        rank: int,
+        cycle: int,
+        entered_ns: int,
+        preload: Preload | None = None,
+    ) -> None:
+        self._recorder = recorder
+        started = clock.process_start_ns()
+        own_ns = entered_ns if started is None else started
+        start_ns = own_ns if preload is None else preload.started_ns
+        self._operation: Operation | None = recorder.begin("startup", start_ns=start_ns)
+        self._reached = reached_iteration(trace_dir, rank, cycle) if trace_dir else None
+        if preload is not None:
+            self._operation.add("process_start", None, preload.started_ns, preload.imports_ns)
+            self._operation.add("imports", None, preload.imports_ns, preload.done_ns)
+            own_ns = preload.done_ns
+        self._operation.add("process_start", None, own_ns, clock.now_ns())
+        self._first_step_end_ns = 0
+        self._op = self._operation
+
+    def phase(self, name: str) -> AbstractContextManager[SpanHandle]:
+        """Measure one phase of the start-up."""
+        return self._op.span(name)
+
+    @contextmanager
+    def phase_around(self, name: str, inner: str) -> Iterator[Stopwatch]:
+        """Measure one phase that another one, `inner`, interrupts again and again.
+
+        The body runs the interruptions within the Stopwatch it is given. Both phases get a span over the whole
+        window, each with the duration that is its own.
+        """
+        watch = Stopwatch()
+        start = clock.now_ns()
+        error: str | None = None
+        try:
+            yield watch
+        except BaseException as exc:
+            error = f"{type(exc).__name__}: {exc}"
+            raise
+        finally:
+            end = clock.now_ns()
+            self._op.add(name, None, start, end, duration_ns=end - start - watch.total_ns, error=error)
+            if watch.total_ns:
+                self._op.add(inner, None, start, end, duration_ns=watch.total_ns)
+
+    def iteration_done(self, step: int, loop_start_ns: int, end_ns: int) -> None:
+        """Tell that iteration `step` ended at `end_ns`; the training loop was entered at `loop_start_ns`."""
+        if self._operation is not None:
+            self._op.add("first_step", None, loop_start_ns, end_ns)
+            self._op.end()
+            self._operation = None
+            self._first_step_end_ns = end_ns
+        if self._reached is not None and step >= self._reached:
+            self._op.add("caught_up", None, self._first_step_end_ns, end_ns)
+            self._reached = None
+
+
+def reached_iteration(trace_dir: Path, rank: int, cycle: int) -> int | None:
+    """Last iteration that earlier cycles of this run finished; None if none did.
+
+    Read from the end of this rank's own files, else of rank 0's (the layout may have changed).
+    """
+    for previous in range(cycle - 1, -1, -1):
+        for candidate in (rank, 0):
+            path = trace_dir / RANK_FILE_PATTERN.format(rank=candidate, cycle=previous)
+            if path.is_file():  # a FIFO would block
+                step = _last_iteration(path)
+                if step is not None:
+                    return step
+                break
+    return None
+
+
+def _step_in(line: bytes) -> int | None:
+    """The step of an iteration record; None if the line is damaged."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, RecursionError):
+        return None
+    return step if type(step) is int else None
+
+
+def _last_iteration(path: Path) -> int | None:
+    """Step of the last whole iteration record. The spans of a large save may lie between it and the end."""
+    size = path.stat().st_size
+    tail = _TAIL_BYTES
+    while True:
+        with open(open_regular(path), "rb") as file:
+            file.seek(max(0, size - tail))
+            lines = file.read().splitlines()
+        for line in reversed(lines):
+            if b'"type":"iteration"' in line and line.endswith(b"}") and line.startswith(b"{"):
+                step = _step_in(line)
+                if step is not None:
+                    return step
+        if tail >= size:
+            return None
+        tail *= 8

@@ -1,0 +1,68 @@
+"""Failure records, written by whoever kills and relaunches the job, into the job's own trace directory."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from restart_trace import cycles
+from restart_trace.process import process_fields
+from restart_trace.recorder import Recorder
+from restart_trace.schema import SUPERVISOR_FILE_PATTERN
+from restart_trace.sink import JsonlSink
+
+
+class SupervisorTrace:
+    """Writes what a supervisor did to a run and saw of it."""
+
+    def __init__(self, trace_dir: Path, sink: JsonlSink) -> None:
+        self._trace_dir = trace_dir
+        self._sink = sink
+        self._started = False
+
+    def failure(
+        self,
+        phase: str,
+        *,
+        cycle: int,
+        detail: str | None = None,
+        iteration: int | None = None,
+        at_ns: int | None = None,
+    ) -> None:
+        """Record that `phase` (injected, detected, stopped or relaunched) happens now, or was seen at `at_ns`.
+
+        `cycle` is the launch that failed, `at_ns` on the monotonic clock. The run id is read from the trace
+        directory, so the run must have started; raises ValueError if it has not.
+        """
+        newest = cycles.newest_cycle(self._trace_dir)
+        if newest is None:
+            raise ValueError(f"{self._trace_dir}: no run has been traced here yet, so none can have failed")
+        common = {"run_id": newest[1]["run_id"], "cycle": cycle, "rank": -1, "tp": -1, "pp": -1, "dp": -1}
+        recorder = Recorder(self._sink, common)
+        if not self._started:
+            self._started = True
+            layout = {"tp": 0, "pp": 0, "dp": 0}
+            recorder.write(
+                "process", role="supervisor", world_size=0, layout=layout, **process_fields(os.environ)
+            )
+        recorder.event("failure", phase, detail, iteration, at_ns=at_ns)
+
+
+@contextmanager
+def open_supervisor_trace(trace_dir: str | Path) -> Iterator[SupervisorTrace]:
+    """Open the next free `supervisor_NNN.jsonl` in `trace_dir`."""
+    directory = Path(trace_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    for index in itertools.count():
+        try:
+            sink = JsonlSink(directory / SUPERVISOR_FILE_PATTERN.format(index=index))
+            break
+        except FileExistsError:
+            continue
+    try:
+        yield SupervisorTrace(directory, sink)
+    finally:
+        sink.close()

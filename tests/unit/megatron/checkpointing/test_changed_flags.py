@@ -1,0 +1,171 @@
+"""What a resume with other flags tells, and that every setting has a decision."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.checkpointing.changed_flags import DECISIONS, Kind, changes, check_optimizer
+from megatron.checkpointing.engines.base import EngineOptions
+from megatron.checkpointing.engines.errors import CheckpointMismatchError
+from megatron.checkpointing.engines.registry import create_engine
+from megatron.config.arguments import GROUPS, config_from_args, namespace_from_config, parse_args
+from megatron.config.flags import spec_of
+from restart_trace.recorder import NullOperation
+
+ROOT = Path(__file__).resolve().parents[4]
+FLAGS = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --train-iters 2 "
+    "--lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 8"
+)
+DATA = " --data-path 1 /d/a 1 /d/b"
+RESUME = " --load /c"
+FIELDS = {field.name: field for cls in GROUPS.values() for field in dataclasses.fields(cls)}
+
+
+def settings(flags: str = "", data: str = DATA, consumed: int | None = None) -> argparse.Namespace:
+    args = namespace_from_config(config_from_args(parse_args((FLAGS + data + flags).split()), {}))
+    if consumed is not None:  # as the checkpoint of a run has it
+        args.consumed_train_samples = consumed
+    return args
+
+
+def told(saved: str, mine: str) -> list[str]:
+    return changes(settings(saved, consumed=40), settings(RESUME + mine))
+
+
+def test_every_setting_has_a_decision() -> None:
+    """A new flag needs one: what does another value of it mean for a resume?"""
+    assert not FIELDS.keys() - DECISIONS.keys(), "settings without a decision in checkpointing/changed_flags.py"
+    assert not DECISIONS.keys() - FIELDS.keys(), "decisions on settings that there are none of any more"
+
+
+def test_the_documentation_has_every_decision() -> None:
+    """docs/resuming.md names each flag once, in the row of its decision."""
+    rows = [line for line in (ROOT / "docs" / "resuming.md").read_text().splitlines() if line.startswith("| `--")]
+    documented: dict[str, str] = {}
+    for row in rows:
+        flags, kind, _ = (cell.strip() for cell in row.strip("|").split("|", 2))
+        for name in re.findall(r"`(--[\w-]+)`", flags):
+            assert name not in documented, f"{name} stands twice"
+            documented[name] = kind
+    expected = {}
+    for name, decision in DECISIONS.items():
+        spec = spec_of(FIELDS[name])
+        if spec is not None:
+            expected[spec.names[0]] = decision.kind.value
+    expected |= {"--bf16": Kind.REFUSED.value, "--fp16": Kind.REFUSED.value}
+    assert documented == expected
+
+
+@pytest.mark.parametrize(
+    ("saved", "mine", "line"),
+    [
+        (" --seed 7", " --seed 8", "--seed 7 -> 8: samples are shuffled anew, so training goes on at sample 40 of"),
+        ("", " --split 9,1", "--split 969, 30, 1 -> 9,1: other documents are for training, so training goes on at"),
+        ("", " --seq-length 16 --max-position-embeddings 32", "--seq-length 32 -> 16: samples are cut anew at this"),
+        ("", " --global-batch-size 2", "--global-batch-size 1 -> 2: training goes on at sample 40, none is repeated"),
+        ("", " --hidden-dropout 0", "--hidden-dropout 0.1 -> 0.0: the new probability counts from here"),
+        ("", " --eod-mask-loss", "--eod-mask-loss is given, and was not: losses before and after"),
+        (" --eod-mask-loss", "", "--eod-mask-loss is not given, and was: losses before and after"),
+        ("", " --no-bias-gelu-fusion", "--no-bias-gelu-fusion is given, and was not: the new value counts, and the"),
+        ("", " --init-method-std 0.1", "--init-method-std 0.02 -> 0.1: no effect: all weights come from the"),
+        ("", " --vocab-size 9", "--vocab-size 8 -> 9: the weights know tokens by the old tokenizer's ids"),
+        ("", " --clip-grad 0", "--clip-grad 1.0 -> 0.0: the new limit counts from here"),
+        (
+            " --use-rotary-position-embeddings",
+            " --use-rotary-position-embeddings --rotary-position-embeddings-theta 500000",
+            "--rotary-position-embeddings-theta 10000 -> 500000: the new value counts, and the model computes another",
+        ),
+        (" --fp16", " --fp16 --loss-scale 8", "--loss-scale (none) -> 8.0: the new value counts from here; a dynamic"),
+    ],
+)  # fmt: skip
+def test_one_line_says_what_is_changed_and_what_it_means(saved: str, mine: str, line: str) -> None:
+    (found,) = told(saved, mine)
+    assert found.startswith(line), found
+
+
+@pytest.mark.parametrize(
+    ("saved", "mine"),
+    [
+        ("", ""),
+        (" --split 9,1", " --split 90/10/0"),  # the same parts
+        ("", " --micro-batch-size 2 --global-batch-size 1"),
+        (" --optimizer sgd", " --optimizer sgd --adam-beta2 0.9"),  # Adam's settings are not in use
+        (" --swiglu", " --swiglu --no-bias-gelu-fusion"),
+        ("", " --lr 1e-4 --weight-decay 0.5"),  # for the schedule to say
+        ("", " --num-workers 0 --log-interval 7 --eval-iters 3 --data-cache-path /x --train-iters 9"),
+        ("", " --save /s --save-interval 3 --checkpoint-engine lazy --restart-trace off"),
+        (" --seed 7", " --seed 8 --finetune"),  # another training begins
+        (" --fp16", " --fp16 --initial-loss-scale 4 --no-load-optim"),  # it has its effect then
+    ],
+)
+def test_nothing_is_told_where_nothing_changes(saved: str, mine: str) -> None:
+    if "--micro-batch-size 2" in mine:
+        mine = mine.replace("--global-batch-size 1", "--global-batch-size 2")
+        saved += " --global-batch-size 2"
+    assert told(saved, mine) == []
+
+
+def test_what_finetuning_must_know() -> None:
+    """The function that the weights were trained for is theirs, whatever training they go on to."""
+    (line,) = told("", " --finetune --layernorm-epsilon 1e-6 --adam-beta2 0.9 --split 1,1")
+    assert line.startswith("--layernorm-epsilon 1e-05 -> 1e-06: ")
+
+
+def test_blends() -> None:
+    def found(mine: str) -> list[str]:
+        return changes(settings(consumed=40), settings(RESUME, data=mine))
+
+    assert found(" --data-path 2 /d/a 2 /d/b") == []  # weights are shares
+    (line,) = found(" --data-path 3 /d/a 1 /d/b")
+    assert line.startswith("--data-path 1 /d/a 1 /d/b -> 3 /d/a 1 /d/b: unless these are the same files at another")
+    lines = found(" --train-data-path /d/a --valid-data-path /d/v")
+    assert [line.split(":")[0] for line in lines] == [
+        "--data-path 1 /d/a 1 /d/b -> (none)", "--train-data-path (none) -> /d/a", "--valid-data-path (none) -> /d/v",
+    ]  # fmt: skip
+
+
+def upstream_args() -> argparse.Namespace:
+    name = "mp_rank_00_model_states.pt"
+    directory = ROOT / "tests" / "golden" / "upstream_run" / "global_step5"
+    return create_engine("torch", EngineOptions()).load([name], directory, {}, NullOperation())[name]["args"]
+
+
+# The flags of tests/golden/upstream_run, as far as a change of them is told.
+OF_UPSTREAM: dict[str, Any] = {
+    "seq_length": 64, "max_position_embeddings": 64, "global_batch_size": 8, "adam_beta2": 0.95, "split": "100,0,0",
+    "data_path": ["run/data/corpus_text_document"], "tokenizer_type": "GPTSentencePieceTokenizer",
+    "tokenizer_model": "run/data/tokenizer.model", "vocab_size": None, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+    "swiglu": True, "add_bias_linear": False, "bias_gelu_fusion": False, "use_rotary_position_embeddings": True,
+}  # fmt: skip
+
+
+def test_upstreams_checkpoint_is_compared_as_ours() -> None:
+    mine = settings(RESUME)
+    vars(mine).update(OF_UPSTREAM)
+    assert changes(upstream_args(), mine) == []
+    mine.adam_beta2, mine.seed = 0.9, 9
+    assert [line.split(":")[0] for line in changes(upstream_args(), mine)] == [
+        "--seed 1234 -> 9", "--adam-beta2 0.95 -> 0.9",
+    ]  # fmt: skip
+
+
+def test_what_an_older_program_did_not_save_is_not_compared() -> None:
+    bare = argparse.Namespace(consumed_train_samples=4, seed=9)
+    assert [line.split(":")[0] for line in changes(bare, settings(RESUME))] == ["--seed 9 -> 1234"]
+
+
+def test_state_of_another_optimizer() -> None:
+    saved, directory = settings(" --optimizer sgd"), Path("/c/global_step1")
+    message = "^--optimizer adam: /c/global_step1 was saved with --optimizer sgd"
+    with pytest.raises(CheckpointMismatchError, match=message):
+        check_optimizer(saved, settings(RESUME), directory)
+    for flags in (" --no-load-optim", " --finetune", " --optimizer sgd"):
+        check_optimizer(saved, settings(RESUME + flags), directory)
+    check_optimizer(argparse.Namespace(), settings(RESUME), directory)  # of an older program

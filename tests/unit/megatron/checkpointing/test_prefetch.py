@@ -1,0 +1,225 @@
+"""--prefetch-on-start: what is read, what is left alone, and that the load neither reads nor counts it again."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpointing import naming as names
+from megatron.checkpointing.commit import Manifest, write_manifest
+from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedFile
+from megatron.checkpointing.engines.registry import create_engine
+from megatron.checkpointing.prefetch import Prefetch
+from megatron.config import Config, ConfigError
+from megatron.config.arguments import config_from_args, parse_args
+from megatron.fileio.direct_files import ResidentPages
+from megatron.fileio.host_memory import resident_pages
+from megatron.parallel.topology import Layout
+from restart_trace.recorder import NullOperation, Recorder
+from restart_trace.sink import JsonlSink
+from tests.unit.trace_helpers import COMMON, read
+
+MIB = 1 << 20
+TWO = Layout(tp=1, pp=1, dp=2)
+LAYER = names.layer_file(1, 0)
+COMMON_STATE = names.model_states_file(TWO, TWO.coordinates(0))
+FLAGS = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --bf16 --lr 1e-3 --micro-batch-size 1 "
+    "--train-iters 2 --tokenizer-type NullTokenizer --vocab-size 100 --data-path x"
+)
+
+
+def config(*flags: str, world_size: int = 2) -> Config:
+    env = {"WORLD_SIZE": str(world_size), "RANK": "1", "LOCAL_RANK": "1"}
+    return config_from_args(parse_args([*FLAGS.split(), *flags], env), env)
+
+
+def shard(rank: int) -> str:
+    return names.optimizer_file(TWO, TWO.coordinates(rank), "bf16")
+
+
+def states(rank: int) -> list[FileState]:
+    """Weights, the rest and a shard as a rank of DP 2 saves them: only the first has weights."""
+    generator = torch.Generator().manual_seed(rank)
+    mine = [FileState(shard(rank), {"master": torch.randn(2 * MIB, generator=generator)})]
+    if rank == 0:
+        mine.insert(0, FileState(COMMON_STATE, {"iteration": 5, "note": torch.zeros(3)}))
+        mine.insert(0, FileState(LAYER, {"weight": torch.randn(MIB, generator=generator)}))
+    return mine
+
+
+def save(directory: Path, engine: str) -> dict[str, SavedFile]:
+    """A checkpoint of two ranks, of which nothing is in the page cache."""
+    target = directory / "global_step5"
+    target.mkdir()
+    saved: dict[str, SavedFile] = {}
+    for rank in (0, 1):
+        saving = create_engine(engine, EngineOptions(rank=rank))
+        saved |= {file.name: file for file in saving.save(states(rank), target, NullOperation())}
+        saving.close()
+    layout = {"tp": 1, "pp": 1, "dp": 2}
+    write_manifest(target, Manifest("global_step5", 5, engine, layout, {}, saved), fsync=True)
+    for name in saved:
+        forget(target / name)
+    return saved
+
+
+@pytest.fixture
+def tmp_path(path_on_disk: Path) -> Path:
+    """Where files can leave the page cache."""
+    return path_on_disk
+
+
+def forget(path: Path) -> None:
+    """Take a file out of the page cache."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if any(resident_pages(file.fileno())):
+            pytest.skip("this file system keeps its files in memory")
+
+
+def share(path: Path, start: int = 0, stop: int | None = None) -> float:
+    """Share of a file's pages in the page cache."""
+    with path.open("rb") as file:
+        return ResidentPages(file.fileno()).share(
+            start // 4096 * 4096, path.stat().st_size if stop is None else stop
+        )
+
+
+def wait_until_idle(prefetch: Prefetch) -> None:
+    """Return when everything asked for until now has been read."""
+    prefetch._wanted.put(())
+    while not prefetch._wanted.empty():
+        assert prefetch._thread.is_alive() or prefetch._note
+        if not prefetch._thread.is_alive():
+            return
+        time.sleep(0.001)
+
+
+def finish(prefetch: Prefetch, directory: Path, trace: Path, load: Any = None) -> list[dict[str, Any]]:
+    """Hand over to a load, which `load` carries out; its spans."""
+    with Recorder(JsonlSink(trace), COMMON).operation("load") as op:
+        prefetch.hand_over(op, directory)
+        if load is not None:
+            load(op)
+    return [record for record in read(trace) if record["type"] == "span"]
+
+
+def storage_reads() -> int:
+    """Bytes that this process has had read from storage (proc(5), /proc/PID/io)."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["read_bytes"])
+
+
+def check_loaded(engine: CheckpointEngine, directory: Path, expected: dict[str, SavedFile], op: Any) -> None:
+    found = engine.load([LAYER, COMMON_STATE, shard(1)], directory, expected, op)
+    assert torch.equal(found[LAYER]["weight"], states(0)[0].state["weight"])
+    assert torch.equal(found[shard(1)]["master"], states(1)[0].state["master"])
+
+
+@pytest.mark.parametrize("name", ["torch", "lazy"])
+def test_a_rank_reads_its_own_part_and_its_load_nothing_again(tmp_path: Path, name: str) -> None:
+    saved = save(tmp_path, name)
+    directory = tmp_path / "global_step5"
+    engine = create_engine(name, EngineOptions(rank=1))
+    check_loaded(engine, directory, saved, NullOperation())  # a first load reads modules, too
+    for name_of_file in saved:
+        forget(directory / name_of_file)
+    prefetch = Prefetch(config("--load", str(tmp_path), "--prefetch-on-start"), TWO, 1, 1 << 40)
+    prefetch.also([LAYER])
+    wait_until_idle(prefetch)
+    if name == "lazy":  # the other rank's shard lies in the file that holds the weights
+        assert 0.2 < share(directory / "rank_00000.safetensors") < 0.8
+    else:
+        assert share(directory / shard(0)) == 0
+    before = 0
+
+    def load(op: Any) -> None:
+        nonlocal before
+        before = storage_reads()
+        check_loaded(engine, directory, saved, op)
+
+    spans = finish(prefetch, directory, tmp_path / "trace.jsonl", load)
+    assert storage_reads() - before < MIB, "the load has read from storage again"
+    ahead = [span for span in spans if not span["blocking"]]
+    assert {(span["phase"], span["detail"], span["thread"]) for span in ahead} == {
+        ("load", "read", "prefetch")
+    }
+    mine = MIB * 4 + 2 * MIB * 4  # weights and shard
+    assert mine <= sum(span["bytes"] for span in ahead) < mine + 2 * MIB
+    # What was read ahead is counted once: what the load says it has read is the little that was not.
+    total = sum(span["bytes"] for span in spans if span.get("detail") == "read" and "bytes" in span)
+    assert mine <= total < mine + 2 * MIB
+
+
+def test_reading_ahead_ends_at_its_limit(tmp_path: Path) -> None:
+    save(tmp_path, "torch")
+    prefetch = Prefetch(config("--load", str(tmp_path), "--prefetch-on-start"), TWO, 1, 5 * MIB)
+    prefetch._thread.join(300)
+    spans = finish(prefetch, tmp_path / "global_step5", tmp_path / "trace.jsonl")
+    assert 0 < sum(span["bytes"] for span in spans if not span["blocking"]) <= 5 * MIB
+    assert "--prefetch-limit" in prefetch._note
+    assert share(tmp_path / "global_step5" / shard(1), 5 * MIB) == 0  # no more than was asked for
+
+
+def test_what_is_in_memory_already_is_not_read_again(tmp_path: Path) -> None:
+    save(tmp_path, "torch")
+    directory = tmp_path / "global_step5"
+    (directory / shard(1)).read_bytes()
+    prefetch = Prefetch(config("--load", str(tmp_path), "--prefetch-on-start"), TWO, 1, 1 << 40)
+    wait_until_idle(prefetch)
+    spans = finish(prefetch, directory, tmp_path / "trace.jsonl")
+    assert sum(span["bytes"] for span in spans if not span["blocking"]) < MIB
+
+
+def test_another_checkpoint_is_loaded_than_was_read_ahead(tmp_path: Path) -> None:
+    """The load has to read it all, and says so."""
+    saved = save(tmp_path, "torch")
+    directory = tmp_path / "global_step5"
+    prefetch = Prefetch(config("--load", str(tmp_path), "--prefetch-on-start"), TWO, 1, 1 << 40)
+    wait_until_idle(prefetch)
+    older = tmp_path / "older"
+    os.rename(directory, older)
+    engine = create_engine("torch", EngineOptions(rank=1))
+    spans = finish(
+        prefetch, older, tmp_path / "trace.jsonl", lambda op: check_loaded(engine, older, saved, op)
+    )
+    blocking = sum(span["bytes"] for span in spans if span["blocking"] and "bytes" in span)
+    assert blocking == sum(saved[name].num_bytes for name in (LAYER, COMMON_STATE, shard(1)))
+
+
+def test_nothing_is_read_of_what_does_not_fit(tmp_path: Path) -> None:
+    save(tmp_path, "torch")
+    flags = ("--load", str(tmp_path), "--prefetch-on-start")
+    other = Prefetch(config(*flags, world_size=4), Layout(tp=1, pp=1, dp=4), 1, 1 << 40)
+    nothing = Prefetch(config("--load", str(tmp_path / "none"), "--prefetch-on-start"), TWO, 1, 1 << 40)
+    (tmp_path / "global_step5" / shard(1)).unlink()
+    missing = Prefetch(config(*flags), TWO, 1, 1 << 40)
+    for prefetch, why in (
+        (other, "another layout"),
+        (nothing, "none with a manifest"),
+        (missing, "No such file"),
+    ):
+        prefetch._thread.join(300)
+        prefetch.close()
+        assert why in prefetch._note and not prefetch._read
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prefetch-on-start"], "--prefetch-on-start does nothing without --load DIR"),
+        (["--load", "x", "--prefetch-limit", "1"], "--prefetch-limit 1.0: does nothing without --prefetch-on-start"),
+        (["--load", "x", "--prefetch-on-start", "--prefetch-limit", "0"], "--prefetch-limit 0"),
+        (["--load", "x", "--prefetch-on-start", "--direct-io", "on"], "--direct-io on reads around it: drop one"),
+    ],
+)  # fmt: skip
+def test_flags_that_do_not_fit_are_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(*flags)

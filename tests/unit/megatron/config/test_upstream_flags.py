@@ -1,0 +1,124 @@
+"""Upstream's flags that scripts give: those that set what another flag sets here, and those that change nothing."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpointing.state import samples_of_run
+from megatron.config import ConfigError
+from megatron.config.unsupported_flags import NO_EFFECT_VALUES
+from tests.unit.megatron.config.test_arguments import SMALL, configure, small
+from tools.upstream_flags_page import page
+
+ROOT = Path(__file__).resolve().parents[4]
+
+REFUSALS = [
+    ("--no-pipeline-parallel --pipeline-model-parallel-size 2", 2, "--no-pipeline-parallel contradicts"),
+    ("--num-experts 8", 1, "--num-experts 8 is not supported: mixture of experts"),
+    ("--num-experts 1 8", 1, "--num-experts 1 8 is not supported: mixture of experts"),
+    ("--ds-sequence-parallel-size 2", 1, "--ds-sequence-parallel-size 2 is not supported: sequence"),
+    ("--dataloader-type cyclic", 1, "--dataloader-type cyclic is not supported: data is read once"),
+    ("--DDP-impl fsdp", 1, "--DDP-impl fsdp is not supported"),
+    ("--transformer-impl transformer_engine", 1, "--transformer-impl transformer_engine is not supported: fp8"),
+    ("--timing-log-level 3", 1, "--timing-log-level 3 is not supported: use 0, 1 or 2"),
+    ("--train-samples 30", 1, "--train-iters 10: --train-samples 30 is given; drop one of them"),
+    ("--lr-decay-samples 20", 1, "--lr-decay-samples 20: needs --train-samples instead of --train-iters"),
+    ("--lr-warmup-samples 2", 1, "--lr-warmup-samples 2: needs --train-samples instead of --train-iters"),
+    ("--rampup-batch-size 2 2 8", 1, "--rampup-batch-size 2 2 8: needs --train-samples instead of"),
+    ("--lr-warmup-tokens 5", 1, "--lr-warmup-tokens 5: needs --lr-decay-tokens beside it"),
+    ("--lr-warmup-tokens 5 --lr-decay-tokens 5", 1, "must be less than --lr-decay-tokens 5"),
+    ("--lr-warmup-tokens 5 --lr-decay-tokens 9 --lr-warmup-iters 1", 1, "--lr-warmup-tokens sets the warm-up, too"),
+    ("--recompute-method block", 1, "--recompute-method block: choose one of uniform"),
+    ("--recompute-granularity selective --recompute-method uniform", 1, "is for --recompute-granularity full"),
+    ("--recompute-num-layers 2", 1, "--recompute-num-layers 2: add --recompute-granularity full"),
+    ("--reset-iteration", 1, "--reset-iteration does nothing without --load DIR"),
+    ("--universal-checkpoint", 1, "--universal-checkpoint does nothing without --load DIR"),
+    ("--train-doc-idx-path d --train-sample-idx-path s", 1, "needs --train-shuffle-idx-path beside it"),
+    ("--optimizer sgd --log-optimizer-states-to-tensorboard --tensorboard-dir /t", 1, "writes Adam's moments; drop"),
+    ("--log-optimizer-states-to-tensorboard", 1, "needs --tensorboard-dir"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("extra", "world_size", "message"), REFUSALS, ids=[row[0] for row in REFUSALS])
+def test_refusal_names_flag_value_and_fix(extra: str, world_size: int, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        small(extra, world_size)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(NO_EFFECT_VALUES))
+def test_value_without_effect_is_noted(name: str) -> None:
+    inert = NO_EFFECT_VALUES[name]
+    value = inert.accepted[0] if inert.accepted else "7"
+    assert f"{name} {value}: no effect, {inert.why}" in [note.text for note in small(f"{name} {value}").notes]
+
+
+@pytest.mark.parametrize(
+    ("extra", "level", "text"),
+    [
+        ("--loss-scale 128 --bf16", logging.WARNING, "--loss-scale 128.0: no effect, loss scaling is for --fp16"),
+        ("--save-interval 5", logging.WARNING, "--save-interval: no effect, no checkpoint is saved without"),
+        ("--zero-stage 0", logging.INFO, "--zero-stage 0: ZeRO-1 is used, which computes the same"),
+        ("--zero-stage 2", logging.WARNING, "--zero-stage 2: ZeRO-1 is used, which computes the same but"),
+        ("--no-pipeline-parallel", logging.INFO, "--no-pipeline-parallel: there is one stage"),
+        ("--recompute-activations", logging.INFO, "--recompute-granularity selective: no effect"),
+        ("--sequence-parallel", logging.WARNING, "--sequence-parallel: no effect, every TP rank keeps"),
+    ],
+)
+def test_what_is_taken_otherwise_is_said(extra: str, level: int, text: str) -> None:
+    config = small(extra)
+    assert [note.level for note in config.notes if note.text.startswith(text)] == [level]
+    assert config.parallel.zero_stage == 1
+
+
+def test_recompute_flags_are_checkpoint_flags() -> None:
+    for extra in (
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+        "--activations-checkpoint-method uniform --activations-checkpoint-num-layers 2",
+        "--checkpoint-activations --checkpoint-num-layers 2",
+    ):
+        model = small(extra).model
+        assert (model.checkpoint_activations, model.checkpoint_num_layers) == (True, 2)
+    assert not small("--recompute-granularity selective").model.checkpoint_activations
+
+
+def test_length_and_schedule_in_samples() -> None:
+    line = SMALL.replace("--train-iters 10", "--train-samples 41 --lr-warmup-samples 6 --global-batch-size 4")
+    config = configure(line)
+    assert (config.training.train_iters, config.training.train_samples) == (10, 41)
+    assert (config.optimizer.lr_decay_samples, config.optimizer.lr_decay_iters) == (41, None)
+    ramped = configure(line + "--rampup-batch-size 2 2 7").training  # 2 2 2 2, then 4
+    assert [ramped.batch_sizes.at(n) for n in (0, 2, 4, 6, 8)] == [2, 2, 2, 2, 4]
+    assert ramped.train_iters == 4 + (41 - 8) // 4
+    assert [ramped.batch_sizes.consumed(n) for n in (0, 3, 4, 6)] == [0, 6, 8, 16]
+    for extra, message in (
+        ("--lr-warmup-iters 1", "--lr-warmup-iters 1: --train-samples 41 is given; use --lr-warmup-samples"),
+        ("--lr-warmup-samples 41", "--lr-warmup-samples 41: must be less than the 41 samples of the decay"),
+        ("--rampup-batch-size 2 2", "--rampup-batch-size 2 2: give three numbers"),
+        ("--rampup-batch-size 1 1 7", "must be multiples of --micro-batch-size x data-parallel size = 2"),
+        ("--rampup-batch-size 2 4 7", "steps of 4 do not lead from 2 to --global-batch-size 4"),
+        ("--train-samples 3", "--train-samples 3: is less than the first batch"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            configure(line + extra)
+        assert message in str(caught.value)
+
+
+def test_universal_checkpoint_is_redistribute_universal() -> None:
+    assert small("--load /s --universal-checkpoint").checkpoint.redistribute == "universal"
+    assert small("--load /s").checkpoint.redistribute == "direct"
+
+
+def test_samples_of_the_run_decide_the_order_of_the_data() -> None:
+    """Upstream indexes --train-samples, more than the whole batches that are read."""
+    assert samples_of_run(10, 5, 2, 4) == (40, 24, 8)
+    assert samples_of_run(10, 5, 2, 4, 41) == (41, 24, 8)
+
+
+def test_the_page_of_upstreams_flags_is_of_this_parser() -> None:
+    """If this fails, print the page again: its first lines say how."""
+    upstream = (ROOT / "tests" / "golden" / "upstream_flags.txt").read_text().split()
+    assert (ROOT / "docs" / "upstream_flags.md").read_text() == page(upstream)

@@ -1,0 +1,167 @@
+"""The files that torch.save writes to and torch.load reads from: bytes, counts, times and checksums."""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpointing.engines.errors import CheckpointDamagedError
+from megatron.checkpointing.engines.verifying_reader import VerifyingReader
+from megatron.fileio import timed_files
+from megatron.fileio.timed_files import TimedReader, TimedWriter
+from megatron.fileio.zip_records import Record, read_records
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "state.pt"
+    torch.save({"large": torch.arange(100_000.0), "small": torch.ones(3), "text": "text"}, path)
+    return path
+
+
+# Writing
+
+
+def test_pieces_of_every_size_arrive_in_order(tmp_path: Path) -> None:
+    writer = TimedWriter(tmp_path / "file")
+    pieces = [b"a" * 10, b"b" * 70_000, b"c", b"", b"d" * 65_535, b"e" * 65_536, b"f" * 3]
+    counts = [writer.write(piece) for piece in pieces]
+    writer.flush()
+    writer.close()
+    assert (tmp_path / "file").read_bytes() == b"".join(pieces)
+    assert counts == [len(piece) for piece in pieces]
+    assert writer.num_bytes == sum(counts)
+
+
+def test_small_pieces_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every header of a zip archive would be a system call of its own otherwise."""
+    sizes: list[int] = []
+    real_write = os.write
+
+    def write(fd: int, data: bytes) -> int:
+        sizes.append(len(data))
+        return real_write(fd, data)
+
+    monkeypatch.setattr(timed_files.os, "write", write)
+    writer = TimedWriter(tmp_path / "file")
+    for _ in range(1000):
+        writer.write(b"x" * 100)
+    writer.flush()
+    writer.close()
+    assert sum(sizes) == 100_000 and len(sizes) == 2
+
+
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel writes at most 2 GiB at a time; here a pipe-sized piece stands for that."""
+    real_write = os.write
+    monkeypatch.setattr(timed_files.os, "write", lambda fd, data: real_write(fd, data[:4096]))
+    writer = TimedWriter(tmp_path / "file")
+    content = os.urandom(100_000)
+    writer.write(content)
+    writer.close()
+    assert (tmp_path / "file").read_bytes() == content
+    assert writer.num_bytes == 100_000
+
+
+def test_existing_file_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("old")
+    with pytest.raises(FileExistsError):
+        TimedWriter(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "old"
+
+
+def test_torch_save_writes_the_same_bytes(tmp_path: Path) -> None:
+    state = {"large": torch.arange(100_000.0), "small": torch.ones(3)}
+    expected = io.BytesIO()
+    torch.save(state, expected)
+    writer = TimedWriter(tmp_path / "file")
+    torch.save(state, writer)  # type: ignore[arg-type]
+    writer.flush()
+    writer.close()
+    assert (tmp_path / "file").read_bytes() == expected.getvalue()
+    assert writer.num_bytes == len(expected.getvalue()) and writer.write_ns > 0
+
+
+# Reading
+
+
+@pytest.mark.parametrize("kind", [TimedReader, VerifyingReader])
+def test_reads_like_any_file(saved: Path, kind: type[TimedReader]) -> None:
+    content = saved.read_bytes()
+    reader = kind(saved)
+    assert reader.seekable() and reader.readable() and reader.tell() == 0
+    assert reader.read(10) == content[:10]
+    assert reader.seek(-7, os.SEEK_END) == len(content) - 7
+    assert reader.read() == content[-7:] and reader.read() == b"" and reader.read(5) == b""
+    reader.seek(100)
+    buffer = bytearray(len(content))
+    assert reader.readinto(buffer) == len(content) - 100
+    assert buffer[: len(content) - 100] == content[100:]
+    reader.finish()
+    reader.close()
+    assert reader.read_ns > 0
+
+
+def test_torch_load_verifies_in_passing(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch.load read whole is not read a second time."""
+    again: list[str] = []
+    real = VerifyingReader._read_again
+
+    def read_again(self: VerifyingReader, index: int, record: Record) -> None:
+        again.append(record.name.rpartition("/")[2])
+        real(self, index, record)
+
+    monkeypatch.setattr(VerifyingReader, "_read_again", read_again)
+    reader = VerifyingReader(saved)
+    state = torch.load(reader, weights_only=True)  # type: ignore[arg-type]
+    assert torch.equal(state["large"], torch.arange(100_000.0)) and state["text"] == "text"
+    reader.finish()
+    reader.close()
+    assert reader.verify_ns > 0 and reader.read_ns > 0
+    assert not {"0", "1", "data.pkl"} & set(again), again
+
+
+def flip(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 16
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("ending", ["data/0", "data.pkl", "version"])
+@pytest.mark.parametrize("read_first", [True, False])
+def test_flipped_bit_is_found_and_its_record_named(saved: Path, ending: str, read_first: bool) -> None:
+    """Whether the record was read whole, in part, or not at all."""
+    with saved.open("rb") as file:
+        record = next(r for r in read_records(file) if r.name.endswith(ending))
+    flip(saved, record.offset + record.size - 1)
+    reader = VerifyingReader(saved)
+    if read_first:
+        reader.seek(record.offset)
+        reader.read(record.size)
+    else:
+        reader.seek(record.offset + record.size // 2)
+        reader.read(1)
+    with pytest.raises(CheckpointDamagedError) as caught:
+        reader.finish()
+    assert str(caught.value) == f"{saved}: record {record.name} does not have the checksum it was saved with"
+    reader.close()
+
+
+def test_reading_twice_does_not_spoil_the_checksum(saved: Path) -> None:
+    reader = VerifyingReader(saved)
+    for _ in range(2):
+        reader.seek(0)
+        reader.read()
+    reader.finish()
+    reader.close()
+
+
+def test_truncated_file(saved: Path) -> None:
+    os.truncate(saved, saved.stat().st_size - 1)
+    with pytest.raises(zipfile.BadZipFile):
+        VerifyingReader(saved)

@@ -1,0 +1,314 @@
+"""The launcher: what ranks find, how they end together, and that nothing is left; real processes, real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron.launch.cli import parse_arguments
+from restart_trace.startup import PRELOAD_VARIABLE, Preload, preload_of
+from tests.unit.trace_helpers import ROOT
+
+# The launcher without its imports, which take seconds and are not what is looked at here.
+SUPERVISE = """
+import sys
+from megatron.launch.cli import parse_arguments
+from megatron.launch.supervise import supervise
+from restart_trace.startup import Preload
+sys.exit(supervise(parse_arguments(None), Preload(1, 2, 3)))
+"""
+# What the scripts of the tests begin with: each rank of each start leaves its process id.
+HEAD = """
+import json, os, signal, subprocess, sys, time
+rank, restart = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+def note(name, text=""):
+    with open(f".{name}", "w") as file:
+        file.write(str(text))
+    os.rename(f".{name}", name)
+def here():
+    note(f"pid_{rank}_{restart}", os.getpid())
+"""
+
+
+class Job:
+    """A launcher that supervises ranks of a script, in a directory of its own."""
+
+    def __init__(self, directory: Path, script: str, *options: str) -> None:
+        self.directory = directory
+        (directory / "script.py").write_text(textwrap.dedent(HEAD) + textwrap.dedent(script))
+        self.output = directory / "output"
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", SUPERVISE, *options, "script.py", "--flag", "value"],
+                cwd=directory, env=os.environ | {"PYTHONPATH": str(ROOT), "MARK": str(directory)},
+                stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    def wait(self) -> int:
+        """Exit status; nothing of the launch may be left then."""
+        code = self.process.wait(300)
+        assert self.left() == [], self.said
+        return code
+
+    @property
+    def said(self) -> str:
+        return self.output.read_text()
+
+    def left(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("MARK") == str(self.directory):
+                    found.append(process)
+            except (psutil.Error, OSError):
+                continue
+        return found
+
+    def note(self, name: str) -> str:
+        """What a rank noted under `name`, once it has."""
+        path = self.directory / name
+        until(path.exists, f"{name}; {self.said}")
+        return path.read_text()
+
+    def pid(self, rank: int, restart: int = 0) -> int:
+        return int(self.note(f"pid_{rank}_{restart}"))
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
+Start = Callable[..., Job]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    jobs: list[Job] = []
+
+    def run(script: str, *options: str) -> Job:
+        jobs.append(Job(tmp_path, script, *options))
+        return jobs[-1]
+
+    yield run
+    for job in jobs:
+        for process in job.left():
+            process.kill()
+        job.process.wait(300)
+
+
+def test_a_rank_finds_what_torchrun_would_have_given_it(start: Start) -> None:
+    job = start(
+        """
+        import atexit
+        atexit.register(note, f"left_{rank}")
+        with open("/proc/self/environ") as file:
+            shown = dict(line.split("=", 1) for line in file.read().split("\\0") if line)
+        ignored = [s.name for s in signal.Signals if signal.getsignal(s) is signal.SIG_IGN]
+        note(f"found_{rank}", json.dumps({
+            "env": dict(os.environ), "shown": shown, "argv": sys.argv, "name": __name__, "file": __file__,
+            "group": os.getpgid(0) == os.getpid(), "blocked": len(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+            "ignored": ignored,
+        }))
+        """,
+        "--nproc-per-node", "2", "--nnodes", "2", "--node-rank", "1", "--master-addr", "node0", "--master-port", "1234",
+    )  # fmt: skip
+    assert job.wait() == 0, job.said
+    for local_rank, rank in enumerate((2, 3)):
+        found = json.loads(job.note(f"found_{rank}"))
+        expected = {
+            "RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2",
+            "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "LOCAL_SIZE": "2", "MASTER_ADDR": "node0",
+            "MASTER_PORT": "1234", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
+            PRELOAD_VARIABLE: "1:2:3",
+        }  # fmt: skip
+        assert {name: found["env"][name] for name in expected} == expected
+        assert found["shown"] == found["env"], "/proc/PID/environ is what the drill tells ranks by"
+        assert found["argv"] == ["script.py", "--flag", "value"] and found["name"] == "__main__"
+        assert found["group"] and found["blocked"] == 0
+        # As Python itself starts; and what these tests were started with, SIGHUP under nohup for one.
+        inherited = {s.name for s in signal.Signals if signal.getsignal(s) is signal.SIG_IGN}
+        assert set(found["ignored"]) <= {"SIGPIPE", "SIGXFSZ"} | inherited
+        assert job.note(f"left_{rank}") == ""  # as any program, with what it has registered for its end
+
+
+def test_the_others_end_with_the_first_that_fails(start: Start) -> None:
+    job = start(
+        """
+        here()
+        if rank == 1:
+            while not os.path.exists("pid_0_0"): time.sleep(0.01)
+            sys.exit(3)
+        time.sleep(60)
+        """,
+        "--nproc-per-node", "2",
+    )  # fmt: skip
+    pid = job.pid(1)
+    assert job.wait() == 1
+    assert f"rank 1 (pid {pid}): exit code 3; the others were stopped" in job.said
+    assert "restart" not in job.said.split("exit code 3")[1]
+
+
+def test_an_exception_is_shown_and_fails_the_launch(start: Start) -> None:
+    job = start("raise ValueError('broken')", "--nproc-per-node", "1")
+    assert job.wait() == 1
+    assert "ValueError: broken" in job.said and "exit code 1" in job.said
+
+
+def test_a_killed_rank_is_started_again_with_all_others(start: Start) -> None:
+    """In place: by the same launcher, on another port, and told that nothing was imported for it this time."""
+    job = start(
+        """
+        note(f"told_{rank}_{restart}", json.dumps(dict(os.environ)))
+        here()
+        if restart < 2:
+            subprocess.Popen(["sleep", "60"])
+            time.sleep(60)
+        """,
+        "--nproc-per-node", "2", "--max-restarts", "3",
+    )  # fmt: skip
+    for restart, victim in enumerate((1, 0)):
+        pids = [job.pid(rank, restart) for rank in (0, 1)]
+        os.kill(pids[victim], signal.SIGKILL)
+        assert job.pid(0, restart + 1) not in pids
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+        said = f"rank {victim} (pid {pids[victim]}): ended by SIGKILL"
+        until(lambda said=said: said in job.said, said)
+    assert job.wait() == 0, job.said  # and `wait` finds none of the processes that the ranks had started
+    assert "restart 1 of 3" in job.said and "restart 2 of 3" in job.said
+    told = [json.loads(job.note(f"told_0_{restart}")) for restart in range(3)]
+    assert [PRELOAD_VARIABLE in environment for environment in told] == [True, False, False]
+    assert len({environment["MASTER_PORT"] for environment in told}) == 3
+    assert {environment["TORCHELASTIC_MAX_RESTARTS"] for environment in told} == {"3"}
+
+
+def test_restarts_are_counted(start: Start) -> None:
+    job = start("here(); sys.exit(5)", "--max-restarts", "1")
+    assert job.wait() == 1
+    assert job.said.count("exit code 5") == 2 and not (job.directory / "pid_0_2").exists()
+
+
+@pytest.mark.parametrize(("handled", "code"), [(True, 0), (False, 128 + signal.SIGTERM)])
+def test_a_signal_is_passed_on_and_restarts_nothing(start: Start, handled: bool, code: int) -> None:
+    job = start(
+        f"""
+        if {handled}:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        here()
+        time.sleep(60)
+        """,
+        "--nproc-per-node", "2", "--max-restarts", "3",
+    )  # fmt: skip
+    for rank in (0, 1):
+        job.pid(rank)
+    job.process.terminate()
+    assert job.wait() == code
+    assert "SIGTERM was received and passed on" in job.said and "restart 1" not in job.said
+
+
+def test_a_rank_that_does_not_end_is_killed_after_the_timeout(start: Start) -> None:
+    job = start(
+        """
+        if rank == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        here()
+        if rank == 1:
+            while not os.path.exists("pid_0_0"): time.sleep(0.01)
+            sys.exit(1)
+        time.sleep(60)
+        """,
+        "--nproc-per-node", "2", "--shutdown-timeout", "0.5",
+    )  # fmt: skip
+    assert job.wait() == 1, job.said
+
+
+def test_a_launcher_under_nohup_goes_on_without_its_terminal(start: Start) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        job = start("""
+            here()
+            while not os.path.exists("go"): time.sleep(0.01)
+        """)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    job.pid(0)
+    job.process.send_signal(signal.SIGHUP)
+    (job.directory / "go").touch()
+    assert job.wait() == 0, job.said
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(start: Start) -> None:
+    job = start("here(); time.sleep(60)", "--nproc-per-node", "2")
+    for rank in (0, 1):
+        job.pid(rank)
+    job.process.kill()
+    assert job.process.wait(300) == -signal.SIGKILL
+    until(lambda: not job.left(), "ranks outlive their launcher")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--nproc-per-node", "0"], "--nproc-per-node 0: must be at least 1"),
+        (["--nproc_per_node", "gpu"], "invalid int value: 'gpu'"),
+        (["--nnodes", "2"], "--nnodes 2: needs --master-addr, the host of node 0"),
+        (["--nnodes", "2", "--master-addr", "a", "--node-rank", "2"], "--node-rank 2: must be from 0 to --nnodes"),
+        (
+            ["--nnodes", "2", "--master-addr", "a", "--max-restarts", "1"],
+            "--max-restarts 1 with --nnodes 2: launchers of several nodes do not agree on restarts; use",
+        ),
+        (["--max-restarts", "-1"], "--max-restarts -1: must be at least 0"),
+        (["--shutdown-timeout", "-1"], "--shutdown-timeout -1.0: must be at least 0"),
+        (["--master-port", "70000"], "--master-port 70000: must be from 1 to 65535"),
+    ],
+)  # fmt: skip
+def test_a_wrong_command_line_is_refused(
+    argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "script.py").write_text("")
+    with pytest.raises(SystemExit) as stopped:
+        parse_arguments([*argv, str(tmp_path / "script.py")])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_script_that_cannot_be_launched_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_arguments([str(tmp_path / "train.py")])
+    assert f"{tmp_path / 'train.py'}: no such file" in capsys.readouterr().err
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "__init__.py").write_text("")
+    with pytest.raises(SystemExit):
+        parse_arguments([str(tmp_path / "train.py")])
+    said = capsys.readouterr().err
+    assert (
+        "has a megatron of its own beside it" in said and f"start {tmp_path / 'megatron' / 'launch'}" in said
+    )
+
+
+def test_one_node_has_no_fixed_port() -> None:
+    script = str(ROOT / "pretrain_gpt.py")
+    assert parse_arguments([script]).master_port is None
+    assert parse_arguments(["--nnodes", "2", "--master-addr", "a", script]).master_port == 29500
+    assert parse_arguments(["--master-port", "5", script, "--lr", "1"]).arguments == ("--lr", "1")
+
+
+def test_what_was_done_before_the_fork_survives_the_environment() -> None:
+    preload = Preload(10, 200, 3000)
+    assert preload_of({PRELOAD_VARIABLE: preload.to_text()}) == preload
+    assert preload_of({}) is None

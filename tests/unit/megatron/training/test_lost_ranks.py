@@ -1,0 +1,73 @@
+"""What is told of an operation that failed for want of another rank, and of which errors nothing is told."""
+
+from __future__ import annotations
+
+import ast
+import datetime
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from megatron.config import Config
+from megatron.config.arguments import config_from_args, parse_args
+from megatron.parallel.control_plane import AgreementLostError
+from megatron.training.lost_ranks import ACTIVITIES, explain
+
+ROOT = Path(__file__).resolve().parents[4]
+FLAGS = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --train-iters 2 "
+    "--lr 1e-3 --data-path /d --tokenizer-type NullTokenizer --vocab-size 8 --distributed-timeout-minutes 0.5"
+)
+GLOO = "[/b/gloo/transport/tcp/pair.cc:534] "
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return config_from_args(parse_args(FLAGS.split()), {})
+
+
+def test_every_activity_is_a_function_that_is_there() -> None:
+    for place in ACTIVITIES:
+        module, _, name = place.partition(":")
+        tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
+        assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}, place
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        (GLOO + "Timed out waiting 30000ms for recv operation to complete", "waited longer than"),
+        (GLOO + "Connection closed by peer [127.0.0.1]:2190", "lost the connection to another rank"),
+        (GLOO + "Read error [127.0.0.1]:2190: Connection reset by peer", "lost the connection to another rank"),
+        (GLOO + "writev [127.0.0.1]:2190: Broken pipe", "lost the connection to another rank"),
+    ],
+)
+def test_gloo(config: Config, text: str, part: str) -> None:
+    found = explain(RuntimeError(text), config)
+    assert found is not None and "\n" not in found
+    assert part in found and "--distributed-timeout-minutes 0.5" in found and text in found
+
+
+def test_store(config: Config) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    store.set_timeout(datetime.timedelta(milliseconds=10))
+    with pytest.raises(RuntimeError) as caught:
+        store.get("never set")
+    assert "waited longer than --distributed-timeout-minutes 0.5" in (explain(caught.value, config) or "")
+
+
+def test_agreement_that_was_lost_tells_itself(config: Config) -> None:
+    assert explain(AgreementLostError("the ranks cannot agree"), config) == "the ranks cannot agree"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Error(s) in loading state_dict for Linear"),
+        RuntimeError("the upload timed out"),  # not of torch.distributed
+        ValueError(GLOO + "Connection closed by peer"),
+    ],
+)
+def test_other_errors_keep_their_traceback(config: Config, error: Exception) -> None:
+    assert explain(error, config) is None
