@@ -144,10 +144,10 @@ def cycles(done: subprocess.CompletedProcess[str], out: Path) -> list[dict[str, 
     ("fault", "moment", "engine", "options"),
     [
         ("sigkill-all", "mid-save-write", "lazy", ["--cycles", "2"]),
-        # The commit may win against the kill; then no iteration is repeated, and only a reference run can tell.
+        # A commit may win against the fault; then no iteration is repeated, and only a reference run can tell.
         ("sigkill-node", "mid-save-commit", "lazy", []),
         ("sigkill-one", "mid-save-before-commit", "torch", []),
-        ("sigstop", "mid-step", "lazy", ["--no-reference", "--hang-limit", "4"]),
+        ("sigstop", "mid-step", "lazy", ["--hang-limit", "4"]),
         ("sigterm", "random:3", "torch", []),
     ],
 )
@@ -161,7 +161,7 @@ def test_every_cycle_is_verified_and_accounted_for(
     options: list[str],
 ) -> None:
     out = tmp_path / "drill"
-    options = options if "--no-reference" in options else [*options, *sample.reference]
+    options = [*options, *sample.reference]
     strikes = 2 if "--cycles" in options else 1
     training = ("--train-iters", "60")
     done = drill(
@@ -172,16 +172,17 @@ def test_every_cycle_is_verified_and_accounted_for(
     for cycle in found:
         assert (cycle["fault"], cycle["moment"]) == (fault, moment)
         assert (cycle["losses"], cycle["state_hashes"], cycle["cache"]) == ("identical", "equal", "warm")
-        assert cycle["resumed_step"] == cycle["expected_step"] and cycle["lost_steps"] <= 5
+        # Saves are five steps apart; beside one of engine lazy training goes on until the next is due.
+        at_most = 10 if engine == "lazy" else 5
+        assert cycle["resumed_step"] == cycle["expected_step"] and cycle["lost_steps"] <= at_most
         if fault == "sigstop":
             assert cycle["phases"]["detect"] >= 4.0
         if fault == "sigterm":
             assert cycle["exit_code"] == 0 and cycle["lost_steps"] == 0
     assert "yes" in done.stdout
     told = drilled(out)
-    without = "--no-reference" in options
-    assert ("no reference run" in told["losses_compared_with"]) == without, told
-    assert told["reference"] == (None if without else str(sample.out / "reference"))
+    assert "no reference run" not in told["losses_compared_with"], told
+    assert told["reference"] == str(sample.out / "reference")
     assert not (out / "reference").exists()
 
 
