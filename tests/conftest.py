@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 from tools.common.machine import filesystem_of
 
 MAY_BE_SKIPPED_IN_CI = re.compile(r"GPU|CUDA|takes 10 minutes")
+SET_BY_IMPORTS = {"PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}  # of deepspeed and torch
 ROOT = Path(__file__).resolve().parents[1]
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
@@ -56,12 +57,21 @@ def environment_left_as_found() -> Iterator[None]:
     yield
     after = dict(os.environ)
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-    changed -= {"PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK"}  # the latter is set by importing deepspeed
+    changed -= SET_BY_IMPORTS | {"PYTEST_CURRENT_TEST"}
     for name in changed:
         os.environ.pop(name, None)
         if name in before:
             os.environ[name] = before[name]
     assert not changed, f"this test left the environment changed: {sorted(changed)}"
+
+
+@pytest.fixture
+def own_environment() -> Iterator[None]:
+    """For commands that are called within this process and settle variables of the one that they think is theirs."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture

@@ -270,6 +270,8 @@ def discover(load_dir: Path, load_tag: str | None) -> tuple[list[Candidate], lis
     problems: list[tuple[str, str]] = []  # (tag, what is wrong)
     if not load_dir.is_dir():
         return candidates, []
+    # Before the directories are: a job that saves meanwhile has published a checkpoint by the time `latest` names it.
+    latest, unreadable = _read_latest(load_dir)
     directories = sorted(p for p in load_dir.iterdir() if p.is_dir() and not p.name.startswith("."))
     for directory in directories:
         try:
@@ -288,16 +290,21 @@ def discover(load_dir: Path, load_tag: str | None) -> tuple[list[Candidate], lis
         problems += _without_manifest(directories, candidates)
         problems = [p for p in problems if p[0].removesuffix(names.REPLACED_SUFFIX) == load_tag]
         return _newest_first(candidates), [what for _, what in problems]
-    try:
-        latest = read_latest(load_dir)
-    except ValueError as exc:
-        latest, problems = None, [*problems, ("", str(exc))]
+    problems += unreadable
     candidates += _foreign(load_dir, latest)
     problems += _without_manifest(directories, candidates)
     told = {c.tag for c in candidates} | {tag.removesuffix(names.REPLACED_SUFFIX) for tag, _ in problems}
-    if latest is not None and latest not in told:
+    if latest is not None and latest not in told and _read_latest(load_dir)[0] == latest:
         problems.append((latest, names_nothing(load_dir, latest)))
     return _newest_first(candidates), [what for _, what in problems]
+
+
+def _read_latest(load_dir: Path) -> tuple[str | None, list[tuple[str, str]]]:
+    """(tag that `latest` names, what is wrong with `latest`)."""
+    try:
+        return read_latest(load_dir), []
+    except ValueError as exc:
+        return None, [("", str(exc))]
 
 
 def names_nothing(load_dir: Path, latest: str) -> str:

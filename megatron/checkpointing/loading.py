@@ -139,25 +139,26 @@ def _load_candidate(
             elsewhere = check_candidate(
                 candidate, ctx.config, place.layout, ctx.padded_vocab_size, reader.redistributable
             )
-        if not elsewhere:
-            with op.span("discover"):
-                live = live_state(engine, place, with_optimizer, reader.loads_in_place)
-                _check_wanted(candidate, [file.name for file in live])
-            expected = manifest.files if manifest else {}
-            with reading(candidate.directory):  # engines name the file, where they can
-                states = reader.load_into(live, candidate.directory, expected, op)
+    except (CheckpointDamagedError, OSError) as exc:
+        logger.debug("%s cannot be judged", candidate.directory, exc_info=exc)
+        error = str(exc)
+    # Without a manifest each rank has judged it by what it has read itself, and one alone may have failed.
+    if manifest is None and (rejected := _agree(ctx, error, op)):
+        return rejected
+    if elsewhere:
+        return _load_elsewhere(ctx, reader, engine, candidate, op)
+    try:
+        with op.span("discover"):
+            live = live_state(engine, place, with_optimizer, reader.loads_in_place)
+            _check_wanted(candidate, [file.name for file in live])
+        expected = manifest.files if manifest else {}
+        with reading(candidate.directory):  # engines name the file, where they can
+            states = reader.load_into(live, candidate.directory, expected, op)
     except (CheckpointDamagedError, OSError) as exc:
         logger.debug("%s cannot be read", candidate.directory, exc_info=exc)
         error = str(exc)
-    if elsewhere:
-        return _load_elsewhere(ctx, reader, engine, candidate, op)
-    with op.span("barrier"):
-        failed = ctx.control.agree(error)
-    if failed:
-        reasons = [f"rank {rank}: {reason}" for rank, reason in failed]
-        for reason in reasons:
-            _report_rejected(ctx, reason)
-        return reasons
+    if rejected := _agree(ctx, error, op):
+        return rejected
     progress = _apply(ctx, engine, candidate, states, op)
     with op.span("redistribute", "all_gather" if with_optimizer else "broadcast"):
         restore_tied_weights(engine, with_optimizer)
@@ -195,14 +196,20 @@ def _apply(
             logger.debug("%s cannot be applied", candidate.directory, exc_info=exc)
             error = str(exc)
         states.clear()  # giving gigabytes back to the system takes its time: here, where it is accounted for
+    rejected = _agree(ctx, error, op)
+    if progress is None or rejected:
+        raise _NotAppliedError(rejected)
+    return progress
+
+
+def _agree(ctx: Checkpointer, error: str | None, op: Operation) -> list[str]:
+    """What kept any rank from going on with the checkpoint, told as rejected; collective."""
     with op.span("barrier"):
         failed = ctx.control.agree(error)
-    if progress is None or failed:
-        reasons = [f"rank {rank}: {reason}" for rank, reason in failed]
-        for reason in reasons:
-            _report_rejected(ctx, reason)
-        raise _NotAppliedError(reasons)
-    return progress
+    reasons = [f"rank {rank}: {reason}" for rank, reason in failed]
+    for reason in reasons:
+        _report_rejected(ctx, reason)
+    return reasons
 
 
 def _load_elsewhere(

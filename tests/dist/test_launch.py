@@ -17,6 +17,7 @@ import pytest
 from tests.dist.drill_reports import LEAST_ACCOUNTED
 from tests.dist.harness import HANGS_S, ROOT, losses, records, wait_for
 from tests.dist.hold import held_environment
+from tests.dist.own_shm import in_own_shm, left_in_shm
 from tests.dist.test_restart_drill import TRAINING
 
 LAUNCHER = [sys.executable, str(ROOT / "megatron" / "launch"), "--nproc-per-node", "2"]
@@ -65,13 +66,12 @@ def start_of(trace: Path, cycle: int) -> tuple[int, int]:
 
 @pytest.mark.slow
 def test_ranks_that_are_killed_go_on_in_place(tmp_path: Path, dataset: list[str]) -> None:
-    shared_memory = set(os.listdir("/dev/shm"))
     save, trace = tmp_path / "save", tmp_path / "save" / "restart_trace"
     saving = ["--save", str(save), "--load", str(save), "--verify-restored-state", "--train-iters", "40"]
     command = [*LAUNCHER, "--max-restarts", "1", str(ROOT / "pretrain_gpt.py"), *dataset, *TRAINING, *saving]
     with (tmp_path / "log").open("wb") as log:
         job = subprocess.Popen(
-            command,
+            in_own_shm(command, tmp_path / "shm"),
             cwd=tmp_path,
             env=environment(tmp_path) | held_environment(cycles=1, after=HELD_AT),
             stdout=log,
@@ -88,8 +88,7 @@ def test_ranks_that_are_killed_go_on_in_place(tmp_path: Path, dataset: list[str]
         for process in marked(tmp_path):
             process.kill()
         job.wait(HANGS_S)
-    assert marked(tmp_path) == []
-    assert set(os.listdir("/dev/shm")) == shared_memory
+    assert marked(tmp_path) == [] and left_in_shm(tmp_path / "shm") == []
     before, after = losses(trace, 0, 1), losses(trace, 1, 1)
     repeated = set(before) & set(after)
     assert sorted(before) == list(range(1, HELD_AT + 1)) and sorted(after) == list(range(6, 41))

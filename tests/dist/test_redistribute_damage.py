@@ -22,7 +22,7 @@ from tests.dist.test_damaged_checkpoints import flip_bit
 from tests.dist.tiny_runs import Launcher
 
 OLD, NEW = Layout(2, 2, 1), Layout(1, 4, 1)
-SCRIPT = Path(__file__).parent / "scripts" / "failing_plan.py"
+SCRIPT = Path(__file__).parent / "scripts" / "failing_rank.py"
 STEPS = 4
 SHARD = "bf16_zero_pp_rank_0_mp_rank_02_optim_states.pt"  # of the second stage, first TP rank
 LAYER = "layer_03-model_01-model_states.pt"
@@ -150,7 +150,7 @@ def test_an_error_of_one_rank_while_planning_ends_all(
     trained: tuple[Model, Path], kind: str, message: str
 ) -> None:
     model, save = trained
-    env = {"FAILS_WITH": kind, "FAILS_ON": "2"}
+    env = {"FAILS_AT": "megatron.checkpointing.reshard.direct:plan", "FAILS_WITH": kind, "FAILS_ON": "2"}
     argv = [*model.flags, "--load", str(save), "--train-iters", "5"]
     run = model.launcher.run(NEW, *argv, script=str(SCRIPT), env=env)
     assert mismatch_of(run) == message

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +17,7 @@ import pytest
 from tests.dist.drill_reports import LEAST_ACCOUNTED, assert_report_agrees
 from tests.dist.harness import HANGS_S, LLAMA_STYLE, ROOT, wait_for
 from tests.dist.hold import held_environment
+from tests.dist.own_shm import in_own_shm, left_in_shm
 from tests.dist.storage import small_disk
 from tests.dist.tiny_runs import NO_DROPOUT
 
@@ -59,30 +58,14 @@ def drill(
     return run(out, "tools.restart_drill", *argv, "--", *command, held=strikes)
 
 
-# A /dev/shm of its own shows what the drill leaves there, and not what others on this machine do meanwhile.
-OWN_SHM = 'mount -t tmpfs none /dev/shm && "$@"; code=$?; ls -A /dev/shm >"$0"; exit "$code"'
-
-
 def run(out: Path, module: str, *argv: str, held: int = 0) -> subprocess.CompletedProcess[str]:
-    left_in_shm = out.with_name(f"{out.name}_shm")
-    wrapper = ["unshare", "--mount", "bash", "-c", OWN_SHM, str(left_in_shm)] if may_mount() else []
+    listing = out.with_name(f"{out.name}_shm")
     done = subprocess.run(
-        [*wrapper, sys.executable, "-m", module, *argv],
+        in_own_shm([sys.executable, "-m", module, *argv], listing),
         env=environment(out) | held_environment(held), cwd=ROOT, capture_output=True, text=True, timeout=3 * HANGS_S,
     )  # fmt: skip
-    assert left_of(out) == []
-    if wrapper:
-        assert left_in_shm.read_text() == ""
+    assert left_of(out) == [] and left_in_shm(listing) == []
     return done
-
-
-@functools.cache
-def may_mount() -> bool:
-    """Whether this process may have mounts of its own; without them /dev/shm is not looked at."""
-    command = ["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/dev/shm"]
-    return (
-        shutil.which("unshare") is not None and subprocess.run(command, capture_output=True).returncode == 0
-    )
 
 
 def left_of(out: Path) -> list[int]:
@@ -144,10 +127,10 @@ def cycles(done: subprocess.CompletedProcess[str], out: Path) -> list[dict[str, 
     ("fault", "moment", "engine", "options"),
     [
         ("sigkill-all", "mid-save-write", "lazy", ["--cycles", "2"]),
-        # The commit may win against the kill; then no iteration is repeated, and only a reference run can tell.
+        # A commit may win against the fault; then no iteration is repeated, and only a reference run can tell.
         ("sigkill-node", "mid-save-commit", "lazy", []),
         ("sigkill-one", "mid-save-before-commit", "torch", []),
-        ("sigstop", "mid-step", "lazy", ["--no-reference", "--hang-limit", "4"]),
+        ("sigstop", "mid-step", "lazy", ["--hang-limit", "4"]),
         ("sigterm", "random:3", "torch", []),
     ],
 )
@@ -161,7 +144,7 @@ def test_every_cycle_is_verified_and_accounted_for(
     options: list[str],
 ) -> None:
     out = tmp_path / "drill"
-    options = options if "--no-reference" in options else [*options, *sample.reference]
+    options = [*options, *sample.reference]
     strikes = 2 if "--cycles" in options else 1
     training = ("--train-iters", "60")
     done = drill(
@@ -172,16 +155,17 @@ def test_every_cycle_is_verified_and_accounted_for(
     for cycle in found:
         assert (cycle["fault"], cycle["moment"]) == (fault, moment)
         assert (cycle["losses"], cycle["state_hashes"], cycle["cache"]) == ("identical", "equal", "warm")
-        assert cycle["resumed_step"] == cycle["expected_step"] and cycle["lost_steps"] <= 5
+        # Saves are five steps apart; beside one of engine lazy training goes on until the next is due.
+        at_most = 10 if engine == "lazy" else 5
+        assert cycle["resumed_step"] == cycle["expected_step"] and cycle["lost_steps"] <= at_most
         if fault == "sigstop":
             assert cycle["phases"]["detect"] >= 4.0
         if fault == "sigterm":
             assert cycle["exit_code"] == 0 and cycle["lost_steps"] == 0
     assert "yes" in done.stdout
     told = drilled(out)
-    without = "--no-reference" in options
-    assert ("no reference run" in told["losses_compared_with"]) == without, told
-    assert told["reference"] == (None if without else str(sample.out / "reference"))
+    assert "no reference run" not in told["losses_compared_with"], told
+    assert told["reference"] == str(sample.out / "reference")
     assert not (out / "reference").exists()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,17 +10,19 @@ from pathlib import Path
 import pytest
 
 from tests.dist.harness import ROOT
+from tests.dist.own_shm import in_own_shm, left_in_shm
 from tests.dist.test_launch import environment, marked
 
 
 @pytest.mark.slow
 def test_restarts_of_both_kinds_are_measured(tmp_path: Path) -> None:
-    shared_memory = set(os.listdir("/dev/shm"))
+    out, listing = tmp_path / "out", tmp_path / "shm"
+    out.mkdir()
     done = subprocess.run(
-        [
+        in_own_shm([
             sys.executable, "-m", "benchmarks.launchers", "--only", "fork-in-place", "plain", "--repeat", "1", "--dp",
-            "1", "--dir", str(tmp_path), "--format", "json", "--time-limit", "120",
-        ],
+            "1", "--dir", str(out), "--format", "json", "--time-limit", "120",
+        ], listing),
         env=environment(tmp_path), cwd=ROOT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
@@ -29,5 +30,5 @@ def test_restarts_of_both_kinds_are_measured(tmp_path: Path) -> None:
     assert (found["layout"], found["rounds"], found["target"]) == ({"tp": 2, "pp": 2, "dp": 1}, 1, 0.7)
     ours, plain = (found["variants"][name] for name in ("fork-in-place", "plain"))
     assert ours["samples_s"][0] > 0 and ours["ratio"] == ours["median_s"] / plain["median_s"]
-    assert marked(tmp_path) == [] and list(tmp_path.iterdir()) == []
-    assert set(os.listdir("/dev/shm")) == shared_memory
+    assert marked(tmp_path) == [] and list(out.iterdir()) == []
+    assert left_in_shm(listing) == []

@@ -57,6 +57,16 @@ def test_goes_on_elsewhere_with_upstreams_losses(launcher: Launcher) -> None:
     assert ("load", "verify") in {(span["phase"], span.get("detail")) for span in spans}
 
 
+def test_a_rank_that_alone_cannot_read_it_ends_all(launcher: Launcher) -> None:
+    script = str(Path(__file__).parent / "scripts" / "failing_rank.py")
+    at = "megatron.checkpointing.loading:check_candidate"
+    env = {"FAILS_AT": at, "FAILS_ON": "1", "FAILS_WITH": "CheckpointDamagedError"}
+    argv = [*UPSTREAM_ARGUMENTS, "--load", UPSTREAM]
+    run = launcher.run(Layout(2, 1, 1), *argv, script=script, env=env)
+    assert run.exit_codes == [2, 2], run.output[-6000:]
+    assert "no checkpoint there is whole: rank 1: of rank 1 alone." in run.log(0)
+
+
 def test_goes_on_through_deepspeeds_conversion(launcher: Launcher) -> None:
     found, log = resumed(launcher, Layout(1, 1, 1), UPSTREAM, "--redistribute", "universal")
     assert found == pytest.approx(UPSTREAM_LOSSES, abs=UNIVERSAL_TOLERANCE)

@@ -13,7 +13,6 @@ end every loss of every launch must be that of a run without a fault.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import signal
@@ -32,6 +31,7 @@ from . import command as commands
 from .cli import COULD_NOT_RUN, NOT_VERIFIED, VERIFIED, catch_stop_signals, check_out
 from .facts import facts_of
 from .launch import DrillError, Launch
+from .moments import TraceTail
 from .plan import say
 from .preset import expanded
 
@@ -46,7 +46,6 @@ _SMALL = (
     "--num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --seq-length 32 --global-batch-size 2 --micro-batch-size 1 "
     "--save-interval 1 --train-iters 100000 --lr-decay-iters 1000"
 )
-_COMMIT_MARK, _SAVE = '"operation_end"', '"save"'
 
 
 @dataclass
@@ -77,6 +76,8 @@ class Course:
         self._save, self._trace = out / "checkpoints", out / "trace"
         self._command = commands.completed(training, self._save, self._trace, engine)
         self._all: list[Launch] = []
+        self._tails: list[TraceTail] = []
+        self._commits: list[tuple[int, int]] = []
         out.mkdir(parents=True)
 
     def run(self, rounds: int) -> Tally:
@@ -188,16 +189,15 @@ class Course:
         if time.monotonic() > deadline:
             raise DrillError(f"no checkpoint was committed for {self._limit_s:g} s; see {self._log_of(launch)}")
 
-    def _committed(self) -> list[tuple[str, int]]:
-        """(file, step) of every save of which rank 0 was told that it is committed."""
-        found = []
-        for path in sorted(self._trace.glob("rank_00000_cycle_*.jsonl")):
-            for line in path.read_text(errors="replace").split("\n")[:-1]:
-                if _COMMIT_MARK in line and _SAVE in line:
-                    record = json.loads(line)
-                    if record["operation"] == "save" and record["outcome"] == "ok":
-                        found.append((path.name, record["step"]))
-        return found
+    def _committed(self) -> list[tuple[int, int]]:
+        """(cycle, step) of every save of which rank 0 was told that it is committed."""
+        for cycle in range(len(self._tails), self.tally.launches):
+            self._tails.append(TraceTail(self._trace, cycle))
+        for cycle, tail in enumerate(self._tails):
+            for record in tail.new_records():
+                if (record["type"], record.get("operation")) == ("operation_end", "save") and record["outcome"] == "ok":
+                    self._commits.append((cycle, record["step"]))
+        return self._commits
 
     def _check(self, number: int) -> None:
         """All that was committed is there. A directory that is replaced at this moment may be missed once."""

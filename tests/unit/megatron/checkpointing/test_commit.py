@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -396,3 +396,28 @@ def test_copy_under_another_name_comes_after_the_original(tmp_path: Path) -> Non
     os.rename(tmp_path / "global_step2", tmp_path / "backup")
     committed(tmp_path, 2)
     assert found(tmp_path) == ["global_step2", "backup", "global_step1"]
+
+
+def test_a_job_that_saves_while_another_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Published and named between the look at the directories and the end of it; and then the one before pruned."""
+    committed(tmp_path, 5)
+    inspect = commit._inspect
+
+    def then_saved(directory: Path) -> commit.Candidate | str | None:
+        seen = inspect(directory)
+        monkeypatch.setattr(commit, "_inspect", inspect)
+        committed(tmp_path, 10)
+        return seen
+
+    monkeypatch.setattr(commit, "_inspect", then_saved)
+    assert found(tmp_path) == ["global_step5"]
+    iterdir = Path.iterdir
+
+    def then_pruned(directory: Path) -> Iterator[Path]:
+        monkeypatch.setattr(Path, "iterdir", iterdir)
+        committed(tmp_path, 15)
+        shutil.rmtree(tmp_path / "global_step10")
+        return iterdir(directory)
+
+    monkeypatch.setattr(Path, "iterdir", then_pruned)
+    assert found(tmp_path) == ["global_step15", "global_step5"]

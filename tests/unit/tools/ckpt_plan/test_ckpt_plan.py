@@ -24,6 +24,7 @@ from tools.ckpt_plan.presets import config_for, config_from_flags, preset_names
 from tools.ckpt_plan.rank_state import planned_files
 from tools.ckpt_plan.sizes import map_tensors, tensors_of, torch_file_size, torch_named_file_size
 
+pytestmark = pytest.mark.usefixtures("own_environment")
 GOLDEN = Path(__file__).resolve().parents[3] / "golden" / "upstream_run"
 FLAGS = [
     "--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "8",

@@ -123,6 +123,7 @@ def test_a_wrong_command_line(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("own_environment")
 def test_the_reference_run_of_another_matrix(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,18 +1,18 @@
-"""pretrain_gpt.py in which one rank cannot plan a load onto another layout.
+"""pretrain_gpt.py in which a function fails on one rank alone.
 
-`$FAILS_ON` is the rank, `$FAILS_WITH` the name of the exception.
+`$FAILS_AT` is "module:function", `$FAILS_ON` the rank, `$FAILS_WITH` the name of the exception.
 """
 
 from __future__ import annotations
 
 import builtins
+import importlib
 import os
 import runpy
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.checkpointing.engines import errors
-from megatron.checkpointing.reshard import direct
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -24,5 +24,6 @@ def fail(*_: Any) -> NoReturn:
 
 if __name__ == "__main__":
     if os.environ["RANK"] == os.environ["FAILS_ON"]:
-        direct.plan = fail
+        module, function = os.environ["FAILS_AT"].split(":")
+        setattr(importlib.import_module(module), function, fail)
     runpy.run_path(str(ROOT / "pretrain_gpt.py"), run_name="__main__")
