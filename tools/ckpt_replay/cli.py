@@ -64,17 +64,18 @@ def _replay(arguments: argparse.Namespace) -> dict[str, Any] | None:
     mine = (int(os.environ["RANK"]),) if launched else tuple(range(world_size))
     _check_directories(request)
     with (
+        # Left after the crew: what its processes write until they end is removed, too.
+        _own_directory(Path(request.directory), name, 0 in mine and not request.keep) as place,
         tempfile.TemporaryDirectory(prefix="ckpt_replay_notes_") as notes,
         crew_of(mine, world_size, launched, Path(notes)) as crew,
     ):
         prepared = crew.prepare(request)
         left_out = prepared["problems"]
         request = _settled(request, prepared, explicit=arguments.engine != ALL)
-        with _own_directory(Path(request.directory), name, crew.leads, request.keep) as place:
-            before = machine() | {"filesystem": filesystem_of(place)}
-            samples = Replay(
-                request, crew, place, f"{key}/{name}", _tell if crew.leads else _say_nothing
-            ).run()
+        if crew.leads:
+            place.mkdir()
+        before = machine() | {"filesystem": filesystem_of(place)}
+        samples = Replay(request, crew, place, f"{key}/{name}", _tell if crew.leads else _say_nothing).run()
     if not crew.leads:
         return None
     kept = str(place) if request.keep else None
@@ -135,15 +136,13 @@ def _check_room(request: Request, largest: int) -> None:
 
 
 @contextlib.contextmanager
-def _own_directory(parent: Path, name: str, leads: bool, keep: bool) -> Iterator[Path]:
-    """A directory of this replay below `parent`, removed at the end by the process that leads unless it is kept."""
+def _own_directory(parent: Path, name: str, removed: bool) -> Iterator[Path]:
+    """The path of this replay's own directory below `parent`; what is there at the end is `removed`."""
     place = parent / f"ckpt_replay_{name}"
-    if leads:
-        place.mkdir()
     try:
         yield place
     finally:
-        if leads and not keep:
+        if removed:
             shutil.rmtree(place, ignore_errors=True)
 
 
