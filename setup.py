@@ -53,6 +53,7 @@ DEV = [
     "pytest-xdist>=3.6",
     "hypothesis>=6.100",
     "ruff>=0.8",
+    "import-linter>=2.15",
     "pyright[nodejs]>=1.1.390",  # the extra brings its own Node.js
     "safetensors>=0.4",
     "pandas>=2.2",  # benchmarks.analysis_speed compares itself with it

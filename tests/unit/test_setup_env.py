@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from importlib.metadata import entry_points, requires
 from pathlib import Path
 
 import pytest
 
 from tests.unit.script_helpers import run_script
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 def test_setup_refuses_to_empty_a_directory(tmp_path: Path) -> None:
@@ -46,3 +50,18 @@ def test_setup_that_is_done_does_and_says_nothing(tmp_path: Path) -> None:
         pytest.skip("these tests run in an environment that setup_env.sh did not make")
     done = run_script("setup_env.sh", tmp_path, VENV_DIR=sys.prefix)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_what_the_test_command_runs_is_installed_by_the_set_up() -> None:
+    """A tool that somebody installed by hand works on that machine and is missing in the next clone."""
+    commands = set(re.findall(r'"\$bin/([\w-]+)"', (REPOSITORY / "run_tests.sh").read_text())) - {"python"}
+    dev = [
+        line for line in requires("megatron-restart") or [] if re.search(r"""extra == ['"]dev['"]""", line)
+    ]
+    required = {re.split(r"[^\w-]", line)[0] for line in dev}
+    providers = {
+        script.name: script.dist.name for script in entry_points(group="console_scripts") if script.dist
+    }
+    # Tools without a Python entry point (ruff) are distributed under their command's name.
+    missing = {name for name in commands if providers.get(name, name) not in required}
+    assert commands and not missing
