@@ -15,7 +15,7 @@ from typing import Any
 
 from restart_trace import clock, cycles
 from restart_trace.probes import make_probe
-from restart_trace.recorder import NullRecorder, Recorder
+from restart_trace.recorder import Recorder, given, untraced_recorder
 from restart_trace.redaction import redact_command, redact_text
 from restart_trace.schema import RANK_FILE_PATTERN
 from restart_trace.sink import JsonlSink
@@ -93,6 +93,33 @@ def process_fields(env: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
+def rank_fields(
+    identity: RankIdentity,
+    env: Mapping[str, str],
+    *,
+    run_id: str,
+    cycle: int,
+    engine_asked: str | None = None,
+    durability: str | None = None,
+) -> dict[str, Any]:
+    """The first record of a rank's file, but for its version and type."""
+    tp, pp, dp = identity.coordinates
+    asked = {"engine_asked": engine_asked, "durability": durability}
+    return {
+        "run_id": run_id,
+        "cycle": cycle,
+        "rank": identity.rank,
+        "tp": tp,
+        "pp": pp,
+        "dp": dp,
+        "role": "rank",
+        "world_size": identity.world_size,
+        "layout": dict(zip(("tp", "pp", "dp"), identity.layout, strict=True)),
+        **given(asked),
+        **process_fields(env),
+    }
+
+
 def open_rank_trace(
     trace_dir: Path | None,
     identity: RankIdentity,
@@ -104,23 +131,14 @@ def open_rank_trace(
 ) -> tuple[Recorder, int]:
     """Open `rank_RRRRR_cycle_CCC.jsonl` in `trace_dir` and write the process record.
 
-    Returns (recorder, cycle); a NullRecorder and cycle 0 if `trace_dir` is None.
+    Returns (recorder, cycle); one that records nothing and cycle 0 if `trace_dir` is None.
     Raises OSError if the directory cannot be written.
     """
     if trace_dir is None:
-        return NullRecorder(), 0
+        return untraced_recorder(), 0
     run_id, cycle = cycles.claim_cycle(trace_dir, cycles.launch_key(env), identity.rank)
     sink = JsonlSink(trace_dir / RANK_FILE_PATTERN.format(rank=identity.rank, cycle=cycle))
-    tp, pp, dp = identity.coordinates
-    common = {"run_id": run_id, "cycle": cycle, "rank": identity.rank, "tp": tp, "pp": pp, "dp": dp}
-    recorder = Recorder(sink, common, make_probe(identity.local_rank) if probes else None)
-    recorder.write(
-        "process",
-        role="rank",
-        world_size=identity.world_size,
-        layout=dict(zip(("tp", "pp", "dp"), identity.layout, strict=True)),
-        engine_asked=engine_asked,
-        durability=durability,
-        **process_fields(env),
+    process = rank_fields(
+        identity, env, run_id=run_id, cycle=cycle, engine_asked=engine_asked, durability=durability
     )
-    return recorder, cycle
+    return Recorder(sink, process, make_probe(identity.local_rank) if probes else None), cycle

@@ -1,4 +1,4 @@
-"""Spans, operations and events of one process. `NullRecorder` has the same interface and does nothing.
+"""Spans, operations and events of one process.
 
     with recorder.operation("save", tag="global_step5", step=5) as op:
         with op.span("serialize", file="mp_rank_00_model_states.pt") as span:
@@ -19,9 +19,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from restart_trace.clock import now_ns, read_anchor
-from restart_trace.schema import SCHEMA_VERSION, check_phase
+from restart_trace.schema import MAIN_THREAD, SCHEMA_VERSION, check_phase
+from restart_trace.sink import NullSink
 
 Probe = Callable[[], Mapping[str, float]]
+
+
+def given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that have a value: no field of a record is null."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 class Sink(Protocol):
@@ -56,12 +62,12 @@ class Operation:
         name: str,
         op_id: int,
         start_ns: int,
-        labels: dict[str, Any],
-        engine: str | None,
+        labels: Mapping[str, Any],
     ) -> None:
         self._recorder = recorder
-        self._labels: dict[str, Any] = {"operation": name, "op_id": op_id} | labels
-        self._engine = {"engine": engine} if engine else {}
+        self._name = name
+        self._op_id = op_id
+        self._labels = {"tag": None, "step": None, "engine": None} | labels
         self.start_ns = start_ns
         self.bytes: int | None = None
         self.num_files: int | None = None
@@ -69,14 +75,17 @@ class Operation:
         self.failure: str | None = None
         self._read_ahead = 0  # bytes
         self._lock = threading.Lock()  # of _read_ahead
-        recorder.write("operation_begin", **self._labels, **self._engine, start_ns=start_ns)
+        recorder.write(
+            "operation_begin", operation=name, op_id=op_id, **given(self._labels), start_ns=start_ns
+        )
 
     def label(self, *, tag: str | None = None, step: int | None = None, engine: str | None = None) -> None:
         """Name the checkpoint, or the class of the engine, where it is only found out while the operation runs."""
-        # New dicts, since another thread may be reading the old ones into a record.
-        self._labels = self._labels | {k: v for k, v in (("tag", tag), ("step", step)) if v is not None}
-        if engine is not None:
-            self._engine = {"engine": engine}
+        found = given({"tag": tag, "step": step, "engine": engine})
+        new = {name: value for name, value in found.items() if value != self._labels[name]}
+        if new:
+            self._labels = self._labels | new
+            self._recorder.write("operation_label", op_id=self._op_id, **new)
 
     @contextmanager
     def span(
@@ -86,7 +95,7 @@ class Operation:
         handle = SpanHandle()
         nvtx, thread = self._recorder.nvtx, threading.get_ident()
         if nvtx is not None:
-            nvtx.range_push(f"{self._labels['operation']}/{phase}" + (f"/{detail}" if detail else ""))
+            nvtx.range_push(f"{self._name}/{phase}" + (f"/{detail}" if detail else ""))
         error: str | None = None
         start = now_ns()
         try:
@@ -123,23 +132,28 @@ class Operation:
         writer): then each states the time it really took, and together they are at most the window.
         Raises ValueError for a phase or detail that the schema does not have.
         """
-        problems = check_phase(self._labels["operation"], phase, detail)
+        if not self._recorder.enabled:  # an untraced operation serves saves and loads alike
+            return
+        problems = check_phase(self._name, phase, detail)
         if problems:
             raise ValueError(problems[0])
         if detail == "read" and blocking and num_bytes:
             num_bytes -= self._take_read_ahead(num_bytes)
-        optional = {"detail": detail, "file": file, "bytes": num_bytes, "error": error}
-        self._recorder.write(
-            "span",
-            **self._labels,
-            phase=phase,
-            **{k: v for k, v in optional.items() if v is not None},
-            start_ns=start_ns,
-            end_ns=end_ns,
-            duration_ns=end_ns - start_ns if duration_ns is None else duration_ns,
-            thread=thread or threading.current_thread().name,
-            blocking=blocking,
-        )
+        thread = thread or threading.current_thread().name
+        fields = {
+            "op_id": self._op_id,
+            "phase": phase,
+            "detail": detail,
+            "file": file,
+            "bytes": num_bytes,
+            "start_ns": start_ns,
+            "end_ns": end_ns,
+            "duration_ns": None if duration_ns == end_ns - start_ns else duration_ns,
+            "thread": None if thread == MAIN_THREAD else thread,
+            "blocking": None if blocking else False,
+            "error": error,
+        }
+        self._recorder.write("span", **given(fields))
 
     def was_read_ahead(self, num_bytes: int) -> None:
         """Of what this load is going to read, `num_bytes` were read from storage before it, as background spans say.
@@ -157,56 +171,67 @@ class Operation:
 
     def event(self, phase: str, detail: str) -> None:
         """A notice: a moment of this operation that is no span, such as which library really writes."""
-        self._recorder.event(self._labels["operation"], phase, detail, self._labels.get("step"))
+        self._recorder.event(self._name, phase, detail, self._labels["step"])
 
     def end(self, error: str | None = None) -> None:
         """Write the closing record. `bytes`, `num_files` and `durable` are taken as they stand."""
         error = error or self.failure
-        optional = {"bytes": self.bytes, "num_files": self.num_files, "durable": self.durable, "error": error}
-        end_ns = now_ns()
-        self._recorder.write(
-            "operation_end",
-            **self._labels,
-            **self._engine,
-            start_ns=self.start_ns,
-            end_ns=end_ns,
-            outcome="failed" if error else "ok",
-            **{k: v for k, v in optional.items() if v is not None},
-        )
-        self._recorder.probe(self._labels["operation"], self._labels["op_id"], "end")
+        fields = {
+            "op_id": self._op_id,
+            "end_ns": now_ns(),
+            "outcome": "failed" if error else "ok",
+            "bytes": self.bytes,
+            "num_files": self.num_files,
+            "durable": self.durable,
+            "error": error,
+        }
+        self._recorder.write("operation_end", **given(fields))
+        self._recorder.probe(self._op_id, "end", self._recorder.sample())
 
 
 class Recorder:
     """Writes the records of one process to a sink.
 
-    `common` holds the fields that every record carries: run_id, cycle, rank, tp, pp, dp.
+    `process` is the first record, but for its version and type: docs/log_format.md has its fields.
     """
 
-    enabled = True
-
-    def __init__(self, sink: Sink, common: Mapping[str, Any], probe: Probe | None = None) -> None:
+    def __init__(self, sink: Sink, process: Mapping[str, Any], probe: Probe | None = None) -> None:
         self._sink = sink
-        self._common = {"v": SCHEMA_VERSION, "type": ""} | dict(common)
+        self.enabled = not isinstance(sink, NullSink)
         self._probe = probe
         self._next_op_id = 0
+        # What later records refer to, until a full disk takes it: nothing else is written before it.
+        self._owed: list[dict[str, Any]] = []
         self._lost = 0
         self._closed = False
-        self._lock = threading.Lock()  # of the three above
+        self._lock = threading.Lock()  # of the four above
         self.nvtx: NvtxRanges | None = None  # torch.cuda.nvtx, once it is imported and CUDA is there
+        self.write("process", v=SCHEMA_VERSION, **process)
 
     def write(self, record_type: str, **fields: Any) -> None:
         """Write one record. Those that a full disk refused are counted in a later `records_lost` event.
 
         After `close` nothing is written: a thread that is still at work as the process ends has nobody to tell.
         """
+        record = {"type": record_type} | fields
         with self._lock:
             if self._closed:
                 return
-            written = self._sink.write(self._common | {"type": record_type} | fields)
+            if record_type in ("process", "operation_begin"):
+                self._owed.append(record)
+                self._write_owed()
+                return
+            written = self._write_owed() and self._sink.write(record)
             lost = self._lost
             self._lost = 0 if written else lost + 1
         if written and lost:
             self.event("failure", "records_lost", f"{lost} records before this one could not be written")
+
+    def _write_owed(self) -> bool:
+        """Write what is owed; False if a full disk does not take it. The caller holds the lock."""
+        while self._owed and self._sink.write(self._owed[0]):
+            del self._owed[0]
+        return not self._owed
 
     def begin(
         self,
@@ -221,9 +246,11 @@ class Recorder:
         with self._lock:
             op_id = self._next_op_id
             self._next_op_id += 1
-        labels = {k: v for k, v in (("tag", tag), ("step", step)) if v is not None}
-        self.probe(name, op_id, "start")
-        return Operation(self, name, op_id, now_ns() if start_ns is None else start_ns, labels, engine)
+        sample = self.sample()  # before the start, and written after it
+        labels = {"tag": tag, "step": step, "engine": engine}
+        operation = Operation(self, name, op_id, now_ns() if start_ns is None else start_ns, labels)
+        self.probe(op_id, "start", sample)
+        return operation
 
     @contextmanager
     def operation(
@@ -250,26 +277,35 @@ class Recorder:
         detail: str | None = None,
         step: int | None = None,
         *,
+        cycle: int | None = None,
         at_ns: int | None = None,
     ) -> None:
-        """Record a moment: now, or `at_ns` (monotonic, ns) where it was observed some time ago."""
+        """Record a moment: now, or `at_ns` (monotonic, ns) where it was observed some time ago.
+
+        `cycle` is the launch that it is of, where a process tells of several.
+        """
         anchor = read_anchor()
         time_ns = anchor.monotonic_ns if at_ns is None else at_ns
-        optional = {k: v for k, v in (("detail", detail), ("step", step)) if v is not None}
         self.write(
             "event",
             operation=operation,
             phase=phase,
-            **optional,
+            **given({"detail": detail, "step": step, "cycle": cycle}),
             time_ns=time_ns,
             wall_ns=anchor.wall_ns + time_ns - anchor.monotonic_ns,
         )
 
-    def probe(self, operation: str, op_id: int, at: str) -> None:
-        """Sample memory and I/O counters; outside the operation's own wall time."""
-        if self._probe is not None:
-            values = dict(self._probe())
-            self.write("probe", operation=operation, op_id=op_id, at=at, time_ns=now_ns(), values=values)
+    def sample(self) -> tuple[int, dict[str, float]] | None:
+        """(time in monotonic ns, memory and I/O counters); None without probes."""
+        if self._probe is None:
+            return None
+        values = dict(self._probe())
+        return now_ns(), values
+
+    def probe(self, op_id: int, at: str, sample: tuple[int, dict[str, float]] | None) -> None:
+        """Record what was sampled at the start or end of an operation."""
+        if sample is not None:
+            self.write("probe", op_id=op_id, at=at, time_ns=sample[0], values=sample[1])
 
     def close(self) -> None:
         with self._lock:
@@ -278,65 +314,14 @@ class Recorder:
                 self._sink.close()
 
 
-class _NullSpan:
-    bytes: int | None = None
-
-    def __enter__(self) -> _NullSpan:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        return None
+def untraced_recorder() -> Recorder:
+    """A recorder that records nothing: `--restart-trace off`."""
+    return Recorder(NullSink(), {})
 
 
-class NullOperation(Operation):
-    """Takes everything, records nothing."""
-
-    def __init__(self) -> None:
-        self.start_ns = 0
-        self.bytes = self.num_files = self.durable = self.failure = None
-
-    def label(self, *, tag: str | None = None, step: int | None = None, engine: str | None = None) -> None:
-        return None
-
-    def span(self, phase: str, detail: str | None = None, **_: Any) -> Any:  # type: ignore[override]
-        return _NullSpan()
-
-    def add(self, *_: Any, **__: Any) -> None:
-        return None
-
-    def was_read_ahead(self, num_bytes: int) -> None:
-        return None
-
-    def event(self, phase: str, detail: str) -> None:
-        return None
-
-    def end(self, error: str | None = None) -> None:
-        return None
+def untraced_operation() -> Operation:
+    """An operation that records nothing, for callers that trace none."""
+    return untraced_recorder().begin("load")
 
 
-class NullRecorder(Recorder):
-    """`--restart-trace off`: the interface of Recorder, no file, no clock reads."""
-
-    enabled = False
-
-    def __init__(self) -> None:
-        self.nvtx = None
-
-    def write(self, record_type: str, **fields: Any) -> None:
-        return None
-
-    def begin(self, name: str, **_: Any) -> Operation:
-        return NullOperation()
-
-    @contextmanager
-    def operation(self, name: str, **_: Any) -> Iterator[Operation]:
-        yield NullOperation()
-
-    def event(self, *_: Any, **__: Any) -> None:
-        return None
-
-    def probe(self, operation: str, op_id: int, at: str) -> None:
-        return None
-
-    def close(self) -> None:
-        return None
+NullRecorder, NullOperation = untraced_recorder, untraced_operation

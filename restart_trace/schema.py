@@ -1,7 +1,7 @@
 """Record types, fields and phase names of the restart trace: the contract that docs/log_format.md describes.
 
-This module and `regular` are the only parts of the project that the offline tools import; it imports nothing but the
-standard library. A change to a name, a type or a meaning here raises SCHEMA_VERSION.
+This module, `reading` and `regular` are the only parts of the project that the offline tools import; they import
+nothing but the standard library. A change to a name, a type or a meaning here raises SCHEMA_VERSION.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+
+MAIN_THREAD = "MainThread"  # of a span that names no thread
 
 RANK_FILE_PATTERN = "rank_{rank:05d}_cycle_{cycle:03d}.jsonl"
 RANK_FILE_REGEX = r"^rank_(\d{5,})_cycle_(\d{3,})\.jsonl$"
@@ -61,28 +63,24 @@ class Field:
     meaning: str
 
 
-_COMMON = {
-    "v": Field("int", True, "schema version"),
-    "type": Field("str", True, "record type"),
-    "run_id": Field("str", True, "the same for all ranks and all cycles (restarts) of one run"),
-    "cycle": Field("int", True, "0 for the first launch of the run, then one more per relaunch"),
-    "rank": Field("int", True, "global rank; -1 for a supervisor"),
-    "tp": Field("int", True, "tensor-parallel coordinate; -1 for a supervisor"),
-    "pp": Field("int", True, "pipeline-parallel coordinate; -1 for a supervisor"),
-    "dp": Field("int", True, "data-parallel coordinate; -1 for a supervisor"),
-}
+_TYPE = {"type": Field("str", True, "record type")}
+_TAG = Field("str", False, "checkpoint tag, such as global_step5")
+_STEP = Field("int", False, "training iteration the operation belongs to")
+_ENGINE = Field("str", False, "class name of the engine that carries the operation out")
 
-_OPERATION = {
-    "operation": Field("str", True, "save, load, startup or failure"),
-    "op_id": Field("int", True, "number of the operation within this process, from 0"),
-    "tag": Field("str", False, "checkpoint tag, such as global_step5"),
-    "step": Field("int", False, "training iteration the operation belongs to"),
-}
-
+# Only the first record of a file says which process it is of, and only operation_begin and operation_label say what
+# an operation is; the others name it by its op_id. restart_trace.reading puts them together again.
 RECORD_FIELDS: dict[str, dict[str, Field]] = {
-    # Always the first line of a file.
-    "process": _COMMON
+    # The first line of a file, and no other.
+    "process": _TYPE
     | {
+        "v": Field("int", True, "schema version of the file"),
+        "run_id": Field("str", True, "the same for all ranks and all cycles (restarts) of one run"),
+        "cycle": Field("int", True, "0 for the first launch of the run, then one more per relaunch"),
+        "rank": Field("int", True, "global rank; -1 for a supervisor"),
+        "tp": Field("int", True, "tensor-parallel coordinate; -1 for a supervisor"),
+        "pp": Field("int", True, "pipeline-parallel coordinate; -1 for a supervisor"),
+        "dp": Field("int", True, "data-parallel coordinate; -1 for a supervisor"),
         "role": Field("str", True, "rank or supervisor"),
         "host": Field("str", True, "host name"),
         "boot_id": Field("str", True, "kernel boot id: equal boot ids share one monotonic clock"),
@@ -101,7 +99,7 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
         "argv": Field("list", True, "command line of the process"),
     },
     # Written once the heavy imports and the engine are there: what really runs.
-    "runtime": _COMMON
+    "runtime": _TYPE
     | {
         "engine_used": Field("str", True, "class name of the checkpoint engine that runs"),
         "engine_asked": Field("str", True, "value of --checkpoint-engine"),
@@ -111,35 +109,40 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
         "parameters": Field("int", False, "number of parameters held by this rank"),
         "save_dir": Field("str", False, "checkpoint directory"),
     },
-    "operation_begin": _COMMON
-    | _OPERATION
+    "operation_begin": _TYPE
     | {
-        "engine": Field("str", False, "class name of the engine that carries the operation out"),
+        "operation": Field("str", True, "save, load or startup"),
+        "op_id": Field("int", True, "number of the operation within this process, from 0"),
+        "tag": _TAG,
+        "step": _STEP,
+        "engine": _ENGINE,
         "start_ns": Field("int", True, "monotonic, ns"),
     },
-    "span": _COMMON
-    | _OPERATION
+    # What becomes known of an operation while it runs.
+    "operation_label": _TYPE
     | {
+        "op_id": Field("int", True, "number of the operation"),
+        "tag": _TAG,
+        "step": _STEP,
+        "engine": _ENGINE,
+    },
+    "span": _TYPE
+    | {
+        "op_id": Field("int", True, "number of the operation"),
         "phase": Field("str", True, "see PHASES"),
         "detail": Field("str", False, "see PHASES"),
-        "file": Field("str", False, "file name relative to the checkpoint directory"),
+        "file": Field("str", False, "file name relative to the directory of the checkpoint's tag"),
         "bytes": Field("int", False, "bytes that this span moved, counted where they were moved"),
         "start_ns": Field("int", True, "monotonic, ns"),
         "end_ns": Field("int", True, "monotonic, ns"),
-        "duration_ns": Field(
-            "int",
-            True,
-            "time spent in this phase, ns: end_ns - start_ns, or less where phases alternate in one window",
-        ),
-        "thread": Field("str", True, "thread name"),
-        "blocking": Field("bool", True, "whether the training thread waited for it"),
+        "duration_ns": Field("int", False, "time spent in this phase, ns, if less than end_ns - start_ns"),
+        "thread": Field("str", False, "thread name, if not MAIN_THREAD"),
+        "blocking": Field("bool", False, "false if the training thread did not wait for it"),
         "error": Field("str", False, "exception that ended the span"),
     },
-    "operation_end": _COMMON
-    | _OPERATION
+    "operation_end": _TYPE
     | {
-        "engine": Field("str", False, "class name of the engine that carried the operation out"),
-        "start_ns": Field("int", True, "monotonic, ns"),
+        "op_id": Field("int", True, "number of the operation"),
         "end_ns": Field("int", True, "monotonic, ns"),
         "outcome": Field("str", True, "ok or failed"),
         "bytes": Field("int", False, "bytes this rank wrote or read"),
@@ -148,7 +151,7 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
         "error": Field("str", False, "why it failed"),
     },
     # One per training iteration.
-    "iteration": _COMMON
+    "iteration": _TYPE
     | {
         "step": Field("int", True, "iteration number, from 1"),
         "start_ns": Field("int", True, "monotonic, ns"),
@@ -156,20 +159,20 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
         "loss": Field("float", False, "training loss, mean over the global batch; absent if not finite"),
     },
     # A moment: what a supervisor saw, or a notice of the trainer.
-    "event": _COMMON
+    "event": _TYPE
     | {
         "operation": Field("str", True, "failure, save, load or startup"),
         "phase": Field("str", True, "see PHASES, or the name of a notice"),
         "detail": Field("str", False, "kind of fault, or the text of a notice"),
         "step": Field("int", False, "training iteration"),
+        "cycle": Field("int", False, "launch that it is of: in a supervisor's events"),
         "time_ns": Field("int", True, "monotonic, ns"),
         "wall_ns": Field("int", True, "Unix time, ns"),
     },
     # Samples at the boundaries of operations.
-    "probe": _COMMON
+    "probe": _TYPE
     | {
-        "operation": Field("str", True, "operation sampled"),
-        "op_id": Field("int", True, "number of the operation within this process"),
+        "op_id": Field("int", True, "number of the operation sampled"),
         "at": Field("str", True, "start or end"),
         "time_ns": Field("int", True, "monotonic, ns"),
         "values": Field("object", True, "name -> number; the unit is the end of the name"),
@@ -212,7 +215,7 @@ def int_range(name: str) -> tuple[int, int]:
 
 
 def check_record(record: dict[str, Any]) -> list[str]:
-    """Return what is wrong with one decoded record: an empty list if nothing is."""
+    """Return what is wrong with one decoded record by itself: an empty list if nothing is."""
     record_type = record.get("type", "")
     fields = RECORD_FIELDS.get(record_type) if isinstance(record_type, str) else None
     if fields is None:
@@ -225,8 +228,6 @@ def check_record(record: dict[str, Any]) -> list[str]:
             problems.append(fault)
     if problems:
         return problems
-    if record_type == "span":
-        problems += check_phase(record["operation"], record["phase"], record.get("detail"))
     if "start_ns" in record and "end_ns" in record:
         problems += _check_times(record)
     return problems

@@ -1,4 +1,7 @@
-"""One JSONL file per process. Each record is one write(2), so what a killed process wrote stays readable."""
+"""Where records go: one JSONL file per process, or nowhere.
+
+Each record is one write(2), so what a killed process wrote stays readable.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,18 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 
+class NullSink:
+    """Drops every record: `--restart-trace off`."""
+
+    def write(self, record: dict[str, Any]) -> bool:
+        return True
+
+    def close(self) -> None:
+        return None
+
+
 class JsonlSink:
-    """Append-only record file.
+    """Append-only record file of this process: a process that it forks writes nothing to it.
 
     A record is handed to the kernel as soon as it is made: SIGKILL loses none that was written (a power cut
     may, since nothing is fsynced: the trace must not add an fsync to what it measures).
@@ -25,6 +38,7 @@ class JsonlSink:
         self.path = path
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._fd = os.open(path, flags, 0o644)
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._torn = False  # the file ends within a line
         self._told = False
@@ -35,6 +49,9 @@ class JsonlSink:
         A full disk is not allowed to end the training that is traced: the failed save is reported by the
         checkpointing code, and the instrument loses records, says so once, and goes on.
         """
+        if os.getpid() != self._pid:  # asked before the lock, which may have been held at the fork
+            self._tell(f"process {os.getpid()} was forked by the one that the file belongs to, {self._pid}")
+            return False
         line = (json.dumps(record, separators=(",", ":"), default=str) + "\n").encode()
         with self._lock:
             try:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from restart_trace import cycles
 from restart_trace.process import process_fields
@@ -21,7 +22,7 @@ class SupervisorTrace:
     def __init__(self, trace_dir: Path, sink: JsonlSink) -> None:
         self._trace_dir = trace_dir
         self._sink = sink
-        self._started = False
+        self._recorder: Recorder | None = None  # once the run is known
 
     def failure(
         self,
@@ -37,18 +38,19 @@ class SupervisorTrace:
         `cycle` is the launch that failed, `at_ns` on the monotonic clock. The run id is read from the trace
         directory, so the run must have started; raises ValueError if it has not.
         """
+        if self._recorder is None:
+            self._recorder = Recorder(self._sink, self._process_record(cycle))
+        self._recorder.event("failure", phase, detail, iteration, cycle=cycle, at_ns=at_ns)
+
+    def _process_record(self, cycle: int) -> dict[str, Any]:
         newest = cycles.newest_cycle(self._trace_dir)
         if newest is None:
             raise ValueError(f"{self._trace_dir}: no run has been traced here yet, so none can have failed")
-        common = {"run_id": newest[1]["run_id"], "cycle": cycle, "rank": -1, "tp": -1, "pp": -1, "dp": -1}
-        recorder = Recorder(self._sink, common)
-        if not self._started:
-            self._started = True
-            layout = {"tp": 0, "pp": 0, "dp": 0}
-            recorder.write(
-                "process", role="supervisor", world_size=0, layout=layout, **process_fields(os.environ)
-            )
-        recorder.event("failure", phase, detail, iteration, at_ns=at_ns)
+        no_place = {"rank": -1, "tp": -1, "pp": -1, "dp": -1}
+        launched = {"role": "supervisor", "world_size": 0, "layout": {"tp": 0, "pp": 0, "dp": 0}}
+        return (
+            {"run_id": newest[1]["run_id"], "cycle": cycle} | no_place | launched | process_fields(os.environ)
+        )
 
 
 @contextmanager

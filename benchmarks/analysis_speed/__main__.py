@@ -13,7 +13,7 @@ from tools.ckpt_analysis.commands.exit_codes import COULD_NOT_RUN, OK
 
 _EPILOG = """\
 examples:
-  %(prog)s /tmp/bench                 both sizes: some ten minutes and 4 GB of disk
+  %(prog)s /tmp/bench                 both sizes: some ten minutes and 2 GB of disk
   %(prog)s /tmp/bench --divide 100    to see that it works: the times of so little mean nothing
 """
 

@@ -14,9 +14,9 @@ from typing import Any
 from benchmarks.analysis_speed.run import Taken, directory_bytes, median_of, run
 
 SIZES = ((1_024, 1_000_000), (10_240, 10_000_000))  # ranks, spans
-_SUMMARY_S = {10_240: 20.0}
-_REPORT_S = {1_024: 8.0, 10_240: 60.0}
-_REPORT_BYTES = {10_240: 4 << 30}
+_SUMMARY_S = {10_240: 15.0}
+_REPORT_S = {1_024: 3.5, 10_240: 25.0}
+_REPORT_BYTES = {10_240: 5 << 29}
 _HTML_BYTES = {10_240: 15_000_000}
 _HELP_S = 0.3
 _GROWTH = 1.2  # of the time per span, from the small logs to the large ones

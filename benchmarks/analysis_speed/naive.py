@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _KEY = ["cycle", "tag"]
+_OPERATION = ["cycle", "rank", "op_id"]
 
 
 def summary(directory: Path) -> list[dict[str, Any]]:
@@ -19,15 +20,26 @@ def summary(directory: Path) -> list[dict[str, Any]]:
     import pandas as pd
 
     frames = [pd.read_json(path, lines=True) for path in sorted(directory.glob("rank_*.jsonl"))]
+    for frame in frames:  # the first record says whose file it is
+        frame[["cycle", "rank"]] = frame[["cycle", "rank"]].iloc[0]
     records = pd.concat(frames, ignore_index=True)
-    records = records[records["operation"] == "save"]
-    spans = records[records["type"] == "span"].copy()
-    ends = records[records["type"] == "operation_end"].copy()
+    begins = records[(records["type"] == "operation_begin") & (records["operation"] == "save")]
+    begins = begins[[*_OPERATION, "tag", "start_ns"]]
+    spans = (
+        records[records["type"] == "span"]
+        .drop(columns="tag")
+        .merge(begins[[*_OPERATION, "tag"]], on=_OPERATION)
+    )
+    ends = (
+        records[records["type"] == "operation_end"]
+        .drop(columns=["tag", "start_ns"])
+        .merge(begins, on=_OPERATION)
+    )
     ends["wall"] = (ends["end_ns"] - ends["start_ns"]) / 1e9
-    spans["seconds"] = spans["duration_ns"] / 1e9
+    spans["seconds"] = spans["duration_ns"].fillna(spans["end_ns"] - spans["start_ns"]) / 1e9
     whole = spans.groupby([*_KEY, "phase", "rank"])["seconds"].sum()
     parts = spans.groupby([*_KEY, "phase", "detail", "rank"])["seconds"].sum()
-    blocking = spans[spans["blocking"] == True]  # noqa: E712 - the column holds floats where it is not a span's
+    blocking = spans[spans["blocking"].isna()]  # false is all that is written
     blocked = blocking.groupby([*_KEY, "rank"])[["start_ns", "end_ns"]].apply(_union)
     saves = []
     for (cycle, tag), rows in ends.groupby(_KEY):

@@ -12,7 +12,7 @@ from megatron.config import Config, padded_vocab_size
 from megatron.config.arguments import config_from_args, parse_args
 from megatron.parallel.control_plane import ControlPlane
 from restart_trace.clock import now_ns
-from restart_trace.recorder import NullRecorder
+from restart_trace.recorder import untraced_recorder
 from restart_trace.startup import Startup
 
 _BYTES_PER_PARAMETER = 14  # bf16 weight in a layer file; fp32 master weight and two moments in the shard
@@ -68,7 +68,7 @@ def build_from(config: Config, vocab_size: int) -> SavableState:
     from megatron.startup.engine_setup import build_engine
     from megatron.startup.logging_setup import printed_as_debug
 
-    runtime = initialize_megatron(config, Startup(NullRecorder(), None, config.parallel.rank, 0, now_ns()))
+    runtime = initialize_megatron(config, Startup(untraced_recorder(), None, config.parallel.rank, 0, now_ns()))
     vocab = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, runtime.layout.tp)
     with printed_as_debug():
         model = GPTModelPipe(
@@ -83,7 +83,7 @@ def build_from(config: Config, vocab_size: int) -> SavableState:
         vocab_size=vocab_size,
         padded_vocab_size=vocab,
         control=ControlPlane(runtime.rank, runtime.layout.world_size, runtime.control_group),
-        recorder=NullRecorder(),
+        recorder=untraced_recorder(),
         checkpoint_engine=create_engine("torch", EngineOptions()),
         attempt="0",
     )

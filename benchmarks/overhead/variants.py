@@ -15,7 +15,8 @@ from typing import Any
 from benchmarks.common.state import SavableState, config_for
 from restart_trace.clock import now_ns
 from restart_trace.probes import make_probe
-from restart_trace.recorder import NullOperation, NullRecorder, Recorder
+from restart_trace.process import RankIdentity, rank_fields
+from restart_trace.recorder import Recorder, untraced_operation, untraced_recorder
 from restart_trace.sink import JsonlSink
 
 
@@ -23,21 +24,17 @@ class MeteredRecorder(Recorder):
     """Recorder that sums the time spent in making and writing records, in `spent_ns`."""
 
     spent_ns = 0
-    _inside = False
 
     def write(self, record_type: str, **fields: Any) -> None:
-        if self._inside:
-            return super().write(record_type, **fields)
         start = now_ns()
         super().write(record_type, **fields)
         self.spent_ns += now_ns() - start
 
-    def probe(self, operation: str, op_id: int, at: str) -> None:
+    def sample(self) -> tuple[int, dict[str, float]] | None:
         start = now_ns()
-        self._inside = True
-        super().probe(operation, op_id, at)
-        self._inside = False
+        sample = super().sample()
         self.spent_ns += now_ns() - start
+        return sample
 
 
 class Variants:
@@ -50,9 +47,17 @@ class Variants:
         self._checkpointer = state.checkpointer
         self._files = state.checkpointer.checkpoint_engine
         self._progress = Progress(iteration=1)
-        rank, at = state.checkpointer.control.rank, state.checkpointer.place.at
-        common = {"run_id": "overhead", "cycle": 0, "rank": rank, "tp": at.tp, "pp": at.pp, "dp": at.dp}
-        self.recorder = MeteredRecorder(JsonlSink(trace_file), common, make_probe(rank))
+        place, control = state.checkpointer.place, state.checkpointer.control
+        layout, at = place.layout, place.at
+        identity = RankIdentity(
+            control.rank,
+            control.world_size,
+            control.rank,
+            (at.tp, at.pp, at.dp),
+            (layout.tp, layout.pp, layout.dp),
+        )
+        process = rank_fields(identity, os.environ, run_id="overhead", cycle=0)
+        self.recorder = MeteredRecorder(JsonlSink(trace_file), process, make_probe(control.rank))
 
     def run(self, family: str, variant: str, directory: Path) -> Callable[[], None]:
         """The function to be timed, with all that is not to be timed done."""
@@ -68,7 +73,7 @@ class Variants:
         ctx = replace(
             self._checkpointer,
             config=config_for(self._checkpointer.config, directory),
-            recorder=self.recorder if traced else NullRecorder(),
+            recorder=self.recorder if traced else untraced_recorder(),
         )
         if family == "save":
             return lambda: save_checkpoint(ctx, self._engine, self._progress)
@@ -90,7 +95,7 @@ class Variants:
         return lambda: plain_save(files, directory)
 
     def _engine_save(self, files: Any, directory: Path) -> None:
-        self._files.save(files, directory, NullOperation())
+        self._files.save(files, directory, untraced_operation())
 
     def _read(self, directory: Path, *, plain: bool) -> Callable[[], None]:
         from megatron.checkpointing.commit import Manifest
@@ -103,7 +108,7 @@ class Variants:
         return lambda: self._engine_load(names, directory, manifest.files)
 
     def _engine_load(self, names: list[str], directory: Path, expected: Mapping[str, Any]) -> None:
-        self._files.load(names, directory, expected, NullOperation())
+        self._files.load(names, directory, expected, untraced_operation())
 
 
 def plain_save(files: Any, directory: Path) -> None:

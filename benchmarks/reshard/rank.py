@@ -33,18 +33,20 @@ from megatron.config import Config
 from megatron.config.arguments import config_from_args, parse_args
 from megatron.parallel.control_plane import ControlPlane
 from restart_trace.clock import now_ns
+from restart_trace.reading import RecordContext
 from restart_trace.recorder import Recorder
 from tools.common import page_cache
 
 
 class _Records:
-    """A sink that keeps what it is given."""
+    """A sink that keeps what it is given, completed."""
 
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
+        self._context = RecordContext()
 
     def write(self, record: dict[str, Any]) -> bool:
-        self.records.append(record)
+        self.records.append(self._context.complete(record))
         return True
 
     def close(self) -> None:

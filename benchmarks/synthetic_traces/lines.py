@@ -35,17 +35,12 @@ class RankLines:
         self._uptime_ns = (1_000 + 7 * host) * 1_000_000_000  # every host booted at another time
         ahead = host == times.shape.planted_host("clock-offset")
         self._clock_error_ns = CLOCK_OFFSET_NS if ahead else 0
-        place = times.shape.coordinates(rank) if rank >= 0 else {"tp": -1, "pp": -1, "dp": -1}
-        self._who = (
-            f'"run_id":"{RUN_ID}","cycle":{cycle.number},"rank":{rank},"tp":{place["tp"]},'
-            f'"pp":{place["pp"]},"dp":{place["dp"]},'
-        )
         self._version = version
         self._next_op = 0
 
     def write(self, record_type: str, rest: str) -> None:
         """`rest`: the other fields as JSON without braces."""
-        self.lines.append(f'{{"v":{self._version},"type":"{record_type}",{self._who}{rest}}}\n')
+        self.lines.append(f'{{"type":"{record_type}",{rest}}}\n')
 
     def ns(self, us: int) -> int:
         return us * 1000 + self._uptime_ns
@@ -53,6 +48,11 @@ class RankLines:
     def process(self, us: int, role: str = "rank") -> None:
         shape, is_rank = self.times.shape, role == "rank"
         fields = {
+            "v": self._version,
+            "run_id": RUN_ID,
+            "cycle": self.cycle.number,
+            "rank": self.rank,
+            **(shape.coordinates(self.rank) if is_rank else {"tp": -1, "pp": -1, "dp": -1}),
             "role": role,
             "host": f"node{self.host:04d}",
             "boot_id": f"boot-{self.host:04d}",
@@ -72,29 +72,27 @@ class RankLines:
         self.write("process", json.dumps(fields, separators=(",", ":"))[1:-1])
 
     def begin(self, operation: str, us: int, labels: str) -> str:
-        """Begins an operation; returns the fields that its other records repeat."""
-        common = f'"operation":"{operation}","op_id":{self._next_op},'
+        """Begins an operation; returns the field by which its other records name it."""
+        op = f'"op_id":{self._next_op},'
         self._next_op += 1
-        self.write("operation_begin", f'{common}{labels}"start_ns":{self.ns(us)}')
-        self._probe(common, "start", us)
-        return common
+        self.write("operation_begin", f'"operation":"{operation}",{op}{labels}"start_ns":{self.ns(us)}')
+        if operation != "startup":
+            self._probe(op, "start", us)
+        return op
 
-    def end(self, common: str, labels: str, start: int, us: int, facts: str) -> None:
-        self._probe(common, "end", us)
-        window = f'"start_ns":{self.ns(start)},"end_ns":{self.ns(us)}'
-        self.write("operation_end", f'{common}{labels}{window},"outcome":"ok"{facts}')
+    def end(self, op: str, us: int, facts: str) -> None:
+        if facts:
+            self._probe(op, "end", us)
+        self.write("operation_end", f'{op}"end_ns":{self.ns(us)},"outcome":"ok"{facts}')
 
     def span(
-        self, common: str, what: str, start: int, window: int, busy: int | None = None, thread: str = ""
+        self, op: str, what: str, start: int, window: int, busy: int | None = None, thread: str = ""
     ) -> int:
         """A span of phase, detail, file and bytes `what`; returns its end. A `thread` is in the background."""
         begin, end = self.ns(start), self.ns(start + window)
-        spent = (window if busy is None else busy) * 1000
-        who = f'"{thread}","blocking":false' if thread else '"MainThread","blocking":true'
-        self.write(
-            "span",
-            f'{common}{what},"start_ns":{begin},"end_ns":{end},"duration_ns":{spent},"thread":{who}',
-        )
+        shorter = f',"duration_ns":{busy * 1000}' if busy is not None and busy != window else ""
+        background = f',"thread":"{thread}","blocking":false' if thread else ""
+        self.write("span", f'{op}{what},"start_ns":{begin},"end_ns":{end}{shorter}{background}')
         return start + window
 
     def iteration(self, step: int, start: int, end: int) -> None:
@@ -102,14 +100,15 @@ class RankLines:
         self.write("iteration", f'"step":{step},{window},"loss":{6 - step / 1000}')
 
     def event(self, phase: str, us: int, detail: str = "") -> None:
-        moment = f'"time_ns":{self.ns(us)},"wall_ns":{START_WALL_NS + us * 1000}'
+        cycle = f'"cycle":{self.cycle.number},' if self.rank < 0 else ""
+        moment = f'{cycle}"time_ns":{self.ns(us)},"wall_ns":{START_WALL_NS + us * 1000}'
         self.write("event", f'"operation":"failure","phase":"{phase}",{detail}{moment}')
 
-    def _probe(self, common: str, at: str, us: int) -> None:
+    def _probe(self, op: str, at: str, us: int) -> None:
         """On one rank of each host."""
-        if self.rank % RANKS_PER_HOST == 0 and not common.startswith('"operation":"startup"'):
+        if self.rank % RANKS_PER_HOST == 0:
             values = _VALUES % (2_000_000_000 + us, 8_000_000_000 + us, 1_000_000 + us)
-            self.write("probe", f'{common}"at":"{at}","time_ns":{self.ns(us)},"values":{values}')
+            self.write("probe", f'{op}"at":"{at}","time_ns":{self.ns(us)},"values":{values}')
 
 
 def rank_lines(times: Times, cycle: Cycle, rank: int, version: int = SCHEMA_VERSION) -> list[str]:
@@ -137,87 +136,85 @@ def _start(log: RankLines) -> tuple[str, int]:
     times, cycle, rank = log.times, log.cycle, log.rank
     start = moment = cycle.begin + late(rank)
     log.process(start)
-    common = log.begin("startup", start, "")
+    op = log.begin("startup", start, "")
     for phase, took in zip(STARTUP_PHASES, times.startup(cycle.number, rank), strict=True):
         took = cycle.together - moment if phase == "rendezvous" else took
-        moment = log.span(common, f'"phase":"{phase}"', moment, took)
+        moment = log.span(op, f'"phase":"{phase}"', moment, took)
     runtime = f'"engine_used":"{ENGINE}","engine_asked":"torch","optimizer":"FusedAdam","accelerator":"cuda"'
     log.write("runtime", f'{runtime},"backend":"nccl","parameters":1000000')
     if cycle.loaded:
         _load(log)
     begin = loop_start(times, cycle, rank)
     log.iteration(cycle.first_step, begin, cycle.first_step_end)
-    log.span(common, '"phase":"first_step"', begin, cycle.first_step_end - begin)
-    log.end(common, "", start, cycle.first_step_end, "")
-    return common, cycle.first_step_end
+    log.span(op, '"phase":"first_step"', begin, cycle.first_step_end - begin)
+    log.end(op, cycle.first_step_end, "")
+    return op, cycle.first_step_end
 
 
 def _load(log: RankLines) -> None:
     times, cycle, rank = log.times, log.cycle, log.rank
     load = times.load(engine_ready(times, cycle, rank), rank)
     size, tag = times.bytes_per_file(rank), f"global_step{cycle.resumed}"
-    bare = log.begin("load", load.start, "")
-    now = log.span(bare, '"phase":"discover"', load.start, load.discover)
-    labels = f'"tag":"{tag}","step":{cycle.resumed},'
-    common = bare + labels
+    op = log.begin("load", load.start, "")
+    now = log.span(op, '"phase":"discover"', load.start, load.discover)
+    log.write("operation_label", f'{op}"tag":"{tag}","step":{cycle.resumed},"engine":"{ENGINE}"')
     for f in range(times.shape.files):
-        file = f'"file":"{tag}/rank_{rank:05d}_{f}.pt"'
-        now = log.span(common, f'"phase":"load","detail":"read",{file},"bytes":{size}', now, load.read[f])
-        now = log.span(common, f'"phase":"load","detail":"verify",{file},"bytes":{size}', now, load.verify[f])
-        now = log.span(common, f'"phase":"load","detail":"deserialize",{file}', now, load.deserialize[f])
-    now = log.span(common, '"phase":"load","detail":"host_to_device"', now, load.copy)
-    now = log.span(common, '"phase":"redistribute","detail":"all_gather"', now, load.gather)
-    now = log.span(common, '"phase":"barrier"', now, cycle.loaded - now)
+        file = f'"file":"rank_{rank:05d}_{f}.pt"'
+        now = log.span(op, f'"phase":"load","detail":"read",{file},"bytes":{size}', now, load.read[f])
+        now = log.span(op, f'"phase":"load","detail":"verify",{file},"bytes":{size}', now, load.verify[f])
+        now = log.span(op, f'"phase":"load","detail":"deserialize",{file}', now, load.deserialize[f])
+    now = log.span(op, '"phase":"load","detail":"host_to_device"', now, load.copy)
+    now = log.span(op, '"phase":"redistribute","detail":"all_gather"', now, load.gather)
+    now = log.span(op, '"phase":"barrier"', now, cycle.loaded - now)
     files = times.shape.files
     facts = f',"bytes":{files * size},"num_files":{files}'
-    log.end(bare, f'{labels}"engine":"{ENGINE}",', load.start, now + TAIL_US, facts)
+    log.end(op, now + TAIL_US, facts)
 
 
 def _save(log: RankLines, save: Save) -> None:
     times, rank = log.times, log.rank
     part = times.save(save, rank)
     labels = f'"tag":"{save.tag}","step":{save.step},'
-    bare = log.begin("save", part.start, f'{labels}"engine":"{ENGINE}",')
-    common = bare + labels
+    op = log.begin("save", part.start, f'{labels}"engine":"{ENGINE}",')
     now = part.start
     if part.waited:
-        now = log.span(common, '"phase":"wait_previous"', now, part.waited)
-    now = log.span(common, '"phase":"collect"', now, part.collect)
-    now = log.span(common, '"phase":"device_to_host"', now, part.copy)
-    _files(log, save, common, now)
+        now = log.span(op, '"phase":"wait_previous"', now, part.waited)
+    now = log.span(op, '"phase":"collect"', now, part.collect)
+    now = log.span(op, '"phase":"device_to_host"', now, part.copy)
+    _files(log, save, op, now)
     if not save.finished:
         return
     writer = "ckpt-commit" if times.shape.asynchronous else ""
-    log.span(common, '"phase":"barrier"', part.arrival, save.left - part.arrival, thread=writer)
+    log.span(op, '"phase":"barrier"', part.arrival, save.left - part.arrival, thread=writer)
     now = save.left
     if rank == 0:
         for detail, took in COMMIT_US.items():
-            now = log.span(common, f'"phase":"commit","detail":"{detail}"', now, took, thread=writer)
+            now = log.span(op, f'"phase":"commit","detail":"{detail}"', now, took, thread=writer)
     else:
-        log.span(common, '"phase":"barrier"', now, save.over - now, thread=writer)
+        log.span(op, '"phase":"barrier"', now, save.over - now, thread=writer)
     if save.drain_from:
         begin = save.drain_from + late(rank)
-        log.span(common, '"phase":"wait_previous"', begin, save.over - begin)
+        log.span(op, '"phase":"wait_previous"', begin, save.over - begin)
     files = times.shape.files
     facts = f',"bytes":{files * times.bytes_per_file(rank)},"num_files":{files},"durable":true'
-    log.end(bare, f'{labels}"engine":"{ENGINE}",', part.start, save.end(rank), facts)
+    log.end(op, save.end(rank), facts)
 
 
-def _files(log: RankLines, save: Save, common: str, now: int) -> None:
+def _files(log: RankLines, save: Save, op: str, now: int) -> None:
     """Serializing and writing alternate within one window per file; then each file is synchronised."""
     times, rank = log.times, log.rank
     part, size = times.save(save, rank), times.bytes_per_file(rank)
     writer = "ckpt-writer" if times.shape.asynchronous else ""
-    names = [f'"file":"{save.tag}/rank_{rank:05d}_{f}.pt"' for f in range(times.shape.files)]
+    names = [f'"file":"rank_{rank:05d}_{f}.pt"' for f in range(times.shape.files)]
     for f, name in enumerate(names):
         window = part.window(f)
-        log.span(common, f'"phase":"serialize",{name}', now, window, part.serialize[f], writer)
+        log.span(op, f'"phase":"serialize",{name}', now, window, part.serialize[f], writer)
         write = f'"phase":"flush","detail":"write",{name},"bytes":{size}'
-        now = log.span(common, write, now, window, part.write[f], writer)
+        now = log.span(op, write, now, window, part.write[f], writer)
     if save.finished:
         for f, name in enumerate(names):
             sync = f'"phase":"flush","detail":"fsync",{name},"bytes":{size}'
-            now = log.span(common, sync, now, part.fsync[f], thread=writer)
+            now = log.span(op, sync, now, part.fsync[f], thread=writer)
 
 
 def supervisor_lines(times: Times, cycle: Cycle, failure: dict[str, int]) -> list[str]:

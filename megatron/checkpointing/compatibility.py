@@ -26,7 +26,7 @@ from megatron.checkpointing.foreign import FIRST_FILE, ForeignCheckpoint, descri
 from megatron.checkpointing.manifest import read_latest
 from megatron.config import Config, padded_vocab_size
 from megatron.parallel.topology import Layout
-from restart_trace.recorder import NullOperation
+from restart_trace.recorder import untraced_operation
 
 _SHAPE = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "kv_channels",
@@ -219,5 +219,5 @@ def _tags_newest_first(load_dir: Path) -> list[str]:
 def _described(candidate: Candidate, config: Config) -> ForeignCheckpoint:
     reader = create_engine(foreign_engine(config), EngineOptions())
     with reading(candidate.directory / FIRST_FILE):  # it may hold anything
-        state = reader.load([FIRST_FILE], candidate.directory, {}, NullOperation())[FIRST_FILE]
+        state = reader.load([FIRST_FILE], candidate.directory, {}, untraced_operation())[FIRST_FILE]
         return describe(candidate.directory, state)

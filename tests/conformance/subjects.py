@@ -17,6 +17,7 @@ from megatron.checkpointing.engines.base import (
     SavedFile,
 )
 from megatron.checkpointing.engines.registry import builtin_engines, create_engine
+from restart_trace.reading import RecordContext
 from restart_trace.recorder import Operation, Recorder
 
 # Engines of this project that save and load on a machine with no CUDA device: each passes the whole suite.
@@ -49,13 +50,14 @@ def all_engines() -> tuple[str, ...]:
 
 
 class Records:
-    """A sink that keeps what is recorded."""
+    """A sink that keeps what is recorded, completed."""
 
     def __init__(self) -> None:
         self.all: list[dict[str, Any]] = []
+        self._context = RecordContext()
 
     def write(self, record: dict[str, Any]) -> bool:
-        self.all.append(record)
+        self.all.append(self._context.complete(record))
         return True
 
     def close(self) -> None:
@@ -79,8 +81,7 @@ class Traced:
 
 def traced(operation: str) -> Traced:
     sink = Records()
-    common = {"run_id": "r", "cycle": 0, "rank": 0, "tp": 0, "pp": 0, "dp": 0}
-    return Traced(Recorder(sink, common).begin(operation), sink)
+    return Traced(Recorder(sink, {}).begin(operation), sink)
 
 
 @dataclass

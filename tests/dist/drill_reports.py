@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from restart_trace.reading import read_records
 from restart_trace.schema import PHASES
 from tools.ckpt_analysis.cli import main
 from tools.ckpt_analysis.ingest.load import load_trace
@@ -93,13 +94,9 @@ def _summed(spans: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _records(trace: Path) -> Iterator[dict[str, Any]]:
-    """All records but the last line of a file, which a kill may have torn, where it is no JSON."""
+    """All records, completed, but the last line of a file that a kill has torn."""
     for path in sorted(trace.glob("*.jsonl")):
-        for line in path.read_text(errors="replace").splitlines():
-            try:
-                yield json.loads(line)
-            except ValueError:
-                continue
+        yield from read_records(path)
 
 
 def assert_timeline_agrees(out: Path, report: Report) -> None:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from restart_trace.reading import read_records
+
 ROOT = Path(__file__).resolve().parents[2]
 HANGS_S = 300.0  # what has not come by then never will; no test passes or fails by how soon a thing comes
 
@@ -147,16 +149,14 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 
 
 def records(trace_dir: Path, cycle: int | None = None, rank: int | None = None) -> list[dict[str, Any]]:
-    """Records of a trace directory; a torn last line is left out."""
+    """Completed records of a trace directory; a torn last line is left out."""
     found = []
     for path in sorted(trace_dir.glob("rank_*_cycle_*.jsonl")):
         match = re.match(r"rank_(\d+)_cycle_(\d+)", path.name)
         assert match
         if (rank is not None and int(match[1]) != rank) or (cycle is not None and int(match[2]) != cycle):
             continue
-        for line in path.read_text().splitlines():
-            if line.endswith("}"):
-                found.append(json.loads(line))
+        found += read_records(path)
     return found
 
 

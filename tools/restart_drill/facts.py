@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from restart_trace.reading import RecordContext
 from restart_trace.schema import RANK_FILE_REGEX
 
 _HASHES = "tensor_hashes_rank_"  # the file of --verify-restored-state that a load compares with
-_OF_INTEREST = (b'"process"', b'"iteration"', b'"operation_end"', b'"checkpoint_rejected"', _HASHES.encode())
+_OF_INTEREST = (b'"process"', b'"iteration"', b'"operation_', b'"checkpoint_rejected"', _HASHES.encode())
 
 
 @dataclass
@@ -39,9 +40,10 @@ def facts_of(trace_dir: Path) -> dict[int, CycleFacts]:
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
+    context = RecordContext()
     for line in path.read_bytes().split(b"\n")[:-1]:
         if any(word in line for word in _OF_INTEREST):
-            yield json.loads(line)
+            yield context.complete(json.loads(line))
 
 
 def _add(facts: CycleFacts, record: dict[str, Any]) -> None:

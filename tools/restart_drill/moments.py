@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from restart_trace.reading import RecordContext
 from restart_trace.schema import RANK_FILE_PATTERN
 
 from .launch import DrillError, Launch
@@ -63,9 +64,10 @@ class TraceTail:
     def __init__(self, trace_dir: Path, cycle: int, rank: int = 0) -> None:
         self._path = trace_dir / RANK_FILE_PATTERN.format(rank=rank, cycle=cycle)
         self._position = 0
+        self._context = RecordContext()
 
     def new_records(self) -> list[dict[str, Any]]:
-        """Whole records that were added since the last call."""
+        """Whole records that were added since the last call, completed."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
@@ -73,7 +75,7 @@ class TraceTail:
             added = file.read()
         whole = added[: added.rfind(b"\n") + 1]
         self._position += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
+        return [self._context.complete(json.loads(line)) for line in whole.splitlines()]
 
 
 def stage_begun_by(record: dict[str, Any]) -> str | None:

@@ -20,7 +20,7 @@ from restart_trace.recorder import Recorder
 from restart_trace.redaction import redact_command
 from restart_trace.sink import JsonlSink
 from restart_trace.startup import Startup, reached_iteration
-from tests.unit.trace_helpers import COMMON, ROOT, read, start_python
+from tests.unit.trace_helpers import COMMON, ROOT, read, read_process, start_python
 
 # ---------------------------------------------------------------- cycles
 
@@ -67,9 +67,7 @@ def test_same_key_again_is_a_new_cycle_for_a_rank_that_was_there(tmp_path: Path)
 
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
-OTHER_PARENT = (
-    "from restart_trace.cycles import launch_key; import os; print(launch_key(os.environ))"
-)
+OTHER_PARENT = "from restart_trace.cycles import launch_key; import os; print(launch_key(os.environ))"
 
 
 def key_under_another_parent(env: dict[str, str]) -> str:
@@ -154,9 +152,7 @@ def test_process_start_of_a_name_with_parentheses(tmp_path: Path) -> None:
 
 
 def test_processes_of_one_boot_share_the_clock() -> None:
-    code = (
-        "import time; from restart_trace import clock; print(clock.boot_id(), time.monotonic_ns())"
-    )
+    code = "import time; from restart_trace import clock; print(clock.boot_id(), time.monotonic_ns())"
     before = time.monotonic_ns()
     boot_id, moment = start_python(code).communicate(timeout=300)[0].split(" ")
     assert boot_id == clock.boot_id() != ""
@@ -179,7 +175,7 @@ def test_process_record(tmp_path: Path) -> None:
         tmp_path, identity, env, engine_asked="torch", durability="none", probes=False
     )
     recorder.close()
-    (record,) = read(tmp_path / "rank_00005_cycle_000.jsonl")
+    record = read_process(tmp_path / "rank_00005_cycle_000.jsonl")
     assert cycle == 0 and record["pid"] == os.getpid()
     assert (record["rank"], record["tp"], record["pp"], record["dp"]) == (5, 1, 1, 0)
     assert record["layout"] == {"tp": 2, "pp": 2, "dp": 2} and record["process_start_source"] == "os"
@@ -211,10 +207,10 @@ def test_probes_surround_the_operation(tmp_path: Path) -> None:
     recorder = Recorder(JsonlSink(path), COMMON, make_probe(0))
     with recorder.operation("save"):
         (tmp_path / "data").write_bytes(b"x" * 1_000_000)
-    start, begin, end, stop = read(path)
-    assert [r["type"] for r in (start, begin, end, stop)] == [
-        "probe",
+    begin, start, end, stop = read(path)
+    assert [r["type"] for r in (begin, start, end, stop)] == [
         "operation_begin",
+        "probe",
         "operation_end",
         "probe",
     ]
@@ -255,14 +251,17 @@ def test_startup_from_the_start_of_the_process(tmp_path: Path) -> None:
     for cycle, steps in ((0, (1, 2, 3)), (1, (2, 3, 4))):
         before = time.monotonic_ns()
         assert start_python(code, tmp_path, *steps).wait(timeout=300) == 0
-        records = read(tmp_path / f"rank_00000_cycle_00{cycle}.jsonl")
+        path = tmp_path / f"rank_00000_cycle_00{cycle}.jsonl"
+        records = read(path)
         spans = {record["phase"]: record for record in records if record["type"] == "span"}
         (begin,) = [record for record in records if record["type"] == "operation_begin"]
         (end,) = [record for record in records if record["type"] == "operation_end"]
         iterations = {record["step"]: record for record in records if record["type"] == "iteration"}
         tick = 20_000_000  # a process may seem to start a clock tick before it did
         assert before - tick <= begin["start_ns"] <= spans["imports"]["start_ns"]
-        assert begin["start_ns"] == records[0]["process_start_ns"] == spans["process_start"]["start_ns"]
+        assert (
+            begin["start_ns"] == read_process(path)["process_start_ns"] == spans["process_start"]["start_ns"]
+        )
         assert (
             spans["process_start"]["duration_ns"] > 100_000_000
         )  # the interpreter and what came before the trace
@@ -291,7 +290,7 @@ def test_a_phase_that_another_one_interrupts(tmp_path: Path) -> None:
 
 
 def iteration_line(step: int) -> str:
-    return json.dumps({"v": 1, "type": "iteration", "step": step}, separators=(",", ":")) + "\n"
+    return json.dumps({"type": "iteration", "step": step}, separators=(",", ":")) + "\n"
 
 
 def test_reached_iteration(tmp_path: Path) -> None:
@@ -300,7 +299,7 @@ def test_reached_iteration(tmp_path: Path) -> None:
     path.write_text(iteration_line(7) + iteration_line(8) + iteration_line(9)[:-5])
     assert reached_iteration(tmp_path, 3, 1) == 8  # the torn one was not finished
     assert reached_iteration(tmp_path, 3, 0) is None
-    span = '{"v":1,"type":"span","file":"' + "x" * 300 + '"}\n'
+    span = '{"type":"span","file":"' + "x" * 300 + '"}\n'
     path.write_text(iteration_line(8) + 2000 * span)
     assert reached_iteration(tmp_path, 3, 1) == 8  # a big save came after it
     (tmp_path / "rank_00003_cycle_001.jsonl").write_text(span)
@@ -313,7 +312,15 @@ def test_reached_iteration_of_another_layout(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["NCCL_AUTH_TOKEN", "GLOO_SECRET", "TORCHELASTIC_API_KEY", "RESTART_TRACE_TOKEN", "OMP_KEY", "NCCL_COMM_ID"]
+    "name",
+    [
+        "NCCL_AUTH_TOKEN",
+        "GLOO_SECRET",
+        "TORCHELASTIC_API_KEY",
+        "RESTART_TRACE_TOKEN",
+        "OMP_KEY",
+        "NCCL_COMM_ID",
+    ],
 )
 def test_a_variable_is_recorded_by_its_whole_name_alone(name: str) -> None:
     assert environment({name: "hunter2", "NCCL_DEBUG": "INFO"}) == {"NCCL_DEBUG": "INFO"}
@@ -331,7 +338,10 @@ def test_passwords_in_addresses_are_not_recorded() -> None:
         (["--wandb-api-key", "hunter2", "--lr", "1"], ["--wandb-api-key", "***", "--lr", "1"]),
         (["--hub-token=hunter2"], ["--hub-token=***"]),
         (["key=hunter2", "AWS_SECRET_ACCESS_KEY=hunter2"], ["key=***", "AWS_SECRET_ACCESS_KEY=***"]),
-        (["s3://me:hunter2@host/bucket", "https://hunter2@host"], ["s3://me:***@host/bucket", "https://***@host"]),
+        (
+            ["s3://me:hunter2@host/bucket", "https://hunter2@host"],
+            ["s3://me:***@host/bucket", "https://***@host"],
+        ),
         (["-c", "export DB_PASSWORD=hunter2; run"], ["-c", "export DB_PASSWORD=***; run"]),
         (["Authorization: Bearer hunter2"], ["Authorization: ***"]),
         (['{"api_key": "hunter2", "n": 1}'], ['{"api_key": "***", "n": 1}']),
@@ -354,7 +364,9 @@ print(claim_cycle(Path(sys.argv[1]), launch_key(os.environ), int(os.environ["RAN
 
 
 @pytest.mark.parametrize(
-    "outside", [{}, {"RANK": "0"}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}], ids=["none", "node", "single"]
+    "outside",
+    [{}, {"RANK": "0"}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}],
+    ids=["none", "node", "single"],
 )
 def test_ranks_in_wrappers_are_one_launch(tmp_path: Path, outside: dict[str, str]) -> None:
     """Each has another parent then; what started the wrappers is the same for all."""
@@ -365,7 +377,9 @@ def test_ranks_in_wrappers_are_one_launch(tmp_path: Path, outside: dict[str, str
             env = os.environ | {{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}}
             subprocess.run({words!r}, env=env, check=True)
     """
-    ours = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    ours = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    }
     env = ours | outside  # as a container may have them, of its node
     command = [sys.executable, "-c", textwrap.dedent(starter)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)

@@ -103,9 +103,8 @@ def test_records_of_the_factory_follow_the_schema() -> None:
 
 
 GOOD_SPAN = {
-    "v": 1, "type": "span", "run_id": "r", "cycle": 0, "rank": 0, "tp": 0, "pp": 0, "dp": 0,
-    "operation": "save", "op_id": 0, "phase": "collect", "start_ns": 1, "end_ns": 2, "duration_ns": 1,
-    "thread": "t", "blocking": True,
+    "type": "span", "op_id": 0, "phase": "collect", "start_ns": 1, "end_ns": 2, "duration_ns": 1, "thread": "t",
+    "blocking": True,
 }  # fmt: skip
 
 
@@ -118,9 +117,8 @@ GOOD_SPAN = {
         ({"start_ns": 1.5}, "field start_ns is not int: 1.5"),
         ({"op_id": True}, "field op_id is not int: True"),
         ({"blocking": 1}, "field blocking is not bool: 1"),
-        ({"operation": "dump"}, "unknown operation 'dump'"),
-        ({"phase": "flush"}, "phase flush of save needs one of the details ('write', 'fsync'), got None"),
-        ({"detail": "write"}, "phase collect of save has no details, got 'write'"),
+        ({"operation": "save"}, "unknown field operation"),
+        ({"duration_ns": 2}, "duration_ns 2 is not from 0 to end_ns - start_ns, 1"),
     ],
 )
 def test_check_record(change: dict[str, Any], fault: str | None) -> None:
@@ -128,8 +126,25 @@ def test_check_record(change: dict[str, Any], fault: str | None) -> None:
 
 
 def test_check_record_names_missing_fields() -> None:
-    record = {name: value for name, value in GOOD_SPAN.items() if name != "thread"}
-    assert schema.check_record(record) == ["missing field thread"]
+    record = {name: value for name, value in GOOD_SPAN.items() if name != "phase"}
+    assert schema.check_record(record) == ["missing field phase"]
+
+
+@pytest.mark.parametrize(
+    ("span", "fault"),
+    [
+        (("save", "flush", "write"), None),
+        (("dump", "flush", "write"), "unknown operation 'dump'"),
+        (("save", "read", None), "unknown phase 'read' of save"),
+        (
+            ("save", "flush", None),
+            "phase flush of save needs one of the details ('write', 'fsync'), got None",
+        ),
+        (("save", "collect", "write"), "phase collect of save has no details, got 'write'"),
+    ],
+)
+def test_check_phase(span: tuple[str, str, str | None], fault: str | None) -> None:
+    assert schema.check_phase(*span) == ([] if fault is None else [fault])
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import signal
 import subprocess
@@ -15,11 +14,11 @@ from typing import Any
 import pytest
 
 from restart_trace.process import RankIdentity, open_rank_trace
-from restart_trace.recorder import NullOperation, NullRecorder, Operation, Recorder
+from restart_trace.recorder import Operation, Recorder, untraced_operation
 from restart_trace.schema import check_record
 from restart_trace.sink import JsonlSink
 from restart_trace.startup import Startup
-from tests.unit.trace_helpers import COMMON, read, start_python
+from tests.unit.trace_helpers import COMMON, PROCESS, read, start_python
 
 
 @pytest.fixture
@@ -75,8 +74,26 @@ def test_load_learns_its_tag(trace: tuple[Recorder, Path]) -> None:
     recorder, path = trace
     with recorder.operation("load") as op:
         op.label(tag="global_step5", step=5)
-    begin, end = read(path)
-    assert "tag" not in begin and (end["tag"], end["step"]) == ("global_step5", 5)
+        op.label(tag="global_step5", engine="E")
+        op.label(engine="E")  # nothing new
+    begin, label, engine, end = read(path)
+    assert "tag" not in begin and "engine" not in label
+    assert (engine["type"], engine["engine"]) == ("operation_label", "E")
+    assert (end["tag"], end["step"], end["engine"]) == ("global_step5", 5, "E")
+
+
+def test_a_record_carries_only_its_own_fields(trace: tuple[Recorder, Path]) -> None:
+    recorder, path = trace
+    with recorder.operation("save", tag="global_step5", step=5, engine="E") as op:
+        op.add("collect", None, 10, 20)
+        op.add("serialize", None, 10, 20, duration_ns=4, blocking=False, thread="writer")
+    _, _, collect, serialize, end = [json.loads(line) for line in path.read_text().splitlines()]
+    assert collect == {"type": "span", "op_id": 0, "phase": "collect", "start_ns": 10, "end_ns": 20}
+    assert serialize == {
+        "type": "span", "op_id": 0, "phase": "serialize", "start_ns": 10, "end_ns": 20, "duration_ns": 4,
+        "thread": "writer", "blocking": False,
+    }  # fmt: skip
+    assert end == {"type": "operation_end", "op_id": 0, "end_ns": end["end_ns"], "outcome": "ok"}
 
 
 @pytest.mark.parametrize(("phase", "detail"), [("colect", None), ("flush", None), ("collect", "write")])
@@ -118,16 +135,6 @@ def test_threads_share_a_file(trace: tuple[Recorder, Path]) -> None:
     assert len(spans) == 800 and {span["thread"] for span in spans} == {f"writer{n}" for n in range(4)}
 
 
-@pytest.mark.parametrize(("real", "null"), [(Recorder, NullRecorder), (Operation, NullOperation)])
-def test_null_versions_override_whatever_writes(real: type, null: type) -> None:
-    inherited = {
-        name
-        for name, member in inspect.getmembers(real, inspect.isfunction)
-        if not name.startswith("_") and name not in vars(null)
-    }
-    assert inherited <= {"iteration"}  # which calls write, and that is overridden
-
-
 def test_off_records_nothing_and_costs_next_to_nothing(tmp_path: Path) -> None:
     identity = RankIdentity(0, 1, 0, (0, 0, 0), (1, 1, 1))
     recorder, cycle = open_rank_trace(
@@ -145,6 +152,14 @@ def test_off_records_nothing_and_costs_next_to_nothing(tmp_path: Path) -> None:
     recorder.event("load", "checkpoint_rejected")
     recorder.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_untraced_operation_serves_saves_and_loads() -> None:
+    op = untraced_operation()
+    with op.span("flush", "write"), op.span("load", "read") as span:
+        span.bytes = 1
+    op.was_read_ahead(5)
+    op.end()
 
 
 def microseconds_per_span(op: Operation) -> float:
@@ -192,8 +207,7 @@ def test_full_disk_loses_records_but_not_the_training(tmp_path: Path) -> None:
         from restart_trace.recorder import Recorder
         from restart_trace.sink import JsonlSink
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        common = dict(run_id="r", cycle=0, rank=0, tp=0, pp=0, dp=0)
-        recorder = Recorder(JsonlSink(Path(sys.argv[1])), common)
+        recorder = Recorder(JsonlSink(Path(sys.argv[1])), {})
         recorder.iteration(1, 0, 1)
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (Path(sys.argv[1]).stat().st_size + 40, hard))
@@ -208,7 +222,7 @@ def test_full_disk_loses_records_but_not_the_training(tmp_path: Path) -> None:
     out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == (0, "trained on\n"), err
     assert err.count("trace records are being lost") == 1 and str(path) in err
-    first, torn, last, event = path.read_text().splitlines()
+    _, first, torn, last, event = path.read_text().splitlines()
     assert json.loads(first)["step"] == 1 and json.loads(last)["step"] == 5
     assert len(torn) == 40
     told = json.loads(event)
@@ -216,13 +230,61 @@ def test_full_disk_loses_records_but_not_the_training(tmp_path: Path) -> None:
     assert told["detail"] == "3 records before this one could not be written"
 
 
+class FullDisk:
+    """A sink that takes nothing until it has room."""
+
+    def __init__(self) -> None:
+        self.has_room = False
+        self.taken: list[dict[str, Any]] = []
+
+    def write(self, record: dict[str, Any]) -> bool:
+        if self.has_room:
+            self.taken.append(record)
+        return self.has_room
+
+    def close(self) -> None:
+        return None
+
+
+def test_what_later_records_refer_to_is_written_as_soon_as_there_is_room() -> None:
+    sink = FullDisk()
+    op = Recorder(sink, PROCESS).begin("save", tag="global_step5")
+    with op.span("collect"):
+        pass
+    sink.has_room = True
+    with op.span("device_to_host"):
+        pass
+    process, begin, span, event = sink.taken
+    assert (process["type"], process["run_id"]) == ("process", PROCESS["run_id"])
+    assert (begin["type"], begin["tag"]) == ("operation_begin", "global_step5")
+    assert span["phase"] == "device_to_host" and event["detail"].startswith("1 records before this one")
+
+
+def test_a_forked_process_writes_nothing_to_the_file_of_its_parent(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    code = """
+        import os, sys
+        from pathlib import Path
+        from restart_trace.recorder import Recorder
+        from restart_trace.sink import JsonlSink
+        recorder = Recorder(JsonlSink(Path(sys.argv[1])), {})
+        child = os.fork()
+        recorder.iteration(2 if child else 1, 0, 1)
+        if child:
+            os.waitpid(child, 0)
+    """
+    process = start_python(code, path, stderr=subprocess.PIPE)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0 and f"was forked by the one that the file belongs to, {process.pid}" in err
+    assert [json.loads(line).get("step") for line in path.read_text().splitlines()] == [None, 2]
+
+
 WRITE_SPANS_FOREVER = """
     import os, sys
     from pathlib import Path
     from restart_trace.recorder import Recorder
     from restart_trace.sink import JsonlSink
-    common = dict(run_id="r", cycle=0, rank=0, tp=0, pp=0, dp=0)
-    with Recorder(JsonlSink(Path(sys.argv[1])), common).operation("save") as op:
+    with Recorder(JsonlSink(Path(sys.argv[1])), {}).operation("save") as op:
         index = 0
         while True:
             with op.span("flush", "write", file=f"file{index}"):

@@ -10,7 +10,7 @@ import pytest
 
 from restart_trace import cycles
 from restart_trace.supervisor import open_supervisor_trace
-from tests.unit.trace_helpers import read, start_python
+from tests.unit.trace_helpers import read, read_process, start_python
 from tools.ckpt_analysis.ingest.load import load_trace
 from tools.ckpt_analysis.render.json_output import to_dict
 from tools.ckpt_analysis.report import analyse
@@ -22,7 +22,9 @@ def test_supervisor(tmp_path: Path) -> None:
         with open_supervisor_trace(tmp_path) as supervisor:
             supervisor.failure("injected", cycle=0, detail="sigkill", iteration=8)
             supervisor.failure("detected", cycle=0)
-        process, injected, detected = read(tmp_path / f"supervisor_00{number}.jsonl")
+        path = tmp_path / f"supervisor_00{number}.jsonl"
+        process = read_process(path)
+        injected, detected = read(path)
         assert (process["type"], process["role"], process["rank"]) == ("process", "supervisor", -1)
         assert {record["run_id"] for record in (process, injected, detected)} == {run_id}
         assert (injected["phase"], injected["detail"], injected["step"]) == ("injected", "sigkill", 8)
@@ -97,7 +99,9 @@ def test_a_killed_and_resumed_run_is_understood(tmp_path: Path) -> None:
 
     report = to_dict(analyse(load_trace(tmp_path)))
     kinds = {problem["kind"] for problem in report["problems"]}
-    assert kinds - {"low_coverage"} == {"unfinished_operation"}  # a loaded machine gets between two spans of a few ms
+    assert kinds - {"low_coverage"} == {
+        "unfinished_operation"
+    }  # a loaded machine gets between two spans of a few ms
     assert report["problems"][0]["data"]["last_phases"] == {"collect": [0, 1]}
     assert [(save["tag"], save["outcome"]) for save in report["saves"]] == [
         ("global_step5", "ok"),

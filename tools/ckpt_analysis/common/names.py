@@ -16,23 +16,19 @@ RECORD_TYPE = pl.Enum(list(RECORD_FIELDS))
 FILE = "file_index"  # which file a record came from: its place in the list of files
 
 _POLARS_TYPES = {"int": pl.Int64(), "float": pl.Float64(), "str": pl.String(), "bool": pl.Boolean()}
-# Process records are read apart, as objects; each further column costs time with every record.
-COLUMN_TYPES: dict[str, str] = {
-    name: field.json_type
-    for record_type, fields in RECORD_FIELDS.items()
-    if record_type != "process"
-    for name, field in fields.items()
-    if field.json_type in _POLARS_TYPES
-}
-SCHEMA: dict[str, pl.DataType] = {name: _POLARS_TYPES[kind] for name, kind in COLUMN_TYPES.items()}
-SCHEMA["values"] = pl.String()  # an object arrives as its JSON text
-
-# Every record says these of itself; `file_index` goes with them.
-WHO = ["run_id", "cycle", "rank"]
-_COMMON = {"v", "type", *WHO, "tp", "pp", "dp"}
-# Columns of each type of record beside WHO.
+# Columns of each type of record but `type`. Process records are read apart, as objects. What nothing here uses is left
+# out: each further column costs time with every record.
+_UNUSED = {("event", "wall_ns")}
 TYPE_SCHEMAS: dict[str, dict[str, pl.DataType]] = {
-    record_type: {name: SCHEMA[name] for name in fields if name in SCHEMA and name not in _COMMON}
+    record_type: {
+        name: _POLARS_TYPES.get(field.json_type, pl.String())  # an object arrives as its JSON text
+        for name, field in fields.items()
+        if name != "type" and (record_type, name) not in _UNUSED
+    }
     for record_type, fields in RECORD_FIELDS.items()
     if record_type != "process"
 }
+# Columns of all of them together.
+SCHEMA: dict[str, pl.DataType] = {"type": pl.String()}
+for _columns in TYPE_SCHEMAS.values():
+    SCHEMA |= _columns

@@ -15,7 +15,7 @@ OFFSET_NS = 50_000_000
 _NAMED = 5  # hosts that the message names one by one
 
 
-def measure_offsets(records: Records, clock_of_file: list[str | None]) -> dict[str, tuple[int, int]]:
+def measure_offsets(records: Records, clock_of_file: list[str]) -> dict[str, tuple[int, int]]:
     """Clocks whose ranks left every barrier earlier or later than most: (ns that it is ahead, barriers).
 
     `records` hold Unix times, their operations `group`; `clock_of_file` names the clock of each file. The offset

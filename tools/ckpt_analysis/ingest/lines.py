@@ -1,21 +1,162 @@
-"""Decodes a damaged file line by line: every record that can be read, and a reason for each that cannot."""
+"""Trace files line by line: what every line holds, and what is wrong with it. Needs the standard library alone."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from restart_trace.schema import RECORD_FIELDS, SCHEMA_VERSION, check_record
+from restart_trace.schema import RECORD_FIELDS, SCHEMA_VERSION, check_phase, check_record
+
+from .discover import TraceFile
+
+MOST_RANKS = 10_000_000  # a hundred times the largest trainings; more is no number that a run had
 
 
 @dataclass(frozen=True)
-class LineFault:
-    """Why a line could not be read. `torn`: it is the last one and lacks its newline."""
+class Line:
+    """One line of a file: its record, if it has one that can be used, and everything that is wrong.
+
+    `process` is the process record under which it stands, if that is not the first of the file.
+    """
 
     number: int
-    reason: str
-    torn: bool
+    record: dict[str, Any] | None
+    faults: list[str]
+    process: dict[str, Any] | None = None
+
+
+class _Process:
+    """What the records of one process said so far."""
+
+    def __init__(self, record: dict[str, Any] | None) -> None:
+        self.record = record
+        self.begun: dict[int, dict[str, Any]] = {}
+        self.ended: set[int] = set()
+
+    def contradictions(self, record: dict[str, Any]) -> Iterator[str]:
+        """What contradicts earlier records; the record by itself is valid."""
+        if "op_id" not in record:
+            return
+        kind, op_id = record["type"], record["op_id"]
+        begun = self.begun.get(op_id)
+        if kind == "operation_begin":
+            if begun is not None:
+                yield f"operation {op_id} begins a second time"
+            self.begun.setdefault(op_id, record)
+        elif begun is None:
+            yield f"{kind} of operation {op_id}, which has no operation_begin before this"
+        elif kind == "span":
+            yield from check_phase(begun["operation"], record["phase"], record.get("detail"))
+        elif kind == "operation_end":
+            if record["end_ns"] < begun["start_ns"]:
+                yield f"ends {begun['start_ns'] - record['end_ns']} ns before it starts"
+            elif op_id in self.ended:
+                yield f"operation {op_id} ends a second time"
+            else:
+                self.ended.add(op_id)
+
+
+class LineReader:
+    """The lines of one file after its first, in order; `process` is the record of the first."""
+
+    def __init__(self, process: dict[str, Any] | None) -> None:
+        self._first = self._current = _Process(process)
+
+    def read(self, line: bytes, number: int) -> Line:
+        """What the next line holds. Fields that the format does not have are faults, and left out of the record."""
+        try:
+            decoded = parse_json(line)
+        except ValueError:  # includes UnicodeDecodeError
+            return self._line(number, None, ["not a JSON record"])
+        if not isinstance(decoded, dict):
+            return self._line(number, None, ["not a JSON object"])
+        kind = decoded.get("type")
+        if kind == "process":
+            return self._second_process(decoded, number)
+        fields = RECORD_FIELDS.get(kind) if isinstance(kind, str) else None
+        record = {name: value for name, value in decoded.items() if fields is None or name in fields}
+        wrong = check_record(record)
+        if not wrong and self._current is self._first:
+            wrong = list(self._current.contradictions(record))
+        # What is there and wrong tells more than what is not.
+        wrong.sort(key=lambda fault: fault.startswith("missing"))
+        unknown = [f"unknown field {name}" for name in decoded if name not in record]
+        return self._line(number, None if wrong else record, wrong + unknown)
+
+    def _second_process(self, record: dict[str, Any], number: int) -> Line:
+        fault = "the first record of a file, and no other, is its process record"
+        if not faults_of_process(record) or other_version(record) is not None:
+            self._current = _Process(record)
+        return self._line(number, None, [fault])
+
+    def _line(self, number: int, record: dict[str, Any] | None, faults: list[str]) -> Line:
+        if self._current is self._first:
+            return Line(number, record, faults)
+        return Line(
+            number, None, faults or ["is of a second process: a file belongs to one"], self._current.record
+        )
+
+    def unfinished(self) -> Iterator[str]:
+        """Operations without an end, each as a sentence."""
+        for op_id, begun in self._first.begun.items():
+            if op_id not in self._first.ended:
+                yield f"{begun['operation']} {op_id} has no operation_end: it was killed, or is still running"
+
+
+def process_record(line: bytes, file: TraceFile) -> tuple[dict[str, Any] | None, list[str]]:
+    """(record, what is wrong) of the first line of `file`. A record of another version is not looked at."""
+    try:
+        record = parse_json(line)
+    except ValueError:
+        return None, ["not a JSON record"]
+    if not isinstance(record, dict) or record.get("type") != "process":
+        return None, ["the first record of a file, and no other, is its process record"]
+    if other_version(record) is not None:
+        return record, []
+    faults = faults_of_process({name: v for name, v in record.items() if name in RECORD_FIELDS["process"]})
+    if not faults and (record["role"] == "rank") != (file.rank is not None):
+        faults = [f"field role is not that of the file's name: {record['role']}"]
+    return (None if faults else record), faults
+
+
+def other_version(process: dict[str, Any]) -> int | None:
+    """The schema version of a process record if it is not this tool's; None if it is, or is no version."""
+    version = process.get("v")
+    return version if type(version) is int and version != SCHEMA_VERSION and abs(version) < 1 << 53 else None
+
+
+def faults_of_process(record: dict[str, Any]) -> list[str]:
+    """What is wrong with a process record of this version."""
+    faults = check_record(record)
+    if faults:
+        return faults
+    if record["v"] != SCHEMA_VERSION:
+        return [f"field v is no version: {record['v']}"]
+    return _impossible_rank(record) if record["role"] == "rank" else _impossible_supervisor(record)
+
+
+def _impossible_rank(record: dict[str, Any]) -> list[str]:
+    """What is wrong with the number of ranks: all of them are expected, so it must not come from a damaged byte."""
+    world_size, rank = record["world_size"], record["rank"]
+    sizes = [record["layout"].get(name) for name in ("tp", "pp", "dp")]
+    if not all(size is not None and size >= 1 for size in sizes):
+        return [f"field layout is no layout: {record['layout']}"]
+    if world_size > sizes[0] * sizes[1] * sizes[2]:  # fewer is a share of a layout, as ckpt_replay plays
+        return [f"field world_size is more than its layout {record['layout']} has: {world_size}"]
+    if not 0 <= rank < world_size <= MOST_RANKS:
+        return [f"field rank is not from 0 to world_size, of {MOST_RANKS} at most: {rank} of {world_size}"]
+    place = [record[name] for name in ("tp", "pp", "dp")]
+    if not all(0 <= at < size for at, size in zip(place, sizes, strict=True)):
+        return [f"fields tp, pp, dp are no place in its layout {record['layout']}: {place}"]
+    return []
+
+
+def _impossible_supervisor(record: dict[str, Any]) -> list[str]:
+    """What is wrong with a supervisor's process record: it is no rank."""
+    place = [record[name] for name in ("rank", "tp", "pp", "dp")]
+    return [] if place == [-1] * 4 else [f"fields rank, tp, pp, dp of a supervisor are not -1: {place}"]
 
 
 def parse_json(line: bytes) -> Any:
@@ -35,50 +176,3 @@ def _refuse(word: str) -> None:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse)  # json.loads would make one for each line
-
-
-def decode_lines(text: bytes, column_types: dict[str, str]) -> tuple[list[dict[str, Any]], list[LineFault]]:
-    """Return (records cut down to the columns of `column_types`, faults) of text that ends in a newline.
-
-    A record also keeps its `values`, as JSON text. Process records, and those of other versions, are judged elsewhere.
-    """
-    records: list[dict[str, Any]] = []
-    faults: list[LineFault] = []
-    for number, line in enumerate(text.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            decoded = parse_json(line)
-        except ValueError:  # includes UnicodeDecodeError
-            faults.append(LineFault(number, "not a JSON record", False))
-            continue
-        record, reason = _typed(decoded, column_types)
-        if reason:
-            faults.append(LineFault(number, reason, False))
-        else:
-            records.append(record)
-    return records, faults
-
-
-def _typed(decoded: object, column_types: dict[str, str]) -> tuple[dict[str, Any], str | None]:
-    if not isinstance(decoded, dict):
-        return {}, "not a JSON object"
-    kind = decoded.get("type")
-    fields = RECORD_FIELDS.get(kind, {}) if isinstance(kind, str) else {}
-    if decoded.get("v") == SCHEMA_VERSION and kind != "process":
-        faults = check_record({name: value for name, value in decoded.items() if not fields or name in fields})
-        if faults:  # what is there and wrong tells more than what is not
-            return {}, min(faults, key=lambda fault: fault.startswith("missing"))
-    record = {name: value for name, value in decoded.items() if _fits(value, column_types.get(name))}
-    if "values" in fields and "values" in decoded:
-        record["values"] = json.dumps(decoded["values"])
-    return record, None
-
-
-def _fits(value: Any, json_type: str | None) -> bool:
-    """Whether a column takes the value: nothing is promised of what another version wrote."""
-    if json_type == "int":
-        return isinstance(value, int) and not isinstance(value, bool) and -(1 << 63) <= value < 1 << 63
-    if json_type == "float":
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
-    return json_type is not None and isinstance(value, str if json_type == "str" else bool)

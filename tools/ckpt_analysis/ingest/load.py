@@ -16,8 +16,8 @@ from .cache import Cache
 from .clock_offsets import describe_offsets, measure_offsets
 from .clocks import check_clocks, clock_of, offsets_ns
 from .discover import Listing, LogDirectoryError, list_trace
+from .files import Head
 from .groups import with_group
-from .head import Head
 from .records import Records, only_files, read_records
 
 _TIMES = ("start_ns", "end_ns", "time_ns")
@@ -54,7 +54,7 @@ def load_trace(
     listing = list_trace(directory)
     records, heads, problems = _read(listing, cache, progress or Progress(quiet=True))
     problems = [*map(_copy, listing.copies), *problems]
-    processes = [head.process for head in heads if head.process is not None]
+    processes = [head.process for head in heads]
     if not any(process["role"] == "rank" for process in processes):
         raise LogDirectoryError(
             f"{listing.directory}: none of its {len(listing.files)} trace files can be analysed: "
@@ -62,11 +62,10 @@ def load_trace(
         )
     chosen, found = _choose_run(processes, run_id, listing.directory)
     problems += found
-    runs = _runs(records)
-    problems += _stray_runs(runs - {process["run_id"] for process in processes}, chosen)
-    processes = [process for process in processes if process["run_id"] == chosen]
-    if runs - {chosen}:
-        records = only_files(records, pl.col("run_id") == chosen)
+    of_run = [index for index, head in enumerate(heads) if head.process["run_id"] == chosen]
+    if len(of_run) < len(heads):
+        records = only_files(records, pl.col(FILE).is_in(of_run))
+    processes = [heads[index].process for index in of_run]
     records, found = _align(records, heads, processes)
     problems += found + check_clocks(processes)
     return Trace(
@@ -105,11 +104,6 @@ def _copy(pair: tuple[Any, Any]) -> Problem:
     return Problem("duplicate_file", message, {"file": copy, "original": original})
 
 
-def _runs(records: Records) -> set[str]:
-    tables = [table["run_id"] for table in records.tables.values() if "run_id" in table.columns]
-    return set().union(*(runs.unique().to_list() for runs in tables))
-
-
 def _choose_run(
     processes: list[dict[str, Any]], asked: str | None, directory: Path
 ) -> tuple[str, list[Problem]]:
@@ -134,45 +128,17 @@ def _choose_run(
     return chosen, [Problem("mixed_runs", message, {"analysed": chosen, "left_out": others})]
 
 
-def _stray_runs(strays: set[str], chosen: str) -> list[Problem]:
-    """Runs that only have records in the files of others, or in files without a process record."""
-    if not strays:
-        return []
-    named = ", ".join(sorted(strays))
-    message = (
-        f"records of another run, which no process record is of, lie among the others: left out: {named}"
-    )
-    return [Problem("mixed_runs", message, {"analysed": chosen, "left_out": sorted(strays)})]
-
-
 def _align(
     records: Records, heads: list[Head], processes: list[dict[str, Any]]
 ) -> tuple[Records, list[Problem]]:
-    """Shift every time to Unix ns by the offset of its clock, and clocks that are off by what barriers show.
-
-    A file without a process record does not say which clock it used: if the run has but one, that is the one;
-    else its records are left out.
-    """
+    """Shift every time to Unix ns by the offset of its clock, and clocks that are off by what barriers show."""
     offsets = offsets_ns(processes)
-    only = next(iter(offsets.values())) if len(offsets) == 1 else None
-    by_file = [only if head.process is None else offsets.get(clock_of(head.process)) for head in heads]
-    problems: list[Problem] = []
-    tables = [table for name, table in records.tables.items() if name != "spans"]
-    present = set(pl.concat([table[FILE].unique() for table in tables]).unique())
-    unknown = sorted(index for index in present if by_file[index] is None)
-    for index in unknown:
-        name = heads[index].file.path.name
-        message = f"{name}: nothing says which clock it used; its records were left out"
-        problems.append(Problem("no_process_record", message, {"file": name}))
-    if unknown:
-        records = only_files(records, ~pl.col(FILE).is_in(unknown))
-    records = _grouped(_shift(records, by_file))
-    single = clock_of(processes[0]) if len(offsets) == 1 else None
-    clocks = [single if head.process is None else clock_of(head.process) for head in heads]
+    clocks = [clock_of(head.process) for head in heads]
+    records = _grouped(_shift(records, [offsets.get(clock) for clock in clocks]))
     ahead = measure_offsets(records, clocks)
     if ahead:
-        records = _grouped(_shift(records, [-ahead.get(clock or "", (0, 0))[0] for clock in clocks]))
-    return records, problems + describe_offsets(ahead, processes)
+        records = _grouped(_shift(records, [-ahead.get(clock, (0, 0))[0] for clock in clocks]))
+    return records, describe_offsets(ahead, processes)
 
 
 def _grouped(records: Records) -> Records:

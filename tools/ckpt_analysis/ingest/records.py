@@ -11,32 +11,30 @@ from dataclasses import dataclass, fields
 
 import polars as pl
 
+from restart_trace.schema import MAIN_THREAD, PHASES
+
 from ..common.intervals import sorted_by_op
-from ..common.names import FILE, NAME, OPERATION, TYPE_SCHEMAS, WHO
+from ..common.names import FILE, NAME, TYPE_SCHEMAS
 from ..common.parallel import map_ahead
 from ..common.problems import Problem
-from .batches import FileText, Reading, read_batches
-from .contradictions import OPERATION_KEY, drop_contradictions
-from .decode import decode, torn_line
+from .columns import Frames, read_columns
 from .discover import TraceFile
-from .head import Head
-from .sound import decode_sorted, sort_lines
-from .valid import drop_unusable, other_versions
+from .fallback import read_lines
+from .files import FileText, Head, Reading, read_batches, version_problems
 
 
 @dataclass(frozen=True)
 class Records:
     """Valid records; times on the clocks of their hosts.
 
-    operations  one row per operation and rank, out of whichever of its records there are: file_index, run_id,
-                cycle, rank, op_id, operation, tag, step, engine, start_ns, end_ns (null: no end), outcome,
-                bytes, num_files, durable, error
+    operations  one row per operation and rank: file_index, cycle, rank, op_id, operation, tag, step, engine,
+                start_ns, end_ns (null: no end), outcome, bytes, num_files, durable, error
     spans       op (row of `operations`), phase, detail, file, bytes, start_ns, end_ns, duration_ns, thread,
                 blocking, error; sorted by op and start_ns
-    iterations  file_index, run_id, cycle, rank, step, start_ns, end_ns, loss
-    events      file_index, run_id, cycle, rank, operation, phase, detail, step, time_ns
-    runtimes    file_index, run_id, cycle, rank and the fields of the runtime record
-    probes      file_index, run_id, cycle, rank, operation, op_id, at, time_ns, values (JSON text)
+    iterations  file_index, cycle, rank, step, start_ns, end_ns, loss
+    events      file_index, cycle, rank, operation, phase, detail, step, time_ns
+    runtimes    file_index, cycle, rank and the fields of the runtime record
+    probes      file_index, cycle, rank, operation, op_id, at, time_ns, values (JSON text)
     """
 
     operations: pl.DataFrame
@@ -58,34 +56,41 @@ def read_records(
 
     `advance` is called with the number of bytes read, batch after batch.
     """
-    reading = Reading([], [])
+    reading = Reading([], [], {})
     parts: list[Records] = []
-    versions: list[pl.DataFrame] = []
     found: list[Problem] = []
-    work = map_ahead(lambda batch: _read_batch(batch, reading.heads), read_batches(files, reading))
-    for records, counts, problems, num_bytes in work:
+    for records, problems, num_bytes in map_ahead(
+        lambda batch: _read_batch(*batch, reading), read_batches(files, reading)
+    ):
         parts.append(records)
-        versions += counts
         found += problems
         advance(num_bytes)
-    problems = [*reading.problems, *other_versions(versions, reading.heads), *found]
+    problems = [*reading.problems, *version_problems(reading.other_versions), *found]
     return concat_records(parts), reading.heads, problems
 
 
 def _read_batch(
-    batch: tuple[list[FileText], int], heads: list[Head]
-) -> tuple[Records, list[pl.DataFrame], list[Problem], int]:
-    """(records, counts of other versions, problems, bytes) of one batch. Changes the heads of its own files only."""
-    texts, num_bytes = batch
-    torn = [torn_line(text) for text in texts if text.torn]
-    lines = sort_lines(texts, heads)
-    frames = None if lines is None else decode_sorted(lines)
-    if frames is not None and (records := _tables(frames)) is not None:
-        return records, [], torn, num_bytes
-    frames, counts, problems = _thorough(texts, heads)
-    records = _tables(frames)
-    assert records is not None, "what contradicts was left out"
-    return records, [counts], torn + problems, num_bytes
+    texts: list[FileText], num_bytes: int, reading: Reading
+) -> tuple[Records, list[Problem], int]:
+    """(records, problems, bytes) of one batch: in columns, or where something is wrong file by file."""
+    records = _in_columns(texts)
+    if records is not None:
+        return records, [], num_bytes
+    parts, problems = [], []
+    for text in texts:
+        records = _in_columns([text])
+        if records is None:
+            frames, found = read_lines(text, reading)
+            records = _tables(frames, [text])
+            assert records is not None, "what contradicts was left out"
+            problems += found
+        parts.append(records)
+    return concat_records(parts), problems, num_bytes
+
+
+def _in_columns(texts: list[FileText]) -> Records | None:
+    frames = read_columns(texts)
+    return None if frames is None else _tables(frames, texts)
 
 
 def concat_records(parts: list[Records]) -> Records:
@@ -102,7 +107,7 @@ def concat_records(parts: list[Records]) -> Records:
 
 
 def only_files(records: Records, keep: pl.Expr) -> Records:
-    """Records that match `keep`, a condition on file_index and run_id."""
+    """Records of the files that match `keep`, a condition on file_index."""
     operations = records.operations.with_row_index("old").filter(keep)
     kept = operations.select("old", pl.int_range(pl.len(), dtype=pl.UInt32).alias("new"))
     spans = records.spans.join(kept, left_on="op", right_on="old", how="inner", maintain_order="left")
@@ -115,153 +120,106 @@ def only_files(records: Records, keep: pl.Expr) -> Records:
     return Records(**others, operations=operations.drop("old"), spans=spans)
 
 
-def _thorough(
-    texts: list[FileText], heads: list[Head]
-) -> tuple[dict[str, pl.DataFrame], pl.DataFrame, list[Problem]]:
-    """(valid records by type, counts of those of other versions, problems) of a batch with something wrong."""
-    frame, problems = decode(texts)
-    frame, versions, found = drop_unusable(frame, heads)
-    problems += found
-    frame = frame.with_columns(pl.col("run_id").cast(pl.Categorical))
-    frames = {
-        name: frame.filter(pl.col("type") == name).select(*schema, FILE, *WHO)
-        for name, schema in TYPE_SCHEMAS.items()
-    }
-    frames["span"] = frames["span"].with_columns(
-        pl.col("phase", "detail").cast(NAME), pl.col("operation").cast(OPERATION)
-    )
-    frames, found = drop_contradictions(frames, _gaps(frames, problems, heads), heads)
-    return frames, versions, problems + found
-
-
-def _gaps(frames: dict[str, pl.DataFrame], problems: list[Problem], heads: list[Head]) -> set[int]:
-    """Files that lack records: some were left out, or could not be written."""
-    damaged = {problem.data["file"] for problem in problems if problem.kind == "invalid_record"}
-    events = frames["event"]
-    full = set(events.filter(pl.col("phase") == "records_lost")[FILE])
-    return full | {index for index, head in enumerate(heads) if head.file.path.name in damaged}
-
-
-def _tables(frames: dict[str, pl.DataFrame]) -> Records | None:
-    """The valid records of one batch; None if some contradict others, or the operation of a span is unknown."""
-    found = _operations_and_spans(frames["operation_begin"], frames["operation_end"], frames["span"])
-    if found is None or _contradicts(frames["probe"], found[0]):
+def _tables(frames: Frames, texts: list[FileText]) -> Records | None:
+    """The valid records of one batch; None if some contradict others."""
+    operations = _operations(frames["operation_begin"], frames["operation_label"], frames["operation_end"])
+    if operations is None:
         return None
-    operations, spans = found
-
-    def of(record_type: str, *names: str) -> pl.DataFrame:
-        return frames[record_type].select(FILE, *WHO, *names)
-
+    span, probe = _rows_of(operations, frames["span"]), _rows_of(operations, frames["probe"])
+    if span.has_nulls() or probe.has_nulls():
+        return None
+    spans = frames["span"].with_columns(
+        span.alias("op"),
+        pl.coalesce("duration_ns", pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"),
+        pl.col("thread").fill_null(MAIN_THREAD).cast(pl.Categorical),
+        pl.col("blocking").fill_null(True),
+        pl.col("error").cast(pl.Categorical),
+    )
+    if not _phases_are_known(operations["operation"].gather(span), spans):
+        return None
+    processes = [text.head.process for text in texts]
+    files = pl.DataFrame(
+        {FILE: [text.index for text in texts]}
+        | {name: [p[name] for p in processes] for name in ("cycle", "rank")},
+        schema={FILE: pl.Int32, "cycle": pl.Int64, "rank": pl.Int64},
+    )
+    columns = ["op", *(name for name in TYPE_SCHEMAS["span"] if name != "op_id")]
     return Records(
-        operations=operations,
-        spans=sorted_by_op(
-            spans.select(
-                "op", "phase", "detail", "file", "bytes", "start_ns", "end_ns",
-                "duration_ns", pl.col("thread").cast(pl.Categorical), "blocking",
-                pl.col("error").cast(pl.Categorical),
-            )
-        ),
-        iterations=of("iteration", "step", "start_ns", "end_ns", "loss"),
-        events=of("event", "operation", "phase", "detail", "step", "time_ns"),
-        runtimes=of(
-            "runtime", "engine_used", "engine_asked", "optimizer", "accelerator", "backend", "parameters",
-            "save_dir",
-        ),
-        probes=of("probe", "operation", "op_id", "at", "time_ns", "values"),
+        operations=_placed(operations, files),
+        spans=sorted_by_op(spans.select(columns)),
+        iterations=_placed(frames["iteration"], files),
+        events=_placed(frames["event"], files),
+        runtimes=_placed(frames["runtime"], files),
+        probes=_placed(
+            frames["probe"].with_columns(operations["operation"].gather(probe).cast(pl.String)), files
+        ).select(FILE, "cycle", "rank", "operation", "op_id", "at", "time_ns", "values"),
+    )
+
+
+def _placed(table: pl.DataFrame, files: pl.DataFrame) -> pl.DataFrame:
+    """The table with cycle and rank of each row's file; an event may be of another cycle than its file."""
+    own = ["cycle"] if "cycle" in table.columns else []
+    placed = table.join(files, on=FILE, how="left", maintain_order="left", suffix="_of_file")
+    for name in own:
+        placed = placed.with_columns(pl.coalesce(name, f"{name}_of_file").alias(name)).drop(f"{name}_of_file")
+    return placed.select(FILE, "cycle", "rank", pl.exclude(FILE, "cycle", "rank"))
+
+
+def _operations(begins: pl.DataFrame, labels: pl.DataFrame, ends: pl.DataFrame) -> pl.DataFrame | None:
+    """One row per operation; None if one begins or ends twice, ends before it starts, or does not begin."""
+    key = [FILE, "op_id"]
+    if any(marks.select(pl.struct(key).is_duplicated().any()).item() for marks in (begins, ends)):
+        return None
+    if any(rows.join(begins, on=key, how="anti").height for rows in (labels, ends)):
+        return None
+    found = labels.group_by(key, maintain_order=True).agg(pl.col("tag", "step", "engine").drop_nulls().last())
+    operations = (
+        begins.join(found, on=key, how="left", suffix="_found")
+        .with_columns(pl.coalesce(f"{name}_found", name).alias(name) for name in ("tag", "step", "engine"))
+        .join(ends, on=key, how="left")
+        .with_columns(pl.col("outcome").fill_null("unfinished"))
+        .sort(key, maintain_order=True)
+    )
+    if (operations["end_ns"] < operations["start_ns"]).any():
+        return None
+    return operations.select(
+        *key, "operation", "tag", "step", "engine", "start_ns", "end_ns", "outcome", "bytes", "num_files", "durable",
+        "error",
     )  # fmt: skip
 
 
-def _operations_and_spans(
-    begins: pl.DataFrame, ends: pl.DataFrame, spans: pl.DataFrame
-) -> tuple[pl.DataFrame, pl.DataFrame] | None:
-    """(operations, spans with the column op); None as `_tables`."""
-    operations = _from_marks(begins, ends)
-    if operations is None:
-        return None
-    op = _rows_of(operations, spans)
-    if op.has_nulls():  # spans of operations whose own records were lost
-        if "rank" not in spans.columns:
-            return None
-        lost = spans.filter(op.is_null())
-        begun = lost.group_by(OPERATION_KEY).agg(pl.col("operation").first(), pl.col("start_ns").min())
-        operations = pl.concat([operations, begun], how="diagonal").sort(FILE, "op_id", maintain_order=True)
-        op = _rows_of(operations, spans)
-    if (operations["operation"].gather(op) != spans["operation"]).any():
-        return None
-    spans = spans.with_columns(op)
-    operations = _with_labels_of_spans(operations.with_row_index("op"), spans).drop("op")
-    return operations.with_columns(pl.col("outcome").fill_null("unfinished")), spans
-
-
-def _contradicts(probes: pl.DataFrame, operations: pl.DataFrame) -> bool:
-    """Whether a probe names another operation than the one that its op_id is of."""
-    both = probes.select(*OPERATION_KEY, pl.col("operation").cast(OPERATION)).join(operations, on=OPERATION_KEY)
-    return bool((both["operation"] != both["operation_right"]).any())
-
-
-def _from_marks(begins: pl.DataFrame, ends: pl.DataFrame) -> pl.DataFrame | None:
-    """Operations that have a begin or an end; None if one has two, or they contradict each other."""
-
-    def of(found: pl.DataFrame, *names: str) -> pl.DataFrame:
-        return found.select(*OPERATION_KEY, pl.col("operation").cast(OPERATION), *names)
-
-    labels = ("tag", "step", "engine", "start_ns")
-    begins = of(begins, *labels)
-    ends = of(ends, *labels, "end_ns", "outcome", "bytes", "num_files", "durable", "error")
-    for marks in (begins, ends):
-        if marks.select(pl.struct(OPERATION_KEY).is_duplicated().any()).item():
-            return None
-    both = begins.join(ends, on=OPERATION_KEY, how="full", coalesce=True, suffix="_at_end")
-    if any((both[name] != both[f"{name}_at_end"]).any() for name in ("operation", "start_ns")):
-        return None
-    return both.select(
-        *OPERATION_KEY,
-        pl.coalesce("operation", "operation_at_end"),
-        *(pl.coalesce(f"{name}_at_end", name).alias(name) for name in ("tag", "step", "engine")),
-        pl.coalesce("start_ns", "start_ns_at_end"),
-        "end_ns", "outcome", "bytes", "num_files", "durable", "error",
-    ).sort(FILE, "op_id", maintain_order=True)  # fmt: skip
-
-
-def _rows_of(operations: pl.DataFrame, spans: pl.DataFrame) -> pl.Series:
-    """The row of each span's operation, null if it has none."""
-    # Spans that do not say who they are of are of files that are of one process each.
-    key = [name for name in OPERATION_KEY if name in spans.columns]
-    rows = operations.select(key).with_row_index("op")
-    if len(key) == 2 and (counted := _counted_rows(rows, spans)) is not None:
-        return counted
-    return spans.select(key).join(rows, on=key, how="left", maintain_order="left")["op"]
-
-
-def _counted_rows(rows: pl.DataFrame, spans: pl.DataFrame) -> pl.Series | None:
-    """`_rows_of` where operations count from 0 in every file: the row of the file's first, and op_id more."""
-    first = rows.unique(FILE, keep="first")
+def _rows_of(operations: pl.DataFrame, records: pl.DataFrame) -> pl.Series:
+    """The row of each record's operation, null if it has none."""
+    rows = operations.select(FILE, "op_id").with_row_index("op")
+    # A process numbers its operations from 0, so the row is that of its first one and op_id more.
+    first = rows.filter(pl.col("op_id") == 0)
     row = (
-        spans[FILE].replace_strict(first[FILE], first["op"], default=None, return_dtype=pl.Int64)
-        + spans["op_id"]
+        records[FILE].replace_strict(first[FILE], first["op"], default=None, return_dtype=pl.Int64)
+        + records["op_id"]
     )
-    if row.has_nulls() or not row.is_between(0, rows.height - 1).all():
-        return None
-    right = (rows[FILE].gather(row) == spans[FILE]) & (rows["op_id"].gather(row) == spans["op_id"])
-    return row.cast(pl.UInt32).alias("op") if right.all() else None
+    if not row.has_nulls() and row.is_between(0, rows.height - 1).all():
+        right = (rows[FILE].gather(row) == records[FILE]) & (rows["op_id"].gather(row) == records["op_id"])
+        if right.all():
+            return row.cast(pl.UInt32).alias("op")
+    return records.select(FILE, "op_id").join(rows, on=[FILE, "op_id"], how="left", maintain_order="left")[
+        "op"
+    ]
 
 
-def _with_labels_of_spans(operations: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
-    """Tag and step as the spans give them where the end does not: a load learns its tag after its begin."""
-    unsure = operations.filter(
-        (pl.col("operation") != "startup") & pl.any_horizontal(pl.col("outcome", "tag", "step").is_null())
-    )
-    found = (
-        spans.filter(pl.col("op").is_in(unsure["op"].implode()))
-        .group_by("op")
-        .agg(pl.col("tag", "step").drop_nulls().last())
-    )
-    joined = operations.join(found, on="op", how="left", maintain_order="left", suffix="_of_spans")
-    ended = pl.col("outcome").is_not_null()
-    return joined.with_columns(
-        pl.when(ended)
-        .then(pl.coalesce(name, f"{name}_of_spans"))
-        .otherwise(pl.coalesce(f"{name}_of_spans", name))
-        .alias(name)
-        for name in ("tag", "step")
-    ).drop("tag_of_spans", "step_of_spans")
+def _phases_are_known(operation: pl.Series, spans: pl.DataFrame) -> bool:
+    """Whether operation, phase and detail go together: looked up as one number each."""
+
+    def code(operation: int, phase: int, detail: int | None) -> int:
+        return (operation * 256 + phase) * 256 + (255 if detail is None else detail)
+
+    place = {name: index for index, name in enumerate(NAME.categories)}
+    known = [
+        code(number, place[phase], None if detail is None else place[detail])
+        for number, phases in enumerate(PHASES.values())
+        for phase, details in phases.items()
+        for detail in details or (None,)
+    ]
+    numbers = (
+        operation.to_physical().cast(pl.UInt32) * 256 + spans["phase"].to_physical().cast(pl.UInt32)
+    ) * 256 + spans["detail"].to_physical().cast(pl.UInt32).fill_null(255)
+    return bool(numbers.is_in(known).all())

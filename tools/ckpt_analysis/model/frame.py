@@ -59,7 +59,7 @@ def make_frames(trace: Trace) -> Frames:
 
 
 def _without_origin(table: pl.DataFrame) -> pl.DataFrame:
-    return table.drop("file_index", "run_id")
+    return table.drop("file_index")
 
 
 def no_frames() -> Frames:

@@ -13,7 +13,7 @@ from benchmarks.synthetic_traces.shape import PLANTS, Shape, saves_for
 from benchmarks.synthetic_traces.write import write_run
 from restart_trace.schema import check_record
 from tests.unit.tools.ckpt_analysis.analysis_helpers import result
-from tools.ckpt_analysis.ingest import batches, records
+from tools.ckpt_analysis.ingest import files, records
 from tools.ckpt_analysis.ingest.discover import list_trace
 from tools.ckpt_analysis.ingest.load import load_trace
 
@@ -120,28 +120,29 @@ def test_records_are_valid(tmp_path: Path, plants: frozenset[str]) -> None:
             assert check_record(record) == [], record
             kinds.add(record["type"])
     assert kinds == {
-        "process", "runtime", "operation_begin", "span", "operation_end", "iteration", "event", "probe",
+        "process", "runtime", "operation_begin", "operation_label", "span", "operation_end", "iteration", "event",
+        "probe",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["sync", "async"])
-def test_the_fast_way_and_the_thorough_way_read_the_same(
+def test_the_columns_and_the_lines_read_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     write_run(tmp_path / "run", _SHAPES[name])
-    monkeypatch.setattr(records, "_thorough", None)  # nothing is wrong, so it is not called
+    monkeypatch.setattr(records, "read_lines", None)  # nothing is wrong, so it is not called
     fast = load_trace(tmp_path / "run").records
     monkeypatch.undo()
-    monkeypatch.setattr(records, "sort_lines", lambda texts, heads: None)
-    thorough = load_trace(tmp_path / "run").records
+    monkeypatch.setattr(records, "read_columns", lambda texts: None)
+    by_line = load_trace(tmp_path / "run").records
     for table, rows in fast.tables.items():
-        assert rows.height and rows.equals(thorough.tables[table]), table
+        assert rows.height and rows.equals(by_line.tables[table]), table
 
 
 def test_large_logs_are_read_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path / "run", _SHAPES["all"])
     whole = result(tmp_path / "run")
-    monkeypatch.setattr(batches, "BATCH_BYTES", 20_000)
+    monkeypatch.setattr(files, "BATCH_BYTES", 20_000)
     read: list[int] = []
     listing = list_trace(tmp_path / "run")
     records.read_records(listing.files, read.append)

@@ -102,15 +102,19 @@ class RankLog:
         return (1_000 + 500 * self.host()) * 1_000_000_000
 
     def write(self, record_type: str, **fields: Any) -> None:
-        tp, dp, pp = self.rank % 2, self.rank // 2 % 2, self.rank // 4
-        place = {"tp": tp, "pp": pp, "dp": dp} if self.rank >= 0 else {"tp": -1, "pp": -1, "dp": -1}
-        common = {"run_id": self.options.run_id, "cycle": self.cycle, "rank": self.rank} | place
-        self.records.append({"v": self.options.version, "type": record_type} | common | fields)
+        self.records.append({"type": record_type} | fields)
 
     def process(self, role: str = "rank") -> None:
+        tp, dp, pp = self.rank % 2, self.rank // 2 % 2, self.rank // 4
+        place = {"tp": tp, "pp": pp, "dp": dp} if self.rank >= 0 else {"tp": -1, "pp": -1, "dp": -1}
         launched = {"engine_asked": "torch", "durability": "fsync"} if role == "rank" else {}
         self.write(
             "process",
+            v=self.options.version,
+            run_id=self.options.run_id,
+            cycle=self.cycle,
+            rank=self.rank,
+            **place,
             role=role,
             host=f"node{self.host()}",
             boot_id=f"boot-{self.host()}",
@@ -129,15 +133,24 @@ class RankLog:
         )
 
     def begin(self, operation: str, engine: str | None = None, **labels: Any) -> OperationLog:
-        fields = {"operation": operation, "op_id": self.next_op} | labels
+        op_id = self.next_op
         self.next_op += 1
         named = {"engine": engine} if engine else {}
-        self.write("operation_begin", **fields, **named, start_ns=self.ns(self.now_ms))
-        return OperationLog(self, fields, named, self.now_ms)
+        self.write(
+            "operation_begin",
+            operation=operation,
+            op_id=op_id,
+            **labels,
+            **named,
+            start_ns=self.ns(self.now_ms),
+        )
+        return OperationLog(self, op_id)
 
     def event(self, operation: str, phase: str, detail: str | None = None, step: int | None = None) -> None:
-        optional = {k: v for k, v in (("detail", detail), ("step", step)) if v is not None}
+        optional: dict[str, Any] = {k: v for k, v in (("detail", detail), ("step", step)) if v is not None}
         wall_ns = self.options.wall_ns + round(self.now_ms * MS)
+        if self.rank < 0:
+            optional["cycle"] = self.cycle
         self.write(
             "event",
             operation=operation,
@@ -159,9 +172,10 @@ class OperationLog:
     """One operation in the making."""
 
     log: RankLog
-    labels: dict[str, Any]
-    engine: dict[str, str]
-    start_ms: float
+    op_id: int
+
+    def label(self, **labels: Any) -> None:
+        self.log.write("operation_label", op_id=self.op_id, **labels)
 
     def span(self, phase: str, detail: str | None, took_ms: float, **fields: Any) -> None:
         """A span that begins now; time moves on to its end."""
@@ -180,27 +194,26 @@ class OperationLog:
         **fields: Any,
     ) -> None:
         """A span at any time, which leaves the clock alone."""
-        optional = {"detail": detail} if detail else {}
+        optional: dict[str, Any] = {"detail": detail} if detail else {}
+        shorter = {} if busy_ms is None else {"duration_ns": round(busy_ms * MS)}
+        background = {} if blocking else {"thread": "flush", "blocking": False}
         self.log.write(
             "span",
-            **self.labels,
+            op_id=self.op_id,
             phase=phase,
             **optional,
             **fields,
             start_ns=self.log.ns(start_ms),
             end_ns=self.log.ns(start_ms + window_ms),
-            duration_ns=round((window_ms if busy_ms is None else busy_ms) * MS),
-            thread="MainThread" if blocking else "flush",
-            blocking=blocking,
+            **shorter,
+            **background,
         )
 
     def end(self, error: str | None = None, **fields: Any) -> None:
         failed = {"error": error} if error else {}
         self.log.write(
             "operation_end",
-            **self.labels,
-            **self.engine,
-            start_ns=self.log.ns(self.start_ms),
+            op_id=self.op_id,
             end_ns=self.log.ns(self.log.now_ms),
             outcome="failed" if error else "ok",
             **fields,
@@ -215,7 +228,7 @@ def save(log: RankLog, step: int) -> None:
     op.span("collect", None, 10)
     op.span("device_to_host", None, 20)
     for index in range(FILES_PER_RANK):
-        name = f"global_step{step}/rank_{rank}_{index}.pt"
+        name = f"rank_{rank}_{index}.pt"
         op.at(log.now_ms, FILE_MS, "serialize", None, busy_ms=SERIALIZE_MS[rank], file=name)
         op.at(log.now_ms, FILE_MS, "flush", "write", busy_ms=WRITE_MS, file=name, bytes=file_bytes(rank))
         log.now_ms += FILE_MS
@@ -249,9 +262,9 @@ def load(log: RankLog) -> None:
     op.span("discover", None, 3)
     if log.options.reject_newest:
         log.event("load", "checkpoint_rejected", "global_step8: rank_0_0.pt has 12 of 500000 bytes")
-    op.labels |= {"tag": "global_step5", "step": 5}  # known only after discovery
+    op.label(tag="global_step5", step=5)  # known only after discovery
     for index in range(FILES_PER_RANK):
-        name = f"global_step5/rank_{rank}_{index}.pt"
+        name = f"rank_{rank}_{index}.pt"
         op.span("load", "read", READ_MS[rank], file=name, bytes=file_bytes(rank))
         op.span("load", "deserialize", 10, file=name)
     op.span("load", "host_to_device", 5)

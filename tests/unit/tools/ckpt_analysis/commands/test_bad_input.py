@@ -121,7 +121,8 @@ def binary(length: int) -> bytes:
 def earlier_run(directory: Path) -> None:
     # Launched earlier: the other one is analysed.
     other = rank_log(Options(run_id="ffffffffffff", wall_ns=Options().wall_ns - 10**15), 0, 0)
-    dump(file_of(directory, 0, 2), [record | {"cycle": 2} for record in other.records])
+    process, *records = other.records
+    dump(file_of(directory, 0, 2), [process | {"cycle": 2}, *records])
 
 
 DEEP = b"[" * 100_000

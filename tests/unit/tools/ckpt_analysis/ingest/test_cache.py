@@ -26,7 +26,7 @@ def trace(tmp_path: Path) -> Path:
     """A damaged trace, so that problems are kept too, that was written a while ago."""
     directory = write_trace(tmp_path / "trace", Options(hosts=2))
     path = file_of(directory, 2, 1)
-    path.write_bytes(path.read_bytes() + b"garbage\n" + b'{"v":1,"ty')
+    path.write_bytes(path.read_bytes() + b"garbage\n" + b'{"ty')
     file_of(directory, 5, 0).write_bytes(b"")
     return settled(directory)
 
@@ -123,8 +123,8 @@ def test_both_runs_of_a_directory_come_from_one_entry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = write_trace(tmp_path / "trace")
-    other = rank_log(Options(run_id="ffffffffffff"), 0, 0)
-    dump(file_of(directory, 0, 2), [record | {"cycle": 2} for record in other.records])
+    process, *records = rank_log(Options(run_id="ffffffffffff"), 0, 0).records
+    dump(file_of(directory, 0, 2), [process | {"cycle": 2}, *records])
     settled(directory)
     assert {report(directory)["run_id"] for _ in range(2)} == {"0123456789ab"}
     no_reading(monkeypatch)

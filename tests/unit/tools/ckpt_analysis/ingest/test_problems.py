@@ -55,7 +55,7 @@ def test_torn_last_line(tmp_path: Path, sound: dict[str, Any]) -> None:
     write_trace(tmp_path)
     path = file_of(tmp_path, 2, 1)
     whole = path.read_bytes()
-    path.write_bytes(whole + b'{"v":1,"type":"span","run_id":"0123')
+    path.write_bytes(whole + b'{"type":"span","op_id":1,"pha')
     report = result(tmp_path)
     assert problem(report, "torn_line")["data"] == {"file": path.name, "line": whole.count(b"\n") + 1}
     assert report["saves"] == sound["saves"] and report["restarts"] == sound["restarts"]
@@ -72,13 +72,13 @@ def test_a_last_line_that_lacks_only_its_newline_is_read(tmp_path: Path, sound: 
     ("garbage", "reason"),
     [
         (b"\x00\x01\xff\xfe binary\n", "not a JSON record"),
-        (b'{"v":1,"type":"span","ru\n', "not a JSON record"),
+        (b'{"type":"span","op\n', "not a JSON record"),
         (b"[1,2]\n", "not a JSON object"),
         (b"null\n", "not a JSON object"),
-        (b'{"v":1,"type":"iteration","start_ns":"soon"}\n', "field start_ns is not int"),
-        (b'{"v":1,"type":"iteration","step":123456789012345678901234}\n', "field step is out of range"),
-        (b'{"v":1,"type":"nonsense"}\n', "unknown record type 'nonsense'"),
-        (b'{"v":1,"type":"iteration","step":4}\n', "missing field"),
+        (b'{"type":"iteration","start_ns":"soon"}\n', "field start_ns is not int"),
+        (b'{"type":"iteration","step":123456789012345678901234}\n', "field step is out of range"),
+        (b'{"type":"nonsense"}\n', "unknown record type 'nonsense'"),
+        (b'{"type":"iteration","step":4}\n', "missing field"),
         (b"{}\n", "unknown record type"),
     ],
 )
@@ -143,18 +143,43 @@ def test_no_process_record(tmp_path: Path) -> None:
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[1:]))
     report = result(tmp_path)
     assert "line 1" in problem(report, "no_process_record")["message"]
-    # One host: its clock is known all the same, and rank 6 still is the slowest reader.
-    assert report["loads"][0]["slowest_rank"] == 6
-
-
-def test_no_process_record_where_the_clock_is_unknown(tmp_path: Path) -> None:
-    write_trace(tmp_path, Options(hosts=2))
-    path = file_of(tmp_path, 6, 1)
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[1:]))
-    report = result(tmp_path)
-    messages = [p["message"] for p in report["problems"] if p["kind"] == "no_process_record"]
-    assert any("which clock" in message for message in messages)
+    assert problem(report, "missing_ranks")["data"] == {"cycle": 1, "ranks": [6]}
     assert report["loads"][0]["ranks"] == 7
+
+
+@pytest.mark.parametrize(
+    ("other", "kind"),
+    [
+        ({"run_id": "ffffffffffff"}, "mixed_runs"),
+        ({"pid": 7}, "invalid_record"),
+        ({"v": 1}, "unknown_schema_version"),
+    ],
+)
+def test_a_second_process_in_one_file(
+    tmp_path: Path, sound: dict[str, Any], other: dict[str, Any], kind: str
+) -> None:
+    write_trace(tmp_path)
+    path = file_of(tmp_path, 6, 1)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    dump(path, [*records, records[0] | other, *records[1:]])
+    report = result(tmp_path)
+    found = problem(report, kind)
+    assert kinds(report) == [kind] and path.name in found["message"] and str(len(records)) in found["message"]
+    assert report["saves"] == sound["saves"] and report["restarts"] == sound["restarts"]
+
+
+def test_a_lost_begin_costs_its_operation(tmp_path: Path) -> None:
+    """Nothing else says what its records are of."""
+    write_trace(tmp_path)
+    path = file_of(tmp_path, 6, 1)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    begin = next(r for r in records if r["type"] == "operation_begin" and r["operation"] == "save")
+    dump(path, [r for r in records if r is not begin])
+    report = result(tmp_path)
+    of_it = sum(r.get("op_id") == begin["op_id"] for r in records) - 1
+    assert problem(report, "invalid_record")["data"] == {"file": path.name, "count": of_it}
+    assert problem(report, "ranks_without_operation")["data"]["ranks"] == [6]
+    assert report["saves"][1]["ranks"] == 7 and report["loads"][0]["ranks"] == 8
 
 
 def test_unknown_schema_version(tmp_path: Path) -> None:
@@ -181,9 +206,8 @@ def test_copied_file(tmp_path: Path) -> None:
 def test_two_runs_in_one_directory(tmp_path: Path, sound: dict[str, Any]) -> None:
     write_trace(tmp_path)
     other = Options(run_id="ffffffffffff", wall_ns=Options().wall_ns + 3600 * 1000 * MS)
-    dump(file_of(tmp_path, 0, 2), rank_log(other, 0, 0).records)
-    records = [json.loads(line) | {"cycle": 2} for line in file_of(tmp_path, 0, 2).read_text().splitlines()]
-    dump(file_of(tmp_path, 0, 2), records)
+    process, *records = rank_log(other, 0, 0).records
+    dump(file_of(tmp_path, 0, 2), [process | {"cycle": 2}, *records])
     report = result(tmp_path)
     assert problem(report, "mixed_runs")["data"] == {"analysed": "ffffffffffff", "left_out": [RUN_ID]}
     assert report["run_id"] == "ffffffffffff"
@@ -217,7 +241,8 @@ def test_rank_without_the_operation(tmp_path: Path) -> None:
     write_trace(tmp_path)
     path = file_of(tmp_path, 1, 1)
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    dump(path, [r for r in records if r.get("operation") != "save"])
+    saves = {r["op_id"] for r in records if r.get("operation") == "save"}
+    dump(path, [r for r in records if r.get("op_id") not in saves])
     report = result(tmp_path)
     assert problem(report, "ranks_without_operation")["data"] == {
         "cycle": 1,
@@ -265,7 +290,7 @@ def test_bytes_that_disagree(tmp_path: Path) -> None:
     write_trace(tmp_path)
     records = [json.loads(line) for line in file_of(tmp_path, 0, 0).read_text().splitlines()]
     for record in records:
-        if record["type"] == "operation_end" and record["operation"] == "save":
+        if record["type"] == "operation_end" and "bytes" in record:
             record["bytes"] += 1
     dump(file_of(tmp_path, 0, 0), records)
     found = problem(result(tmp_path), "bytes_disagree")
@@ -300,6 +325,7 @@ def test_layout_change(tmp_path: Path) -> None:
     write_trace(tmp_path)
     for rank in range(RANKS):
         path = file_of(tmp_path, rank, 1)
-        path.write_text(path.read_text().replace('"tp":2,"pp":2,"dp":2', '"tp":1,"pp":4,"dp":2'))
+        process, *records = [json.loads(line) for line in path.read_text().splitlines()]
+        dump(path, [process | {"layout": {"tp": 1, "pp": 4, "dp": 2}, "tp": 0}, *records])
     found = problem(result(tmp_path), "layout_changed")
     assert "from TP2 PP2 DP2 in cycle 0 to TP1 PP4 DP2 in cycle 1" in found["message"]

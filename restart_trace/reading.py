@@ -1,0 +1,57 @@
+"""Records as they are meant: each joined with what earlier records of its file say of its process and operation.
+
+A file says once which process it is of, and once what each operation is. Whoever looks at single records, such as a
+supervisor that follows a run, or your own script, lets `RecordContext` put them together again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from restart_trace.regular import read_regular
+from restart_trace.schema import MAIN_THREAD
+
+IDENTITY = ("run_id", "cycle", "rank", "tp", "pp", "dp")
+LABELS = ("tag", "step", "engine")
+
+
+class RecordContext:
+    """What the records of one file that were seen so far say of those that follow."""
+
+    def __init__(self) -> None:
+        self._identity: dict[str, Any] = {}
+        self._operations: dict[int, dict[str, Any]] = {}
+
+    def complete(self, record: dict[str, Any]) -> dict[str, Any]:
+        """The next record of the file with the fields that it leaves to earlier ones.
+
+        Every record gets IDENTITY, those with an op_id `operation`, `start_ns` (the end of an operation) and LABELS,
+        and a span also the `duration_ns`, `thread` and `blocking` that it leaves out.
+        """
+        kind = record["type"]
+        if kind == "process":
+            self._identity = {name: record[name] for name in IDENTITY if name in record}
+            return record
+        if "op_id" not in record:
+            return self._identity | record
+        operation = self._operations.setdefault(record["op_id"], {})
+        if kind in ("operation_begin", "operation_label"):
+            operation |= {name: record[name] for name in ("operation", "start_ns", *LABELS) if name in record}
+        completed = self._identity | operation | record
+        if kind == "span":
+            duration_ns = record["end_ns"] - record["start_ns"]
+            completed = {"duration_ns": duration_ns, "thread": MAIN_THREAD, "blocking": True} | completed
+        return completed
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Completed records of a file, without a last line that a kill cut short.
+
+    Raises OSError if the file cannot be read, ValueError if another line is no JSON.
+    """
+    context = RecordContext()
+    for line in read_regular(path).split(b"\n")[:-1]:
+        yield context.complete(json.loads(line))

@@ -1,0 +1,65 @@
+"""The slow reader: a file with something wrong in it, line by line, so that one bad line costs a line."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import polars as pl
+
+from ..common.names import FILE, SCHEMA
+from ..common.problems import Problem
+from .columns import Frames, by_type
+from .files import FileText, Reading
+from .lines import LineReader, other_version
+
+_NAMED_FAULTS = 3  # how many bad lines of a file are described; all are counted
+
+
+def read_lines(text: FileText, reading: Reading) -> tuple[Frames, list[Problem]]:
+    """(records that can be used, what was left out). Records of other versions are counted in `reading`."""
+    reader = LineReader(text.head.process)
+    name = text.head.file.path.name
+    records: list[dict[str, Any]] = []
+    wrong: list[str] = []
+    strays: Counter[str] = Counter()  # run -> records of another process of it
+    for number, content in enumerate(text.body.split(b"\n")[:-1], start=2):
+        if not content.strip():
+            continue
+        line = reader.read(content, number)
+        if line.record is not None:
+            records.append(line.record)
+        elif line.process is not None and (version := other_version(line.process)) is not None:
+            counts = reading.other_versions.setdefault(version, {})
+            counts[name] = counts.get(name, 0) + 1
+        elif line.process is not None and line.process["run_id"] != text.head.process["run_id"]:
+            strays[line.process["run_id"]] += 1
+        else:
+            wrong.append(f"line {number}: {line.faults[0]}")
+    problems = [_invalid(name, wrong)] if wrong else []
+    problems += [_stray_run(name, run, count, text.head.process["run_id"]) for run, count in strays.items()]
+    frames = by_type(_frame(records).with_columns(pl.lit(text.index, pl.Int32).alias(FILE)))
+    assert frames is not None, "every line was checked"
+    return frames, problems
+
+
+def _frame(records: list[dict[str, Any]]) -> pl.DataFrame:
+    rows = [
+        record | {"values": json.dumps(record["values"])} if "values" in record else record
+        for record in records
+    ]
+    return pl.DataFrame(rows, schema=SCHEMA)
+
+
+def _invalid(name: str, reasons: list[str]) -> Problem:
+    """The problem of a file some of whose lines are no records or records that cannot be."""
+    count, named = len(reasons), reasons[:_NAMED_FAULTS]
+    more = f" and {count - len(named)} more" if count > len(named) else ""
+    message = f"{name}: {count} invalid record{'s' * (count > 1)} left out ({'; '.join(named)}{more})"
+    return Problem("invalid_record", message, {"file": name, "count": count})
+
+
+def _stray_run(name: str, run_id: str, count: int, own: str) -> Problem:
+    message = f"{name}: {count} records of another run, {run_id}, follow those of {own}: left out"
+    return Problem("mixed_runs", message, {"analysed": own, "left_out": [run_id]})

@@ -1,0 +1,129 @@
+"""Trace files read into memory, a batch of them at a time, with the process record that each begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from restart_trace.regular import read_regular
+from restart_trace.schema import SCHEMA_VERSION
+
+from ..common.problems import Problem
+from .discover import TraceFile
+from .lines import other_version, parse_json, process_record
+
+BATCH_BYTES = 16 << 20  # decoded at once: some 100,000 records
+
+
+@dataclass(frozen=True)
+class Head:
+    """A file whose records can be used: `process` is the first of them."""
+
+    file: TraceFile
+    process: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class FileText:
+    """One file in memory. `index` is its place among the heads; `body` holds the whole lines after the first."""
+
+    index: int
+    head: Head
+    body: bytes
+    lines: int
+
+
+@dataclass
+class Reading:
+    """What the files themselves say, filled while their batches are read."""
+
+    heads: list[Head]
+    problems: list[Problem]
+    other_versions: dict[int, dict[str, int]]  # version -> name of file -> records
+
+
+def read_batches(files: list[TraceFile], reading: Reading) -> Iterator[tuple[list[FileText], int]]:
+    """Batches of files with the bytes read; files that cannot be used become problems.
+
+    Every file is in one batch, so whatever concerns one process can be worked out batch by batch.
+    """
+    batch: list[FileText] = []
+    num_bytes = 0
+    for file in files:
+        text = _read(file, reading)
+        if text is None:
+            continue
+        batch.append(text)
+        num_bytes += len(text.body)
+        if num_bytes >= BATCH_BYTES:
+            yield batch, num_bytes
+            batch, num_bytes = [], 0
+    yield batch, num_bytes
+
+
+def _read(file: TraceFile, reading: Reading) -> FileText | None:
+    name = file.path.name
+    try:
+        content = read_regular(file.path)
+    except OSError as exc:
+        reading.problems.append(Problem("unreadable_file", f"{name}: {exc.strerror}", {"file": name}))
+        return None
+    if not content:
+        message = f"{name}: has no records: its process died before the first, or the disk was full"
+        reading.problems.append(Problem("empty_file", message, {"file": name}))
+        return None
+    end = content.find(b"\n") + 1 or len(content)
+    process, faults = process_record(content[:end], file)
+    if process is None:
+        message = (
+            f"{name}: line 1: {faults[0]}: nothing says which process the file is of, and it was left out"
+        )
+        reading.problems.append(Problem("no_process_record", message, {"file": name}))
+        return None
+    version = other_version(process)
+    if version is not None:
+        reading.other_versions.setdefault(version, {})[name] = content.count(b"\n")
+        return None
+    rank, cycle = process["rank"], process["cycle"]
+    if file.rank is not None and (rank, cycle) != (file.rank, file.cycle):
+        message = f"{name}: its records are of rank {rank}, cycle {cycle}; the file was left out"
+        data = {"file": name, "rank": rank, "cycle": cycle}
+        reading.problems.append(Problem("wrong_file_name", message, data))
+        return None
+    reading.heads.append(Head(file, process))
+    return _whole_lines(len(reading.heads) - 1, content, end, reading)
+
+
+def _whole_lines(index: int, content: bytes, start: int, reading: Reading) -> FileText:
+    """What follows the first line. A last line without its newline is left out, unless it is a record all the same."""
+    head = reading.heads[index]
+    name = head.file.path.name
+    end = content.rfind(b"\n") + 1
+    last = content[end:]
+    if last and end >= start:
+        try:
+            parse_json(last)
+        except ValueError:  # includes UnicodeDecodeError
+            number = content.count(b"\n") + 1
+            message = f"{name}: the last line ({number}) is cut short and was left out"
+            reading.problems.append(Problem("torn_line", message, {"file": name, "line": number}))
+        else:
+            content += b"\n"
+            end = len(content)
+    body = content[start:end]
+    return FileText(index, head, body, body.count(b"\n"))
+
+
+def version_problems(counts: dict[int, dict[str, int]]) -> list[Problem]:
+    """One problem per version that this tool does not know: its names may mean something else."""
+    problems: list[Problem] = []
+    for version, files in sorted(counts.items()):
+        count, names = sum(files.values()), sorted(files)
+        message = (
+            f"{count} records of {len(names)} file(s) ({names[0]}, ...) have schema version {version}; this tool reads "
+            f"version {SCHEMA_VERSION}, so they were left out: use the tool of that version"
+        )
+        data = {"version": version, "count": count, "files": names}
+        problems.append(Problem("unknown_schema_version", message, data))
+    return problems
