@@ -24,7 +24,7 @@ def read_lines(text: FileText, reading: Reading) -> tuple[Frames, list[Problem]]
     records: list[dict[str, Any]] = []
     wrong: list[str] = []
     strays: Counter[str] = Counter()  # run -> records of another process of it
-    for number, content in enumerate(text.body.split(b"\n")[:-1], start=2):
+    for number, content in enumerate(text.lines(), start=2):
         if not content.strip():
             continue
         line = reader.read(content, number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 import polars as pl
 
@@ -12,15 +13,15 @@ _NO_TEXT = r"^(?:-?[0-9]|[\[{]|true$|false$)"
 _NO_TEXT_RANGES = (("-", ":"), ("[", "\\"), ("fals", "falt"), ("tru", "trv"), ("{", "|"))
 
 
-def is_misread(frame: pl.DataFrame, text: bytes) -> bool:
+def is_misread(frame: pl.DataFrame, text: bytes, but: Collection[str] = ()) -> bool:
     """Whether `frame`, decoded from the lines `text`, may hold a value that has not its column's type.
 
-    Fields that no column is for make it true as well, where their values are null.
+    Fields that no column is for make it true as well, where their values are null. The columns `but` are not looked at.
     """
     if b"null" in text and re.search(rb":\s*null", text):  # the first finds all but few texts free of it, and fast
         return True
     for column in frame.get_columns():
-        if column.dtype != pl.String or column.name == "values":  # these are an object
+        if column.dtype != pl.String or column.name == "values" or column.name in but:  # values are an object
             continue
         if not _may_hold_no_text(column) or not column.str.contains(_NO_TEXT).any():
             continue
