@@ -23,7 +23,8 @@ from megatron.checkpointing.commit import Manifest
 from megatron.checkpointing.compatibility import newest_with_manifest
 from megatron.checkpointing.engines.base import files_of
 from megatron.config import Config
-from megatron.fileio.host_memory import available_memory, resident_pages
+from megatron.fileio.host_memory import available_memory
+from megatron.fileio.page_cache import ResidentPages
 from megatron.parallel.topology import Coordinates, Layout
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
@@ -132,14 +133,11 @@ class Prefetch:
         start, count = now_ns(), 0
         fd = open_regular(path)
         try:
-            there = resident_pages(fd)
+            resident = ResidentPages(fd)
             # Just what is asked for: the kernel's own reading ahead, megabytes of it, knows of no limit.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
             for at, length in _blocks(_stretches(fd, path, lambda state: _is_mine(state, my_optimizer_file))):
-                missing = min(
-                    length,
-                    there[at // mmap.PAGESIZE : -(-(at + length) // mmap.PAGESIZE)].count(0) * mmap.PAGESIZE,
-                )
+                missing = min(length, resident.missing_bytes(at, at + length))
                 if self._stop.is_set():
                     break
                 if missing > self._left:

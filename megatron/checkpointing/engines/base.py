@@ -24,6 +24,8 @@ from restart_trace.regular import NotRegularFileError, check_regular
 if TYPE_CHECKING:
     import torch
 
+    from megatron.fileio.checksums import CheckedBytes
+
 MIB = 1 << 20
 
 
@@ -72,16 +74,6 @@ class SavedFile:
 
     def holds(self, state_name: str) -> bool:
         return state_name in self.states if self.states else state_name == self.name
-
-
-@dataclass(frozen=True)
-class CheckedBytes:
-    """Bytes [start, stop) of a file, and the CRC-32 (zlib's) that they were saved with. `name` is for messages."""
-
-    name: str
-    start: int
-    stop: int
-    crc32: int
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 
 from megatron.checkpointing import naming as names
 from megatron.checkpointing.engines.base import CheckpointEngine, PlacedTensor, files_of
-from megatron.checkpointing.engines.errors import CheckpointMismatchError, reading
+from megatron.checkpointing.engines.errors import CheckpointMismatchError, damaged_files, reading
 from megatron.checkpointing.reshard.agreement import CheckpointRejectedError, together
 from megatron.checkpointing.reshard.base import LayoutLoad
 from megatron.checkpointing.reshard.gathering import update_weights
@@ -25,7 +25,7 @@ from megatron.checkpointing.reshard.reading import Reading
 from megatron.checkpointing.reshard.sources import WEIGHT, SourceIndex
 from megatron.checkpointing.reshard.targets import Target, plan
 from megatron.checkpointing.reshard.torch_shards import TorchShards
-from megatron.checkpointing.reshard.verifying import Piece, Share, damage
+from megatron.checkpointing.reshard.verifying import Share, damage
 from megatron.checkpointing.shard_metadata import (
     flat_partitions,
     fragments,
@@ -39,6 +39,7 @@ from megatron.checkpointing.state import (
     restore_progress,
     restore_tied_weights,
 )
+from megatron.fileio.checksums import RangeChecksum
 from megatron.parallel.control_plane import ControlPlane
 from megatron.parallel.parameter_slice import slice_of
 from megatron.parallel.topology import Layout
@@ -84,9 +85,9 @@ class DirectLoad(LayoutLoad):
             reading.append(self._plan(reader, surveyed))
             return reading[0].share()
 
-        def verify(pieces: list[list[Piece]]) -> None:
+        def verify(checksums: list[list[RangeChecksum]]) -> None:
             with self._op.span("load", "verify"):
-                wrong = damage(shares, [piece for mine in pieces for piece in mine], self._directory)
+                wrong = damage(shares, [part for mine in checksums for part in mine], self._directory)
             if wrong:
                 raise CheckpointRejectedError(wrong)
 
@@ -147,11 +148,12 @@ class DirectLoad(LayoutLoad):
             sizes = {self._directory / name: file.num_bytes for name, file in self._manifest.files.items()}
             return Reading(plan(targets, index), sizes, options.direct_io, options.io_threads)
 
-    def _read(self, reading: Reading, shares: list[Share], rank: int) -> list[Piece]:
-        pieces = reading.run(shares, rank, self._op)
+    def _read(self, reading: Reading, shares: list[Share], rank: int) -> list[RangeChecksum]:
+        with damaged_files():
+            checksums = reading.run(shares, rank, self._op)
         self._op.bytes = (self._op.bytes or 0) + reading.bytes_read
         self._op.num_files = (self._op.num_files or 0) + reading.num_files
-        return pieces
+        return checksums
 
     def _readers(self) -> list[int]:
         """Of each of `_weights`, the DP rank that reads it: the same list on all replicas."""

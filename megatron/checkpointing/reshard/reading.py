@@ -18,14 +18,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from isal import isal_zlib
 
-from megatron.checkpointing.engines.base import CheckedBytes
-from megatron.checkpointing.engines.load_sources import OpenFile, ReadAhead
 from megatron.checkpointing.reshard.runs import Array, Runs, merged, positions
 from megatron.checkpointing.reshard.targets import Transfer
-from megatron.checkpointing.reshard.verifying import Piece, Share, joined, to_verify
+from megatron.checkpointing.reshard.verifying import Share, joined, to_verify
+from megatron.fileio.checksums import CheckedBytes, RangeChecksum, range_checksum
 from megatron.fileio.direct_files import ALIGNMENT, align_up, aligned_memory
+from megatron.fileio.open_files import OpenFile, ReadAhead
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
 
@@ -99,10 +98,10 @@ class Reading:
             reads[plan.path.name] = merged([positions(starts, stops)])
         return Share(reads, self._checked)
 
-    def run(self, shares: Sequence[Share], rank: int, op: Operation) -> list[Piece]:
+    def run(self, shares: Sequence[Share], rank: int, op: Operation) -> list[RangeChecksum]:
         """Fill the targets; returns the CRC-32s of what this rank is to verify.
 
-        `shares`: of all ranks. Raises CheckpointDamagedError if a file is shorter than it was, or OSError.
+        `shares`: of all ranks. Raises DamagedFileError if a file is shorter than it was, or OSError.
         """
         with op.span("redistribute", "reshard"):
             checks = to_verify(shares, rank)
@@ -252,7 +251,7 @@ class _Pool:
         op: Operation,
     ) -> None:
         self.bytes_read = 0
-        self.pieces: list[Piece] = []
+        self.pieces: list[RangeChecksum] = []
         self._queue = iter(stretches)
         self._files = files
         self._targets = targets
@@ -272,7 +271,7 @@ class _Pool:
 
     def _work(self) -> None:
         started, reading, verifying, copying, moved = now_ns(), 0, 0, 0, 0
-        pieces: list[Piece] = []
+        pieces: list[RangeChecksum] = []
         try:
             buffer, ahead = aligned_memory(BLOCK + ALIGNMENT), ReadAhead()
             while (stretch := self._next()) is not None:
@@ -309,10 +308,10 @@ class _Pool:
             return None if self._error is not None else next(self._queue, None)
 
 
-def _checksums(block: memoryview, stretch: _Stretch, start: int) -> Iterator[Piece]:
+def _checksums(block: memoryview, stretch: _Stretch, start: int) -> Iterator[RangeChecksum]:
     """Of what is to be verified of a stretch; `block` begins at byte `start` of the file."""
     for at, length in stretch.checks:
-        yield Piece(stretch.path.name, at, length, isal_zlib.crc32(block[at - start : at - start + length]))
+        yield range_checksum(stretch.path.name, at, block[at - start : at - start + length])
 
 
 def _copy_rows(block: np.ndarray[Any, Any], start: int, target: torch.Tensor, rows: _Rows) -> None:

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import torch
 
 from megatron.checkpointing.engines.base import (
-    CheckedBytes,
     CheckpointEngine,
     EngineOptions,
     FileState,
@@ -27,14 +26,15 @@ from megatron.checkpointing.engines.base import (
     refuse_duplicates,
 )
 from megatron.checkpointing.engines.codec import state_skeleton
-from megatron.checkpointing.engines.errors import CheckpointDamagedError, reading
+from megatron.checkpointing.engines.errors import CheckpointDamagedError, damaged_files, reading
 from megatron.checkpointing.engines.lazy import format as lazy_format
+from megatron.checkpointing.engines.lazy.arena import Arena
 from megatron.checkpointing.engines.lazy.host_cache import DEFAULT_IO_THREADS, HostCache
 from megatron.checkpointing.engines.lazy.load_ranges import Wanted
 from megatron.checkpointing.engines.lazy.placement_check import check_placement
 from megatron.checkpointing.engines.lazy.reader import Reader
 from megatron.checkpointing.engines.lazy.writer import LazySave
-from megatron.checkpointing.engines.load_sources import Arena
+from megatron.fileio.checksums import CheckedBytes
 from restart_trace.recorder import Operation
 
 _HEADER_THREADS = 8
@@ -99,7 +99,8 @@ class LazyEngine(CheckpointEngine):
             for file in live
             for name, tensor in state_skeleton.split(file.state)[1].items()
         }
-        tensors = Reader(self.options, op).read(wanted, targets, self._arena)
+        with damaged_files():
+            tensors = Reader(self.options, op).read(wanted, targets, self._arena)
         with op.span("load", "deserialize"):
             states = {name: _join(name, opened[holder[name]], holder[name], tensors) for name in names}
         op.bytes = (
@@ -144,7 +145,8 @@ class LazyEngine(CheckpointEngine):
         entries = contents.tensors_of(name)
         wanted = Wanted(path, contents, [entry for entry in entries if entry.placement is None])
         options = replace(self.options, io_threads=1)  # a few kilobytes
-        tensors = Reader(options, op).read([wanted], {}, self._arena)
+        with damaged_files():
+            tensors = Reader(options, op).read([wanted], {}, self._arena)
         for entry in entries:
             if entry.placement is not None:
                 tensors[path, entry.name] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")

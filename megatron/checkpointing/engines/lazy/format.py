@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from isal import isal_zlib
 
 from megatron.checkpointing.engines.base import FileState
 from megatron.checkpointing.engines.codec import state_skeleton
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
+from megatron.fileio.checksums import crc32
 
 ALIGNMENT = 4096  # of the data in the file, and of every direct transfer
 FORMAT_VERSION = "1"
@@ -185,7 +185,7 @@ def _padded(length: int) -> int:
 
 def header_checksum(header: bytes) -> str:
     """ "safetensors-header-crc32:xxxxxxxx": over the checksums of all tensors, so through them over every byte."""
-    return f"{ALGORITHM}:{isal_zlib.crc32(header):08x}"
+    return f"{ALGORITHM}:{crc32(header):08x}"
 
 
 def read_header(path: Path) -> bytes:

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from isal import isal_zlib
 
 from megatron.checkpointing.engines.base import EngineOptions
-from megatron.checkpointing.engines.lazy.load_ranges import Block, Key, Range
+from megatron.checkpointing.engines.lazy.load_ranges import Block, Range
 from megatron.checkpointing.engines.lazy.load_staging import Staging
-from megatron.checkpointing.engines.load_sources import OpenFile, ReadAhead, populate
+from megatron.fileio.checksums import RangeChecksum, range_checksum
+from megatron.fileio.open_files import OpenFile, ReadAhead
+from megatron.fileio.page_cache import populate
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
 
@@ -24,11 +25,11 @@ STEP = 2 << 20
 class LoadThread:
     """Reads blocks, takes the CRC-32 of every part of a tensor, and copies to live tensors what belongs there.
 
-    `device` is where the live tensors are. `checksums`: ((file, tensor), (first byte in the file, bytes, CRC-32)).
+    `device` is where the live tensors are. `checksums`: by file, of the parts of tensors in it.
     """
 
     def __init__(self, options: EngineOptions, files: Mapping[Path, OpenFile], device: torch.device) -> None:
-        self.checksums: list[tuple[Key, tuple[int, int, int]]] = []
+        self.checksums: dict[Path, list[RangeChecksum]] = {}
         self._options = options
         self._files = files
         self._on_cpu = device.type == "cpu"
@@ -90,8 +91,8 @@ class LoadThread:
             return began
         for entry, first, last in stretch.pieces(start, stop):
             if entry.crc32 is not None:
-                crc = isal_zlib.crc32(view[first - start : last - start])
-                self.checksums.append(((stretch.path, entry.name), (first, last - first, crc)))
+                part = range_checksum(stretch.path.name, first, view[first - start : last - start])
+                self.checksums.setdefault(stretch.path, []).append(part)
         return self._took("verify", began)
 
     def _took(self, detail: str, began: int) -> int:

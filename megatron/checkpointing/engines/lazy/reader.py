@@ -18,10 +18,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from isal import isal_zlib
 
 from megatron.checkpointing.engines.base import EngineOptions
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
+from megatron.checkpointing.engines.lazy.arena import Arena
 from megatron.checkpointing.engines.lazy.load_ranges import (
     Block,
     Key,
@@ -32,7 +32,8 @@ from megatron.checkpointing.engines.lazy.load_ranges import (
     ranges_of,
 )
 from megatron.checkpointing.engines.lazy.load_thread import STEP, LoadThread
-from megatron.checkpointing.engines.load_sources import Arena, OpenFile
+from megatron.fileio.checksums import RangeChecksum, by_start, combine
+from megatron.fileio.open_files import OpenFile
 from restart_trace.recorder import Operation
 
 _DIRECT_THREADS = 8
@@ -48,7 +49,7 @@ class Reader:
         self._op = op
         self._device = torch.device("cpu")
         self._lock = threading.Lock()
-        self._crcs: dict[Key, list[tuple[int, int, int]]] = {}
+        self._checksums: dict[Path, list[RangeChecksum]] = {}
         self._error: BaseException | None = None
 
     def read(
@@ -148,8 +149,8 @@ class Reader:
         if self._error is not None:
             raise self._error
         for reader in readers:
-            for key, piece in reader.checksums:
-                self._crcs.setdefault(key, []).append(piece)
+            for path, checksums in reader.checksums.items():
+                self._checksums.setdefault(path, []).extend(checksums)
 
     def _next_blocks(self, share: Sequence[Block], queue: Iterator[Block]) -> Iterator[Block]:
         """What a thread has to read, until something fails."""
@@ -175,13 +176,13 @@ class Reader:
         if not self._options.verify_checksums:
             return
         for item in wanted:
+            checksums = by_start(self._checksums.get(item.path, ()))
+            base = item.contents.data_start
             for entry in item.entries:
                 if entry.crc32 is None:
                     continue
-                crc = 0
-                for _, length, piece in sorted(self._crcs.get((item.path, entry.name), ())):
-                    crc = isal_zlib.crc32_combine(crc, piece, length)
-                if f"{crc:08x}" != entry.crc32:
+                found = combine(checksums, base + entry.start, base + entry.stop)
+                if f"{found.crc32:08x}" != entry.crc32:
                     raise CheckpointDamagedError(
                         f"{item.path}: tensor {entry.name} does not have the checksum it was saved with"
                     )

@@ -28,17 +28,17 @@ from megatron.checkpointing.engines.base import (
 )
 from megatron.checkpointing.engines.codec import state_skeleton
 from megatron.checkpointing.engines.codec.values import DTYPES
-from megatron.checkpointing.engines.errors import CheckpointDamagedError
+from megatron.checkpointing.engines.errors import CheckpointDamagedError, reading
+from megatron.checkpointing.engines.file_loads import report_load
 from megatron.checkpointing.engines.state_files import find_files, pack, total_bytes, unpack
 from megatron.checkpointing.engines.torchsnapshot import library
 from megatron.checkpointing.engines.torchsnapshot.storage import ReadingStorage, WritingStorage
-from megatron.fileio.measured_io import sync_directory
+from megatron.fileio.files import DamagedFileError, sync_directory
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
 
 METADATA = ".snapshot_metadata"
 _KEY = "state"  # of the only object of a snapshot
-_READ, _VERIFY = "read", "verify"
 
 
 class _Holder:
@@ -78,7 +78,8 @@ class TorchSnapshotEngine(CheckpointEngine):
             for name in names:
                 start = now_ns()
                 files = find_files(name, directory, expected, METADATA)
-                states[name] = self._load_state(directory / name, files, pool, op, start)
+                with reading(directory / name):
+                    states[name] = self._load_state(directory / name, files, pool, op, start)
                 op.bytes = (op.bytes or 0) + sum(file.num_bytes for file in files.values())
                 op.num_files = (op.num_files or 0) + len(files)
         return states
@@ -97,18 +98,13 @@ class TorchSnapshotEngine(CheckpointEngine):
             if execution.errors:
                 raise execution.errors[0]
             state = _from_library(holder.content, root)
-        except (OSError, MemoryError, CheckpointDamagedError):
+        except (OSError, MemoryError, CheckpointDamagedError, DamagedFileError):
             raise
         except Exception as exc:  # a damaged description can make the library raise anything
             raise CheckpointDamagedError(
                 f"{root}: cannot be read as a snapshot ({type(exc).__name__}: {exc})"
             ) from exc
-        end = now_ns()
-        spent = execution.timeline.shares([_READ, _VERIFY], start, end)
-        size = sum(file.num_bytes for file in files.values())
-        op.add("load", "read", start, end, duration_ns=spent[_READ], file=root.name, num_bytes=size)
-        op.add("load", "verify", start, end, duration_ns=spent[_VERIFY], file=root.name)
-        op.add("load", "deserialize", start, end, duration_ns=spent[""], file=root.name)
+        report_load(op, root.name, execution.timeline, start, sum(file.num_bytes for file in files.values()))
         return state
 
 

@@ -126,7 +126,9 @@ def test_options_of_the_later_library(tmp_path: Path, monkeypatch: pytest.Monkey
     assert later.behaviour.calls[0] == ("init", {"host_cache_size": 0.25, **dict(options)}, 0)
     monkeypatch.undo()
     main = installed(MAIN, monkeypatch)
-    with pytest.raises(EngineUnavailableError, match="datastates_ckpt.engine_type is of the branch of DataStates that"):
+    with pytest.raises(
+        EngineUnavailableError, match="datastates_ckpt.engine_type is of the branch of DataStates that"
+    ):
         main.engine(library=options).check_can_save()
 
 
@@ -240,7 +242,7 @@ def test_flipped_bit(tmp_path: Path, library: Library) -> None:
         with pytest.raises(CheckpointDamagedError, match=NAMES[0]):
             load(engine, tmp_path, saved)
     path.write_bytes(content[:5000] + bytes([content[5000] ^ 4]) + content[5001:])
-    with pytest.raises(CheckpointDamagedError, match="checksum crc32:.* was saved"):
+    with pytest.raises(CheckpointDamagedError, match="does not have the checksum"):
         load(engine, tmp_path, saved)
     load(library.engine(verify_checksums=False), tmp_path, saved)  # a tensor with another bit in it
 

@@ -18,7 +18,8 @@ import torch
 from megatron.checkpointing.engines.base import MIB, SavedFile
 from megatron.config.errors import ConfigError
 from megatron.fileio import direct_files
-from megatron.fileio.direct_files import DirectIOError, ResidentPages
+from megatron.fileio.direct_files import DirectIOError
+from megatron.fileio.page_cache import ResidentPages
 from restart_trace.recorder import NullOperation, Recorder
 from restart_trace.sink import JsonlSink
 from tests.dist.storage import disk_without_direct_io, fill, small_disk

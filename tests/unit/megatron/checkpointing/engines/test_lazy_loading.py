@@ -12,7 +12,7 @@ import torch
 from megatron.checkpointing.engines.base import MIB, FileState
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.lazy import format as lazy_format
-from megatron.fileio.direct_files import ResidentPages
+from megatron.fileio.page_cache import ResidentPages
 from restart_trace.recorder import NullOperation, Recorder
 from restart_trace.sink import JsonlSink
 from tests.dist.storage import disk_without_direct_io

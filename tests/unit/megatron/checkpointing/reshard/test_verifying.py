@@ -13,12 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.checkpointing.engines.base import CheckedBytes, PlacedTensor
+from megatron.checkpointing.engines.base import PlacedTensor
 from megatron.checkpointing.reshard import reading
 from megatron.checkpointing.reshard.reading import Reading
 from megatron.checkpointing.reshard.runs import merged, positions
 from megatron.checkpointing.reshard.targets import Transfer
-from megatron.checkpointing.reshard.verifying import Piece, Share, damage, joined, to_verify
+from megatron.checkpointing.reshard.verifying import Share, damage, joined, to_verify
+from megatron.fileio.checksums import CheckedBytes, RangeChecksum
 from restart_trace.recorder import NullOperation
 
 FILE = "file"
@@ -87,7 +88,7 @@ def test_pieces_of_several_ranks_are_put_together(tmp_path: Path) -> None:
     records = checked_content(data, 10, 30, 50)
     shares = [share([(10, 20), (30, 50)], records), share([(15, 30)], records[:1])]
     pieces = [
-        Piece(FILE, a, b - a, zlib.crc32(data[a:b]))
+        RangeChecksum(FILE, a, b - a, zlib.crc32(data[a:b]))
         for a, b in ((30, 40), (10, 15), (40, 50), (15, 20), (20, 30))
     ]
     mine = joined(pieces[:-1], shares)
