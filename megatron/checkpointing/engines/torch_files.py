@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from megatron.checkpointing.engines import unpickling
 from megatron.checkpointing.engines.base import EngineOptions, SavedFile, check_size
-from megatron.checkpointing.engines.codec import safe_unpickling
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, reading
 from megatron.checkpointing.engines.file_loads import report_load
 from megatron.fileio.timed_files import TimedReader, Timeline
@@ -144,7 +144,7 @@ def _verify(path: Path, records: list[Record]) -> None:
 def _load_known_classes(path: Path, file: Any, device: str = "cpu") -> Any:
     """torch.load of `file`, which was opened at `path`."""
     finish = getattr(file, "finish", lambda: None)  # of a reader of ours: what it found may say more
-    with safe_unpickling.known_classes():
+    with unpickling.known_classes():
         try:
             return torch.load(file, map_location=device, weights_only=True)
         except (OSError, MemoryError):

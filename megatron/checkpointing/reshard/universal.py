@@ -25,9 +25,9 @@ import torch
 
 from megatron.checkpointing import naming as names
 from megatron.checkpointing.engines.base import CheckpointEngine
-from megatron.checkpointing.engines.codec.safe_unpickling import known_classes
 from megatron.checkpointing.engines.errors import CheckpointError, CheckpointMismatchError, reading
 from megatron.checkpointing.engines.torch_files import verify_file
+from megatron.checkpointing.engines.unpickling import known_classes
 from megatron.checkpointing.foreign import FIRST_FILE, ForeignCheckpoint
 from megatron.checkpointing.ownership import newest_owner
 from megatron.checkpointing.reshard.agreement import together

@@ -19,7 +19,7 @@ def main(source: str, target: str, parent: int) -> None:
     end_with_parent(parent)
     from deepspeed.checkpoint import ds_to_universal
 
-    from megatron.checkpointing.engines.codec.safe_unpickling import known_classes
+    from megatron.checkpointing.engines.unpickling import known_classes
 
     os.register_at_fork(
         after_in_child=end_with_parent

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
+from megatron.checkpointing.engines import codec
 from megatron.checkpointing.engines.base import (
     CheckpointEngine,
     EngineOptions,
@@ -30,7 +31,6 @@ from megatron.checkpointing.engines.base import (
     SavedFile,
     refuse_duplicates,
 )
-from megatron.checkpointing.engines.codec import state_skeleton
 from megatron.checkpointing.engines.dcp.storage import METADATA, Failure, Reader, Writer, cause_of
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, reading
 from megatron.checkpointing.engines.file_loads import report_load
@@ -185,7 +185,7 @@ class _PendingSaves(PendingSave):
 
 
 def _for_library(state: Any) -> dict[str, Any]:
-    skeleton, tensors = state_skeleton.split(state)
+    skeleton, tensors = codec.split(state)
     return {_SKELETON: pack(skeleton)} | {
         _TENSORS + name: tensor.detach() for name, tensor in tensors.items()
     }
@@ -248,7 +248,7 @@ def _load_state(root: Path, files: Mapping[str, SavedFile], verify: bool, op: Op
     try:
         load(content, storage_reader=reader, no_dist=True)
         skeleton = unpack(content.pop(_SKELETON, None), root)
-        state = state_skeleton.join(skeleton, {name.removeprefix(_TENSORS): t for name, t in content.items()})
+        state = codec.join(skeleton, {name.removeprefix(_TENSORS): t for name, t in content.items()})
     except (OSError, MemoryError, CheckpointDamagedError, DamagedFileError):
         raise
     except (Exception, CheckpointException) as exc:  # damaged records can make the library raise anything

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.checkpointing.engines.base import EngineOptions, SavedFile
-from megatron.checkpointing.engines.codec.plain_unpickling import PlainUnpickler
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.file_loads import checked_content
+from megatron.checkpointing.engines.unpickling import PlainUnpickler
 from megatron.fileio.checksums import CheckedBytes
 from megatron.fileio.files import with_name
 from megatron.fileio.timed_files import TimedReader, TimedWriter, Timeline, read_file

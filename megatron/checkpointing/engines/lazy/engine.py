@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from megatron.checkpointing.engines import codec
 from megatron.checkpointing.engines.base import (
     CheckpointEngine,
     EngineOptions,
@@ -25,7 +26,6 @@ from megatron.checkpointing.engines.base import (
     files_of,
     refuse_duplicates,
 )
-from megatron.checkpointing.engines.codec import state_skeleton
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, damaged_files, reading
 from megatron.checkpointing.engines.lazy import format as lazy_format
 from megatron.checkpointing.engines.lazy.arena import Arena
@@ -97,7 +97,7 @@ class LazyEngine(CheckpointEngine):
         targets = {
             f"{file.name}/{name}": tensor
             for file in live
-            for name, tensor in state_skeleton.split(file.state)[1].items()
+            for name, tensor in codec.split(file.state)[1].items()
         }
         with damaged_files():
             tensors = Reader(self.options, op).read(wanted, targets, self._arena)
@@ -201,6 +201,6 @@ def _join(
     mine = {entry.name.removeprefix(prefix): tensors[path, entry.name] for entry in contents.tensors_of(name)}
     with reading(path):
         try:
-            return state_skeleton.join(contents.states[name], mine)
-        except state_skeleton.SkeletonError as exc:
+            return codec.join(contents.states[name], mine)
+        except codec.SkeletonError as exc:
             raise CheckpointDamagedError(f"{path}: {name}: {exc}") from exc

@@ -6,7 +6,7 @@
 
 (Format: https://github.com/huggingface/safetensors, "Format".) Under `__metadata__`, whose values are strings by that
 format, lie as JSON: `states`, the state of each file name of DeepSpeed's layout with its tensors taken out
-(state_skeleton); and `tensors`, per tensor its CRC-32 and its placement (megatron.checkpointing.shard_metadata).
+(engines.codec); and `tensors`, per tensor its CRC-32 and its placement (megatron.checkpointing.shard_metadata).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
+from megatron.checkpointing.engines import codec
 from megatron.checkpointing.engines.base import FileState
-from megatron.checkpointing.engines.codec import state_skeleton
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.fileio.checksums import crc32
 
@@ -111,7 +111,7 @@ def capture(files: Sequence[FileState], checksums: bool) -> Captured:
     tensors: dict[str, torch.Tensor] = {}
     placements: dict[str, dict[str, Any]] = {}
     for file in files:
-        skeletons[file.name], mine = state_skeleton.split(file.state)
+        skeletons[file.name], mine = codec.split(file.state)
         names = {id(tensor): f"{file.name}/{name}" for name, tensor in mine.items()}
         tensors |= {f"{file.name}/{name}": tensor for name, tensor in mine.items()}
         for path, placement in file.placements.items():

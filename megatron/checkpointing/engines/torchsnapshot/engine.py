@@ -19,6 +19,7 @@ from torchsnapshot.manifest import ChunkedTensorEntry, DictEntry, TensorEntry
 from torchsnapshot.serialization import BUFFER_PROTOCOL_SUPPORTED_DTYPES, Serializer
 from torchsnapshot.snapshot import PendingSnapshot, Snapshot
 
+from megatron.checkpointing.engines import codec
 from megatron.checkpointing.engines.base import (
     CheckpointEngine,
     EngineOptions,
@@ -26,8 +27,7 @@ from megatron.checkpointing.engines.base import (
     PendingSave,
     SavedFile,
 )
-from megatron.checkpointing.engines.codec import state_skeleton
-from megatron.checkpointing.engines.codec.values import DTYPES
+from megatron.checkpointing.engines.codec import DTYPES
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, reading
 from megatron.checkpointing.engines.file_loads import report_load
 from megatron.checkpointing.engines.state_files import find_files, pack, total_bytes, unpack
@@ -193,7 +193,7 @@ class _PendingSnapshots(PendingSave):
 
 def _for_library(state: Any) -> dict[str, Any]:
     """What the library is given: `tensors` of one dimension by number, and `skeleton` with all the rest."""
-    skeleton, tensors = state_skeleton.split(state)
+    skeleton, tensors = codec.split(state)
     described = [
         [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
         for name, tensor in tensors.items()
@@ -225,7 +225,7 @@ def _from_library(content: dict[str, Any], root: Path) -> Any:
             tensors[name] = flat.view(shape)
         else:
             tensors[name] = torch.empty(shape, dtype=dtype)
-    return state_skeleton.join(described["state"], tensors)
+    return codec.join(described["state"], tensors)
 
 
 def _check_entries(root: Path, manifest: Mapping[str, Any]) -> None:

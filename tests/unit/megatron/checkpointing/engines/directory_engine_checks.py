@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from megatron.checkpointing.engines import unpickling
 from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedFile
-from megatron.checkpointing.engines.codec import safe_unpickling
-from megatron.checkpointing.engines.codec.state_skeleton import SkeletonError
+from megatron.checkpointing.engines.codec import SkeletonError
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.registry import create_engine
 from restart_trace.recorder import NullOperation, Recorder
@@ -84,7 +84,7 @@ class DirectoryEngineChecks:
     @pytest.mark.parametrize("kind", ["bf16_zero_pp_rank_0", "layer_02", "layer_06", "mp_rank_00"])
     def test_a_file_of_upstream_comes_back(self, tmp_path: Path, kind: str) -> None:
         path = next(iter(sorted(GOLDEN.glob(f"{kind}*.pt"))))
-        with safe_unpickling.known_classes():
+        with unpickling.known_classes():
             state = torch.load(path, weights_only=True)
         assert identical(self.load(tmp_path, self.save(tmp_path, state)), state)
 

@@ -15,7 +15,6 @@ import torch
 
 from megatron.checkpointing.engines import registry
 from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedFile
-from megatron.checkpointing.engines.codec.safe_unpickling import known_classes
 from megatron.checkpointing.engines.errors import (
     CheckpointDamagedError,
     CheckpointError,
@@ -23,6 +22,7 @@ from megatron.checkpointing.engines.errors import (
     UnknownEngineError,
 )
 from megatron.checkpointing.engines.registry import check_engine_name, create_engine, engine_names
+from megatron.checkpointing.engines.unpickling import known_classes
 from restart_trace.recorder import NullOperation, Operation
 
 ROOT = Path(__file__).resolve().parents[5]
