@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpointing import naming as names
-from megatron.checkpointing.commit import Manifest
 from megatron.checkpointing.compatibility import newest_with_manifest
-from megatron.checkpointing.engines.base import files_of
+from megatron.checkpointing.engines.base import SavedCheckpoint
 from megatron.config import Config
 from megatron.fileio.host_memory import available_memory
 from megatron.fileio.page_cache import ResidentPages
@@ -115,19 +114,19 @@ class Prefetch:
                 self._note = f"{found.tag} was saved on another layout, of which nothing is read ahead"
                 return
             self._directory = found.directory
-            self._read_all(found.manifest, found.directory)
+            self._read_all(SavedCheckpoint(found.directory, found.manifest.files))
         except Exception as exc:
             self._note = f"{type(exc).__name__}: {exc}"
 
-    def _read_all(self, manifest: Manifest, directory: Path) -> None:
+    def _read_all(self, checkpoint: SavedCheckpoint) -> None:
         seen: set[str] = set()
         mine = names.optimizer_file(self._layout, self._at, self._config.model.params_dtype)
         while not self._stop.is_set():
             for state in self._wanted.get():
-                for file in files_of(state, manifest.files):
+                for file in checkpoint.holding(state):
                     if file.name not in seen and not self._stop.is_set():
                         seen.add(file.name)
-                        self._read_file(directory / file.name, mine)
+                        self._read_file(checkpoint.path(file.name), mine)
 
     def _read_file(self, path: Path, my_optimizer_file: str) -> None:
         start, count = now_ns(), 0

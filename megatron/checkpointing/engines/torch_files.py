@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pickle
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron.checkpointing.engines import unpickling
-from megatron.checkpointing.engines.base import EngineOptions, SavedFile, check_size
+from megatron.checkpointing.engines.base import EngineOptions, SavedCheckpoint, SavedFile, check_size
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, reading
 from megatron.checkpointing.engines.file_loads import report_load
 from megatron.fileio.timed_files import TimedReader, Timeline
@@ -169,10 +168,7 @@ class ReadsTorchFiles:
     def _load_file(self, path: Path, expected: SavedFile | None, op: Operation) -> Any:
         return read_state(path, expected, self.options.verify_checksums, op)
 
-    def load_values(
-        self, name: str, directory: Path, expected: Mapping[str, SavedFile], op: Operation
-    ) -> Any:
-        path, file = directory / name, expected.get(name)
+    def load_values(self, name: str, checkpoint: SavedCheckpoint, op: Operation) -> Any:
+        path, file = checkpoint.path(name), checkpoint.files.get(name)
         check_size(path, file)
-        with reading(path):
-            return read_values(path, file, self.options.verify_checksums, op)
+        return read_values(path, file, self.options.verify_checksums, op)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron.checkpointing import naming as names
-from megatron.checkpointing.engines.base import CheckpointEngine, PlacedTensor, files_of
+from megatron.checkpointing.engines.base import CheckpointEngine, PlacedTensor, SavedCheckpoint
 from megatron.checkpointing.engines.errors import CheckpointMismatchError, damaged_files, reading
 from megatron.checkpointing.reshard.agreement import CheckpointRejectedError, together
 from megatron.checkpointing.reshard.base import LayoutLoad
@@ -100,11 +100,10 @@ class DirectLoad(LayoutLoad):
 
     def _survey(self, reader: CheckpointEngine, rank: int, world_size: int) -> _Survey:
         """What the old files hold: each is looked into by one rank, and all hear of it."""
-        files = self._manifest.files
         old = Layout(**self._manifest.layout)
         first = old.coordinates(0)
         optimizer_file = names.optimizer_file(old, first, self._place.params_dtype)
-        if self._with_optimizer and not files_of(optimizer_file, files):
+        if self._with_optimizer and not self._checkpoint.holding(optimizer_file):
             raise CheckpointMismatchError(
                 f"{self._directory}: was saved without {optimizer_file}; give --no-load-optim if it was saved with "
                 "--no-save-optim, or load another checkpoint"
@@ -116,11 +115,12 @@ class DirectLoad(LayoutLoad):
                 *([optimizer_file] if self._with_optimizer else []),
             ]
             with reading(self._directory):
-                found.values = [reader.load_values(name, self._directory, files, self._op) for name in wanted]
+                found.values = [reader.load_values(name, self._checkpoint, self._op) for name in wanted]
         with self._op.span("discover"), reading(self._directory):
             if reader.wants_placements:
+                files = self._manifest.files
                 mine = {name: files[name] for name in _share(sorted(files), rank, world_size)}
-                found.tensors = reader.placed_tensors(self._directory, mine, self._op)
+                found.tensors = reader.placed_tensors(SavedCheckpoint(self._directory, mine), self._op)
             elif self._with_optimizer:
                 ranks = _share(range(old.world_size), rank, world_size)
                 shards = self._torch_shards(reader)
@@ -192,7 +192,7 @@ class DirectLoad(LayoutLoad):
         parts = {name: slice_of(param, name) for name, param in self._engine.module.named_parameters()}
         interleaved = self._foreign is not None and self._foreign.heads_interleaved
         return TorchShards(
-            reader, self._directory, self._manifest, parts, self._vocab_size, interleaved, self._op
+            reader, self._checkpoint, self._manifest, parts, self._vocab_size, interleaved, self._op
         )
 
     def _placed_tensors(self, reader: CheckpointEngine, surveyed: list[Any]) -> list[PlacedTensor]:

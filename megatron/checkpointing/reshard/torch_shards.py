@@ -18,7 +18,7 @@ import torch
 
 from megatron.checkpointing import naming as names
 from megatron.checkpointing.commit import Manifest
-from megatron.checkpointing.engines.base import CheckpointEngine, PlacedTensor
+from megatron.checkpointing.engines.base import CheckpointEngine, PlacedTensor, SavedCheckpoint
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointMismatchError
 from megatron.checkpointing.engines.torch_files import position_in_file, record_in_file, tensor_records
 from megatron.checkpointing.shard_metadata import shard_placement, weight_placement
@@ -46,7 +46,7 @@ class TorchShards:
     def __init__(
         self,
         reader: CheckpointEngine,
-        directory: Path,
+        checkpoint: SavedCheckpoint,
         manifest: Manifest,
         parts: Mapping[str, ParameterSlice],
         vocab_size: int,
@@ -58,7 +58,7 @@ class TorchShards:
         `heads_interleaved`: the rows of fused QKV lie head by head (megatron.checkpointing.foreign).
         """
         self._reader = reader
-        self._directory = directory
+        self._checkpoint = checkpoint
         self._manifest = manifest
         self._layout = Layout(**manifest.layout)
         self._parts = parts
@@ -71,7 +71,7 @@ class TorchShards:
         found: list[FlatGroup] = []
         for rank in ranks:
             at = self._layout.coordinates(rank)
-            path = self._directory / names.optimizer_file(self._layout, at, params_dtype)
+            path = self._checkpoint.path(names.optimizer_file(self._layout, at, params_dtype))
             found += self._of_shard(path, at)
         return found
 
@@ -104,8 +104,8 @@ class TorchShards:
                 self._layout, Coordinates(tp, pp, 0), self._manifest.model["params_dtype"]
             )
             raise CheckpointDamagedError(
-                f"{self._directory / first}: it and its data-parallel replicas have {numel} elements of {name}, which "
-                f"has {wanted} there"
+                f"{self._checkpoint.path(first)}: it and its data-parallel replicas have {numel} elements of {name}, "
+                f"which has {wanted} there"
             )
 
     def _fragment(self, name: str, tp_rank: int, start: int, numel: int) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class TorchShards:
         found = []
         for number, keys in layers.items():
             for tp_rank in range(self._layout.tp):
-                path = self._directory / names.layer_file(number, tp_rank)
+                path = self._checkpoint.path(names.layer_file(number, tp_rank))
                 state = self._load(path)
                 records = self._records(path)
                 for key, name in keys.items():
@@ -138,7 +138,7 @@ class TorchShards:
         return tensor_records(path) if self._reader.options.verify_checksums else {}
 
     def _load(self, path: Path) -> Any:
-        return self._reader.load_values(path.name, self._directory, self._manifest.files, self._op)
+        return self._reader.load_values(path.name, self._checkpoint, self._op)
 
     def _of_shard(self, path: Path, at: Coordinates) -> Iterator[FlatGroup]:
         shard = _shard_of(path, self._load(path))

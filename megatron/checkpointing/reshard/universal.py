@@ -73,7 +73,7 @@ class UniversalLoad(LayoutLoad):
         files = self._manifest.files
         first = names.model_states_file(old, old.coordinates(0))
         with reading(self._directory / first):
-            self._common = reader.load_values(first, self._directory, files, self._op)
+            self._common = reader.load_values(first, self._checkpoint, self._op)
             padded = self._manifest.model["padded_vocab_size"]
             patterns = universal_checkpoint_info(self._config.model, old.tp, self._vocab_size, padded)
         if self._foreign is not None:

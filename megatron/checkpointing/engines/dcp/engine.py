@@ -28,6 +28,7 @@ from megatron.checkpointing.engines.base import (
     EngineOptions,
     FileState,
     PendingSave,
+    SavedCheckpoint,
     SavedFile,
     refuse_duplicates,
 )
@@ -69,15 +70,15 @@ class DcpEngine(CheckpointEngine):
         _finish(directory, [file.name for file in files], saved, self.options.fsync, op, True)
         return saved
 
-    def load(
-        self, names: Sequence[str], directory: Path, expected: Mapping[str, SavedFile], op: Operation
-    ) -> dict[str, Any]:
+    def load(self, names: Sequence[str], checkpoint: SavedCheckpoint, op: Operation) -> dict[str, Any]:
         states: dict[str, Any] = {}
         for name in names:
             start = now_ns()
-            files = find_files(name, directory, expected, METADATA)
-            with reading(directory / name):
-                states[name] = _load_state(directory / name, files, self.options.verify_checksums, op, start)
+            files = find_files(name, checkpoint, METADATA)
+            with reading(checkpoint.path(name)):
+                states[name] = _load_state(
+                    checkpoint.path(name), files, self.options.verify_checksums, op, start
+                )
             op.bytes = (op.bytes or 0) + sum(file.num_bytes for file in files.values())
             op.num_files = (op.num_files or 0) + len(files)
         return states

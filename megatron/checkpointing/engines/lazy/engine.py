@@ -21,9 +21,9 @@ from megatron.checkpointing.engines.base import (
     FileState,
     PendingSave,
     PlacedTensor,
+    SavedCheckpoint,
     SavedFile,
     check_size,
-    files_of,
     refuse_duplicates,
 )
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, damaged_files, reading
@@ -66,23 +66,21 @@ class LazyEngine(CheckpointEngine):
             self._cache.prepare(captured.contents.data_bytes)
             return LazySave(captured, path, self.options, self._cache, op)
 
-    def load(
-        self, names: Sequence[str], directory: Path, expected: Mapping[str, SavedFile], op: Operation
-    ) -> dict[str, Any]:
+    def load(self, names: Sequence[str], checkpoint: SavedCheckpoint, op: Operation) -> dict[str, Any]:
         """As CheckpointEngine.load. Tensors are views of the page cache, or of one arena that the next load uses
         again once all are gone.
         """
-        return self.load_into([FileState(name, {}) for name in names], directory, expected, op)
+        return self.load_into([FileState(name, {}) for name in names], checkpoint, op)
 
     def load_into(
-        self, live: Sequence[FileState], directory: Path, expected: Mapping[str, SavedFile], op: Operation
+        self, live: Sequence[FileState], checkpoint: SavedCheckpoint, op: Operation
     ) -> dict[str, Any]:
         """As CheckpointEngine.load_into: live tensors are filled; others are as those of `load`."""
         names = [file.name for file in live]
         opened: dict[Path, lazy_format.Contents] = {}
         holder: dict[str, Path] = {}
         for name in names:
-            path, file = self._file_of(name, directory, expected)
+            path, file = self._file_of(name, checkpoint)
             holder[name] = path
             if path not in opened:
                 opened[path] = self._open_checked(path, file, op)
@@ -111,15 +109,14 @@ class LazyEngine(CheckpointEngine):
         op.num_files = (op.num_files or 0) + len(opened)
         return states
 
-    def placed_tensors(
-        self, directory: Path, expected: Mapping[str, SavedFile], op: Operation
-    ) -> list[PlacedTensor]:
-        files = [expected[name] for name in sorted(expected) if name.endswith(lazy_format.SUFFIX)]
+    def placed_tensors(self, checkpoint: SavedCheckpoint, op: Operation) -> list[PlacedTensor]:
+        saved = sorted(checkpoint.files.items())
+        files = [(checkpoint.path(name), file) for name, file in saved if name.endswith(lazy_format.SUFFIX)]
         with ThreadPoolExecutor(_HEADER_THREADS) as pool:
-            opened = list(pool.map(lambda file: self._open_checked(directory / file.name, file, op), files))
+            opened = list(pool.map(lambda item: self._open_checked(*item, op), files))
         return [
-            self._placed(directory / file.name, contents.data_start, entry, entry.placement)
-            for file, contents in zip(files, opened, strict=True)
+            self._placed(path, contents.data_start, entry, entry.placement)
+            for (path, _), contents in zip(files, opened, strict=True)
             for entry in contents.entries.values()
             if entry.placement is not None
         ]
@@ -137,10 +134,8 @@ class LazyEngine(CheckpointEngine):
             )
         return PlacedTensor(path, entry.name, entry.dtype, start, placement, checked)
 
-    def load_values(
-        self, name: str, directory: Path, expected: Mapping[str, SavedFile], op: Operation
-    ) -> Any:
-        path, file = self._file_of(name, directory, expected)
+    def load_values(self, name: str, checkpoint: SavedCheckpoint, op: Operation) -> Any:
+        path, file = self._file_of(name, checkpoint)
         contents = self._open_checked(path, file, op)
         entries = contents.tensors_of(name)
         wanted = Wanted(path, contents, [entry for entry in entries if entry.placement is None])
@@ -160,13 +155,13 @@ class LazyEngine(CheckpointEngine):
         self._arena.clear()
 
     @staticmethod
-    def _file_of(name: str, directory: Path, expected: Mapping[str, SavedFile]) -> tuple[Path, SavedFile]:
-        files = files_of(name, expected)
+    def _file_of(name: str, checkpoint: SavedCheckpoint) -> tuple[Path, SavedFile]:
+        files = checkpoint.holding(name)
         if len(files) != 1:
             raise CheckpointDamagedError(
-                f"{directory}: {len(files)} files of its manifest hold {name}; engine lazy needs one"
+                f"{checkpoint.directory}: {len(files)} files of its manifest hold {name}; engine lazy needs one"
             )
-        return directory / files[0].name, files[0]
+        return checkpoint.path(files[0].name), files[0]
 
     def _open_checked(self, path: Path, file: SavedFile, op: Operation) -> lazy_format.Contents:
         check_size(path, file)

@@ -25,6 +25,7 @@ from megatron.checkpointing.engines.base import (
     EngineOptions,
     FileState,
     PendingSave,
+    SavedCheckpoint,
     SavedFile,
 )
 from megatron.checkpointing.engines.codec import DTYPES
@@ -70,16 +71,14 @@ class TorchSnapshotEngine(CheckpointEngine):
             pending.take(file)
         return pending
 
-    def load(
-        self, names: Sequence[str], directory: Path, expected: Mapping[str, SavedFile], op: Operation
-    ) -> dict[str, Any]:
+    def load(self, names: Sequence[str], checkpoint: SavedCheckpoint, op: Operation) -> dict[str, Any]:
         states: dict[str, Any] = {}
         with ThreadPoolExecutor(self._threads, thread_name_prefix="torchsnapshot-read") as pool:
             for name in names:
                 start = now_ns()
-                files = find_files(name, directory, expected, METADATA)
-                with reading(directory / name):
-                    states[name] = self._load_state(directory / name, files, pool, op, start)
+                files = find_files(name, checkpoint, METADATA)
+                with reading(checkpoint.path(name)):
+                    states[name] = self._load_state(checkpoint.path(name), files, pool, op, start)
                 op.bytes = (op.bytes or 0) + sum(file.num_bytes for file in files.values())
                 op.num_files = (op.num_files or 0) + len(files)
         return states

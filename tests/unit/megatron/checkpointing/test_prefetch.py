@@ -12,7 +12,13 @@ import torch
 
 from megatron.checkpointing import naming as names
 from megatron.checkpointing.commit import Manifest, write_manifest
-from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedFile
+from megatron.checkpointing.engines.base import (
+    CheckpointEngine,
+    EngineOptions,
+    FileState,
+    SavedCheckpoint,
+    SavedFile,
+)
 from megatron.checkpointing.engines.registry import create_engine
 from megatron.checkpointing.prefetch import Prefetch
 from megatron.config import Config, ConfigError
@@ -117,7 +123,7 @@ def storage_reads() -> int:
 
 
 def check_loaded(engine: CheckpointEngine, directory: Path, expected: dict[str, SavedFile], op: Any) -> None:
-    found = engine.load([LAYER, COMMON_STATE, shard(1)], directory, expected, op)
+    found = engine.load([LAYER, COMMON_STATE, shard(1)], SavedCheckpoint(directory, expected), op)
     assert torch.equal(found[LAYER]["weight"], states(0)[0].state["weight"])
     assert torch.equal(found[shard(1)]["master"], states(1)[0].state["master"])
 

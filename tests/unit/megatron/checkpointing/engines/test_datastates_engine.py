@@ -17,7 +17,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedFile
+from megatron.checkpointing.engines.base import (
+    CheckpointEngine,
+    EngineOptions,
+    FileState,
+    SavedCheckpoint,
+    SavedFile,
+)
 from megatron.checkpointing.engines.datastates import engine as datastates_engine
 from megatron.checkpointing.engines.datastates import library as datastates_library
 from megatron.checkpointing.engines.datastates.engine import ROW_BYTES, _row_sum, row_sums
@@ -77,7 +83,9 @@ def file_states() -> list[FileState]:
 
 
 def load(engine: CheckpointEngine, directory: Path, saved: list[SavedFile]) -> dict[str, Any]:
-    return engine.load(NAMES, directory, {file.name: file for file in saved}, NullOperation())
+    return engine.load(
+        NAMES, SavedCheckpoint(directory, {file.name: file for file in saved}), NullOperation()
+    )
 
 
 def test_save_and_load(tmp_path: Path, library: Library) -> None:
@@ -275,7 +283,7 @@ def test_what_is_recorded(tmp_path: Path, library: Library) -> None:
         assert (op.num_files, op.durable, op.bytes) == (2, True, sum(file.num_bytes for file in saved))
     with recorder.operation("load") as op:
         load(library.engine(), at, saved)
-        library.engine().load(NAMES, at, {file.name: file for file in saved}, op)
+        library.engine().load(NAMES, SavedCheckpoint(at, {file.name: file for file in saved}), op)
     spans = [record for record in read(log) if record["type"] == "span"]
     recorder.close()
     training = [(s["phase"], s.get("file")) for s in spans if s["operation"] == "save" and s["blocking"]]

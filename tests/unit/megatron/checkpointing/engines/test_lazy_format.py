@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from megatron.checkpointing.engines import codec
-from megatron.checkpointing.engines.base import EngineOptions, FileState, SavedFile
+from megatron.checkpointing.engines.base import EngineOptions, FileState, SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.lazy import format as lazy_format
 from megatron.checkpointing.engines.lazy.engine import LazyEngine
@@ -46,7 +46,9 @@ def save(directory: Path, files: list[FileState], **options: Any) -> SavedFile:
 
 
 def load(directory: Path, saved: SavedFile, name: str = NAME) -> Any:
-    return LazyEngine(EngineOptions()).load([name], directory, {saved.name: saved}, NullOperation())[name]
+    return LazyEngine(EngineOptions()).load(
+        [name], SavedCheckpoint(directory, {saved.name: saved}), NullOperation()
+    )[name]
 
 
 def test_the_safetensors_library_reads_every_tensor(tmp_path: Path) -> None:
