@@ -17,7 +17,7 @@ import torch
 
 from megatron.checkpointing import naming as names
 from megatron.checkpointing.engines.base import CheckpointEngine, PlacedTensor, SavedCheckpoint
-from megatron.checkpointing.engines.errors import CheckpointMismatchError, damaged_files, reading
+from megatron.checkpointing.engines.errors import CheckpointMismatchError, reading
 from megatron.checkpointing.reshard.agreement import CheckpointRejectedError, together
 from megatron.checkpointing.reshard.base import LayoutLoad
 from megatron.checkpointing.reshard.gathering import update_weights
@@ -149,8 +149,7 @@ class DirectLoad(LayoutLoad):
             return Reading(plan(targets, index), sizes, options.direct_io, options.io_threads)
 
     def _read(self, reading: Reading, shares: list[Share], rank: int) -> list[RangeChecksum]:
-        with damaged_files():
-            checksums = reading.run(shares, rank, self._op)
+        checksums = reading.run(shares, rank, self._op)
         self._op.bytes = (self._op.bytes or 0) + reading.bytes_read
         self._op.num_files = (self._op.num_files or 0) + reading.num_files
         return checksums

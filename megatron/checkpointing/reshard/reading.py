@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from megatron.checkpointing.engines.errors import damaged_files
 from megatron.checkpointing.reshard.runs import Array, Runs, merged, positions
 from megatron.checkpointing.reshard.targets import Transfer
 from megatron.checkpointing.reshard.verifying import Share, joined, to_verify
@@ -101,7 +102,7 @@ class Reading:
     def run(self, shares: Sequence[Share], rank: int, op: Operation) -> list[RangeChecksum]:
         """Fill the targets; returns the CRC-32s of what this rank is to verify.
 
-        `shares`: of all ranks. Raises DamagedFileError if a file is shorter than it was, or OSError.
+        `shares`: of all ranks. Raises CheckpointDamagedError if a file is shorter than it was, or OSError.
         """
         with op.span("redistribute", "reshard"):
             checks = to_verify(shares, rank)
@@ -112,10 +113,11 @@ class Reading:
             ]
         files: dict[Path, OpenFile] = {}
         try:
-            for plan in self._plans:
-                files[plan.path] = OpenFile(plan.path, self._file_bytes[plan.path], self._direct_io)
-            pool = _Pool(stretches, files, self._targets, op)
-            pool.run(self._threads)
+            with damaged_files():
+                for plan in self._plans:
+                    files[plan.path] = OpenFile(plan.path, self._file_bytes[plan.path], self._direct_io)
+                pool = _Pool(stretches, files, self._targets, op)
+                pool.run(self._threads)
         finally:
             for file in files.values():
                 file.close()

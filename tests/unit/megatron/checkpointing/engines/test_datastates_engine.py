@@ -261,7 +261,7 @@ def test_without_checksum(tmp_path: Path, library: Library) -> None:
     assert {file.checksum for file in saved} == {"none"}
     load(engine, tmp_path, saved)
     foreign = [dataclasses.replace(file, checksum="sha256:00") for file in saved]
-    with pytest.raises(CheckpointDamagedError, match="'sha256:00' is not one of engine datastates"):
+    with pytest.raises(CheckpointDamagedError, match="'sha256:00' is not one of this engine's"):
         load(engine, tmp_path, foreign)
 
 
