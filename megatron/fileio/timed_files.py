@@ -64,6 +64,7 @@ class _RawFile(io.RawIOBase):
     """The unbuffered end of TimedWriter."""
 
     def __init__(self, path: Path, timeline: Timeline, checksum: bool) -> None:
+        super().__init__()
         self.path = path
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self.timeline = timeline

@@ -191,7 +191,7 @@ class DirectLoad(LayoutLoad):
         parts = {name: slice_of(param, name) for name, param in self._engine.module.named_parameters()}
         interleaved = self._foreign is not None and self._foreign.heads_interleaved
         return TorchShards(
-            reader, self._checkpoint, self._manifest, parts, self._vocab_size, interleaved, self._op
+            reader, self._directory, self._manifest, parts, self._vocab_size, interleaved, self._op
         )
 
     def _placed_tensors(self, reader: CheckpointEngine, surveyed: list[Any]) -> list[PlacedTensor]:

@@ -46,7 +46,7 @@ class TorchShards:
     def __init__(
         self,
         reader: CheckpointEngine,
-        checkpoint: SavedCheckpoint,
+        directory: Path,
         manifest: Manifest,
         parts: Mapping[str, ParameterSlice],
         vocab_size: int,
@@ -58,7 +58,7 @@ class TorchShards:
         `heads_interleaved`: the rows of fused QKV lie head by head (megatron.checkpointing.foreign).
         """
         self._reader = reader
-        self._checkpoint = checkpoint
+        self._checkpoint = SavedCheckpoint(directory, manifest.files)
         self._manifest = manifest
         self._layout = Layout(**manifest.layout)
         self._parts = parts

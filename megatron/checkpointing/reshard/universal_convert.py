@@ -21,9 +21,7 @@ def main(source: str, target: str, parent: int) -> None:
 
     from megatron.checkpointing.engines.unpickling import known_classes
 
-    os.register_at_fork(
-        after_in_child=end_with_parent
-    )  # its pools' processes, when this one is killed
+    os.register_at_fork(after_in_child=end_with_parent)  # its pools' processes, when this one is killed
     ready = time.monotonic()
     arguments = argparse.Namespace(
         input_folder=source,

@@ -1,6 +1,6 @@
 """This project's own engine: asynchronous saves through direct I/O, one safetensors file per rank, parallel loads.
 
-The parts: lazy_format (the file), lazy_writer (a save), host_cache (its memory), lazy_reader (a load), direct_files.
+The parts: format (the file), writer (a save), host_cache (its memory), reader (a load).
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from megatron.checkpointing.engines.base import (
     check_size,
     refuse_duplicates,
 )
-from megatron.checkpointing.engines.errors import CheckpointDamagedError, damaged_files, reading
+from megatron.checkpointing.engines.errors import CheckpointDamagedError, reading
 from megatron.checkpointing.engines.lazy import format as lazy_format
 from megatron.checkpointing.engines.lazy.arena import Arena
 from megatron.checkpointing.engines.lazy.host_cache import DEFAULT_IO_THREADS, HostCache
-from megatron.checkpointing.engines.lazy.load_ranges import Wanted
 from megatron.checkpointing.engines.lazy.placement_check import check_placement
-from megatron.checkpointing.engines.lazy.reader import Reader
+from megatron.checkpointing.engines.lazy.reader import Wanted, read_tensors
 from megatron.checkpointing.engines.lazy.writer import LazySave
 from megatron.fileio.checksums import CheckedBytes
 from restart_trace.recorder import Operation
@@ -97,8 +96,7 @@ class LazyEngine(CheckpointEngine):
             for file in live
             for name, tensor in codec.split(file.state)[1].items()
         }
-        with damaged_files():
-            tensors = Reader(self.options, op).read(wanted, targets, self._arena)
+        tensors = read_tensors(wanted, targets, self._arena, self.options, op)
         with op.span("load", "deserialize"):
             states = {name: _join(name, opened[holder[name]], holder[name], tensors) for name in names}
         op.bytes = (
@@ -140,8 +138,7 @@ class LazyEngine(CheckpointEngine):
         entries = contents.tensors_of(name)
         wanted = Wanted(path, contents, [entry for entry in entries if entry.placement is None])
         options = replace(self.options, io_threads=1)  # a few kilobytes
-        with damaged_files():
-            tensors = Reader(options, op).read([wanted], {}, self._arena)
+        tensors = read_tensors([wanted], {}, self._arena, options, op)
         for entry in entries:
             if entry.placement is not None:
                 tensors[path, entry.name] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")

@@ -23,10 +23,11 @@ import torch
 
 from megatron.checkpointing.engines.base import EngineOptions, PendingSave, SavedFile
 from megatron.checkpointing.engines.lazy import format as lazy_format
-from megatron.checkpointing.engines.lazy.host_cache import Buffer, HostCache
+from megatron.checkpointing.engines.lazy.host_cache import HostCache, gather
 from megatron.fileio import direct_files
 from megatron.fileio.checksums import RangeChecksum, by_start, combine, range_checksum
 from megatron.fileio.files import with_name
+from megatron.fileio.host_buffers import Buffer
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
 
@@ -240,7 +241,7 @@ class LazySave(PendingSave):
                 return False
             block.ahead = ahead
             started = now_ns()
-            block.copied = block.buffer.gather(self._sources, block.pieces, self._stream)
+            block.copied = gather(block.buffer, self._sources, block.pieces, self._stream)
             clock.gather += now_ns() - started
             clock.gathered_bytes += block.length
             return True

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.checkpointing.engines.base import PlacedTensor
-from megatron.checkpointing.reshard import reading
 from megatron.checkpointing.reshard.reading import Reading
 from megatron.checkpointing.reshard.runs import merged, positions
 from megatron.checkpointing.reshard.targets import Transfer
@@ -106,12 +105,8 @@ def test_pieces_of_several_ranks_are_put_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("direct_io", ["auto", "off"])
-def test_a_flipped_bit_anywhere_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct_io: str
-) -> None:
+def test_a_flipped_bit_anywhere_is_found(tmp_path: Path, direct_io: str) -> None:
     """Two ranks that read parts of two tensors, one of them both; padding that nobody needs is verified, too."""
-    monkeypatch.setattr(reading, "BLOCK", 8192)
-    monkeypatch.setattr(reading, "GAP", 64)
     path, data = tmp_path / FILE, bytearray(random.Random(2).randbytes(50_000))
     records = checked_content(bytes(data), 1000, 30_000, 48_000)
     parts = [[(records[0], 2000, 9000), (records[1], 30_000, 700)], [(records[0], 9500, 12_000)]]
@@ -119,7 +114,8 @@ def test_a_flipped_bit_anywhere_is_found(
     def found() -> list[str]:
         path.write_bytes(data)
         ranks = [
-            Reading([moving(path, *part) for part in mine], {path: 50_000}, direct_io, 2) for mine in parts
+            Reading([moving(path, *part) for part in mine], {path: 50_000}, direct_io, 2, block=8192, gap=64)
+            for mine in parts
         ]
         shares = [rank.share() for rank in ranks]
         pieces = [piece for i, rank in enumerate(ranks) for piece in rank.run(shares, i, NullOperation())]
