@@ -52,9 +52,12 @@ def range_checksum(file: str, start: int, content: Any) -> RangeChecksum:
     return RangeChecksum(file, start, len(content), isal_zlib.crc32(content))
 
 
-def by_start(checksums: Iterable[RangeChecksum]) -> dict[int, RangeChecksum]:
-    """As `combine` takes them; all of one file."""
-    return {checksum.start: checksum for checksum in checksums}
+def by_file(checksums: Iterable[RangeChecksum]) -> dict[str, dict[int, RangeChecksum]]:
+    """File -> its checksums as `combine` takes them."""
+    found: dict[str, dict[int, RangeChecksum]] = {}
+    for checksum in checksums:
+        found.setdefault(checksum.file, {})[checksum.start] = checksum
+    return found
 
 
 def combine(checksums: Mapping[int, RangeChecksum], start: int, stop: int) -> RangeChecksum:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.checkpointing.reshard.runs import Runs, intersect, make_runs, merged, positions, subtract
-from megatron.fileio.checksums import CheckedBytes, RangeChecksum, by_start, combine
+from megatron.fileio.checksums import CheckedBytes, RangeChecksum, by_file, combine
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,7 @@ def damage(shares: Sequence[Share], parts: Iterable[RangeChecksum], directory: P
     Raises RuntimeError if the parts of all ranks are not the whole of what is to be verified: an error of this
     program, and a load that was not verified must not look like one that was.
     """
-    by_file: dict[str, list[RangeChecksum]] = {}
-    for part in parts:
-        by_file.setdefault(part.file, []).append(part)
-    checksums = {file: by_start(mine) for file, mine in by_file.items()}
+    checksums = by_file(parts)
     wrong = []
     for file, checked in _all_checked(shares):
         found = combine(checksums.get(file, {}), checked.start, checked.stop)

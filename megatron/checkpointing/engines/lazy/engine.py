@@ -111,7 +111,7 @@ class LazyEngine(CheckpointEngine):
         saved = sorted(checkpoint.files.items())
         files = [(checkpoint.path(name), file) for name, file in saved if name.endswith(lazy_format.SUFFIX)]
         with ThreadPoolExecutor(_HEADER_THREADS) as pool:
-            opened = list(pool.map(lambda item: self._open_checked(*item, op), files))
+            opened = list(pool.map(lambda item: self._open_checked(item[0], item[1], op), files))
         return [
             self._placed(path, contents.data_start, entry, entry.placement)
             for (path, _), contents in zip(files, opened, strict=True)

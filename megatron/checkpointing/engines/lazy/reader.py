@@ -21,7 +21,7 @@ from megatron.checkpointing.engines.base import EngineOptions
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, damaged_files
 from megatron.checkpointing.engines.lazy.arena import Arena
 from megatron.checkpointing.engines.lazy.format import Contents, TensorEntry
-from megatron.fileio.checksums import RangeChecksum, by_start, combine
+from megatron.fileio.checksums import RangeChecksum, by_file, combine
 from megatron.fileio.direct_files import ALIGNMENT, align_up
 from megatron.fileio.extents import BLOCK, GAP, FilePlan, extents, file_plan
 from megatron.fileio.open_files import OpenFile
@@ -194,11 +194,9 @@ def _block(options: EngineOptions) -> int:
 
 def _verify(wanted: Sequence[Wanted], found: Iterable[RangeChecksum]) -> None:
     """Raises CheckpointDamagedError if a tensor does not have the checksum it was saved with."""
-    by_file: dict[str, list[RangeChecksum]] = {}
-    for checksum in found:
-        by_file.setdefault(checksum.file, []).append(checksum)
+    known = by_file(found)
     for item in wanted:
-        base, checksums = item.contents.data_start, by_start(by_file.get(item.path.name, ()))
+        base, checksums = item.contents.data_start, known.get(item.path.name, {})
         for entry in item.entries:
             if entry.crc32 is None:
                 continue

@@ -25,7 +25,7 @@ from megatron.checkpointing.engines.base import EngineOptions, PendingSave, Save
 from megatron.checkpointing.engines.lazy import format as lazy_format
 from megatron.checkpointing.engines.lazy.host_cache import HostCache, gather
 from megatron.fileio import direct_files
-from megatron.fileio.checksums import RangeChecksum, by_start, combine, range_checksum
+from megatron.fileio.checksums import RangeChecksum, by_file, combine, range_checksum
 from megatron.fileio.files import with_name
 from megatron.fileio.host_buffers import Buffer
 from restart_trace.clock import now_ns
@@ -325,7 +325,8 @@ class LazySave(PendingSave):
 
     def _crcs(self) -> dict[str, int]:
         """CRC-32 of each tensor."""
-        checksums, base = by_start(self._checksums), self._contents.data_start
+        checksums = by_file(self._checksums).get(self._path.name, {})
+        base = self._contents.data_start
         return {
             name: combine(checksums, base + entry.start, base + entry.stop).crc32
             for name, entry in self._contents.entries.items()
