@@ -12,12 +12,12 @@ RANK_LIMITS = {"ratio": 1.5, "share": 0.1, "least_s": 0.1, "most_ranks": 0.125, 
 HOST_LIMITS = {"ratio": 1.3, "share": 0.1, "least_s": 0.1, "most_hosts": 0.25}
 
 
-def slow_ranks(walls: pl.DataFrame, limits: Mapping[str, float] = RANK_LIMITS) -> pl.DataFrame:
+def slow_ranks(totals: pl.DataFrame, limits: Mapping[str, float] = RANK_LIMITS) -> pl.DataFrame:
     """Ranks that worked much longer than the median rank: group, operation, rank, own_ns, usual_ns, excess_ns.
 
     None in operations where many ranks did: then it is how the work is divided.
     """
-    finished = walls.filter(pl.col("wall_ns").is_not_null()).with_columns(
+    finished = totals.filter(pl.col("wall_ns").is_not_null()).with_columns(
         pl.col("own_ns").median().over("group").alias("usual_ns"),
         pl.col("wall_ns").max().over("group").alias("longest_ns"),
         pl.len().over("group").alias("ranks"),
@@ -34,14 +34,14 @@ def slow_ranks(walls: pl.DataFrame, limits: Mapping[str, float] = RANK_LIMITS) -
 
 
 def slow_hosts(
-    walls: pl.DataFrame, rank_hosts: pl.DataFrame, limits: Mapping[str, float] = HOST_LIMITS
+    totals: pl.DataFrame, rank_hosts: pl.DataFrame, limits: Mapping[str, float] = HOST_LIMITS
 ) -> pl.DataFrame:
     """Hosts whose median rank worked longer than those of the others: group, operation, host, own_ns, ...
 
     `rank_hosts` holds group, rank, host. Further columns: usual_ns (the lower median of the hosts' medians),
     excess_ns. Hosts with a single rank are no hosts here: their rank is compared as a rank.
     """
-    finished = walls.filter(pl.col("wall_ns").is_not_null()).join(rank_hosts, on=["group", "rank"])
+    finished = totals.filter(pl.col("wall_ns").is_not_null()).join(rank_hosts, on=["group", "rank"])
     hosts = finished.group_by("group", "operation", "host").agg(
         pl.col("own_ns").median(), pl.col("wall_ns").max(), pl.len().alias("ranks")
     )
@@ -117,7 +117,7 @@ def _work(tables: RankTables, group: int) -> pl.DataFrame:
     phases = tables.phases.filter((pl.col("group") == group) & ~pl.col("phase").is_in(WAITING))
     has_details = (pl.col("detail") != "").any().over("phase")
     leaves = phases.filter((pl.col("detail") != "") | ~has_details).filter(~pl.col("detail").is_in(WAITING))
-    everyone = tables.walls.filter(pl.col("group") == group).select("rank")
+    everyone = tables.totals.filter(pl.col("group") == group).select("rank")
     return (
         everyone.join(leaves.select("phase", "detail").unique(), how="cross")
         .join(leaves.select("rank", "phase", "detail", "busy_ns"), on=["rank", "phase", "detail"], how="left")

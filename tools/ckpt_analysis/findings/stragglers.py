@@ -6,7 +6,7 @@ from typing import Any
 
 import polars as pl
 
-from ..common.formatting import plural, seconds
+from ...common.formatting import plural, seconds
 from ..metrics.results import OperationStats
 from .comparisons import against_median, slow_hosts, slow_ranks, what_held_up
 from .evidence import Evidence, median_of, name_of, phase_of
@@ -27,8 +27,8 @@ _LATE_LOAD = (
 def straggling_ranks(e: Evidence, limits: Thresholds) -> list[Observation]:
     """Ranks that work much longer than the median rank, but for those on a host that is slow as a whole."""
     hosts = rank_hosts(e)
-    slow = slow_ranks(e.tables.walls, limits).join(hosts, on=["group", "rank"], how="left")
-    slow = slow.join(slow_hosts(e.tables.walls, hosts), on=["group", "host"], how="anti")
+    slow = slow_ranks(e.tables.totals, limits).join(hosts, on=["group", "rank"], how="left")
+    slow = slow.join(slow_hosts(e.tables.totals, hosts), on=["group", "host"], how="anti")
     found = []
     for rows in _worst(slow, "rank"):
         row = rows.row(0, named=True)
@@ -59,7 +59,7 @@ def straggling_hosts(e: Evidence, limits: Thresholds) -> list[Observation]:
     """Hosts whose ranks work longer than the ranks of other hosts."""
     hosts = rank_hosts(e)
     found = []
-    for rows in _worst(slow_hosts(e.tables.walls, hosts, limits), "host"):
+    for rows in _worst(slow_hosts(e.tables.totals, hosts, limits), "host"):
         row = rows.row(0, named=True)
         group, host, operation = row["group"], row["host"], row["operation"]
         theirs = hosts.filter((pl.col("group") == group) & (pl.col("host") == host))["rank"].to_list()
@@ -136,7 +136,7 @@ def _operation(e: Evidence, group: int) -> str:
 
 
 def _how_often(e: Evidence, rows: pl.DataFrame, operation: str) -> str:
-    total = e.tables.walls.filter(pl.col("operation") == operation)["group"].n_unique()
+    total = e.tables.totals.filter(pl.col("operation") == operation)["group"].n_unique()
     return f"{rows['group'].n_unique()} of {plural(total, operation)}"
 
 
@@ -153,5 +153,7 @@ def _waited_for(e: Evidence, group: int) -> int:
     waited = e.tables.phases.filter(
         (pl.col("group") == group) & (pl.col("phase") == "barrier") & (pl.col("detail") == "")
     )
-    ranks = e.tables.walls.filter(pl.col("group") == group).select("rank").join(waited, on="rank", how="left")
+    ranks = (
+        e.tables.totals.filter(pl.col("group") == group).select("rank").join(waited, on="rank", how="left")
+    )
     return ranks.with_columns(pl.col("busy_ns").fill_null(0)).sort("busy_ns", "rank")["rank"][0]

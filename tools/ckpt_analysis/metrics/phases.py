@@ -115,14 +115,14 @@ def phase_stats(
     return {group: list(phases.values()) for group, phases in stats.items()}
 
 
-def rank_stats(seconds: pl.DataFrame, walls: pl.DataFrame) -> dict[int, list[RankStats]]:
-    """Each rank's own numbers; `walls` holds group, rank, wall_ns, blocked_ns and covered_ns."""
+def rank_stats(seconds: pl.DataFrame, totals: pl.DataFrame) -> dict[int, list[RankStats]]:
+    """Each rank's own numbers; `totals` holds group, rank, wall_ns, blocked_ns and covered_ns."""
     seconds = seconds.sort("group", "rank", "phase", "detail")
     phases: dict[tuple[int, int], dict[str, float]] = {}
     for group, rank, phase, detail, busy_ns in seconds.iter_rows():
         phases.setdefault((group, rank), {})[f"{phase}/{detail}" if detail else phase] = busy_ns / 1e9
     result: dict[int, list[RankStats]] = {}
-    for row in walls.sort("group", "rank").iter_rows(named=True):
+    for row in totals.sort("group", "rank").iter_rows(named=True):
         wall, covered = row["wall_ns"], row["covered_ns"]
         result.setdefault(row["group"], []).append(
             RankStats(

@@ -104,7 +104,7 @@ def _restart(report: Report | None) -> tuple[float, str] | None:
     whole = [start.restart_s for start in restarts if start.restart_s is not None]
     if whole:
         return median(whole), f"median of {len(whole)} restarts (restart_s, failure to first step)"
-    starts = [start.time_to_first_step.max_s for start in restarts if start.time_to_first_step]
+    starts = [start.wall.max_s for start in restarts if start.wall]
     if starts:
         note = "time_to_first_step_s: to notice the failure and to launch again is not in it"
         return median(starts), f"median of {len(starts)} restarts ({note})"
@@ -116,8 +116,8 @@ def _step(report: Report | None) -> tuple[float, str] | None:
     if report is None or not steps:
         return None
     waits = report.imported is not None and any(save.wait for save in report.imported.saves)
-    held = "; those that waited for a save's files count with the wait" if waits else ""
-    return median(steps), f"median of {len(steps)} steps (slowest rank{held})"
+    note = "; those that waited for a save's files count with the wait" if waits else ""
+    return median(steps), f"median of {len(steps)} steps (slowest rank{note})"
 
 
 def _bytes(report: Report | None, given: Given) -> Input | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..common.formatting import digits_for, plural, rate, seconds, size
+from ...common.formatting import digits_for, plural, rate, seconds, size
 from ..metrics.results import OperationStats, PhaseStats, StartStats
 from ..report import Report
 
@@ -28,7 +28,7 @@ def answer(report: Report) -> list[str]:
 
 def _start(start: StartStats) -> list[str]:
     what = f"{'Restart' if start.is_restart else 'Launch'} of cycle {start.cycle}"
-    first = start.time_to_first_step
+    first = start.wall
     if first is None:
         return [f"{what} did not reach its first step."]
     if start.restart_s is not None:

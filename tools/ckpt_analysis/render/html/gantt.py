@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from ...common.formatting import plural
+from ....common.formatting import plural
 from .colours import STEP, colour
 from .content import Content, missing, plot
 from .plots import bar, layout
@@ -37,7 +37,7 @@ def draw(run: RunData) -> Content:
         return missing(
             "No save was recorded span by span to its end on any rank, so there is no timeline of one."
         )
-    ranks = [(f"rank {rank} ({word})", rank) for word, rank in three_ranks(run.tables.walls, save.group)]
+    ranks = [(f"rank {rank} ({word})", rank) for word, rank in three_ranks(run.tables.totals, save.group)]
     present = sorted(run.save_spans["rank"].unique().to_list())
     if len(present) <= _SHOW_ALL_UP_TO:
         ranks = [(f"rank {rank}", rank) for rank in present]

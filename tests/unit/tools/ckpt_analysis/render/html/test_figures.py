@@ -96,7 +96,7 @@ def test_waterfall_adds_up_to_the_restart(trace: Path) -> None:
     for before, after in zip(path, path[1:], strict=False):
         assert before.end_ns == after.start_ns
     on_path = (path[-1].end_ns - path[0].start_ns) / 1e9
-    first = restart.time_to_first_step
+    first = restart.wall
     assert first is not None and on_path == pytest.approx(first.max_s, abs=1e-9)
     plots = Page(page_of(trace)).plots()
     bars = [bar for bar in plots["plot-waterfall-0"][0]["data"][1:] if bar["type"] == "bar"]
