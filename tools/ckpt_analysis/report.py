@@ -74,6 +74,10 @@ class Report:
         return [start for start in self.starts if not start.is_restart]
 
     @property
+    def complete_saves(self) -> list[OperationStats]:
+        return [save for save in self.saves if save.outcome == "ok"]
+
+    @property
     def facts(self) -> RunFacts:
         newest = self.cycles[-1]
         return RunFacts(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .presets import Planned
 
 MOST_RANKS = 1 << 16
-_REPORT_EVERY_S = 5.0
+REPORT_EVERY_S = 5.0
 _LAYOUT_FLAGS = {
     "--tensor-model-parallel-size": "--tp",
     "--pipeline-model-parallel-size": "--pp",
@@ -169,7 +169,7 @@ class _Progress:
 
     def __call__(self, done: int, ranks: int) -> None:
         now = time.monotonic()
-        if now - self._reported >= _REPORT_EVERY_S:
+        if now - self._reported >= REPORT_EVERY_S:
             self._reported = now
             left_s = (now - self._began) / done * (ranks - done)
             print(f"ckpt_plan: {done} of {ranks} ranks planned, about {left_s:.0f} s left", file=sys.stderr)

@@ -75,7 +75,7 @@ def _replay(arguments: argparse.Namespace) -> dict[str, Any] | None:
         if crew.leads:
             place.mkdir()
         before = machine() | {"filesystem": filesystem_of(place)}
-        samples = Replay(request, crew, place, f"{key}/{name}", _tell if crew.leads else _say_nothing).run()
+        samples = Replay(request, crew, place, f"{key}/{name}", _report if crew.leads else _ignore).run()
     if not crew.leads:
         return None
     kept = str(place) if request.keep else None
@@ -146,9 +146,9 @@ def _own_directory(parent: Path, name: str, removed: bool) -> Iterator[Path]:
             shutil.rmtree(place, ignore_errors=True)
 
 
-def _tell(text: str) -> None:
+def _report(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _say_nothing(text: str) -> None:
-    """Another process tells."""
+def _ignore(text: str) -> None:
+    """Another process reports."""

@@ -23,7 +23,7 @@ EXAMPLES = """\
   %(prog)s runs/tiny                      one line per problem; exit 1 if there is any
   %(prog)s --quiet runs/tiny && echo fine
 """
-_PROCESSES_FROM_BYTES = 32 << 20  # below, starting them takes longer than they save
+PROCESSES_FROM_BYTES = 32 << 20  # below, starting them takes longer than they save
 # Problems that are reported line by line already.
 _OF_FILES = {"empty_file", "unreadable_file", "wrong_file_name"}
 _BY_LINE = {*_OF_FILES, "no_process_record", "unknown_schema_version", "invalid_record", "torn_line"}
@@ -63,7 +63,7 @@ def _check(listing: Listing, progress: Progress) -> Iterator[Checked]:
         [file.rank for file in listing.files],
         [file.cycle for file in listing.files],
     ]
-    spread = sizes >= _PROCESSES_FROM_BYTES
+    spread = sizes >= PROCESSES_FROM_BYTES
     # spawn: forking a process that polars has threads in may hang.
     with (
         ProcessPoolExecutor(mp_context=get_context("spawn")) if spread else nullcontext() as pool,

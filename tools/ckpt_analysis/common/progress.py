@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from ...common.escaping import visible
 
-_SHOWN_AFTER_S = 2
+SHOWN_AFTER_S = 2
 
 
 class Progress:
@@ -26,7 +26,7 @@ class Progress:
         from tqdm import tqdm
 
         look = {"unit_scale": True, "leave": False, "dynamic_ncols": True}
-        with tqdm(total=total, desc=what, unit=unit, delay=_SHOWN_AFTER_S, file=sys.stderr, **look) as bar:
+        with tqdm(total=total, desc=what, unit=unit, delay=SHOWN_AFTER_S, file=sys.stderr, **look) as bar:
             yield bar.update
 
     def remark(self, text: str) -> None:

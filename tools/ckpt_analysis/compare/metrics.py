@@ -79,7 +79,7 @@ _STEP = _time("iteration_s", "one training step, saves not in it", headline=True
 def collect(report: Report) -> dict[str, Samples]:
     """Name -> samples of every metric that `report` has a value of. Saves and loads that did not end well are out."""
     collected: dict[str, Samples] = {}
-    saves = [save for save in report.saves if save.outcome == "ok"]
+    saves = report.complete_saves
     loads = [load for load in report.loads if load.outcome == "ok" and load.tag is not None]
     _operations(collected, _SAVE, saves, first_is_warm_up=True)
     _operations(collected, _LOAD, loads, first_is_warm_up=False)

@@ -58,17 +58,10 @@ def _worst_share(
 
 def _shares(e: Evidence, operation: str, phase: str, detail: str | None) -> dict[int, float]:
     """group -> median over its ranks of the time in the phase over the rank's own time."""
-    part = e.tables.phases.filter(
-        (pl.col("operation") == operation) & (pl.col("phase") == phase) & (pl.col("detail") == (detail or ""))
-    )
-    ranks = e.tables.totals.filter((pl.col("operation") == operation) & (pl.col("own_ns") > 0))
+    ranks = e.tables.with_phase(phase, detail or "")
+    ranks = ranks.filter((pl.col("operation") == operation) & (pl.col("own_ns") > 0))
     share = pl.col("busy_ns").fill_null(0) / pl.col("own_ns")
-    medians = (
-        ranks.join(part.select("group", "rank", "busy_ns"), on=["group", "rank"], how="left")
-        .group_by("group")
-        .agg(share.median().alias("share"))
-    )
-    return dict(medians.iter_rows())
+    return dict(ranks.group_by("group").agg(share.median().alias("share")).iter_rows())
 
 
 def small_files(e: Evidence, limits: Thresholds) -> list[Observation]:

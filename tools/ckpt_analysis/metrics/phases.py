@@ -14,6 +14,11 @@ from .results import PhaseStats, RankStats, Spread
 from .volumes import Volume
 
 _KEY = ["group", "phase", "detail"]
+_DETAIL = pl.col("detail").cast(pl.String)
+# "phase", or "phase/detail" where the detail is neither null nor "".
+PHASE_NAME = pl.concat_str(
+    pl.col("phase").cast(pl.String), pl.when(_DETAIL != "").then(_DETAIL), separator="/", ignore_nulls=True
+).alias("phase")
 # A start-up contains the load, so it shows a phase "load" whose details are the phases of a load.
 START_ORDER = [*PHASES["startup"]]
 START_ORDER.insert(START_ORDER.index("first_step"), "load")

@@ -15,9 +15,8 @@ def answer(report: Report) -> list[str]:
     starts = report.restarts or report.first_launches
     if starts:
         sentences += _start(starts[-1])
-    saves = [save for save in report.saves if save.outcome == "ok"]
-    if saves:
-        sentences += _save(saves)
+    if report.complete_saves:
+        sentences += _save(report.complete_saves)
     if not report.restarts and report.loads:
         sentences += _load(report.loads[-1])
     failed = sum(save.outcome in ("failed", "unfinished") for save in report.saves)

@@ -30,6 +30,15 @@ def phase_lines(phases: list[PhaseStats], detail: str = "{phase}/{detail}") -> l
     return lines
 
 
+def leaves(phases: list[PhaseStats]) -> list[tuple[str, PhaseStats]]:
+    """Phases by name, those with details as their details; without what follows after the operation."""
+    found: list[tuple[str, PhaseStats]] = []
+    for phase in phases:
+        if phase.name != "caught_up":
+            found += [(f"{phase.name}/{d.name}", d) for d in phase.details] or [(phase.name, phase)]
+    return found
+
+
 def time_columns(digits: int = 4, fastest: str = "min s") -> list[Column[PhaseLine]]:
     """Seconds of the slowest, the median and the fastest rank; the last is titled `fastest`."""
     return [

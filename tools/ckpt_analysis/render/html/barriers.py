@@ -1,4 +1,4 @@
-"""Figure 7: time spent in barriers: who waited, and for whom."""
+"""Figure 7: time spent in barriers, and the ranks that were waited for."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import polars as pl
 
 from ....common.formatting import plural
 from ....common.tables import Column, numbers, times
-from ...findings.comparisons import what_held_up
+from ...findings.comparisons import explain_delay
 from ...metrics.results import OperationStats
 from .content import Content, Plot, Table, missing, plot, table
 from .plots import FILLED, LINE, MARK, THIRD_LINE, layout, line
-from .run_data import RunData, title_of
+from .run_data import RunData, spread_over_saves, title_of
 
 _MOST_RANKS = 2048
 _NAMED = 4
@@ -90,7 +90,7 @@ def _last_to_come(
     """(ranks that were waited for, skew in s) of the n-th barrier.
 
     The rank that waits least came last, since all leave together. Ranks that have no n-th barrier span while the
-    others wait did something else meanwhile: then it is they who were waited for.
+    others wait did something else meanwhile: the others waited for these.
     """
     mine = waits.filter(pl.col("nth") == nth)
     everyone = set(run.tables.totals.filter(pl.col("group") == stats.group)["rank"])
@@ -103,7 +103,7 @@ def _last_to_come(
 
 
 def _sentence(run: RunData, stats: OperationStats, waits: pl.DataFrame) -> str:
-    """Who was waited for in the barrier that cost most, and what held it up."""
+    """The costliest barrier, the ranks that the others waited for there, and why one came late."""
     costly = waits.group_by("nth").agg(pl.col("wait_s").sum()).sort("wait_s", "nth", descending=[True, False])
     nth, total = costly.row(0)
     ranks, skew = _last_to_come(run, stats, waits, nth)
@@ -113,7 +113,7 @@ def _sentence(run: RunData, stats: OperationStats, waits: pl.DataFrame) -> str:
     waited = f"{cost}; the others waited for {_ranks_text(ranks)}"
     if len(ranks) > 1:
         return f"{waited}."
-    why = what_held_up(run.tables, run.frames.operations, stats.group, ranks[0], skew)
+    why = explain_delay(run.tables, run.frames.operations, stats.group, ranks[0], skew)
     return f"{waited} by up to {skew:.3f} s: {why}."
 
 
@@ -159,26 +159,18 @@ def _over_saves(run: RunData) -> Plot | None:
     saves = [save for save in run.report.saves if save.wall]
     if len(saves) < 2:
         return None
-    waited = run.tables.phases.filter(
-        (pl.col("operation") == "save") & (pl.col("phase") == "barrier") & (pl.col("detail") == "")
-    )
     share = 100 * pl.col("busy_ns").fill_null(0) / pl.col("wall_ns")
-    shares = (
-        run.tables.totals.filter((pl.col("operation") == "save") & (pl.col("wall_ns") > 0))
-        .join(waited.select("group", "rank", "busy_ns"), on=["group", "rank"], how="left")
-        .group_by("group")
-        .agg(share.min().alias("low"), share.median().alias("usual"), share.max().alias("high"))
+    waited = run.tables.with_phase("barrier").filter(
+        (pl.col("operation") == "save") & (pl.col("wall_ns") > 0)
     )
-    by_group = {row["group"]: row for row in shares.iter_rows(named=True)}
-    rows = [by_group.get(save.group, {}) for save in saves]
+    low, median, high = spread_over_saves(waited, share, saves)
     x = list(range(1, len(saves) + 1))
     text = [f"{save.tag}, cycle {save.cycle}" for save in saves]
     look = {"text": text, "hovertemplate": "%{text}: %{y:.1f} %<extra>%{fullData.name}</extra>"}
-    share_of = {name: [row.get(name) for row in rows] for name in ("low", "usual", "high")}
     data = [
-        line("rank that waits most", MARK, x=x, y=share_of["high"], **look),
-        line("rank that waits least", THIRD_LINE, x=x, y=share_of["low"], **FILLED, **look),
-        line("median rank", LINE, x=x, y=share_of["usual"], **look),
+        line("rank that waits most", MARK, x=x, y=high, **look),
+        line("rank that waits least", THIRD_LINE, x=x, y=low, **FILLED, **look),
+        line("median rank", LINE, x=x, y=median, **look),
     ]
     arranged = layout(
         300,

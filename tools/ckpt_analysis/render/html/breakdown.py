@@ -11,18 +11,20 @@ from restart_trace.schema import PHASES
 from ....common.formatting import digits_for, plural, seconds
 from ....common.tables import Column
 from ...common.intervals import busy
+from ...metrics.phases import PHASE_NAME
 from ...metrics.results import OperationStats, PhaseStats, StartStats, Stats
 from ..phase_table import (
     PhaseLine,
     blocking_column,
     critical_columns,
+    leaves,
     phase_lines,
     time_columns,
     volume_columns,
 )
 from .colours import UNATTRIBUTED, colour
 from .content import Content, Plot, Table, missing, plot, table
-from .plots import bar, categories, layout
+from .plots import bar, categories, layout, phase_bars
 from .run_data import RunData, three_ranks, title_of, wall_of
 
 _BACKGROUND = "in the background"
@@ -71,16 +73,7 @@ def _stacked(run: RunData, stats: Stats) -> Plot:
         if rest is not None and not mine["background"].any():
             series.setdefault(UNATTRIBUTED, {})[f"rank {rank} ({word})"] = rest
     order = [name for name in [*_order(stats), UNATTRIBUTED] if name in series]
-    data = [
-        bar(
-            name,
-            colour(name),
-            x=list(series[name].values()),
-            y=list(series[name]),
-            hover=[f"{name}, {lane}: {value:.4f} s" for lane, value in series[name].items()],
-        )
-        for name in order
-    ]
+    data = phase_bars(series, order, 4)
     arranged = layout(
         34 * len(lanes) + 130,
         x="seconds (busy time)",
@@ -101,24 +94,17 @@ def _stacked(run: RunData, stats: Stats) -> Plot:
 def _times(run: RunData, stats: Stats, ranks: list[int]) -> pl.DataFrame:
     """rank, phase (with its detail), background, busy_ns of some ranks."""
     here = (pl.col("group") == stats.group) & pl.col("rank").is_in(ranks)
-    name = (
-        pl.when(pl.col("detail") == "")
-        .then(pl.col("phase").cast(pl.String))
-        .otherwise(
-            pl.concat_str(pl.col("phase").cast(pl.String), pl.lit("/"), pl.col("detail").cast(pl.String))
-        )
-    )
     if isinstance(stats, StartStats):
         phases = run.tables.phases.filter(here & (pl.col("phase") != "caught_up"))
         # The load is one block here: its own phases overlap in threads. They have a figure of their own.
         whole = phases.filter(pl.col("detail") == "")
-        return whole.select("rank", name.alias("phase"), pl.lit(False).alias("background"), "busy_ns")
+        return whole.select("rank", PHASE_NAME, pl.lit(False).alias("background"), "busy_ns")
     spans = run.frames.spans.filter(here).with_columns(
         pl.col("detail").cast(pl.String).fill_null("").alias("detail"),
         (~pl.col("blocking")).alias("background"),
     )
     return busy(spans, ["rank", "phase", "detail", "background"]).select(
-        "rank", name.alias("phase"), "background", "busy_ns"
+        "rank", PHASE_NAME, "background", "busy_ns"
     )
 
 
@@ -142,7 +128,7 @@ def _order(stats: Stats) -> list[str]:
 
 def _spread(stats: Stats) -> Plot:
     """Fastest to slowest rank of every phase, with the median."""
-    rows = _leaves(stats.phases)
+    rows = leaves(stats.phases)
     names = [name for name, _ in rows]
     longest = max((entry.time.max_s for _, entry in rows), default=0.0)
     digits = digits_for(longest)
@@ -204,16 +190,6 @@ def _marks(rows: list[tuple[str, PhaseStats]], digits: int) -> list[dict[str, An
         "hoverinfo": "skip",
     }
     return [median, slowest]
-
-
-def _leaves(phases: list[PhaseStats]) -> list[tuple[str, PhaseStats]]:
-    """Phases, those with details as their details; without what follows after the operation."""
-    rows: list[tuple[str, PhaseStats]] = []
-    for phase in phases:
-        if phase.name == "caught_up":
-            continue
-        rows += [(f"{phase.name}/{d.name}", d) for d in phase.details] or [(phase.name, phase)]
-    return rows
 
 
 def _hover(name: str, entry: PhaseStats, digits: int) -> str:

@@ -179,7 +179,7 @@ _KIND_COLUMNS: tuple[Column[dict[str, Any]], ...] = (
     *(numbers(name, lambda row, name=name: row[name], size) for name in ("bytes", "smallest")),
     numbers("median", lambda row: row["median"], lambda value: size(int(value))),
     numbers("largest", lambda row: row["largest"], size),
-    times("median s", lambda row: row["usual_s"]),
+    times("median s", lambda row: row["median_s"]),
     times("slowest s", lambda row: row["took_s"]),
     numbers("median GB/s", lambda row: row["GBps"], rate),
 )
@@ -195,7 +195,7 @@ def _kinds_table(stats: OperationStats, files: pl.DataFrame) -> Table:
             pl.col("bytes").min().alias("smallest"),
             pl.col("bytes").median().alias("median"),
             pl.col("bytes").max().alias("largest"),
-            pl.col("took_s").median().alias("usual_s"),
+            pl.col("took_s").median().alias("median_s"),
             pl.col("took_s").max(),
             speed.alias("GBps"),
         )

@@ -8,6 +8,7 @@ from typing import Any
 import polars as pl
 
 from ....common.formatting import plural
+from ...metrics.phases import PHASE_NAME
 from .colours import STEP, colour
 from .content import Content, missing, plot
 from .plots import bar, layout
@@ -88,12 +89,7 @@ def _thin(spans: pl.DataFrame, begin: int) -> pl.DataFrame:
     """
     ordered = spans.sort("start_ns", "end_ns").with_columns(
         pl.lit(0).alias("merged"),
-        pl.concat_str(
-            pl.col("phase").cast(pl.String),
-            pl.col("detail").cast(pl.String),
-            separator="/",
-            ignore_nulls=True,
-        ).alias("name"),
+        PHASE_NAME.alias("name"),
     )
     if ordered.height <= _MOST_BARS:
         return ordered

@@ -10,7 +10,8 @@ import polars as pl
 from ....common.formatting import plural, seconds
 from ....common.tables import Column, numbers, times
 from ...findings.comparisons import largest_excess, slow_ranks
-from ...metrics.results import PhaseStats, Stats
+from ...metrics.results import Stats
+from ..phase_table import leaves
 from .content import Content, Plot, Table, Variant, missing, table
 from .plots import MARGIN, MARK, axis, matrix
 from .run_data import RunData, title_of
@@ -49,21 +50,12 @@ def _flagged(slow: pl.DataFrame, stats: Stats) -> list[int]:
     return slow.filter(pl.col("group") == stats.group)["rank"].to_list()
 
 
-def leaf_names(phases: list[PhaseStats]) -> list[tuple[str, str]]:
-    """(phase, detail) of the rows: phases with details as their details, "" for those without."""
-    rows: list[tuple[str, str]] = []
-    for phase in phases:
-        if phase.name != "caught_up":
-            rows += [(phase.name, detail.name) for detail in phase.details] or [(phase.name, "")]
-    return rows
-
-
 def _map(run: RunData, stats: Stats, slow: pl.DataFrame) -> Plot:
     ranks = _ranks(run, stats)
-    names = [f"{phase}/{detail}" if detail else phase for phase, detail in leaf_names(stats.phases)]
+    names = [name for name, _ in leaves(stats.phases)]
     flagged = set(_flagged(slow, stats))
     variants = [
-        Variant(word, *_arranged(ranks.sort(order), names, flagged, order[0]))
+        Variant(word, *arranged(ranks.sort(order), names, flagged, order[0]))
         for word, order in _ORDERS.items()
     ]
     marked = (
@@ -82,8 +74,8 @@ def _ranks(run: RunData, stats: Stats) -> pl.DataFrame:
         .join(places, on="rank", how="left", maintain_order="left")
     )
     mine = run.tables.phases.filter(pl.col("group") == stats.group)
-    for phase, detail in leaf_names(stats.phases):
-        name = f"{phase}/{detail}" if detail else phase
+    for name, _ in leaves(stats.phases):
+        phase, _, detail = name.partition("/")
         part = mine.filter((pl.col("phase") == phase) & (pl.col("detail") == detail))
         column = part.select("rank", (pl.col("busy_ns") / 1e9).alias(name))
         table = table.join(column, on="rank", how="left", maintain_order="left")
@@ -91,7 +83,7 @@ def _ranks(run: RunData, stats: Stats) -> pl.DataFrame:
     return table
 
 
-def _arranged(
+def arranged(
     table: pl.DataFrame, names: list[str], flagged: set[int], group_by: str
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Data and layout of a map whose columns are the rows of `table`, or bins of them."""
@@ -138,7 +130,7 @@ def _arranged(
                 "showlegend": False,
             }
         )
-    arranged = {
+    layout = {
         "height": 26 * len(names) + 110,
         "margin": MARGIN,
         "xaxis": axis("ranks, " + ("in order of their hosts" if group_by == "host" else "stage by stage"))
@@ -147,7 +139,7 @@ def _arranged(
         # For the marks above the map.
         "yaxis2": {"domain": [_MAP, 1], "range": [0, 1], "visible": False, "fixedrange": True},
     }
-    return data, arranged
+    return data, layout
 
 
 def _label(row: dict[str, Any], per_column: int) -> str:
@@ -179,7 +171,7 @@ _COLUMNS: tuple[Column[dict[str, Any]], ...] = (
     Column("wall s", lambda row: seconds(row["wall_ns"] / 1e9), lambda row: row["wall_ns"]),
     Column("phase above its median most", lambda row: row["phase"] or ""),
     numbers(
-        "there s", lambda row: ((row["theirs_ns"] or 0) - (row["usual_ns"] or 0)) / 1e9, "{:+.3f}".format
+        "there s", lambda row: ((row["ranks_ns"] or 0) - (row["median_ns"] or 0)) / 1e9, "{:+.3f}".format
     ),
 )
 

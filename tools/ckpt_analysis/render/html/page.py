@@ -99,7 +99,6 @@ def _facts(report: Report) -> list[tuple[str, str]]:
         if info.missing
     ]
     present = f"{facts.ranks} expected, {newest.present} present in cycle {newest.cycle}"
-    complete = sum(save.outcome == "ok" for save in report.saves)
     return [
         ("Run", report.run_id),
         ("Trace", str(report.directory)),
@@ -110,7 +109,7 @@ def _facts(report: Report) -> list[tuple[str, str]]:
         ("Hosts", hosts if facts.hosts else "not recorded"),
         ("Ranks", present + "".join(incomplete[-4:])),
         ("Launches", f"{plural(len(report.cycles), 'cycle')}, {plural(len(report.restarts), 'restart')}"),
-        ("Saves", f"{complete} of {len(report.saves)} complete"),
+        ("Saves", f"{len(report.complete_saves)} of {len(report.saves)} complete"),
         ("Software", ", ".join(facts.versions)),
     ]
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from .colours import colour
 
 MARGIN = {"l": 8, "r": 16, "t": 16, "b": 8}
 LINE = "#4477AA"  # where a line stands for no phase
@@ -55,6 +57,22 @@ def bar(
         "hovertext": list(hover),
         "hoverinfo": "text",
     } | more
+
+
+def phase_bars(
+    series: Mapping[str, Mapping[str, float]], phases: Iterable[str], digits: int
+) -> list[dict[str, Any]]:
+    """Horizontal bars of each phase in its colour; `series`: phase -> lane -> seconds."""
+    return [
+        bar(
+            phase,
+            colour(phase),
+            x=list(series[phase].values()),
+            y=list(series[phase]),
+            hover=[f"{phase}, {lane}: {took:.{digits}f} s" for lane, took in series[phase].items()],
+        )
+        for phase in phases
+    ]
 
 
 def columns(name: str, colour: str, *, x: Sequence[Any], y: Sequence[Any], **more: Any) -> dict[str, Any]:

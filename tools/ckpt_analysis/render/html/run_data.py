@@ -96,6 +96,19 @@ def _newest(operations: list[OperationStats]) -> OperationStats | None:
     return (usual or complete or operations or [None])[-1]
 
 
+def spread_over_saves(
+    values: pl.DataFrame, value: pl.Expr, saves: list[OperationStats]
+) -> tuple[list[float | None], list[float | None], list[float | None]]:
+    """(lowest, median, highest) `value` of each save over the rows of its `group` in `values`."""
+    table = values.group_by("group").agg(
+        value.min().alias("low"), value.median().alias("median"), value.max().alias("high")
+    )
+    by_group = {row["group"]: row for row in table.iter_rows(named=True)}
+    rows = [by_group.get(save.group, {}) for save in saves]
+    low, median, high = ([row.get(name) for row in rows] for name in ("low", "median", "high"))
+    return low, median, high
+
+
 def title_of(stats: Stats) -> str:
     """How headings name an operation: "Save global_step5, cycle 0"."""
     tag = f" {stats.tag or '(no checkpoint)'}" if isinstance(stats, OperationStats) else ""

@@ -146,10 +146,10 @@ def _interference(steps: pl.DataFrame) -> tuple[list[str], Table]:
         ], by_cause
     if quiet.is_empty():
         return ["Every step ran during a save, so there is none to compare with."], by_cause
-    slow, usual = (float(str(part["slowest_s"].median())) for part in (during, quiet))
-    ratio = f"{slow / usual:.2f} times" if usual else NOT_RECORDED
+    slow, median = (float(str(part["slowest_s"].median())) for part in (during, quiet))
+    ratio = f"{slow / median:.2f} times" if median else NOT_RECORDED
     return [
-        f"{plural(during.height, 'step')} during saves took {slow:.4f} s in the median, {ratio} the {usual:.4f} s of "
+        f"{plural(during.height, 'step')} during saves took {slow:.4f} s in the median, {ratio} the {median:.4f} s of "
         f"the {quiet.height} others: what background saving costs beside blocked time."
     ], by_cause
 

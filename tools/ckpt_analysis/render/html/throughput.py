@@ -12,7 +12,7 @@ from ....common.tables import Column, numbers, times
 from ...metrics.results import OperationStats
 from .content import Content, Plot, Table, missing, plot, table
 from .plots import FILLED, LINE, MARK, SECOND_LINE, THIRD_LINE, layout, line
-from .run_data import RunData, title_of
+from .run_data import RunData, spread_over_saves, title_of
 
 _LEAST_FOR_TREND = 6  # saves; of fewer a slope is noise
 _TREND_SHOWN = 0.1  # change over the run, as a share, from which a trend is put into words
@@ -59,16 +59,10 @@ def draw(run: RunData) -> Content:
 
 def _per_rank(run: RunData) -> pl.DataFrame:
     """group, rank, bytes, io_ns, blocked_ns, io_GBps, blocked_GBps of every rank in every save."""
-    flush = run.tables.phases.filter(
-        (pl.col("operation") == "save") & (pl.col("phase") == "flush") & (pl.col("detail") == "")
-    )
-    measured = (
-        run.tables.totals.filter(pl.col("operation") == "save")
-        .select("group", "rank", "blocked_ns")
-        .join(run.frames.operations.select("group", "rank", "bytes"), on=["group", "rank"])
-        .join(
-            flush.select("group", "rank", pl.col("busy_ns").alias("io_ns")), on=["group", "rank"], how="left"
-        )
+    bytes_of = run.frames.operations.select("group", "rank", "bytes")
+    flushed = run.tables.with_phase("flush").filter(pl.col("operation") == "save")
+    measured = flushed.select("group", "rank", "blocked_ns", pl.col("busy_ns").alias("io_ns")).join(
+        bytes_of, on=["group", "rank"]
     )
 
     def speed(time: str) -> pl.Expr:  # bytes per ns are GB/s; nothing where nothing was moved or timed
@@ -122,21 +116,13 @@ def _total(saves: list[OperationStats]) -> Plot:
 
 def _spread(saves: list[OperationStats], speeds: pl.DataFrame, unit: str) -> Plot:
     """Lowest, median and highest io_GBps of `unit`s (rank or host) in each save; `speeds` has group, io_GBps."""
-    spread = speeds.group_by("group").agg(
-        pl.col("io_GBps").min().alias("low"),
-        pl.col("io_GBps").median().alias("usual"),
-        pl.col("io_GBps").max().alias("high"),
-    )
-    by_group = {row["group"]: row for row in spread.iter_rows(named=True)}
+    low, median, high = spread_over_saves(speeds, pl.col("io_GBps"), saves)
     names = _names(saves)
-    low, usual, high = (
-        [by_group.get(s.group, {}).get(key) for s in saves] for key in ("low", "usual", "high")
-    )
     thin = {"mode": "lines+markers", "marker": {"size": 4}}
     data = [
         line(f"fastest {unit}", THIRD_LINE, x=names, y=high, **thin),
         line(f"slowest {unit}", MARK, x=names, y=low, **FILLED, **thin),
-        line(f"median {unit}", LINE, x=names, y=usual),
+        line(f"median {unit}", LINE, x=names, y=median),
     ]
     description = (
         f"Lines of the slowest, the median and the fastest {unit}'s own write throughput in each save."
@@ -215,8 +201,8 @@ def _trend(saves: list[OperationStats]) -> list[str]:
             continue
         points = points[-400:]  # enough, and the pairs are squared
         slope = statistics.median((b - a) / (j - i) for i, a in points for j, b in points if j > i)
-        usual = statistics.median(value for _, value in points)
-        change = slope * (points[-1][0] - points[0][0]) / usual if usual else 0.0
+        median = statistics.median(value for _, value in points)
+        change = slope * (points[-1][0] - points[0][0]) / median if median else 0.0
         if abs(change) >= _TREND_SHOWN:
             word = "rises" if change > 0 else "falls"
             over = f"{abs(change):.0%} of its median over {len(points)} saves"
@@ -230,19 +216,19 @@ def _outliers(saves: list[OperationStats]) -> list[str]:
     times = [save.blocked_s or 0.0 for save in known]
     if len(known) < _LEAST_FOR_TREND:
         return []
-    usual = statistics.median(times)
-    deviation = statistics.median(abs(value - usual) for value in times)
+    median = statistics.median(times)
+    deviation = statistics.median(abs(value - median) for value in times)
     if not deviation:
         return []
     far = [
         save
         for save, value in zip(known, times, strict=True)
-        if 0.6745 * (value - usual) / deviation > _OUTLIER_Z
+        if 0.6745 * (value - median) / deviation > _OUTLIER_Z
     ]
     if not far:
         return []
     named = ", ".join(f"{save.tag} ({seconds(save.blocked_s)} s)" for save in far[:5])
-    return [f"{plural(len(far), 'outlier')}: blocked for long against the median of {usual:.3f} s: {named}."]
+    return [f"{plural(len(far), 'outlier')}: blocked for long against the median of {median:.3f} s: {named}."]
 
 
 _COLUMNS: tuple[Column[OperationStats], ...] = (

@@ -14,7 +14,7 @@ from ...metrics.restart_parts import ORDER, OUTSIDE, parts_of
 from ...metrics.results import FailureTimes, StartStats
 from .colours import colour
 from .content import Content, Plot, Table, missing, plot, table
-from .plots import bar, categories, layout, vertical
+from .plots import bar, categories, layout, phase_bars, vertical
 from .run_data import RunData, title_of
 
 _ROW = 26  # pixels
@@ -202,16 +202,7 @@ def _side_by_side(starts: list[StartStats]) -> Plot:
     for start in starts:
         for name, took in parts_of(start).items():
             series.setdefault(name, {})[title_of(start)] = took
-    data = [
-        bar(
-            name,
-            colour(name),
-            x=list(times.values()),
-            y=list(times),
-            hover=[f"{name}, {title}: {took:.3f} s" for title, took in times.items()],
-        )
-        for name, times in sorted(series.items(), key=lambda item: ORDER.index(item[0]))
-    ]
+    data = phase_bars(series, sorted(series, key=ORDER.index), 3)
     titles = [title_of(start) for start in starts]
     arranged = layout(
         34 * len(titles) + 150,

@@ -130,7 +130,7 @@ def test_heat_map_of_many_ranks_keeps_the_worst() -> None:
         "dp"),
         pl.when(pl.col("rank") == slow).then(9.0).otherwise(1.0).alias("flush/write"),
     )  # fmt: skip
-    data, layout = heatmap._arranged(table, ["flush/write"], {slow}, "host")
+    data, layout = heatmap.arranged(table, ["flush/write"], {slow}, "host")
     (row,) = decoded(data[0]["z"])
     assert len(row) == len(data[0]["x"]) <= heatmap.COLUMNS
     assert max(row) == 9.0 and row.count(9.0) == 1
