@@ -69,7 +69,9 @@ class _Parser(argparse.ArgumentParser):
 class _KeepNameAndValues(argparse.Action):
     """Appends (flag, its values...) to the list of the flags that change nothing."""
 
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
         kept = [*getattr(namespace, self.dest, ()), (self.option_strings[0], *values)]
         setattr(namespace, self.dest, kept)
 
@@ -79,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="pretrain_gpt.py",
         usage="%(prog)s FLAGS",
-        description="GPT pretraining with 3D parallelism, whose restarts are measured.",
+        description="GPT pretraining with 3D parallelism that measures its checkpoints and restarts.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
@@ -95,14 +97,18 @@ def build_parser() -> argparse.ArgumentParser:
                 "--bf16", action="store_true", help="train in bfloat16, with fp32 master weights"
             )
             group.add_argument("--fp16", action="store_true", help="train in float16, with loss scaling")
-    group = parser.add_argument_group("accepted", "flags of upstream's scripts that change nothing here")
+    group = parser.add_argument_group("accepted", "flags of upstream's scripts that have no effect here")
     for name, why in NO_EFFECT.items():
         group.add_argument(name, action="append_const", const=(name,), dest="no_effect", help=why)
     for name, inert in NO_EFFECT_VALUES.items():
         group.add_argument(
-            name, action=_KeepNameAndValues, dest="no_effect", nargs="+" if inert.many else 1, help=inert.why,
+            name,
+            action=_KeepNameAndValues,
+            dest="no_effect",
+            nargs="+" if inert.many else 1,
+            help=inert.why,
             metavar="{" + ",".join(inert.accepted) + "}" if inert.accepted else "VALUE",
-        )  # fmt: skip
+        )
     return parser
 
 
@@ -171,8 +177,7 @@ def _explain_unknown(parser: argparse.ArgumentParser, rest: list[str]) -> str:
             continue
         near = difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.7)
         lines.append(
-            f"unknown flag {name}: "
-            + (f"did you mean {near[0]}?" if near else "--help lists those there are")
+            f"unknown flag {name}: " + (f"did you mean {near[0]}?" if near else "--help lists all flags")
         )
     return "\n".join(lines)
 

@@ -156,7 +156,7 @@ class Config:
             )
         if self.parallel.deepspeed_activation_checkpointing and not self.model.checkpoint_activations:
             raise ConfigError(
-                "--deepspeed-activation-checkpointing says how activations are recomputed, and nothing is: "
+                "--deepspeed-activation-checkpointing says how activations are recomputed, but none are: "
                 "add --checkpoint-activations"
             )
 

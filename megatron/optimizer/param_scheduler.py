@@ -8,10 +8,21 @@ from typing import Any
 
 from megatron.config import ConfigError, OptimizerConfig
 
-_STATE_NAMES = (
-    "max_lr", "lr_warmup_steps", "lr_warmup_tokens", "num_steps", "num_tokens", "lr_decay_style",
-    "lr_decay_steps", "lr_decay_tokens", "min_lr", "start_wd", "end_wd", "wd_incr_style", "wd_incr_steps",
-)  # fmt: skip
+_STATE_NAMES = [
+    "max_lr",
+    "lr_warmup_steps",
+    "lr_warmup_tokens",
+    "num_steps",
+    "num_tokens",
+    "lr_decay_style",
+    "lr_decay_steps",
+    "lr_decay_tokens",
+    "min_lr",
+    "start_wd",
+    "end_wd",
+    "wd_incr_style",
+    "wd_incr_steps",
+]
 _PROGRESS = ("num_steps", "num_tokens")
 _SET_BY = {
     "max_lr": "--lr",
@@ -153,7 +164,7 @@ class OptimizerParamScheduler:
             return True
         if self.lr_decay_tokens is not None and name == "lr_decay_steps":
             return True
-        return (self.wd_incr_style == "constant" and name == "wd_incr_steps")
+        return self.wd_incr_style == "constant" and name == "wd_incr_steps"
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _STATE_NAMES}

@@ -8,9 +8,13 @@ import importlib
 
 # Of other packages, what a rank imports in passing somewhere in its start. One that is not there is not needed.
 _IN_PASSING = (
-    "deepspeed.module_inject.auto_ep_layer", "numpy.random", "psutil", "sentencepiece",
-    "torch.profiler._cupti_monitor", "torch.utils.serialization",
-)  # fmt: skip
+    "deepspeed.module_inject.auto_ep_layer",
+    "numpy.random",
+    "psutil",
+    "sentencepiece",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.serialization",
+)
 
 
 def import_everything() -> None:

@@ -331,7 +331,7 @@ def test_another_tp_shards_the_fused_weights_rightly(launcher: Launcher, ours: P
 def test_use_checkpoint_args_trains(launcher: Launcher, small: Path) -> None:
     run = launcher.train(SINGLE, *SMALL, "--load", small, "--use-checkpoint-args", "--exit-interval", "2")
     assert "resumed from iteration 1" in run.log(0)
-    assert "--use-checkpoint-args: no effect, the model comes from the flags" in run.log(0)
+    assert "--use-checkpoint-args: no effect, the flags define the model" in run.log(0)
 
 
 def test_no_unneeded_package_is_imported(launcher: Launcher) -> None:

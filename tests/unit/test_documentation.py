@@ -46,7 +46,7 @@ def test_named_files_and_modules_exist(document: Path) -> None:
 
 
 def exists(word: str) -> bool:
-    """Whether there is such a file or module, or a module that may have such a member. NAME and N stand for any name and number."""
+    """Whether there is such a file or module, or a module that may have such a member; NAME and N stand for any."""
     path = re.sub(r"NAME|N\b", "*", word if "/" in word else word.replace(".", "/"))
     patterns = [path, f"{path}.py"] if "/" in word else [path, f"{path}.py", str(Path(path).parent) + "*"]
     return any(any(ROOT.glob(pattern)) for pattern in patterns)
