@@ -48,7 +48,7 @@ GROUPS: dict[str, type] = {
     "checkpoint": CheckpointConfig,
     "trace": TraceConfig,
 }
-# A launcher kills all ranks when one has exited; the others leave rank 0 this long to say why.
+# A launcher kills all ranks when one has exited; the others give rank 0 this long to print the reason.
 OTHER_RANKS_WAIT_S = 5.0
 _FOREIGN_WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
@@ -67,7 +67,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _KeepNameAndValues(argparse.Action):
-    """Appends (flag, its values...) to the list of the flags that change nothing."""
+    """Appends (flag, its values...) to the list of the flags without an effect."""
 
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None
@@ -223,7 +223,7 @@ def _config(given: dict[str, Any], notes: list[Note]) -> Config:
 
 
 def _note_of_no_effect(name: str, values: list[str]) -> Note:
-    """Raises ConfigError for a value that would have to have an effect."""
+    """Raises ConfigError for a value that would need to have an effect."""
     if not values:
         level = logging.WARNING if name == "--sequence-parallel" else logging.INFO  # it costs memory
         return Note(level, f"{name}: no effect, {NO_EFFECT[name]}")
@@ -314,10 +314,10 @@ def rank_of(env: Mapping[str, str]) -> int:
 def exit_with(
     error: Exception, rank: int, wait_s: float | None = None, *, every_rank_sees_it: bool = True
 ) -> NoReturn:
-    """End the process with exit code 2; rank 0 prints the error, the others keep silent and go later.
+    """End the process with exit code 2; rank 0 prints the error, the others print nothing and end later.
 
-    An error that may be of one node only (its files, its disk) is also printed by another rank that is still
-    there after the wait (OTHER_RANKS_WAIT_S if `wait_s` is None): rank 0 has not met it then.
+    If the error may concern one node only (its files, its disk), another rank that still runs after the wait
+    (OTHER_RANKS_WAIT_S if `wait_s` is None) prints it, too: rank 0 has not seen it then.
     """
     if rank != 0:
         time.sleep(OTHER_RANKS_WAIT_S if wait_s is None else wait_s)

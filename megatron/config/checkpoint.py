@@ -1,4 +1,4 @@
-"""Checkpoints: where, when, how, and what of them is restored."""
+"""Checkpoints: where, when and how they are saved, and what is restored from them."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Inert(NamedTuple):
 
 
 class Off(NamedTuple):
-    """A section for something that does not exist here; accepted where it says so itself: false, null or `off`.
+    """A section for a feature that this fork lacks; accepted if it switches the feature off: false, null or `off`.
 
     `keys` are the names within it, dotted where they are nested.
     """
@@ -89,12 +89,12 @@ _STAGE_3 = "it is for ZeRO stage 3, and checkpoints are made of ZeRO-1 shards"
 _STAGE_2 = "it is for ZeRO stage 2, and checkpoints are made of ZeRO-1 shards"
 _NO_OFFLOAD = "leave states on their device; nothing is offloaded here"
 _LOSS = "gradients are the mean over the global batch"
-_LOADER = "the data loader is this program's own, and its batches are whole"
+_LOADER = "this program has its own data loader, and its batches are complete"
 _MASTER = "master weights and moments are fp32"
 _COMPILE = "the model is not compiled"
 _PARTITION = "the model is cut into stages by --pipeline-model-parallel-size"
 _RECOMPUTE = "use --checkpoint-activations, which says how stages recompute"
-_OTHER_TRACE = "the restart trace (--save, --restart-trace-dir) has every write with its bytes and its time"
+_OTHER_TRACE = "the restart trace (--save, --restart-trace-dir) records the bytes and the time of every write"
 _NO_TIMER = (
     "under pipelines nothing reads that timer; the training log has samples, tokens and TFLOPs per second"
 )
@@ -102,7 +102,7 @@ _OWN_SAVE = "checkpoints are written by this program's engines, not by DeepSpeed
 _IO_FLAGS = "of the async_io operator --io-threads and --io-block-size can be set"
 _BOARD = "use --tensorboard-dir, or the section tensorboard or csv_monitor"
 _TP = "use --tensor-model-parallel-size"
-_MOE = "train a dense model; there are no experts here"
+_MOE = "train a dense model; this fork has no experts"
 _PRECISION = "use --bf16 or --fp16"
 _CURRICULUM_KEYS = (
     "enabled",
@@ -196,10 +196,10 @@ _TOP: dict[str, Rule] = {
     "amp": Off(_PRECISION, ("enabled", "opt_level")),
     "torch_autocast": Off(_PRECISION, ("enabled", "dtype", "lower_precision_safe_modules")),
     "curriculum_learning": Off(
-        "train with one sequence length, the batch has a constant shape here", _CURRICULUM_KEYS
+        "train with one sequence length; every batch has the same shape", _CURRICULUM_KEYS
     ),
     "data_efficiency": Off(
-        "train with one sequence length, the batch has a constant shape here", ("enabled", "seed")
+        "train with one sequence length; every batch has the same shape", ("enabled", "seed")
     ),
     "compression_training": Off("train the model as it is", ("enabled",)),
     "quantize_training": Off("train the model as it is", ("enabled",)),

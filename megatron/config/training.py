@@ -1,4 +1,4 @@
-"""The loop: batch sizes, length, evaluation, logging, loss scaling."""
+"""The training loop: batch sizes, length, evaluation, logging, loss scaling."""
 
 from __future__ import annotations
 

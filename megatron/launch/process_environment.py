@@ -1,7 +1,7 @@
-"""Shows a process's environment as it is now in /proc/PID/environ.
+"""Makes /proc/PID/environ show the present environment of a process.
 
-The kernel shows there the memory that exec(2) laid the environment out in, which a fork inherits, whatever is set
-later. Monitoring, `ps e` and this project's own drill tell ranks by it.
+The kernel shows the memory in which exec(2) placed the environment. A fork inherits that memory, whatever is set later.
+Monitoring, `ps e` and this project's drill find ranks by it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _MemoryMap(ctypes.Structure):
     )
 
 
-# Field numbers of /proc/PID/stat, proc(5), of what stays as it is.
+# Field numbers, in /proc/PID/stat (proc(5)), of the addresses that do not change.
 _FIELDS = {
     "start_code": 26,
     "end_code": 27,

@@ -184,7 +184,7 @@ class CheckpointSaves:
         control = self._checkpointer.commit_control
         if control is not None and control.given_up:
             raise AgreementLostError(
-                "the ranks cannot agree on checkpoints any more, as reported above; restart the job"
+                "the ranks can no longer agree on checkpoints, as reported above; restart the job"
             )
 
     def _failed(self, error: str) -> None:

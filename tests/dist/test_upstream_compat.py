@@ -121,7 +121,7 @@ def test_goes_on_with_upstreams_losses(launcher: Launcher) -> None:
     save = launcher.directory / "run"
     run = launcher.train(LAYOUT, *UPSTREAM_ARGUMENTS, *saving(save, 5)[:-1], "--load", UPSTREAM)
     assert "resumed from iteration 5" in run.log(0)
-    assert "goes on with L2" in run.log(0)
+    assert "continues with L2" in run.log(0)
     for found in losses_of_ranks(save, LAYOUT):
         assert found == pytest.approx(UPSTREAM_LOSSES, abs=LOSS_TOLERANCE)
 
