@@ -70,23 +70,23 @@ def test_the_documentation_has_every_decision() -> None:
 @pytest.mark.parametrize(
     ("saved", "mine", "line"),
     [
-        (" --seed 7", " --seed 8", "--seed 7 -> 8: samples are shuffled anew, so training goes on at sample 40 of"),
-        ("", " --split 9,1", "--split 969, 30, 1 -> 9,1: other documents are for training, so training goes on at"),
+        (" --seed 7", " --seed 8", "--seed 7 -> 8: samples are shuffled anew, so training continues at sample 40 of"),
+        ("", " --split 9,1", "--split 969, 30, 1 -> 9,1: other documents are in the training set, so training"),
         ("", " --seq-length 16 --max-position-embeddings 32", "--seq-length 32 -> 16: samples are cut anew at this"),
-        ("", " --global-batch-size 2", "--global-batch-size 1 -> 2: training goes on at sample 40, none is repeated"),
-        ("", " --hidden-dropout 0", "--hidden-dropout 0.1 -> 0.0: the new probability counts from here"),
+        ("", " --global-batch-size 2", "--global-batch-size 1 -> 2: training continues at sample 40, none is repeated"),
+        ("", " --hidden-dropout 0", "--hidden-dropout 0.1 -> 0.0: the new probability applies from here"),
         ("", " --eod-mask-loss", "--eod-mask-loss is given, and was not: losses before and after"),
         (" --eod-mask-loss", "", "--eod-mask-loss is not given, and was: losses before and after"),
-        ("", " --no-bias-gelu-fusion", "--no-bias-gelu-fusion is given, and was not: the new value counts, and the"),
+        ("", " --no-bias-gelu-fusion", "--no-bias-gelu-fusion is given, and was not: the new value applies, and the"),
         ("", " --init-method-std 0.1", "--init-method-std 0.02 -> 0.1: no effect: all weights come from the"),
         ("", " --vocab-size 9", "--vocab-size 8 -> 9: the weights know tokens by the old tokenizer's ids"),
-        ("", " --clip-grad 0", "--clip-grad 1.0 -> 0.0: the new limit counts from here"),
+        ("", " --clip-grad 0", "--clip-grad 1.0 -> 0.0: the new limit applies from here"),
         (
             " --use-rotary-position-embeddings",
             " --use-rotary-position-embeddings --rotary-position-embeddings-theta 500000",
-            "--rotary-position-embeddings-theta 10000 -> 500000: the new value counts, and the model computes another",
+            "--rotary-position-embeddings-theta 10000 -> 500000: the new value applies, and the model no longer",
         ),
-        (" --fp16", " --fp16 --loss-scale 8", "--loss-scale (none) -> 8.0: the new value counts from here; a dynamic"),
+        (" --fp16", " --fp16 --loss-scale 8", "--loss-scale (none) -> 8.0: the new value applies from here; a dynamic"),
     ],
 )  # fmt: skip
 def test_one_line_says_what_is_changed_and_what_it_means(saved: str, mine: str, line: str) -> None:
