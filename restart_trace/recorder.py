@@ -322,6 +322,3 @@ def untraced_recorder() -> Recorder:
 def untraced_operation() -> Operation:
     """An operation that records nothing, for callers that trace none."""
     return untraced_recorder().begin("load")
-
-
-NullRecorder, NullOperation = untraced_recorder, untraced_operation

@@ -68,7 +68,11 @@ def shown(value: Any) -> str:
 
 def engine_stanzas(tree: dict[str, Any]) -> dict[str, str]:
     """Key of each stanza of a checked file that names a checkpoint engine -> that engine."""
-    found = {key: rule.engine for key, rule in KEYS.items() if isinstance(rule, Names) and get(tree, key) is not None}
+    found = {
+        key: rule.engine
+        for key, rule in KEYS.items()
+        if isinstance(rule, Names) and get(tree, key) is not None
+    }
     if get(tree, "checkpoint.writer.decoupled") is True:
         found["checkpoint.writer"] += "-decoupled"
     return found
@@ -90,7 +94,9 @@ def _parse(path: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         _refuse(path, "not UTF-8", f"at byte {error.start}; save it as UTF-8 text or drop it")
     except RecursionError:
-        _refuse(path, "objects or lists", "are nested deeper than any of DeepSpeed's; correct the file or drop it")
+        _refuse(
+            path, "objects or lists", "are nested deeper than any of DeepSpeed's; correct the file or drop it"
+        )
     except ValueError as error:
         raise ConfigError(
             f"--deepspeed_config {path}: not JSON ({error}); correct the file or drop it (comments and the other "
@@ -114,7 +120,11 @@ def _read(path: str) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             _refuse(path, "not a regular file;", "every rank reads it, so give a JSON file")
         if status.st_size > _MAX_BYTES:
-            _refuse(path, f"{status.st_size} bytes", "are more than any configuration has; give DeepSpeed's JSON file")
+            _refuse(
+                path,
+                f"{status.st_size} bytes",
+                "are more than any configuration has; give DeepSpeed's JSON file",
+            )
         return stream.read(_MAX_BYTES + 1)
 
 
@@ -199,7 +209,9 @@ def _leaves(tree: dict[str, Any]) -> list[str]:
             found.append(name)
             continue
         for inner, more in value.items():
-            found.append(f"{name}.{inner}" + (f".{next(iter(more))}" if isinstance(more, dict) and more else ""))
+            found.append(
+                f"{name}.{inner}" + (f".{next(iter(more))}" if isinstance(more, dict) and more else "")
+            )
     return found
 
 
@@ -271,7 +283,9 @@ def _refuse_unknown(prefix: str, name: str, path: str, known: tuple[str, ...] = 
     """Suggests the nearest key of the same section, else one of that name in another."""
     if prefix + name in KEYS:
         outer, _, inner = name.rpartition(".")
-        _refuse(path, f"unknown key {_name(prefix + name)}:", f"a dot names no section; put {inner} into {outer}")
+        _refuse(
+            path, f"unknown key {_name(prefix + name)}:", f"a dot names no section; put {inner} into {outer}"
+        )
     beside = [key[len(prefix) :] for key in known or KEYS if key.startswith(prefix)]
     near = difflib.get_close_matches(name, [inner for inner in beside if "." not in inner], n=1, cutoff=0.7)
     near = [prefix + inner for inner in near]
@@ -299,7 +313,11 @@ def _check_together(tree: dict[str, Any], path: str) -> None:
     if get(tree, "comms_logger.prof_ops") and get(tree, "comms_logger.prof_all") is not False:
         _refuse(path, "comms_logger.prof_ops", 'has no effect without "prof_all": false; give that, too')
     if get(tree, "checkpoint.writer.io_buffer_size") and get(tree, "checkpoint.writer.type") != "fast":
-        _refuse(path, "checkpoint.writer.io_buffer_size", 'is of the fast writer; give "type": "fast", too, or drop it')
+        _refuse(
+            path,
+            "checkpoint.writer.io_buffer_size",
+            'is of the fast writer; give "type": "fast", too, or drop it',
+        )
     named = engine_stanzas(tree)
     if len(named) > 1:
         both = " and ".join(f"{key} (engine {engine})" for key, engine in named.items())

@@ -18,12 +18,12 @@ from megatron.parallel.control_plane import AgreementLostError
 ACTIVITIES = {
     "megatron.startup.initialize:initialize_megatron": "in the rendezvous of all ranks",
     "megatron.training.trainer:_set_up": "in the start-up",
-    "megatron.checkpointing.loading:load_checkpoint": "in a load",
+    "megatron.checkpointing.loading:load_newest": "in a load",
     "megatron.training.data:build_data_iterators": "while the data index was built",
     "megatron.training.trainer:_train_step": "in a training step",
     "megatron.training.trainer:_evaluate": "in an evaluation",
     "megatron.training.exit_conditions:reason": "in the agreement on whether to stop",
-    "megatron.checkpointing.manager:save_checkpoint": "in a save",
+    "megatron.checkpointing.writer:save": "in a save",
     "megatron.training.trainer:_shut_down": "at the end of the run",
 }
 _TIMED_OUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
@@ -53,8 +53,8 @@ def explain(error: BaseException, config: Config) -> str | None:
         )
     if _CONNECTION_LOST.search(text):
         return (
-            f"{where} lost the connection to another rank, which has ended: see its own message; one that waits "
-            f"longer than {flag} ends, and those that wait for it end with it ({text[:_PEER_LENGTH]})"
+            f"{where} lost the connection to another rank, which has ended: see its own message; a rank that waits "
+            f"longer than {flag} ends, and the ranks that wait for it end, too ({text[:_PEER_LENGTH]})"
         )
     return None
 
@@ -83,7 +83,7 @@ def _peers(frame: FrameType) -> str:
 
 
 def _shown(ranks: list[int]) -> str:
-    """All of a few, or the ends of many."""
+    """All ranks if there are few, else the first and the last."""
     return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}, {ranks[1]}, ... {ranks[-1]}"
 
 

@@ -16,7 +16,7 @@ from megatron.config.arguments import parse_or_exit
 from megatron.tokenizer import tokenizer_info
 from pretrain_gpt import get_batch_pipe, model_provider
 from restart_trace.clock import now_ns
-from restart_trace.recorder import NullRecorder
+from restart_trace.recorder import untraced_recorder
 from restart_trace.startup import Startup
 
 
@@ -26,7 +26,9 @@ def build() -> tuple[Any, Any]:
     from megatron.startup.initialize import initialize_megatron
 
     config = parse_or_exit()
-    runtime = initialize_megatron(config, Startup(NullRecorder(), None, config.parallel.rank, 0, now_ns()))
+    runtime = initialize_megatron(
+        config, Startup(untraced_recorder(), None, config.parallel.rank, 0, now_ns())
+    )
     size, _ = tokenizer_info(config.data.tokenizer_type or "", tokenizer_model=config.data.tokenizer_model)
     vocab = padded_vocab_size(size, config.model.make_vocab_size_divisible_by, runtime.layout.tp)
     model = model_provider(config, vocab, runtime)

@@ -12,15 +12,20 @@ import torch
 
 from megatron.checkpointing import naming as names
 from megatron.checkpointing.commit import Manifest, write_manifest
-from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedFile
+from megatron.checkpointing.engines.base import (
+    CheckpointEngine,
+    EngineOptions,
+    FileState,
+    SavedCheckpoint,
+    SavedFile,
+)
 from megatron.checkpointing.engines.registry import create_engine
 from megatron.checkpointing.prefetch import Prefetch
 from megatron.config import Config, ConfigError
 from megatron.config.arguments import config_from_args, parse_args
-from megatron.fileio.direct_files import ResidentPages
-from megatron.fileio.host_memory import resident_pages
+from megatron.fileio.page_cache import ResidentPages
 from megatron.parallel.topology import Layout
-from restart_trace.recorder import NullOperation, Recorder
+from restart_trace.recorder import Recorder, untraced_operation
 from restart_trace.sink import JsonlSink
 from tests.unit.trace_helpers import COMMON, read
 
@@ -60,7 +65,7 @@ def save(directory: Path, engine: str) -> dict[str, SavedFile]:
     saved: dict[str, SavedFile] = {}
     for rank in (0, 1):
         saving = create_engine(engine, EngineOptions(rank=rank))
-        saved |= {file.name: file for file in saving.save(states(rank), target, NullOperation())}
+        saved |= {file.name: file for file in saving.save(states(rank), target, untraced_operation())}
         saving.close()
     layout = {"tp": 1, "pp": 1, "dp": 2}
     write_manifest(target, Manifest("global_step5", 5, engine, layout, {}, saved), fsync=True)
@@ -80,7 +85,7 @@ def forget(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        if any(resident_pages(file.fileno())):
+        if ResidentPages(file.fileno()).share(0, path.stat().st_size):
             pytest.skip("this file system keeps its files in memory")
 
 
@@ -118,7 +123,7 @@ def storage_reads() -> int:
 
 
 def check_loaded(engine: CheckpointEngine, directory: Path, expected: dict[str, SavedFile], op: Any) -> None:
-    found = engine.load([LAYER, COMMON_STATE, shard(1)], directory, expected, op)
+    found = engine.load([LAYER, COMMON_STATE, shard(1)], SavedCheckpoint(directory, expected), op)
     assert torch.equal(found[LAYER]["weight"], states(0)[0].state["weight"])
     assert torch.equal(found[shard(1)]["master"], states(1)[0].state["master"])
 
@@ -128,7 +133,7 @@ def test_a_rank_reads_its_own_part_and_its_load_nothing_again(tmp_path: Path, na
     saved = save(tmp_path, name)
     directory = tmp_path / "global_step5"
     engine = create_engine(name, EngineOptions(rank=1))
-    check_loaded(engine, directory, saved, NullOperation())  # a first load reads modules, too
+    check_loaded(engine, directory, saved, untraced_operation())  # a first load reads modules, too
     for name_of_file in saved:
         forget(directory / name_of_file)
     prefetch = Prefetch(config("--load", str(tmp_path), "--prefetch-on-start"), TWO, 1, 1 << 40)

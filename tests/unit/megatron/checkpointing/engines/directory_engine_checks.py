@@ -14,12 +14,18 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedFile
-from megatron.checkpointing.engines.codec import safe_unpickling
-from megatron.checkpointing.engines.codec.state_skeleton import SkeletonError
+from megatron.checkpointing.engines import unpickling
+from megatron.checkpointing.engines.base import (
+    CheckpointEngine,
+    EngineOptions,
+    FileState,
+    SavedCheckpoint,
+    SavedFile,
+)
+from megatron.checkpointing.engines.codec import SkeletonError
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.registry import create_engine
-from restart_trace.recorder import NullOperation, Recorder
+from restart_trace.recorder import Recorder, untraced_operation
 from restart_trace.sink import JsonlSink
 from tests.dist.storage import drop_root_rights, small_disk
 from tests.unit.megatron.checkpointing.engines.nests import identical, nest, random_tensor
@@ -65,10 +71,12 @@ class DirectoryEngineChecks:
 
     def save(self, directory: Path, state: Any, op: Any = None, **options: Any) -> list[SavedFile]:
         directory.mkdir(exist_ok=True)
-        return self.engine(**options).save([FileState(NAME, state)], directory, op or NullOperation())
+        return self.engine(**options).save([FileState(NAME, state)], directory, op or untraced_operation())
 
     def load(self, directory: Path, saved: Sequence[SavedFile], op: Any = None, **options: Any) -> Any:
-        return self.engine(**options).load([NAME], directory, by_name(saved), op or NullOperation())[NAME]
+        return self.engine(**options).load(
+            [NAME], SavedCheckpoint(directory, by_name(saved)), op or untraced_operation()
+        )[NAME]
 
     def test_every_kind_of_state_comes_back(self, tmp_path: Path) -> None:
         state = nest()
@@ -84,7 +92,7 @@ class DirectoryEngineChecks:
     @pytest.mark.parametrize("kind", ["bf16_zero_pp_rank_0", "layer_02", "layer_06", "mp_rank_00"])
     def test_a_file_of_upstream_comes_back(self, tmp_path: Path, kind: str) -> None:
         path = next(iter(sorted(GOLDEN.glob(f"{kind}*.pt"))))
-        with safe_unpickling.known_classes():
+        with unpickling.known_classes():
             state = torch.load(path, weights_only=True)
         assert identical(self.load(tmp_path, self.save(tmp_path, state)), state)
 
@@ -105,9 +113,11 @@ class DirectoryEngineChecks:
         engine = self.engine()
         states = {f"file_{i}.pt": {"a": random_tensor(torch.float32, 100, seed=i), "i": i} for i in range(5)}
         files = [FileState(name, state) for name, state in states.items()]
-        saved = by_name(engine.save(files, tmp_path, NullOperation()))
-        assert identical(engine.load(list(states), tmp_path, saved, NullOperation()), states)
-        one = engine.load(["file_3.pt"], tmp_path, saved, NullOperation())
+        saved = by_name(engine.save(files, tmp_path, untraced_operation()))
+        assert identical(
+            engine.load(list(states), SavedCheckpoint(tmp_path, saved), untraced_operation()), states
+        )
+        one = engine.load(["file_3.pt"], SavedCheckpoint(tmp_path, saved), untraced_operation())
         assert identical(one, {"file_3.pt": states["file_3.pt"]})
 
     def test_saves_follow_one_another(self, tmp_path: Path) -> None:
@@ -115,7 +125,7 @@ class DirectoryEngineChecks:
         for i in range(3):
             directory = tmp_path / f"step{i}"
             directory.mkdir()
-            engine.save([FileState(NAME, {"i": torch.tensor(i)})], directory, NullOperation())
+            engine.save([FileState(NAME, {"i": torch.tensor(i)})], directory, untraced_operation())
         for i in range(3):
             assert self.load(tmp_path / f"step{i}", [])["i"].item() == i
         engine.close()
@@ -127,7 +137,9 @@ class DirectoryEngineChecks:
             state = large(32 * MIB)
             state["view"] = state["float"][1::2]
             expected = {name: tensor.clone() for name, tensor in state.items()}
-            pending = self.engine(**options).begin_save([FileState(NAME, state)], directory, NullOperation())
+            pending = self.engine(**options).begin_save(
+                [FileState(NAME, state)], directory, untraced_operation()
+            )
             pending.release_state()
             pending.release_state()
             for tensor in state.values():
@@ -162,9 +174,9 @@ class DirectoryEngineChecks:
                 self.load(tmp_path, saved)
             path.write_bytes(content)
         with pytest.raises(CheckpointDamagedError, match="is missing"):
-            self.engine().load(["other.pt"], tmp_path, by_name(saved), NullOperation())
+            self.engine().load(["other.pt"], SavedCheckpoint(tmp_path, by_name(saved)), untraced_operation())
         with pytest.raises(CheckpointDamagedError, match="is missing"):
-            self.engine().load(["other.pt"], tmp_path, {}, NullOperation())
+            self.engine().load(["other.pt"], SavedCheckpoint(tmp_path), untraced_operation())
 
     def test_damage_without_checksums_is_a_named_error_or_other_values(self, tmp_path: Path) -> None:
         """Neither another exception, nor a state of another form."""
@@ -215,7 +227,7 @@ class DirectoryEngineChecks:
                 directory.mkdir()
                 files = [FileState(f"{i}.pt", large(MIB)) for i in range(6)]
                 with pytest.raises(OSError) as info:
-                    self.engine(io_threads=threads).save(files, directory, NullOperation())
+                    self.engine(io_threads=threads).save(files, directory, untraced_operation())
                 assert info.value.errno == errno.ENOSPC
                 assert str(directory) in str(info.value.filename)
                 self.nothing_is_written_any_more(directory)
@@ -270,7 +282,7 @@ class DirectoryEngineChecks:
                 if operation == "save":
                     saved = engine.save([FileState(NAME, state)], directory, op)
                 else:
-                    found = engine.load([NAME], directory, by_name(saved), op)
+                    found = engine.load([NAME], SavedCheckpoint(directory, by_name(saved)), op)
             assert op.bytes == sum(file.num_bytes for file in saved)
             assert op.num_files == len(saved)
             assert op.durable is (True if operation == "save" else None)
@@ -322,7 +334,7 @@ def ranks_save_and_load_alone(engines: Sequence[str], directory: Path) -> None:
         from datetime import timedelta
         from megatron.checkpointing.engines.base import EngineOptions, FileState
         from megatron.checkpointing.engines.registry import create_engine
-        from restart_trace.recorder import NullOperation
+        from restart_trace.recorder import untraced_operation
 
         directory, rank, engines = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
         store = dist.FileStore(str(directory / "store"), 2)
@@ -332,8 +344,8 @@ def ranks_save_and_load_alone(engines: Sequence[str], directory: Path) -> None:
             for i in range(1 + 2 * rank):
                 names = [f"{name}{rank}_{i}_{j}.pt" for j in range(rank + 1)]
                 states = [FileState(name, {"a": torch.full((5,), rank)}) for name in names]
-                saved = {file.name: file for file in engine.save(states, directory, NullOperation())}
-                found = engine.load(names, directory, saved, NullOperation())
+                saved = {file.name: file for file in engine.save(states, directory, untraced_operation())}
+                found = engine.load(names, directory, saved, untraced_operation())
                 assert all(state["a"].tolist() == [rank] * 5 for state in found.values())
             engine.close()
         print("done")

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.checkpointing.engines.base import CheckpointEngine, FileState
+from megatron.checkpointing.engines.base import CheckpointEngine, FileState, SavedCheckpoint
 from megatron.checkpointing.engines.fastpersist.decoupled_engine import FastPersistDecoupledEngine
-from restart_trace.recorder import NullOperation
+from restart_trace.recorder import untraced_operation
 from tests.conformance.subjects import Saved, traced
 
 NAME = "mp_rank_00_model_states.pt"
@@ -64,7 +64,7 @@ def save(
 
 
 def load(engine: CheckpointEngine, saved: Saved) -> Any:
-    return engine.load([NAME], saved.directory, saved.manifest, NullOperation())[NAME]
+    return engine.load([NAME], SavedCheckpoint(saved.directory, saved.manifest), untraced_operation())[NAME]
 
 
 def process_of(engine: FastPersistDecoupledEngine) -> int:

@@ -17,14 +17,20 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedFile
+from megatron.checkpointing.engines.base import (
+    CheckpointEngine,
+    EngineOptions,
+    FileState,
+    SavedCheckpoint,
+    SavedFile,
+)
 from megatron.checkpointing.engines.datastates import engine as datastates_engine
 from megatron.checkpointing.engines.datastates import library as datastates_library
 from megatron.checkpointing.engines.datastates.engine import ROW_BYTES, _row_sum, row_sums
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, EngineUnavailableError
 from megatron.checkpointing.engines.registry import create_engine
 from megatron.config import ConfigError
-from restart_trace.recorder import NullOperation, Recorder
+from restart_trace.recorder import Recorder, untraced_operation
 from restart_trace.sink import JsonlSink
 from tests.dist.storage import small_disk
 from tests.unit.megatron.checkpointing.engines.datastates_stand_ins import INSTALL, Behaviour
@@ -77,13 +83,15 @@ def file_states() -> list[FileState]:
 
 
 def load(engine: CheckpointEngine, directory: Path, saved: list[SavedFile]) -> dict[str, Any]:
-    return engine.load(NAMES, directory, {file.name: file for file in saved}, NullOperation())
+    return engine.load(
+        NAMES, SavedCheckpoint(directory, {file.name: file for file in saved}), untraced_operation()
+    )
 
 
 def test_save_and_load(tmp_path: Path, library: Library) -> None:
     engine, files = library.engine(rank=3), file_states()
     engine.check_can_save()
-    saved = engine.save(files, tmp_path, NullOperation())
+    saved = engine.save(files, tmp_path, untraced_operation())
     assert [file.name for file in saved] == NAMES == sorted(path.name for path in tmp_path.iterdir())
     assert [file.num_bytes for file in saved] == [(tmp_path / name).stat().st_size for name in NAMES]
     assert identical(load(engine, tmp_path, saved), {file.name: file.state for file in files})
@@ -93,7 +101,7 @@ def test_save_and_load(tmp_path: Path, library: Library) -> None:
 def test_library_is_called_as_it_is_documented(tmp_path: Path, library: Library) -> None:
     engine = library.engine(rank=3)
     assert library.behaviour.calls == []
-    pending = engine.begin_save(file_states(), tmp_path, NullOperation())
+    pending = engine.begin_save(file_states(), tmp_path, untraced_operation())
     begun = [("init", {"host_cache_size": 0.25}, 3), *[("save", name) for name in NAMES]]
     assert library.behaviour.calls == begun
     copies = ("wait",) if library.api == MAIN else ("wait", False)
@@ -103,7 +111,7 @@ def test_library_is_called_as_it_is_documented(tmp_path: Path, library: Library)
     pending.wait()
     last = [("save", ".datastates_last"), copies] if library.api == MAIN else [("wait", True)]
     assert library.behaviour.calls == [*begun, copies, *last]
-    engine.save(file_states(), directory(tmp_path, "next"), NullOperation())
+    engine.save(file_states(), directory(tmp_path, "next"), untraced_operation())
     engine.close()
     called = [call[0] for call in library.behaviour.calls]
     assert called.count("init") == 1
@@ -122,17 +130,19 @@ def test_options_of_the_later_library(tmp_path: Path, monkeypatch: pytest.Monkey
     later = installed(LATER, monkeypatch)
     engine = later.engine(library=options)
     engine.check_can_save()
-    engine.save(file_states(), tmp_path, NullOperation())
+    engine.save(file_states(), tmp_path, untraced_operation())
     assert later.behaviour.calls[0] == ("init", {"host_cache_size": 0.25, **dict(options)}, 0)
     monkeypatch.undo()
     main = installed(MAIN, monkeypatch)
-    with pytest.raises(EngineUnavailableError, match="datastates_ckpt.engine_type is of the branch of DataStates that"):
+    with pytest.raises(
+        EngineUnavailableError, match="datastates_ckpt.engine_type is of the branch of DataStates that"
+    ):
         main.engine(library=options).check_can_save()
 
 
 def test_what_the_later_library_keeps_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = installed(LATER, monkeypatch).engine()
-    engine.save(file_states(), tmp_path, NullOperation())
+    engine.save(file_states(), tmp_path, untraced_operation())
     assert engine._library._library.sm == {}  # type: ignore[attr-defined]
 
 
@@ -143,7 +153,7 @@ def test_state_may_change_once_it_is_released(tmp_path: Path, library: Library) 
     expected = {file.name: dict(file.state) for file in file_states()}
     files[1].state["list"] = expected[NAMES[1]]["list"] = [1, 2]
     expected[NAMES[1]]["list"] = [1, 2]
-    pending = engine.begin_save(files, tmp_path, NullOperation())
+    pending = engine.begin_save(files, tmp_path, untraced_operation())
     files[1].state["list"].append(3)
     pending.release_state()
     for file in files:
@@ -161,14 +171,14 @@ def test_wait_of_the_library_that_returns_too_early(tmp_path: Path, library: Lib
     library.behaviour.delay_s = 0.04
     engine, files = library.engine(), file_states()
     begun = time.monotonic()
-    saved = engine.save(files, tmp_path, NullOperation())
+    saved = engine.save(files, tmp_path, untraced_operation())
     assert time.monotonic() - begun > 0.08
     assert identical(load(engine, tmp_path, saved), {file.name: file.state for file in files})
 
 
 def test_wait_on_another_thread(tmp_path: Path, library: Library) -> None:
     engine, files, saved = library.engine(), file_states(), []
-    pending = engine.begin_save(files, tmp_path, NullOperation())
+    pending = engine.begin_save(files, tmp_path, untraced_operation())
     thread = threading.Thread(target=lambda: saved.extend(pending.wait()))
     thread.start()
     pending.release_state()
@@ -178,7 +188,7 @@ def test_wait_on_another_thread(tmp_path: Path, library: Library) -> None:
 
 def failure(library: Library, at: Path) -> str:
     with pytest.raises((CheckpointDamagedError, OSError)) as caught:
-        library.engine().save(file_states(), at, NullOperation())
+        library.engine().save(file_states(), at, untraced_operation())
     return str(caught.value)
 
 
@@ -223,7 +233,7 @@ def test_files_are_not_cut_off_by_their_own_header(
     """The library truncates the file after its thread has begun to write; left to itself, it loses tensors so."""
     main_library.behaviour.header_delay_s = 0.1
     engine, files = main_library.engine(), file_states()
-    saved = engine.save(files, tmp_path, NullOperation())
+    saved = engine.save(files, tmp_path, untraced_operation())
     assert identical(load(engine, tmp_path, saved), {file.name: file.state for file in files})
     monkeypatch.setattr(datastates_library, "_open_in_place", open)
     assert "bytes are missing" in failure(main_library, directory(tmp_path, "left_to_itself"))
@@ -231,7 +241,7 @@ def test_files_are_not_cut_off_by_their_own_header(
 
 def test_flipped_bit(tmp_path: Path, library: Library) -> None:
     engine = library.engine()
-    saved = engine.save(file_states(), tmp_path, NullOperation())
+    saved = engine.save(file_states(), tmp_path, untraced_operation())
     assert all(file.checksum.startswith("crc32:") for file in saved)
     path = tmp_path / NAMES[0]
     content = path.read_bytes()
@@ -240,24 +250,24 @@ def test_flipped_bit(tmp_path: Path, library: Library) -> None:
         with pytest.raises(CheckpointDamagedError, match=NAMES[0]):
             load(engine, tmp_path, saved)
     path.write_bytes(content[:5000] + bytes([content[5000] ^ 4]) + content[5001:])
-    with pytest.raises(CheckpointDamagedError, match="checksum crc32:.* was saved"):
+    with pytest.raises(CheckpointDamagedError, match="does not have the checksum"):
         load(engine, tmp_path, saved)
     load(library.engine(verify_checksums=False), tmp_path, saved)  # a tensor with another bit in it
 
 
 def test_without_checksum(tmp_path: Path, library: Library) -> None:
     engine = library.engine(checksum=False)
-    saved = engine.save(file_states(), tmp_path, NullOperation())
+    saved = engine.save(file_states(), tmp_path, untraced_operation())
     assert {file.checksum for file in saved} == {"none"}
     load(engine, tmp_path, saved)
     foreign = [dataclasses.replace(file, checksum="sha256:00") for file in saved]
-    with pytest.raises(CheckpointDamagedError, match="'sha256:00' is not one of engine datastates"):
+    with pytest.raises(CheckpointDamagedError, match="'sha256:00' is not one of this engine's"):
         load(engine, tmp_path, foreign)
 
 
 def test_loading_needs_neither_library_nor_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        saved = installed(MAIN, patch).engine().save(file_states(), tmp_path, NullOperation())
+        saved = installed(MAIN, patch).engine().save(file_states(), tmp_path, untraced_operation())
     assert "datastates" not in sys.modules and not torch.cuda.is_available()
     states = load(create_engine("datastates", EngineOptions()), tmp_path, saved)
     assert identical(states, {file.name: file.state for file in file_states()})
@@ -273,7 +283,7 @@ def test_what_is_recorded(tmp_path: Path, library: Library) -> None:
         assert (op.num_files, op.durable, op.bytes) == (2, True, sum(file.num_bytes for file in saved))
     with recorder.operation("load") as op:
         load(library.engine(), at, saved)
-        library.engine().load(NAMES, at, {file.name: file for file in saved}, op)
+        library.engine().load(NAMES, SavedCheckpoint(at, {file.name: file for file in saved}), op)
     spans = [record for record in read(log) if record["type"] == "span"]
     recorder.close()
     training = [(s["phase"], s.get("file")) for s in spans if s["operation"] == "save" and s["blocking"]]
@@ -300,7 +310,9 @@ def test_nothing_is_synchronised_without_being_asked(tmp_path: Path, library: Li
 def test_tensor_larger_than_the_host_cache(tmp_path: Path, library: Library) -> None:
     state = {"optimizer": {"groups": [torch.zeros(1), torch.zeros(3 << 18)]}}
     with pytest.raises(ConfigError) as caught:
-        library.engine(host_cache_bytes=1 << 21).save([FileState(NAMES[0], state)], tmp_path, NullOperation())
+        library.engine(host_cache_bytes=1 << 21).save(
+            [FileState(NAMES[0], state)], tmp_path, untraced_operation()
+        )
     assert str(caught.value) == (
         f"--host-cache-size 0.00195312 (GiB): smaller than optimizer.groups.1 of {NAMES[0]}, [786432] torch.float32 = "
         "3145728 bytes; give at least --host-cache-size 0.003"
@@ -309,7 +321,7 @@ def test_tensor_larger_than_the_host_cache(tmp_path: Path, library: Library) -> 
 
 
 def test_default_host_cache_holds_the_save(tmp_path: Path, library: Library) -> None:
-    library.engine(host_cache_bytes=None).save(file_states(), tmp_path, NullOperation())
+    library.engine(host_cache_bytes=None).save(file_states(), tmp_path, untraced_operation())
     (_, config, _), *_ = library.behaviour.calls
     size = sum((tmp_path / name).stat().st_size for name in NAMES)
     assert size <= config["host_cache_size"] * GIB <= size + (4 << 20)
@@ -321,14 +333,14 @@ def test_full_storage_is_found_before_the_library_dies_of_it(tmp_path: Path, lib
         if not mounted:
             pytest.skip("no disk of our own can be mounted here: run as root, with CAP_SYS_ADMIN")
         with pytest.raises(OSError, match="No space left|do not fit"):
-            library.engine().save(file_states(), at, NullOperation())
+            library.engine().save(file_states(), at, untraced_operation())
         assert list(at.iterdir()) == []
 
 
 def test_file_that_is_there_already(tmp_path: Path, library: Library) -> None:
     (tmp_path / NAMES[0]).write_bytes(b"precious")
     with pytest.raises(FileExistsError, match=NAMES[0]):
-        library.engine().save(file_states(), tmp_path, NullOperation())
+        library.engine().save(file_states(), tmp_path, untraced_operation())
     assert (tmp_path / NAMES[0]).read_bytes() == b"precious"
 
 
@@ -364,7 +376,7 @@ def test_library_that_does_not_start(tmp_path: Path, library: Library) -> None:
     with pytest.raises(
         EngineUnavailableError, match=r"sys.exit\(-1\).*is --host-cache-size 0.25 \(GiB\) more than"
     ):
-        library.engine().save(file_states(), tmp_path, NullOperation())
+        library.engine().save(file_states(), tmp_path, untraced_operation())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

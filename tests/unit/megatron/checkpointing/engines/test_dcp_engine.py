@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch.distributed.checkpoint import metadata as library_metadata
 
-from megatron.checkpointing.engines.base import EngineOptions, FileState, SavedFile
+from megatron.checkpointing.engines.base import EngineOptions, FileState, SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.dcp import engine as dcp_engine
 from megatron.checkpointing.engines.dcp.storage import Failure, Writer
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.registry import create_engine
-from restart_trace.recorder import NullOperation, Recorder
+from restart_trace.recorder import Recorder, untraced_operation
 from restart_trace.sink import JsonlSink
 from tests.unit.megatron.checkpointing.engines.directory_engine_checks import (
     MIB,
@@ -177,9 +177,11 @@ class TestDcpAsyncEngine(_DcpChecks):
         monkeypatch.setattr(os, "fsync", slow)
         engine = create_engine(self.engine_name, EngineOptions())
         states = {f"{i}.pt": large(MIB) for i in range(4)}
-        saved = engine.save([FileState(*item) for item in states.items()], tmp_path, NullOperation())
+        saved = engine.save([FileState(*item) for item in states.items()], tmp_path, untraced_operation())
         assert most == 1
-        assert identical(engine.load(list(states), tmp_path, by_name(saved), NullOperation()), states)
+        assert identical(
+            engine.load(list(states), SavedCheckpoint(tmp_path, by_name(saved)), untraced_operation()), states
+        )
 
     def test_storage_that_hangs_is_given_up(self, tmp_path: Path, monkeypatch: Any) -> None:
         monkeypatch.setattr(dcp_engine, "RESULT_TIMEOUT_S", 0.2)

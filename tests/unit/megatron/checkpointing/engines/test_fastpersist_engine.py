@@ -30,7 +30,7 @@ from megatron.checkpointing.engines.fastpersist.decoupled_engine import FastPers
 from megatron.checkpointing.engines.fastpersist.snapshot import SharedMemory
 from megatron.checkpointing.engines.fastpersist.writer import WRITER_EVENT
 from megatron.checkpointing.engines.registry import create_engine
-from restart_trace.recorder import NullOperation
+from restart_trace.recorder import untraced_operation
 from tests.conformance.compare import differences
 from tests.conformance.subjects import Saved, traced
 from tests.dist.storage import fill, small_disk
@@ -212,13 +212,13 @@ def test_fsync_is_called_if_and_only_if_it_is_asked_for(tmp_path: Path) -> None:
         from pathlib import Path
         from megatron.checkpointing.engines.base import EngineOptions, FileState
         from megatron.checkpointing.engines.registry import create_engine
-        from restart_trace.recorder import NullOperation
+        from restart_trace.recorder import untraced_operation
         for name in {BOTH!r}:
             for fsync in (True, False):
                 directory = Path({str(tmp_path)!r}, f"{{name}}_{{fsync}}")
                 directory.mkdir()
                 engine = create_engine(name, EngineOptions(fsync=fsync))
-                engine.save([FileState("state", {{"a": torch.ones(10)}})], directory, NullOperation())
+                engine.save([FileState("state", {{"a": torch.ones(10)}})], directory, untraced_operation())
                 engine.close()
     """
     account = tmp_path / "account"
@@ -282,7 +282,7 @@ def test_no_permission(tmp_path: Path) -> None:
         from pathlib import Path
         from megatron.checkpointing.engines.base import EngineOptions, FileState
         from megatron.checkpointing.engines.registry import create_engine
-        from restart_trace.recorder import NullOperation
+        from restart_trace.recorder import untraced_operation
         from tests.dist.storage import drop_root_rights
         drop_root_rights()
         directory = Path({str(tmp_path)!r}, "forbidden")
@@ -290,7 +290,7 @@ def test_no_permission(tmp_path: Path) -> None:
         for name in {BOTH!r}:
             engine = create_engine(name, EngineOptions())
             try:
-                engine.save([FileState({NAME!r}, {{"a": torch.ones(10)}})], directory, NullOperation())
+                engine.save([FileState({NAME!r}, {{"a": torch.ones(10)}})], directory, untraced_operation())
             except PermissionError as error:
                 print(error.errno, error.filename)
             engine.close()
@@ -304,7 +304,7 @@ def test_no_permission(tmp_path: Path) -> None:
 def test_name_used_twice(engine: CheckpointEngine, tmp_path: Path) -> None:
     twice = [FileState(NAME, {"a": 1}), FileState(NAME, {"a": 2})]
     with pytest.raises(FileExistsError, match=NAME):
-        engine.begin_save(twice, tmp_path, NullOperation()).wait()
+        engine.begin_save(twice, tmp_path, untraced_operation()).wait()
 
 
 def test_too_little_memory_for_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:

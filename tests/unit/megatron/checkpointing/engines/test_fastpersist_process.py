@@ -20,7 +20,7 @@ from megatron.checkpointing.engines.errors import (
     CheckpointSaveError,
 )
 from megatron.checkpointing.engines.fastpersist.decoupled_engine import FastPersistDecoupledEngine
-from restart_trace.recorder import NullOperation
+from restart_trace.recorder import untraced_operation
 from tests.conformance.compare import differences
 from tests.conformance.subjects import Saved, traced
 from tests.unit.megatron.checkpointing.engines.fastpersist_helpers import (
@@ -53,7 +53,7 @@ def test_a_save_is_handed_over_before_the_process_listens(tmp_path: Path) -> Non
     engine._started()
     process = psutil.Process(process_of(engine))
     process.suspend()
-    pending = engine.begin_save([FileState(NAME, {"weight": weight})], tmp_path, NullOperation())
+    pending = engine.begin_save([FileState(NAME, {"weight": weight})], tmp_path, untraced_operation())
     pending.release_state()
     weight.zero_()
     assert not list(tmp_path.iterdir())
@@ -93,7 +93,7 @@ def test_death_of_the_process_is_told_and_the_next_save_starts_another(
     save(decoupled, tmp_path / "first")
     first = process_of(decoupled)
     psutil.Process(first).suspend()  # so that it dies before it has replied
-    pending = decoupled.begin_save([FileState(NAME, {"a": torch.ones(10)})], tmp_path, NullOperation())
+    pending = decoupled.begin_save([FileState(NAME, {"a": torch.ones(10)})], tmp_path, untraced_operation())
     os.kill(first, signal.SIGKILL)
     with pytest.raises(CheckpointSaveError, match=rf"process {first}\) was killed by SIGKILL, exit code -9"):
         pending.wait()
@@ -125,7 +125,7 @@ SAVING = """
     from pathlib import Path
     from megatron.checkpointing.engines.base import EngineOptions, FileState
     from megatron.checkpointing.engines.fastpersist.decoupled_engine import FastPersistDecoupledEngine
-    from restart_trace.recorder import NullOperation
+    from restart_trace.recorder import untraced_operation
     directory, in_thread, busy = Path(sys.argv[1]), sys.argv[2] == "thread", sys.argv[3] == "busy"
 
     def work():
@@ -137,7 +137,7 @@ SAVING = """
             where.mkdir(exist_ok=True)
             for file in where.iterdir():
                 file.unlink()
-            engine.save([FileState("state", state)], where, NullOperation())
+            engine.save([FileState("state", state)], where, untraced_operation())
             number += 1
             if number == 1:
                 print(engine._process.pid, flush=True)

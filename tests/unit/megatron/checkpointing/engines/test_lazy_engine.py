@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpointing.engines.base import MIB, SavedFile
+from megatron.checkpointing.engines.base import MIB, SavedCheckpoint, SavedFile
 from megatron.config.errors import ConfigError
 from megatron.fileio import direct_files
-from megatron.fileio.direct_files import DirectIOError, ResidentPages
-from restart_trace.recorder import NullOperation, Recorder
+from megatron.fileio.direct_files import DirectIOError
+from megatron.fileio.page_cache import ResidentPages
+from restart_trace.recorder import Recorder, untraced_operation
 from restart_trace.sink import JsonlSink
 from tests.dist.storage import disk_without_direct_io, fill, small_disk
 from tests.unit.megatron.checkpointing.engines.lazy_helpers import BLOCK, NAMES, check, engine, files, load
@@ -47,7 +48,7 @@ def test_state_may_change_once_it_is_released_though_nothing_is_written(
     tmp_path: Path, disk: threading.Event
 ) -> None:
     mine, same = files(), files()
-    pending = engine().begin_save(mine, tmp_path, NullOperation())
+    pending = engine().begin_save(mine, tmp_path, untraced_operation())
     pending.release_state()
     for tensor in (mine[0].state["weights"], mine[1].state["optimizer"]["m"], mine[1].state["half"]):
         tensor.fill_(-1)
@@ -61,7 +62,7 @@ def test_release_waits_while_the_cache_is_full(tmp_path: Path, disk: threading.E
     """Back-pressure rather than more memory."""
     small = engine(io_threads=2, host_cache_bytes=6 * BLOCK)
     mine, same = files(), files()
-    pending = small.begin_save(mine, tmp_path, NullOperation())
+    pending = small.begin_save(mine, tmp_path, untraced_operation())
     releasing = threading.Thread(target=pending.release_state)
     releasing.start()
     releasing.join(0.3)
@@ -110,7 +111,7 @@ def test_peak_memory_stays_within_the_cache_and_64_mib(tmp_path: Path) -> None:
         from megatron.fileio import direct_files
         from megatron.checkpointing.engines.base import EngineOptions, FileState
         from megatron.checkpointing.engines.lazy.engine import LazyEngine
-        from restart_trace.recorder import NullOperation
+        from restart_trace.recorder import untraced_operation
         write_all = direct_files.write_all
         def slowly(fd, view, offset):
             time.sleep(0.01)
@@ -120,11 +121,11 @@ def test_peak_memory_stays_within_the_cache_and_64_mib(tmp_path: Path) -> None:
             return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) * 1024
         state = {"a": torch.ones(96 << 20), "b": torch.ones(96 << 20)}
         engine = LazyEngine(EngineOptions(fsync=False, host_cache_bytes=96 << 20))
-        engine.save([FileState("warm.pt", {"a": torch.ones(1 << 20)})], Path(sys.argv[1]), NullOperation())
+        engine.save([FileState("warm.pt", {"a": torch.ones(1 << 20)})], Path(sys.argv[1]), untraced_operation())
         Path(sys.argv[1], "rank_00000.safetensors").unlink()
         engine.close()
         before = peak()
-        pending = engine.begin_save([FileState("x.pt", state)], Path(sys.argv[1]), NullOperation())
+        pending = engine.begin_save([FileState("x.pt", state)], Path(sys.argv[1]), untraced_operation())
         pending.release_state()
         pending.wait()
         print((peak() - before) >> 20)
@@ -138,7 +139,7 @@ def test_two_saves_one_after_the_other_use_the_same_memory(tmp_path: Path) -> No
     saving = engine(io_threads=2)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-        check(load(tmp_path / name, saving.save(files(), tmp_path / name, NullOperation())), files())
+        check(load(tmp_path / name, saving.save(files(), tmp_path / name, untraced_operation())), files())
         allocated = saving._cache.allocated_bytes
     assert saving._cache.allocated_bytes == allocated
     saving.close()
@@ -165,13 +166,13 @@ def test_direct_io_leaves_the_page_cache_alone(tmp_path: Path) -> None:
     for mode, cached in (("on", False), ("off", True)):
         directory = tmp_path / mode
         directory.mkdir()
-        (saved,) = engine(direct_io=mode).save(files(), directory, NullOperation())
+        (saved,) = engine(direct_io=mode).save(files(), directory, untraced_operation())
         with (directory / saved.name).open("rb") as file:
             assert (ResidentPages(file.fileno()).share(0, saved.num_bytes) == 1) is cached
 
 
 def test_a_direct_load_goes_around_the_page_cache(tmp_path: Path) -> None:
-    (saved,) = engine(direct_io="on", fsync=True).save(files(), tmp_path, NullOperation())
+    (saved,) = engine(direct_io="on", fsync=True).save(files(), tmp_path, untraced_operation())
     with (tmp_path / saved.name).open("rb") as file:
         last = saved.num_bytes // BLOCK * BLOCK
         check(load(tmp_path, [saved], direct_io="on"), files())
@@ -180,15 +181,15 @@ def test_a_direct_load_goes_around_the_page_cache(tmp_path: Path) -> None:
 
 def test_what_lies_in_the_page_cache_needs_no_other_memory(tmp_path: Path) -> None:
     """Else it is read around the cache, into an arena."""
-    (saved,) = engine(direct_io="on", fsync=True).save(files(), tmp_path, NullOperation())
+    (saved,) = engine(direct_io="on", fsync=True).save(files(), tmp_path, untraced_operation())
     loading = engine()
-    check(loading.load(NAMES, tmp_path, {saved.name: saved}, NullOperation()), files())
+    check(loading.load(NAMES, SavedCheckpoint(tmp_path, {saved.name: saved}), untraced_operation()), files())
     assert loading._arena._tensor is not None and loading._arena._tensor.numel() >= saved.num_bytes - MIB
     with (tmp_path / saved.name).open("rb") as file:
         assert ResidentPages(file.fileno()).share(0, saved.num_bytes) < 0.1
         os.pread(file.fileno(), saved.num_bytes * 3 // 4, 0)  # most of it: the rest is read there, too
     loading = engine()
-    found = loading.load(NAMES, tmp_path, {saved.name: saved}, NullOperation())
+    found = loading.load(NAMES, SavedCheckpoint(tmp_path, {saved.name: saved}), untraced_operation())
     check(found, files())
     assert loading._arena._tensor is None or loading._arena._tensor.numel() <= 16 * 4096
     with (tmp_path / saved.name).open("rb") as file:
@@ -207,7 +208,7 @@ def test_a_file_system_without_direct_io(tmp_path: Path, caplog: pytest.LogCaptu
         for mode in ("auto", "off"):
             directory = tmp_path / "ram" / "save" / mode
             directory.mkdir(parents=True)
-            saved = engine(direct_io=mode).save(files(), directory, NullOperation())
+            saved = engine(direct_io=mode).save(files(), directory, untraced_operation())
             check(load(directory, saved, direct_io=mode), files())
         told = [record.message for record in caplog.records if "refuses O_DIRECT" in record.message]
         assert (
@@ -215,7 +216,7 @@ def test_a_file_system_without_direct_io(tmp_path: Path, caplog: pytest.LogCaptu
         )
         (tmp_path / "ram" / "save" / "on").mkdir()
         with pytest.raises(DirectIOError, match="--direct-io auto or off"):
-            engine(direct_io="on").save(files(), tmp_path / "ram" / "save" / "on", NullOperation())
+            engine(direct_io="on").save(files(), tmp_path / "ram" / "save" / "on", untraced_operation())
 
 
 def test_full_disk_fails_the_save_and_not_the_next(tmp_path: Path) -> None:
@@ -224,23 +225,23 @@ def test_full_disk_fails_the_save_and_not_the_next(tmp_path: Path) -> None:
         if not mounted:
             pytest.skip("mounting a disk small enough to fill needs root")
         fill(tmp_path / "disk" / "ballast", room=MIB)
-        pending = saving.begin_save(files(), tmp_path / "disk", NullOperation())
+        pending = saving.begin_save(files(), tmp_path / "disk", untraced_operation())
         pending.release_state()
         with pytest.raises(OSError) as caught:
             pending.wait()
         assert caught.value.errno == errno.ENOSPC and "rank_00000.safetensors" in str(caught.value)
     for attempt in ("one", "two"):
         (tmp_path / attempt).mkdir()
-        pending = saving.begin_save(files(), tmp_path / attempt, NullOperation())
+        pending = saving.begin_save(files(), tmp_path / attempt, untraced_operation())
         pending.release_state()
         check(load(tmp_path / attempt, pending.wait()), files())
     assert saving._cache.allocated_bytes <= 8 * BLOCK
 
 
 def test_a_file_that_is_there_already_is_not_overwritten(tmp_path: Path) -> None:
-    (saved,) = engine().save(files(), tmp_path, NullOperation())
+    (saved,) = engine().save(files(), tmp_path, untraced_operation())
     before = (tmp_path / saved.name).read_bytes()
-    pending = engine().begin_save(files(), tmp_path, NullOperation())
+    pending = engine().begin_save(files(), tmp_path, untraced_operation())
     pending.release_state()
     with pytest.raises(FileExistsError, match=saved.name):
         pending.wait()
@@ -252,7 +253,7 @@ def test_wait_is_not_needed_for_release_and_release_not_for_wait(tmp_path: Path)
     for index, delay in enumerate((0.0, 0.05)):
         directory = tmp_path / str(index)
         directory.mkdir()
-        pending = engine().begin_save(files(), directory, NullOperation())
+        pending = engine().begin_save(files(), directory, untraced_operation())
         result: list[list[SavedFile]] = []
         waiting = threading.Thread(target=lambda p=pending, r=result: r.append(p.wait()))
         waiting.start()

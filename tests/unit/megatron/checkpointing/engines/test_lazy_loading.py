@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpointing.engines.base import MIB, FileState
+from megatron.checkpointing.engines.base import MIB, FileState, SavedCheckpoint
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.lazy import format as lazy_format
-from megatron.fileio.direct_files import ResidentPages
-from restart_trace.recorder import NullOperation, Recorder
+from megatron.fileio.page_cache import ResidentPages
+from restart_trace.recorder import Recorder, untraced_operation
 from restart_trace.sink import JsonlSink
 from tests.dist.storage import disk_without_direct_io
 from tests.unit.megatron.checkpointing.engines.lazy_helpers import BLOCK, NAMES, check, engine, files, load
@@ -22,29 +22,31 @@ from tests.unit.trace_helpers import COMMON, read
 
 @pytest.mark.parametrize("direct_io", ["auto", "on"])
 def test_only_the_states_that_are_asked_for_are_read(tmp_path: Path, direct_io: str) -> None:
-    saved = engine().save(files(), tmp_path, NullOperation())
+    saved = engine().save(files(), tmp_path, untraced_operation())
     trace = tmp_path / "trace.jsonl"
     with Recorder(JsonlSink(trace), COMMON).operation("load") as op:
-        found = engine(direct_io=direct_io).load(NAMES[:1], tmp_path, {saved[0].name: saved[0]}, op)
+        found = engine(direct_io=direct_io).load(
+            NAMES[:1], SavedCheckpoint(tmp_path, {saved[0].name: saved[0]}), op
+        )
     assert torch.equal(found[NAMES[0]]["weights"], files()[0].state["weights"])
     read_bytes = sum(r["bytes"] for r in read(trace) if r["type"] == "span" and r.get("detail") == "read")
     assert 1.5 * MIB <= read_bytes <= 1.5 * MIB + 2 * 4096
 
 
 def test_memory_of_a_load_is_used_again_only_when_nothing_of_it_is_left(tmp_path: Path) -> None:
-    saved = engine().save(files(), tmp_path, NullOperation())
+    saved = engine().save(files(), tmp_path, untraced_operation())
     loading, expected = engine(direct_io="on"), {file.name: file for file in saved}
-    first = loading.load(NAMES, tmp_path, expected, NullOperation())
+    first = loading.load(NAMES, SavedCheckpoint(tmp_path, expected), untraced_operation())
     kept = first[NAMES[1]]["half"]  # seven elements keep the whole arena
     address = first[NAMES[0]]["weights"].data_ptr()
     del first
-    second = loading.load(NAMES, tmp_path, expected, NullOperation())
+    second = loading.load(NAMES, SavedCheckpoint(tmp_path, expected), untraced_operation())
     assert second[NAMES[0]]["weights"].data_ptr() != address
     second[NAMES[1]]["half"].zero_()
     assert torch.equal(kept, files()[1].state["half"])
     address = second[NAMES[0]]["weights"].data_ptr()
     del second
-    third = loading.load(NAMES, tmp_path, expected, NullOperation())
+    third = loading.load(NAMES, SavedCheckpoint(tmp_path, expected), untraced_operation())
     assert third[NAMES[0]]["weights"].data_ptr() == address
     check(third, files())
 
@@ -73,13 +75,13 @@ def check_in_place(found: dict[str, Any], live: list[FileState], flat: torch.Ten
 @pytest.mark.parametrize(("threads", "direct_io"), [(1, "auto"), (3, "auto"), (3, "on"), (3, "off")])
 def test_live_tensors_are_filled_in_place(tmp_path: Path, threads: int, direct_io: str, cached: bool) -> None:
     saving = engine(direct_io="off" if cached else "on", fsync=True)
-    (saved,) = saving.save(files(9 * MIB + 40), tmp_path, NullOperation())
+    (saved,) = saving.save(files(9 * MIB + 40), tmp_path, untraced_operation())
     path = tmp_path / saved.name
     with path.open("rb") as file:
         assert (ResidentPages(file.fileno()).share(0, saved.num_bytes) == 1) == cached
     loading = engine(io_threads=threads, direct_io=direct_io)
     live, flat = live_files(files(9 * MIB + 40))
-    found = loading.load_into(live, tmp_path, {saved.name: saved}, NullOperation())
+    found = loading.load_into(live, SavedCheckpoint(tmp_path, {saved.name: saved}), untraced_operation())
     check(found, files(9 * MIB + 40))
     check_in_place(found, live, flat)
     assert loading._arena._tensor is None or loading._arena._tensor.numel() <= 16 * 4096
@@ -93,11 +95,15 @@ def test_what_has_a_placement_gets_a_tensor_of_its_own(tmp_path: Path, cached: b
     """Moments, which are kept for good: no view of an arena or of the page cache, where a first write costs a copy."""
     mine = files()
     placed = [mine[0], FileState(NAMES[1], mine[1].state, {("optimizer", "m"): {"kind": "exp_avg"}})]
-    (saved,) = engine(direct_io="off" if cached else "on", fsync=True).save(placed, tmp_path, NullOperation())
+    (saved,) = engine(direct_io="off" if cached else "on", fsync=True).save(
+        placed, tmp_path, untraced_operation()
+    )
     live, _ = live_files(files())
     loading = engine()
     found = loading.load_into(
-        [live[0], FileState(NAMES[1], {})], tmp_path, {saved.name: saved}, NullOperation()
+        [live[0], FileState(NAMES[1], {})],
+        SavedCheckpoint(tmp_path, {saved.name: saved}),
+        untraced_operation(),
     )
     check(found, mine)
     moments = found[NAMES[1]]["optimizer"]["m"]
@@ -108,16 +114,18 @@ def test_live_tensors_are_filled_where_the_file_system_refuses_direct_io(tmp_pat
     with disk_without_direct_io(tmp_path / "ram") as mounted:
         if not mounted:
             pytest.skip("mounting a file system is not allowed here: run as root, with CAP_SYS_ADMIN")
-        (saved,) = engine().save(files(5 * MIB), tmp_path / "ram", NullOperation())
+        (saved,) = engine().save(files(5 * MIB), tmp_path / "ram", untraced_operation())
         live, flat = live_files(files(5 * MIB))
-        found = engine().load_into(live, tmp_path / "ram", {saved.name: saved}, NullOperation())
+        found = engine().load_into(
+            live, SavedCheckpoint(tmp_path / "ram", {saved.name: saved}), untraced_operation()
+        )
         check(found, files(5 * MIB))
         check_in_place(found, live, flat)
 
 
 def test_live_tensors_that_do_not_fit_are_left_alone(tmp_path: Path) -> None:
     """Another type, another shape, elements in another order, another name: loaded as without them."""
-    (saved,) = engine().save(files(MIB), tmp_path, NullOperation())
+    (saved,) = engine().save(files(MIB), tmp_path, untraced_operation())
     number = len(files(MIB)[0].state["weights"])
     for unfit in (
         torch.zeros(number, dtype=torch.int32),
@@ -129,7 +137,7 @@ def test_live_tensors_that_do_not_fit_are_left_alone(tmp_path: Path) -> None:
             FileState(NAMES[0], {"weights": unfit, "other": torch.zeros(number)}),
             FileState(NAMES[1], {}),
         ]
-        found = engine().load_into(live, tmp_path, {saved.name: saved}, NullOperation())
+        found = engine().load_into(live, SavedCheckpoint(tmp_path, {saved.name: saved}), untraced_operation())
         check(found, files(MIB))
         assert not unfit.any() and not live[0].state["other"].any()
         assert "other" not in found[NAMES[0]]
@@ -137,7 +145,7 @@ def test_live_tensors_that_do_not_fit_are_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_flipped_bit_is_found_when_live_tensors_are_filled(tmp_path: Path, cached: bool) -> None:
-    (saved,) = engine(fsync=True).save(files(5 * MIB), tmp_path, NullOperation())
+    (saved,) = engine(fsync=True).save(files(5 * MIB), tmp_path, untraced_operation())
     path = tmp_path / saved.name
     start = lazy_format.decode(lazy_format.read_header(path), path).data_start
     for position in (start, start + saved.num_bytes // 2, saved.num_bytes - 40):
@@ -151,12 +159,16 @@ def test_a_flipped_bit_is_found_when_live_tensors_are_filled(tmp_path: Path, cac
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         with pytest.raises(CheckpointDamagedError, match="does not have the checksum"):
-            engine().load_into(live_files(files(5 * MIB))[0], damaged, {saved.name: saved}, NullOperation())
+            engine().load_into(
+                live_files(files(5 * MIB))[0],
+                SavedCheckpoint(damaged, {saved.name: saved}),
+                untraced_operation(),
+            )
 
 
 @pytest.mark.parametrize(("threads", "direct_io"), [(1, "auto"), (3, "auto"), (1, "on"), (3, "off")])
 def test_every_flipped_bit_is_found(tmp_path: Path, threads: int, direct_io: str) -> None:
-    (saved,) = engine().save(files(256 * 1024), tmp_path, NullOperation())
+    (saved,) = engine().save(files(256 * 1024), tmp_path, untraced_operation())
     path = tmp_path / saved.name
     content = path.read_bytes()
     start = lazy_format.decode(lazy_format.read_header(path), path).data_start
@@ -176,7 +188,7 @@ def test_checksums_can_be_left_out_of_the_save_and_of_the_load(tmp_path: Path) -
     for checksum, verify, found in ((True, False, False), (False, True, False), (True, True, True)):
         directory = tmp_path / f"{checksum}-{verify}"
         directory.mkdir()
-        (saved,) = engine(checksum=checksum).save(files(), directory, NullOperation())
+        (saved,) = engine(checksum=checksum).save(files(), directory, untraced_operation())
         content = bytearray((directory / saved.name).read_bytes())
         content[-1] ^= 1
         (directory / saved.name).write_bytes(content)
@@ -189,7 +201,7 @@ def test_checksums_can_be_left_out_of_the_save_and_of_the_load(tmp_path: Path) -
 
 @pytest.mark.parametrize("direct_io", ["auto", "on", "off"])
 def test_short_and_missing_files_are_named(tmp_path: Path, direct_io: str) -> None:
-    (saved,) = engine().save(files(), tmp_path, NullOperation())
+    (saved,) = engine().save(files(), tmp_path, untraced_operation())
     path = tmp_path / saved.name
     content = path.read_bytes()
     for length in (0, 5, 4096, 4097, len(content) // 2, len(content) - 1):
@@ -203,7 +215,7 @@ def test_short_and_missing_files_are_named(tmp_path: Path, direct_io: str) -> No
 
 def test_a_file_cut_short_while_it_is_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After its size was checked: the read itself has to notice."""
-    (saved,) = engine().save(files(), tmp_path, NullOperation())
+    (saved,) = engine().save(files(), tmp_path, untraced_operation())
     read_header = lazy_format.read_header
 
     def read_and_cut(path: Path) -> bytes:
@@ -217,6 +229,6 @@ def test_a_file_cut_short_while_it_is_read_is_named(tmp_path: Path, monkeypatch:
 
 
 def test_what_the_manifest_does_not_have_is_named(tmp_path: Path) -> None:
-    saved = engine().save(files(), tmp_path, NullOperation())
+    saved = engine().save(files(), tmp_path, untraced_operation())
     with pytest.raises(CheckpointDamagedError, match="layer_99"):
         load(tmp_path, saved, ["layer_99"])

@@ -15,12 +15,18 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedFile
+from megatron.checkpointing.engines.base import (
+    CheckpointEngine,
+    EngineOptions,
+    FileState,
+    SavedCheckpoint,
+    SavedFile,
+)
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.host_staging import Staging, stage_on_host
 from megatron.checkpointing.engines.registry import create_engine
 from megatron.checkpointing.engines.torch_files import tensor_records, verify_file
-from restart_trace.recorder import NullOperation, Recorder
+from restart_trace.recorder import Recorder, untraced_operation
 from restart_trace.sink import JsonlSink
 from tests.unit.trace_helpers import COMMON, read
 
@@ -68,13 +74,15 @@ class Saved:
     def load_damaged(self, content: bytes, with_manifest: bool = True) -> Any:
         self.damaged.write_bytes(content)
         expected = {NAME: self.entry} if with_manifest else {}
-        return engine().load([NAME], self.damaged.parent, expected, NullOperation())[NAME]
+        return engine().load([NAME], SavedCheckpoint(self.damaged.parent, expected), untraced_operation())[
+            NAME
+        ]
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     directory = tmp_path_factory.mktemp("engine")
-    (entry,) = engine(fsync=False).save([FileState(NAME, state())], directory, NullOperation())
+    (entry,) = engine(fsync=False).save([FileState(NAME, state())], directory, untraced_operation())
     (directory / "damaged").mkdir()
     path = directory / NAME
     return Saved(path, entry, path.read_bytes(), directory / "damaged" / NAME)
@@ -88,7 +96,7 @@ def test_a_state_comes_back_bit_for_bit(saved: Saved) -> None:
     for verify in (True, False):
         for expected in ({NAME: saved.entry}, {}):
             reader = engine(verify_checksums=verify)
-            loaded = reader.load([NAME], saved.path.parent, expected, NullOperation())
+            loaded = reader.load([NAME], SavedCheckpoint(saved.path.parent, expected), untraced_operation())
             assert same(loaded[NAME], state())
     assert same(torch.load(saved.path, weights_only=True), state())  # as anyone's torch.load reads it
 
@@ -108,7 +116,7 @@ def test_views_are_written_without_what_they_are_views_of(tmp_path: Path) -> Non
     assert staged["whole"].data_ptr() == flat.data_ptr()  # not copied
     assert staged["part"].untyped_storage().nbytes() == 12 and counter.copied_bytes == 12 + 8
     assert type(staged["pair"]) is Pair and torch.equal(staged["pair"].first, flat[:2])
-    (entry,) = engine().save([FileState("views", {"part": flat[5:8]})], tmp_path, NullOperation())
+    (entry,) = engine().save([FileState("views", {"part": flat[5:8]})], tmp_path, untraced_operation())
     assert entry.num_bytes < 3000
     assert torch.equal(torch.load(tmp_path / "views")["part"], flat[5:8])
 
@@ -121,7 +129,7 @@ def test_odd_tensors(tmp_path: Path) -> None:
         "parameter": torch.nn.Parameter(torch.ones(2)),
         "strided": torch.arange(10)[::3],
     }
-    engine().save([FileState("odd", odd)], tmp_path, NullOperation())
+    engine().save([FileState("odd", odd)], tmp_path, untraced_operation())
     loaded = torch.load(tmp_path / "odd", weights_only=True)
     for name, tensor in odd.items():
         assert torch.equal(loaded[name], tensor) and not loaded[name].requires_grad, name
@@ -129,7 +137,7 @@ def test_odd_tensors(tmp_path: Path) -> None:
 
 def test_tensors_of_one_storage_are_written_once(tmp_path: Path) -> None:
     tied = torch.zeros(10_000)
-    (entry,) = engine().save([FileState("tied", {"a": tied, "b": tied})], tmp_path, NullOperation())
+    (entry,) = engine().save([FileState("tied", {"a": tied, "b": tied})], tmp_path, untraced_operation())
     assert entry.num_bytes < 50_000
 
 
@@ -165,7 +173,9 @@ def test_phases_of_a_load(recorded: tuple[Recorder, Path], saved: Saved, verify:
     recorder, trace = recorded
     for _ in range(10):  # what takes its time between two of them need not do so in each
         with recorder.operation("load", engine="TorchEngine") as op:
-            engine(verify_checksums=verify).load([NAME], saved.path.parent, {NAME: saved.entry}, op)
+            engine(verify_checksums=verify).load(
+                [NAME], SavedCheckpoint(saved.path.parent, {NAME: saved.entry}), op
+            )
     every = [r for r in read(trace) if r["type"] == "span"]
     spans = {r["detail"]: r for r in every}  # of the last load
     assert set(spans) == {"read", "verify", "deserialize"}
@@ -185,19 +195,23 @@ def test_refused_write_is_named_as_the_operating_system_names_it(tmp_path: Path)
         resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))
         try:
             with pytest.raises(OSError, match="File too large"):
-                engine().save([FileState(f"file{size}", {"a": torch.ones(size)})], tmp_path, NullOperation())
+                engine().save(
+                    [FileState(f"file{size}", {"a": torch.ones(size)})], tmp_path, untraced_operation()
+                )
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_name_used_twice_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
-        engine().save([FileState("a", {}), FileState("a", {})], tmp_path, NullOperation())
+        engine().save([FileState("a", {}), FileState("a", {})], tmp_path, untraced_operation())
 
 
 # Loading what is damaged
 
-PROPERTY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
+PROPERTY = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
@@ -236,7 +250,7 @@ def test_file_of_another_kind(saved: Saved, content: bytes) -> None:
 
 def test_whole_file_of_another_save_is_refused(saved: Saved, tmp_path: Path) -> None:
     other = state() | {"weight": torch.arange(256, dtype=torch.float32) + 1}
-    engine().save([FileState(NAME, other)], tmp_path, NullOperation())
+    engine().save([FileState(NAME, other)], tmp_path, untraced_operation())
     assert (tmp_path / NAME).stat().st_size == saved.entry.num_bytes
     with pytest.raises(CheckpointDamagedError, match=f"but {saved.entry.checksum} was saved"):
         saved.load_damaged((tmp_path / NAME).read_bytes())
@@ -245,17 +259,17 @@ def test_whole_file_of_another_save_is_refused(saved: Saved, tmp_path: Path) -> 
 def test_checksum_of_another_engine(saved: Saved) -> None:
     expected = {NAME: SavedFile(NAME, saved.entry.num_bytes, "sha256:00")}
     with pytest.raises(CheckpointDamagedError, match="checksum 'sha256:00' is not one of this engine's"):
-        engine().load([NAME], saved.path.parent, expected, NullOperation())
+        engine().load([NAME], SavedCheckpoint(saved.path.parent, expected), untraced_operation())
 
 
 def test_missing_and_short_files_are_named(saved: Saved, tmp_path: Path) -> None:
     expected = {NAME: saved.entry}
     with pytest.raises(CheckpointDamagedError, match=f"{tmp_path / NAME}: file is missing"):
-        engine().load([NAME], tmp_path, expected, NullOperation())
+        engine().load([NAME], SavedCheckpoint(tmp_path, expected), untraced_operation())
     shutil.copy(saved.path, tmp_path / NAME)
     os.truncate(tmp_path / NAME, 7)
     with pytest.raises(CheckpointDamagedError, match=f"7 bytes, but {saved.entry.num_bytes} were saved"):
-        engine().load([NAME], tmp_path, expected, NullOperation())
+        engine().load([NAME], SavedCheckpoint(tmp_path, expected), untraced_operation())
 
 
 class Unknown:
@@ -265,15 +279,15 @@ class Unknown:
 def test_unknown_class_is_not_unpickled(tmp_path: Path) -> None:
     torch.save({"object": Unknown()}, tmp_path / NAME)
     with pytest.raises(CheckpointDamagedError, match="holds a class that is not on the allow-list"):
-        engine().load([NAME], tmp_path, {}, NullOperation())
+        engine().load([NAME], SavedCheckpoint(tmp_path), untraced_operation())
 
 
 def test_values_alone_are_verified_without_reading_tensors(tmp_path: Path) -> None:
     """load_values: a flipped bit in the pickle or in a step counter is found; the tensors are for others to verify."""
     content = {"step": torch.tensor(7.0), "lr": 1e-3, "large": torch.arange(5000.0)}
-    (entry,) = engine().save([FileState(NAME, content)], tmp_path, NullOperation())
+    (entry,) = engine().save([FileState(NAME, content)], tmp_path, untraced_operation())
     path, expected = tmp_path / NAME, {NAME: entry}
-    found = engine().load_values(NAME, tmp_path, expected, NullOperation())
+    found = engine().load_values(NAME, SavedCheckpoint(tmp_path, expected), untraced_operation())
     assert (
         same(found["step"], content["step"]) and found["lr"] == 1e-3 and found["large"].device.type == "meta"
     )
@@ -287,12 +301,12 @@ def test_values_alone_are_verified_without_reading_tensors(tmp_path: Path) -> No
         with pytest.raises(
             CheckpointDamagedError, match=f"{path}: record {record.name} does not have the checksum"
         ):
-            engine().load_values(NAME, tmp_path, expected, NullOperation())
+            engine().load_values(NAME, SavedCheckpoint(tmp_path, expected), untraced_operation())
     damaged = bytearray(whole)
     damaged[records[20_000].offset] ^= 1
     path.write_bytes(damaged)
-    engine().load_values(NAME, tmp_path, expected, NullOperation())
+    engine().load_values(NAME, SavedCheckpoint(tmp_path, expected), untraced_operation())
     with pytest.raises(CheckpointDamagedError, match="data/"):
-        verify_file(path, entry, NullOperation())
+        verify_file(path, entry, untraced_operation())
     path.write_bytes(whole)
-    verify_file(path, entry, NullOperation())
+    verify_file(path, entry, untraced_operation())

@@ -17,11 +17,11 @@ pytest.importorskip("torchsnapshot", reason="the package torchsnapshot is not in
 import torchsnapshot.snapshot as library_module  # noqa: E402
 from torchsnapshot import scheduler  # noqa: E402
 
-from megatron.checkpointing.engines.base import EngineOptions, FileState  # noqa: E402
+from megatron.checkpointing.engines.base import EngineOptions, FileState, SavedCheckpoint  # noqa: E402
 from megatron.checkpointing.engines.errors import CheckpointDamagedError  # noqa: E402
 from megatron.checkpointing.engines.torchsnapshot import library  # noqa: E402
 from megatron.checkpointing.engines.torchsnapshot.engine import TorchSnapshotEngine, _PendingSnapshots  # noqa: E402
-from restart_trace.recorder import NullOperation, Recorder  # noqa: E402
+from restart_trace.recorder import Recorder, untraced_operation  # noqa: E402
 from restart_trace.sink import JsonlSink  # noqa: E402
 from tests.unit.megatron.checkpointing.engines.directory_engine_checks import (  # noqa: E402
     MIB,
@@ -42,7 +42,9 @@ class TestTorchSnapshotEngine(DirectoryEngineChecks):
         state = {
             "a": torch.full((130 * MIB,), 7, dtype=torch.uint8)
         }  # above its limit for slabs, which it copies
-        pending = self.engine(io_threads=1).begin_save([FileState(NAME, state)], tmp_path, NullOperation())
+        pending = self.engine(io_threads=1).begin_save(
+            [FileState(NAME, state)], tmp_path, untraced_operation()
+        )
         state["a"].zero_()
         found = self.load(tmp_path, pending.wait())
         assert bool((found["a"] == 7).all())
@@ -65,7 +67,9 @@ class TestTorchSnapshotEngine(DirectoryEngineChecks):
             s for s in read(trace) if s.get("phase") == "flush" and s["detail"] == "write" and s["blocking"]
         ]
         assert sum(span["duration_ns"] for span in waits) > 0
-        assert identical(engine.load(list(states), tmp_path / "out", saved, NullOperation()), states)
+        assert identical(
+            engine.load(list(states), SavedCheckpoint(tmp_path / "out", saved), untraced_operation()), states
+        )
 
     def test_a_budget_below_one_tensor_still_saves(self, tmp_path: Path) -> None:
         state = large(8 * MIB)
@@ -100,7 +104,7 @@ class TestTorchSnapshotEngine(DirectoryEngineChecks):
         monkeypatch.setattr(os, "write", slow)
         engine = self.engine(io_threads=threads, fsync=False)
         files = [FileState(f"{i}.pt", {"a": torch.ones(10)}) for i in range(8)]
-        engine.save(files, tmp_path, NullOperation())
+        engine.save(files, tmp_path, untraced_operation())
         assert most == threads
 
     def test_more_threads_than_the_library_has_by_itself_reach_it(self, monkeypatch: Any) -> None:

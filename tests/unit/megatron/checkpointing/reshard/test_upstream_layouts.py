@@ -27,7 +27,7 @@ from megatron.checkpointing.shard_metadata import flat_partition, fragments, sha
 from megatron.parallel.control_plane import ControlPlane
 from megatron.parallel.parameter_slice import ParameterSlice
 from megatron.parallel.topology import Layout
-from restart_trace.recorder import NullOperation
+from restart_trace.recorder import untraced_operation
 from tests.placement_reader import Reader, bits
 from tests.upstream_files import (
     GOLDEN,
@@ -47,7 +47,7 @@ from tests.upstream_files import (
 
 UPSTREAM = Path(__file__).resolve().parents[4] / "golden" / "upstream_run" / "global_step5"
 SAVED = Layout(2, 2, 2)
-OP = NullOperation()
+OP = untraced_operation()
 TIED = "tied_modules.embed.word_embeddings.weight"
 
 
@@ -175,7 +175,8 @@ def test_weights_alone(tmp_path: Path, by_heads: bool) -> None:
         layers.setdefault(int(number), {})[key] = name
     index = SourceIndex(shards.weights(layers))
     targets = [
-        Target(torch.empty(p.local_shape), WEIGHT, weight_placement(n, p, GROUPED.vocab)) for n, p in parts.items()
+        Target(torch.empty(p.local_shape), WEIGHT, weight_placement(n, p, GROUPED.vocab))
+        for n, p in parts.items()
     ]
     sizes = {directory / name: file.num_bytes for name, file in manifest.files.items()}
     reading = Reading(plan(targets, index), sizes, "off", 1)
@@ -269,7 +270,10 @@ def test_files_of_two_saves(checkpoint: Path) -> None:
     [
         ({"args": None}, "no `args` in it, so it is not a Megatron-DeepSpeed checkpoint"),
         ({"args": {"num_layers": 4}}, "it lacks args.num_layers, "),
-        ({"dp_world_size": None, "skipped_steps": None}, "it lacks dp_world_size, skipped_steps, which Megatron"),
+        (
+            {"dp_world_size": None, "skipped_steps": None},
+            "it lacks dp_world_size, skipped_steps, which Megatron",
+        ),
         ({"module": {"some": torch.zeros(2)}}, "as upstream saves them with --no-pipeline-parallel"),
     ],
 )
