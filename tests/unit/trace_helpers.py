@@ -16,7 +16,6 @@ from restart_trace.schema import check_record
 ROOT = Path(__file__).resolve().parents[2]
 # The first record of a file, but for its version and type.
 PROCESS = rank_fields(RankIdentity(0, 1, 0, (0, 0, 0), (1, 1, 1)), {}, run_id="r", cycle=0)
-COMMON = PROCESS
 
 
 def read_process(path: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from restart_trace.recorder import Recorder
 from restart_trace.redaction import redact_command
 from restart_trace.sink import JsonlSink
 from restart_trace.startup import Startup, reached_iteration
-from tests.unit.trace_helpers import COMMON, ROOT, read, read_process, start_python
+from tests.unit.trace_helpers import PROCESS, ROOT, read, read_process, start_python
 
 # ---------------------------------------------------------------- cycles
 
@@ -204,7 +204,7 @@ def test_imports_nothing_heavy() -> None:
 
 def test_probes_surround_the_operation(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
-    recorder = Recorder(JsonlSink(path), COMMON, make_probe(0))
+    recorder = Recorder(JsonlSink(path), PROCESS, make_probe(0))
     with recorder.operation("save"):
         (tmp_path / "data").write_bytes(b"x" * 1_000_000)
     begin, start, end, stop = read(path)
@@ -276,7 +276,7 @@ def test_startup_from_the_start_of_the_process(tmp_path: Path) -> None:
 
 def test_a_phase_that_another_one_interrupts(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
-    startup = Startup(Recorder(JsonlSink(path), COMMON), None, 0, 0, time.monotonic_ns())
+    startup = Startup(Recorder(JsonlSink(path), PROCESS), None, 0, 0, time.monotonic_ns())
     with startup.phase_around("engine_init", "imports") as watch:
         for _ in range(2):
             time.sleep(0.01)

@@ -18,13 +18,13 @@ from restart_trace.recorder import Operation, Recorder, untraced_operation
 from restart_trace.schema import check_record
 from restart_trace.sink import JsonlSink
 from restart_trace.startup import Startup
-from tests.unit.trace_helpers import COMMON, PROCESS, read, start_python
+from tests.unit.trace_helpers import PROCESS, read, start_python
 
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Iterator[tuple[Recorder, Path]]:
     path = tmp_path / "rank_00000_cycle_000.jsonl"
-    recorder = Recorder(JsonlSink(path), COMMON)
+    recorder = Recorder(JsonlSink(path), PROCESS)
     yield recorder, path
     recorder.close()
 

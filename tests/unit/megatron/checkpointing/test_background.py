@@ -20,7 +20,7 @@ from megatron.checkpointing.engines.base import PendingSave, SavedFile
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation, Recorder
 from restart_trace.sink import JsonlSink
-from tests.unit.trace_helpers import COMMON, read
+from tests.unit.trace_helpers import PROCESS, read
 
 
 class Pending(PendingSave):
@@ -44,7 +44,7 @@ class Job:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.recorder = Recorder(JsonlSink(path), COMMON)
+        self.recorder = Recorder(JsonlSink(path), PROCESS)
         self.saves = BackgroundSaves()
         self.may_end = threading.Event()
         self.pending = Pending()
@@ -257,7 +257,7 @@ def test_lost_records_are_counted_over_all_threads(tmp_path: Path) -> None:
             return None
 
     sink = Full()
-    recorder = Recorder(sink, COMMON)
+    recorder = Recorder(sink, PROCESS)
     in_threads(lambda i: [recorder.iteration(step, 0, 1) for step in range(100)])
     sink.room = True
     recorder.iteration(1, 0, 1)

@@ -27,7 +27,7 @@ from megatron.fileio.page_cache import ResidentPages
 from megatron.parallel.topology import Layout
 from restart_trace.recorder import Recorder, untraced_operation
 from restart_trace.sink import JsonlSink
-from tests.unit.trace_helpers import COMMON, read
+from tests.unit.trace_helpers import PROCESS, read
 
 MIB = 1 << 20
 TWO = Layout(tp=1, pp=1, dp=2)
@@ -109,7 +109,7 @@ def wait_until_idle(prefetch: Prefetch) -> None:
 
 def finish(prefetch: Prefetch, directory: Path, trace: Path, load: Any = None) -> list[dict[str, Any]]:
     """Hand over to a load, which `load` carries out; its spans."""
-    with Recorder(JsonlSink(trace), COMMON).operation("load") as op:
+    with Recorder(JsonlSink(trace), PROCESS).operation("load") as op:
         prefetch.hand_over(op, directory)
         if load is not None:
             load(op)

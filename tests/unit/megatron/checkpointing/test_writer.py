@@ -21,7 +21,7 @@ from megatron.checkpointing.writer import CheckpointIdentity, CheckpointWriter, 
 from megatron.parallel.control_plane import ControlPlane
 from restart_trace.recorder import Recorder, untraced_recorder
 from restart_trace.sink import JsonlSink
-from tests.unit.trace_helpers import COMMON, read
+from tests.unit.trace_helpers import PROCESS, read
 
 IDENTITY = CheckpointIdentity({"tp": 1, "pp": 1, "dp": 1}, {"hidden_size": 4}, "/elsewhere")
 STATE = [FileState("weights.pt", {"w": torch.arange(1000.0)})]
@@ -65,7 +65,7 @@ def test_what_is_collected_is_committed(tmp_path: Path) -> None:
 def test_the_same_files_through_a_thread(tmp_path: Path) -> None:
     """An asynchronous engine: the extra file is made before training goes on, and written after it."""
     trace = tmp_path / "trace.jsonl"
-    writer = writer_of("lazy", Recorder(JsonlSink(trace), COMMON))
+    writer = writer_of("lazy", Recorder(JsonlSink(trace), PROCESS))
     extra = ExtraFile("beside.json", lambda: b"{}")
     save = writer.save(SaveDirectory(tmp_path / "save"), 3, lambda: STATE, [extra])
     writer.background.release_state()
@@ -109,7 +109,7 @@ def test_a_state_that_cannot_be_collected_is_a_failed_save(tmp_path: Path, engin
 def test_an_interrupt_is_no_failed_save(tmp_path: Path) -> None:
     """Of the main thread, that is to end the program. The operation ends with it."""
     trace = tmp_path / "trace.jsonl"
-    writer = writer_of(recorder=Recorder(JsonlSink(trace), COMMON))
+    writer = writer_of(recorder=Recorder(JsonlSink(trace), PROCESS))
     working: dict[str, Any] = {"collect": lambda: STATE}
     for broken in ({"collect": lambda: fails(KeyboardInterrupt())}, {"extra_files": [interrupted_file()]}):
         with pytest.raises(KeyboardInterrupt):

@@ -29,7 +29,7 @@ from restart_trace.recorder import Recorder, untraced_operation
 from restart_trace.sink import JsonlSink
 from tests.dist.storage import drop_root_rights, small_disk
 from tests.unit.megatron.checkpointing.engines.nests import identical, nest, random_tensor
-from tests.unit.trace_helpers import COMMON, read, start_python
+from tests.unit.trace_helpers import PROCESS, read, start_python
 
 GOLDEN = Path(__file__).resolve().parents[4] / "golden/upstream_run/global_step5"
 NAME = "layer_01-model_00-model_states.pt"
@@ -275,7 +275,7 @@ class DirectoryEngineChecks:
     def _spans_of_one_save_and_load(self, directory: Path, state: Any) -> float:
         """Checks them; returns the least part of an operation that they cover."""
         directory.mkdir()
-        recorder = Recorder(JsonlSink(directory / "trace.jsonl"), COMMON)
+        recorder = Recorder(JsonlSink(directory / "trace.jsonl"), PROCESS)
         engine, saved, found = self.engine(), [], None  # `found` is kept: giving memory back takes time, too
         for operation in ("save", "load"):
             with recorder.operation(operation, tag="t", step=1) as op:

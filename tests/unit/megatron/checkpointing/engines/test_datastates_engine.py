@@ -35,7 +35,7 @@ from restart_trace.sink import JsonlSink
 from tests.dist.storage import small_disk
 from tests.unit.megatron.checkpointing.engines.datastates_stand_ins import INSTALL, Behaviour
 from tests.unit.megatron.checkpointing.engines.nests import DTYPES, identical, random_tensor
-from tests.unit.trace_helpers import COMMON, read
+from tests.unit.trace_helpers import PROCESS, read
 
 MAIN, LATER = "datastates.llm.Checkpointing", "datastates.CheckpointEngine"
 GIB = 1 << 30
@@ -276,7 +276,7 @@ def test_loading_needs_neither_library_nor_device(tmp_path: Path, monkeypatch: p
 def test_what_is_recorded(tmp_path: Path, library: Library) -> None:
     library.behaviour.delay_s = 0.02
     log = tmp_path / "log.jsonl"
-    recorder = Recorder(JsonlSink(log), COMMON)
+    recorder = Recorder(JsonlSink(log), PROCESS)
     at = directory(tmp_path, "at")
     with recorder.operation("save") as op:
         saved = library.engine(fsync=True).save(file_states(), at, op)
@@ -299,7 +299,7 @@ def test_what_is_recorded(tmp_path: Path, library: Library) -> None:
 
 def test_nothing_is_synchronised_without_being_asked(tmp_path: Path, library: Library) -> None:
     log = tmp_path / "log.jsonl"
-    recorder = Recorder(JsonlSink(log), COMMON)
+    recorder = Recorder(JsonlSink(log), PROCESS)
     with recorder.operation("save") as op:
         library.engine(fsync=False).save(file_states(), directory(tmp_path, "at"), op)
         assert op.durable is False

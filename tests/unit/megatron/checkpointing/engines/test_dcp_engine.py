@@ -29,7 +29,7 @@ from tests.unit.megatron.checkpointing.engines.directory_engine_checks import (
     ranks_save_and_load_alone,
 )
 from tests.unit.megatron.checkpointing.engines.nests import identical
-from tests.unit.trace_helpers import COMMON, read
+from tests.unit.trace_helpers import PROCESS, read
 
 
 class _Poison:
@@ -138,7 +138,7 @@ class TestDcpEngine(_DcpChecks):
 
     def test_training_waits_for_all_of_it(self, tmp_path: Path) -> None:
         trace = tmp_path / "trace.jsonl"
-        recorder = Recorder(JsonlSink(trace), COMMON)
+        recorder = Recorder(JsonlSink(trace), PROCESS)
         with recorder.operation("save", tag="t", step=1) as op:
             self.save(tmp_path / "out", large(4 * MIB), op)
         recorder.close()
@@ -153,7 +153,7 @@ class TestDcpAsyncEngine(_DcpChecks):
 
     def test_training_waits_for_the_copy_alone(self, tmp_path: Path) -> None:
         trace = tmp_path / "trace.jsonl"
-        recorder = Recorder(JsonlSink(trace), COMMON)
+        recorder = Recorder(JsonlSink(trace), PROCESS)
         with recorder.operation("save", tag="t", step=1) as op:
             self.save(tmp_path / "out", large(4 * MIB), op)
         recorder.close()

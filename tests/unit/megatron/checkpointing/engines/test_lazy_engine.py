@@ -24,7 +24,7 @@ from restart_trace.recorder import Recorder, untraced_operation
 from restart_trace.sink import JsonlSink
 from tests.dist.storage import disk_without_direct_io, fill, small_disk
 from tests.unit.megatron.checkpointing.engines.lazy_helpers import BLOCK, NAMES, check, engine, files, load
-from tests.unit.trace_helpers import COMMON, ROOT, read
+from tests.unit.trace_helpers import PROCESS, ROOT, read
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_nothing_is_copied_ahead_if_the_writing_ends_before_the_step(tmp_path: P
     trace = tmp_path / "trace.jsonl"
     (tmp_path / "checkpoint").mkdir()
     saving = engine(io_threads=2)
-    with Recorder(JsonlSink(trace), COMMON).operation("save") as op:
+    with Recorder(JsonlSink(trace), PROCESS).operation("save") as op:
         pending = saving.begin_save(files(), tmp_path / "checkpoint", op)
         pending.wait()
         pending.release_state()
@@ -92,7 +92,7 @@ def test_nothing_is_copied_ahead_if_the_writing_ends_before_the_step(tmp_path: P
 def test_trace_of_a_save_accounts_for_every_byte(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     (tmp_path / "checkpoint").mkdir()
-    with Recorder(JsonlSink(trace), COMMON).operation("save") as op:
+    with Recorder(JsonlSink(trace), PROCESS).operation("save") as op:
         (saved,) = engine(fsync=True).save(files(), tmp_path / "checkpoint", op)
     spans = [record for record in read(trace) if record["type"] == "span"]
     written = sum(s["bytes"] for s in spans if s.get("detail") == "write")

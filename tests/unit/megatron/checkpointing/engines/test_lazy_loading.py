@@ -17,14 +17,14 @@ from restart_trace.recorder import Recorder, untraced_operation
 from restart_trace.sink import JsonlSink
 from tests.dist.storage import disk_without_direct_io
 from tests.unit.megatron.checkpointing.engines.lazy_helpers import BLOCK, NAMES, check, engine, files, load
-from tests.unit.trace_helpers import COMMON, read
+from tests.unit.trace_helpers import PROCESS, read
 
 
 @pytest.mark.parametrize("direct_io", ["auto", "on"])
 def test_only_the_states_that_are_asked_for_are_read(tmp_path: Path, direct_io: str) -> None:
     saved = engine().save(files(), tmp_path, untraced_operation())
     trace = tmp_path / "trace.jsonl"
-    with Recorder(JsonlSink(trace), COMMON).operation("load") as op:
+    with Recorder(JsonlSink(trace), PROCESS).operation("load") as op:
         found = engine(direct_io=direct_io).load(
             NAMES[:1], SavedCheckpoint(tmp_path, {saved[0].name: saved[0]}), op
         )

@@ -28,7 +28,7 @@ from megatron.checkpointing.engines.registry import create_engine
 from megatron.checkpointing.engines.torch_files import tensor_records, verify_file
 from restart_trace.recorder import Recorder, untraced_operation
 from restart_trace.sink import JsonlSink
-from tests.unit.trace_helpers import COMMON, read
+from tests.unit.trace_helpers import PROCESS, read
 
 NAME = "layer_01-model_00-model_states.pt"
 
@@ -144,7 +144,7 @@ def test_tensors_of_one_storage_are_written_once(tmp_path: Path) -> None:
 @pytest.fixture
 def recorded(tmp_path: Path) -> Iterator[tuple[Recorder, Path]]:
     path = tmp_path / "rank_00000_cycle_000.jsonl"
-    recorder = Recorder(JsonlSink(path), COMMON)
+    recorder = Recorder(JsonlSink(path), PROCESS)
     yield recorder, path
     recorder.close()
 

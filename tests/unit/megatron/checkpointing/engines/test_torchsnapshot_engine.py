@@ -31,7 +31,7 @@ from tests.unit.megatron.checkpointing.engines.directory_engine_checks import ( 
     ranks_save_and_load_alone,
 )
 from tests.unit.megatron.checkpointing.engines.nests import identical  # noqa: E402
-from tests.unit.trace_helpers import COMMON, read  # noqa: E402
+from tests.unit.trace_helpers import PROCESS, read  # noqa: E402
 
 
 class TestTorchSnapshotEngine(DirectoryEngineChecks):
@@ -51,7 +51,7 @@ class TestTorchSnapshotEngine(DirectoryEngineChecks):
 
     def test_the_budget_bounds_all_snapshots_of_a_save_together(self, tmp_path: Path) -> None:
         trace = tmp_path / "trace.jsonl"
-        recorder = Recorder(JsonlSink(trace), COMMON)
+        recorder = Recorder(JsonlSink(trace), PROCESS)
         budget = 8 * MIB
         states = {f"{i}.pt": large(8 * MIB) for i in range(4)}
         engine = self.engine(host_cache_bytes=budget)
