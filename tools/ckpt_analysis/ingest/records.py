@@ -72,25 +72,26 @@ def read_records(
 def _read_batch(
     texts: list[FileText], num_bytes: int, reading: Reading
 ) -> tuple[Records, list[Problem], int]:
-    """(records, problems, bytes) of one batch: in columns, or where something is wrong file by file."""
-    records = _in_columns(texts)
-    if records is not None:
-        return records, [], num_bytes
-    parts, problems = [], []
-    for text in texts:
-        records = _in_columns([text])
-        if records is None:
-            frames, found = read_lines(text, reading)
-            records = _tables(frames, [text])
-            assert records is not None, "what contradicts was left out"
-            problems += found
-        parts.append(records)
+    """(records, problems, bytes) of one batch."""
+    parts, problems = _read_texts(texts, reading)
     return concat_records(parts), problems, num_bytes
 
 
-def _in_columns(texts: list[FileText]) -> Records | None:
+def _read_texts(texts: list[FileText], reading: Reading) -> tuple[list[Records], list[Problem]]:
+    """Records of the files in columns; where something is wrong they are halved until a file stands alone."""
     frames = read_columns(texts)
-    return None if frames is None else _tables(frames, texts)
+    records = None if frames is None else _tables(frames, texts)
+    if records is not None:
+        return [records], []
+    if len(texts) > 1:
+        middle = len(texts) // 2
+        first, found = _read_texts(texts[:middle], reading)
+        second, more = _read_texts(texts[middle:], reading)
+        return first + second, found + more
+    frames, problems = read_lines(texts[0], reading)
+    records = _tables(frames, texts)
+    assert records is not None, "what contradicts was left out"
+    return [records], problems
 
 
 def concat_records(parts: list[Records]) -> Records:
