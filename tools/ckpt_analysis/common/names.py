@@ -11,7 +11,6 @@ NAME = pl.Enum(
     sorted({"", *(n for ps in PHASES.values() for p, details in ps.items() for n in (p, *details))})
 )
 OPERATION = pl.Enum(list(PHASES))
-RECORD_TYPE = pl.Enum(list(RECORD_FIELDS))
 
 FILE = "file_index"  # which file a record came from: its place in the list of files
 
@@ -28,7 +27,3 @@ TYPE_SCHEMAS: dict[str, dict[str, pl.DataType]] = {
     for record_type, fields in RECORD_FIELDS.items()
     if record_type != "process"
 }
-# Columns of all of them together.
-SCHEMA: dict[str, pl.DataType] = {"type": pl.String()}
-for _columns in TYPE_SCHEMAS.values():
-    SCHEMA |= _columns

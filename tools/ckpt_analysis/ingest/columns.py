@@ -11,15 +11,15 @@ import polars as pl
 
 from restart_trace.schema import RECORD_FIELDS, WORDS, int_range
 
-from ..common.names import FILE, NAME, OPERATION, RECORD_TYPE, SCHEMA, TYPE_SCHEMAS
+from ..common.names import FILE, NAME, OPERATION, TYPE_SCHEMAS
 from .files import FileText
 from .misread import is_misread
 
 Frames = dict[str, pl.DataFrame]  # record type -> its columns and file_index, in the order of the files
 
-_SPAN = b'{"type":"span",'  # as the recorder writes it; a span written otherwise is one of the other lines
+_TYPES = ["span", *(name for name in TYPE_SCHEMAS if name != "span")]
 # Columns of words, which are looked up: what is no text is no word.
-_WORDS = {"type", "phase", "detail", *WORDS}
+_WORDS = {"phase", "detail", *WORDS}
 # An object of numbers, as JSON text: what a probe sampled.
 _NUMBER = r"-?[0-9]{1,300}(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?"
 _PAIR = rf'"(?:[^"\\]|\\.)*": ?{_NUMBER}'
@@ -28,31 +28,32 @@ _NUMBERS = rf"^\{{(?:{_PAIR}(?:, ?{_PAIR})*)?\}}$"
 
 def read_columns(texts: list[FileText]) -> Frames | None:
     """Frames of the files' records after the first; None if a line is no valid record."""
-    spans, others = _Lines(), _Lines()
+    lines = {name: _Lines(name) for name in TYPE_SCHEMAS}
     for text in texts:
-        lines = text.lines()
-        spans.add(text.index, [line for line in lines if line.startswith(_SPAN)])
-        others.add(text.index, [line for line in lines if not line.startswith(_SPAN)])
-    # Spans apart, as they are most of the lines, and each further column costs time with every line.
-    span, other = spans.decode(TYPE_SCHEMAS["span"]), others.decode(SCHEMA)
-    frames = None if other is None else by_type(other)
-    if span is None or frames is None:
-        return None
-    details = span["detail"]
-    span = span.with_columns(_words("span"))
-    if not _same_nulls(details, span["detail"]):
-        return None
-    if not frames["span"].is_empty():
-        span = pl.concat([span, frames["span"]]).sort(FILE, maintain_order=True)
-    frames["span"] = span
-    valid = all(frame.select(_possible(name).all()).item() for name, frame in frames.items())
-    return frames if valid else None
+        left = text.lines()
+        # Each type apart, for each further column costs time with every line. Spans first: they are most of the lines.
+        for name in _TYPES:
+            start = b'{"type":"%s",' % name.encode()
+            mine = [line for line in left if line.startswith(start)]
+            if mine:
+                lines[name].add(text.index, mine)
+                left = [line for line in left if not line.startswith(start)]
+        if left:
+            return None
+    frames: Frames = {}
+    for name in TYPE_SCHEMAS:
+        frame = lines[name].decode()
+        if frame is None:
+            return None
+        frames[name] = frame
+    return frames
 
 
 class _Lines:
-    """Lines of several files, and how many each has."""
+    """Lines of one type of several files, and how many each has."""
 
-    def __init__(self) -> None:
+    def __init__(self, record_type: str) -> None:
+        self._type = record_type
         self._lines: list[bytes] = []
         self._files: list[int] = []
         self._counts: list[int] = []
@@ -62,10 +63,11 @@ class _Lines:
         self._files.append(file)
         self._counts.append(len(lines))
 
-    def decode(self, schema: dict[str, pl.DataType]) -> pl.DataFrame | None:
-        """The records with file_index; None if a line is none, or has a value of another type than its column."""
+    def decode(self) -> pl.DataFrame | None:
+        """The records with file_index; None if one of them is not valid."""
+        schema = TYPE_SCHEMAS[self._type]
         if not self._lines:
-            return pl.DataFrame(schema=schema | {FILE: pl.Int32()})
+            return with_words(self._type, pl.DataFrame(schema=schema | {FILE: pl.Int32()}))
         # The blank line first, which is passed over: polars would unpack what begins as gzip or zstd do.
         text = b"\n".join([b"", *self._lines, b""])
         try:
@@ -76,37 +78,25 @@ class _Lines:
             frame, text, _WORDS
         ):  # polars passes over blank lines, too
             return None
+        cast = with_words(self._type, frame)
+        if not cast.select(_possible(self._type).all()).item() or (
+            # A word that is no detail is not the same as none.
+            self._type == "span" and cast["detail"].null_count() != frame["detail"].null_count()
+        ):
+            return None
         counts = pl.DataFrame(
             {FILE: self._files, "lines": self._counts}, schema={FILE: pl.Int32(), "lines": pl.UInt32()}
         )
-        files = counts.select(pl.col(FILE).repeat_by("lines").explode()).to_series()
-        return frame.with_columns(files.drop_nulls())  # of a file without such lines
+        return cast.with_columns(counts.select(pl.col(FILE).repeat_by("lines").explode()).to_series())
 
 
-def by_type(frame: pl.DataFrame) -> Frames | None:
-    """Records parted by their type, the words that many repeat as small types; None if one is of no known word."""
-    kind = frame["type"].cast(RECORD_TYPE, strict=False)
-    if kind.has_nulls() or (kind == "process").any():
-        return None
-    parted = frame.with_columns(kind).partition_by("type", as_dict=True)
-    parts = {name: parted.get((name,), frame.clear()) for name in TYPE_SCHEMAS}
-    frames = {
-        name: part.select(*TYPE_SCHEMAS[name], FILE).with_columns(_words(name))
-        for name, part in parts.items()
-    }
-    return frames if _same_nulls(parts["span"]["detail"], frames["span"]["detail"]) else None
-
-
-def _words(record_type: str) -> list[pl.Expr]:
-    """Casts that make a word that there is none of a null."""
+def with_words(record_type: str, frame: pl.DataFrame) -> pl.DataFrame:
+    """The frame with the words that many records repeat as small types; a word that there is none of is null."""
     if record_type == "span":
-        return [pl.col("phase", "detail").cast(NAME, strict=False)]
-    return [pl.col("operation").cast(OPERATION, strict=False)] if record_type == "operation_begin" else []
-
-
-def _same_nulls(written: pl.Series, cast: pl.Series) -> bool:
-    """Whether no word was lost: a word that is no detail is not the same as none."""
-    return written.null_count() == cast.null_count()
+        return frame.with_columns(pl.col("phase", "detail").cast(NAME, strict=False))
+    if record_type == "operation_begin":
+        return frame.with_columns(pl.col("operation").cast(OPERATION, strict=False))
+    return frame
 
 
 @functools.cache

@@ -8,9 +8,9 @@ from typing import Any
 
 import polars as pl
 
-from ..common.names import FILE, SCHEMA
+from ..common.names import FILE, TYPE_SCHEMAS
 from ..common.problems import Problem
-from .columns import Frames, by_type
+from .columns import Frames, with_words
 from .files import FileText, Reading
 from .lines import LineReader, other_version
 
@@ -39,17 +39,23 @@ def read_lines(text: FileText, reading: Reading) -> tuple[Frames, list[Problem]]
             wrong.append(f"line {number}: {line.faults[0]}")
     problems = [_invalid(name, wrong)] if wrong else []
     problems += [_stray_run(name, run, count, text.head.process["run_id"]) for run, count in strays.items()]
-    frames = by_type(_frame(records).with_columns(pl.lit(text.index, pl.Int32).alias(FILE)))
-    assert frames is not None, "every line was checked"
-    return frames, problems
+    return {record_type: _frame(record_type, records, text.index) for record_type in TYPE_SCHEMAS}, problems
 
 
-def _frame(records: list[dict[str, Any]]) -> pl.DataFrame:
+def _frame(record_type: str, records: list[dict[str, Any]], index: int) -> pl.DataFrame:
+    schema = TYPE_SCHEMAS[record_type]
     rows = [
-        record | {"values": json.dumps(record["values"])} if "values" in record else record
+        {name: _cell(record.get(name)) for name in schema}
         for record in records
+        if record["type"] == record_type
     ]
-    return pl.DataFrame(rows, schema=SCHEMA)
+    frame = pl.DataFrame(rows, schema=schema).with_columns(pl.lit(index, pl.Int32).alias(FILE))
+    return with_words(record_type, frame)
+
+
+def _cell(value: Any) -> Any:
+    """A value as its column has it: an object as its JSON text."""
+    return json.dumps(value) if isinstance(value, dict) else value
 
 
 def _invalid(name: str, reasons: list[str]) -> Problem:
