@@ -28,16 +28,16 @@ class RecordContext:
     def complete(self, record: dict[str, Any]) -> dict[str, Any]:
         """The next record of the file with the fields that it leaves to earlier ones.
 
-        Every record gets IDENTITY, those with an op_id `operation`, `start_ns` (the end of an operation) and LABELS,
+        Every record gets IDENTITY, those with an op `operation`, `start_ns` (the end of an operation) and LABELS,
         and a span also the `duration_ns`, `thread` and `blocking` that it leaves out.
         """
         kind = record["type"]
         if kind == "process":
             self._identity = {name: record[name] for name in IDENTITY if name in record}
             return record
-        if "op_id" not in record:
+        if "op" not in record:
             return self._identity | record
-        operation = self._operations.setdefault(record["op_id"], {})
+        operation = self._operations.setdefault(record["op"], {})
         if kind in ("operation_begin", "operation_label"):
             operation |= {name: record[name] for name in ("operation", "start_ns", *LABELS) if name in record}
         completed = self._identity | operation | record

@@ -75,9 +75,7 @@ class Operation:
         self.failure: str | None = None
         self._read_ahead = 0  # bytes
         self._lock = threading.Lock()  # of _read_ahead
-        recorder.write(
-            "operation_begin", operation=name, op_id=op_id, **given(self._labels), start_ns=start_ns
-        )
+        recorder.write("operation_begin", operation=name, op=op_id, **given(self._labels), start_ns=start_ns)
 
     def label(self, *, tag: str | None = None, step: int | None = None, engine: str | None = None) -> None:
         """Name the checkpoint, or the class of the engine, where it is only found out while the operation runs."""
@@ -85,7 +83,7 @@ class Operation:
         new = {name: value for name, value in found.items() if value != self._labels[name]}
         if new:
             self._labels = self._labels | new
-            self._recorder.write("operation_label", op_id=self._op_id, **new)
+            self._recorder.write("operation_label", op=self._op_id, **new)
 
     @contextmanager
     def span(
@@ -141,7 +139,7 @@ class Operation:
             num_bytes -= self._take_read_ahead(num_bytes)
         thread = thread or threading.current_thread().name
         fields = {
-            "op_id": self._op_id,
+            "op": self._op_id,
             "phase": phase,
             "detail": detail,
             "file": file,
@@ -177,7 +175,7 @@ class Operation:
         """Write the closing record. `bytes`, `num_files` and `durable` are taken as they stand."""
         error = error or self.failure
         fields = {
-            "op_id": self._op_id,
+            "op": self._op_id,
             "end_ns": now_ns(),
             "outcome": "failed" if error else "ok",
             "bytes": self.bytes,
@@ -305,7 +303,7 @@ class Recorder:
     def probe(self, op_id: int, at: str, sample: tuple[int, dict[str, float]] | None) -> None:
         """Record what was sampled at the start or end of an operation."""
         if sample is not None:
-            self.write("probe", op_id=op_id, at=at, time_ns=sample[0], values=sample[1])
+            self.write("probe", op=op_id, at=at, time_ns=sample[0], values=sample[1])
 
     def close(self) -> None:
         with self._lock:

@@ -69,7 +69,7 @@ _STEP = Field("int", False, "training iteration the operation belongs to")
 _ENGINE = Field("str", False, "class name of the engine that carries the operation out")
 
 # Only the first record of a file says which process it is of, and only operation_begin and operation_label say what
-# an operation is; the others name it by its op_id. restart_trace.reading puts them together again.
+# an operation is; the others name it by its op. restart_trace.reading puts them together again.
 RECORD_FIELDS: dict[str, dict[str, Field]] = {
     # The first line of a file, and no other.
     "process": _TYPE
@@ -112,7 +112,7 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
     "operation_begin": _TYPE
     | {
         "operation": Field("str", True, "save, load or startup"),
-        "op_id": Field("int", True, "number of the operation within this process, from 0"),
+        "op": Field("int", True, "number of the operation within this process, from 0"),
         "tag": _TAG,
         "step": _STEP,
         "engine": _ENGINE,
@@ -121,14 +121,14 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
     # What becomes known of an operation while it runs.
     "operation_label": _TYPE
     | {
-        "op_id": Field("int", True, "number of the operation"),
+        "op": Field("int", True, "number of the operation"),
         "tag": _TAG,
         "step": _STEP,
         "engine": _ENGINE,
     },
     "span": _TYPE
     | {
-        "op_id": Field("int", True, "number of the operation"),
+        "op": Field("int", True, "number of the operation"),
         "phase": Field("str", True, "see PHASES"),
         "detail": Field("str", False, "see PHASES"),
         "file": Field("str", False, "file name relative to the directory of the checkpoint's tag"),
@@ -142,7 +142,7 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
     },
     "operation_end": _TYPE
     | {
-        "op_id": Field("int", True, "number of the operation"),
+        "op": Field("int", True, "number of the operation"),
         "end_ns": Field("int", True, "monotonic, ns"),
         "outcome": Field("str", True, "ok or failed"),
         "bytes": Field("int", False, "bytes this rank wrote or read"),
@@ -172,7 +172,7 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
     # Samples at the boundaries of operations.
     "probe": _TYPE
     | {
-        "op_id": Field("int", True, "number of the operation sampled"),
+        "op": Field("int", True, "number of the operation sampled"),
         "at": Field("str", True, "start or end"),
         "time_ns": Field("int", True, "monotonic, ns"),
         "values": Field("object", True, "name -> number; the unit is the end of the name"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _KEY = ["cycle", "tag"]
-_OPERATION = ["cycle", "rank", "op_id"]
+_OPERATION = ["cycle", "rank", "op"]
 
 
 def summary(directory: Path) -> list[dict[str, Any]]:
@@ -21,7 +21,7 @@ def summary(directory: Path) -> list[dict[str, Any]]:
 
     frames = [pd.read_json(path, lines=True) for path in sorted(directory.glob("rank_*.jsonl"))]
     for frame in frames:  # the first record says whose file it is
-        frame[["cycle", "rank"]] = frame[["cycle", "rank"]].iloc[0]
+        frame["cycle"], frame["rank"] = frame["cycle"].iloc[0], frame["rank"].iloc[0]
     records = pd.concat(frames, ignore_index=True)
     begins = records[(records["type"] == "operation_begin") & (records["operation"] == "save")]
     begins = begins[[*_OPERATION, "tag", "start_ns"]]
@@ -39,7 +39,9 @@ def summary(directory: Path) -> list[dict[str, Any]]:
     spans["seconds"] = spans["duration_ns"].fillna(spans["end_ns"] - spans["start_ns"]) / 1e9
     whole = spans.groupby([*_KEY, "phase", "rank"])["seconds"].sum()
     parts = spans.groupby([*_KEY, "phase", "detail", "rank"])["seconds"].sum()
-    blocking = spans[spans["blocking"].isna()]  # false is all that is written
+    blocking = (
+        spans[spans["blocking"].isna()] if "blocking" in spans else spans
+    )  # false is all that is written
     blocked = blocking.groupby([*_KEY, "rank"])[["start_ns", "end_ns"]].apply(_union)
     saves = []
     for (cycle, tag), rows in ends.groupby(_KEY):

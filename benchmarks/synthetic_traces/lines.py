@@ -73,7 +73,7 @@ class RankLines:
 
     def begin(self, operation: str, us: int, labels: str) -> str:
         """Begins an operation; returns the field by which its other records name it."""
-        op = f'"op_id":{self._next_op},'
+        op = f'"op":{self._next_op},'
         self._next_op += 1
         self.write("operation_begin", f'"operation":"{operation}",{op}{labels}"start_ns":{self.ns(us)}')
         if operation != "startup":

@@ -43,5 +43,5 @@ def spans_of(save: Path, end: dict[str, Any]) -> list[dict[str, Any]]:
     """Spans of the operation that `end` closes."""
     mine = records(save / "restart_trace", end["cycle"], end["rank"])
     return [
-        r for r in mine if r["type"] == "span" and r["op_id"] == end["op_id"] and r["operation"] == "save"
+        r for r in mine if r["type"] == "span" and r["op"] == end["op"] and r["operation"] == "save"
     ]

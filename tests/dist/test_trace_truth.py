@@ -49,7 +49,7 @@ def own_spans(trace: list[dict[str, Any]], end: dict[str, Any]) -> list[dict[str
     spans = [
         r
         for r in trace
-        if r["type"] == "span" and (r["rank"], r["op_id"]) == (end["rank"], end["op_id"]) and r["blocking"]
+        if r["type"] == "span" and (r["rank"], r["op"]) == (end["rank"], end["op"]) and r["blocking"]
     ]
     if end["operation"] != "startup":
         return spans

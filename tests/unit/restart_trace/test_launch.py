@@ -214,7 +214,7 @@ def test_probes_surround_the_operation(tmp_path: Path) -> None:
         "operation_end",
         "probe",
     ]
-    assert (start["at"], stop["at"], start["op_id"], stop["op_id"]) == ("start", "end", 0, 0)
+    assert (start["at"], stop["at"], start["op"], stop["op"]) == ("start", "end", 0, 0)
     assert start["time_ns"] <= begin["start_ns"] <= end["end_ns"] <= stop["time_ns"]
     assert start["values"]["rss_bytes"] > 1_000_000
     written = [probe["values"]["io_write_calls_bytes"] for probe in (start, stop)]

@@ -103,7 +103,7 @@ def test_records_of_the_factory_follow_the_schema() -> None:
 
 
 GOOD_SPAN = {
-    "type": "span", "op_id": 0, "phase": "collect", "start_ns": 1, "end_ns": 2, "duration_ns": 1, "thread": "t",
+    "type": "span", "op": 0, "phase": "collect", "start_ns": 1, "end_ns": 2, "duration_ns": 1, "thread": "t",
     "blocking": True,
 }  # fmt: skip
 
@@ -115,7 +115,7 @@ GOOD_SPAN = {
         ({"type": "spam"}, "unknown record type 'spam'"),
         ({"colour": "red"}, "unknown field colour"),
         ({"start_ns": 1.5}, "field start_ns is not int: 1.5"),
-        ({"op_id": True}, "field op_id is not int: True"),
+        ({"op": True}, "field op is not int: True"),
         ({"blocking": 1}, "field blocking is not bool: 1"),
         ({"operation": "save"}, "unknown field operation"),
         ({"duration_ns": 2}, "duration_ns 2 is not from 0 to end_ns - start_ns, 1"),

@@ -29,7 +29,7 @@ def test_records_are_joined_with_their_process_and_operation(tmp_path: Path) -> 
     identity = {name: PROCESS[name] for name in ("run_id", "cycle", "rank", "tp", "pp", "dp")}
     assert process["host"] == PROCESS["host"]
     assert discover == identity | {
-        "type": "span", "op_id": 0, "operation": "load", "phase": "discover", "start_ns": 10, "end_ns": 30,
+        "type": "span", "op": 0, "operation": "load", "phase": "discover", "start_ns": 10, "end_ns": 30,
         "duration_ns": 20, "thread": "MainThread", "blocking": True,
     }  # fmt: skip
     assert (read["tag"], read["step"], read["operation"]) == ("global_step5", 5, "load")

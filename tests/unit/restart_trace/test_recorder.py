@@ -46,7 +46,7 @@ def test_operation_with_spans(trace: tuple[Recorder, Path]) -> None:
     begin, collect, write, serialize, end = read(path)
     assert [begin["type"], end["type"], end["outcome"]] == ["operation_begin", "operation_end", "ok"]
     for record in (begin, collect, write, serialize, end):
-        assert (record["op_id"], record["tag"], record["step"]) == (0, "global_step5", 5)
+        assert (record["op"], record["tag"], record["step"]) == (0, "global_step5", 5)
     assert collect["duration_ns"] == collect["end_ns"] - collect["start_ns"] >= 20_000_000
     assert before <= begin["start_ns"] <= collect["start_ns"] <= collect["end_ns"] <= end["end_ns"] <= after
     assert (write["phase"], write["detail"], write["file"], write["bytes"]) == ("flush", "write", "a.pt", 7)
@@ -88,12 +88,12 @@ def test_a_record_carries_only_its_own_fields(trace: tuple[Recorder, Path]) -> N
         op.add("collect", None, 10, 20)
         op.add("serialize", None, 10, 20, duration_ns=4, blocking=False, thread="writer")
     _, _, collect, serialize, end = [json.loads(line) for line in path.read_text().splitlines()]
-    assert collect == {"type": "span", "op_id": 0, "phase": "collect", "start_ns": 10, "end_ns": 20}
+    assert collect == {"type": "span", "op": 0, "phase": "collect", "start_ns": 10, "end_ns": 20}
     assert serialize == {
-        "type": "span", "op_id": 0, "phase": "serialize", "start_ns": 10, "end_ns": 20, "duration_ns": 4,
+        "type": "span", "op": 0, "phase": "serialize", "start_ns": 10, "end_ns": 20, "duration_ns": 4,
         "thread": "writer", "blocking": False,
     }  # fmt: skip
-    assert end == {"type": "operation_end", "op_id": 0, "end_ns": end["end_ns"], "outcome": "ok"}
+    assert end == {"type": "operation_end", "op": 0, "end_ns": end["end_ns"], "outcome": "ok"}
 
 
 @pytest.mark.parametrize(("phase", "detail"), [("colect", None), ("flush", None), ("collect", "write")])

@@ -37,9 +37,9 @@ class _Process:
 
     def contradictions(self, record: dict[str, Any]) -> Iterator[str]:
         """What contradicts earlier records; the record by itself is valid."""
-        if "op_id" not in record:
+        if "op" not in record:
             return
-        kind, op_id = record["type"], record["op_id"]
+        kind, op_id = record["type"], record["op"]
         begun = self.begun.get(op_id)
         if kind == "operation_begin":
             if begun is not None:

@@ -123,6 +123,8 @@ def only_files(records: Records, keep: pl.Expr) -> Records:
 
 def _tables(frames: Frames, texts: list[FileText]) -> Records | None:
     """The valid records of one batch; None if some contradict others."""
+    # In the tables `op` is the row of an operation; its number within its process is `op_id`.
+    frames = {name: frame.rename({"op": "op_id"}, strict=False) for name, frame in frames.items()}
     operations = _operations(frames["operation_begin"], frames["operation_label"], frames["operation_end"])
     if operations is None:
         return None
@@ -144,7 +146,7 @@ def _tables(frames: Frames, texts: list[FileText]) -> Records | None:
         | {name: [p[name] for p in processes] for name in ("cycle", "rank")},
         schema={FILE: pl.Int32, "cycle": pl.Int64, "rank": pl.Int64},
     )
-    columns = ["op", *(name for name in TYPE_SCHEMAS["span"] if name != "op_id")]
+    columns = list(TYPE_SCHEMAS["span"])
     return Records(
         operations=_placed(operations, files),
         spans=sorted_by_op(spans.select(columns)),

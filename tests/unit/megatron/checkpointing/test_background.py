@@ -219,7 +219,7 @@ def in_threads(work: Any, count: int = 8) -> None:
 
 def test_operations_of_many_threads_have_numbers_of_their_own(job: Job) -> None:
     in_threads(lambda i: [job.recorder.begin("save", step=i).end() for _ in range(50)])
-    numbers = [r["op_id"] for r in read(job.path) if r["type"] == "operation_end"]
+    numbers = [r["op"] for r in read(job.path) if r["type"] == "operation_end"]
     assert sorted(numbers) == list(range(400))
 
 

@@ -139,7 +139,7 @@ class RankLog:
         self.write(
             "operation_begin",
             operation=operation,
-            op_id=op_id,
+            op=op_id,
             **labels,
             **named,
             start_ns=self.ns(self.now_ms),
@@ -175,7 +175,7 @@ class OperationLog:
     op_id: int
 
     def label(self, **labels: Any) -> None:
-        self.log.write("operation_label", op_id=self.op_id, **labels)
+        self.log.write("operation_label", op=self.op_id, **labels)
 
     def span(self, phase: str, detail: str | None, took_ms: float, **fields: Any) -> None:
         """A span that begins now; time moves on to its end."""
@@ -199,7 +199,7 @@ class OperationLog:
         background = {} if blocking else {"thread": "flush", "blocking": False}
         self.log.write(
             "span",
-            op_id=self.op_id,
+            op=self.op_id,
             phase=phase,
             **optional,
             **fields,
@@ -213,7 +213,7 @@ class OperationLog:
         failed = {"error": error} if error else {}
         self.log.write(
             "operation_end",
-            op_id=self.op_id,
+            op=self.op_id,
             end_ns=self.log.ns(self.log.now_ms),
             outcome="failed" if error else "ok",
             **fields,

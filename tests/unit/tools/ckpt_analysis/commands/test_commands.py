@@ -255,7 +255,7 @@ def test_exported_spans_say_all_they_belong_to(run: Path, frames: Frames) -> Non
     row = spans.filter((pl.col("rank") == 9) & (pl.col("phase") == "flush")).row(0, named=True)
     assert (row["tp"], row["pp"], row["dp"], row["host"]) == (1, 1, 0, "node0001")
     assert (row["tag"], row["step"], row["engine"]) == ("global_step2", 2, "TorchCheckpointEngine")
-    assert row["thread"] == "ckpt-writer" and row["file"] == "global_step2/rank_00009_0.pt"
+    assert row["thread"] == "ckpt-writer" and row["file"] == "rank_00009_0.pt"
     assert spans.filter(pl.col("operation") == "save")["tag"].null_count() == 0
 
 

@@ -258,7 +258,7 @@ def test_page_cache_reads(tmp_path: Path, fetched: int | None, loaded: int, met:
         def probe(at: str, counter: int) -> None:
             time_ns = log.ns(log.now_ms)
             values = {"rss_bytes": 1} | ({} if fetched is None else {"io_read_storage_bytes": 777 + counter})
-            log.write("probe", operation="load", op_id=0, at=at, time_ns=time_ns, values=values)
+            log.write("probe", op=0, at=at, time_ns=time_ns, values=values)
 
         probe("start", 0)
         op = log.begin("load", tag="global_step5", step=5)

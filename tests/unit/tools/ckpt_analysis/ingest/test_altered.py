@@ -59,25 +59,25 @@ def place_of(records: Records, kind: str, **fields: Any) -> int:
 
 # (kind of record, what tells it, what is altered)
 ALTERED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "a flush under the start-up": ("span", {"phase": "flush"}, {"op_id": 0}),
-    "an end of another operation": ("operation_end", {"op_id": 1}, {"op_id": 0}),
+    "a flush under the start-up": ("span", {"phase": "flush"}, {"op": 0}),
+    "an end of another operation": ("operation_end", {"op": 1}, {"op": 0}),
     "a phase that is a list": ("span", {"phase": "flush"}, {"phase": ["flush"]}),
     "a tag that is a number": ("operation_label", {}, {"tag": 5}),
-    "a label of no operation": ("operation_label", {}, {"op_id": 9}),
+    "a label of no operation": ("operation_label", {}, {"op": 9}),
     "a file that is a bool": ("span", {"phase": "flush"}, {"file": True}),
-    "an error that is null": ("operation_end", {"op_id": 1}, {"error": None}),
+    "an error that is null": ("operation_end", {"op": 1}, {"error": None}),
     "a negative start": ("span", {"phase": "collect"}, {"start_ns": -5}),
     "a moment beyond any uptime": ("event", {}, {"time_ns": (1 << 63) - 1}),
     "more than 64 bits": ("span", {"phase": "collect"}, {"end_ns": 1 << 70}),
     "an end before the start": ("iteration", {}, {"end_ns": 1}),
-    "an operation that ends before it starts": ("operation_end", {"op_id": 1}, {"end_ns": 1}),
+    "an operation that ends before it starts": ("operation_end", {"op": 1}, {"end_ns": 1}),
     "a loss that is no number": ("iteration", {}, {"loss": float("nan")}),
     "a loss without bounds": ("iteration", {}, {"loss": float("inf")}),
     "a loss of 400 digits": ("iteration", {}, {"loss": 10**400}),
     "bytes less than none": ("span", {"phase": "flush", "detail": "write"}, {"bytes": -1}),
     "bytes of no disk": ("span", {"phase": "flush", "detail": "write"}, {"bytes": (1 << 63) - 1}),
-    "an op_id of no operation": ("span", {"phase": "collect"}, {"op_id": (1 << 63) - 1}),
-    "an outcome that is none": ("operation_end", {"op_id": 1}, {"outcome": "perhaps"}),
+    "an op of no operation": ("span", {"phase": "collect"}, {"op": (1 << 63) - 1}),
+    "an outcome that is none": ("operation_end", {"op": 1}, {"outcome": "perhaps"}),
     "a type that is a list": ("span", {"phase": "collect"}, {"type": ["span"]}),
     "a type of another record": ("span", {"phase": "collect"}, {"type": "process"}),
 }  # fmt: skip
@@ -87,7 +87,7 @@ ALTERED_BEGINS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "an operation that is an object": ({"operation": "save"}, {"operation": {}}),
     "a start beyond any uptime": ({"operation": "save"}, {"start_ns": (1 << 63) - 1}),
     "a tag that is a list": ({"operation": "save"}, {"tag": ["global_step5"]}),
-    "another begin": ({"operation": "save"}, {"op_id": 0}),
+    "another begin": ({"operation": "save"}, {"op": 0}),
 }
 
 
@@ -100,13 +100,13 @@ def test_an_altered_begin_costs_its_operation(
     path = file_of(directory, 5, 0)
     records = records_of(path)
     place = place_of(records, "operation_begin", **which)
-    op_id = records[place]["op_id"]
-    dump(path, [r for r in records if r.get("op_id") != op_id])
+    op = records[place]["op"]
+    dump(path, [r for r in records if r.get("op") != op])
     without = numbers(summary(directory, capsys))
     dump(path, [*records[:place], records[place] | change, *records[place + 1 :]])
     report = summary(directory, capsys)
     (invalid,) = [p for p in report["problems"] if p["kind"] == "invalid_record"]
-    assert invalid["data"] == {"file": path.name, "count": sum(r.get("op_id") == op_id for r in records)}
+    assert invalid["data"] == {"file": path.name, "count": sum(r.get("op") == op for r in records)}
     assert numbers(report) == without
     assert main(["validate", str(directory)]) == 1
     assert f"{path.name}:{place + 1}: " in capsys.readouterr().out

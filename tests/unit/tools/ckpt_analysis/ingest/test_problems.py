@@ -55,7 +55,7 @@ def test_torn_last_line(tmp_path: Path, sound: dict[str, Any]) -> None:
     write_trace(tmp_path)
     path = file_of(tmp_path, 2, 1)
     whole = path.read_bytes()
-    path.write_bytes(whole + b'{"type":"span","op_id":1,"pha')
+    path.write_bytes(whole + b'{"type":"span","op":1,"pha')
     report = result(tmp_path)
     assert problem(report, "torn_line")["data"] == {"file": path.name, "line": whole.count(b"\n") + 1}
     assert report["saves"] == sound["saves"] and report["restarts"] == sound["restarts"]
@@ -176,7 +176,7 @@ def test_a_lost_begin_costs_its_operation(tmp_path: Path) -> None:
     begin = next(r for r in records if r["type"] == "operation_begin" and r["operation"] == "save")
     dump(path, [r for r in records if r is not begin])
     report = result(tmp_path)
-    of_it = sum(r.get("op_id") == begin["op_id"] for r in records) - 1
+    of_it = sum(r.get("op") == begin["op"] for r in records) - 1
     assert problem(report, "invalid_record")["data"] == {"file": path.name, "count": of_it}
     assert problem(report, "ranks_without_operation")["data"]["ranks"] == [6]
     assert report["saves"][1]["ranks"] == 7 and report["loads"][0]["ranks"] == 8
@@ -241,8 +241,8 @@ def test_rank_without_the_operation(tmp_path: Path) -> None:
     write_trace(tmp_path)
     path = file_of(tmp_path, 1, 1)
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    saves = {r["op_id"] for r in records if r.get("operation") == "save"}
-    dump(path, [r for r in records if r.get("op_id") not in saves])
+    saves = {r["op"] for r in records if r.get("operation") == "save"}
+    dump(path, [r for r in records if r.get("op") not in saves])
     report = result(tmp_path)
     assert problem(report, "ranks_without_operation")["data"] == {
         "cycle": 1,

@@ -198,7 +198,7 @@ def test_probes_are_drawn(tmp_path: Path) -> None:
             op = log.begin("save", tag="global_step2", step=2)
             op.span("collect", None, 10)
             op.end()
-        log.write("probe", operation="save", op_id=0, at=at, time_ns=log.ns(log.now_ms), values=values)
+        log.write("probe", op=0, at=at, time_ns=log.ns(log.now_ms), values=values)
     dump(file_of(tmp_path, 0, 0), log.records)
     content = next(figure for figure in FIGURES if figure.name == "probes").make(
         choose(analysis_of(tmp_path))
