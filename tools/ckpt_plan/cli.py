@@ -138,7 +138,7 @@ def _configuration(arguments: argparse.Namespace, flags: list[str]) -> Planned:
 
 
 def _check_ranks(ranks: int, layout: str) -> None:
-    """Raises ConfigError for more ranks than can be planned in minutes: each has files of its own, told one by one."""
+    """Raises ConfigError for more ranks than can be planned in minutes: the files of each are worked out separately."""
     if ranks > MOST_RANKS:
         raise ConfigError(
             f"{layout} has {ranks} ranks; at most {MOST_RANKS} are planned, as the files of each are worked out by "

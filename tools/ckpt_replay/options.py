@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from megatron.config.flags import spec_of
 from megatron.parallel.topology import Layout
 
 from ..common.cli import make_parser, require_at_least
+from ..common.ranks import parse_rank_ranges
 from ..common.sizes import parse_bytes
 from .plan import ReplayError, Request, Share, Steps
 
@@ -39,14 +39,9 @@ examples:
 
 def parse_ranks(text: str) -> tuple[int, ...]:
     """Ranks in "0-1" or "0,3,8-9". Raises argparse.ArgumentTypeError."""
-    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of ranks; write it as 0-1 or 0,3,8-9")
-    found: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    if not found or len(set(found)) != len(found):
-        raise argparse.ArgumentTypeError(f"{text!r} names no rank, or one twice")
+    found = [rank for first, last in parse_rank_ranges(text) for rank in range(first, last + 1)]
+    if len(set(found)) != len(found):
+        raise argparse.ArgumentTypeError(f"{text!r} names a rank twice")
     return tuple(found)
 
 

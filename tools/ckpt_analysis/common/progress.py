@@ -1,4 +1,4 @@
-"""A progress bar on stderr for work over two seconds, and remarks there; neither where nobody watches."""
+"""A progress bar on stderr for work that takes over two seconds, and remarks; no bar if stderr is not a terminal."""
 
 from __future__ import annotations
 

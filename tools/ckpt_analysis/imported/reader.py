@@ -142,7 +142,7 @@ class LogReader:
     # One method per pattern of _HANDLERS.
 
     def _launch_line(self) -> None:
-        """A line that a launch prints once, in words that tell the dialect. Raises CouldNotRunError at the second."""
+        """A line that each launch prints once, in a known dialect. Raises CouldNotRunError at the second one."""
         self._ends_are_known = True
         if self._launched_at is not None:
             raise CouldNotRunError(
