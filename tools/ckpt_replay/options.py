@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron.checkpointing.engines.registry import check_engine_name, engine_names
 from megatron.config import CheckpointConfig
@@ -111,8 +112,8 @@ def build_parser() -> argparse.ArgumentParser:
     for field in dataclasses.fields(CheckpointConfig):
         spec = spec_of(field)
         if field.name in _ENGINE_FLAGS and spec is not None and spec.parse is not None:
-            named = {"dest": field.name, "metavar": None if spec.choices else "X"}
-            value = {"type": spec.parse, "choices": spec.choices, "default": field.default}
+            named: dict[str, Any] = {"dest": field.name, "metavar": None if spec.choices else "X"}
+            value: dict[str, Any] = {"type": spec.parse, "choices": spec.choices, "default": field.default}
             engine.add_argument(*spec.names, **named, **value, help=spec.help.replace("%", "%%"))
     return parser
 
