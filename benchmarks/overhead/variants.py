@@ -7,15 +7,18 @@ write, read   the files of one rank: plain torch.save and torch.load, and the to
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.common.state import SavableState, config_for
 from restart_trace.clock import now_ns
 from restart_trace.probes import make_probe
 from restart_trace.recorder import NullOperation, NullRecorder, Recorder
 from restart_trace.sink import JsonlSink
+
+if TYPE_CHECKING:
+    from megatron.checkpointing.engines.base import SavedCheckpoint
 
 
 class MeteredRecorder(Recorder):
@@ -90,16 +93,17 @@ class Variants:
 
     def _read(self, directory: Path, *, plain: bool) -> Callable[[], None]:
         from megatron.checkpointing.commit import Manifest
+        from megatron.checkpointing.engines.base import SavedCheckpoint
         from megatron.checkpointing.state import live_state
 
         names = [file.name for file in live_state(self._engine, self._state.context.place, True, False)]
         if plain:
             return lambda: plain_load(names, directory)
-        manifest = Manifest.of(directory)
-        return lambda: self._engine_load(names, directory, manifest.files)
+        checkpoint = SavedCheckpoint(directory, Manifest.of(directory).files)
+        return lambda: self._engine_load(names, checkpoint)
 
-    def _engine_load(self, names: list[str], directory: Path, expected: Mapping[str, Any]) -> None:
-        self._files.load(names, directory, expected, NullOperation())
+    def _engine_load(self, names: list[str], checkpoint: SavedCheckpoint) -> None:
+        self._files.load(names, checkpoint, NullOperation())
 
 
 def plain_save(files: Any, directory: Path) -> None:

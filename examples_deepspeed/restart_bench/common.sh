@@ -1,4 +1,4 @@
-# What all run_*.sh scripts share; to be sourced. A script calls `run_preset MODEL TP PP`.
+# Shared by all run_*.sh scripts; to be sourced. A script calls `run_preset MODEL TP PP`.
 #
 # Settings, all from the environment:
 #   ENGINE SAVE_INTERVAL SAVE_DIR TRACE_DIR        checkpoints and their trace
@@ -9,8 +9,8 @@
 #   WORK_DIR                                       where everything goes (default: runs/NAME in the repository)
 #   LAUNCHER=torchrun|deepspeed|srun|fork HOSTFILE NNODES NODE_RANK GPUS_PER_NODE
 #   MASTER_ADDR MASTER_PORT MAX_RESTARTS           the last for LAUNCHER=fork: restarts in place
-#   EXPORT="NAME ..."                              variables for the ranks of all nodes, beside those that go there
-#                                                  anyway: NCCL_* GLOO_* FI_* UCX_* OMP_* CUDA_* TORCH_* HF_*
+#   EXPORT="NAME ..."                              variables for the ranks of all nodes, in addition to those that
+#                                                  are always exported: NCCL_* GLOO_* FI_* UCX_* OMP_* CUDA_* TORCH_* HF_*
 #                                                  LD_LIBRARY_PATH PYTHONPATH
 #   DEVICE=cuda|cpu                                cpu: for the tiny preset only
 #   SKIP_SETUP=1 PYTHON                            run with this interpreter instead of the repository's .venv
@@ -43,7 +43,7 @@ require_whole_number() {
     done
 }
 
-# Sets every variable that the functions below read; the preset's values and the environment's come together here.
+# Sets every variable that the functions below read, from the preset and the environment.
 load_settings() {
     collect_user_env
     MODEL=$1 TP=$2 PP=$3
@@ -154,7 +154,7 @@ print_commands() {
     done
 }
 
-# The one command that starts all ranks, for a program that launches it itself, and again and again.
+# The one command that starts all ranks, for a program that launches it itself, repeatedly.
 tell_command() {
     "${LAUNCHER}_starts_all" ||
         die "COMMAND_TO: $NNODES nodes take a command each with LAUNCHER=$LAUNCHER; use LAUNCHER=srun within an allocation"

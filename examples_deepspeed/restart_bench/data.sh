@@ -53,7 +53,7 @@ prepare_corpus() {
     local data=$WORK_DIR/data
     run_tool tools.build_corpus --output-dir "$data" || die "could not build the corpus in $data"
     if [[ -f $DATA_PATH.idx && $DATA_PATH.idx -nt $data/corpus.jsonl && $DATA_PATH.idx -nt $TOKENIZER_MODEL ]]; then
-        say "dataset $DATA_PATH is there"
+        say "dataset $DATA_PATH exists"
         return
     fi
     say "tokenizing the corpus"

@@ -34,7 +34,7 @@ run_demo() {
     return "$exact"
 }
 
-# Exit code 1: a loss of an iteration that both launches did, or a restored tensor, is not what it was.
+# Exit code 1: a loss of an iteration that both launches trained, or a restored tensor, differs.
 drill() {
     build_training_args
     build_launch_env
@@ -47,7 +47,7 @@ drill() {
         --time-limit "${TIME_LIMIT:-300}" --out "$1" --checkpoints "$SAVE_DIR" -- "${COMMAND[@]}"
 }
 
-# The drill has had the report made, as report.json; this is the one for people.
+# The drill has written the report as report.json; this one is for people.
 analyse() {
     local status=0
     run_tool tools.ckpt_analysis "$1/trace" --output "$1" | tee "$1/report.txt" || status=$?
@@ -62,15 +62,15 @@ Measured: every save, the kill at iteration $KILL_AT and the restart of $WORLD_S
 themselves, in $SECONDS s after the set-up. A phase's duration is that of its slowest rank.
 
   report    $1/ckpt_report.html, report.txt and report.json
-  drill     $1/drill.json (docs/restart_drill.md says what is in it)
-  trace     $1/trace (docs/log_format.md says what is in it)
+  drill     $1/drill.json (see docs/restart_drill.md)
+  trace     $1/trace (see docs/log_format.md)
   logs      $1/logs
   saves     $SAVE_DIR
 
 Next, try
   # the same on the storage that you train on
   SAVE_DIR=/mnt/your_storage/demo bash $0
-  # another fault at another moment, against a run without a fault
+  # another fault at another injection point, compared with a run without a fault
   bash $(dirname "$0")/kill_resume.sh --fault bitflip --at after-commit
   # the commands of a 70B run on 64 GPUs
   DRY_RUN=1 bash $(dirname "$0")/run_70b_tp8_pp8.sh

@@ -4,8 +4,8 @@
 #   sbatch --nodes 8 --ntasks-per-node 8 --gpus-per-node 8 drill_slurm.sh --fault sigkill-one --at mid-step -- 70b_tp8_pp8
 #   salloc --nodes 1 --ntasks-per-node 8 bash drill_slurm.sh          tiny TP2 x PP2 x DP2
 #
-# All arguments go to kill_resume.sh. It runs on the first node, and what strikes is a process of that node: srun ends
-# the ranks of the other nodes then (--kill-on-bad-exit). The repository, --out and --checkpoints must be on a file system
+# All arguments go to kill_resume.sh. It runs on the first node, and faults reach the processes of that node: srun then
+# ends the ranks of the other nodes (--kill-on-bad-exit). The repository, --out and --checkpoints must be on a file system
 # that all nodes share.
 #   DRY_RUN=1   print the allocation, the command of the drill and that of the preset; touch nothing
 #   MASTER_ADDR MASTER_PORT   where rank 0 listens (first node, 29500)

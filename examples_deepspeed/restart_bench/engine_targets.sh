@@ -23,7 +23,7 @@ OUT_DIR=$(cd "$OUT_DIR" && pwd)
 cd "$ROOT"
 
 results=()
-# measure NAME FLAG...: one replay, whose JSON goes to OUT_DIR/NAME.json. An engine that fails is told of by the replay.
+# measure NAME FLAG...: one replay, whose JSON goes to OUT_DIR/NAME.json. The replay reports an engine that fails.
 measure() {
     local name=$1 status=0
     shift
@@ -35,7 +35,7 @@ measure() {
 }
 
 share=(--model 70b --tp 8 --pp 8 --limit-bytes "$BYTES")
-# While a GPU computes, the processors are nearly idle: these steps wait. The next but one work.
+# While a GPU computes, the processors are nearly idle: these steps wait. Those of the next measurement but one compute.
 steps=(--steps-between "$STEP_SECONDS" --step-seconds "$STEP_SECONDS")
 measure one_rank "${share[@]}" --ranks 0 --engine "$ENGINES" --cold "${steps[@]}" --step-work idle
 measure two_ranks "${share[@]}" --ranks 0-1 --engine "$ENGINES" --cold "${steps[@]}" --step-work idle

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Kill and resume a training, and account for every second of it: tools/restart_drill with defaults of its own.
+# Kill and resume a training, and report where the time went: tools/restart_drill with other defaults.
 #
 #   bash kill_resume.sh                                               tiny TP2 x PP2 x DP2: two kills in the middle of saves
 #   bash kill_resume.sh --fault sigstop --at random:7 --supervisor torchrun

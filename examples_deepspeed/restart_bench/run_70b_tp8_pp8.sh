@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The 70b preset on TP8 x PP8 x DP (64 GPUs per replica). Settings: see common.sh or the README.
+# The 70b preset on TP8 x PP8 x DP (64 GPUs per replica). Settings: see common.sh or docs/cluster.md.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 run_preset 70b 8 8

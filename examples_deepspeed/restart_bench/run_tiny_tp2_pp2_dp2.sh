@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The demonstration: trains a tiny model on TP2 x PP2 x DP2, on CPUs where there are no eight GPUs, kills all ranks
+# The demonstration: trains a tiny model on TP2 x PP2 x DP2, on CPUs if there are fewer than eight GPUs, kills all ranks
 # at iteration 8, resumes from the checkpoint of iteration 5, and shows where the save and the restart went.
 #
 #   KILL_AT   iteration at which the ranks are killed (8); none: train without a fault
-# With SAVE_DIR naming a directory that holds a checkpoint, it only resumes from that. Other settings: see common.sh.
+# With SAVE_DIR naming a directory that holds a checkpoint, the script only resumes from that. Other settings: see common.sh.
 set -euo pipefail
 : "${DP:=2}"
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

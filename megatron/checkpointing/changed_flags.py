@@ -24,12 +24,12 @@ class Kind(enum.Enum):
     """What becomes of another value; the value is how docs/resuming.md calls it."""
 
     REFUSED = "refused"
-    SCHEDULE = "refused, or as a flag says"
-    APPLIED = "applied, told"
-    MODEL = "applied, told; with --finetune, too"
-    DATA = "applied, told with what it means for the data"
-    NO_EFFECT = "no effect, told"
-    FREE = "free"
+    SCHEDULE = "refused unless a flag decides"
+    APPLIED = "applied, logged"
+    MODEL = "applied, logged; also with --finetune"
+    DATA = "applied, logged with the effect on the data"
+    NO_EFFECT = "no effect, logged"
+    FREE = "allowed"
 
 
 class Decision(NamedTuple):
@@ -41,47 +41,57 @@ class Decision(NamedTuple):
 
 _SHAPE = Decision(Kind.REFUSED, "the tensors of the checkpoint would not fit")
 _FUNCTION = Decision(
-    Kind.MODEL, "the new value counts, and the model computes another function than the weights were trained for"
+    Kind.MODEL,
+    "the new value applies, and the model no longer computes the function that the weights were trained for",
 )
 _TOKENS = Decision(
     Kind.DATA,
-    "the weights know tokens by the old tokenizer's ids: unless this is the same tokenizer at another place, they are "
-    "mixed up",
+    "the weights know tokens by the old tokenizer's ids: unless this is the same tokenizer at another path, tokens and "
+    "weights no longer match",
 )
-_DROPOUT = Decision(Kind.APPLIED, "the new probability counts from here")
-_STEP = Decision(Kind.APPLIED, "the new value counts from here; the moments are restored as they were")
-_SCALER = Decision(Kind.APPLIED, "the new value counts from here; the scale goes on where it was")
+_DROPOUT = Decision(Kind.APPLIED, "the new probability applies from here")
+_STEP = Decision(Kind.APPLIED, "the new value applies from here; the moments are restored unchanged")
+_SCALER = Decision(Kind.APPLIED, "the new value applies from here; the loss scale continues where it was")
 _LR = Decision(
     Kind.SCHEDULE,
     "--override-opt_param-scheduler takes the new schedule, --use-checkpoint-opt_param-scheduler the old one; "
-    "--no-load-lr-state begins the new one anew",
+    "--no-load-lr-state starts the new one from its beginning",
 )
-_ORDER = (
-    "training goes on at sample {sample} of the new order: samples that were trained on may repeat, and others are "
-    "skipped"
-)
-_FILES = Decision(Kind.DATA, f"unless these are the same files at another place, {_ORDER}")
+_ORDER = "training continues at sample {sample} of the new order: some samples may be trained on twice, others never"
+_FILES = Decision(Kind.DATA, f"unless these are the same files at another path, {_ORDER}")
 _EVALUATED = Decision(
-    Kind.DATA, "unless these are the same files at another place, losses before and after are not of the same samples"
+    Kind.DATA,
+    "unless these are the same files at another path, losses before and after are of different samples",
 )
 _PLACE = Decision(
-    Kind.FREE, "loaded onto any layout that the engine of the checkpoint allows (else refused); same samples in order"
+    Kind.FREE,
+    "the checkpoint is loaded onto any layout that its engine allows (else refused); the samples and their order stay",
 )
-_RECOMPUTE = Decision(Kind.FREE, "what is kept for the backward pass, and where; gradients are the same")
-_HERE = Decision(Kind.FREE, "of this process and machine")
-_WATCHING = Decision(Kind.FREE, "what is logged, measured or traced")
-_LENGTH = Decision(Kind.FREE, "when this launch evaluates or ends; the data order stays")
-_SAVING = Decision(Kind.FREE, "how and when this launch saves")
-_LOADING = Decision(Kind.FREE, "how this launch loads; what of the checkpoint is left out is what the flag says")
+_RECOMPUTE = Decision(
+    Kind.FREE, "it changes what is kept for the backward pass, and where; gradients are the same"
+)
+_HERE = Decision(Kind.FREE, "it concerns this process and machine only")
+_WATCHING = Decision(Kind.FREE, "it changes what is logged, measured or traced")
+_LENGTH = Decision(Kind.FREE, "it changes when this launch evaluates or ends; the data order stays")
+_SAVING = Decision(Kind.FREE, "it changes how and when this launch saves")
+_LOADING = Decision(Kind.FREE, "it says what this launch loads, and how")
 
 _MODEL = {
     **dict.fromkeys(
-        ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "kv_channels"),
+        (
+            "num_layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "kv_channels",
+        ),
         _SHAPE,
     ),
     "seq_length": Decision(Kind.DATA, f"samples are cut anew at this length, so {_ORDER}"),
     "max_position_embeddings": Decision(
-        Kind.REFUSED, "the tensors of the checkpoint would not fit; free with rotary embeddings, which have no table"
+        Kind.REFUSED,
+        "the tensors of the checkpoint would not fit; allowed with rotary embeddings, which have no table",
     ),
     "use_rotary_position_embeddings": _SHAPE,
     "rotary_percent": _FUNCTION,
@@ -96,11 +106,17 @@ _MODEL = {
     "attention_dropout": _DROPOUT,
     "hidden_dropout": _DROPOUT,
     "init_method_std": Decision(Kind.NO_EFFECT, "no effect: all weights come from the checkpoint"),
-    "make_vocab_size_divisible_by": Decision(Kind.REFUSED, "where the padded vocabulary is another one; else free"),
+    "make_vocab_size_divisible_by": Decision(
+        Kind.REFUSED, "if the padded vocabulary has another size; else allowed"
+    ),
     **dict.fromkeys(
         (
-            "checkpoint_activations", "checkpoint_num_layers", "recompute_activations", "recompute_granularity",
-            "recompute_method", "recompute_num_layers",
+            "checkpoint_activations",
+            "checkpoint_num_layers",
+            "recompute_activations",
+            "recompute_granularity",
+            "recompute_method",
+            "recompute_num_layers",
         ),
         _RECOMPUTE,
     ),
@@ -116,9 +132,9 @@ _PARALLEL = {
     ),
     **dict.fromkeys(("distributed_backend", "distributed_timeout_minutes", "local_rank", "rank"), _HERE),
     **dict.fromkeys(
-        ("zero_stage", "zero_stage_asked"), Decision(Kind.FREE, "all of them are stage 1, whose shards are saved")
+        ("zero_stage", "zero_stage_asked"), Decision(Kind.FREE, "every accepted value runs as stage 1")
     ),
-    "deepspeed_config": Decision(Kind.FREE, "a path; what the file says is compared as the flags that it stands for"),
+    "deepspeed_config": Decision(Kind.FREE, "it is a path; the settings in the file are compared as flags"),
     **dict.fromkeys(
         (
             "deepspeed_activation_checkpointing", "partition_activations", "contigious_checkpointing",
@@ -131,27 +147,29 @@ _TRAINING = {
     "micro_batch_size": Decision(Kind.FREE, "an iteration has the same samples; dropout masks and rounding differ"),
     "global_batch_size": Decision(
         Kind.DATA,
-        "training goes on at sample {sample}, none is repeated or skipped; an iteration has more or fewer samples, "
-        "so --train-iters ends after another number of them",
+        "training continues at sample {sample}, none is repeated or skipped; an iteration has more or fewer samples, "
+        "so --train-iters is another number of samples",
     ),
     "rampup_batch_size": Decision(
-        Kind.DATA, "training goes on at sample {sample}, none is repeated or skipped, with the batch of the new ramp"
+        Kind.DATA, "training continues at sample {sample}, none is repeated or skipped, with the batch of the new ramp"
     ),
     "train_samples": Decision(
-        Kind.FREE, "the data order stays; what the learning rate decays over is --lr-decay-samples"
+        Kind.FREE, "the data order stays; the learning rate decays over --lr-decay-samples"
     ),
-    "train_iters": Decision(Kind.FREE, "the data order stays; what the learning rate decays over is --lr-decay-iters"),
+    "train_iters": Decision(Kind.FREE, "the data order stays; the learning rate decays over --lr-decay-iters"),
     "seed": Decision(
         Kind.DATA, f"samples are shuffled anew, so {_ORDER}"
     ),
     "data_parallel_random_init": Decision(
-        Kind.NO_EFFECT, "no effect but on another layout and with --no-load-rng: else random states are restored"
+        Kind.NO_EFFECT, "no effect except on another layout or with --no-load-rng: else random states are restored"
     ),
     **dict.fromkeys(("eval_interval", "eval_iters", "exit_interval", "exit_duration_in_mins", "train_tokens"), _LENGTH),
     **dict.fromkeys(("exit_signal_handler", "allow_injected_faults"), _HERE),
     "accumulate_allreduce_grads_in_fp32": Decision(Kind.APPLIED, "gradients are summed in the new dtype from here"),
-    "loss_scale": Decision(Kind.APPLIED, "the new value counts from here; a dynamic scale begins anew"),
-    "initial_loss_scale": Decision(Kind.NO_EFFECT, "no effect: the scale goes on where it was"),
+    "loss_scale": Decision(
+        Kind.APPLIED, "the new value applies from here; a dynamic scale starts from its first value"
+    ),
+    "initial_loss_scale": Decision(Kind.NO_EFFECT, "no effect: the loss scale continues where it was"),
     **dict.fromkeys(("min_loss_scale", "loss_scale_window", "hysteresis"), _SCALER),
     **dict.fromkeys(
         (
@@ -165,7 +183,7 @@ _TRAINING = {
     ),
 }  # fmt: skip
 _OPTIMIZER = {
-    "optimizer": Decision(Kind.REFUSED, "the state of one does not fit another; free with --no-load-optim"),
+    "optimizer": Decision(Kind.REFUSED, "one optimizer cannot use the state of another; allowed with --no-load-optim"),
     **dict.fromkeys(
         (
             "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens",
@@ -174,22 +192,33 @@ _OPTIMIZER = {
         ),
         _LR,
     ),
-    "clip_grad": Decision(Kind.APPLIED, "the new limit counts from here"),
+    "clip_grad": Decision(Kind.APPLIED, "the new limit applies from here"),
     **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum"), _STEP),
     **dict.fromkeys(("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"), _LOADING),
 }  # fmt: skip
 _DATA = {
     **dict.fromkeys(
-        ("data_path", "train_data_path", "train_doc_idx_path", "train_sample_idx_path", "train_shuffle_idx_path"),
+        (
+            "data_path",
+            "train_data_path",
+            "train_doc_idx_path",
+            "train_sample_idx_path",
+            "train_shuffle_idx_path",
+        ),
         _FILES,
     ),
     "valid_data_path": _EVALUATED,
     "test_data_path": _EVALUATED,
     "split": Decision(
-        Kind.DATA, f"other documents are for training, so {_ORDER}, and some may turn up in validation or test"
+        Kind.DATA,
+        f"other documents are in the training set, so {_ORDER}, and samples of the training set may appear in "
+        "validation or test",
     ),
-    "eod_mask_loss": Decision(Kind.APPLIED, "losses before and after are not of the same tokens"),
-    **dict.fromkeys(("data_impl", "data_cache_path", "num_workers"), Decision(Kind.FREE, "the same samples in order")),
+    "eod_mask_loss": Decision(Kind.APPLIED, "losses before and after are of different tokens"),
+    **dict.fromkeys(
+        ("data_impl", "data_cache_path", "num_workers"),
+        Decision(Kind.FREE, "the samples and their order stay"),
+    ),
     **dict.fromkeys(("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"), _TOKENS),
 }
 _CHECKPOINT = {

@@ -15,7 +15,7 @@ from megatron.checkpointing import naming as names
 from megatron.checkpointing.changed_flags import check_optimizer
 from megatron.checkpointing.compatibility import cannot_be_read, check_candidate, foreign_engine
 from megatron.checkpointing.context import RunContext
-from megatron.checkpointing.engines.base import CheckpointEngine
+from megatron.checkpointing.engines.base import CheckpointEngine, SavedCheckpoint
 from megatron.checkpointing.engines.errors import (
     CheckpointDamagedError,
     CheckpointMismatchError,
@@ -150,9 +150,9 @@ def _load_candidate(
         with op.span("discover"):
             live = live_state(engine, place, with_optimizer, reader.loads_in_place)
             _check_wanted(candidate, [file.name for file in live])
-        expected = manifest.files if manifest else {}
+        checkpoint = SavedCheckpoint(candidate.directory, manifest.files if manifest else {})
         with reading(candidate.directory):  # engines name the file, where they can
-            states = reader.load_into(live, candidate.directory, expected, op)
+            states = reader.load_into(live, checkpoint, op)
     except (CheckpointDamagedError, OSError) as exc:
         logger.debug("%s cannot be read", candidate.directory, exc_info=exc)
         error = str(exc)

@@ -48,7 +48,7 @@ GROUPS: dict[str, type] = {
     "checkpoint": CheckpointConfig,
     "trace": TraceConfig,
 }
-# A launcher kills all ranks when one has exited; the others leave rank 0 this long to say why.
+# A launcher kills all ranks when one has exited; the others give rank 0 this long to print the reason.
 OTHER_RANKS_WAIT_S = 5.0
 _FOREIGN_WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
@@ -67,9 +67,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _KeepNameAndValues(argparse.Action):
-    """Appends (flag, its values...) to the list of the flags that change nothing."""
+    """Appends (flag, its values...) to the list of the flags without an effect."""
 
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
         kept = [*getattr(namespace, self.dest, ()), (self.option_strings[0], *values)]
         setattr(namespace, self.dest, kept)
 
@@ -79,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="pretrain_gpt.py",
         usage="%(prog)s FLAGS",
-        description="GPT pretraining with 3D parallelism, whose restarts are measured.",
+        description="GPT pretraining with 3D parallelism that measures its checkpoints and restarts.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
@@ -95,14 +97,18 @@ def build_parser() -> argparse.ArgumentParser:
                 "--bf16", action="store_true", help="train in bfloat16, with fp32 master weights"
             )
             group.add_argument("--fp16", action="store_true", help="train in float16, with loss scaling")
-    group = parser.add_argument_group("accepted", "flags of upstream's scripts that change nothing here")
+    group = parser.add_argument_group("accepted", "flags of upstream's scripts that have no effect here")
     for name, why in NO_EFFECT.items():
         group.add_argument(name, action="append_const", const=(name,), dest="no_effect", help=why)
     for name, inert in NO_EFFECT_VALUES.items():
         group.add_argument(
-            name, action=_KeepNameAndValues, dest="no_effect", nargs="+" if inert.many else 1, help=inert.why,
+            name,
+            action=_KeepNameAndValues,
+            dest="no_effect",
+            nargs="+" if inert.many else 1,
+            help=inert.why,
             metavar="{" + ",".join(inert.accepted) + "}" if inert.accepted else "VALUE",
-        )  # fmt: skip
+        )
     return parser
 
 
@@ -171,8 +177,7 @@ def _explain_unknown(parser: argparse.ArgumentParser, rest: list[str]) -> str:
             continue
         near = difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.7)
         lines.append(
-            f"unknown flag {name}: "
-            + (f"did you mean {near[0]}?" if near else "--help lists those there are")
+            f"unknown flag {name}: " + (f"did you mean {near[0]}?" if near else "--help lists all flags")
         )
     return "\n".join(lines)
 
@@ -218,7 +223,7 @@ def _config(given: dict[str, Any], notes: list[Note]) -> Config:
 
 
 def _note_of_no_effect(name: str, values: list[str]) -> Note:
-    """Raises ConfigError for a value that would have to have an effect."""
+    """Raises ConfigError for a value that would need to have an effect."""
     if not values:
         level = logging.WARNING if name == "--sequence-parallel" else logging.INFO  # it costs memory
         return Note(level, f"{name}: no effect, {NO_EFFECT[name]}")
@@ -309,10 +314,10 @@ def rank_of(env: Mapping[str, str]) -> int:
 def exit_with(
     error: Exception, rank: int, wait_s: float | None = None, *, every_rank_sees_it: bool = True
 ) -> NoReturn:
-    """End the process with exit code 2; rank 0 prints the error, the others keep silent and go later.
+    """End the process with exit code 2; rank 0 prints the error, the others print nothing and end later.
 
-    An error that may be of one node only (its files, its disk) is also printed by another rank that is still
-    there after the wait (OTHER_RANKS_WAIT_S if `wait_s` is None): rank 0 has not met it then.
+    If the error may concern one node only (its files, its disk), another rank that still runs after the wait
+    (OTHER_RANKS_WAIT_S if `wait_s` is None) prints it, too: rank 0 has not seen it then.
     """
     if rank != 0:
         time.sleep(OTHER_RANKS_WAIT_S if wait_s is None else wait_s)

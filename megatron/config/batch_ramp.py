@@ -59,7 +59,11 @@ def batch_sizes(ramp: tuple[int, ...], global_batch_size: int, step: int) -> Bat
     if not ramp:
         return BatchSizes(global_batch_size, global_batch_size)
     if len(ramp) != 3:
-        refuse("--rampup-batch-size", ramp, "give three numbers: first batch size, increment, samples of the ramp")
+        refuse(
+            "--rampup-batch-size",
+            ramp,
+            "give three numbers: first batch size, increment, samples of the ramp",
+        )
     start, increment, ramp_samples = ramp
     if start < 1 or increment < 1 or ramp_samples < 0:
         refuse("--rampup-batch-size", ramp, "the first two must be at least 1, the third at least 0")

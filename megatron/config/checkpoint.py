@@ -1,4 +1,4 @@
-"""Checkpoints: where, when, how, and what of them is restored."""
+"""Checkpoints: where, when and how they are saved, and what is restored from them."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class CheckpointConfig:
     save_interval: int | None = flag(None, "iterations between saves; needed with --save")
     keep_last: int | None = flag(None, "keep only this many newest checkpoints (default: all)")
     take_over: bool = flag(
-        False, "save to --save though another launch saves there and is alive: that one then stops saving and ends"
+        False, "save to --save although another live launch saves there: that launch stops saving and ends"
     )
     no_save_optim: bool = flag(False, "save no optimizer state")
     no_save_rng: bool = flag(False, "save no random-number state")
     load: str | None = flag(
-        None, "directory to load a checkpoint from; without one there, training starts afresh"
+        None, "directory to load a checkpoint from; if it has none, training starts from iteration 0"
     )
     load_tag: str | None = flag(
-        None, "checkpoint of --load to take, as global_step5 (default: the newest complete one)"
+        None, "which checkpoint of --load to load, such as global_step5 (default: the newest complete one)"
     )
     no_load_optim: bool = flag(False, "restore no optimizer state")
     no_load_rng: bool = flag(False, "restore no random-number state")
@@ -47,20 +47,21 @@ class CheckpointConfig:
     finetune: bool = flag(False, "restore weights only and start from iteration 0")
     reset_iteration: bool = flag(
         False,
-        "restore weights, optimizer and random state, but count iterations and samples from 0; the schedule goes on "
-        "from the checkpoint unless --no-load-lr-state is given, too",
+        "restore weights, optimizer and random state, but count iterations and samples from 0; the schedule continues "
+        "from the checkpoint unless --no-load-lr-state is given",
     )
     exit_on_missing_checkpoint: bool = flag(
-        False, "stop when --load holds no checkpoint, instead of starting afresh"
+        False, "stop if --load holds no checkpoint, instead of starting from iteration 0"
     )
     allow_start_over: bool = flag(
-        False, "start from iteration 0 if every checkpoint in --load is damaged, or latest names one that is gone"
+        False,
+        "start from iteration 0 if every checkpoint in --load is damaged, or `latest` names a missing one",
     )
     allow_other_checkpoints: bool = flag(
         False, "save into a --save that holds checkpoints which this run does not resume from"
     )
     checkpoint_engine: str = flag(
-        "torch", "how checkpoint files are written; an unknown name lists those there are"
+        "torch", "how checkpoint files are written; an unknown name lists the engines"
     )
     checkpoint_durability: str = flag(
         "fsync",
@@ -69,14 +70,14 @@ class CheckpointConfig:
     )
     host_cache_size: float | None = flag(
         None,
-        "host memory, GiB per rank, that a save in the background may hold (default: the size of the rank's "
+        "host memory that an asynchronous save may use, GiB per rank (default: the size of the rank's "
         "checkpoint, at most half of its share of the free memory)",
     )
     io_threads: int | None = flag(None, "threads that write or read files (default: the engine's own)")
-    io_block_size: float = flag(8.0, "bytes that an I/O thread moves at once, MiB; engine lazy")
+    io_block_size: float = flag(8.0, "size of one read or write of an I/O thread, MiB; engine lazy")
     direct_io: str = flag(
         "auto",
-        "go around the page cache: auto falls back to buffered I/O, and says so, where the file system refuses; "
+        "bypass the page cache: auto falls back to buffered I/O, and logs it, if the file system refuses; "
         "engine lazy",
         choices=("auto", "on", "off"),
     )
@@ -85,12 +86,12 @@ class CheckpointConfig:
     )
     prefetch_limit: float | None = flag(
         None,
-        "page cache, GiB per rank, that --prefetch-on-start may fill (default: half of the rank's share of the free "
+        "page cache that --prefetch-on-start may fill, GiB per rank (default: half of the rank's share of the free "
         "memory)",
     )
     checksum: str = flag(
         "crc32",
-        "checksum computed while saving, where the file format has none of its own",
+        "checksum to compute while saving, if the file format has none of its own",
         choices=("crc32", "none"),
     )
     verify_checkpoint: str = flag(
@@ -101,7 +102,7 @@ class CheckpointConfig:
     )
     universal_checkpoint: bool = flag(
         False,
-        "as --redistribute universal; the checkpoint in --load is converted first, so it needs no conversion by hand",
+        "the same as --redistribute universal: the checkpoint in --load is converted first, not by hand",
     )
     redistribute: str = flag(
         "direct",
@@ -112,7 +113,9 @@ class CheckpointConfig:
     verify_restored_state: bool = flag(
         False, "record a hash of every tensor when saving, and compare them after loading"
     )
-    library_options: tuple[tuple[str, Any], ...] = ()  # for the engine's library, of a --deepspeed_config stanza
+    library_options: tuple[
+        tuple[str, Any], ...
+    ] = ()  # for the engine's library, of a --deepspeed_config stanza
 
     def __post_init__(self) -> None:
         for owner, names in (("save", _NEED_SAVE), ("load", _NEED_LOAD)):

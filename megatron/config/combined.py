@@ -22,7 +22,7 @@ _FP16_FIELDS = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scal
 
 
 class Note(NamedTuple):
-    """Something the user should know about the command line though it runs; `level` is a logging level."""
+    """A remark on a valid command line; `level` is a logging level."""
 
     level: int
     text: str
@@ -30,7 +30,7 @@ class Note(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The whole configuration of one process; complete and consistent once constructed.
+    """The configuration of one process; complete and consistent once constructed.
 
     Raises: ConfigError naming flag, value and fix.
     """
@@ -156,7 +156,7 @@ class Config:
             )
         if self.parallel.deepspeed_activation_checkpointing and not self.model.checkpoint_activations:
             raise ConfigError(
-                "--deepspeed-activation-checkpointing says how activations are recomputed, and nothing is: "
+                "--deepspeed-activation-checkpointing says how activations are recomputed, but none are: "
                 "add --checkpoint-activations"
             )
 

@@ -78,14 +78,16 @@ class DataConfig:
     test_data_path: tuple[str, ...] = flag((), "test dataset(s), with --train-data-path")
     split: str = flag(DEFAULT_SPLIT, "parts of --data-path for training, validation and test")
     data_impl: str = flag(
-        "infer", "dataset format; mmap is the only one there is, infer finds it", choices=DATA_IMPLS
+        "infer", "dataset format; mmap is the only one, and infer selects it", choices=DATA_IMPLS
     )
     data_cache_path: str | None = flag(None, "directory for sample index files (default: beside the dataset)")
     train_doc_idx_path: str | None = flag(
-        None, "doc-idx file of the training set, instead of building one; with the next two"
+        None, "doc-idx file of the training set, instead of building one; needs the next two flags"
     )
     train_sample_idx_path: str | None = flag(None, "sample-idx file of the training set")
-    train_shuffle_idx_path: str | None = flag(None, "shuffle-idx file of the training set: the order of its samples")
+    train_shuffle_idx_path: str | None = flag(
+        None, "shuffle-idx file of the training set: the order of its samples"
+    )
     num_workers: int = flag(2, "data-loading processes per rank; 0: load in the training process")
     eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens")
     tokenizer_type: str | None = flag(
@@ -98,7 +100,7 @@ class DataConfig:
     merge_file: str | None = flag(None, "merges.txt of the GPT-2 BPE tokenizer")
     vocab_size: int | None = flag(
         None,
-        "tokens of NullTokenizer, its end-of-document token apart; of other tokenizers: a check",
+        "number of tokens of NullTokenizer, without its end-of-document token; checked against other tokenizers",
     )
 
     def __post_init__(self) -> None:
@@ -152,7 +154,9 @@ class DataConfig:
                 f"{flag_name(given[0])} needs {flag_name(missing[0])} beside it: the three belong together"
             )
         if given and (len(self.data_path) > 1 or len(self.train_data_path) > 1):
-            raise ConfigError(f"{flag_name(given[0])} is of one dataset, and several are blended: drop it")
+            raise ConfigError(
+                f"{flag_name(given[0])} describes one dataset, and several are blended: drop it"
+            )
 
     def _check_tokenizer(self) -> None:
         if self.tokenizer_type is None:

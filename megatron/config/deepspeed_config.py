@@ -106,7 +106,11 @@ def flag_values(raw: dict[str, Any], params_dtype: str) -> dict[str, Any]:
         power = _given(raw, "fp16.initial_scale_power")
         if power is not None:
             values["initial_loss_scale"] = 2.0**power
-    return values | {dest: True for key, dest in _SWITCHES.items() if get(raw, key) is True} | _engine_values(raw)
+    return (
+        values
+        | {dest: True for key, dest in _SWITCHES.items() if get(raw, key) is True}
+        | _engine_values(raw)
+    )
 
 
 def _engine_values(raw: dict[str, Any]) -> dict[str, Any]:
@@ -120,7 +124,9 @@ def _engine_values(raw: dict[str, Any]) -> dict[str, Any]:
     block = _given(raw, "aio.block_size")
     if block is not None:
         values["io_block_size"] = block / _MIB
-    options = {name: _given(raw, key) for key, name in _LIBRARY_OPTIONS.items() if _given(raw, key) is not None}
+    options = {
+        name: _given(raw, key) for key, name in _LIBRARY_OPTIONS.items() if _given(raw, key) is not None
+    }
     if options:
         values["library_options"] = tuple(options.items())
     return values

@@ -59,7 +59,7 @@ class Inert(NamedTuple):
 
 
 class Off(NamedTuple):
-    """A section for something that does not exist here; accepted where it says so itself: false, null or `off`.
+    """A section for a feature that this fork lacks; accepted if it switches the feature off: false, null or `off`.
 
     `keys` are the names within it, dotted where they are nested.
     """
@@ -89,24 +89,62 @@ _STAGE_3 = "it is for ZeRO stage 3, and checkpoints are made of ZeRO-1 shards"
 _STAGE_2 = "it is for ZeRO stage 2, and checkpoints are made of ZeRO-1 shards"
 _NO_OFFLOAD = "leave states on their device; nothing is offloaded here"
 _LOSS = "gradients are the mean over the global batch"
-_LOADER = "the data loader is this program's own, and its batches are whole"
+_LOADER = "this program has its own data loader, and its batches are complete"
 _MASTER = "master weights and moments are fp32"
 _COMPILE = "the model is not compiled"
 _PARTITION = "the model is cut into stages by --pipeline-model-parallel-size"
 _RECOMPUTE = "use --checkpoint-activations, which says how stages recompute"
-_OTHER_TRACE = "the restart trace (--save, --restart-trace-dir) has every write with its bytes and its time"
-_NO_TIMER = "under pipelines nothing reads that timer; the training log has samples, tokens and TFLOPs per second"
+_OTHER_TRACE = "the restart trace (--save, --restart-trace-dir) records the bytes and the time of every write"
+_NO_TIMER = (
+    "under pipelines nothing reads that timer; the training log has samples, tokens and TFLOPs per second"
+)
 _OWN_SAVE = "checkpoints are written by this program's engines, not by DeepSpeed's save_checkpoint"
 _IO_FLAGS = "of the async_io operator --io-threads and --io-block-size can be set"
 _BOARD = "use --tensorboard-dir, or the section tensorboard or csv_monitor"
 _TP = "use --tensor-model-parallel-size"
-_MOE = "train a dense model; there are no experts here"
+_MOE = "train a dense model; this fork has no experts"
 _PRECISION = "use --bf16 or --fp16"
 _CURRICULUM_KEYS = (
-    "enabled", "curriculum_type", "min_difficulty", "max_difficulty", "schedule_type",
-    "schedule_config.total_curriculum_step", "schedule_config.difficulty_step", "schedule_config.root_degree",
-    "schedule_config.difficulty", "schedule_config.max_step",
-)  # fmt: skip
+    "enabled",
+    "curriculum_type",
+    "min_difficulty",
+    "max_difficulty",
+    "schedule_type",
+    "schedule_config.total_curriculum_step",
+    "schedule_config.difficulty_step",
+    "schedule_config.root_degree",
+    "schedule_config.difficulty",
+    "schedule_config.max_step",
+)
+_HYBRID_ENGINE_KEYS = (
+    "enabled",
+    "max_out_tokens",
+    "inference_tp_size",
+    "release_inference_cache",
+    "pin_parameters",
+    "tp_gather_partition_size",
+    "enable_cuda_graph",
+)
+_COMET_KEYS = (
+    "enabled",
+    "samples_log_interval",
+    "project",
+    "workspace",
+    "api_key",
+    "experiment_name",
+    "experiment_key",
+    "online",
+    "mode",
+)
+_PARAM_KEYS = ("buffer_size", "max_in_cpu")
+_OPTIMIZER_KEYS = (
+    "pipeline_read",
+    "pipeline_write",
+    "fast_init",
+    "ratio",
+    "super_offload",
+    "cpuadam_cores_perc",
+)
 _OFFLOAD_KEYS = ("device", "nvme_path", "buffer_count", "pin_memory")
 _DEVICE_NONE = ("device", "none")
 
@@ -143,13 +181,26 @@ _TOP: dict[str, Rule] = {
     "tensor_parallel": Refused(_TP),
     "expert_parallel": Refused(_MOE),
     "weight_quantization": Refused("train the model as it is"),
-    "nebula": Off("use --checkpoint-engine NAME", ("enabled", "persistent_storage_path", "persistent_time_interval",
-                  "num_of_version_in_retention", "enable_nebula_load", "load_path")),
+    "nebula": Off(
+        "use --checkpoint-engine NAME",
+        (
+            "enabled",
+            "persistent_storage_path",
+            "persistent_time_interval",
+            "num_of_version_in_retention",
+            "enable_nebula_load",
+            "load_path",
+        ),
+    ),
     "datastates": Off("use --checkpoint-engine datastates", ("enabled",)),
     "amp": Off(_PRECISION, ("enabled", "opt_level")),
     "torch_autocast": Off(_PRECISION, ("enabled", "dtype", "lower_precision_safe_modules")),
-    "curriculum_learning": Off("train with one sequence length, the batch has a constant shape here", _CURRICULUM_KEYS),
-    "data_efficiency": Off("train with one sequence length, the batch has a constant shape here", ("enabled", "seed")),
+    "curriculum_learning": Off(
+        "train with one sequence length; every batch has the same shape", _CURRICULUM_KEYS
+    ),
+    "data_efficiency": Off(
+        "train with one sequence length; every batch has the same shape", ("enabled", "seed")
+    ),
     "compression_training": Off("train the model as it is", ("enabled",)),
     "quantize_training": Off("train the model as it is", ("enabled",)),
     "progressive_layer_drop": Off("train all layers", ("enabled", "theta", "gamma")),
@@ -159,17 +210,14 @@ _TOP: dict[str, Rule] = {
     "graph_harvesting": Off("leave it out"),
     "elasticity": Off("use --global-batch-size and --micro-batch-size", ("enabled",)),
     "autotuning": Off("measure with tools.restart_speed", ("enabled",)),
-    "hybrid_engine": Off("train without generating", ("enabled", "max_out_tokens", "inference_tp_size",
-                         "release_inference_cache", "pin_parameters", "tp_gather_partition_size",
-                         "enable_cuda_graph")),
+    "hybrid_engine": Off("train without generating", _HYBRID_ENGINE_KEYS),
     "wandb": Off(_BOARD, ("enabled", "group", "team", "project")),
-    "comet": Off(_BOARD, ("enabled", "samples_log_interval", "project", "workspace", "api_key", "experiment_name",
-                 "experiment_key", "online", "mode")),
+    "comet": Off(_BOARD, _COMET_KEYS),
     "none_ckpt": Names("none", as_object=False),
     "none_ckpt_config": Names("none", as_object=False),
     "torchsnapshot_ckpt": Names("torchsnapshot"),
     "datastates_ckpt": Names("datastates", as_bool=False),
-}  # fmt: skip
+}
 
 _SECTIONS: dict[str, dict[str, Rule]] = {
     "torchsnapshot_ckpt": {"enabled": Passes(BOOL)},
@@ -186,7 +234,9 @@ _SECTIONS: dict[str, dict[str, Rule]] = {
     "checkpoint": {
         "writer": Names("fastpersist", as_bool=False),
         "checkpoint_serialization": Inert(True, "files are torch.save's zip files"),
-        "tag_validation": Inert("Fail", "the ranks agree on each checkpoint, its name included, before its commit"),
+        "tag_validation": Inert(
+            "Fail", "the ranks agree on each checkpoint, its name included, before its commit"
+        ),
         "use_node_local_storage": Inert(False, _OWN_SAVE),
         "parallel_write": Section(),
         "load_universal": Refused("another layout needs no conversion; --redistribute universal makes one"),
@@ -218,16 +268,17 @@ _SECTIONS: dict[str, dict[str, Rule]] = {
         "allgather_bucket_size": Inert(_BUCKET, "torch gathers a partition in one call, whatever its size"),
         "allgather_partitions": Inert(True, "DeepSpeed reads it and does nothing with it"),
         "reduce_scatter": Inert(True, "at stage 1 both settings add up the same buckets"),
-        "contiguous_gradients": Inert(True, "without it DeepSpeed's ZeRO-1 copies gradients another way, untried here"),
+        "contiguous_gradients": Inert(
+            True, "without it DeepSpeed's ZeRO-1 copies gradients another way, untried here"
+        ),
         "overlap_comm": Inert(False, "pipelines reduce gradients after their last backward pass"),
         "compute_grad_norm": Inert(True, "the training log and --clip-grad need the norm"),
         "load_from_fp32_weights": Inert(True, "a checkpoint restores its fp32 master weights"),
         "elastic_checkpoint": Inert(False, "a checkpoint loads onto another DP as it is; see --redistribute"),
         "ignore_unused_parameters": Inert(True, _STAGE_2),
         "legacy_stage1": Inert(False, "DeepSpeed has dropped it"),
-        "offload_param": Off(_NO_OFFLOAD, (*_OFFLOAD_KEYS, "buffer_size", "max_in_cpu"), _DEVICE_NONE),
-        "offload_optimizer": Off(_NO_OFFLOAD, (*_OFFLOAD_KEYS, "pipeline_read", "pipeline_write", "fast_init", "ratio",
-                                 "super_offload", "cpuadam_cores_perc"), _DEVICE_NONE),
+        "offload_param": Off(_NO_OFFLOAD, _OFFLOAD_KEYS + _PARAM_KEYS, _DEVICE_NONE),
+        "offload_optimizer": Off(_NO_OFFLOAD, _OFFLOAD_KEYS + _OPTIMIZER_KEYS, _DEVICE_NONE),
         "cpu_offload": Refused(_NO_OFFLOAD),
         "cpu_offload_param": Refused(_NO_OFFLOAD),
         "cpu_offload_use_pin_memory": Refused(_NO_OFFLOAD),
@@ -252,10 +303,14 @@ _SECTIONS: dict[str, dict[str, Rule]] = {
             prefix + name: Inert(default, _STAGE_3)
             for prefix in ("", "stage3_")
             for name, default in (
-                ("prefetch_bucket_size", 50_000_000), ("param_persistence_threshold", 100_000),
-                ("model_persistence_threshold", MAXIMUM), ("max_live_parameters", 1_000_000_000),
-                ("max_reuse_distance", 1_000_000_000), ("gather_16bit_weights_on_model_save", False),
-                ("module_granularity_threshold", 0), ("use_all_reduce_for_fetch_params", False),
+                ("prefetch_bucket_size", 50_000_000),
+                ("param_persistence_threshold", 100_000),
+                ("model_persistence_threshold", MAXIMUM),
+                ("max_live_parameters", 1_000_000_000),
+                ("max_reuse_distance", 1_000_000_000),
+                ("gather_16bit_weights_on_model_save", False),
+                ("module_granularity_threshold", 0),
+                ("use_all_reduce_for_fetch_params", False),
                 ("allgather_sequential", False),
             )
         },
@@ -317,22 +372,36 @@ _SECTIONS: dict[str, dict[str, Rule]] = {
         "prof_ops": Passes(Kind("names")),
         "debug": Passes(BOOL),
     },
-    **{name: {"enabled": Passes(BOOL), "output_path": Passes(STR), "job_name": Passes(STR)}
-       for name in ("tensorboard", "csv_monitor")},
+    **{
+        name: {"enabled": Passes(BOOL), "output_path": Passes(STR), "job_name": Passes(STR)}
+        for name in ("tensorboard", "csv_monitor")
+    },
     "timers": {"throughput": Section()},
     "timers.throughput": {"enabled": Inert(True, _NO_TIMER), "synchronized": Inert(True, _NO_TIMER)},
     "compile": {
         name: Inert(default, _COMPILE)
         for name, default in {
-            "deepcompile": False, "autoep_non_moe": False, "free_activation": False,
-            "free_activation_threshold": 10_485_760, "offload_activation": False,
-            "offload_activation_pin_memory": True, "offload_opt_states": False, "double_buffer": True,
-            "symmetric_memory": False, "debug_log": False, "offload_parameters": False, "sync_before_reduce": False,
-            "sync_after_reduce": False, "sync_before_allgather": False, "sync_after_allgather": False,
-            "keep_int_input_tensors": True, "keep_all_input_tensors": False, "passes": None,
+            "deepcompile": False,
+            "autoep_non_moe": False,
+            "free_activation": False,
+            "free_activation_threshold": 10_485_760,
+            "offload_activation": False,
+            "offload_activation_pin_memory": True,
+            "offload_opt_states": False,
+            "double_buffer": True,
+            "symmetric_memory": False,
+            "debug_log": False,
+            "offload_parameters": False,
+            "sync_before_reduce": False,
+            "sync_after_reduce": False,
+            "sync_before_allgather": False,
+            "sync_after_allgather": False,
+            "keep_int_input_tensors": True,
+            "keep_all_input_tensors": False,
+            "passes": None,
         }.items()
     },
-}  # fmt: skip
+}
 
 KEYS: dict[str, Rule] = {name: Section() for name in _SECTIONS} | _TOP
 for _name, _rules in _SECTIONS.items():

@@ -1,4 +1,4 @@
-"""How a dataclass field says which command-line flag sets it.
+"""Declares which command-line flag sets a field of a configuration dataclass.
 
 A configuration dataclass declares each field once, with `flag(default, "help")`; the parser is built from
 these declarations, so a flag cannot be parsed and then dropped. Fields without `flag` are not flags: they

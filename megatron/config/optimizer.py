@@ -120,7 +120,9 @@ class OptimizerConfig:
         for name in ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"):
             if getattr(self, name):
                 refuse(
-                    flag_name(name), getattr(self, name), "--lr-warmup-tokens sets the warm-up, too; give one of them"
+                    flag_name(name),
+                    getattr(self, name),
+                    "--lr-warmup-tokens sets the warm-up, too; give one of them",
                 )
         if self.lr_decay_tokens is None:
             # Upstream then decays by samples from a warm-up it never counted in them.

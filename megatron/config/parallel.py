@@ -30,7 +30,8 @@ class ParallelConfig:
         10, "how long an operation of any process group may wait for the other ranks; 0.5: half a minute"
     )
     no_pipeline_parallel: bool = flag(
-        False, "no pipeline stages: --pipeline-model-parallel-size must be 1, and DeepSpeed's pipeline engine has one"
+        False,
+        "no pipeline stages: --pipeline-model-parallel-size must be 1, and DeepSpeed's pipeline engine has one",
     )
     zero_stage: int = flag(
         1,

@@ -1,4 +1,4 @@
-"""The loop: batch sizes, length, evaluation, logging, loss scaling."""
+"""The training loop: batch sizes, length, evaluation, logging, loss scaling."""
 
 from __future__ import annotations
 
@@ -18,6 +18,19 @@ _TENSORBOARD_SWITCHES = {
     "log_world_size_to_tensorboard": "--log-world-size-to-tensorboard",
     "log_optimizer_states_to_tensorboard": "--log-optimizer-states-to-tensorboard",
 }
+_AT_LEAST_ONE = [
+    "micro_batch_size",
+    "global_batch_size",
+    "train_iters",
+    "train_samples",
+    "train_tokens",
+    "log_interval",
+    "exit_interval",
+    "seed",
+    "hysteresis",
+    "tensorboard_log_interval",
+    "tensorboard_queue_size",
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,16 +42,18 @@ class TrainingConfig:
     rampup_batch_size: tuple[int, ...] = flag(
         (),
         "START INCREMENT SAMPLES: the global batch grows from START to --global-batch-size in steps of INCREMENT, over "
-        "so many samples; with --train-samples",
+        "SAMPLES samples; needs --train-samples",
     )
     train_iters: int = flag(
-        None, "iterations to train for, over all restarts (default: as many as --train-samples make)"
+        None, "iterations to train for, over all restarts (default: derived from --train-samples)"
     )
     train_samples: int | None = flag(
-        None, "samples to train on, over all restarts, instead of --train-iters; an incomplete last batch is dropped"
+        None,
+        "samples to train on, over all restarts, instead of --train-iters; an incomplete last batch is dropped",
     )
     train_tokens: int | None = flag(
-        None, "stop, and save, when so many tokens are consumed, or earlier by --train-iters or --train-samples"
+        None,
+        "stop, and save, after so many tokens; --train-iters or --train-samples may stop the run earlier",
     )
     seed: int = flag(1234, "seed of initialization, dropout and data order")
     data_parallel_random_init: bool = flag(
@@ -46,13 +61,13 @@ class TrainingConfig:
         "seed each DP rank differently (by 10 x its rank); DeepSpeed still broadcasts the weights of rank 0",
     )
     log_interval: int = flag(100, "iterations between log lines")
-    log_level: str = flag("info", "least severe message that is logged", choices=LOG_LEVELS)
+    log_level: str = flag("info", "lowest severity that is logged", choices=LOG_LEVELS)
     exit_interval: int | None = flag(None, "stop, and save, when the iteration is divisible by this")
     exit_duration_in_mins: float | None = flag(None, "stop, and save, after this many minutes")
     exit_signal_handler: bool = flag(False, "on SIGTERM save a checkpoint and stop")
     allow_injected_faults: bool = flag(
         False,
-        "let signals raise errors in this process, for drills: SIGRTMIN+1 an exception, +2 a device error",
+        "for the restart drill: SIGRTMIN+1 raises an exception in this process, SIGRTMIN+2 a device error",
     )
     eval_interval: int = flag(1000, "iterations between evaluations; 0: none while training")
     eval_iters: int = flag(100, "batches of one evaluation; 0: no evaluation")
@@ -61,7 +76,7 @@ class TrainingConfig:
     )
     loss_scale: float | None = flag(None, "static loss scale of --fp16 (default: dynamic)")
     initial_loss_scale: float = flag(2.0**16, "first dynamic loss scale of --fp16, a power of two")
-    min_loss_scale: float = flag(1.0, "least dynamic loss scale of --fp16")
+    min_loss_scale: float = flag(1.0, "smallest dynamic loss scale of --fp16")
     loss_scale_window: float = flag(1000.0, "iterations without overflow after which the loss scale doubles")
     hysteresis: int = flag(2, "overflows after which the loss scale is halved")
     tensorboard_dir: str | None = flag(None, "directory for TensorBoard event files (default: none written)")
@@ -91,9 +106,7 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rampup_batch_size", tuple(self.rampup_batch_size))
-        for name in ("micro_batch_size", "global_batch_size", "train_iters", "train_samples", "train_tokens",
-                     "log_interval", "exit_interval", "seed", "hysteresis", "tensorboard_log_interval",
-                     "tensorboard_queue_size"):  # fmt: skip
+        for name in _AT_LEAST_ONE:
             require_at_least(flag_name(name), getattr(self, name), 1)
         require_positive("--exit-duration-in-mins", self.exit_duration_in_mins)
         require_at_least("--eval-interval", self.eval_interval, 0)

@@ -8,31 +8,31 @@ from __future__ import annotations
 from typing import NamedTuple
 
 _MOE = "mixture of experts is not part of this fork; train a dense model"
-_T5_BERT = "only decoder-only GPT is trained here; drop it"
-_VISION = "there is no vision model here; drop it"
-_RETRIEVAL = "there is no retrieval model here; drop it"
+_T5_BERT = "this fork trains decoder-only GPT; drop it"
+_VISION = "this fork has no vision model; drop it"
+_RETRIEVAL = "this fork has no retrieval model; drop it"
 _FP8 = "fp8 and Transformer Engine are not used; train in --bf16"
 _RECOMPUTE = "use --partition-activations, with --deepspeed-activation-checkpointing"
-_CURRICULUM = "the batch has a constant shape here; drop it"
+_CURRICULUM = "curricula and random-LTD are not supported, every batch has the same shape; drop it"
 _SEQUENCE = "sequence parallelism is not supported; use --tensor-model-parallel-size"
 _DISTILL = "knowledge distillation is not part of this fork; drop it"
-_INFERENCE = "this fork trains; use another program for inference"
+_INFERENCE = "this fork only trains; use another program for inference"
 _ZERO_JSON = "set it in zero_optimization of the --deepspeed_config file"
 _PROFILE = "use --restart-trace on with --restart-trace-nvtx on under a profiler"
 _OPTIMIZER = "the fastest Adam that is installed for the device is used and named in the log; drop it"
-_INDEX = "the sample index is built and cached; use --data-cache-path to say where"
+_INDEX = "the sample index is built and cached; --data-cache-path says where"
 _DDP = "gradients are reduced by DeepSpeed; drop it"
 _PIPELINE = "the schedule is DeepSpeed's 1F1B; use --pipeline-model-parallel-size alone"
-_WARMUP = "samples are read from the memory map as they are needed; drop it"
-_INIT = "weights are initialized on the device that they live on; drop it"
+_WARMUP = "samples are read from the memory map on demand; drop it"
+_INIT = "weights are always initialized on their own device; drop it"
 _VARIANT = "this variant of the model is not implemented; use --normalization, --swiglu or the default GELU"
-_FP32_PARTS = "parameters and activations stay in the dtype that --bf16 or --fp16 choose; drop it"
-_DOC_RESET = "samples attend across documents, as upstream's default; drop it"
+_FP32_PARTS = "parameters and activations have the dtype of --bf16 or --fp16; drop it"
+_DOC_RESET = "samples attend across documents, as upstream's do by default; drop it"
 _DATALOADER = (
-    "data is read once in the order of the sample index and resumes at the consumed samples; drop it"
+    "data is read once, in the order of the sample index, and resumes after the consumed samples; drop it"
 )
 _MULTI_LAYERS = "use --num-layers"
-_KILL = "send SIGTERM with --exit-signal-handler given"
+_KILL = "give --exit-signal-handler and send SIGTERM"
 
 _REASONS: dict[str, str] = {
     _WARMUP: "--mmap-warmup",
@@ -131,7 +131,7 @@ _SINGLE: dict[str, str] = {
     "--encoder-seq-length": "use --seq-length",
     "--batch-size": "use --micro-batch-size",
     "--model-parallel-size": "use --tensor-model-parallel-size",
-    "--no-initialization": "weights are always initialized before a checkpoint is loaded; drop it",
+    "--no-initialization": "weights that a checkpoint replaces are not initialized anyway; drop it",
     "--skip-train": "evaluation runs while training; use --eval-interval and --eval-iters",
     "--empty-unused-memory-level": "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True instead",
     "--remote-device": "ZeRO-3 does not run with pipelines; use --zero-stage 1",
@@ -141,7 +141,7 @@ _SINGLE: dict[str, str] = {
     "--memory-centric-tiled-linear": "use --tensor-model-parallel-size to save memory",
     "--tile-factor": "use --tensor-model-parallel-size to save memory",
     "--aml-data-download-path": "give the whole path in --data-path",
-    "--trust-remote-code": "there is no HFTokenizer here; use GPTSentencePieceTokenizer or GPT2BPETokenizer",
+    "--trust-remote-code": "this fork has no HFTokenizer; use GPTSentencePieceTokenizer or GPT2BPETokenizer",
     "--warmup": "use --lr-warmup-fraction",
     "--deepscale": "use --deepspeed",
     "--deepscale_config": "use --deepspeed_config",
@@ -152,11 +152,11 @@ UNSUPPORTED: dict[str, str] = {
 } | _SINGLE
 """Flag -> what to use instead."""
 
-_FLASH = "scaled_dot_product_attention takes its flash kernel by itself where dtype and head size allow"
-_NO_KERNEL = "there is no such fused kernel here to switch off"
+_FLASH = "scaled_dot_product_attention selects its flash kernel by itself if dtype and head size allow it"
+_NO_KERNEL = "this fork has no such fused kernel"
 
 _NO_SEQUENCE_PARALLEL = (
-    "every TP rank keeps the activations between its parallel layers whole; the result is the same, the memory is not"
+    "every TP rank keeps all activations between its parallel layers: same result, more memory"
 )
 _DENSE = "the model is dense: --num-experts is 1"
 _WANDB = "no Weights & Biases run is started; --tensorboard-dir writes the same figures"
@@ -175,16 +175,16 @@ NO_EFFECT: dict[str, str] = {
     "--no-async-tensor-model-parallel-allreduce": "tensor-parallel all-reduces are never asynchronous here",
     "--no-scatter-gather-tensors-in-pipeline": "DeepSpeed's pipeline does not scatter what it sends",
     "--no-contiguous-buffers-in-local-ddp": "there is no local DDP; gradients are reduced by DeepSpeed",
-    "--no-barrier-with-level-1-timing": "nothing is timed behind an extra barrier here",
+    "--no-barrier-with-level-1-timing": "timers add no barrier here",
     "--use-flash-attn": _FLASH,
     "--use-flash-attn-v1": _FLASH,
     "--use-flash-attn-v2": _FLASH,
     "--use-flash-attn-triton": _FLASH,
     "--use-flash-attn-builder": _FLASH,
     "--sequence-parallel": _NO_SEQUENCE_PARALLEL,
-    "--use-checkpoint-args": "the model comes from the flags, and a checkpoint of another model is refused by the "
-    "names of the flags that differ",
-    "--no-data-sharding": "it concerns the data of retrieval models only",
+    "--use-checkpoint-args": "the flags define the model; a checkpoint of another model is refused, with the names of "
+    "the flags that differ",
+    "--no-data-sharding": "it concerns retrieval models only",
     "--create-moe-param-group": _DENSE,
     "--disable-moe-token-dropping": _DENSE,
     "--disable-moe-top2-2nd-expert-sampling": _DENSE,
@@ -216,19 +216,23 @@ NO_EFFECT_VALUES: dict[str, InertValue] = {
     "--ds-sequence-parallel-size": InertValue("a sequence is never split over ranks", ("1",), _SEQUENCE),
     "--dataloader-type": InertValue("samples are read once, in order", ("single",), _DATALOADER),
     "--DDP-impl": InertValue(_DDP_REDUCES, ("local", "torch"), _DDP),
-    "--transformer-impl": InertValue("layers are this program's own", ("local",), _FP8),
+    "--transformer-impl": InertValue("this program has its own layers", ("local",), _FP8),
     "--timing-log-level": InertValue(
-        "the restart trace has the time of every iteration, save and load; see --restart-trace-dir", ("0", "1", "2"),
+        "the restart trace records the time of every iteration, save and load; see --restart-trace-dir",
+        ("0", "1", "2"),
         "use 0, 1 or 2",
     ),
     "--timing-log-option": InertValue(
-        "the restart trace has the times of all ranks; see --restart-trace-dir", ("max", "minmax", "all"),
+        "the restart trace records the times of all ranks; see --restart-trace-dir",
+        ("max", "minmax", "all"),
         "use max, minmax or all",
     ),
-    "--train-desc-path": InertValue("index files say themselves what they are; see --train-doc-idx-path"),
-    "--train-idx-path": InertValue("it is of BERT's data; --train-doc-idx-path and its two companions are of GPT's"),
+    "--train-desc-path": InertValue("index files describe themselves; see --train-doc-idx-path"),
+    "--train-idx-path": InertValue(
+        "it is for BERT's data; GPT's index files are given by --train-doc-idx-path and the two flags beside it"
+    ),
     "--wandb-project": InertValue(_WANDB),
     "--wandb-exp-name": InertValue(_WANDB),
     "--wandb-save-dir": InertValue(_WANDB),
-}  # fmt: skip
+}
 """Flag with a value -> why it changes nothing, and which values are refused because they would have to."""

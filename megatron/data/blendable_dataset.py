@@ -13,12 +13,12 @@ from megatron.data.index_cache import ArraySpec, IndexCache
 IntArray = npt.NDArray[Any]
 # Up to here a plain loop over Python floats is faster than three numpy calls for each sample.
 _MAX_DATASETS_IN_PYTHON = 24
-# Samples added at a time when the blend is read beyond its size.
+# Samples added at a time if the blend is read beyond its size.
 _CHUNK = 1 << 16
 
 
 class SampleSource(Protocol):
-    """What a blend is made of."""
+    """The data of a blend."""
 
     def __getitem__(self, i: int) -> dict[str, npt.NDArray[np.int64]]: ...
 

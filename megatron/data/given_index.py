@@ -1,7 +1,7 @@
 """--train-doc-idx-path, --train-sample-idx-path, --train-shuffle-idx-path: a training set in the order of given files.
 
 The files are upstream's, NumPy arrays as megatron.data.sample_index describes them. Unlike upstream, which builds what
-is missing, a missing file is an error: who names one means that one.
+is missing, a missing file is an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DIMENSIONS = {"doc": 1, "sample": 2, "shuffle": 1}
 
 
 def dataset_of_files(paths: tuple[str, str, str] | None) -> Callable[..., GPTDataset]:
-    """What makes a dataset of the arguments of GPTDataset: of the doc-, sample- and shuffle-idx in `paths`, if any."""
+    """A function that builds a dataset from GPTDataset's arguments, with the index files in `paths`, if any."""
     return GPTDataset if paths is None else functools.partial(GivenIndexDataset, files=IndexFiles(*paths))
 
 
@@ -52,7 +52,9 @@ class GivenIndexDataset(GPTDataset):
         doc, sample, shuffle = (arrays[f"{name}_idx"] for name in IndexFiles._fields)
         start, stop = self.documents
         if num_samples is not None and num_samples > len(self):
-            self._refuse("shuffle", f"holds {len(self)} samples, and the run reads {num_samples}; train on fewer")
+            self._refuse(
+                "shuffle", f"holds {len(self)} samples, and the run reads {num_samples}; train on fewer"
+            )
         if len(doc) == 0 or int(doc.min()) < start or int(doc.max()) >= stop:
             self._refuse("doc", f"names documents that are not of this training set, [{start}, {stop})")
         if len(sample) < 2 or int(sample[:, 0].max()) >= len(doc) or int(sample.min()) < 0:
@@ -76,8 +78,14 @@ class GivenIndexDataset(GPTDataset):
             array = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, OSError, EOFError) as error:
             self._refuse(name, f"cannot be read: {error}")
-        if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu" or array.ndim != _DIMENSIONS[name]:
-            self._refuse(name, f"is no {name}-idx: expected whole numbers in {_DIMENSIONS[name]} dimension(s)")
+        if (
+            not isinstance(array, np.ndarray)
+            or array.dtype.kind not in "iu"
+            or array.ndim != _DIMENSIONS[name]
+        ):
+            self._refuse(
+                name, f"is no {name}-idx: expected whole numbers in {_DIMENSIONS[name]} dimension(s)"
+            )
         if name == "sample" and array.shape[1] != 2 or len(array) == 0:
             self._refuse(name, f"is no {name}-idx: its shape is {array.shape}")
         return array

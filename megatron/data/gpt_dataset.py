@@ -219,7 +219,7 @@ def build_train_valid_test_datasets(
     required_num_samples: tuple[int, int, int] | None = None,
     train_dataset: Callable[..., GPTDataset] = GPTDataset,
 ) -> SplitDatasets:
-    """Build the datasets of the three splits; None where nothing is asked for (0 samples, or a share of 0).
+    """Build the datasets of the three splits; None for a split without samples (0 samples, or a share of 0).
 
     Collective: every process that calls it calls ``agree`` exactly once, with the exception that stopped it
     or None. ``agree`` must return only after all have called it and must raise on every process when any of
@@ -253,7 +253,7 @@ def build_train_valid_test_datasets(
             for dataset, required in zip(datasets, required_num_samples or (0, 0, 0), strict=True):
                 if dataset is not None:
                     dataset.build_index(required)
-    except Exception as caught:  # whatever stops this process must reach the others, which wait in agree()
+    except Exception as caught:  # every error must reach the other processes, which wait in agree()
         error = caught
     agree(error)
     if error is not None:

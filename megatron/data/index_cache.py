@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
-# Checksums cover the first and the last so many bytes of a file, so that checking a big index stays cheap.
+# Checksums cover this many bytes at the start and the end of a file, so that checking a large index stays cheap.
 _CHECKED_BYTES = 4 << 20
 
 
@@ -30,7 +30,7 @@ class IndexCacheError(ValueError):
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """What a cached array must look like."""
+    """Data type and shape that a cached array must have."""
 
     dtype: npt.DTypeLike
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class IndexCache:
     def ensure(
         self, description: str, specs: Mapping[str, ArraySpec], build: Callable[[], Mapping[str, Array]]
     ) -> None:
-        """Build and store the entry unless one that is whole, in form and checksums, is there.
+        """Build and store the entry unless a valid one (form and checksums) exists.
 
         A damaged entry is taken away first, so that no process reads it.
         Raises IndexCacheError naming --data-cache-path when the directory cannot be written.

@@ -199,7 +199,7 @@ def _missing_message(path_prefix: str, path: str) -> str:
 
 
 def _check_ranges(num_sequences: int) -> list[tuple[int, int]]:
-    """Ranges of sequences to look at: all of them, or blocks that hold about ``_FULL_CHECK`` in all."""
+    """Ranges of sequences to check: all of them, or blocks that hold about ``_FULL_CHECK`` in all."""
     if num_sequences == 0:
         return []
     if num_sequences <= _FULL_CHECK:
@@ -224,9 +224,11 @@ def _map_index(
         raise IndexedDatasetError(f"{path}: truncated: {num_bytes} bytes end inside the header: {_REMAKE}")
     _, version, code, num_sequences, num_doc_idx = _HEADER.unpack(header)
     if version != _VERSION:
-        raise IndexedDatasetError(f"{path}: format version {version}, known is {_VERSION}: {_REMAKE}")
+        raise IndexedDatasetError(f"{path}: format version {version}, supported is {_VERSION}: {_REMAKE}")
     if code not in DTYPES:
-        raise IndexedDatasetError(f"{path}: data type code {code}, known are 1 to {len(DTYPES)}: {_REMAKE}")
+        raise IndexedDatasetError(
+            f"{path}: data type code {code}, supported are 1 to {len(DTYPES)}: {_REMAKE}"
+        )
     expected = _HEADER.size + 12 * num_sequences + 8 * num_doc_idx
     if num_bytes != expected:
         what = "truncated" if num_bytes < expected else "too long"
@@ -277,7 +279,7 @@ class MMapIndexedDatasetBuilder:
             self._sizes.extend(sizes)
         except OverflowError as error:
             raise IndexedDatasetError(
-                f"a sequence of {max(sizes)} tokens: the mmap format ends at 2147483647"
+                f"a sequence of {max(sizes)} tokens: the mmap format allows at most 2147483647"
             ) from error
         end = self._doc_idx[-1]
         for count in sequences_per_doc:
@@ -339,5 +341,5 @@ class MMapIndexedDatasetBuilder:
             os.fsync(file.fileno())
 
     def close(self) -> None:
-        """Close the token file without an index: for a build that is given up."""
+        """Close the token file without an index, to abandon a build."""
         self._file.close()

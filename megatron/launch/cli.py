@@ -1,4 +1,4 @@
-"""The command line of the launcher: torchrun's names, for what it can do of it."""
+"""The command line of the launcher: those flags of torchrun that it supports."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ examples:
   %(prog)s --nnodes 2 --node-rank 0 --master-addr node0 --nproc-per-node 8 pretrain_gpt.py ...
       and the same on the other node with --node-rank 1
 
-exit status: 0 every rank ended with 0; 1 a rank failed, and no restart was left; 2 wrong command line, or nothing
+exit status: 0 every rank ended with 0; 1 a rank failed, and no restart was left; 2 wrong command line, or no rank
 could be started; 128 + N stopped by signal N
 """
 
@@ -45,30 +45,30 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(*spellings, help=help, **options)  # type: ignore[arg-type]
 
     add("--nproc-per-node", "ranks on this node (1)", type=int, default=1, metavar="N")
-    add("--nnodes", "nodes; the launcher is started on each (1)", type=int, default=1, metavar="N")
-    add("--node-rank", "which of the nodes this is, from 0", type=int, default=0, metavar="N")
+    add("--nnodes", "number of nodes; start the launcher on each (1)", type=int, default=1, metavar="N")
+    add("--node-rank", "number of this node, from 0", type=int, default=0, metavar="N")
     add("--master-addr", "host of node 0 (127.0.0.1 on one node)", metavar="HOST")
     add(
         "--master-port",
-        f"its port ({_DEFAULT_PORT}; on one node a free one for every start)",
+        f"port of node 0 ({_DEFAULT_PORT}; on one node a free port for every start)",
         type=int,
         metavar="N",
     )
     add(
         "--max-restarts",
-        "how often all ranks are started again in place when one fails; on one node (0)",
+        "how often all ranks are restarted in place after a failure; on one node only (0)",
         type=int,
         default=0,
         metavar="N",
     )
     add(
         "--shutdown-timeout",
-        "seconds from SIGTERM to SIGKILL for ranks that are to end (30)",
+        "seconds between SIGTERM and SIGKILL when ranks are ended (30)",
         type=float,
         default=30.0,
         metavar="S",
     )
-    parser.add_argument("script", help="the training script; what follows are its arguments")
+    parser.add_argument("script", help="the training script, followed by its arguments")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
@@ -108,14 +108,14 @@ def parse_arguments(argv: Sequence[str] | None) -> Plan:
 
 
 def _check_script(parser: argparse.ArgumentParser, script: str) -> None:
-    """Refuse what cannot be run, and a script that would import another megatron than the one that is imported."""
+    """Refuse a script that does not exist, or that would import another megatron than the launcher has imported."""
     if not os.path.isfile(script):
         parser.error(f"{script}: no such file; give the training script, such as pretrain_gpt.py")
     beside = importlib.machinery.PathFinder.find_spec("megatron", [os.path.dirname(os.path.abspath(script))])
     if beside is None or beside.origin is None or Path(beside.origin).resolve().parent == _MEGATRON:
         return
     parser.error(
-        f"{script}: has a megatron of its own beside it, and this launcher is part of {_MEGATRON}; start "
+        f"{script}: has its own megatron package beside it, and this launcher belongs to {_MEGATRON}; start "
         f"{Path(beside.origin).parent / 'launch'} instead"
     )
 
@@ -129,5 +129,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PreloadError as error:
         print(f"[launch] error: {error}", file=sys.stderr, flush=True)
         return COULD_NOT_RUN
-    # Nothing around this call may catch or clean up: the ranks leave through it, too.
+    # Nothing around this call may catch exceptions or clean up: the forked ranks return through it, too.
     return supervise(plan, preloaded)

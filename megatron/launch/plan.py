@@ -1,4 +1,4 @@
-"""What is to be launched."""
+"""What the launcher starts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Plan:
-    """The ranks of this node. A `master_port` of None: on one node, a free one for every start."""
+    """The ranks of this node. If `master_port` is None, every start uses a free port (one node only)."""
 
     script: str
     arguments: tuple[str, ...]

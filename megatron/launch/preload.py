@@ -14,14 +14,14 @@ from restart_trace.startup import Preload
 
 
 class PreloadError(RuntimeError):
-    """What was imported left something behind that a fork would break."""
+    """The imports have started threads or initialised CUDA, so the process cannot be forked."""
 
 
 def preload(plan: Plan, started_ns: int) -> Preload:
-    """Import torch, DeepSpeed and megatron; when that was. `started_ns`: when this process started.
+    """Import torch, DeepSpeed and megatron; returns when. `started_ns`: when this process started (monotonic, ns).
 
-    Beside the modules, two things are left in the environment, for the ranks: DS_ACCELERATOR, as DeepSpeed has chosen
-    it by then, and as from torchrun OMP_NUM_THREADS. Raises PreloadError if the process cannot be forked any more.
+    Sets two environment variables for the ranks: DS_ACCELERATOR, which DeepSpeed has chosen by then, and
+    OMP_NUM_THREADS, as torchrun does. Raises PreloadError if the process cannot be forked afterwards.
     """
     if plan.nproc_per_node > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -59,7 +59,7 @@ def _sees_cuda() -> bool:
 
 @contextlib.contextmanager
 def _variables(**values: str) -> Iterator[None]:
-    """Set environment variables, and have the whole environment as it was afterwards."""
+    """Set environment variables, and restore the whole environment afterwards."""
     before = dict(os.environ)
     os.environ.update(values)
     try:

@@ -1,7 +1,7 @@
-"""Shows a process's environment as it is now in /proc/PID/environ.
+"""Makes /proc/PID/environ show the present environment of a process.
 
-The kernel shows there the memory that exec(2) laid the environment out in, which a fork inherits, whatever is set
-later. Monitoring, `ps e` and this project's own drill tell ranks by it.
+The kernel shows the memory in which exec(2) placed the environment. A fork inherits that memory, whatever is set later.
+Monitoring, `ps e` and this project's drill find ranks by it.
 """
 
 from __future__ import annotations
@@ -19,27 +19,43 @@ _FIELD_AFTER_NAME = 3  # number, in proc(5), of the first field after the comman
 _shown: mmap.mmap | None = None  # stays mapped: the kernel reads it
 
 
+_ADDRESSES = [
+    "start_code",
+    "end_code",
+    "start_data",
+    "end_data",
+    "start_brk",
+    "brk",
+    "start_stack",
+    "arg_start",
+    "arg_end",
+    "env_start",
+    "env_end",
+    "auxv",
+]
+
+
 class _MemoryMap(ctypes.Structure):
     """struct prctl_mm_map of linux/prctl.h: where the parts of a process lie."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_uint64)
-            for name in (
-                "start_code", "end_code", "start_data", "end_data", "start_brk", "brk", "start_stack",
-                "arg_start", "arg_end", "env_start", "env_end", "auxv",
-            )
-        ),
+        *((name, ctypes.c_uint64) for name in _ADDRESSES),
         ("auxv_size", ctypes.c_uint32),
         ("exe_fd", ctypes.c_uint32),
-    )  # fmt: skip
+    )
 
 
-# Field numbers of /proc/PID/stat, proc(5), of what stays as it is.
+# Field numbers, in /proc/PID/stat (proc(5)), of the addresses that do not change.
 _FIELDS = {
-    "start_code": 26, "end_code": 27, "start_stack": 28, "start_data": 45, "end_data": 46, "start_brk": 47,
-    "arg_start": 48, "arg_end": 49,
-}  # fmt: skip
+    "start_code": 26,
+    "end_code": 27,
+    "start_stack": 28,
+    "start_data": 45,
+    "end_data": 46,
+    "start_brk": 47,
+    "arg_start": 48,
+    "arg_end": 49,
+}
 
 
 def publish(environment: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""What a forked process does to be the rank that a launcher would have started afresh."""
+"""Turns a forked process into a rank, as a launcher would have started it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from restart_trace.startup import PRELOAD_VARIABLE, Preload
 def rank_environment(
     plan: Plan, local_rank: int, restart: int, port: int, preloaded: Preload | None
 ) -> dict[str, str]:
-    """What a rank has in its environment beside the launcher's own: torchrun's names, and DeepSpeed's LOCAL_SIZE."""
+    """The variables that a rank has in addition to the launcher's: torchrun's, and DeepSpeed's LOCAL_SIZE."""
     rank = plan.rank(local_rank)
     found = {
         "RANK": rank,
@@ -40,15 +40,15 @@ def become_rank(
     plan: Plan, local_rank: int, restart: int, port: int, launcher: int, preloaded: Preload | None
 ) -> NoReturn:
     """Run the script as the rank; raises SystemExit with its exit code, or what the script raises."""
-    os.setsid()  # as from torchrun: what the rank starts is found by its process group
+    os.setsid()  # as torchrun does: the processes that a rank starts are found by its process group
     end_with_parent(launcher)
     os.environ.pop(PRELOAD_VARIABLE, None)
     os.environ.update(rank_environment(plan, local_rank, restart, port, preloaded))
     refused = publish(os.environ)
     if refused and local_rank == 0:
         print(
-            f"[launch] the kernel does not let processes show their environment ({refused}): what looks for RANK in "
-            "/proc/PID/environ does not find the ranks",
+            f"[launch] the kernel does not let processes show their environment ({refused}): programs that "
+            "look for RANK in /proc/PID/environ do not find the ranks",
             file=sys.stderr,
             flush=True,
         )

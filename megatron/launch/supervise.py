@@ -1,6 +1,6 @@
-"""Starts all ranks of the node, watches them, and ends or restarts them together, as torchrun's agent does.
+"""Starts all ranks of the node, watches them, and ends or restarts all of them, as torchrun's agent does.
 
-There is one thread, so that the process stays forkable: signals, and the ends of ranks among them, are waited for.
+There is one thread, so that the process stays forkable: it waits for signals, which also report the end of a rank.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.S
 
 @dataclass
 class Ranks:
-    """The ranks of one start: those that run (pid -> rank), and what is known of those that failed, first one first."""
+    """The ranks of one start: those that run (pid -> rank), and why others failed, in the order of their failures."""
 
     running: dict[int, int] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
     def send(self, signum: int) -> None:
-        """Send a signal to every rank that runs, and to what it has started."""
+        """Send a signal to every running rank and the processes that it has started."""
         for pid in self.running:
             _send_to_group(pid, signum)
 
     def reap(self) -> None:
-        """Take note of the ranks that have ended; what a failed one had started ends with it."""
+        """Record the ranks that have ended; the processes that a failed rank had started are killed."""
         for pid, rank in list(self.running.items()):
             ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is None:

@@ -70,14 +70,14 @@ def _adam_class() -> Any:
 
 def _adam_options() -> dict[str, Any]:
     # torch's AdamW is its Adam with this option, except that it ignores what a checkpoint says about it:
-    # a run that was started with L2 weight decay (upstream on CPU) must go on with it.
+    # a run that was started with L2 weight decay (upstream on CPU) must continue with it.
     return {"adam_w_mode": True} if _apex_here() else {"fused": True, "decoupled_weight_decay": True}
 
 
 def warn_of_l2_weight_decay(optimizer: Any) -> None:
-    """Tell, after a load, that the checkpoint goes on with L2 instead of decoupled weight decay."""
+    """Warn, after a load, that training continues with L2 instead of decoupled weight decay."""
     if any(group.get("decoupled_weight_decay") is False for group in optimizer.param_groups):
         logger.warning(
             "the checkpoint was trained with L2 weight decay, added to the gradient (upstream on CPU), not with "
-            "decoupled weight decay; training goes on with L2"
+            "decoupled weight decay; training continues with L2"
         )

@@ -8,10 +8,21 @@ from typing import Any
 
 from megatron.config import ConfigError, OptimizerConfig
 
-_STATE_NAMES = (
-    "max_lr", "lr_warmup_steps", "lr_warmup_tokens", "num_steps", "num_tokens", "lr_decay_style",
-    "lr_decay_steps", "lr_decay_tokens", "min_lr", "start_wd", "end_wd", "wd_incr_style", "wd_incr_steps",
-)  # fmt: skip
+_STATE_NAMES = [
+    "max_lr",
+    "lr_warmup_steps",
+    "lr_warmup_tokens",
+    "num_steps",
+    "num_tokens",
+    "lr_decay_style",
+    "lr_decay_steps",
+    "lr_decay_tokens",
+    "min_lr",
+    "start_wd",
+    "end_wd",
+    "wd_incr_style",
+    "wd_incr_steps",
+]
 _PROGRESS = ("num_steps", "num_tokens")
 _SET_BY = {
     "max_lr": "--lr",
@@ -80,7 +91,7 @@ class OptimizerParamScheduler:
         self.step(0)
 
     def begin_iteration(self, batch_size: int, consumed_samples: int) -> None:
-        """Tell of the iteration that follows: its samples, and those of all iterations before it."""
+        """Announce the next iteration: its samples, and those of all iterations before it."""
         self.increment = batch_size
         self._tokens_before = consumed_samples * self.seq_length
 
@@ -105,7 +116,7 @@ class OptimizerParamScheduler:
         return self.min_lr + left * (self.max_lr - self.min_lr)
 
     def _warmup_position(self) -> tuple[float, float]:
-        """(where training is, where the warm-up ends), both in tokens or both in samples."""
+        """(position of training, end of the warm-up), both in tokens or both in samples."""
         if self.lr_warmup_tokens is not None and not self._warmup_tokens_are_derived:
             return self.num_tokens, self.lr_warmup_tokens
         return self.num_steps, self.lr_warmup_steps
@@ -148,12 +159,12 @@ class OptimizerParamScheduler:
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def _has_no_effect(self, name: str) -> bool:
-        """Whether a setting does not matter to this schedule, such as the length of a decay that is none."""
+        """Whether this schedule does not use a setting, such as the length of a decay of style constant."""
         if self.lr_decay_style == "constant" and name in ("lr_decay_steps", "lr_decay_tokens", "min_lr"):
             return True
         if self.lr_decay_tokens is not None and name == "lr_decay_steps":
             return True
-        return (self.wd_incr_style == "constant" and name == "wd_incr_steps")
+        return self.wd_incr_style == "constant" and name == "wd_incr_steps"
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _STATE_NAMES}
@@ -184,7 +195,7 @@ class OptimizerParamScheduler:
         self.step(state["num_steps"], state.get("num_tokens"))
 
     def _tell_of_changes(self, state: dict[str, Any]) -> None:
-        """Log what one of the two flags settles."""
+        """Log what one of the two flags decides."""
         for name, flags in _SET_BY.items():
             mine, theirs = getattr(self, name), state.get(name)
             if name not in state or mine == theirs or self._has_no_effect(name):

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class AgreementLostError(RuntimeError):
-    """The ranks can agree on nothing any more: one is gone, or took longer than --distributed-timeout-minutes."""
+    """The ranks can no longer agree: one has ended, or took longer than --distributed-timeout-minutes."""
 
 
 class ControlPlane:
@@ -51,7 +51,7 @@ class ControlPlane:
         return self.broadcast(failed)
 
     def give_up(self) -> None:
-        """Close the connections of the group, so that ranks that still wait for this one fail now and not later.
+        """Close the connections of the group, so that ranks that wait for this one fail at once.
 
         Called when an agreement has failed: gloo tells of a rank that is gone only to those that talk with it. No
         agreement can be made afterwards. Does nothing to the default group, which is not ours alone.
@@ -65,6 +65,6 @@ class ControlPlane:
     def _check_open(self) -> None:
         if self.given_up:
             raise AgreementLostError(
-                "an agreement between the ranks has failed before: one is gone, or took longer than "
+                "an earlier agreement between the ranks has failed: a rank has ended, or took longer than "
                 "--distributed-timeout-minutes"
             )

@@ -1,4 +1,4 @@
-"""Which part of a full parameter a tensor-parallel rank holds: the one description that all else follows.
+"""Which part of a full parameter a tensor-parallel rank holds; everything else is derived from this description.
 
 The shape of the tensor on a rank, its initial values (init.py) and what a checkpoint says about it
 (megatron.checkpointing.shard_metadata) are computed from it.
@@ -84,7 +84,7 @@ class ParameterSlice:
 
 
 def slice_of(param: Any, name: str) -> ParameterSlice:
-    """What `Placement.parameter` noted on the parameter called `name`. Raises ValueError for one made otherwise."""
+    """The slice that `Placement.parameter` recorded for the parameter `name`. Raises ValueError if there is none."""
     part = getattr(param, "tp_slice", None)
     if part is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Where the parameters of a rank live: which slice, in which precision, on which device."""
+"""Slice, precision and device of a rank's parameters."""
 
 from __future__ import annotations
 

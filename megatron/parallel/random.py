@@ -37,7 +37,7 @@ def seed_everything(seed: int, *, pp_rank: int, tp_rank: int, dp_offset: int = 0
 
 
 def model_parallel_rng() -> AbstractContextManager[None]:
-    """Within it, random numbers come from the stream of this TP rank."""
+    """A context in which random numbers come from the stream of this TP rank."""
     from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 
     return get_cuda_rng_tracker().fork(MODEL_PARALLEL_RNG)
@@ -60,7 +60,7 @@ def get_rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Put back what get_rng_state returned."""
+    """Restore what get_rng_state returned."""
     import numpy as np
     import torch
     from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands in the layout."""
+    """The coordinates of a rank in the layout."""
 
     tp: int
     pp: int

@@ -1,8 +1,8 @@
-"""Where the ranks of a restart in place meet.
+"""The rendezvous of a restart in place.
 
-torchrun's agent keeps one store through all its restarts (TORCHELASTIC_USE_AGENT_STORE), and torch takes the keys of
-its process groups from it as they are: ranks that were restarted would find the addresses of dead ones and try to
-connect to them. So each attempt has keys of its own.
+torchrun's agent keeps one store through all its restarts (TORCHELASTIC_USE_AGENT_STORE), and torch reads the keys of
+its process groups from it. Restarted ranks would find the addresses of dead ranks and try to connect to them, so each
+attempt has keys of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SCHEME = "restarted-env"
 
 
 def init_method() -> str | None:
-    """The init_method for torch.distributed: None, which is env://, in a launch that is no restart in place."""
+    """The init_method for torch.distributed: None, which means env://, unless this is a restart in place."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return None
     from torch.distributed.rendezvous import register_rendezvous_handler

@@ -56,13 +56,17 @@ def _start_backward_timers_once(engine: Any) -> None:
 
 
 def report_flops(engine: Any) -> None:
-    """Print the profile that flops_profiler has made in the iteration just done, where that is its profile_step.
+    """Print the profile of flops_profiler, if the iteration just done is its profile_step.
 
     DeepSpeed does so in DeepSpeedEngine.step, which its PipelineEngine does not call. The profile is that of rank 0's
     last micro-batch and its stage.
     """
     step = engine.global_steps - 1
-    if not engine.flops_profiler_enabled() or step != engine.flops_profiler_profile_step() or engine.global_rank:
+    if (
+        not engine.flops_profiler_enabled()
+        or step != engine.flops_profiler_profile_step()
+        or engine.global_rank
+    ):
         return
     profiler = engine.flops_profiler
     if not profiler.started:  # a profile_step that was skipped over by a resume
@@ -87,7 +91,7 @@ def _configure_activation_checkpointing(config: Config, engine: Any) -> None:
 
     parallel = config.parallel
     grid = engine.grid
-    # DeepSpeed takes the grid for a newer mpu by one of its methods, and then asks it for this one, which it lacks.
+    # One method of the grid makes DeepSpeed treat it as a newer mpu, and call this method, which the grid lacks.
     grid.get_tensor_model_parallel_group = grid.get_slice_parallel_group
     deepspeed.checkpointing.configure(
         mpu_=grid,
@@ -101,7 +105,7 @@ def _configure_activation_checkpointing(config: Config, engine: Any) -> None:
 
 
 def runtime_facts(engine: Any, runtime: Runtime, config: Config) -> dict[str, Any]:
-    """What really runs, for the trace."""
+    """The optimizer, device and backend that run, for the trace."""
     inner = engine.basic_optimizer
     return {
         "optimizer": f"{type(inner).__module__}.{type(inner).__qualname__}",

@@ -36,7 +36,7 @@ class Runtime:
 
 
 def prepare_environment() -> None:
-    """Settle what DeepSpeed reads from the environment, before it is imported."""
+    """Set the environment variables that DeepSpeed reads, before it is imported."""
     from torch import cuda
 
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if cuda.is_available() else "cpu")
@@ -69,7 +69,7 @@ def import_heavy() -> None:
 
 
 def freeze_imported_objects() -> None:
-    """Take what the imports left out of garbage collection.
+    """Exclude the imported objects from garbage collection.
 
     DeepSpeed collects garbage several times while it starts; each pass over the half million objects of the
     imported modules costs 0.3 s and finds nothing.
@@ -83,12 +83,14 @@ def group_timeout(config: Config) -> datetime.timedelta:
 
 
 @contextmanager
-def phase_apart_from_communicators(startup: Startup, name: str, timeout: datetime.timedelta) -> Iterator[None]:
+def phase_apart_from_communicators(
+    startup: Startup, name: str, timeout: datetime.timedelta
+) -> Iterator[None]:
     """Measure a start-up phase in which DeepSpeed also creates process groups; those count as `communicators`.
 
-    Their operations wait for `timeout`, where DeepSpeed takes torch's default: new_group does not go by that of the
-    default group. Gloo connects its ranks there and then. NCCL connects at the first collective of a group, which is
-    in the phase that runs it.
+    Their operations wait for `timeout` where DeepSpeed passes none: new_group does not use the default group's. Gloo
+    connects the ranks when it creates a group. NCCL connects at the first collective of a group, which counts for the
+    phase that runs it.
     """
     import torch.distributed as dist
 
@@ -125,7 +127,9 @@ def initialize_megatron(config: Config, startup: Startup, *, commits_in_backgrou
     on_cuda = device_type.device_name() == "cuda"
     backend = parallel.distributed_backend or ("nccl" if on_cuda else "gloo")
     if backend == "nccl" and not on_cuda:
-        raise ConfigError("--distributed-backend nccl: no CUDA device here; use gloo, or leave the flag out")
+        raise ConfigError(
+            "--distributed-backend nccl: this machine has no CUDA device; use gloo, or drop the flag"
+        )
     if config.model.params_dtype == "fp16" and not on_cuda and not device_type.is_fp16_supported():
         # DeepSpeed refuses on CPUs without half-precision instructions, though torch computes there too.
         device_type.is_fp16_supported = lambda: True

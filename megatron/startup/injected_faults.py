@@ -1,8 +1,8 @@
 """Faults that a drill causes within a rank: with --allow-injected-faults, two signals raise errors in its main thread.
 
     EXCEPTION_SIGNAL     raises InjectedFault
-    DEVICE_ERROR_SIGNAL  on CUDA, makes a kernel fail a device-side assertion, which spoils the CUDA context of the
-                         process for good; elsewhere, raises the exception that such a failure ends in and no more
+    DEVICE_ERROR_SIGNAL  on CUDA, makes a kernel fail a device-side assertion, after which the CUDA context of the
+                         process is unusable; elsewhere, only raises the exception that such a failure ends in
 
 Python runs signal handlers in the main thread between two of its instructions: a rank that is inside a collective
 meets the error when that returns. Without the flag nothing is installed.
@@ -20,7 +20,7 @@ DEVICE_ERROR_SIGNAL = signal.SIGRTMIN + 2
 
 
 class InjectedFault(RuntimeError):
-    """Raised on request of a drill; nothing else is wrong."""
+    """Raised at the request of the restart drill."""
 
 
 def allow_injected_faults() -> None:
@@ -30,17 +30,15 @@ def allow_injected_faults() -> None:
 
 
 def _raise(signum: int, frame: FrameType | None) -> NoReturn:
-    raise InjectedFault("an exception that was asked for (--allow-injected-faults)")
+    raise InjectedFault("an injected exception (--allow-injected-faults)")
 
 
 def _fail_on_device(signum: int, frame: FrameType | None) -> NoReturn:
     torch: Any = sys.modules.get("torch")
     error = getattr(torch, "AcceleratorError", None)
-    if error is None:  # the import of torch has not come that far
-        raise InjectedFault(
-            "a device error that was asked for before torch was imported: there is no device yet"
-        )
+    if error is None:  # torch is not imported that far yet
+        raise InjectedFault("an injected device error, before torch was imported: there is no device yet")
     if torch.cuda.is_available():
         torch.zeros(1, device="cuda")[torch.ones(1, dtype=torch.long, device="cuda")]  # index out of bounds
         torch.cuda.synchronize()
-    raise error("a device error that was asked for (--allow-injected-faults)")
+    raise error("an injected device error (--allow-injected-faults)")

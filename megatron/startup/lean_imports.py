@@ -3,8 +3,8 @@
 Building any torch optimizer imports torch._dynamo (1.8 s) to mark functions as "not to be compiled"; the first
 backward pass of a pipeline imports sympy (0.7 s) to compare two shapes; one of DeepSpeed's optimizers imports
 torch._inductor (1.5 s) by decorating a function with torch.compile. None of it is used here. `install` puts
-stand-ins in the places of the first two that answer just what torch asks of them; whoever asks for anything
-else gets the real module, imported at that moment.
+substitutes in place of the first two, which answer only what torch asks during imports; any other attribute imports the
+real module.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DISABLE_VARIABLE = "MEGATRON_FULL_IMPORTS"
 
 
 class _StandIn(types.ModuleType):
-    """Holds the answers given at construction; any other attribute brings in the real module."""
+    """Has the attributes given at construction; any other attribute imports the real module."""
 
     def __init__(self, name: str, answers: Mapping[str, Any], path: list[str] | None) -> None:
         super().__init__(name)
@@ -33,13 +33,13 @@ class _StandIn(types.ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            # The import system and inspect look for these; they are no request for content.
+            # The import system and inspect look for these; that is no use of the module.
             raise AttributeError(name)
         return getattr(_real_module(self.__name__), name)
 
 
 class _SubmoduleFinder:
-    """Lets `import torch._dynamo.x` bring in the real package first, and take x from it."""
+    """Lets `import torch._dynamo.x` import the real package first, and x from it."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: Any = None

@@ -59,7 +59,7 @@ def check_inputs(config: Config) -> None:
 def check_dataset(flag: str, prefix: str) -> None:
     """Check `prefix`.idx (header, length, that its parts fit together) and that `prefix`.bin is long enough.
 
-    A .bin file that is longer than its index says is legal: upstream writes such files.
+    A .bin file may be longer than its index says: upstream writes such files.
 
     Raises: ConfigError naming flag, file and fix.
     """
@@ -85,14 +85,18 @@ def _check_header(flag: str, idx: str, header: bytes, size: int) -> tuple[int, i
     """(sequences, document boundaries, bytes per token) of an index header."""
     again = "preprocess the data again with tools/preprocess_data.py"
     if header[:8] == _LEGACY_MAGIC:
-        raise ConfigError(f"{flag}: {idx} has the old lazy/cached format, and only mmap is read; {again}")
+        raise ConfigError(
+            f"{flag}: {idx} has the old lazy/cached format, and only mmap is supported; {again}"
+        )
     if header[: len(_IDX_MAGIC)] != _IDX_MAGIC[: len(header)] or not header:
-        raise ConfigError(f"{flag}: {idx} is no dataset index (its first bytes are wrong); {again}")
+        raise ConfigError(f"{flag}: {idx} is not a dataset index (its first bytes are wrong); {again}")
     if len(header) < _IDX_HEADER.size:
         raise ConfigError(f"{flag}: {idx} is truncated: {size} bytes, less than its header; {again}")
     _, version, code, sequences, documents = _IDX_HEADER.unpack(header)
     if version != 1:
-        raise ConfigError(f"{flag}: {idx} has format version {version}, and only version 1 is known; {again}")
+        raise ConfigError(
+            f"{flag}: {idx} has format version {version}, and only version 1 is supported; {again}"
+        )
     if code not in _TOKEN_BYTES:
         raise ConfigError(f"{flag}: {idx} has dtype code {code}, which is no integer type; {again}")
     expected = _IDX_HEADER.size + 12 * sequences + 8 * documents
@@ -227,7 +231,7 @@ def _check_sentencepiece(path: str) -> int:
             raise ValueError("no pieces in it")
     except ValueError as error:
         raise ConfigError(
-            f"--tokenizer-model {path}: not a whole SentencePiece model ({error}); give a tokenizer.model "
+            f"--tokenizer-model {path}: not a complete SentencePiece model ({error}); give a tokenizer.model "
             "file, or --tokenizer-type GPT2BPETokenizer for vocab.json and merges.txt"
         ) from error
     return pieces
@@ -251,9 +255,9 @@ def check_load(checkpoint: CheckpointConfig, *, warn: bool = True) -> None:
     """Check that --load holds a checkpoint: a directory with a manifest, or one that `latest` names.
 
     Without one the run starts from iteration 0, with a logged warning if `warn`, or stops if
-    --exit-on-missing-checkpoint is given. It stops, too, if `latest` names one that is gone: something was lost, and
-    only --allow-start-over starts all over again. A --load-tag that is not there is always an error. Whether a
-    checkpoint is complete shows on load.
+    --exit-on-missing-checkpoint is given. It also stops if `latest` names a missing one: a checkpoint was lost, and
+    only --allow-start-over starts again. A missing --load-tag is always an error. Whether a checkpoint is complete is
+    checked on load.
 
     Raises: ConfigError naming flag, directory and fix.
     """
@@ -264,7 +268,7 @@ def check_load(checkpoint: CheckpointConfig, *, warn: bool = True) -> None:
         raise ConfigError(f"--load {load}: is not a directory; give the directory that --save wrote to")
     tags = _tags(load)
     if checkpoint.load_tag is not None:
-        # A save that was killed at one instant leaves the older checkpoint of its tag under this name.
+        # A save that was killed while it published leaves the older checkpoint of its tag under this name.
         there_as = (checkpoint.load_tag, checkpoint.load_tag + ".replaced")
         if not any(os.path.isdir(os.path.join(load, name)) for name in there_as):
             there = ", ".join(tags) or "none"
@@ -289,7 +293,7 @@ def check_load(checkpoint: CheckpointConfig, *, warn: bool = True) -> None:
     if warn:
         logger.warning(
             "--load %s: no checkpoint there (%s): training starts from iteration 0; "
-            "--exit-on-missing-checkpoint would stop here",
+            "give --exit-on-missing-checkpoint to stop instead",
             load,
             hint,
         )
@@ -301,13 +305,13 @@ def _check_latest(checkpoint: CheckpointConfig, load: str) -> None:
     try:
         tag = read_latest(Path(load))
         if tag is not None and os.path.isdir(os.path.join(load, tag)):
-            return  # upstream's, or damaged: that shows on load
+            return  # upstream's, or damaged: the load finds out
         wrong = f"{path} names {tag}, which is not there"
     except ValueError as error:
         wrong = str(error)
     if not checkpoint.allow_start_over:
         raise ConfigError(
-            f"--load {load}: {wrong}, and there is no other checkpoint; put it back, or start from iteration 0 with "
+            f"--load {load}: {wrong}, and there is no other checkpoint; restore it, or start from iteration 0 with "
             "--allow-start-over"
         )
 
@@ -320,7 +324,7 @@ def _tags(load: str) -> list[str]:
         return []
     except OSError as error:
         raise ConfigError(
-            f"--load {load}: cannot be read: {error.strerror}; correct the path or its rights"
+            f"--load {load}: cannot be read: {error.strerror}; correct the path or its permissions"
         ) from error
     return [name for name in names if name != "restart_trace" and not name.startswith(".")]
 
@@ -345,7 +349,7 @@ def check_writable(flag: str, directory: str, *, sync: bool = True) -> None:
     except OSError as error:
         raise ConfigError(
             f"{flag} {directory}: cannot be written to: {error.strerror}; "
-            "give another directory, or make room or rights there"
+            "give another directory, free space, or change its permissions"
         ) from error
 
 
@@ -382,5 +386,5 @@ def _read(flag: str, path: str) -> bytes:
             return stream.read()
     except OSError as error:
         raise ConfigError(
-            f"{flag} {path}: cannot be read: {error.strerror}; correct the path or its rights"
+            f"{flag} {path}: cannot be read: {error.strerror}; correct the path or its permissions"
         ) from error

@@ -1,4 +1,4 @@
-"""What goes wrong with tokenizers."""
+"""Errors of tokenizers."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class GPT2BPETokenizer:
             symbol for symbol in pre_tokenizers.ByteLevel.alphabet() if model.token_to_id(symbol) is None
         ]
         if missing:
-            # The library would leave such bytes out of a text without a word.
+            # The library would silently leave such bytes out of a text.
             raise TokenizerError(
                 f"--vocab-file {vocab_file}: {len(missing)} of the 256 byte symbols are missing: not a "
                 "byte-level BPE vocabulary: give GPT-2's vocab.json"

@@ -8,7 +8,7 @@ from megatron.tokenizer.errors import TokenizerError, require_unicode
 
 
 class GPTSentencePieceTokenizer:
-    """The model as it is; its end-of-sequence piece ends documents."""
+    """The unchanged model; its end-of-sequence piece ends documents."""
 
     name = "GPTSentencePieceTokenizer"
 
@@ -31,7 +31,7 @@ class GPTSentencePieceTokenizer:
 
 
 class SentencePieceTokenizer:
-    """The model and upstream's special tokens, which are added behind its vocabulary where it lacks them.
+    """The model and upstream's special tokens, which are added after its vocabulary if it lacks them.
 
     Ids as upstream's ``SentencePieceTokenizer`` gives them: ``<CLS>``, ``<SEP>``, ``<EOD>``, ``<MASK>``,
     padding, begin and end of sequence. Where such a token stands in a text, it becomes its id.

@@ -1,4 +1,4 @@
-"""The tokenizer that --tokenizer-type names, and what training needs to know of it."""
+"""The tokenizer that --tokenizer-type names, its size and its end-of-document token."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def vocab_size_with_padding(
 
 
 class NullTokenizer:
-    """Text that is token ids already, separated by white space; one more id ends documents."""
+    """Text that consists of token ids, separated by white space; one more id ends documents."""
 
     name = "NullTokenizer"
 

@@ -186,7 +186,7 @@ class CheckpointSaves:
         """Raises AgreementLostError: training on without ever saving again would be worse than a restart."""
         if self._checkpointer.writer.agreement_lost:
             raise AgreementLostError(
-                "the ranks cannot agree on checkpoints any more, as reported above; restart the job"
+                "the ranks can no longer agree on checkpoints, as reported above; restart the job"
             )
 
     def _failed(self, error: str) -> None:

@@ -1,4 +1,4 @@
-"""Datasets and loaders of a rank, positioned where training stands."""
+"""Datasets and loaders of a rank, positioned at the samples consumed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DataError(RuntimeError):
 
 @dataclass(frozen=True)
 class DataRequest:
-    """What a datasets provider is asked for. Samples are (train, valid, test).
+    """The datasets that a provider is to build. Samples are (train, valid, test).
 
     `indexed_samples` decide the order of the data and stay the same over all restarts of a run;
     `needed_samples` are those that this run will read.

@@ -20,7 +20,7 @@ class ExitConditions:
         self._started = 0.0
 
     def start(self) -> None:
-        """The loop begins: duration counts from here, and SIGTERM is caught from here if asked for."""
+        """Call when the loop begins: the duration starts, and SIGTERM is caught if a flag asks for it."""
         self._started = time.monotonic()
         if self._training.exit_signal_handler:
             signal.signal(signal.SIGTERM, self._on_signal)

@@ -1,4 +1,4 @@
-"""All that is slow to import, at once: so that no later phase of a start pays for it, nor any rank that is forked."""
+"""Imports everything that is slow to import, so that no later phase of a start and no forked rank has to."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import contextlib
 import gc
 import importlib
 
-# Of other packages, what a rank imports in passing somewhere in its start. One that is not there is not needed.
+# Modules of other packages that a rank imports during its start. One that is missing is not needed.
 _IN_PASSING = (
-    "deepspeed.module_inject.auto_ep_layer", "numpy.random", "psutil", "sentencepiece",
-    "torch.profiler._cupti_monitor", "torch.utils.serialization",
-)  # fmt: skip
+    "deepspeed.module_inject.auto_ep_layer",
+    "numpy.random",
+    "psutil",
+    "sentencepiece",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.serialization",
+)
 
 
 def import_everything() -> None:
-    """Import torch, DeepSpeed and whatever of the trainer they take with them. Again, it costs next to nothing."""
+    """Import torch, DeepSpeed and the trainer's modules. A second call takes almost no time."""
     gc.disable()  # imports make half a million objects and no garbage: collecting between them is wasted
     from megatron.startup.initialize import freeze_imported_objects, import_heavy
 
@@ -44,7 +48,7 @@ def import_for_forks() -> None:
     import megatron.tokenizer.tokenizer  # noqa: F401
     from restart_trace.process import versions
 
-    versions()  # which takes a look at every installed package; it is kept
+    versions()  # it looks at every installed package, and caches the result
     for name in _IN_PASSING:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)

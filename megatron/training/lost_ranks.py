@@ -53,8 +53,8 @@ def explain(error: BaseException, config: Config) -> str | None:
         )
     if _CONNECTION_LOST.search(text):
         return (
-            f"{where} lost the connection to another rank, which has ended: see its own message; one that waits "
-            f"longer than {flag} ends, and those that wait for it end with it ({text[:_PEER_LENGTH]})"
+            f"{where} lost the connection to another rank, which has ended: see its own message; a rank that waits "
+            f"longer than {flag} ends, and the ranks that wait for it end, too ({text[:_PEER_LENGTH]})"
         )
     return None
 
@@ -83,7 +83,7 @@ def _peers(frame: FrameType) -> str:
 
 
 def _shown(ranks: list[int]) -> str:
-    """All of a few, or the ends of many."""
+    """All ranks if there are few, else the first and the last."""
     return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}, {ranks[1]}, ... {ranks[-1]}"
 
 

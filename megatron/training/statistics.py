@@ -1,9 +1,10 @@
-"""Figures of the whole model that flags ask for: parameter norm, zeros in the gradient, optimizer states.
+"""Statistics of the whole model, on request: parameter norm, zeros in the gradient, optimizer states.
 
-Each parameter counts once, whatever the layout: of one that is replicated over TP rank 0 of TP counts its copy, of a
-tied one the first stage, and of the DP replicas, of which each holds all weights, the mean is taken. Master weights,
-moments and reduced gradients are partitioned over DP by ZeRO-1, so their parts add up; the alignment at the end of a
-partition counts nowhere. Each figure costs one small all-reduce over all ranks, and none is computed unless asked for.
+Each parameter counts once, whatever the layout: TP rank 0 counts a parameter that is replicated over TP, the first
+stage counts a tied one, and the result is the mean over the DP replicas, each of which holds all weights. Master
+weights, moments and reduced gradients are partitioned over DP by ZeRO-1, so their parts add up; the alignment at the
+end of a partition counts nowhere. Each figure costs one small all-reduce over all ranks, and none is computed unless
+asked for.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _STATES = {"variance": "exp_avg_sq", "momentum": "exp_avg"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """What was measured after an iteration; None or empty where no flag asks for it."""
+    """What was measured after an iteration; None or empty if no flag asks for it."""
 
     params_norm: float | None = None
     zeros_in_grad: int | None = None  # None, too, after an iteration whose step was skipped
@@ -65,7 +66,7 @@ class TrainingStatistics:
         )
 
     def _counts_here(self) -> dict[str, torch.Tensor]:
-        """The parameters of which this rank counts its part."""
+        """The parameters that this rank counts (its part of them)."""
         return {
             name: param
             for name, param in self._engine.module.named_parameters()
@@ -92,7 +93,7 @@ class TrainingStatistics:
         return None if mine is None else round(self._reduce([float(mine)])[0])
 
     def _parts(self, group: int, flat: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The elements of `flat`, of the form of the rank's partition of flat group `group`, that count here."""
+        """The elements that this rank counts of `flat`, which has the form of its partition of flat group `group`."""
         counted = self._counts_here()
         partition = flat_partitions(self._engine, self._at.dp)[group]
         for fragment in fragments(partition, vocab_size=0):

@@ -98,4 +98,4 @@ def test_rank_that_dies_while_the_others_agree(launcher: Launcher) -> None:
         assert "checkpoint global_step2: the ranks lost each other while they agreed on it" in end["error"]
     assert "the ranks lost each other" in finished.log(0)
     # Whichever comes first: a collective of training that breaks, or the news that no save can be agreed on any more.
-    assert "lost the connection" in finished.log(0) or "cannot agree on checkpoints" in finished.log(0)
+    assert "lost the connection" in finished.log(0) or "can no longer agree on checkpoints" in finished.log(0)

@@ -205,7 +205,7 @@ def test_training_ends_when_no_save_can_be_agreed_on_any_more(launcher: Launcher
     finished = run(launcher, TWO, *flags, env={"LOSE_AT": "4"})
     assert finished.exit_codes == [1, 1]
     # A rank that has not asked yet may hear of it by a collective of training that the other one has left.
-    assert ": the ranks cannot agree on checkpoints any more" in finished.output
+    assert ": the ranks can no longer agree on checkpoints" in finished.output
     for rank in range(TWO.world_size):
         assert [end["outcome"] for end in save_ends(save, rank)][:2] == ["ok", "failed"]
         assert max(losses(save / "restart_trace", rank=rank)) < 1000

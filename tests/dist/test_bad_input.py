@@ -165,10 +165,10 @@ def replace_by_text(path: Path) -> None:
         (".bin", remove, "--data-path: {path}: No such file or directory; correct"),
         (".idx", truncate, r"--data-path: {path} is truncated: \d+ bytes, and its header says \d+; preprocess"),
         (".bin", truncate, r"--data-path {prefix}: {path} is truncated: it has \d+ bytes and its index needs"),
-        (".idx", corrupt, r"--data-path: {path} is no dataset index \(its first bytes are wrong\); preprocess"),
+        (".idx", corrupt, r"--data-path: {path} is not a dataset index \(its first bytes are wrong\); preprocess"),
         (".model", remove, "--tokenizer-model: {path}: No such file or directory; correct"),
-        (".model", truncate, r"--tokenizer-model {path}: not a whole SentencePiece model \(truncated: .*\); give a"),
-        (".model", replace_by_text, r"--tokenizer-model {path}: not a whole SentencePiece model \(.*\); give a"),
+        (".model", truncate, r"--tokenizer-model {path}: not a complete SentencePiece model \(truncated: .*\); give a"),
+        (".model", replace_by_text, r"--tokenizer-model {path}: not a complete SentencePiece model \(.*\); give a"),
     ],
 )  # fmt: skip
 def test_damaged_files(inputs: Inputs, ending: str, damage: Callable[[Path], None], message: str) -> None:
@@ -209,7 +209,7 @@ def test_save_directory_that_may_not_be_written(inputs: Inputs) -> None:
     found = refused([*inputs.flags, *saving(locked / "save", 1)], before=drop_root_rights)
     assert found == (
         f"--save {locked / 'save'}: cannot be written to: Permission denied; "
-        "give another directory, or make room or rights there"
+        "give another directory, free space, or change its permissions"
     )
 
 
@@ -222,7 +222,7 @@ def test_save_directory_on_a_full_disk(inputs: Inputs) -> None:
         found = refused([*inputs.flags, *saving(save, 1)])
     assert found == (
         f"--save {save}: cannot be written to: No space left on device; "
-        "give another directory, or make room or rights there"
+        "give another directory, free space, or change its permissions"
     )
 
 

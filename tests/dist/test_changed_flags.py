@@ -1,4 +1,4 @@
-"""A resume with other flags than those of the run that saved: applied, refused or told, never ignored."""
+"""A resume with other flags than those of the run that saved: applied, refused or logged, never ignored."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_what_changes_the_data_is_told(launcher: Launcher, saved: Path, dataset:
     assert "4 -> 2" in lines["--global-batch-size"] and "none is repeated or skipped" in lines["--global-batch-size"]
     assert "1234 -> 77" in lines["--seed"] and "100,0,0 -> 90,10,0" in lines["--split"]
     for name in ("--seed", "--split", "--data-path"):
-        assert "sample 8 " in lines[name] and "repeat" in lines[name] and "skipped" in lines[name]
+        assert "sample 8 " in lines[name] and "twice" in lines[name] and "never" in lines[name]
 
 
 def test_evaluation_that_the_first_launch_had_none_of(launcher: Launcher, dataset: list[str]) -> None:

@@ -109,7 +109,9 @@ def small(zygote: Zygote, dataset: list[str], tmp_path_factory: pytest.TempPathF
     path = save / "global_step1" / "mp_rank_00_model_states.pt"
     state = load_file(path)
     del state["args"].indexed_samples
-    setattr(state["args"], SINCE_BLOCKS, False)  # else its fused QKV would be taken for that of an older upstream
+    setattr(
+        state["args"], SINCE_BLOCKS, False
+    )  # else its fused QKV would be taken for that of an older upstream
     torch.save(state, path)
     return save
 
@@ -121,7 +123,7 @@ def test_goes_on_with_upstreams_losses(launcher: Launcher) -> None:
     save = launcher.directory / "run"
     run = launcher.train(LAYOUT, *UPSTREAM_ARGUMENTS, *saving(save, 5)[:-1], "--load", UPSTREAM)
     assert "resumed from iteration 5" in run.log(0)
-    assert "goes on with L2" in run.log(0)
+    assert "continues with L2" in run.log(0)
     for found in losses_of_ranks(save, LAYOUT):
         assert found == pytest.approx(UPSTREAM_LOSSES, abs=LOSS_TOLERANCE)
 
@@ -171,7 +173,7 @@ def outline(state: Any) -> Any:
 
 def load_known(path: Path) -> Any:
     """The content of a checkpoint file, known classes only."""
-    from megatron.checkpointing.engines.codec.safe_unpickling import known_classes
+    from megatron.checkpointing.engines.unpickling import known_classes
 
     with known_classes():
         return torch.load(path, map_location="cpu", weights_only=True)
@@ -331,7 +333,7 @@ def test_another_tp_shards_the_fused_weights_rightly(launcher: Launcher, ours: P
 def test_use_checkpoint_args_trains(launcher: Launcher, small: Path) -> None:
     run = launcher.train(SINGLE, *SMALL, "--load", small, "--use-checkpoint-args", "--exit-interval", "2")
     assert "resumed from iteration 1" in run.log(0)
-    assert "--use-checkpoint-args: no effect, the model comes from the flags" in run.log(0)
+    assert "--use-checkpoint-args: no effect, the flags define the model" in run.log(0)
 
 
 def test_no_unneeded_package_is_imported(launcher: Launcher) -> None:

@@ -52,7 +52,7 @@ def resumed(launcher: Launcher, layout: Layout, load: Path, *flags: str) -> tupl
 def test_goes_on_elsewhere_with_upstreams_losses(launcher: Launcher) -> None:
     found, log = resumed(launcher, Layout(4, 1, 2), UPSTREAM)
     assert found == pytest.approx(UPSTREAM_LOSSES, abs=LOSS_TOLERANCE)
-    assert "goes on with L2" in log
+    assert "continues with L2" in log
     spans = [r for r in records(launcher.directory / "trace", rank=0) if r["type"] == "span"]
     assert ("load", "verify") in {(span["phase"], span.get("detail")) for span in spans}
 
@@ -70,7 +70,7 @@ def test_a_rank_that_alone_cannot_read_it_ends_all(launcher: Launcher) -> None:
 def test_goes_on_through_deepspeeds_conversion(launcher: Launcher) -> None:
     found, log = resumed(launcher, Layout(1, 1, 1), UPSTREAM, "--redistribute", "universal")
     assert found == pytest.approx(UPSTREAM_LOSSES, abs=UNIVERSAL_TOLERANCE)
-    assert "goes on with L2" in log
+    assert "continues with L2" in log
 
 
 def lay_by_heads(checkpoint: Path) -> None:

@@ -145,7 +145,7 @@ def test_variables_reach_other_nodes_through_deepspeed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "lines", "message"),
     [
-        ({}, "NCCL_ALGO", "/.deepspeed_env: 'NCCL_ALGO' is no line NAME=VALUE"),
+        ({}, "NCCL_ALGO", "/.deepspeed_env: 'NCCL_ALGO' is not of the form NAME=VALUE"),
         ({"DS_ENV_FILE": "other"}, "", ""),
         ({"NCCL_X": "a\nb"}, "", "NCCL_X: DeepSpeed's launcher cannot carry a value with a line break"),
         ({"NCCL_X": "a "}, "", "NCCL_X: DeepSpeed's launcher cannot carry a value with a line break"),

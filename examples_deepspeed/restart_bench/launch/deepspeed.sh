@@ -39,7 +39,7 @@ collect_deepspeed_env() {
         [[ -f $path ]] || continue
         while IFS= read -r line || [[ -n $line ]]; do
             [[ -n ${line//[[:space:]]/} && $line != \#* ]] || continue
-            [[ $line == *=* ]] || die "$path: '$line' is no line NAME=VALUE"
+            [[ $line == *=* ]] || die "$path: '$line' is not of the form NAME=VALUE"
             DEEPSPEED_ENV+=("$line")
         done <"$path"
     done

@@ -11,7 +11,7 @@ collect_user_env() {
     local name further=()
     read -r -d '' -a further <<<"${EXPORT:-}" || true
     for name in "${further[@]}"; do
-        [[ $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || die "EXPORT=$EXPORT: $name is no name of a variable; give names alone"
+        [[ $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || die "EXPORT=$EXPORT: $name is not the name of a variable; give names only"
         [[ -n ${!name+set} ]] || die "EXPORT=$EXPORT: $name is not set; set it, or leave it out"
     done
     for name in $(compgen -e | sort); do
@@ -21,13 +21,13 @@ collect_user_env() {
     done
 }
 
-# Whether NAME=VALUE must be shown to nobody: by its name, or as it is an address with a password.
+# Whether NAME=VALUE is a secret: by its name, or because the value is an address with a password.
 is_secret() {
     local name=${1%%=*}
     [[ ${name^^} =~ TOKEN|KEY|SECRET|PASSW|CREDENTIAL || ${1#*=} =~ ://[^/@]*:[^/@]*@ ]]
 }
 
-# Sets CARRIED_ENV, which each launcher puts before its command, for a reader: with *** in place of secrets.
+# Sets CARRIED_ENV, which each launcher puts before its command, for display: with *** in place of secrets.
 show_user_env() {
     local variable
     CARRIED_ENV=()

@@ -22,10 +22,7 @@ def test_values(content: str | bytes) -> None:
     ("content", "why"),
     [
         ('{"a": {"b": 1, "c": 2, "b": 1}}', "key 'b' is given twice in one object"),
-        (
-            '{"\x1b[2J": 1, "\\u001b[2J": 1}'.replace("\x1b", "\\u001b"),
-            r"key '\x1b[2J' is given twice in one object",
-        ),
+        (r'{"\u001b[2J": 1, "\u001b[2J": 1}', r"key '\x1b[2J' is given twice in one object"),
         ('{"' + "k" * 999 + '": 1, "' + "k" * 999 + '": 1}', "kkk... is given twice in one object"),
         ("[NaN]", "NaN is no JSON number"),
         ("-Infinity", "-Infinity is no JSON number"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpointing.changed_flags import DECISIONS, Kind, changes, check_optimizer
-from megatron.checkpointing.engines.base import EngineOptions
+from megatron.checkpointing.engines.base import EngineOptions, SavedCheckpoint
 from megatron.checkpointing.engines.errors import CheckpointMismatchError
 from megatron.checkpointing.engines.registry import create_engine
 from megatron.config.arguments import GROUPS, config_from_args, namespace_from_config, parse_args
@@ -41,13 +41,17 @@ def told(saved: str, mine: str) -> list[str]:
 
 def test_every_setting_has_a_decision() -> None:
     """A new flag needs one: what does another value of it mean for a resume?"""
-    assert not FIELDS.keys() - DECISIONS.keys(), "settings without a decision in checkpointing/changed_flags.py"
+    assert not FIELDS.keys() - DECISIONS.keys(), (
+        "settings without a decision in checkpointing/changed_flags.py"
+    )
     assert not DECISIONS.keys() - FIELDS.keys(), "decisions on settings that there are none of any more"
 
 
 def test_the_documentation_has_every_decision() -> None:
     """docs/resuming.md names each flag once, in the row of its decision."""
-    rows = [line for line in (ROOT / "docs" / "resuming.md").read_text().splitlines() if line.startswith("| `--")]
+    rows = [
+        line for line in (ROOT / "docs" / "resuming.md").read_text().splitlines() if line.startswith("| `--")
+    ]
     documented: dict[str, str] = {}
     for row in rows:
         flags, kind, _ = (cell.strip() for cell in row.strip("|").split("|", 2))
@@ -66,23 +70,23 @@ def test_the_documentation_has_every_decision() -> None:
 @pytest.mark.parametrize(
     ("saved", "mine", "line"),
     [
-        (" --seed 7", " --seed 8", "--seed 7 -> 8: samples are shuffled anew, so training goes on at sample 40 of"),
-        ("", " --split 9,1", "--split 969, 30, 1 -> 9,1: other documents are for training, so training goes on at"),
+        (" --seed 7", " --seed 8", "--seed 7 -> 8: samples are shuffled anew, so training continues at sample 40 of"),
+        ("", " --split 9,1", "--split 969, 30, 1 -> 9,1: other documents are in the training set, so training"),
         ("", " --seq-length 16 --max-position-embeddings 32", "--seq-length 32 -> 16: samples are cut anew at this"),
-        ("", " --global-batch-size 2", "--global-batch-size 1 -> 2: training goes on at sample 40, none is repeated"),
-        ("", " --hidden-dropout 0", "--hidden-dropout 0.1 -> 0.0: the new probability counts from here"),
+        ("", " --global-batch-size 2", "--global-batch-size 1 -> 2: training continues at sample 40, none is repeated"),
+        ("", " --hidden-dropout 0", "--hidden-dropout 0.1 -> 0.0: the new probability applies from here"),
         ("", " --eod-mask-loss", "--eod-mask-loss is given, and was not: losses before and after"),
         (" --eod-mask-loss", "", "--eod-mask-loss is not given, and was: losses before and after"),
-        ("", " --no-bias-gelu-fusion", "--no-bias-gelu-fusion is given, and was not: the new value counts, and the"),
+        ("", " --no-bias-gelu-fusion", "--no-bias-gelu-fusion is given, and was not: the new value applies, and the"),
         ("", " --init-method-std 0.1", "--init-method-std 0.02 -> 0.1: no effect: all weights come from the"),
         ("", " --vocab-size 9", "--vocab-size 8 -> 9: the weights know tokens by the old tokenizer's ids"),
-        ("", " --clip-grad 0", "--clip-grad 1.0 -> 0.0: the new limit counts from here"),
+        ("", " --clip-grad 0", "--clip-grad 1.0 -> 0.0: the new limit applies from here"),
         (
             " --use-rotary-position-embeddings",
             " --use-rotary-position-embeddings --rotary-position-embeddings-theta 500000",
-            "--rotary-position-embeddings-theta 10000 -> 500000: the new value counts, and the model computes another",
+            "--rotary-position-embeddings-theta 10000 -> 500000: the new value applies, and the model no longer",
         ),
-        (" --fp16", " --fp16 --loss-scale 8", "--loss-scale (none) -> 8.0: the new value counts from here; a dynamic"),
+        (" --fp16", " --fp16 --loss-scale 8", "--loss-scale (none) -> 8.0: the new value applies from here; a dynamic"),
     ],
 )  # fmt: skip
 def test_one_line_says_what_is_changed_and_what_it_means(saved: str, mine: str, line: str) -> None:
@@ -124,7 +128,9 @@ def test_blends() -> None:
 
     assert found(" --data-path 2 /d/a 2 /d/b") == []  # weights are shares
     (line,) = found(" --data-path 3 /d/a 1 /d/b")
-    assert line.startswith("--data-path 1 /d/a 1 /d/b -> 3 /d/a 1 /d/b: unless these are the same files at another")
+    assert line.startswith(
+        "--data-path 1 /d/a 1 /d/b -> 3 /d/a 1 /d/b: unless these are the same files at another"
+    )
     lines = found(" --train-data-path /d/a --valid-data-path /d/v")
     assert [line.split(":")[0] for line in lines] == [
         "--data-path 1 /d/a 1 /d/b -> (none)", "--train-data-path (none) -> /d/a", "--valid-data-path (none) -> /d/v",
@@ -134,7 +140,9 @@ def test_blends() -> None:
 def upstream_args() -> argparse.Namespace:
     name = "mp_rank_00_model_states.pt"
     directory = ROOT / "tests" / "golden" / "upstream_run" / "global_step5"
-    return create_engine("torch", EngineOptions()).load([name], directory, {}, NullOperation())[name]["args"]
+    return create_engine("torch", EngineOptions()).load([name], SavedCheckpoint(directory), NullOperation())[
+        name
+    ]["args"]
 
 
 # The flags of tests/golden/upstream_run, as far as a change of them is told.

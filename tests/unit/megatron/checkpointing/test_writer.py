@@ -105,9 +105,10 @@ def test_an_interrupt_is_no_failed_save(tmp_path: Path) -> None:
     """Of the main thread, that is to end the program. The operation ends with it."""
     trace = tmp_path / "trace.jsonl"
     writer = writer_of(recorder=Recorder(JsonlSink(trace), COMMON))
+    working: dict[str, Any] = {"collect": lambda: STATE}
     for broken in ({"collect": lambda: fails(KeyboardInterrupt())}, {"extra_files": [interrupted_file()]}):
         with pytest.raises(KeyboardInterrupt):
-            writer.save(SaveDirectory(tmp_path / "save"), 1, **{"collect": lambda: STATE} | broken)
+            writer.save(SaveDirectory(tmp_path / "save"), 1, **working | broken)
     ends = [r for r in read(trace) if r["type"] == "operation_end"]
     assert [end["error"].partition(":")[0] for end in ends] == ["KeyboardInterrupt"] * 2
 

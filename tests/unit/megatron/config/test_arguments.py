@@ -170,7 +170,7 @@ def test_all_unknown_flags_are_named_in_one_message() -> None:
     assert str(caught.value).split("\n") == [
         "unknown flag --tensor-model-paralel-size: did you mean --tensor-model-parallel-size?",
         f"--kd is not supported: {UNSUPPORTED['--kd']}",
-        "unknown flag --zzz: --help lists those there are",
+        "unknown flag --zzz: --help lists all flags",
     ]
 
 
@@ -374,7 +374,7 @@ def test_parse_or_exit_in_a_real_process() -> None:
     code = "from megatron.config.arguments import parse_or_exit; parse_or_exit(['--num-layers', '0', '--zzz'])"
     result = run_python(code, RANK="0", WORLD_SIZE="1")
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == "error: unknown flag --zzz: --help lists those there are\n"
+    assert result.stderr == "error: unknown flag --zzz: --help lists all flags\n"
 
 
 def test_help_is_printed_by_rank_0_only() -> None:

@@ -193,7 +193,7 @@ def flip(path: Path, offset: int, content: bytes) -> None:
     ("offset", "content", "message"),
     [
         (0, b"TNTIDX\x00\x00\x00", "not an index of the mmap format"),
-        (9, struct.pack("<Q", 2), "format version 2, known is 1"),
+        (9, struct.pack("<Q", 2), "format version 2, supported is 1"),
         (17, b"\x09", "data type code 9"),
         (18, struct.pack("<Q", 4), "truncated: 102 bytes, but 4 sequences .* take 114"),
         (26, struct.pack("<Q", 2), "too long: 102 bytes"),

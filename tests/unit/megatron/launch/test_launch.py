@@ -297,7 +297,7 @@ def test_a_script_that_cannot_be_launched_is_refused(
         parse_arguments([str(tmp_path / "train.py")])
     said = capsys.readouterr().err
     assert (
-        "has a megatron of its own beside it" in said and f"start {tmp_path / 'megatron' / 'launch'}" in said
+        "has its own megatron package beside it" in said and f"start {tmp_path / 'megatron' / 'launch'}" in said
     )
 
 

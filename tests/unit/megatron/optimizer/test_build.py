@@ -88,4 +88,4 @@ def test_l2_weight_decay_of_a_checkpoint_is_told(caplog: pytest.LogCaptureFixtur
     warn_of_l2_weight_decay(torch.optim.SGD(params, lr=0.1))
     assert caplog.messages == []
     warn_of_l2_weight_decay(torch.optim.Adam(params))
-    assert len(caplog.messages) == 1 and "goes on with L2" in caplog.messages[0]
+    assert len(caplog.messages) == 1 and "continues with L2" in caplog.messages[0]

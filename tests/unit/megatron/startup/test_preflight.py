@@ -131,7 +131,7 @@ def test_truncated_bin(prefix: str) -> None:
 @pytest.mark.parametrize(
     ("offset", "content", "message"),
     [
-        (0, b"\x00", "is no dataset index"),
+        (0, b"\x00", "is not a dataset index"),
         (0, b"TNTIDX\x00\x00", "has the old lazy/cached format"),
         (9, b"\x02", "has format version 2"),
         (17, b"\x63", "has dtype code 99"),
@@ -208,7 +208,7 @@ def test_truncated_sentencepiece_model(sentencepiece_model: Path, tmp_path: Path
     path = tmp_path / "cut.model"
     for size in (1, 10, len(content) // 2, len(content) - 1):
         path.write_bytes(content[:size])
-        assert f"--tokenizer-model {path}: not a whole SentencePiece model" in refused_tokenizer(
+        assert f"--tokenizer-model {path}: not a complete SentencePiece model" in refused_tokenizer(
             sentencepiece_data(path)
         )
 
@@ -217,7 +217,7 @@ def test_truncated_sentencepiece_model(sentencepiece_model: Path, tmp_path: Path
 def test_file_of_another_kind_is_no_sentencepiece_model(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "tokenizer.model"
     path.write_bytes(content)
-    assert "not a whole SentencePiece model" in refused_tokenizer(sentencepiece_data(path))
+    assert "not a complete SentencePiece model" in refused_tokenizer(sentencepiece_data(path))
 
 
 def test_missing_tokenizer_file(tmp_path: Path) -> None:

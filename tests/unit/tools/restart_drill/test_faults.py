@@ -34,13 +34,13 @@ time.sleep(60)
 @pytest.mark.parametrize(
     ("signum", "torch", "error"),
     [
-        (EXCEPTION_SIGNAL, "", "megatron.startup.injected_faults.InjectedFault: an exception that was asked for"),
+        (EXCEPTION_SIGNAL, "", "megatron.startup.injected_faults.InjectedFault: an injected exception"),
         (
             DEVICE_ERROR_SIGNAL,
             "",
             "megatron.startup.injected_faults.InjectedFault: a device error that was asked for before",
         ),
-        (DEVICE_ERROR_SIGNAL, "with torch", "torch.AcceleratorError: a device error that was asked for"),
+        (DEVICE_ERROR_SIGNAL, "with torch", "torch.AcceleratorError: an injected device error"),
     ],
 )
 def test_a_signal_raises_in_the_main_thread(signum: int, torch: str, error: str) -> None:
