@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,19 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     writer.close()
     assert (tmp_path / "file").read_bytes() == content
     assert writer.num_bytes == 100_000
+
+
+def test_position_and_content_are_known_while_it_is_written(tmp_path: Path) -> None:
+    """Libraries note where in a file each tensor begins, and what was written is read back for its checksum."""
+    timeline = Timeline()
+    with TimedWriter(tmp_path / "file", timeline, checksum=True) as writer:
+        writer.write(b"abc")
+        assert writer.tell() == 3 and writer.num_bytes == 0
+        writer.write(b"d" * 100_000)
+        assert writer.tell() == 100_003
+        writer.flush()
+        assert os.pread(writer.fd, 5, 0) == b"abcdd" and writer.num_bytes == 100_003
+    assert writer.crc == zlib.crc32(b"abc" + b"d" * 100_000) and timeline.total("checksum") > 0
 
 
 def test_existing_file_is_not_overwritten(tmp_path: Path) -> None:
