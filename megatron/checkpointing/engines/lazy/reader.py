@@ -62,6 +62,11 @@ class _Range:
     at: int = 0
     mapping: mmap.mmap | None = None
 
+    @property
+    def end(self) -> int:
+        """`stop`, or the end of the file, if that lies before."""
+        return min(self.stop, self.item.contents.file_bytes)
+
     def tensor(self, entry: TensorEntry) -> torch.Tensor:
         """The tensor of an entry, as a view of `memory`."""
         first = self.at + self.item.contents.data_start + entry.start - self.start
@@ -184,7 +189,7 @@ def _plans_of(ranges: Sequence[_Range], first: int, options: EngineOptions) -> l
     return [
         file_plan(
             part.item.path,
-            [(first + i, part.start, part.at, part.stop - part.start)],
+            [(first + i, part.start, part.at, part.end - part.start)],
             _checks(part.item, part.entries, options),
             _block(options),
         )
