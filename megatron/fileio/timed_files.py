@@ -174,9 +174,11 @@ class TimedReader(io.FileIO):
                 after = bisect.bisect_right(read, found.stop)
                 gap = min(read[after] if after < len(read) else record.stop, record.stop) - found.stop
                 self.seek(found.stop)
-                if not self.readinto(bytearray(min(gap, _BLOCK))):
-                    break  # someone cut the file off meanwhile
-                found = found.followed_by(combine(self._checksums, found.stop, record.stop))
+                self.readinto(bytearray(min(gap, _BLOCK)))
+                more = combine(self._checksums, found.stop, record.stop)
+                if not more.length:
+                    break  # someone cut the file off meanwhile, or what is damaged says that parts overlap
+                found = found.followed_by(more)
             if (found.stop, found.crc32) != (record.stop, record.crc32):
                 raise DamagedFileError(
                     f"{self.path}: {record.name} does not have the checksum it was saved with"

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron.fileio import timed_files
+from megatron.fileio.checksums import CheckedBytes
 from megatron.fileio.files import DamagedFileError
 from megatron.fileio.timed_files import TimedReader, TimedWriter, Timeline
 from megatron.fileio.zip_records import read_records
@@ -189,6 +190,18 @@ def test_reading_twice_does_not_spoil_the_checksum(saved: Path) -> None:
         reader.read()
     reader.finish()
     reader.close()
+
+
+def test_parts_that_overlap_are_an_error_and_no_endless_loop(tmp_path: Path) -> None:
+    """As the directory of a damaged archive may have them."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1000))
+    checked = [CheckedBytes("one", 0, 900, zlib.crc32(bytes(900))), CheckedBytes("two", 100, 200, 5)]
+    with TimedReader(path, Timeline(), checked) as reader:
+        reader.seek(150)
+        reader.read(700)
+        with pytest.raises(DamagedFileError, match="does not have the checksum"):
+            reader.finish()
 
 
 def test_truncated_file(saved: Path) -> None:
