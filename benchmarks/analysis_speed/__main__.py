@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.analysis_speed.measure import measure
 from benchmarks.analysis_speed.table import machine, table
-from tools.ckpt_analysis.commands.exit_codes import COULD_NOT_RUN, OK
+from tools.common.cli import COULD_NOT_RUN, OK
 
 _EPILOG = """\
 examples:

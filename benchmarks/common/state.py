@@ -23,10 +23,17 @@ _VOCAB_SIZE = 256
 
 @dataclasses.dataclass
 class SavableState:
-    """An engine and the Checkpointer that saves it, without a trace; replace what a variant has other."""
+    """An engine and the RunContext it is saved in, without a trace; replace what a variant has other."""
 
     engine: Any
-    checkpointer: Any
+    context: Any
+
+    def checkpointer(self, **changes: Any) -> Any:
+        """The Checkpointer of the context with `changes`; one that saves asynchronously commits by the same group."""
+        from megatron.checkpointing.manager import Checkpointer
+
+        context = dataclasses.replace(self.context, **changes)
+        return Checkpointer(context, "0", commit_control=context.control)
 
 
 def model_flags(bytes_per_rank: int, ranks: int) -> list[str]:
@@ -59,7 +66,7 @@ def build_from(config: Config, vocab_size: int) -> SavableState:
     from megatron.startup.initialize import import_heavy, initialize_megatron
 
     import_heavy()
-    from megatron.checkpointing.checkpointer import Checkpointer
+    from megatron.checkpointing.context import RunContext
     from megatron.checkpointing.engines.base import EngineOptions
     from megatron.checkpointing.engines.registry import create_engine
     from megatron.checkpointing.naming import RankPlace
@@ -77,7 +84,7 @@ def build_from(config: Config, vocab_size: int) -> SavableState:
         engine = build_engine(config, model, lambda batch: batch)
     start_over(engine, config.training.seed)
     _fill_moments(engine)
-    checkpointer = Checkpointer(
+    context = RunContext(
         config=config,
         place=RankPlace(runtime.layout, runtime.coordinates, config.model.params_dtype),
         vocab_size=vocab_size,
@@ -85,9 +92,8 @@ def build_from(config: Config, vocab_size: int) -> SavableState:
         control=ControlPlane(runtime.rank, runtime.layout.world_size, runtime.control_group),
         recorder=NullRecorder(),
         checkpoint_engine=create_engine("torch", EngineOptions()),
-        attempt="0",
     )
-    return SavableState(engine, checkpointer)
+    return SavableState(engine, context)
 
 
 def _fill_moments(engine: Any) -> None:

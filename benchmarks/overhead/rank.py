@@ -48,7 +48,7 @@ class Rounds:
 
     def __init__(self, plan: Plan, state: SavableState) -> None:
         self._plan = plan
-        self._control = state.checkpointer.control
+        self._control = state.context.control
         self._directory = Path(plan.directory)
         trace_file = self._directory / f"trace_rank_{self._control.rank}.jsonl"
         self._variants = Variants(state, trace_file)

@@ -1,22 +1,24 @@
 """What is compared: three ways of each operation, one of them a repetition of the first as the control.
 
-save, load    save_checkpoint and load_checkpoint as training calls them, without and with a trace
+save, load    Checkpointer.save and load as training calls them, without and with a trace
 write, read   the files of one rank: plain torch.save and torch.load, and the torch engine without a trace
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.common.state import SavableState, config_for
 from restart_trace.clock import now_ns
 from restart_trace.probes import make_probe
 from restart_trace.recorder import NullOperation, NullRecorder, Recorder
 from restart_trace.sink import JsonlSink
+
+if TYPE_CHECKING:
+    from megatron.checkpointing.engines.base import SavedCheckpoint
 
 
 class MeteredRecorder(Recorder):
@@ -47,10 +49,10 @@ class Variants:
         from megatron.checkpointing.state import Progress
 
         self._engine = state.engine
-        self._checkpointer = state.checkpointer
-        self._files = state.checkpointer.checkpoint_engine
+        self._state = state
+        self._files = state.context.checkpoint_engine
         self._progress = Progress(iteration=1)
-        rank, at = state.checkpointer.control.rank, state.checkpointer.place.at
+        rank, at = state.context.control.rank, state.context.place.at
         common = {"run_id": "overhead", "cycle": 0, "rank": rank, "tp": at.tp, "pp": at.pp, "dp": at.dp}
         self.recorder = MeteredRecorder(JsonlSink(trace_file), common, make_probe(rank))
 
@@ -63,18 +65,15 @@ class Variants:
         return self._read(directory / "global_step1", plain=variant != "engine")
 
     def _checkpoint(self, family: str, directory: Path, *, traced: bool) -> Callable[[], None]:
-        from megatron.checkpointing import load_checkpoint, save_checkpoint
-
-        ctx = replace(
-            self._checkpointer,
-            config=config_for(self._checkpointer.config, directory),
+        checkpointer = self._state.checkpointer(
+            config=config_for(self._state.context.config, directory),
             recorder=self.recorder if traced else NullRecorder(),
         )
         if family == "save":
-            return lambda: save_checkpoint(ctx, self._engine, self._progress)
+            return lambda: checkpointer.save(self._engine, self._progress)
 
         def load() -> None:
-            if load_checkpoint(ctx, self._engine) is None:
+            if checkpointer.load(self._engine) is None:
                 raise FileNotFoundError(f"{directory}: no checkpoint to load")
 
         return load
@@ -82,7 +81,7 @@ class Variants:
     def _write(self, directory: Path, *, plain: bool) -> Callable[[], None]:
         from megatron.checkpointing.state import collect_state
 
-        ctx = self._checkpointer
+        ctx = self._state.context
         sizes = (ctx.vocab_size, ctx.padded_vocab_size)
         files = collect_state(self._engine, ctx.place, ctx.config, sizes, self._progress)
         if not plain:
@@ -94,16 +93,17 @@ class Variants:
 
     def _read(self, directory: Path, *, plain: bool) -> Callable[[], None]:
         from megatron.checkpointing.commit import Manifest
+        from megatron.checkpointing.engines.base import SavedCheckpoint
         from megatron.checkpointing.state import live_state
 
-        names = [file.name for file in live_state(self._engine, self._checkpointer.place, True, False)]
+        names = [file.name for file in live_state(self._engine, self._state.context.place, True, False)]
         if plain:
             return lambda: plain_load(names, directory)
-        manifest = Manifest.of(directory)
-        return lambda: self._engine_load(names, directory, manifest.files)
+        checkpoint = SavedCheckpoint(directory, Manifest.of(directory).files)
+        return lambda: self._engine_load(names, checkpoint)
 
-    def _engine_load(self, names: list[str], directory: Path, expected: Mapping[str, Any]) -> None:
-        self._files.load(names, directory, expected, NullOperation())
+    def _engine_load(self, names: list[str], checkpoint: SavedCheckpoint) -> None:
+        self._files.load(names, checkpoint, NullOperation())
 
 
 def plain_save(files: Any, directory: Path) -> None:

@@ -57,8 +57,8 @@ class Rank:
     def __init__(self, plan: Plan, state: SavableState) -> None:
         self._plan = plan
         self._engine = state.engine
-        self._checkpointer = state.checkpointer
-        self._control: ControlPlane = state.checkpointer.control
+        self._state = state
+        self._control: ControlPlane = state.context.control
         self._directory = Path(plan.directory)
         self._bytes = sum(p.numel() for p in state.engine.module.parameters()) * BYTES_PER_PARAMETER
 
@@ -91,25 +91,22 @@ class Rank:
         return self._directory / ("own_" + "_".join(map(str, [engine, *self._plan.layout])))
 
     def _save(self, directory: Path, engine: str) -> None:
-        from megatron.checkpointing import save_checkpoint
+        from megatron.checkpointing.engines.options import engine_options
         from megatron.checkpointing.engines.registry import create_engine
-        from megatron.checkpointing.manager import engine_options
         from megatron.checkpointing.state import Progress
 
         config = self._config(save=str(directory), save_interval=1)
-        writer = create_engine(engine, engine_options(config))
-        ctx = replace(
-            self._checkpointer, config=config, checkpoint_engine=writer, commit_control=self._control
-        )
-        save_checkpoint(ctx, self._engine, Progress(iteration=1))
-        ctx.background.drain()  # whose thread uses the group of this one meanwhile
-        for save in ctx.background.finished():
+        writer = create_engine(engine, engine_options(config.checkpoint, self._control.rank))
+        checkpointer = self._state.checkpointer(config=config, checkpoint_engine=writer)
+        checkpointer.save(self._engine, Progress(iteration=1))
+        checkpointer.background.drain()  # whose thread uses the group of this one meanwhile
+        for save in checkpointer.finished():
             if save.error is not None:
                 raise RuntimeError(save.error)
         writer.close()
 
     def _config(self, **checkpoint: Any) -> Config:
-        config = self._checkpointer.config
+        config: Config = self._state.context.config
         return replace(config, checkpoint=replace(config.checkpoint, **checkpoint))
 
     def _source(self, variant: str) -> Path:
@@ -117,20 +114,18 @@ class Rank:
         return self._own(engine) if way == PLAIN else self._directory / f"source_{engine}"
 
     def _load(self, variant: str, recorder: Recorder | None = None) -> None:
-        from megatron.checkpointing import load_checkpoint
+        from megatron.checkpointing.engines.options import engine_options
         from megatron.checkpointing.engines.registry import create_engine
-        from megatron.checkpointing.manager import engine_options
 
         way, engine = VARIANTS[variant]
         options: dict[str, Any] = {"load": str(self._source(variant))}
         if way == UNIVERSAL:  # DeepSpeed verifies nothing
             options |= {"redistribute": UNIVERSAL, "verify_checkpoint": "size"}
         config = self._config(**options)
-        reader = create_engine(engine, engine_options(config))
-        ctx = replace(self._checkpointer, config=config, checkpoint_engine=reader)
-        if recorder is not None:
-            ctx = replace(ctx, recorder=recorder)
-        if load_checkpoint(ctx, self._engine) is None:
+        reader = create_engine(engine, engine_options(config.checkpoint, self._control.rank))
+        traced = {} if recorder is None else {"recorder": recorder}
+        checkpointer = self._state.checkpointer(config=config, checkpoint_engine=reader, **traced)
+        if checkpointer.load(self._engine) is None:
             raise FileNotFoundError(f"{options['load']}: no checkpoint to load")
 
     def _sample(self, variant: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.synthetic_traces.shape import PLANTS, Shape, saves_for
 from benchmarks.synthetic_traces.write import TRUTH, write_run
-from tools.ckpt_analysis.commands.exit_codes import COULD_NOT_RUN, OK
+from tools.common.cli import COULD_NOT_RUN, OK
 
 _EPILOG = """\
 examples:

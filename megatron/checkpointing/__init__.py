@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron.checkpointing.loading import load_checkpoint
-    from megatron.checkpointing.manager import save_checkpoint
+    from megatron.checkpointing.manager import load_checkpoint, save_checkpoint
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 

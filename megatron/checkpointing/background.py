@@ -102,6 +102,10 @@ class BackgroundSave:
                 self.blocked_ns += now_ns() - start
         self._over.wait()
 
+    def join(self) -> None:
+        """Wait for the end on a thread that has nothing else to do: the state is released, nothing is blocked."""
+        self._over.wait()
+
     def wait_at_most(self, seconds: float) -> bool:
         """Wait for the end after an error in training; False if it did not come in time.
 

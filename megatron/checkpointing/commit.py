@@ -32,6 +32,7 @@ from megatron.checkpointing.manifest import (
     read_manifest_text,
 )
 from megatron.checkpointing.ownership import Ownership
+from megatron.fileio.files import sync_directory
 
 logger = logging.getLogger(__name__)
 
@@ -88,14 +89,6 @@ class Candidate:
     manifest: Manifest | None
 
 
-def fsync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def write_atomically(path: Path, text: str, fsync: bool) -> None:
     """Replace `path` by `text` so that a reader, or a crash, sees the old or the new content whole."""
     os.replace(_write_beside(path, text, fsync), path)
@@ -104,7 +97,9 @@ def write_atomically(path: Path, text: str, fsync: bool) -> None:
 def _write_beside(path: Path, text: str, fsync: bool) -> Path:
     """Write what is to replace `path` into a temporary file next to it; returns that file."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)  # of a save that was killed; and a FIFO or a link must not be written to
+    temporary.unlink(
+        missing_ok=True
+    )  # of a save that was killed; and a FIFO or a link must not be written to
     with temporary.open("x") as file:
         file.write(text)
         file.flush()
@@ -132,7 +127,7 @@ def write_manifest(directory: Path, manifest: Manifest, fsync: bool) -> None:
     Manifest.from_json(text)
     write_atomically(directory / names.MANIFEST, text, fsync)
     if fsync:
-        fsync_directory(directory)
+        sync_directory(directory)
 
 
 def publish(
@@ -200,7 +195,7 @@ def _point_to(save_dir: Path, pointers: dict[Path, Path], fsync: bool) -> list[s
 
 def _not_synchronised(save_dir: Path) -> list[str]:
     try:
-        fsync_directory(save_dir)
+        sync_directory(save_dir)
     except OSError as exc:
         return [f"{save_dir} could not be synchronised ({exc.strerror}): it may not survive a power loss"]
     return []

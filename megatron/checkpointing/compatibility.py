@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.checkpointing import naming as names
 from megatron.checkpointing.commit import Candidate, Manifest
-from megatron.checkpointing.engines.base import EngineOptions
+from megatron.checkpointing.engines.base import EngineOptions, SavedCheckpoint
 from megatron.checkpointing.engines.errors import (
     CheckpointDamagedError,
     CheckpointMismatchError,
@@ -62,7 +62,9 @@ def check_candidate(
     wrote them; if they are ours, its manifest is gone: CheckpointDamagedError.
     """
     if candidate.manifest is None:
-        return _check(candidate, _described(candidate, config), config, layout, padded_vocab_size, redistributable)
+        return _check(
+            candidate, _described(candidate, config), config, layout, padded_vocab_size, redistributable
+        )
     return _check(candidate, None, config, layout, padded_vocab_size, redistributable)
 
 
@@ -153,7 +155,9 @@ def check_newest(config: Config, layout: Layout, vocab_size: int) -> int:
         check_engine_name(engine)
     except (UnknownEngineError, EngineUnavailableError) as exc:
         raise cannot_be_read(found.directory, engine, str(exc)) from exc
-    model = found.manifest.model if found.manifest is not None else foreign.model if foreign is not None else {}
+    model = (
+        found.manifest.model if found.manifest is not None else foreign.model if foreign is not None else {}
+    )
     kept = model.get("padded_vocab_size")
     if type(kept) is int and kept in _paddings(config, vocab_size) and kept % layout.tp == 0:
         padded = kept
@@ -219,5 +223,5 @@ def _tags_newest_first(load_dir: Path) -> list[str]:
 def _described(candidate: Candidate, config: Config) -> ForeignCheckpoint:
     reader = create_engine(foreign_engine(config), EngineOptions())
     with reading(candidate.directory / FIRST_FILE):  # it may hold anything
-        state = reader.load([FIRST_FILE], candidate.directory, {}, NullOperation())[FIRST_FILE]
+        state = reader.load([FIRST_FILE], SavedCheckpoint(candidate.directory), NullOperation())[FIRST_FILE]
         return describe(candidate.directory, state)

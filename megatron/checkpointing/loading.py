@@ -1,4 +1,4 @@
-"""load_checkpoint: the newest complete checkpoint, over all ranks, every phase of it recorded.
+"""The newest complete checkpoint, over all ranks, every phase of it recorded.
 
 Rank 0 discovers, every rank reads and verifies its files, all agree, then the state is applied. The files are read
 by the engine that wrote them, whichever saves now.
@@ -13,9 +13,9 @@ from typing import Any
 from megatron.checkpointing import commit
 from megatron.checkpointing import naming as names
 from megatron.checkpointing.changed_flags import check_optimizer
-from megatron.checkpointing.checkpointer import Checkpointer
 from megatron.checkpointing.compatibility import cannot_be_read, check_candidate, foreign_engine
-from megatron.checkpointing.engines.base import CheckpointEngine
+from megatron.checkpointing.context import RunContext
+from megatron.checkpointing.engines.base import CheckpointEngine, SavedCheckpoint
 from megatron.checkpointing.engines.errors import (
     CheckpointDamagedError,
     CheckpointMismatchError,
@@ -34,7 +34,7 @@ from restart_trace.recorder import Operation
 logger = logging.getLogger(__name__)
 
 
-def load_checkpoint(ctx: Checkpointer, engine: Any) -> Progress | None:
+def load_newest(ctx: RunContext, engine: Any) -> Progress | None:
     """Restore the newest complete checkpoint of --load into `engine`; collective.
 
     A damaged one is reported and the next older one is used. Returns None if --load has none at all (then the
@@ -44,7 +44,6 @@ def load_checkpoint(ctx: Checkpointer, engine: Any) -> Progress | None:
     """
     options = ctx.config.checkpoint
     load_dir = Path(options.load or "")
-    ctx.background.drain()  # a load changes the state that a pending save may still be reading
     with ctx.recorder.operation("load") as op:
         found: Any = None
         with op.span("discover"):
@@ -95,7 +94,7 @@ def _discover(load_dir: Path, load_tag: str | None) -> tuple[list[commit.Candida
         return [], [f"{load_dir}: cannot be read: {exc}"]
 
 
-def _reader_of(ctx: Checkpointer, candidate: commit.Candidate, op: Operation) -> CheckpointEngine:
+def _reader_of(ctx: RunContext, candidate: commit.Candidate, op: Operation) -> CheckpointEngine:
     """The engine that can read `candidate`: collective if that is not the one of --checkpoint-engine.
 
     Raises CheckpointMismatchError on all ranks if one of them has no such engine.
@@ -119,7 +118,7 @@ def _reader_of(ctx: Checkpointer, candidate: commit.Candidate, op: Operation) ->
 
 
 def _load_candidate(
-    ctx: Checkpointer, reader: CheckpointEngine, engine: Any, candidate: commit.Candidate, op: Operation
+    ctx: RunContext, reader: CheckpointEngine, engine: Any, candidate: commit.Candidate, op: Operation
 ) -> Progress | list[str]:
     """Read, verify, agree, apply. If any rank found a damaged file: what each found.
 
@@ -151,9 +150,9 @@ def _load_candidate(
         with op.span("discover"):
             live = live_state(engine, place, with_optimizer, reader.loads_in_place)
             _check_wanted(candidate, [file.name for file in live])
-        expected = manifest.files if manifest else {}
+        checkpoint = SavedCheckpoint(candidate.directory, manifest.files if manifest else {})
         with reading(candidate.directory):  # engines name the file, where they can
-            states = reader.load_into(live, candidate.directory, expected, op)
+            states = reader.load_into(live, checkpoint, op)
     except (CheckpointDamagedError, OSError) as exc:
         logger.debug("%s cannot be read", candidate.directory, exc_info=exc)
         error = str(exc)
@@ -178,7 +177,7 @@ class _NotAppliedError(CheckpointDamagedError):
 
 
 def _apply(
-    ctx: Checkpointer, engine: Any, candidate: commit.Candidate, states: dict[str, Any], op: Operation
+    ctx: RunContext, engine: Any, candidate: commit.Candidate, states: dict[str, Any], op: Operation
 ) -> Progress:
     """Put the states that were read into the live engine; collective, for they may still be of any content.
 
@@ -202,7 +201,7 @@ def _apply(
     return progress
 
 
-def _agree(ctx: Checkpointer, error: str | None, op: Operation) -> list[str]:
+def _agree(ctx: RunContext, error: str | None, op: Operation) -> list[str]:
     """What kept any rank from going on with the checkpoint, told as rejected; collective."""
     with op.span("barrier"):
         failed = ctx.control.agree(error)
@@ -213,7 +212,7 @@ def _agree(ctx: Checkpointer, error: str | None, op: Operation) -> list[str]:
 
 
 def _load_elsewhere(
-    ctx: Checkpointer, reader: CheckpointEngine, engine: Any, candidate: commit.Candidate, op: Operation
+    ctx: RunContext, reader: CheckpointEngine, engine: Any, candidate: commit.Candidate, op: Operation
 ) -> Progress | list[str]:
     """As `_load_candidate`, of a checkpoint that was saved on another layout."""
     loaded = load_elsewhere(engine, ctx.place, ctx.config, ctx.vocab_size, candidate, reader, ctx.control, op)
@@ -236,7 +235,7 @@ def _check_wanted(candidate: commit.Candidate, wanted: list[str]) -> None:
         )
 
 
-def _verify_restored(ctx: Checkpointer, engine: Any, candidate: commit.Candidate, op: Operation) -> None:
+def _verify_restored(ctx: RunContext, engine: Any, candidate: commit.Candidate, op: Operation) -> None:
     """Compare the live state bit for bit with what was saved; CheckpointDamagedError on all ranks if any differs."""
     error: str | None = None
     recorded = candidate.directory / names.tensor_hashes_file(ctx.control.rank)
@@ -251,7 +250,7 @@ def _verify_restored(ctx: Checkpointer, engine: Any, candidate: commit.Candidate
         raise CheckpointDamagedError("; ".join(f"rank {rank}: {reason}" for rank, reason in failed))
 
 
-def _report_rejected(ctx: Checkpointer, problem: str) -> None:
+def _report_rejected(ctx: RunContext, problem: str) -> None:
     ctx.recorder.event("load", "checkpoint_rejected", problem)
     if ctx.control.rank == 0:
         logger.warning("checkpoint passed over: %s", problem)

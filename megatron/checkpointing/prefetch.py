@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpointing import naming as names
-from megatron.checkpointing.commit import Manifest
 from megatron.checkpointing.compatibility import newest_with_manifest
-from megatron.checkpointing.engines.base import files_of
+from megatron.checkpointing.engines.base import SavedCheckpoint
 from megatron.config import Config
-from megatron.fileio.host_memory import available_memory, resident_pages
+from megatron.fileio.host_memory import available_memory
+from megatron.fileio.page_cache import ResidentPages
 from megatron.parallel.topology import Coordinates, Layout
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
@@ -114,32 +114,29 @@ class Prefetch:
                 self._note = f"{found.tag} was saved on another layout, of which nothing is read ahead"
                 return
             self._directory = found.directory
-            self._read_all(found.manifest, found.directory)
+            self._read_all(SavedCheckpoint(found.directory, found.manifest.files))
         except Exception as exc:
             self._note = f"{type(exc).__name__}: {exc}"
 
-    def _read_all(self, manifest: Manifest, directory: Path) -> None:
+    def _read_all(self, checkpoint: SavedCheckpoint) -> None:
         seen: set[str] = set()
         mine = names.optimizer_file(self._layout, self._at, self._config.model.params_dtype)
         while not self._stop.is_set():
             for state in self._wanted.get():
-                for file in files_of(state, manifest.files):
+                for file in checkpoint.holding(state):
                     if file.name not in seen and not self._stop.is_set():
                         seen.add(file.name)
-                        self._read_file(directory / file.name, mine)
+                        self._read_file(checkpoint.path(file.name), mine)
 
     def _read_file(self, path: Path, my_optimizer_file: str) -> None:
         start, count = now_ns(), 0
         fd = open_regular(path)
         try:
-            there = resident_pages(fd)
+            resident = ResidentPages(fd)
             # Just what is asked for: the kernel's own reading ahead, megabytes of it, knows of no limit.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
             for at, length in _blocks(_stretches(fd, path, lambda state: _is_mine(state, my_optimizer_file))):
-                missing = min(
-                    length,
-                    there[at // mmap.PAGESIZE : -(-(at + length) // mmap.PAGESIZE)].count(0) * mmap.PAGESIZE,
-                )
+                missing = min(length, resident.missing_bytes(at, at + length))
                 if self._stop.is_set():
                     break
                 if missing > self._left:

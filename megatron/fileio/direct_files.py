@@ -6,7 +6,6 @@ Where a file system refuses, `auto` falls back to buffered I/O and says so once 
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import mmap
@@ -20,7 +19,6 @@ logger = logging.getLogger(__name__)
 ALIGNMENT = 4096
 _HUGE_PAGE = 2 << 20
 _told: set[Path] = set()
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class DirectIOError(OSError):
@@ -109,23 +107,3 @@ def read_all(fd: int, view: memoryview, offset: int) -> int:
         if count == 0 or count % ALIGNMENT:  # the end of the file: a direct read after it would be misaligned
             break
     return total
-
-
-class ResidentPages:
-    """Which parts of a file lie in the page cache (mincore(2)): to read around it is slower."""
-
-    def __init__(self, fd: int) -> None:
-        self._size = os.fstat(fd).st_size
-        self._mapping = mmap.mmap(fd, self._size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        self._address = np.frombuffer(self._mapping, dtype=np.uint8).ctypes.data
-
-    def share(self, start: int, stop: int) -> float:
-        """Share of the pages of [start, stop) that are there, 0 to 1; `start` is a multiple of the page size."""
-        stop = min(stop, self._size)
-        if start >= stop:  # the file is shorter than it should be: a read will tell
-            return 0.0
-        pages = np.empty(-(-(stop - start) // mmap.PAGESIZE), dtype=np.uint8)
-        arguments = self._address + start, stop - start, pages.ctypes.data
-        if _libc.mincore(*(ctypes.c_void_p(argument) for argument in arguments)):
-            raise OSError(ctypes.get_errno(), "mincore failed")
-        return float((pages & 1).mean())

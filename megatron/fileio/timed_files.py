@@ -1,107 +1,206 @@
-"""File objects for torch.save and torch.load that time their own I/O apart from the caller's work."""
+"""File objects for libraries that do their own reading and writing: each call is timed, each byte may be checked."""
 
 from __future__ import annotations
 
+import bisect
+import io
 import os
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.fileio.checksums import CheckedBytes, RangeChecksum, combine, crc32, range_checksum
+from megatron.fileio.files import DamagedFileError, with_name
 from restart_trace.clock import now_ns
 
 _SMALL_WRITE = 1 << 16
 _BLOCK = 1 << 19  # read, then verified while it is still in the processor's cache
 
+Interval = tuple[str, int, int]  # what was done, begin and end in monotonic ns
 
-class TimedWriter:
-    """Unbuffered file for torch.save; small pieces (headers, padding) are joined with what follows.
 
-    What was written can be read back through `fd`.
+class Timeline:
+    """What was done when, from any thread."""
 
+    def __init__(self) -> None:
+        self.intervals: list[Interval] = []  # list.append is atomic
+
+    def add(self, kind: str, start_ns: int) -> int:
+        """Note that `kind` was done from `start_ns` until now; returns the present."""
+        end = now_ns()
+        self.intervals.append((kind, start_ns, end))
+        return end
+
+    def total(self, kind: str) -> int:
+        """Ns spent on `kind`, of all threads together."""
+        return sum(end - start for name, start, end in self.intervals if name == kind)
+
+    def shares(self, kinds: Sequence[str], start_ns: int, end_ns: int) -> dict[str, int]:
+        """Ns of the window spent on each of `kinds`; the rest under "". Together they are the window.
+
+        A moment in which several were under way, in several threads, counts for the first of them in `kinds`.
+        """
+        events = sorted(_events(self.intervals, kinds, start_ns, end_ns))
+        spent = dict.fromkeys([*kinds, ""], 0)
+        active = dict.fromkeys(kinds, 0)
+        before = start_ns
+        for moment, kind, step in [*events, (end_ns, kinds[0], 0)]:
+            spent[next((name for name in kinds if active[name]), "")] += moment - before
+            before = moment
+            active[kind] += step
+        return spent
+
+
+def _events(
+    intervals: Iterable[Interval], kinds: Sequence[str], start: int, end: int
+) -> Iterator[tuple[int, str, int]]:
+    for kind, begin, stop in intervals:
+        if kind in kinds and begin < end and stop > start:
+            yield max(begin, start), kind, 1
+            yield min(stop, end), kind, -1
+
+
+class _RawFile(io.RawIOBase):
+    """The unbuffered end of TimedWriter."""
+
+    def __init__(self, path: Path, timeline: Timeline, checksum: bool) -> None:
+        super().__init__()
+        self.path = path
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self.timeline = timeline
+        self.num_bytes = 0
+        self.crc = 0 if checksum else None
+        self.error: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self.fd
+
+    def write(self, data: Any, /) -> int:
+        start = now_ns()
+        try:
+            count = os.write(self.fd, data)
+        except OSError as exc:
+            self.error = with_name(exc, self.path)
+            raise self.error from None
+        written = self.timeline.add("write", start)
+        self.num_bytes += count
+        if self.crc is not None:
+            self.crc = crc32(memoryview(data).cast("B")[:count], self.crc)
+            self.timeline.add("checksum", written)
+        return count
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            os.close(self.fd)
+
+
+class TimedWriter(io.BufferedWriter):
+    """A new file; small pieces (headers, padding) are joined with what follows.
+
+    `timeline` gets "write" and, with `checksum`, "checksum". What was written can be read back through `fd`.
     Raises FileExistsError if the file exists: overwriting would hide a name used twice.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        self.write_ns = 0
-        self.num_bytes = 0
-        self._pending = bytearray()
+    def __init__(self, path: Path, timeline: Timeline, checksum: bool = False) -> None:
+        self._file = _RawFile(path, timeline, checksum)
+        super().__init__(self._file, _SMALL_WRITE)
 
-    def write(self, data: Any) -> int:
-        size = len(data)
-        if size < _SMALL_WRITE:
-            self._pending += data
-            if len(self._pending) >= _SMALL_WRITE:
-                self.flush()
-            return size
-        self.flush()
-        self._write_all(memoryview(data))
-        return size
+    @property
+    def fd(self) -> int:
+        return self._file.fd
 
-    def flush(self) -> None:
-        if self._pending:
-            pending, self._pending = self._pending, bytearray()
-            self._write_all(memoryview(pending))
+    @property
+    def num_bytes(self) -> int:
+        """Bytes written; what is not flushed is not in it."""
+        return self._file.num_bytes
 
-    def _write_all(self, view: memoryview) -> None:
-        start = now_ns()
-        while view:
-            written = os.write(self.fd, view)
-            self.num_bytes += written
-            view = view[written:]
-        self.write_ns += now_ns() - start
+    @property
+    def crc(self) -> int | None:
+        """CRC-32 of these; None: not computed."""
+        return self._file.crc
 
-    def close(self) -> None:
-        os.close(self.fd)
+    @property
+    def error(self) -> OSError | None:
+        """Of a write: callers may hide it behind an error of their own."""
+        return self._file.error
 
 
-class TimedReader:
-    """Seekable unbuffered file for torch.load."""
+class TimedReader(io.FileIO):
+    """A file that is read in whatever order. Every byte of `checked`, in order, is verified by the time of `finish`.
 
-    def __init__(self, path: Path) -> None:
+    `timeline` gets "read" and "verify". `num_bytes` are those read until now.
+    """
+
+    def __init__(self, path: Path, timeline: Timeline, checked: Sequence[CheckedBytes] = ()) -> None:
+        super().__init__(path, "rb")
         self.path = path
-        self._file = path.open("rb", buffering=0)
-        self.read_ns = 0
-        self.verify_ns = 0
+        self.num_bytes = 0
+        self._timeline = timeline
+        self._checked = checked
+        self._starts = [record.start for record in checked]
+        self._checksums: dict[int, RangeChecksum] = {}
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer: Any, /) -> int:
         view = memoryview(buffer).cast("B")
-        position = self._file.tell()
-        total = 0
+        position, total = self.tell(), 0
         while total < len(view):
             start = now_ns()
-            count = self._file.readinto(view[total : total + _BLOCK])
-            middle = now_ns()
-            self.read_ns += middle - start
+            count = super().readinto(view[total : total + _BLOCK]) or 0
+            done = self._timeline.add("read", start)
             if not count:
                 break
-            self._account(position + total, view[total : total + count])
-            self.verify_ns += now_ns() - middle
+            if self._checked:
+                self._take_checksums(position + total, view[total : total + count])
+                self._timeline.add("verify", done)
             total += count
+        self.num_bytes += total
         return total
 
-    def _account(self, position: int, view: memoryview) -> None:
-        """Verify the bytes `view` that were read at `position`."""
-
-    def read(self, size: int = -1) -> bytes:
-        if size < 0:
-            size = os.fstat(self._file.fileno()).st_size - self._file.tell()
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or size < 0:
+            size = max(os.fstat(self.fileno()).st_size - self.tell(), 0)
         buffer = bytearray(size)
-        return bytes(buffer[: self.readinto(buffer)])
+        return bytes(memoryview(buffer)[: self.readinto(buffer)])
 
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
+    def readall(self) -> bytes:
+        return self.read(-1)
 
     def finish(self) -> None:
-        """All is read."""
+        """Read what of `checked` was not read yet. Raises DamagedFileError naming file and part if one differs."""
+        read = sorted(self._checksums)
+        for record in self._checked:
+            found = combine(self._checksums, record.start, record.stop)
+            while found.stop < record.stop:
+                after = bisect.bisect_right(read, found.stop)
+                gap = min(read[after] if after < len(read) else record.stop, record.stop) - found.stop
+                self.seek(found.stop)
+                if not self.readinto(bytearray(min(gap, _BLOCK))):
+                    break  # someone cut the file off meanwhile
+                found = found.followed_by(combine(self._checksums, found.stop, record.stop))
+            if (found.stop, found.crc32) != (record.stop, record.crc32):
+                raise DamagedFileError(
+                    f"{self.path}: {record.name} does not have the checksum it was saved with"
+                )
 
-    def close(self) -> None:
-        self._file.close()
+    def _take_checksums(self, position: int, view: memoryview) -> None:
+        """Of the parts of `checked` that `view`, read at `position`, has something of."""
+        index = max(bisect.bisect_right(self._starts, position) - 1, 0)
+        for record in self._checked[index:]:
+            start, stop = max(record.start, position), min(record.stop, position + len(view))
+            if record.start >= position + len(view):
+                break
+            if start < stop:
+                part = range_checksum(self.path.name, start, view[start - position : stop - position])
+                self._checksums[start] = part
+
+
+def read_file(path: Path, timeline: Timeline, checked: Sequence[CheckedBytes] = ()) -> bytes:
+    """All of a file. Raises DamagedFileError as TimedReader.finish."""
+    with TimedReader(path, timeline, checked) as file:
+        content = file.readall()
+        file.finish()
+    return content

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from isal import isal_zlib
+from megatron.fileio.checksums import CheckedBytes, crc32
 
 ALGORITHM = "zip-directory-crc32"
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
@@ -36,6 +36,11 @@ class Record:
     size: int
     crc32: int
 
+    @property
+    def checked(self) -> CheckedBytes:
+        """The bytes of its data."""
+        return CheckedBytes(f"record {self.name}", self.offset, self.offset + self.size, self.crc32)
+
 
 def directory_checksum(path: Path) -> str:
     """ "zip-directory-crc32:xxxxxxxx" of a zip archive. Raises zipfile.BadZipFile if it is none."""
@@ -52,7 +57,7 @@ def open_directory_checksum(fd: int) -> str:
     start = _directory_start(os.pread(fd, _TAIL, max(0, size - _TAIL)))
     if start > size:
         raise zipfile.BadZipFile("the central directory lies beyond the end of the file")
-    return f"{ALGORITHM}:{isal_zlib.crc32(os.pread(fd, size - start, start)):08x}"
+    return f"{ALGORITHM}:{crc32(os.pread(fd, size - start, start)):08x}"
 
 
 def _directory_start(tail: bytes) -> int:

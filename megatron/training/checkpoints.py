@@ -6,15 +6,15 @@ import logging
 import time
 from typing import Any
 
-from megatron.checkpointing import manager
 from megatron.checkpointing.background import BackgroundSave, release_before_steps
-from megatron.checkpointing.checkpointer import Checkpointer
+from megatron.checkpointing.context import RunContext
 from megatron.checkpointing.engines.errors import CheckpointNotFoundError, CheckpointSaveError
+from megatron.checkpointing.engines.options import engine_options
 from megatron.checkpointing.engines.registry import create_engine
-from megatron.checkpointing.loading import load_checkpoint
-from megatron.checkpointing.manager import engine_options
+from megatron.checkpointing.manager import Checkpointer
 from megatron.checkpointing.naming import RankPlace, attempt_of
 from megatron.checkpointing.ownership import Ownership
+from megatron.checkpointing.prefetch import Prefetch
 from megatron.checkpointing.state import Progress, start_over
 from megatron.config import Config
 from megatron.optimizer.build import warn_of_l2_weight_decay
@@ -36,19 +36,22 @@ def build_checkpointer(
     recorder: Recorder,
     ownership: Ownership | None,
     vocab_sizes: tuple[int, int],
+    prefetch: Prefetch | None,
 ) -> Checkpointer:
     """Create the engine of --checkpoint-engine and what goes around it; collective.
 
     `ownership`: rank 0's of --save. `vocab_sizes`: the tokenizer's, and that padded for TP. Raises
     EngineUnavailableError if --save is given and this machine cannot save with the engine.
     """
-    engine = create_engine(config.checkpoint.checkpoint_engine, engine_options(config))
+    engine = create_engine(
+        config.checkpoint.checkpoint_engine, engine_options(config.checkpoint, runtime.rank)
+    )
     if config.checkpoint.save is not None:
         engine.check_can_save()
     # One name for the temporary directories of this launch; without --save there are none.
     attempt = control.broadcast(attempt_of(0 if ownership is None else ownership.generation))
     commits = ControlPlane(runtime.rank, runtime.layout.world_size, runtime.commit_group)
-    return Checkpointer(
+    context = RunContext(
         config=config,
         place=RankPlace(runtime.layout, runtime.coordinates, config.model.params_dtype),
         vocab_size=vocab_sizes[0],
@@ -56,16 +59,15 @@ def build_checkpointer(
         control=control,
         recorder=recorder,
         checkpoint_engine=engine,
-        attempt=attempt,
-        ownership=ownership,
-        commit_control=commits if engine.asynchronous else None,
+        prefetch=prefetch,
     )
+    return Checkpointer(context, attempt, ownership=ownership, commit_control=commits)
 
 
 def initialize_state(checkpointer: Checkpointer, engine: Any) -> None:
     """Give the model its initial values; no save may be reading the present ones."""
     checkpointer.background.drain()
-    start_over(engine, checkpointer.config.training.seed)
+    start_over(engine, checkpointer.context.config.training.seed)
 
 
 def restore(checkpointer: Checkpointer, engine: Any) -> Progress | None:
@@ -73,9 +75,9 @@ def restore(checkpointer: Checkpointer, engine: Any) -> Progress | None:
 
     Raises CheckpointNotFoundError if the flags ask for a checkpoint and none is there or whole.
     """
-    options = checkpointer.config.checkpoint
+    options = checkpointer.context.config.checkpoint
     try:
-        progress = load_checkpoint(checkpointer, engine)
+        progress = checkpointer.load(engine)
     except CheckpointNotFoundError as error:
         if not options.allow_start_over:
             raise
@@ -93,7 +95,6 @@ def restore(checkpointer: Checkpointer, engine: Any) -> Progress | None:
     elif not options.finetune:
         logger.info("resumed from iteration %d of %s", progress.iteration, options.load)
         warn_of_l2_weight_decay(engine.basic_optimizer)
-        checkpointer.last_saved_step = progress.iteration if options.load == options.save else None
     return progress
 
 
@@ -105,34 +106,36 @@ class CheckpointSaves:
         self._checkpointer = checkpointer
         self._engine = engine
         self._background = checkpointer.background
-        if checkpointer.checkpoint_engine.asynchronous:
+        self._control = checkpointer.context.control
+        self._save_dir = checkpointer.context.config.checkpoint.save
+        self._asynchronous = checkpointer.context.checkpoint_engine.asynchronous
+        if self._asynchronous:
             release_before_steps(engine, self._background)
 
     def save(self, progress: Progress) -> None:
         """Save unless this iteration is saved already. A failed save is reported, and training goes on."""
-        checkpointer, step = self._checkpointer, progress.iteration
-        if checkpointer.config.checkpoint.save is None:
+        step = progress.iteration
+        if self._save_dir is None:
             return
         if self._background.pending is not None and self._background.pending.step == step:
             # Whether there is anything left to do depends on its outcome, on which all ranks must agree.
             self.drain()
-        if checkpointer.last_saved_step == step:
+        if self._checkpointer.last_saved_step == step:
             return
         start = time.monotonic()
         try:
-            manager.save_checkpoint(checkpointer, self._engine, progress)
+            self._checkpointer.save(self._engine, progress)
         except CheckpointSaveError as error:
             self._failed(str(error))
             return
-        if checkpointer.checkpoint_engine.asynchronous:
+        if self._asynchronous:
             self._tell()  # of the previous one, for which this one has waited
             self._check_agreement()
             return
         self.failed = False
         logger.info(
-            "saved checkpoint at iteration %d to %s in %.2f s",
-            step, checkpointer.config.checkpoint.save, time.monotonic() - start,
-        )  # fmt: skip
+            "saved checkpoint at iteration %d to %s in %.2f s", step, self._save_dir, time.monotonic() - start
+        )
 
     def poll(self) -> None:
         """Tell of asynchronous saves that are over. Waits for nothing; ranks may hear at different iterations.
@@ -150,8 +153,8 @@ class CheckpointSaves:
             self._background.drain()
         self._tell()
         self._check_agreement()
-        if self._checkpointer.superseded is not None:
-            raise self._checkpointer.superseded
+        if self._checkpointer.writer.superseded is not None:
+            raise self._checkpointer.writer.superseded
 
     def drain_after_error(self) -> None:
         """As `drain`, with a limit: the exception that ends training is to be seen soon."""
@@ -170,33 +173,31 @@ class CheckpointSaves:
 
     def close(self) -> None:
         """Give back what the engine holds. No save is pending."""
-        self._checkpointer.checkpoint_engine.close()
+        self._checkpointer.context.checkpoint_engine.close()
 
     def _tell(self) -> None:
-        for save in self._background.finished():
+        for save in self._checkpointer.finished():
             if save.error is None:
                 self._committed(save)
-            elif self._checkpointer.superseded is None:  # else the error that ends the run says it
+            elif self._checkpointer.writer.superseded is None:  # else the error that ends the run says it
                 self._failed(save.error)
 
     def _check_agreement(self) -> None:
         """Raises AgreementLostError: training on without ever saving again would be worse than a restart."""
-        control = self._checkpointer.commit_control
-        if control is not None and control.given_up:
+        if self._checkpointer.writer.agreement_lost:
             raise AgreementLostError(
                 "the ranks can no longer agree on checkpoints, as reported above; restart the job"
             )
 
     def _failed(self, error: str) -> None:
         self.failed = True
-        if self._checkpointer.control.rank == 0:
+        if self._control.rank == 0:
             logger.error("%s; the previous checkpoint is untouched and training goes on", error)
 
     def _committed(self, save: BackgroundSave) -> None:
         self.failed = False
-        self._checkpointer.last_saved_step = save.step
         logger.info(
             "checkpoint of iteration %d committed to %s: training was blocked %.3f s, %s after %.2f s",
-            save.step, self._checkpointer.config.checkpoint.save, save.blocked_ns / 1e9,
+            save.step, self._save_dir, save.blocked_ns / 1e9,
             "durable" if save.durable else "complete", save.total_ns / 1e9,
         )  # fmt: skip

@@ -22,7 +22,7 @@ from restart_trace.recorder import Recorder
 from restart_trace.startup import Startup, preload_of
 
 if TYPE_CHECKING:
-    from megatron.checkpointing.checkpointer import Checkpointer
+    from megatron.checkpointing.manager import Checkpointer
     from megatron.checkpointing.ownership import Ownership
     from megatron.checkpointing.prefetch import Prefetch
     from megatron.checkpointing.state import Progress
@@ -248,11 +248,12 @@ def _set_up(
     eod = vocabulary.eod if config.data.eod_mask_loss else None
     with phase_apart_from_communicators(startup, "engine_init", group_timeout(config)), printed_as_debug():
         engine = build_engine(config, model, functools.partial(batch_fn, eod_token=eod))
-        checkpointer = build_checkpointer(config, runtime, control, recorder, ownership, vocabulary[:2])
-        checkpointer.prefetch = prefetch
-    facts = runtime_facts(engine, runtime, config)
+        checkpointer = build_checkpointer(
+            config, runtime, control, recorder, ownership, vocabulary[:2], prefetch
+        )
+    facts, engine_used = runtime_facts(engine, runtime, config), checkpointer.context.engine_class
     recorder.write(
-        "runtime", engine_used=checkpointer.engine_class, engine_asked=config.checkpoint.checkpoint_engine, **facts
+        "runtime", engine_used=engine_used, engine_asked=config.checkpoint.checkpoint_engine, **facts
     )
     _mark_ranges(recorder, config, runtime.device)
     progress = _restore_or_begin(checkpointer, engine, startup)
@@ -265,7 +266,7 @@ def _set_up(
     logger.info(
         "%s on %s: %d parameters on this rank, padded vocabulary %d, optimizer %s, checkpoint engine %s",
         runtime.layout, runtime.device.type, facts["parameters"], vocabulary.padded, facts["optimizer"],
-        checkpointer.engine_class,
+        engine_used,
     )  # fmt: skip
     return Trainer(
         config, engine, data, progress, recorder, startup, CheckpointSaves(checkpointer, engine),
@@ -279,9 +280,10 @@ def _restore_or_begin(checkpointer: Checkpointer, engine: Any, startup: Startup)
     from megatron.checkpointing.state import Progress
     from megatron.training.checkpoints import initialize_state, restore
 
-    progress = restore(checkpointer, engine) if checkpointer.config.checkpoint.load else None
-    if checkpointer.prefetch is not None:
-        checkpointer.prefetch.close()
+    context = checkpointer.context
+    progress = restore(checkpointer, engine) if context.config.checkpoint.load else None
+    if context.prefetch is not None:
+        context.prefetch.close()
     if progress is None:
         with startup.phase("model_build"):
             initialize_state(checkpointer, engine)

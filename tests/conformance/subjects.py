@@ -14,6 +14,7 @@ from megatron.checkpointing.engines.base import (
     EngineOptions,
     FileState,
     PendingSave,
+    SavedCheckpoint,
     SavedFile,
 )
 from megatron.checkpointing.engines.registry import builtin_engines, create_engine
@@ -139,7 +140,9 @@ class Subject:
         **options: Any,
     ) -> dict[str, Any]:
         expected = saved.manifest if manifest is None else manifest
-        return self.engine(**options).load(names, saved.directory, expected, traced("load").op)
+        return self.engine(**options).load(
+            names, SavedCheckpoint(saved.directory, expected), traced("load").op
+        )
 
     def close(self) -> None:
         while self._engines:

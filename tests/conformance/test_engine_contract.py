@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.checkpointing.engines.base import FileState, files_of
+from megatron.checkpointing.engines.base import FileState, SavedCheckpoint
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from restart_trace.schema import check_record
 from tests.conformance.compare import differences
@@ -127,7 +127,9 @@ def test_the_files_told_are_those_on_disk(subject: Subject, directory: Path) -> 
         algorithm, _, digest = file.checksum.partition(":")
         assert algorithm and digest and not Path(file.name).is_absolute() and ".." not in file.name
     for name in small_checkpoint():
-        assert files_of(name, saved.manifest), f"no file is said to hold {name}"
+        assert SavedCheckpoint(saved.directory, saved.manifest).holding(name), (
+            f"no file is said to hold {name}"
+        )
     told = {state for file in saved.files for state in file.states}
     assert told <= set(small_checkpoint())
 
@@ -195,7 +197,7 @@ def test_what_is_recorded_of_a_load(subject: Subject, directory: Path) -> None:
     states = small_checkpoint()
     saved = subject.save(states, directory)
     trace = traced("load")
-    subject.engine().load(list(states), directory, saved.manifest, trace.op)
+    subject.engine().load(list(states), SavedCheckpoint(directory, saved.manifest), trace.op)
     trace.op.end()
     total = sum(saved.on_disk().values())
     assert (trace.op.bytes, trace.op.num_files) == (total, len(saved.files))
@@ -204,7 +206,7 @@ def test_what_is_recorded_of_a_load(subject: Subject, directory: Path) -> None:
         ("load", detail) for detail in ("read", "verify", "deserialize", "host_to_device")
     }
     assert trace.records.bytes("load", "read") == total
-    subject.engine().load([LAYER], directory, saved.manifest, trace.op)
+    subject.engine().load([LAYER], SavedCheckpoint(directory, saved.manifest), trace.op)
     assert total < (trace.op.bytes or 0) <= 2 * total, "what a second load reads is added"
 
 

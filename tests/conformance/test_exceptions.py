@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpointing.engines.base import EngineOptions, FileState
+from megatron.checkpointing.engines.base import EngineOptions, FileState, SavedCheckpoint
 from megatron.checkpointing.engines.errors import CheckpointError, EngineUnavailableError
 from megatron.checkpointing.engines.registry import builtin_engines, create_engine, engine_names
 from restart_trace.recorder import NullOperation
@@ -85,7 +85,7 @@ def test_none_writes_nothing_and_reads_nothing(tmp_path: Path) -> None:
     assert (op.bytes, op.num_files, op.durable, engine.writes_files) == (0, 0, False, False)
     (tmp_path / "a").write_bytes(b"1")
     with pytest.raises(CheckpointError, match=f"{tmp_path}/a: --checkpoint-engine none cannot load"):
-        engine.load(["a"], tmp_path, {}, op)
+        engine.load(["a"], SavedCheckpoint(tmp_path), op)
 
 
 @pytest.mark.skipif(

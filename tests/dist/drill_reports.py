@@ -51,7 +51,7 @@ def assert_restarts_agree(out: Path, report: Report) -> None:
     """restart_s and every phase of every restart, as drill.json has them and as the records add up to."""
     records = list(_records(out / "trace"))
     for entry, restart in restarts_of(out, report):
-        assert restart.restart_s is not None and restart.time_to_first_step is not None
+        assert restart.restart_s is not None and restart.wall is not None
         assert restart.restart_s == pytest.approx(entry["restart_s"], abs=EXACT)
         assert restart.restart_s == pytest.approx(_restart_s(records, restart.cycle), abs=EXACT)
         parts, told = parts_of(restart), dict(entry["phases"])
@@ -63,7 +63,7 @@ def assert_restarts_agree(out: Path, report: Report) -> None:
         )
         others = {*OUTSIDE, *PHASES["load"], UNNAMED}
         phases = {name: took for name, took in parts.items() if name not in others}
-        rank = restart.time_to_first_step.slowest_rank
+        rank = restart.wall.slowest_rank
         own = [r for r in records if (r["cycle"], r["rank"], r["type"]) == (restart.cycle, rank, "span")]
         assert phases == pytest.approx(_summed(own), abs=EXACT)
 
@@ -110,8 +110,8 @@ def assert_timeline_agrees(out: Path, report: Report) -> None:
     path.unlink()
     drawn = [event for event in events if event["ph"] == "X"]
     for _, restart in restarts_of(out, report):
-        assert restart.time_to_first_step is not None
-        rank, phases = restart.time_to_first_step.slowest_rank, _critical(restart)
+        assert restart.wall is not None
+        rank, phases = restart.wall.slowest_rank, _critical(restart)
         own = [
             e for e in drawn if (e["pid"], e["args"]["cycle"], e["cat"]) == (rank, restart.cycle, "startup")
         ]

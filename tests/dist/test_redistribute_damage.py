@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpointing.commit import Manifest
-from megatron.checkpointing.engines.base import EngineOptions
+from megatron.checkpointing.engines.base import EngineOptions, SavedCheckpoint
 from megatron.checkpointing.engines.lazy import format as lazy_format
 from megatron.checkpointing.engines.registry import create_engine
 from megatron.checkpointing.engines.torch_files import position_in_file
@@ -55,7 +55,7 @@ def flip_in(tag: Path, state: str, *path: Any) -> Path:
     manifest = Manifest.from_json((tag / "manifest.json").read_text())
     if manifest.engine == "torch":
         nest = create_engine("torch", EngineOptions()).load_values(
-            state, tag, manifest.files, NullOperation()
+            state, SavedCheckpoint(tag, manifest.files), NullOperation()
         )
         for key in path:
             nest = nest[key]

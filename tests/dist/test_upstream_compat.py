@@ -109,7 +109,9 @@ def small(zygote: Zygote, dataset: list[str], tmp_path_factory: pytest.TempPathF
     path = save / "global_step1" / "mp_rank_00_model_states.pt"
     state = load_file(path)
     del state["args"].indexed_samples
-    setattr(state["args"], SINCE_BLOCKS, False)  # else its fused QKV would be taken for that of an older upstream
+    setattr(
+        state["args"], SINCE_BLOCKS, False
+    )  # else its fused QKV would be taken for that of an older upstream
     torch.save(state, path)
     return save
 
@@ -171,7 +173,7 @@ def outline(state: Any) -> Any:
 
 def load_known(path: Path) -> Any:
     """The content of a checkpoint file, known classes only."""
-    from megatron.checkpointing.engines.codec.safe_unpickling import known_classes
+    from megatron.checkpointing.engines.unpickling import known_classes
 
     with known_classes():
         return torch.load(path, map_location="cpu", weights_only=True)

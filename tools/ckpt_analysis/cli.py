@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from .commands import exit_codes
+from ..common.cli import COULD_NOT_RUN, make_parser
+from ..common.escaping import visible
 from .commands.common import add_shared_arguments
 from .common.errors import CouldNotRunError
-from .common.escaping import visible
 
 PROGRAM = "ckpt-analysis"
 # Name -> module of this package, in the order of --help. commands/__init__.py says what each gives.
@@ -28,6 +28,7 @@ COMMANDS: dict[str, str] = {
 DEFAULT = "report"
 
 _DOCS = "docs/metrics.md defines every number, docs/log_format.md the files that are read.\n"
+_STATUSES = "exit status: 0 fine, 1 findings (under --strict or --fail-if), 2 could not run."
 _EXAMPLES = f"""
 examples:
   {PROGRAM} runs/tiny              the same as `{PROGRAM} report runs/tiny`
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         _overview().parse_args(words)
         print(f"{PROGRAM}: give a directory of trace files or a command; see --help", file=sys.stderr)
-        return exit_codes.COULD_NOT_RUN
+        return COULD_NOT_RUN
     name = words.pop(0) if words[0] in COMMANDS else DEFAULT
     command = importlib.import_module(COMMANDS[name], __package__)
     arguments = _parser(name, command).parse_args(words)
@@ -58,16 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not exc.name or exc.name.split(".")[0] in (__name__.split(".")[0], "megatron"):
             raise
         print(f"{PROGRAM}: {exc}: install it with `pip install '.[analysis]'`", file=sys.stderr)
-    return exit_codes.COULD_NOT_RUN
+    return COULD_NOT_RUN
 
 
 def _parser(name: str, command: ModuleType) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"{PROGRAM} {name}",
-        description=f"{command.HELP[0].upper()}{command.HELP[1:]}.",
-        epilog=f"examples:\n{command.EXAMPLES}\n{exit_codes.TEXT}\n{_DOCS}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    description = f"{command.HELP[0].upper()}{command.HELP[1:]}."
+    epilog = f"examples:\n{command.EXAMPLES}\n{_STATUSES}\n{_DOCS}"
+    parser = make_parser(f"{PROGRAM} {name}", description, epilog)
     command.add_arguments(parser)
     add_shared_arguments(parser)
     return parser
@@ -76,11 +74,9 @@ def _parser(name: str, command: ModuleType) -> argparse.ArgumentParser:
 def _overview() -> argparse.ArgumentParser:
     """The parser of --help alone: it lists the commands."""
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {importlib.import_module(COMMANDS[name], __package__).HELP}" for name in COMMANDS]
-    return argparse.ArgumentParser(
-        prog=PROGRAM,
-        usage=f"{PROGRAM} [COMMAND] LOGDIR ... [flags]",
-        description="commands:\n" + "\n".join(lines),
-        epilog=f"{_EXAMPLES}\n{exit_codes.TEXT}\n{_DOCS}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    lines = [
+        f"  {name:<{width}}  {importlib.import_module(COMMANDS[name], __package__).HELP}" for name in COMMANDS
+    ]
+    parser = make_parser(PROGRAM, "commands:\n" + "\n".join(lines), f"{_EXAMPLES}\n{_STATUSES}\n{_DOCS}")
+    parser.usage = f"{PROGRAM} [COMMAND] LOGDIR ... [flags]"
+    return parser

@@ -20,13 +20,29 @@ from .metrics.starts import measure_starts, start_times
 from .model.frame import Frames, make_frames, no_frames
 from .model.model_info import describe_model
 from .model.probe_values import probe_values
-from .model.run_info import CycleInfo, describe_cycles
+from .model.run_info import CycleInfo, describe_cycles, layout_text
 
 if TYPE_CHECKING:
     from .model.imported_run import ImportedRun
 
 _HOSTS = {"cycle": pl.Int64, "rank": pl.Int64, "host": pl.String}
 PER_RANK_UP_TO = 16  # ranks; above, numbers rank by rank are made on request only
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What ran, over all cycles of a run: each fact once, in the order of the cycles.
+
+    `engines` are pairs (asked for, used), `versions` texts such as "torch 2.13.0"; None is what is not recorded.
+    """
+
+    ranks: int  # expected in the newest cycle
+    layout: str  # of the newest cycle
+    layouts: list[str]
+    engines: list[tuple[str | None, str | None]]
+    durability: list[str | None]
+    hosts: list[str]  # sorted
+    versions: list[str]  # of the newest cycle, sorted
 
 
 @dataclass(frozen=True)
@@ -56,6 +72,23 @@ class Report:
     @property
     def first_launches(self) -> list[StartStats]:
         return [start for start in self.starts if not start.is_restart]
+
+    @property
+    def complete_saves(self) -> list[OperationStats]:
+        return [save for save in self.saves if save.outcome == "ok"]
+
+    @property
+    def facts(self) -> RunFacts:
+        newest = self.cycles[-1]
+        return RunFacts(
+            ranks=newest.expected,
+            layout=layout_text(newest.layout),
+            layouts=list(dict.fromkeys(layout_text(info.layout) for info in self.cycles)),
+            engines=list(dict.fromkeys((info.engine_asked, info.engine_used) for info in self.cycles)),
+            durability=list(dict.fromkeys(info.durability for info in self.cycles)),
+            hosts=sorted({host for info in self.cycles for host in info.hosts}),
+            versions=[f"{name} {version}" for name, version in sorted(newest.versions.items())],
+        )
 
     @property
     def has_findings(self) -> bool:

@@ -13,19 +13,23 @@ from typing import TYPE_CHECKING
 
 from megatron.config import ConfigError
 
+from ..common.cli import COULD_NOT_RUN, FINDINGS, OK, make_parser, write_stdout
+
 if TYPE_CHECKING:
     from .plan import Plan
     from .presets import Planned
 
-OK, DIFFERS, COULD_NOT_RUN = 0, 1, 2
 MOST_RANKS = 1 << 16
-_TELL_EVERY_S = 5.0
+REPORT_EVERY_S = 5.0
 _LAYOUT_FLAGS = {
     "--tensor-model-parallel-size": "--tp",
     "--pipeline-model-parallel-size": "--pp",
     "--zero-stage": "--zero",
 }
 
+_DESCRIPTION = (
+    "Every file of a checkpoint with its exact size, and the memory it needs; no GPU, nothing is run."
+)
 _EPILOG = """\
 examples:
   %(prog)s --model 70b --tp 8 --pp 8
@@ -49,12 +53,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     if "--" in own:
         cut = own.index("--")
         own, flags = own[:cut], own[cut + 1 :]
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.ckpt_plan",
-        description="Every file of a checkpoint with its exact size, and the memory it needs; no GPU, nothing is run.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("python -m tools.ckpt_plan", _DESCRIPTION, _EPILOG)
     parser.add_argument(
         "--model", metavar="NAME", help="preset of examples_deepspeed/restart_bench: tiny, 3b, ... 70b"
     )
@@ -159,19 +158,19 @@ def _plan(arguments: argparse.Namespace, planned: Planned) -> Plan:
 
     progress = None if arguments.iteration is None else progress_at(planned[0], arguments.iteration)
     engine = UPSTREAM if arguments.upstream else arguments.engine or "torch"
-    return make_plan(planned, engine, progress, tell=_Teller())
+    return make_plan(planned, engine, progress, report=_Progress())
 
 
-class _Teller:
-    """Says on stderr every few seconds how far the planning is."""
+class _Progress:
+    """Reports on stderr every few seconds how far the planning is."""
 
     def __init__(self) -> None:
-        self._began = self._told = time.monotonic()
+        self._began = self._reported = time.monotonic()
 
     def __call__(self, done: int, ranks: int) -> None:
         now = time.monotonic()
-        if now - self._told >= _TELL_EVERY_S:
-            self._told = now
+        if now - self._reported >= REPORT_EVERY_S:
+            self._reported = now
             left_s = (now - self._began) / done * (ranks - done)
             print(f"ckpt_plan: {done} of {ranks} ranks planned, about {left_s:.0f} s left", file=sys.stderr)
 
@@ -202,16 +201,13 @@ def _compare(plan: Plan, listing: dict[str, str], path: str) -> int:
     files = {file.name: file.num_bytes for file in plan.files}
     files |= {file.name: file.num_bytes for file in plan.commit_files if file.name in listing}
     found = compare(files, listing)
-    sys.stdout.write(render_comparison(found, len(listing), path))
-    return OK if found.agrees else DIFFERS
+    write_stdout(render_comparison(found, len(listing), path))
+    return OK if found.agrees else FINDINGS
 
 
 def _print(plan: Plan, arguments: argparse.Namespace) -> None:
     from .output import render, to_json
 
-    text = to_json(plan) if arguments.format == "json" else render(plan, with_files=not arguments.summary)
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader (head, less) has seen enough
-        sys.stderr.close()
+    write_stdout(
+        to_json(plan) if arguments.format == "json" else render(plan, with_files=not arguments.summary)
+    )

@@ -6,6 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from ..common.formatting import size
+from ..common.tables import text_table
 from .kinds import KINDS
 from .listing import Comparison
 from .memory import HOST_NOTES
@@ -78,9 +80,9 @@ def render(plan: Plan, with_files: bool) -> str:
     lines = [
         f"{plan.layout}, engine {plan.engine}, {model.params_dtype}, vocabulary {plan.vocab_sizes[0]} padded to "
         f"{plan.vocab_sizes[1]}, iteration {plan.progress.iteration}",
-        f"{len(plan.files)} files, {plan.total_bytes} bytes ({size(plan.total_bytes)})",
+        f"{len(plan.files)} files, {plan.total_bytes} bytes ({size(plan.total_bytes, 2)})",
         *(
-            f"  {kind.replace('_', ' '):16} {plan.by_kind[kind]:>20}  {size(plan.by_kind[kind])}"
+            f"  {kind.replace('_', ' '):16} {plan.by_kind[kind]:>20}  {size(plan.by_kind[kind], 2)}"
             for kind in KINDS
         ),
         "",
@@ -96,14 +98,6 @@ def render(plan: Plan, with_files: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def size(num_bytes: float) -> str:
-    """Bytes with a decimal unit: GB is 1e9."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.2f} {unit}"
-    return f"{num_bytes:.0f} B"
-
-
 def _rank_lines(ranks: Sequence[RankPlan]) -> list[str]:
     """A line a rank; of many, one for each amount that ranks have."""
     groups: dict[tuple[Any, ...], list[RankPlan]] = {}
@@ -111,7 +105,7 @@ def _rank_lines(ranks: Sequence[RankPlan]) -> list[str]:
         key = (rank.rank,) if len(ranks) <= _MANY_RANKS else (rank.at.pp, rank.at.dp == 0, len(rank.files))
         groups.setdefault(key, []).append(rank)
     header = ("rank", "tp", "pp", "dp", "files", "bytes", "device memory", "host memory")
-    rows: list[tuple[str, ...]] = [header]
+    rows: list[tuple[str, ...]] = []
     for group in groups.values():
         most = max(group, key=lambda rank: rank.num_bytes)
         rows.append(
@@ -120,12 +114,11 @@ def _rank_lines(ranks: Sequence[RankPlan]) -> list[str]:
                 *(_span([getattr(rank.at, axis) for rank in group]) for axis in ("tp", "pp", "dp")),
                 str(len(most.files)),
                 str(most.num_bytes),
-                size(most.device_bytes),
-                size(most.host_bytes),
+                size(most.device_bytes, 2),
+                size(most.host_bytes, 2),
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    text = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    text = text_table(header, rows, indent="", left=0)
     if len(groups) < len(ranks):
         text.append("(ranks of a stage together, with the largest of their amounts; --format json has each)")
     return text

@@ -83,12 +83,12 @@ def make_plan(
     planned: Planned,
     engine: str,
     progress: Progress | None = None,
-    tell: Callable[[int, int], None] = lambda done, ranks: None,
+    report: Callable[[int, int], None] = lambda done, ranks: None,
 ) -> Plan:
     """The plan of a checkpoint of `planned` written by `engine`, or by upstream if that is its name.
 
-    `progress`: at the save; None: of the first save. `tell` is called after each rank with how many are done, and of
-    how many. Raises ConfigError for what cannot be planned.
+    `progress`: at the save; None: of the first save. `report` is called after each rank with how many are done, and
+    of how many. Raises ConfigError for what cannot be planned.
     """
     config, layout, vocab_sizes = planned
     if engine != UPSTREAM:
@@ -108,7 +108,7 @@ def make_plan(
     made = {}
     for rank in order:
         made[rank] = _plan_rank(planned, engine, progress, rank)
-        tell(len(made), layout.world_size)
+        report(len(made), layout.world_size)
     ranks = tuple(made[rank][0] for rank in range(layout.world_size))
     saved = [made[rank][1] for rank in range(layout.world_size)]
     commit_files = () if engine in (UPSTREAM, "none") else _commit_files(planned, engine, progress, saved)

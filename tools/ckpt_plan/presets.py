@@ -90,9 +90,7 @@ def _ask_scripts(model: str, tp: int, pp: int, dp: int) -> list[str]:
     environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "DP": str(dp), "SKIP_SETUP": "1"}
     command = ["bash", "-c", _ASK, "ckpt_plan", str(BENCH_DIR), model, str(tp), str(pp)]
     try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-        )  # fmt: skip
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except FileNotFoundError:
         raise ConfigError(
             f"--model {model}: presets are shell scripts, and bash is not here; install it"

@@ -52,7 +52,7 @@ class _Shard:
 
     def _partition(self, index: int, dp_size: int, dp_rank: int) -> torch.Tensor:
         params = self.groups[index]
-        held = sum(param.numel() for param in params)
+        num_elements = sum(param.numel() for param in params)
         total = sum(tensor.numel() for tensor in align_dense_tensors(params, _ALIGNMENT * dp_size))
         size = total // dp_size
         master = torch.empty(size, dtype=torch.float32, device="meta", requires_grad=True)
@@ -68,11 +68,11 @@ class _Shard:
             dp_group=None,
         )
         self.partition_size.append(size)
-        self.paddings.append(self._padding(held, size, dp_size, dp_rank))
+        self.paddings.append(self._padding(num_elements, size, dp_size, dp_rank))
         return master
 
     @staticmethod
-    def _padding(held: int, size: int, dp_size: int, dp_rank: int) -> int:
+    def _padding(num_elements: int, size: int, dp_size: int, dp_rank: int) -> int:
         raise NotImplementedError
 
     def _get_universal_checkpoint_info(self) -> None:
@@ -97,9 +97,9 @@ class Bf16Shard(_Shard):
         self._param_slice_mappings = self._create_param_mapping()
 
     @staticmethod
-    def _padding(held: int, size: int, dp_size: int, dp_rank: int) -> int:
+    def _padding(num_elements: int, size: int, dp_size: int, dp_rank: int) -> int:
         """Elements at the end of the whole group that belong to no parameter; counted on its last rank."""
-        return size * dp_size - held if dp_rank == dp_size - 1 else 0
+        return size * dp_size - num_elements if dp_rank == dp_size - 1 else 0
 
 
 class ZeroShard(_Shard):
@@ -130,9 +130,9 @@ class ZeroShard(_Shard):
         self._param_slice_mappings = self._create_param_mapping()
 
     @staticmethod
-    def _padding(held: int, size: int, dp_size: int, dp_rank: int) -> int:
+    def _padding(num_elements: int, size: int, dp_size: int, dp_rank: int) -> int:
         """Elements of this partition that belong to no parameter."""
-        return min(size, max(0, (dp_rank + 1) * size - held))
+        return min(size, max(0, (dp_rank + 1) * size - num_elements))
 
 
 def build_shard(

@@ -22,6 +22,7 @@ from megatron.checkpointing.engines.errors import EngineUnavailableError, Unknow
 from megatron.config import ConfigError
 from restart_trace.cycles import launch_key
 
+from ..common.cli import COULD_NOT_RUN, FINDINGS, OK, write_stdout
 from ..common.machine import filesystem_of, machine
 from .figures import analyse
 from .launch import TaskError, crew_of
@@ -30,7 +31,6 @@ from .plan import ReplayError, Request
 from .replay import Replay
 from .table import render
 
-OK, ENGINE_FAILED, COULD_NOT_RUN = 0, 1, 2
 _MOST_STORAGE_BYTES = 2 << 30
 _ROOM = 1.05  # a checkpoint may be this much larger than its tensors
 _ROOM_BYTES = 64 << 20  # and this
@@ -50,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = json.dumps(figures)
     if arguments.output is not None:
         arguments.output.write_text(text + "\n")
-    print(text if arguments.format == "json" else render(figures))
-    return ENGINE_FAILED if any(found["failed"] for found in figures["engines"].values()) else OK
+    write_stdout((text if arguments.format == "json" else render(figures)) + "\n")
+    return FINDINGS if any(found["failed"] for found in figures["engines"].values()) else OK
 
 
 def _replay(arguments: argparse.Namespace) -> dict[str, Any] | None:
@@ -75,7 +75,7 @@ def _replay(arguments: argparse.Namespace) -> dict[str, Any] | None:
         if crew.leads:
             place.mkdir()
         before = machine() | {"filesystem": filesystem_of(place)}
-        samples = Replay(request, crew, place, f"{key}/{name}", _tell if crew.leads else _say_nothing).run()
+        samples = Replay(request, crew, place, f"{key}/{name}", _report if crew.leads else _ignore).run()
     if not crew.leads:
         return None
     kept = str(place) if request.keep else None
@@ -146,9 +146,9 @@ def _own_directory(parent: Path, name: str, removed: bool) -> Iterator[Path]:
             shutil.rmtree(place, ignore_errors=True)
 
 
-def _tell(text: str) -> None:
+def _report(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _say_nothing(text: str) -> None:
-    """Another process tells."""
+def _ignore(text: str) -> None:
+    """Another process reports."""

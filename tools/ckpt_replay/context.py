@@ -8,15 +8,16 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from megatron.checkpointing.engines.base import MIB, CheckpointEngine, EngineOptions
-from megatron.checkpointing.engines.registry import engine_class
+from megatron.checkpointing.engines.base import CheckpointEngine
+from megatron.checkpointing.engines.options import engine_options
+from megatron.checkpointing.engines.registry import create_engine
+from megatron.config import CheckpointConfig
 from megatron.parallel.control_plane import ControlPlane
 from megatron.parallel.topology import Layout
 from restart_trace.process import RankIdentity, open_rank_trace
@@ -62,7 +63,9 @@ class RankContext:
 
     def create_engine(self) -> CheckpointEngine:
         """The engine of this task, as the trainer makes it."""
-        engine = engine_class(self.engine_name)(engine_options(self.request.options, self.process))
+        engine = create_engine(
+            self.engine_name, engine_options(CheckpointConfig(**self.request.options), self.process)
+        )
         self.recorder.write(
             "runtime",
             engine_used=type(engine).__name__,
@@ -72,22 +75,6 @@ class RankContext:
             save_dir=self.task.directory,
         )
         return engine
-
-
-def engine_options(options: dict[str, Any], process: int) -> EngineOptions:
-    """EngineOptions of the fields of CheckpointConfig in `options`, as megatron.checkpointing makes them."""
-    cache = options["host_cache_size"]
-    return EngineOptions(
-        fsync=options["checkpoint_durability"] == "fsync",
-        verify_checksums=options["verify_checkpoint"] == "checksum",
-        checksum=options["checksum"] == "crc32",
-        host_cache_bytes=None if cache is None else int(cache * 1024 * MIB),
-        io_threads=options["io_threads"],
-        io_block_bytes=int(options["io_block_size"] * MIB),
-        direct_io=options["direct_io"],
-        rank=process,
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE") or 1),
-    )
 
 
 @contextlib.contextmanager

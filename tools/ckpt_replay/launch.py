@@ -107,10 +107,9 @@ def crew_of(processes: tuple[int, ...], world_size: int, launched: bool, notes: 
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", "1")
     with (notes / "server.log").open("wb") as log:
-        server = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.worker"], cwd=ROOT, env=environment, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-        )  # fmt: skip
+        command = [sys.executable, "-m", f"{__package__}.worker"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
+        server = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)
     try:
         yield Crew(processes, world_size, launched, notes, server)
     finally:

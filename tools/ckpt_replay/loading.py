@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron.checkpointing.commit import Manifest
-from megatron.checkpointing.engines.base import CheckpointEngine, FileState
+from megatron.checkpointing.engines.base import CheckpointEngine, FileState, SavedCheckpoint
 from megatron.checkpointing.manifest import read_latest
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
@@ -110,7 +110,9 @@ class _Loader:
         read_before = _storage_read()
         with memory.PeakMemory() as peak, self._ctx.recorder.operation("load", **labels) as op:
             start = now_ns()
-            states = self.engine.load_into(self._live, self._directory, self._manifest.files, op)
+            states = self.engine.load_into(
+                self._live, SavedCheckpoint(self._directory, self._manifest.files), op
+            )
             if self._ctx.device.type != "cpu":
                 states = self._to_device(states, op)
             end = now_ns()

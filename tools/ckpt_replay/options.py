@@ -14,16 +14,16 @@ from megatron.config import CheckpointConfig
 from megatron.config.flags import spec_of
 from megatron.parallel.topology import Layout
 
+from ..common.cli import make_parser, require_at_least
 from ..common.sizes import parse_bytes
 from .plan import ReplayError, Request, Share, Steps
 
 ALL = "all"
 TARGETS = "benchmarks.engine_targets.targets"  # gives judge()
-_ENGINE_FLAGS = (
-    "host_cache_size", "io_threads", "io_block_size", "direct_io", "checksum", "checkpoint_durability",
-    "verify_checkpoint",
-)  # fmt: skip
+_IO_FLAGS = ("host_cache_size", "io_threads", "io_block_size", "direct_io")
+_ENGINE_FLAGS = (*_IO_FLAGS, "checksum", "checkpoint_durability", "verify_checkpoint")
 
+_DESCRIPTION = "Write and read what chosen ranks of a model would, with the real engines, beside the storage."
 _EPILOG = """\
 examples:
   %(prog)s --model 70b --tp 8 --pp 8 --ranks 0-1 --engine torch,lazy --dir /scratch --limit-bytes 2GiB --cold
@@ -52,13 +52,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line's parser; the engine options are the trainer's own."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.ckpt_replay",
-        description="Write and read what chosen ranks of a model would, with the real engines, beside the storage.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("python -m tools.ckpt_replay", _DESCRIPTION, _EPILOG, allow_abbrev=False)
     what = parser.add_argument_group("what is replayed")
     what.add_argument("--model", metavar="NAME", help="preset, as in tools.ckpt_plan: 3b to 70b, tiny")
     what.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel size (default: 1)")
@@ -122,10 +116,9 @@ def build_parser() -> argparse.ArgumentParser:
     for field in dataclasses.fields(CheckpointConfig):
         spec = spec_of(field)
         if field.name in _ENGINE_FLAGS and spec is not None and spec.parse is not None:
-            engine.add_argument(
-                *spec.names, dest=field.name, type=spec.parse, choices=spec.choices, default=field.default,
-                help=spec.help.replace("%", "%%"), metavar=None if spec.choices else "X",
-            )  # fmt: skip
+            named = {"dest": field.name, "metavar": None if spec.choices else "X"}
+            value = {"type": spec.parse, "choices": spec.choices, "default": field.default}
+            engine.add_argument(*spec.names, **named, **value, help=spec.help.replace("%", "%%"))
     return parser
 
 
@@ -135,25 +128,15 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if (arguments.model is None) == (arguments.small_tensors is None):
         parser.error("give --model NAME, or --small-tensors N, and not both")
-    for name in (
-        "tp",
-        "pp",
-        "dp",
-        "repeat",
-        "small_tensors",
-        "small_tensor_bytes",
-        "limit_bytes",
-        "storage_bytes",
-    ):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} {value}: must be at least 1")
-    if arguments.warmup_saves < 0:
-        parser.error(f"--warmup-saves {arguments.warmup_saves}: must be at least 0")
+    require_at_least(parser, arguments, 1, "tp", "pp", "dp", "repeat", "small_tensors", "small_tensor_bytes")
+    require_at_least(parser, arguments, 1, "limit_bytes", "storage_bytes")
+    require_at_least(parser, arguments, 0, "warmup_saves")
     if arguments.steps_between < 0 or arguments.step_seconds <= 0:
         parser.error("--steps-between must be at least 0 and --step-seconds above 0")
     if arguments.targets and importlib.util.find_spec(TARGETS.partition(".")[0]) is None:
-        parser.error("--targets: the package `benchmarks`, which judges, is in a checkout alone; run it in one")
+        parser.error(
+            "--targets: the package `benchmarks`, which judges, is in a checkout alone; run it in one"
+        )
     return arguments
 
 

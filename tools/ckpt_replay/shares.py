@@ -33,7 +33,7 @@ def planned_share(share: Share, rank: int) -> Planned:
     files = _planned_files(share, rank)
     full = tensor_bytes(files)
     if share.limit_bytes is not None and share.limit_bytes < full:
-        files = _limited(files, share.limit_bytes)
+        files = limited(files, share.limit_bytes)
     return Planned(files, full)
 
 
@@ -104,7 +104,7 @@ def tensor_bytes(files: list[FileState]) -> int:
     return sum(found.values())
 
 
-def _limited(files: list[FileState], limit: int) -> list[FileState]:
+def limited(files: list[FileState], limit: int) -> list[FileState]:
     """The same files and tensors, of which the larger have fewer rows, so that all have about `limit` bytes."""
     sizes = {id(t): size_of(t) for file in files for _, t in tensors_of(file.state)}
     whole = sum(size for size in sizes.values() if size <= _LEFT_WHOLE)

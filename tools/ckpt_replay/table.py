@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-_COLUMNS = (
-    ("blocked", "blocked_s"), ("durable", "durable_s"), ("cold load", "load_cold_s"), ("warm load", "load_warm_s"),
-)  # fmt: skip
+_SAVE_COLUMNS = (("blocked", "blocked_s"), ("durable", "durable_s"))
+_COLUMNS = (*_SAVE_COLUMNS, ("cold load", "load_cold_s"), ("warm load", "load_warm_s"))
 _WIDTH = 27
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.fileio.page_cache import ResidentPages
+
 COLD, WARM, PARTLY_WARM, UNKNOWN = "cold", "warm", "partly warm", "unknown"  # what state_of tells
 _COLD_BELOW, _WARM_FROM = 0.01, 0.99
 _READ = 8 << 20
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def resident_bytes(path: Path) -> tuple[int, int] | None:
@@ -20,19 +19,12 @@ def resident_bytes(path: Path) -> tuple[int, int] | None:
     size = path.stat().st_size
     if size == 0:
         return 0, 0
-    if not hasattr(_libc, "mincore"):
+    try:
+        with path.open("rb") as file:
+            missing = ResidentPages(file.fileno()).missing_bytes(0, size)
+    except (OSError, AttributeError):  # AttributeError: no mincore in the C library
         return None
-    import numpy as np  # here: those who want but the names of the states need not wait for it
-
-    with path.open("rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as memory:
-        content = np.frombuffer(memory, dtype=np.uint8)
-        pages = np.empty(-(-size // mmap.PAGESIZE), dtype=np.uint8)
-        address, length = ctypes.c_void_p(content.ctypes.data), ctypes.c_size_t(size)
-        failed = _libc.mincore(address, length, ctypes.c_void_p(pages.ctypes.data))
-        del content  # mmap refuses to close under it
-    if failed:
-        return None
-    return min(int((pages & 1).sum()) * mmap.PAGESIZE, size), size
+    return max(0, size - missing), size
 
 
 def resident_share(paths: Sequence[Path]) -> float | None:

@@ -20,6 +20,9 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..common.escaping import markdown as escaped
+from ..common.formatting import count, number
+from ..common.tables import markdown_table
 from . import command as commands
 from .cli import (
     COULD_NOT_RUN,
@@ -183,24 +186,23 @@ def run_matrix(base: Plan, chosen: list[Cell], reference: Reference) -> list[Res
 
 def markdown(results: list[Result], elapsed_s: float) -> str:
     """The results as a table."""
-    lines = [
-        "| supervisor | engine | fault | moment | restart, s | accounted | lost steps | |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for result in results:
-        cell = result.cell
-        figures = (
-            "-" if result.restart_s is None else f"{result.restart_s:.2f}",
-            "-" if result.accounted is None else f"{result.accounted:.1%}",
-            "-" if result.lost_steps is None else str(result.lost_steps),
+    header = ("supervisor", "engine", "fault", "moment", "restart, s", "accounted", "lost steps", "")
+    rows = [
+        (
+            *(
+                result.cell.supervisor,
+                result.cell.engine,
+                f"`{result.cell.fault}`",
+                f"`{result.cell.moment}`",
+            ),
+            *(number(result.restart_s, ".2f"), number(result.accounted, ".1%"), count(result.lost_steps)),
+            escaped(_VERDICTS[result.verified] + (f": {result.wrong}" if result.wrong else "")),
         )
-        verdict = _VERDICTS[result.verified] + (f": {result.wrong}" if result.wrong else "")
-        row = (cell.supervisor, cell.engine, f"`{cell.fault}`", f"`{cell.moment}`", *figures, verdict)
-        lines.append("| " + " | ".join(row) + " |")
+        for result in results
+    ]
     good = sum(result.verified is True for result in results)
-    return "\n".join(
-        [*lines, "", f"{good} of {len(results)} cells verified, in {elapsed_s / 60:.1f} minutes.", ""]
-    )
+    verdict = f"{good} of {len(results)} cells verified, in {elapsed_s / 60:.1f} minutes."
+    return "\n".join([*markdown_table(header, rows), "", verdict, ""])
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

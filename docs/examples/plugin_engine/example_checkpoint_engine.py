@@ -6,8 +6,8 @@ import os
 
 import safetensors.torch
 
+from megatron.checkpointing.engines import codec
 from megatron.checkpointing.engines.base import CheckpointEngine, SavedFile
-from megatron.checkpointing.engines.codec import state_skeleton
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 
 
@@ -16,7 +16,7 @@ class ExampleEngine(CheckpointEngine):
 
     def _save_file(self, file, directory, op):
         with op.span("serialize", file=file.name):
-            skeleton, tensors = state_skeleton.split(file.state)  # JSON, and tensors by name
+            skeleton, tensors = codec.split(file.state)  # JSON, and tensors by name
             tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
             content = safetensors.torch.save(tensors, {"skeleton": json.dumps(skeleton)})
             checksum = "sha256:" + hashlib.sha256(content).hexdigest()
@@ -41,6 +41,6 @@ class ExampleEngine(CheckpointEngine):
             try:
                 tensors = safetensors.torch.load(content)
                 header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-                return state_skeleton.join(json.loads(header["__metadata__"]["skeleton"]), tensors)
+                return codec.join(json.loads(header["__metadata__"]["skeleton"]), tensors)
             except (safetensors.SafetensorError, LookupError, ValueError) as exc:
                 raise CheckpointDamagedError(f"{path}: is damaged: {exc}") from exc

@@ -24,6 +24,8 @@ from restart_trace.regular import NotRegularFileError, check_regular
 if TYPE_CHECKING:
     import torch
 
+    from megatron.fileio.checksums import CheckedBytes
+
 MIB = 1 << 20
 
 
@@ -75,13 +77,19 @@ class SavedFile:
 
 
 @dataclass(frozen=True)
-class CheckedBytes:
-    """Bytes [start, stop) of a file, and the CRC-32 (zlib's) that they were saved with. `name` is for messages."""
+class SavedCheckpoint:
+    """A checkpoint to load from. `files`: all of its manifest, by name; empty for a checkpoint without one."""
 
-    name: str
-    start: int
-    stop: int
-    crc32: int
+    directory: Path
+    files: Mapping[str, SavedFile] = field(default_factory=dict)
+
+    def path(self, name: str) -> Path:
+        """Of the file called `name`."""
+        return self.directory / name
+
+    def holding(self, state_name: str) -> list[SavedFile]:
+        """The files that hold the state `state_name`, or a part of it."""
+        return [file for file in self.files.values() if file.holds(state_name)]
 
 
 @dataclass(frozen=True)
@@ -98,11 +106,6 @@ class PlacedTensor:
     start: int
     placement: Mapping[str, Any]
     checked: CheckedBytes | None = None
-
-
-def files_of(state_name: str, files: Mapping[str, SavedFile]) -> list[SavedFile]:
-    """The files of a manifest that hold the state `state_name`."""
-    return [file for file in files.values() if file.holds(state_name)]
 
 
 class PendingSave(ABC):
@@ -185,48 +188,41 @@ class CheckpointEngine(ABC):
         op.durable = self.options.fsync
         return saved
 
-    def load(
-        self, names: Sequence[str], directory: Path, expected: Mapping[str, SavedFile], op: Operation
-    ) -> dict[str, Any]:
-        """Read the states called `names` from `directory`; tensors on the CPU.
+    def load(self, names: Sequence[str], checkpoint: SavedCheckpoint, op: Operation) -> dict[str, Any]:
+        """Read the states called `names`; tensors on the CPU.
 
-        `expected` holds all files of the manifest by name; empty for a checkpoint without one.
         Raises CheckpointDamagedError naming the file that is missing, short or altered.
         """
         states: dict[str, Any] = {}
         num_bytes = 0
         for name in names:
-            path = directory / name
+            path, expected = checkpoint.path(name), checkpoint.files.get(name)
             with reading(path):
-                size = check_size(path, expected.get(name))
-                states[name] = self._load_file(path, expected.get(name), op)
+                size = check_size(path, expected)
+                states[name] = self._load_file(path, expected, op)
             num_bytes += size
         op.bytes = (op.bytes or 0) + num_bytes
         op.num_files = (op.num_files or 0) + len(states)
         return states
 
     def load_into(
-        self, live: Sequence[FileState], directory: Path, expected: Mapping[str, SavedFile], op: Operation
+        self, live: Sequence[FileState], checkpoint: SavedCheckpoint, op: Operation
     ) -> dict[str, Any]:
         """As `load`, of the states that `live` names, whose contiguous tensors are to become what is loaded.
 
         An engine may read into these tensors, on whatever device they are, and return them as the loaded ones: those
         of the same path in the nest, type and shape. After an exception they may hold anything.
         """
-        return self.load([file.name for file in live], directory, expected, op)
+        return self.load([file.name for file in live], checkpoint, op)
 
-    def placed_tensors(
-        self, directory: Path, expected: Mapping[str, SavedFile], op: Operation
-    ) -> list[PlacedTensor]:
+    def placed_tensors(self, checkpoint: SavedCheckpoint, op: Operation) -> list[PlacedTensor]:
         """The tensors with a placement of all ranks that saved the checkpoint, in the order of the ranks.
 
         Raises CheckpointDamagedError naming the file that cannot be used.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot load onto another layout")
 
-    def load_values(
-        self, name: str, directory: Path, expected: Mapping[str, SavedFile], op: Operation
-    ) -> Any:
+    def load_values(self, name: str, checkpoint: SavedCheckpoint, op: Operation) -> Any:
         """As `load` of one state, but tensors may be on the device "meta": all that have dimensions.
 
         What is returned is verified (--checkpoint-verify). Where no placements are stored,

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron.config import ConfigError
+from megatron.fileio.files import DamagedFileError
 
 
 class CheckpointError(RuntimeError):
@@ -46,6 +47,15 @@ class EngineUnavailableError(ValueError):
 
 
 @contextmanager
+def damaged_files() -> Iterator[None]:
+    """Within it, what megatron.fileio finds wrong with a file is raised as CheckpointDamagedError."""
+    try:
+        yield
+    except DamagedFileError as exc:
+        raise CheckpointDamagedError(str(exc)) from exc
+
+
+@contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Within it, a file of a checkpoint is read: whatever that raises is damage to `path`.
 
@@ -54,7 +64,8 @@ def reading(path: Path) -> Iterator[None]:
     Raises CheckpointDamagedError in place of any other Exception.
     """
     try:
-        yield
+        with damaged_files():
+            yield
     except (CheckpointError, OSError, MemoryError, ConfigError, UnknownEngineError, EngineUnavailableError):
         raise
     except Exception as exc:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.checkpointing.engines.codec import safe_unpickling
+from megatron.checkpointing.engines import unpickling
 from megatron.checkpointing.engines.errors import CheckpointSaveError
 
 # Loaded without asking, as are arrays of numbers.
@@ -96,7 +96,7 @@ def check_loadable(staging: Staging, name: str) -> None:
     trial = io.BytesIO()
     torch.save(staging.unusual, trial)
     trial.seek(0)
-    with safe_unpickling.known_classes():
+    with unpickling.known_classes():
         try:
             torch.load(trial, weights_only=True)
         except pickle.UnpicklingError as exc:
@@ -104,5 +104,5 @@ def check_loadable(staging: Staging, name: str) -> None:
             unknown = torch.serialization.get_unsafe_globals_in_checkpoint(trial)  # pyright: ignore[reportArgumentType]
             raise CheckpointSaveError(
                 f"{name}: holds {', '.join(unknown) or 'a value'}, which is not on the allow-list of "
-                "safe_unpickling.py, so it could not be loaded again; keep it out of the state, or add it there"
+                "engines/unpickling.py, so it could not be loaded again; keep it out of the state, or add it there"
             ) from exc

@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.checkpointing.engines.base import SavedFile, check_size, files_of
+from megatron.checkpointing.engines.base import SavedCheckpoint, SavedFile, check_size
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 
 
-def find_files(
-    name: str, directory: Path, expected: Mapping[str, SavedFile], needed: str
-) -> dict[str, SavedFile]:
-    """The files of the state `name`, by their path within `directory / name`, with their sizes checked.
+def find_files(name: str, checkpoint: SavedCheckpoint, needed: str) -> dict[str, SavedFile]:
+    """The files of the state `name`, by their path within its directory, with their sizes checked.
 
     Without a manifest these are the files that are there; `needed` is the one without which there is no state.
     Raises CheckpointDamagedError naming the file that is missing or has another size.
     """
-    root = directory / name
-    if expected:
-        found = {file.name.removeprefix(f"{name}/"): file for file in files_of(name, expected)}
+    root = checkpoint.path(name)
+    if checkpoint.files:
+        found = {file.name.removeprefix(f"{name}/"): file for file in checkpoint.holding(name)}
     else:
         paths = sorted(path for path in root.rglob("*") if path.is_file())
-        found = {str(path.relative_to(root)): _unknown(path, directory) for path in paths}
+        found = {str(path.relative_to(root)): _unknown(path, checkpoint.directory) for path in paths}
     if needed not in found:
         raise CheckpointDamagedError(f"{root / needed}: file is missing")
     for inside, file in found.items():
-        if directory / file.name != root / inside:
-            raise CheckpointDamagedError(
-                f"{directory / file.name}: is not within {root}: the manifest is damaged"
-            )
-        check_size(directory / file.name, file)
+        path = checkpoint.path(file.name)
+        if path != root / inside:
+            raise CheckpointDamagedError(f"{path}: is not within {root}: the manifest is damaged")
+        check_size(path, file)
     return found
 
 

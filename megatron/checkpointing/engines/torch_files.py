@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import pickle
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from isal import isal_zlib
 
-from megatron.checkpointing.engines.base import EngineOptions, SavedFile, check_size
-from megatron.checkpointing.engines.codec import safe_unpickling
+from megatron.checkpointing.engines import unpickling
+from megatron.checkpointing.engines.base import EngineOptions, SavedCheckpoint, SavedFile, check_size
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, reading
-from megatron.checkpointing.engines.verifying_reader import VerifyingReader
-from megatron.fileio.timed_files import TimedReader
+from megatron.checkpointing.engines.file_loads import report_load
+from megatron.fileio.timed_files import TimedReader, Timeline
 from megatron.fileio.zip_records import ALGORITHM, Record, directory_checksum, read_records
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
-
-_BLOCK = 1 << 20
 
 
 def write_state(state: Any, file: Any) -> None:
@@ -39,22 +35,13 @@ def read_state(path: Path, expected: SavedFile | None, verify: bool, op: Operati
     With `verify` every record is checked against its CRC-32, and all of them against `expected`. Raises
     CheckpointDamagedError naming the file if it is not whole, is altered, or holds an unknown class.
     """
-    opened = now_ns()
-    reader = _open(path, expected, verify)
-    try:
-        state = _load_known_classes(path, reader)
-        reader.finish()
-    finally:
-        reader.close()
-    closed = now_ns()
-    rest = closed - opened - reader.read_ns - reader.verify_ns
-    size = path.stat().st_size
-    for detail, duration, moved in (
-        ("read", reader.read_ns, size),
-        ("verify", reader.verify_ns, None),
-        ("deserialize", rest, None),
-    ):
-        op.add("load", detail, opened, closed, duration_ns=duration, file=path.name, num_bytes=moved)
+    opened, timeline = now_ns(), Timeline()
+    with reading(path):
+        checked = [record.checked for record in _records(path, expected)] if verify else []
+        with TimedReader(path, timeline, checked) as reader:
+            state = _load_known_classes(path, reader)
+            reader.finish()
+    report_load(op, path.name, timeline, opened, path.stat().st_size)
     return state
 
 
@@ -64,21 +51,13 @@ def read_values(path: Path, expected: SavedFile | None, verify: bool, op: Operat
     Of the others `position_in_file` tells where they lie. With `verify` the table of checksums is checked against
     `expected`, and all that is returned against the table. Raises CheckpointDamagedError as `read_state`.
     """
-    with op.span("load", "deserialize", file=path.name), path.open("rb") as file:
-        records: list[Record] = []
-        try:
-            if verify:
-                if expected is not None:
-                    _check_directory(path, expected)
-                records = read_records(file)
-        except zipfile.BadZipFile as exc:
-            raise CheckpointDamagedError(f"{path}: not a complete torch.save file ({exc})") from exc
+    with op.span("load", "deserialize", file=path.name), reading(path), path.open("rb") as file:
+        records = _records(path, expected) if verify else []
         storages = [record for record in records if "/data/" in record.name]
-        _check_records(path, file, [record for record in records if record not in storages])
-        file.seek(0)
+        _verify(path, [record for record in records if record not in storages])
         left_out: set[int] = set()
         state = _with_values(_load_known_classes(path, file, "meta"), file, left_out)
-        _check_records(path, file, [record for record in storages if record.offset not in left_out])
+        _verify(path, [record for record in storages if record.offset not in left_out])
         return state
 
 
@@ -88,13 +67,8 @@ def verify_file(path: Path, expected: SavedFile, op: Operation) -> None:
     Raises CheckpointDamagedError as `read_state`.
     """
     check_size(path, expected)
-    with op.span("load", "verify", file=path.name), path.open("rb") as file:
-        try:
-            _check_directory(path, expected)
-            records = read_records(file)
-        except zipfile.BadZipFile as exc:
-            raise CheckpointDamagedError(f"{path}: not a complete torch.save file ({exc})") from exc
-        _check_records(path, file, records)
+    with op.span("load", "verify", file=path.name), reading(path):
+        _verify(path, _records(path, expected))
 
 
 def tensor_records(path: Path) -> dict[int, Record]:
@@ -102,11 +76,7 @@ def tensor_records(path: Path) -> dict[int, Record]:
 
     Raises CheckpointDamagedError if the headers of the file are damaged.
     """
-    try:
-        with path.open("rb") as file:
-            return {record.offset: record for record in read_records(file)}
-    except zipfile.BadZipFile as exc:
-        raise CheckpointDamagedError(f"{path}: not a complete torch.save file ({exc})") from exc
+    return {record.offset: record for record in _records(path, None)}
 
 
 def record_in_file(tensor: torch.Tensor) -> int:
@@ -141,25 +111,16 @@ def _with_values(state: Any, file: Any, left_out: set[int]) -> Any:
     return state
 
 
-def _check_records(path: Path, file: Any, records: list[Record]) -> None:
-    for record in records:
-        file.seek(record.offset)
-        crc = 0
-        for start in range(0, record.size, _BLOCK):
-            crc = isal_zlib.crc32(file.read(min(_BLOCK, record.size - start)), crc)
-        if crc != record.crc32:
-            raise CheckpointDamagedError(
-                f"{path}: record {record.name} does not have the checksum it was saved with"
-            )
+def _records(path: Path, expected: SavedFile | None) -> list[Record]:
+    """The records of a torch.save file, whose table is compared with `expected`.
 
-
-def _open(path: Path, expected: SavedFile | None, verify: bool) -> TimedReader:
-    if not verify:
-        return TimedReader(path)
+    Raises CheckpointDamagedError if that differs, or the headers are damaged.
+    """
     try:
         if expected is not None:
             _check_directory(path, expected)
-        return VerifyingReader(path)
+        with path.open("rb") as file:
+            return read_records(file)
     except zipfile.BadZipFile as exc:
         raise CheckpointDamagedError(f"{path}: not a complete torch.save file ({exc})") from exc
 
@@ -173,10 +134,16 @@ def _check_directory(path: Path, expected: SavedFile) -> None:
         raise CheckpointDamagedError(f"{path}: checksum {found}, but {expected.checksum} was saved")
 
 
+def _verify(path: Path, records: list[Record]) -> None:
+    """Raises DamagedFileError naming the record that differs."""
+    with TimedReader(path, Timeline(), [record.checked for record in records]) as file:
+        file.finish()
+
+
 def _load_known_classes(path: Path, file: Any, device: str = "cpu") -> Any:
     """torch.load of `file`, which was opened at `path`."""
     finish = getattr(file, "finish", lambda: None)  # of a reader of ours: what it found may say more
-    with safe_unpickling.known_classes():
+    with unpickling.known_classes():
         try:
             return torch.load(file, map_location=device, weights_only=True)
         except (OSError, MemoryError):
@@ -201,10 +168,7 @@ class ReadsTorchFiles:
     def _load_file(self, path: Path, expected: SavedFile | None, op: Operation) -> Any:
         return read_state(path, expected, self.options.verify_checksums, op)
 
-    def load_values(
-        self, name: str, directory: Path, expected: Mapping[str, SavedFile], op: Operation
-    ) -> Any:
-        path, file = directory / name, expected.get(name)
+    def load_values(self, name: str, checkpoint: SavedCheckpoint, op: Operation) -> Any:
+        path, file = checkpoint.path(name), checkpoint.files.get(name)
         check_size(path, file)
-        with reading(path):
-            return read_values(path, file, self.options.verify_checksums, op)
+        return read_values(path, file, self.options.verify_checksums, op)

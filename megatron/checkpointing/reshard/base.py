@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.checkpointing.changed_flags import check_optimizer
 from megatron.checkpointing.commit import Candidate, Manifest
-from megatron.checkpointing.engines.base import CheckpointEngine
+from megatron.checkpointing.engines.base import CheckpointEngine, SavedCheckpoint
 from megatron.checkpointing.foreign import ForeignCheckpoint
 from megatron.checkpointing.naming import RankPlace
 from megatron.checkpointing.state import Progress
@@ -37,6 +37,7 @@ class LayoutLoad(ABC):
         self._vocab_size = vocab_size
         self._directory = candidate.directory
         self._manifest: Manifest = candidate.manifest  # pyright: ignore[reportAttributeAccessIssue]
+        self._checkpoint = SavedCheckpoint(candidate.directory, self._manifest.files)
         self._foreign = foreign
         self._op = op
         self._common: dict[str, Any] = {}  # what is the same for all ranks of the checkpoint

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron.checkpointing import naming as names
-from megatron.checkpointing.engines.base import CheckpointEngine, PlacedTensor, files_of
+from megatron.checkpointing.engines.base import CheckpointEngine, PlacedTensor, SavedCheckpoint
 from megatron.checkpointing.engines.errors import CheckpointMismatchError, reading
 from megatron.checkpointing.reshard.agreement import CheckpointRejectedError, together
 from megatron.checkpointing.reshard.base import LayoutLoad
@@ -25,7 +25,7 @@ from megatron.checkpointing.reshard.reading import Reading
 from megatron.checkpointing.reshard.sources import WEIGHT, SourceIndex
 from megatron.checkpointing.reshard.targets import Target, plan
 from megatron.checkpointing.reshard.torch_shards import TorchShards
-from megatron.checkpointing.reshard.verifying import Piece, Share, damage
+from megatron.checkpointing.reshard.verifying import Share, damage
 from megatron.checkpointing.shard_metadata import (
     flat_partitions,
     fragments,
@@ -39,6 +39,7 @@ from megatron.checkpointing.state import (
     restore_progress,
     restore_tied_weights,
 )
+from megatron.fileio.checksums import RangeChecksum
 from megatron.parallel.control_plane import ControlPlane
 from megatron.parallel.parameter_slice import slice_of
 from megatron.parallel.topology import Layout
@@ -84,9 +85,9 @@ class DirectLoad(LayoutLoad):
             reading.append(self._plan(reader, surveyed))
             return reading[0].share()
 
-        def verify(pieces: list[list[Piece]]) -> None:
+        def verify(checksums: list[list[RangeChecksum]]) -> None:
             with self._op.span("load", "verify"):
-                wrong = damage(shares, [piece for mine in pieces for piece in mine], self._directory)
+                wrong = damage(shares, [part for mine in checksums for part in mine], self._directory)
             if wrong:
                 raise CheckpointRejectedError(wrong)
 
@@ -99,11 +100,10 @@ class DirectLoad(LayoutLoad):
 
     def _survey(self, reader: CheckpointEngine, rank: int, world_size: int) -> _Survey:
         """What the old files hold: each is looked into by one rank, and all hear of it."""
-        files = self._manifest.files
         old = Layout(**self._manifest.layout)
         first = old.coordinates(0)
         optimizer_file = names.optimizer_file(old, first, self._place.params_dtype)
-        if self._with_optimizer and not files_of(optimizer_file, files):
+        if self._with_optimizer and not self._checkpoint.holding(optimizer_file):
             raise CheckpointMismatchError(
                 f"{self._directory}: was saved without {optimizer_file}; give --no-load-optim if it was saved with "
                 "--no-save-optim, or load another checkpoint"
@@ -115,11 +115,12 @@ class DirectLoad(LayoutLoad):
                 *([optimizer_file] if self._with_optimizer else []),
             ]
             with reading(self._directory):
-                found.values = [reader.load_values(name, self._directory, files, self._op) for name in wanted]
+                found.values = [reader.load_values(name, self._checkpoint, self._op) for name in wanted]
         with self._op.span("discover"), reading(self._directory):
             if reader.wants_placements:
+                files = self._manifest.files
                 mine = {name: files[name] for name in _share(sorted(files), rank, world_size)}
-                found.tensors = reader.placed_tensors(self._directory, mine, self._op)
+                found.tensors = reader.placed_tensors(SavedCheckpoint(self._directory, mine), self._op)
             elif self._with_optimizer:
                 ranks = _share(range(old.world_size), rank, world_size)
                 shards = self._torch_shards(reader)
@@ -147,11 +148,11 @@ class DirectLoad(LayoutLoad):
             sizes = {self._directory / name: file.num_bytes for name, file in self._manifest.files.items()}
             return Reading(plan(targets, index), sizes, options.direct_io, options.io_threads)
 
-    def _read(self, reading: Reading, shares: list[Share], rank: int) -> list[Piece]:
-        pieces = reading.run(shares, rank, self._op)
+    def _read(self, reading: Reading, shares: list[Share], rank: int) -> list[RangeChecksum]:
+        checksums = reading.run(shares, rank, self._op)
         self._op.bytes = (self._op.bytes or 0) + reading.bytes_read
         self._op.num_files = (self._op.num_files or 0) + reading.num_files
-        return pieces
+        return checksums
 
     def _readers(self) -> list[int]:
         """Of each of `_weights`, the DP rank that reads it: the same list on all replicas."""

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.checkpointing.commit import Candidate, Manifest
-from megatron.checkpointing.engines.base import CheckpointEngine, SavedFile
+from megatron.checkpointing.engines.base import CheckpointEngine, SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointMismatchError
 from megatron.checkpointing.foreign import FIRST_FILE, ForeignCheckpoint, describe
 from megatron.checkpointing.reshard.agreement import together
@@ -51,7 +51,7 @@ def with_manifest(
         if control.rank != 0:
             return None
         with op.span("discover"):
-            found = describe(directory, reader.load_values(FIRST_FILE, directory, {}, op))
+            found = describe(directory, reader.load_values(FIRST_FILE, SavedCheckpoint(directory), op))
             if found.vocab_size not in (None, vocab_size):
                 raise CheckpointMismatchError(
                     f"{directory}: its tokenizer has {found.vocab_size} tokens, and this one {vocab_size}; give the "
@@ -67,9 +67,7 @@ def with_manifest(
     found, files = together(control, op, survey, lambda by_rank: by_rank[0])
     by_rank = together(control, op, inspect)
     saved = {name: file for mine in by_rank for name, file in mine.items()}
-    manifest = Manifest(
-        candidate.tag, found.step, reader.name, found.layout.as_dict(), found.model, saved
-    )
+    manifest = Manifest(candidate.tag, found.step, reader.name, found.layout.as_dict(), found.model, saved)
     return replace(candidate, manifest=manifest), found
 
 
@@ -139,7 +137,7 @@ def _inspected(
     except zipfile.BadZipFile as exc:
         raise CheckpointDamagedError(f"{path}: not a complete torch.save file ({exc})") from exc
     if name.startswith("mp_rank_"):
-        step = reader.load_values(name, directory, {name: file}, op).get("iteration")
+        step = reader.load_values(name, SavedCheckpoint(directory, {name: file}), op).get("iteration")
         if step != found.step:
             raise CheckpointDamagedError(
                 f"{path}: was saved after iteration {step}, and {FIRST_FILE} after {found.step}"

@@ -18,10 +18,11 @@ import torch
 
 from megatron.checkpointing import naming as names
 from megatron.checkpointing.commit import Manifest
-from megatron.checkpointing.engines.base import CheckedBytes, CheckpointEngine, PlacedTensor
+from megatron.checkpointing.engines.base import CheckpointEngine, PlacedTensor, SavedCheckpoint
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointMismatchError
 from megatron.checkpointing.engines.torch_files import position_in_file, record_in_file, tensor_records
 from megatron.checkpointing.shard_metadata import shard_placement, weight_placement
+from megatron.fileio.checksums import CheckedBytes
 from megatron.fileio.zip_records import Record
 from megatron.parallel.parameter_slice import ParameterSlice
 from megatron.parallel.topology import Coordinates, Layout
@@ -57,7 +58,7 @@ class TorchShards:
         `heads_interleaved`: the rows of fused QKV lie head by head (megatron.checkpointing.foreign).
         """
         self._reader = reader
-        self._directory = directory
+        self._checkpoint = SavedCheckpoint(directory, manifest.files)
         self._manifest = manifest
         self._layout = Layout(**manifest.layout)
         self._parts = parts
@@ -70,7 +71,7 @@ class TorchShards:
         found: list[FlatGroup] = []
         for rank in ranks:
             at = self._layout.coordinates(rank)
-            path = self._directory / names.optimizer_file(self._layout, at, params_dtype)
+            path = self._checkpoint.path(names.optimizer_file(self._layout, at, params_dtype))
             found += self._of_shard(path, at)
         return found
 
@@ -99,10 +100,12 @@ class TorchShards:
     def _check_numel(self, name: str, pp: int, tp: int, numel: int) -> None:
         wanted = math.prod(self._old_part(name, tp).local_shape)
         if numel != wanted:
-            first = names.optimizer_file(self._layout, Coordinates(tp, pp, 0), self._manifest.model["params_dtype"])
+            first = names.optimizer_file(
+                self._layout, Coordinates(tp, pp, 0), self._manifest.model["params_dtype"]
+            )
             raise CheckpointDamagedError(
-                f"{self._directory / first}: it and its data-parallel replicas have {numel} elements of {name}, which "
-                f"has {wanted} there"
+                f"{self._checkpoint.path(first)}: it and its data-parallel replicas have {numel} elements of {name}, "
+                f"which has {wanted} there"
             )
 
     def _fragment(self, name: str, tp_rank: int, start: int, numel: int) -> dict[str, Any]:
@@ -122,7 +125,7 @@ class TorchShards:
         found = []
         for number, keys in layers.items():
             for tp_rank in range(self._layout.tp):
-                path = self._directory / names.layer_file(number, tp_rank)
+                path = self._checkpoint.path(names.layer_file(number, tp_rank))
                 state = self._load(path)
                 records = self._records(path)
                 for key, name in keys.items():
@@ -135,7 +138,7 @@ class TorchShards:
         return tensor_records(path) if self._reader.options.verify_checksums else {}
 
     def _load(self, path: Path) -> Any:
-        return self._reader.load_values(path.name, self._directory, self._manifest.files, self._op)
+        return self._reader.load_values(path.name, self._checkpoint, self._op)
 
     def _of_shard(self, path: Path, at: Coordinates) -> Iterator[FlatGroup]:
         shard = _shard_of(path, self._load(path))
@@ -150,7 +153,9 @@ class TorchShards:
             ]
             # DeepSpeed takes the padding of the last partition off the masters, and leaves that of the moments.
             if any(tensor.placement["numel"] < master.numel() for tensor in tensors):
-                raise CheckpointDamagedError(f"{path}: the moments of group {group} are shorter than its masters")
+                raise CheckpointDamagedError(
+                    f"{path}: the moments of group {group} are shorter than its masters"
+                )
             yield FlatGroup(path, at, group, fragments, tensors)
 
     def _old_part(self, name: str, tp_rank: int) -> ParameterSlice:
@@ -183,7 +188,11 @@ def _shard_of(path: Path, state: Mapping[str, Any]) -> Mapping[str, Any]:
     needed = ("single_partition_of_fp32_groups", "param_slice_mappings", "base_optimizer_state")
     lacking = [name for name in needed if name not in shard]
     if lacking or isinstance(shard["base_optimizer_state"], list):
-        why = f"has no {', '.join(lacking)}" if lacking else "was saved with zero_optimization.elastic_checkpoint"
+        why = (
+            f"has no {', '.join(lacking)}"
+            if lacking
+            else "was saved with zero_optimization.elastic_checkpoint"
+        )
         raise CheckpointMismatchError(
             f"{path}: {why}, and only a shard of ZeRO stage 1 that says where each parameter lies in it can be loaded "
             "onto another layout; save the checkpoint so, or give --no-load-optim"

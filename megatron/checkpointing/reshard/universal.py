@@ -25,9 +25,9 @@ import torch
 
 from megatron.checkpointing import naming as names
 from megatron.checkpointing.engines.base import CheckpointEngine
-from megatron.checkpointing.engines.codec.safe_unpickling import known_classes
 from megatron.checkpointing.engines.errors import CheckpointError, CheckpointMismatchError, reading
 from megatron.checkpointing.engines.torch_files import verify_file
+from megatron.checkpointing.engines.unpickling import known_classes
 from megatron.checkpointing.foreign import FIRST_FILE, ForeignCheckpoint
 from megatron.checkpointing.ownership import newest_owner
 from megatron.checkpointing.reshard.agreement import together
@@ -73,7 +73,7 @@ class UniversalLoad(LayoutLoad):
         files = self._manifest.files
         first = names.model_states_file(old, old.coordinates(0))
         with reading(self._directory / first):
-            self._common = reader.load_values(first, self._directory, files, self._op)
+            self._common = reader.load_values(first, self._checkpoint, self._op)
             padded = self._manifest.model["padded_vocab_size"]
             patterns = universal_checkpoint_info(self._config.model, old.tp, self._vocab_size, padded)
         if self._foreign is not None:

@@ -19,11 +19,9 @@ def main(source: str, target: str, parent: int) -> None:
     end_with_parent(parent)
     from deepspeed.checkpoint import ds_to_universal
 
-    from megatron.checkpointing.engines.codec.safe_unpickling import known_classes
+    from megatron.checkpointing.engines.unpickling import known_classes
 
-    os.register_at_fork(
-        after_in_child=end_with_parent
-    )  # its pools' processes, when this one is killed
+    os.register_at_fork(after_in_child=end_with_parent)  # its pools' processes, when this one is killed
     ready = time.monotonic()
     arguments = argparse.Namespace(
         input_folder=source,

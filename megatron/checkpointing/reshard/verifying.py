@@ -3,21 +3,19 @@
 A checksum is of a whole tensor (engine lazy) or of a whole zip record (torch), and a rank reads parts of some. So the
 ranks tell each other what they are going to read. Of bytes that several ranks read, the lowest takes the CRC-32; the
 lowest that needs a part of a tensor also reads what no rank needs of it (padding, and what is there twice).
-The CRC-32s of the pieces are combined on rank 0 (zlib's crc32_combine) and compared with those that were saved.
+The CRC-32s of the parts are combined on rank 0 and compared with those that were saved.
 """
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from isal import isal_zlib
 
-from megatron.checkpointing.engines.base import CheckedBytes
 from megatron.checkpointing.reshard.runs import Runs, intersect, make_runs, merged, positions, subtract
+from megatron.fileio.checksums import CheckedBytes, RangeChecksum, by_file, combine
 
 
 @dataclass(frozen=True)
@@ -26,16 +24,6 @@ class Share:
 
     reads: Mapping[str, Runs]
     checked: Mapping[str, Mapping[int, CheckedBytes]]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """CRC-32 of the bytes [start, start + length) of a file; they are all in one CheckedBytes."""
-
-    file: str
-    start: int
-    length: int
-    crc32: int
 
 
 def to_verify(shares: Sequence[Share], rank: int) -> dict[str, Runs]:
@@ -58,47 +46,36 @@ def to_verify(shares: Sequence[Share], rank: int) -> dict[str, Runs]:
     return found
 
 
-def joined(pieces: Iterable[Piece], shares: Sequence[Share]) -> list[Piece]:
-    """`pieces` in order, those that are neighbours in one CheckedBytes as one."""
-    found: list[Piece] = []
+def joined(parts: Iterable[RangeChecksum], shares: Sequence[Share]) -> list[RangeChecksum]:
+    """`parts` in order, those that are neighbours in one CheckedBytes as one."""
+    found: list[RangeChecksum] = []
     files = {file for share in shares for file in share.checked}
     starts = {file: _lowest_that_needs(shares, file).keys() for file in files}
-    for piece in sorted(pieces, key=lambda piece: (piece.file, piece.start)):
+    for part in sorted(parts, key=lambda part: (part.file, part.start)):
         last = found[-1] if found else None
-        begins_another = piece.start in starts[piece.file]
-        if (
-            last
-            and last.file == piece.file
-            and last.start + last.length == piece.start
-            and not begins_another
-        ):
-            crc = isal_zlib.crc32_combine(last.crc32, piece.crc32, piece.length)
-            found[-1] = replace(last, length=last.length + piece.length, crc32=crc)
+        follows = last is not None and (last.file, last.stop) == (part.file, part.start)
+        if last is not None and follows and part.start not in starts[part.file]:
+            found[-1] = last.followed_by(part)
         else:
-            found.append(piece)
+            found.append(part)
     return found
 
 
-def damage(shares: Sequence[Share], pieces: Iterable[Piece], directory: Path) -> list[str]:
+def damage(shares: Sequence[Share], parts: Iterable[RangeChecksum], directory: Path) -> list[str]:
     """What does not have the checksum it was saved with, as messages that name file and tensor.
 
-    Raises RuntimeError if the pieces of all ranks are not the whole of what is to be verified: an error of this
+    Raises RuntimeError if the parts of all ranks are not the whole of what is to be verified: an error of this
     program, and a load that was not verified must not look like one that was.
     """
-    by_file: dict[str, list[Piece]] = {}
-    for piece in sorted(pieces, key=lambda piece: piece.start):
-        by_file.setdefault(piece.file, []).append(piece)
+    checksums = by_file(parts)
     wrong = []
     for file, checked in _all_checked(shares):
-        mine = by_file.get(file, [])
-        at, crc = checked.start, 0
-        for piece in mine[bisect.bisect_left(mine, checked.start, key=lambda piece: piece.start) :]:
-            if piece.start != at or at >= checked.stop:
-                break
-            at, crc = at + piece.length, isal_zlib.crc32_combine(crc, piece.crc32, piece.length)
-        if at != checked.stop:
-            raise RuntimeError(f"{directory / file}: {checked.name} was verified up to byte {at} only")
-        if crc != checked.crc32:
+        found = combine(checksums.get(file, {}), checked.start, checked.stop)
+        if found.stop != checked.stop:
+            raise RuntimeError(
+                f"{directory / file}: {checked.name} was verified up to byte {found.stop} only"
+            )
+        if found.crc32 != checked.crc32:
             wrong.append(f"{directory / file}: {checked.name} does not have the checksum it was saved with")
     return wrong
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpointing import commit as checkpoint_commit
-from megatron.checkpointing import manager as checkpointing
 
 POINT = os.environ["CRASH_AFTER"]
 TAG = f"global_step{os.environ['CRASH_STEP']}"
@@ -71,7 +70,7 @@ class _Shutil:
 
 
 WRITE_MANIFEST = checkpoint_commit.write_manifest
-checkpointing.commit.write_manifest = _arm
+checkpoint_commit.write_manifest = _arm
 checkpoint_commit.os = _Os()  # type: ignore[assignment]
 checkpoint_commit.shutil = _Shutil  # type: ignore[assignment]
 

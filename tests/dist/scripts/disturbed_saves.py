@@ -18,12 +18,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.checkpointing import manager as checkpointing
+from megatron.checkpointing import commit
 from megatron.checkpointing.engines.torch.engine import TorchEngine
+from megatron.checkpointing.manager import Checkpointer
 from tests.dist.storage import drop_root_rights, fill
 
 ACTIONS: dict[str, str] = json.loads(os.environ["DISTURB"])
-SAVE = checkpointing.save_checkpoint
+SAVE = Checkpointer.save
 SAVE_FILE = TorchEngine._save_file
 _LIMIT = 100_000
 
@@ -33,14 +34,14 @@ def ballast(save: Path) -> Path:
 
 
 def fill_before(save: Path, function: str) -> None:
-    original = getattr(checkpointing.commit, function)
+    original = getattr(commit, function)
 
     def on_a_full_disk(*args: Any) -> Any:
-        setattr(checkpointing.commit, function, original)
+        setattr(commit, function, original)
         fill(ballast(save))
         return original(*args)
 
-    setattr(checkpointing.commit, function, on_a_full_disk)
+    setattr(commit, function, on_a_full_disk)
 
 
 def limit(size: int) -> None:
@@ -76,14 +77,14 @@ def broken(self: TorchEngine, file: Any, directory: Path, op: Any) -> Any:
     raise IndexError(f"{file.name} met a broken engine")
 
 
-def save_checkpoint(ctx: Any, engine: Any, progress: Any) -> None:
+def save_disturbed(self: Checkpointer, engine: Any, progress: Any) -> None:
     action = ACTIONS.get(str(progress.iteration))
     if action is not None:
         dist.barrier()
-        disturb(action, Path(ctx.config.checkpoint.save))
+        disturb(action, Path(self.context.config.checkpoint.save or ""))
         dist.barrier()
-    SAVE(ctx, engine, progress)
+    SAVE(self, engine, progress)
 
 
-checkpointing.save_checkpoint = save_checkpoint
+Checkpointer.save = save_disturbed  # type: ignore[method-assign]
 runpy.run_path(str(Path(__file__).resolve().parents[3] / "pretrain_gpt.py"), run_name="__main__")

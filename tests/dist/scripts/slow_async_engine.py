@@ -148,8 +148,8 @@ class SlowAsyncEngine(TorchEngine):
 
 
 def main() -> None:
-    from megatron.checkpointing import manager as checkpointing
     from megatron.checkpointing.engines import registry
+    from megatron.checkpointing.writer import CheckpointWriter, Save
     from megatron.training import checkpoints as training_checkpoints
     from megatron.training import trainer as training
 
@@ -157,14 +157,14 @@ def main() -> None:
     registry._ENGINES["slow-async"] = registry.EngineEntry(module, "SlowAsyncEngine", "for tests")
     if "DRAIN_S" in os.environ:
         training_checkpoints.DRAIN_AFTER_ERROR_S = float(os.environ["DRAIN_S"])
-    agree = checkpointing._agree_and_commit
+    agree = CheckpointWriter._agree_and_commit
 
-    def giving_up(ctx: Any, save: Any, *args: Any) -> str | None:
-        if save.step == int(os.environ.get("LOSE_AT", "0")) and ctx.place.layout.world_size - 1 == RANK:
+    def giving_up(self: CheckpointWriter, save: Save, saved: list[SavedFile]) -> str | None:
+        if save.step == int(os.environ.get("LOSE_AT", "0")) and int(os.environ["WORLD_SIZE"]) - 1 == RANK:
             raise RuntimeError("Timed out waiting for another rank")
-        return agree(ctx, save, *args)
+        return agree(self, save, saved)
 
-    checkpointing._agree_and_commit = giving_up
+    CheckpointWriter._agree_and_commit = giving_up  # type: ignore[method-assign]
     train_step = training._train_step
 
     def failing_step(trainer: Any, loop_start: int) -> None:

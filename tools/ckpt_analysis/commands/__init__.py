@@ -2,5 +2,5 @@
 
 A command module gives `HELP` (one line), `EXAMPLES` (lines of "%(prog)s ..." with a comment each, % doubled),
 `add_arguments(parser)` and `run(arguments) -> exit status`. It imports nothing heavy before `run`, so that
---help answers at once. Flags that all commands share are in `common`, statuses in `exit_codes`.
+--help answers at once. Flags that all commands share are in `common`.
 """

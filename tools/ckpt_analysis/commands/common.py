@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...common import cli
+from ...common.cli import FINDINGS, OK
 from ..common.errors import CouldNotRunError
 from ..common.progress import Progress
-from .exit_codes import FINDINGS, OK
 
 if TYPE_CHECKING:
     from ..compare.variants import Variant
@@ -43,6 +43,17 @@ def add_logdir(parser: argparse.ArgumentParser) -> None:
 
 def add_strict(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strict", action="store_true", help="exit 1 if there are findings (notes are none)")
+
+
+def add_format(parser: argparse.ArgumentParser, *formats: str) -> None:
+    """--format, whose values are `formats`; without any, those that `write_formatted` knows of most commands."""
+    choices = formats or ("table", "json", "csv", "markdown")
+    parser.add_argument("--format", choices=choices, default="table", help="output (default: table)")
+
+
+def write_formatted(arguments: argparse.Namespace, **renderers: Callable[[], str]) -> None:
+    """Write the answer in the format that was asked for."""
+    write_stdout(renderers[arguments.format]())
 
 
 def read_trace(directory: Path, arguments: argparse.Namespace) -> Trace:
@@ -104,24 +115,17 @@ def _reason(exc: OSError) -> str:
     return os.strerror(int(number[1])) if number else str(exc)
 
 
-def strict_status(report: Report, arguments: argparse.Namespace) -> int:
-    """FINDINGS under --strict if the report has any, else OK."""
-    return FINDINGS if arguments.strict and report.has_findings else OK
+def strict_status(arguments: argparse.Namespace, *reports: Report) -> int:
+    """FINDINGS under --strict if a report has any, else OK."""
+    return FINDINGS if arguments.strict and any(report.has_findings for report in reports) else OK
 
 
 def write_stdout(text: str) -> None:
-    """Write the answer; a reader that has seen enough (head, less) is no error.
-
-    Raises CouldNotRunError if it cannot be written (a full disk).
-    """
+    """Write the answer. Raises CouldNotRunError if it cannot be written."""
     try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        cli.write_stdout(text)
     except OSError as exc:
-        # What Python still holds must not fail again when the process ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(exc, BrokenPipeError):
-            raise CouldNotRunError(f"standard output: {exc.strerror}") from exc
+        raise CouldNotRunError(f"standard output: {exc.strerror}") from exc
 
 
 @contextmanager

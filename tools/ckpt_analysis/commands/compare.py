@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
+from ...common.cli import FINDINGS, OK
+from .common import add_format, read_variants, write_formatted
+
 HELP = "compare runs: engines, layouts, model sizes or versions, with what exceeds the noise"
 EXAMPLES = """\
   %(prog)s runs/torch runs/lazy                    the second against the first
@@ -18,21 +21,12 @@ EXAMPLES = """\
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this command."""
-    parser.add_argument(
-        "logdirs", metavar="[NAME=]LOGDIR", nargs="+",
-        help="two runs or more; ratios are to the first. Runs of the same NAME are repeats",
-    )  # fmt: skip
-    parser.add_argument(
-        "--format",
-        choices=("table", "json", "csv", "markdown"),
-        default="table",
-        help="output (default: table)",
-    )
+    help_ = "two runs or more; ratios are to the first. Runs of the same NAME are repeats"
+    parser.add_argument("logdirs", metavar="[NAME=]LOGDIR", nargs="+", help=help_)
+    add_format(parser)
     parser.add_argument("--all", action="store_true", help="every metric, details of phases and timers too")
-    parser.add_argument(
-        "--fail-if", metavar="METRIC>RATIO", action="append", default=[],
-        help="exit 1 if the ratio of a median to that of the first is above (>) or below (<) RATIO; repeatable",
-    )  # fmt: skip
+    help_ = "exit 1 if the ratio of a median to that of the first is above (>) or below (<) RATIO; repeatable"
+    parser.add_argument("--fail-if", metavar="METRIC>RATIO", action="append", default=[], help=help_)
     parser.add_argument(
         "--keep-first", action="store_true", help="do not leave out the first save and step of each cycle"
     )
@@ -40,26 +34,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare the runs; returns the exit status."""
-    from ..common.escaping import visible
+    from ...common.escaping import visible
+    from ...common.tables import Style
     from ..compare.comparison import compare_variants
     from ..compare.conditions import failures, parse_condition
     from ..render.comparison import to_csv, to_json, to_markdown, to_table
-    from ..render.tables import Style
-    from .common import read_variants, write_stdout
-    from .exit_codes import FINDINGS, OK
 
     conditions = [parse_condition(text) for text in arguments.fail_if]
-    variants = read_variants(arguments.logdirs, arguments)
-    comparison = compare_variants(variants, keep_first=arguments.keep_first)
+    comparison = compare_variants(
+        read_variants(arguments.logdirs, arguments), keep_first=arguments.keep_first
+    )
     failed = failures(comparison, conditions)
-    if arguments.format == "json":
-        write_stdout(to_json(comparison))
-    elif arguments.format == "csv":
-        write_stdout(to_csv(comparison))
-    elif arguments.format == "markdown":
-        write_stdout(to_markdown(comparison, show_all=arguments.all))
-    else:
-        write_stdout(to_table(comparison, Style(sys.stdout), show_all=arguments.all))
+    write_formatted(
+        arguments,
+        table=lambda: to_table(comparison, Style(sys.stdout), show_all=arguments.all),
+        json=lambda: to_json(comparison),
+        csv=lambda: to_csv(comparison),
+        markdown=lambda: to_markdown(comparison, show_all=arguments.all),
+    )
     for sentence in failed:
         print(f"ckpt-analysis: {visible(sentence)}", file=sys.stderr)
     return FINDINGS if failed else OK

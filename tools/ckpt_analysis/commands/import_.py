@@ -20,7 +20,9 @@ timers, <TIMER:name,seconds> lines, `ls -l` and `du` of a checkpoint) and DeepSp
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this command."""
-    parser.add_argument("log", metavar="UPSTREAM_LOG", type=Path, help="the log of one launch; - or a pipe with -o")
+    parser.add_argument(
+        "log", metavar="UPSTREAM_LOG", type=Path, help="the log of one launch; - or a pipe with -o"
+    )
     parser.add_argument(
         "-o", "--output", metavar="DIR", type=Path, help="directory to write (default: beside the log)"
     )
@@ -32,16 +34,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Import the log; returns the exit status."""
+    from ...common.cli import OK
     from ..common.errors import CouldNotRunError
     from ..imported.file import write_run
     from ..imported.importer import import_log, is_pipe
     from .common import write_stdout
-    from .exit_codes import OK
 
     if arguments.world_size is not None and arguments.world_size < 1:
         raise CouldNotRunError(f"--world-size {arguments.world_size}: give a number of ranks, 1 or more")
     if arguments.output is None and is_pipe(arguments.log):
-        raise CouldNotRunError(f"{arguments.log}: is a pipe, beside which nothing can lie: give a directory with -o")
+        raise CouldNotRunError(
+            f"{arguments.log}: is a pipe, beside which nothing can lie: give a directory with -o"
+        )
     imported = import_log(arguments.log, arguments.world_size)
     directory = arguments.output or arguments.log.with_name(f"{arguments.log.stem}-imported")
     path = write_run(imported, directory, force=arguments.force)

@@ -6,6 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from ...common.cli import OK
+from .common import add_format, read_report, write_formatted
+
 HELP = "project a measured run to many nodes: best checkpoint interval, ETTR, goodput, lost work"
 EXAMPLES = """\
   %(prog)s runs/tiny --nodes 8..1024 --mtbf-hours 50000
@@ -49,23 +52,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--checkpoint-bytes", "bytes of a checkpoint, all ranks together"),
     ):
         parser.add_argument(flag, metavar="X", type=float, help=f"{what} (default: measured)")
-    parser.add_argument(
-        "--format",
-        choices=("table", "json", "csv", "markdown"),
-        default="table",
-        help="output (default: table)",
-    )
+    add_format(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Project the run; returns the exit status."""
+    from ...common.tables import Style
     from ..project.inputs import Given, gather
     from ..project.projection import project
     from ..project.ranges import parse_counts, parse_positives
     from ..render.projection import to_csv, to_json, to_markdown, to_table
-    from ..render.tables import Style
-    from .common import read_report, write_stdout
-    from .exit_codes import OK
 
     nodes = parse_counts("--nodes", arguments.nodes)
     hours = parse_positives("--mtbf-hours", arguments.mtbf_hours)
@@ -79,12 +75,11 @@ def run(arguments: argparse.Namespace) -> int:
         checkpoint_bytes=arguments.checkpoint_bytes,
     )
     projection = project(gather(report, given), nodes, hours, steps)
-    if arguments.format == "json":
-        write_stdout(to_json(projection))
-    elif arguments.format == "csv":
-        write_stdout(to_csv(projection))
-    elif arguments.format == "markdown":
-        write_stdout(to_markdown(projection))
-    else:
-        write_stdout(to_table(projection, Style(sys.stdout)))
+    write_formatted(
+        arguments,
+        table=lambda: to_table(projection, Style(sys.stdout)),
+        json=lambda: to_json(projection),
+        csv=lambda: to_csv(projection),
+        markdown=lambda: to_markdown(projection),
+    )
     return OK

@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING
 
 from ..common.errors import CouldNotRunError
 from .common import (
+    add_format,
     add_strict,
     output_file,
     progress_of,
     read_analysis,
     read_variants,
+    strict_status,
+    write_formatted,
     write_stdout,
 )
-from .exit_codes import FINDINGS, OK
 
 if TYPE_CHECKING:
-    from ..report import Analysis, Report
+    from ..report import Report
 
 FILE_NAME = "ckpt_report.html"
 HELP = "show where saves, loads and restarts of a traced run spent their time"
@@ -56,9 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TAG",
         help="save that the HTML report shows in detail (default: the newest that all ranks finished)",
     )
-    parser.add_argument(
-        "--format", choices=("table", "json"), default="table", help="what is printed (default: table)"
-    )
+    add_format(parser, "table", "json")
     parser.add_argument("--all", action="store_true", help="show every save and every launch in full")
     parser.add_argument(
         "--per-rank", action="store_true", help="numbers rank by rank also for more than 16 ranks"
@@ -71,14 +71,21 @@ def run(arguments: argparse.Namespace) -> int:
     several = len(arguments.logdirs) > 1
     _check(arguments, several)
     reports = _compared(arguments) if several else _of_one(arguments)
-    findings = any(report.has_findings for report in reports)
-    return FINDINGS if arguments.strict and findings else OK
+    return strict_status(arguments, *reports)
 
 
 def _of_one(arguments: argparse.Namespace) -> list[Report]:
     """The report of one run."""
+    from ...common.tables import Style
+    from ..render.json_output import to_json
+    from ..render.terminal import render
+
     analysis = read_analysis(Path(arguments.logdirs[0]), arguments, per_rank=arguments.per_rank)
-    write_stdout(_summary(analysis, arguments))
+    write_formatted(
+        arguments,
+        table=lambda: render(analysis.report, Style(sys.stdout), show_all=arguments.all),
+        json=lambda: to_json(analysis.report),
+    )
     if arguments.output is not None:
         from ..render.html.page import run_page
 
@@ -88,9 +95,9 @@ def _of_one(arguments: argparse.Namespace) -> list[Report]:
 
 def _compared(arguments: argparse.Namespace) -> list[Report]:
     """Several runs: what `compare` prints, and the page with its figure."""
+    from ...common.tables import Style
     from ..compare.comparison import compare_variants
     from ..render.comparison import to_table
-    from ..render.tables import Style
 
     variants = read_variants(arguments.logdirs, arguments)
     comparison = compare_variants(variants)
@@ -116,16 +123,6 @@ def _check(arguments: argparse.Namespace, several: bool) -> None:
             "--format json: is of one run; run it for each LOGDIR, or take `ckpt-analysis compare` for "
             "several"
         )
-
-
-def _summary(analysis: Analysis, arguments: argparse.Namespace) -> str:
-    from ..render.json_output import to_json
-    from ..render.tables import Style
-    from ..render.terminal import render
-
-    if arguments.format == "json":
-        return to_json(analysis.report)
-    return render(analysis.report, Style(sys.stdout), show_all=arguments.all)
 
 
 def _write_page(page: str, arguments: argparse.Namespace) -> None:

@@ -5,13 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from .common import (
-    add_logdir,
-    add_strict,
-    read_report,
-    strict_status,
-    write_stdout,
-)
+from .common import add_format, add_logdir, add_strict, read_report, strict_status, write_formatted
 
 HELP = "print the numbers alone: a row per save, load and start, and a row per phase"
 EXAMPLES = """\
@@ -25,12 +19,7 @@ EXAMPLES = """\
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this command."""
     add_logdir(parser)
-    parser.add_argument(
-        "--format",
-        choices=("table", "json", "csv", "markdown"),
-        default="table",
-        help="output (default: table)",
-    )
+    add_format(parser)
     parser.add_argument(
         "--all", action="store_true", help="table and markdown: phases of every operation, however many"
     )
@@ -42,20 +31,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Analyse the directory and print the numbers; returns the exit status."""
-    report = read_report(arguments.logdir, arguments, per_rank=arguments.per_rank)
-    write_stdout(_text(report, arguments))
-    return strict_status(report, arguments)
-
-
-def _text(report, arguments: argparse.Namespace) -> str:
+    from ...common.tables import Style
     from ..render.json_output import to_json
     from ..render.summary_rows import csv_text, markdown_text, table_text
-    from ..render.tables import Style
 
-    if arguments.format == "json":
-        return to_json(report)
-    if arguments.format == "csv":
-        return csv_text(report)
-    if arguments.format == "markdown":
-        return markdown_text(report, show_all=arguments.all)
-    return table_text(report, Style(sys.stdout), show_all=arguments.all)
+    report = read_report(arguments.logdir, arguments, per_rank=arguments.per_rank)
+    write_formatted(
+        arguments,
+        table=lambda: table_text(report, Style(sys.stdout), show_all=arguments.all),
+        json=lambda: to_json(report),
+        csv=lambda: csv_text(report),
+        markdown=lambda: markdown_text(report, show_all=arguments.all),
+    )
+    return strict_status(arguments, report)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ...common.cli import OK
 from ..common.errors import CouldNotRunError
 from .common import add_logdir, output_file, progress_of, read_trace
-from .exit_codes import OK
 
 HELP = "write a time line of all ranks for https://ui.perfetto.dev or chrome://tracing"
 EXAMPLES = """\

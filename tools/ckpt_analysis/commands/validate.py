@@ -9,8 +9,8 @@ from contextlib import nullcontext
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
+from ...common.cli import FINDINGS, OK
 from .common import add_logdir, progress_of, read_trace, write_stdout
-from .exit_codes import FINDINGS, OK
 
 if TYPE_CHECKING:
     from ..common.problems import Problem
@@ -23,12 +23,10 @@ EXAMPLES = """\
   %(prog)s runs/tiny                      one line per problem; exit 1 if there is any
   %(prog)s --quiet runs/tiny && echo fine
 """
-_PROCESSES_FROM_BYTES = 32 << 20  # below, starting them takes longer than they save
-# Said line by line already.
-_BY_LINE = {
-    "empty_file", "unreadable_file", "no_process_record", "unknown_schema_version", "invalid_record", "torn_line",
-    "wrong_file_name",
-}  # fmt: skip
+PROCESSES_FROM_BYTES = 32 << 20  # below, starting them takes longer than they save
+# Problems that are reported line by line already.
+_OF_FILES = {"empty_file", "unreadable_file", "wrong_file_name"}
+_BY_LINE = {*_OF_FILES, "no_process_record", "unknown_schema_version", "invalid_record", "torn_line"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print every problem; returns FINDINGS if there is one."""
-    from ..common.escaping import visible
+    from ...common.escaping import visible
     from ..ingest.discover import list_trace
 
     listing = list_trace(arguments.logdir)
@@ -65,7 +63,7 @@ def _check(listing: Listing, progress: Progress) -> Iterator[Checked]:
         [file.rank for file in listing.files],
         [file.cycle for file in listing.files],
     ]
-    spread = sizes >= _PROCESSES_FROM_BYTES
+    spread = sizes >= PROCESSES_FROM_BYTES
     # spawn: forking a process that polars has threads in may hang.
     with (
         ProcessPoolExecutor(mp_context=get_context("spawn")) if spread else nullcontext() as pool,

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from .escaping import visible
+from ...common.escaping import visible
 
-_SHOWN_AFTER_S = 2
+SHOWN_AFTER_S = 2
 
 
 class Progress:
@@ -25,10 +25,8 @@ class Progress:
             return
         from tqdm import tqdm
 
-        with tqdm(
-            total=total, desc=what, unit=unit, unit_scale=True, delay=_SHOWN_AFTER_S, leave=False,
-            file=sys.stderr, dynamic_ncols=True,
-        ) as bar:  # fmt: skip
+        look = {"unit_scale": True, "leave": False, "dynamic_ncols": True}
+        with tqdm(total=total, desc=what, unit=unit, delay=SHOWN_AFTER_S, file=sys.stderr, **look) as bar:
             yield bar.update
 
     def remark(self, text: str) -> None:

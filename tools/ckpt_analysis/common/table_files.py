@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from .escaping import csv_cell
+from ...common.escaping import csv_cell
 
 _CSV_ROWS_AT_ONCE = 500_000
 _PROBE_BYTES = 1 << 20

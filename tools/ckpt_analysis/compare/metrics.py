@@ -31,79 +31,55 @@ class Samples:
     warm_up: list[float] = field(default_factory=list)
 
 
+def _time(name: str, definition: str, *, headline: bool = False) -> Metric:
+    return Metric(name, "s", "lower", definition, headline=headline)
+
+
+def _throughput(name: str, definition: str, *, headline: bool = False) -> Metric:
+    return Metric(name, "GB/s", "higher", definition, headline=headline)
+
+
 _SAVE: list[tuple[Metric, Callable[[OperationStats], float | None]]] = [
-    (Metric("blocked_s", "s", "lower", "training blocked by a save", headline=True), lambda s: s.blocked_s),
+    (_time("blocked_s", "training blocked by a save", headline=True), lambda s: s.blocked_s),
+    (_time("drain_s", "the end of training, or a load, waiting for a save"), lambda s: s.drain_s),
+    (_time("durable_s", "start of a save until it is durable", headline=True), lambda s: s.durable_s),
+    (_time("committed_s", "start of a save until it is committed", headline=True), lambda s: s.committed_s),
+    (_time("save_s", "wall time of a save", headline=True), lambda s: s.wall and s.wall.max_s),
+    (_time("save_spread_s", "slowest less fastest rank of a save"), lambda s: s.wall and s.wall.spread_s),
+    (_throughput("blocked_GBps", "bytes of a save over blocked_s", headline=True), lambda s: s.blocked_GBps),
     (
-        Metric("drain_s", "s", "lower", "the end of training, or a load, waiting for a save"),
-        lambda s: s.drain_s,
-    ),
-    (
-        Metric("durable_s", "s", "lower", "start of a save until it is durable", headline=True),
-        lambda s: s.durable_s,
-    ),
-    (
-        Metric("committed_s", "s", "lower", "start of a save until it is committed", headline=True),
-        lambda s: s.committed_s,
-    ),
-    (Metric("save_s", "s", "lower", "wall time of a save", headline=True), lambda s: s.wall and s.wall.max_s),
-    (
-        Metric("save_spread_s", "s", "lower", "slowest less fastest rank of a save"),
-        lambda s: s.wall and s.wall.spread_s,
-    ),
-    (
-        Metric("blocked_GBps", "GB/s", "higher", "bytes of a save over blocked_s", headline=True),
-        lambda s: s.blocked_GBps,
-    ),
-    (
-        Metric("save_io_GBps", "GB/s", "higher", "bytes of a save over its slowest rank's write and fsync"),
+        _throughput("save_io_GBps", "bytes of a save over its slowest rank's write and fsync"),
         lambda s: s.io_GBps,
     ),
     (Metric("save_bytes", "bytes", "neither", "bytes of a save", "counted", True), lambda s: s.bytes),
     (Metric("save_files", "files", "neither", "files of a save", "counted", True), lambda s: s.num_files),
 ]
 _LOAD: list[tuple[Metric, Callable[[OperationStats], float | None]]] = [
-    (Metric("load_s", "s", "lower", "wall time of a load", headline=True), lambda s: s.wall and s.wall.max_s),
-    (
-        Metric("load_io_GBps", "GB/s", "higher", "bytes of a load over its slowest rank's reading"),
-        lambda s: s.io_GBps,
-    ),
+    (_time("load_s", "wall time of a load", headline=True), lambda s: s.wall and s.wall.max_s),
+    (_throughput("load_io_GBps", "bytes of a load over its slowest rank's reading"), lambda s: s.io_GBps),
     (Metric("load_bytes", "bytes", "neither", "bytes of a load", "counted"), lambda s: s.bytes),
 ]
+_FIRST_STEP = "process start to first step of a restart"
+_CAUGHT_UP = "failure until the step reached before is passed"
 _RESTART: list[tuple[Metric, Callable[[StartStats], float | None]]] = [
-    (
-        Metric("restart_s", "s", "lower", "failure to the end of the first step", headline=True),
-        lambda s: s.restart_s,
-    ),
-    (
-        Metric(
-            "time_to_first_step_s", "s", "lower", "process start to first step of a restart", headline=True
-        ),
-        lambda s: s.time_to_first_step and s.time_to_first_step.max_s,
-    ),
-    (
-        Metric("failure_to_caught_up_s", "s", "lower", "failure until the step reached before is passed"),
-        lambda s: s.failure_to_caught_up_s,
-    ),
-    (Metric("caught_up_s", "s", "lower", "process start until that step is passed"), lambda s: s.caught_up_s),
-    (
-        Metric("lost_work_s", "s", "lower", "training that a failure undid", headline=True),
-        lambda s: s.lost_work_s,
-    ),
-    (Metric("down_s", "s", "lower", "last record of a cycle to the next process start"), lambda s: s.down_s),
+    (_time("restart_s", "failure to the end of the first step", headline=True), lambda s: s.restart_s),
+    (_time("time_to_first_step_s", _FIRST_STEP, headline=True), lambda s: s.wall and s.wall.max_s),
+    (_time("failure_to_caught_up_s", _CAUGHT_UP), lambda s: s.failure_to_caught_up_s),
+    (_time("caught_up_s", "process start until that step is passed"), lambda s: s.caught_up_s),
+    (_time("lost_work_s", "training that a failure undid", headline=True), lambda s: s.lost_work_s),
+    (_time("down_s", "last record of a cycle to the next process start"), lambda s: s.down_s),
 ]
+_LAUNCH_S = _time("launch_s", "process start to first step without a checkpoint", headline=True)
 _LAUNCH: list[tuple[Metric, Callable[[StartStats], float | None]]] = [
-    (
-        Metric("launch_s", "s", "lower", "process start to first step without a checkpoint", headline=True),
-        lambda s: s.time_to_first_step and s.time_to_first_step.max_s,
-    ),
+    (_LAUNCH_S, lambda s: s.wall and s.wall.max_s),
 ]
-_STEP = Metric("iteration_s", "s", "lower", "one training step, saves not in it", headline=True)
+_STEP = _time("iteration_s", "one training step, saves not in it", headline=True)
 
 
 def collect(report: Report) -> dict[str, Samples]:
     """Name -> samples of every metric that `report` has a value of. Saves and loads that did not end well are out."""
     collected: dict[str, Samples] = {}
-    saves = [save for save in report.saves if save.outcome == "ok"]
+    saves = report.complete_saves
     loads = [load for load in report.loads if load.outcome == "ok" and load.tag is not None]
     _operations(collected, _SAVE, saves, first_is_warm_up=True)
     _operations(collected, _LOAD, loads, first_is_warm_up=False)
@@ -150,11 +126,11 @@ def _phases(
     """One metric per phase, such as save.flush_s, and per detail, such as save.flush.fsync_s."""
     for phase in phases:
         name = f"{operation}.{phase.name}"
-        metric = Metric(f"{name}_s", "s", "lower", f"phase {phase.name} of a {operation}", headline=True)
+        metric = _time(f"{name}_s", f"phase {phase.name} of a {operation}", headline=True)
         _add(collected, metric, phase.time.max_s, warm_up=warm_up)
         for detail in phase.details:
             words = f"{phase.name}/{detail.name} of a {operation}"
-            metric = Metric(f"{name}.{detail.name}_s", "s", "lower", words)
+            metric = _time(f"{name}.{detail.name}_s", words)
             _add(collected, metric, detail.time.max_s, warm_up=warm_up)
 
 
@@ -205,19 +181,15 @@ def _as_printed(collected: dict[str, Samples], report: Report) -> None:
     if report.imported is None:
         return
     printed = [save.printed for save in report.imported.saves if save.printed]
-    metric = Metric(
-        "printed_GBps", "GB/s", "higher", "throughput as the trainer printed it, its size an estimate"
-    )
+    metric = _throughput("printed_GBps", "throughput as the trainer printed it, its size an estimate")
     for index, entry in enumerate(printed):
         _add(collected, metric, entry.GBps, warm_up=index == 0)
     if printed:
         latency_s = sum(entry.latency_s for entry in printed)
-        metric = Metric(
-            "printed_total_GBps", "GB/s", "higher", "printed sizes of all saves over their printed latencies",
-            "total", True,
-        )  # fmt: skip
+        definition = "printed sizes of all saves over their printed latencies"
+        metric = Metric("printed_total_GBps", "GB/s", "higher", definition, "total", True)
         _add(collected, metric, sum(entry.gigabytes for entry in printed) / latency_s if latency_s else None)
     for name, values in report.imported.timers.items():
-        metric = Metric(f"timer.{name}_s", "s", "lower", f"<TIMER:{name}> of the log")
+        metric = _time(f"timer.{name}_s", f"<TIMER:{name}> of the log")
         for value in values:
             _add(collected, metric, value)

@@ -6,59 +6,57 @@ from collections.abc import Mapping
 
 import polars as pl
 
+from ..metrics.phases import PHASE_NAME
 from ..metrics.rank_tables import WAITING, RankTables
 
 RANK_LIMITS = {"ratio": 1.5, "share": 0.1, "least_s": 0.1, "most_ranks": 0.125, "least_ranks": 4}
 HOST_LIMITS = {"ratio": 1.3, "share": 0.1, "least_s": 0.1, "most_hosts": 0.25}
 
 
-def slow_ranks(walls: pl.DataFrame, limits: Mapping[str, float] = RANK_LIMITS) -> pl.DataFrame:
-    """Ranks that worked much longer than the median rank: group, operation, rank, own_ns, usual_ns, excess_ns.
+def slow_ranks(totals: pl.DataFrame, limits: Mapping[str, float] = RANK_LIMITS) -> pl.DataFrame:
+    """Ranks that worked much longer than the median rank: group, operation, rank, own_ns, median_ns, excess_ns.
 
     None in operations where many ranks did: then it is how the work is divided.
     """
-    finished = walls.filter(pl.col("wall_ns").is_not_null()).with_columns(
-        pl.col("own_ns").median().over("group").alias("usual_ns"),
+    finished = totals.filter(pl.col("wall_ns").is_not_null()).with_columns(
+        pl.col("own_ns").median().over("group").alias("median_ns"),
         pl.col("wall_ns").max().over("group").alias("longest_ns"),
         pl.len().over("group").alias("ranks"),
     )
-    excess = (pl.col("own_ns") - pl.col("usual_ns")).alias("excess_ns")
-    slow = finished.with_columns(excess).filter(
-        (pl.col("ranks") >= limits["least_ranks"])
-        & (pl.col("own_ns") >= limits["ratio"] * pl.col("usual_ns"))
-        & (pl.col("excess_ns") >= limits["share"] * pl.col("longest_ns"))
-        & (pl.col("excess_ns") >= limits["least_s"] * 1e9)
-    )
-    few = pl.len().over("group") <= pl.max_horizontal(1, limits["most_ranks"] * pl.col("ranks"))
-    return slow.filter(few).select("group", "operation", "rank", "own_ns", "usual_ns", "excess_ns")
+    return _slow(finished, "rank", pl.col("ranks") >= limits["least_ranks"], limits)
 
 
 def slow_hosts(
-    walls: pl.DataFrame, rank_hosts: pl.DataFrame, limits: Mapping[str, float] = HOST_LIMITS
+    totals: pl.DataFrame, rank_hosts: pl.DataFrame, limits: Mapping[str, float] = HOST_LIMITS
 ) -> pl.DataFrame:
     """Hosts whose median rank worked longer than those of the others: group, operation, host, own_ns, ...
 
-    `rank_hosts` holds group, rank, host. Further columns: usual_ns (the lower median of the hosts' medians),
+    `rank_hosts` holds group, rank, host. Further columns: median_ns (the lower median of the hosts' medians),
     excess_ns. Hosts with a single rank are no hosts here: their rank is compared as a rank.
     """
-    finished = walls.filter(pl.col("wall_ns").is_not_null()).join(rank_hosts, on=["group", "rank"])
+    finished = totals.filter(pl.col("wall_ns").is_not_null()).join(rank_hosts, on=["group", "rank"])
     hosts = finished.group_by("group", "operation", "host").agg(
         pl.col("own_ns").median(), pl.col("wall_ns").max(), pl.len().alias("ranks")
     )
     hosts = hosts.with_columns(
-        pl.col("own_ns").quantile(0.5, interpolation="lower").over("group").alias("usual_ns"),
+        pl.col("own_ns").quantile(0.5, interpolation="lower").over("group").alias("median_ns"),
         pl.col("wall_ns").max().over("group").alias("longest_ns"),
         pl.len().over("group").alias("hosts"),
-    ).with_columns((pl.col("own_ns") - pl.col("usual_ns")).alias("excess_ns"))
-    slow = hosts.filter(
-        (pl.col("hosts") > 1)
-        & (pl.col("ranks") > 1)
-        & (pl.col("own_ns") >= limits["ratio"] * pl.col("usual_ns"))
+    )
+    return _slow(hosts, "host", (pl.col("hosts") > 1) & (pl.col("ranks") > 1), limits)
+
+
+def _slow(units: pl.DataFrame, unit: str, counts: pl.Expr, limits: Mapping[str, float]) -> pl.DataFrame:
+    """Rows of `units` (ranks or hosts) beyond the limits, where few of a group are; only those that `counts`."""
+    excess = (pl.col("own_ns") - pl.col("median_ns")).alias("excess_ns")
+    slow = units.with_columns(excess).filter(
+        counts
+        & (pl.col("own_ns") >= limits["ratio"] * pl.col("median_ns"))
         & (pl.col("excess_ns") >= limits["share"] * pl.col("longest_ns"))
         & (pl.col("excess_ns") >= limits["least_s"] * 1e9)
     )
-    few = pl.len().over("group") <= pl.max_horizontal(1, limits["most_hosts"] * pl.col("hosts"))
-    return slow.filter(few).select("group", "operation", "host", "own_ns", "usual_ns", "excess_ns")
+    few = pl.len().over("group") <= pl.max_horizontal(1, limits[f"most_{unit}s"] * pl.col(f"{unit}s"))
+    return slow.filter(few).select("group", "operation", unit, "own_ns", "median_ns", "excess_ns")
 
 
 def against_median(tables: RankTables, group: int, ranks: list[int]) -> tuple[str, float, float]:
@@ -66,19 +64,21 @@ def against_median(tables: RankTables, group: int, ranks: list[int]) -> tuple[st
 
     The phase is named with its detail, as "flush/fsync". Waiting is no candidate.
     """
-    theirs = pl.col("busy_ns").filter(pl.col("rank").is_in(ranks)).median()
-    table = _work(tables, group).group_by("phase", "detail").agg(theirs.alias("theirs_ns"), _usual())
-    return _largest(table).select(_NAME, pl.col("theirs_ns", "usual_ns") / 1e9).row(0)
+    of_ranks = pl.col("busy_ns").filter(pl.col("rank").is_in(ranks)).median()
+    table = _work(tables, group).group_by("phase", "detail").agg(of_ranks.alias("ranks_ns"), _median())
+    return _largest(table).select(PHASE_NAME, pl.col("ranks_ns", "median_ns") / 1e9).row(0)
 
 
-def what_held_up(tables: RankTables, operations: pl.DataFrame, group: int, rank: int, waited_s: float) -> str:
+def explain_delay(
+    tables: RankTables, operations: pl.DataFrame, group: int, rank: int, waited_s: float
+) -> str:
     """Why the others waited `waited_s` for `rank`: what explains at least half of it, in words.
 
     Its phases are looked at first, then whether it began late (across hosts as good as their clocks).
     """
-    phase, theirs_s, usual_s = against_median(tables, group, [rank])
-    if theirs_s - usual_s >= waited_s / 2:
-        return f"it spends {theirs_s:.3f} s in {phase}, the median rank {usual_s:.3f} s"
+    phase, rank_s, median_s = against_median(tables, group, [rank])
+    if rank_s - median_s >= waited_s / 2:
+        return f"it spends {rank_s:.3f} s in {phase}, the median rank {median_s:.3f} s"
     starts = operations.filter(pl.col("group") == group)
     mine = pl.col("start_ns").filter(pl.col("rank") == rank).first()
     late_s = starts.select(mine - pl.col("start_ns").median()).item() / 1e9
@@ -88,27 +88,19 @@ def what_held_up(tables: RankTables, operations: pl.DataFrame, group: int, rank:
 
 
 def largest_excess(tables: RankTables, group: int) -> pl.DataFrame:
-    """rank, phase, theirs_ns, usual_ns: for every rank what `against_median` says of it alone."""
-    work = _work(tables, group).with_columns(_usual().over("phase", "detail"))
-    table = work.rename({"busy_ns": "theirs_ns"})
+    """rank, phase, ranks_ns, median_ns: for every rank what `against_median` says of it alone."""
+    work = _work(tables, group).with_columns(_median().over("phase", "detail"))
+    table = work.rename({"busy_ns": "ranks_ns"})
     first = _largest(table).group_by("rank", maintain_order=True).first()
-    return first.select("rank", _NAME, "theirs_ns", "usual_ns")
+    return first.select("rank", PHASE_NAME, "ranks_ns", "median_ns")
 
 
-_NAME = (
-    pl.when(pl.col("detail") == "")
-    .then(pl.col("phase").cast(pl.String))
-    .otherwise(pl.concat_str(pl.col("phase").cast(pl.String), pl.lit("/"), pl.col("detail").cast(pl.String)))
-    .alias("phase")
-)
-
-
-def _usual() -> pl.Expr:
-    return pl.col("busy_ns").median().alias("usual_ns")
+def _median() -> pl.Expr:
+    return pl.col("busy_ns").median().alias("median_ns")
 
 
 def _largest(table: pl.DataFrame) -> pl.DataFrame:
-    excess = pl.col("theirs_ns") - pl.col("usual_ns")
+    excess = pl.col("ranks_ns") - pl.col("median_ns")
     return table.sort(excess, "phase", "detail", descending=[True, False, False])
 
 
@@ -117,7 +109,7 @@ def _work(tables: RankTables, group: int) -> pl.DataFrame:
     phases = tables.phases.filter((pl.col("group") == group) & ~pl.col("phase").is_in(WAITING))
     has_details = (pl.col("detail") != "").any().over("phase")
     leaves = phases.filter((pl.col("detail") != "") | ~has_details).filter(~pl.col("detail").is_in(WAITING))
-    everyone = tables.walls.filter(pl.col("group") == group).select("rank")
+    everyone = tables.totals.filter(pl.col("group") == group).select("rank")
     return (
         everyone.join(leaves.select("phase", "detail").unique(), how="cross")
         .join(leaves.select("rank", "phase", "detail", "busy_ns"), on=["rank", "phase", "detail"], how="left")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from ..common.formatting import plural, seconds, size
+from ...common.formatting import plural, seconds, size
 from ..metrics.results import OperationStats
 from .evidence import Evidence, median_of, name_of, phase_of
 from .rule import Observation, Thresholds
@@ -58,17 +58,10 @@ def _worst_share(
 
 def _shares(e: Evidence, operation: str, phase: str, detail: str | None) -> dict[int, float]:
     """group -> median over its ranks of the time in the phase over the rank's own time."""
-    part = e.tables.phases.filter(
-        (pl.col("operation") == operation) & (pl.col("phase") == phase) & (pl.col("detail") == (detail or ""))
-    )
-    ranks = e.tables.walls.filter((pl.col("operation") == operation) & (pl.col("own_ns") > 0))
+    ranks = e.tables.with_phase(phase, detail or "")
+    ranks = ranks.filter((pl.col("operation") == operation) & (pl.col("own_ns") > 0))
     share = pl.col("busy_ns").fill_null(0) / pl.col("own_ns")
-    medians = (
-        ranks.join(part.select("group", "rank", "busy_ns"), on=["group", "rank"], how="left")
-        .group_by("group")
-        .agg(share.median().alias("share"))
-    )
-    return dict(medians.iter_rows())
+    return dict(ranks.group_by("group").agg(share.median().alias("share")).iter_rows())
 
 
 def small_files(e: Evidence, limits: Thresholds) -> list[Observation]:
@@ -106,7 +99,7 @@ def _median(files: pl.DataFrame) -> int:
 def cold_imports(e: Evidence, limits: Thresholds) -> list[Observation]:
     """The newest start, if importing takes much of the time to its first step."""
     for start in reversed(e.starts):
-        first, imports = start.time_to_first_step, phase_of(start, "imports")
+        first, imports = start.wall, phase_of(start, "imports")
         if first is None or imports is None or imports.time.at_critical_s is None:
             continue
         took = imports.time.at_critical_s
@@ -136,7 +129,7 @@ def wait_previous(e: Evidence, limits: Thresholds) -> list[Observation]:
         .filter(pl.col("end_ns") <= pl.col("collect_ns"))
         .group_by("group", "rank")
         .agg(pl.col("duration_ns").sum().alias("waited_ns"))
-        .join(e.tables.walls, on=["group", "rank"])
+        .join(e.tables.totals, on=["group", "rank"])
         .filter(pl.col("waited_ns") >= limits["least_s"] * 1e9)
         .filter(pl.col("waited_ns") >= limits["share"] * pl.col("blocked_ns"))
         .sort("waited_ns", "group", "rank", descending=[True, False, False])

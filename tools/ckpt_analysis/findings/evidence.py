@@ -29,7 +29,7 @@ class Evidence:
         finished: list[tuple[str, OperationStats | StartStats]] = []
         finished += [("save", save) for save in self.saves if save.wall and save.outcome == "ok"]
         finished += [("load", load) for load in self.loads if load.wall and load.outcome == "ok"]
-        finished += [("start", start) for start in self.starts if start.time_to_first_step]
+        finished += [("start", start) for start in self.starts if start.wall]
         return finished
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from ..common.formatting import rate, size
+from ...common.formatting import rate, size
 from .evidence import Evidence, name_of
 from .rule import Observation, Thresholds
 

@@ -1,4 +1,4 @@
-"""Rules on who is slower than the others: ranks, hosts, and whom a barrier waited for."""
+"""Rules on ranks and hosts that are slower than the others, and on ranks that a barrier waited for."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 import polars as pl
 
-from ..common.formatting import plural, seconds
+from ...common.formatting import plural, seconds
 from ..metrics.results import OperationStats
-from .comparisons import against_median, slow_hosts, slow_ranks, what_held_up
+from .comparisons import against_median, explain_delay, slow_hosts, slow_ranks
 from .evidence import Evidence, median_of, name_of, phase_of
 from .rule import Observation, Thresholds
 
@@ -27,18 +27,18 @@ _LATE_LOAD = (
 def straggling_ranks(e: Evidence, limits: Thresholds) -> list[Observation]:
     """Ranks that work much longer than the median rank, but for those on a host that is slow as a whole."""
     hosts = rank_hosts(e)
-    slow = slow_ranks(e.tables.walls, limits).join(hosts, on=["group", "rank"], how="left")
-    slow = slow.join(slow_hosts(e.tables.walls, hosts), on=["group", "host"], how="anti")
+    slow = slow_ranks(e.tables.totals, limits).join(hosts, on=["group", "rank"], how="left")
+    slow = slow.join(slow_hosts(e.tables.totals, hosts), on=["group", "host"], how="anti")
     found = []
     for rows in _worst(slow, "rank"):
         row = rows.row(0, named=True)
         rank, operation = row["rank"], row["operation"]
-        phase, theirs, usual = against_median(e.tables, row["group"], [rank])
+        phase, rank_s, median_s = against_median(e.tables, row["group"], [rank])
         moved = _times_the_bytes(e, row["group"], rank)
         text = (
             f"{_operation(e, row['group'])}: {seconds(row['own_ns'] / 1e9)} s of its own against "
-            f"{seconds(row['usual_ns'] / 1e9)} s of the median rank; most of it in {phase} "
-            f"({seconds(theirs)} s against {seconds(usual)} s)"
+            f"{seconds(row['median_ns'] / 1e9)} s of the median rank; most of it in {phase} "
+            f"({seconds(rank_s)} s against {seconds(median_s)} s)"
         )
         text += f"; it moved {moved:.1f} times the median rank's bytes" if moved else ""
         found.append(
@@ -48,8 +48,8 @@ def straggling_ranks(e: Evidence, limits: Thresholds) -> list[Observation]:
                 evidence=text,
                 cost_s=row["excess_ns"] / 1e9,
                 data={"operation": operation, "rank": rank, "host": row["host"], "phase": phase}
-                | {"own_s": row["own_ns"] / 1e9, "median_s": row["usual_ns"] / 1e9, "times": rows.height},
-                advice=_UNEVEN if moved and moved >= _EXPLAINED * row["own_ns"] / row["usual_ns"] else None,
+                | {"own_s": row["own_ns"] / 1e9, "median_s": row["median_ns"] / 1e9, "times": rows.height},
+                advice=_UNEVEN if moved and moved >= _EXPLAINED * row["own_ns"] / row["median_ns"] else None,
             )
         )
     return found
@@ -59,21 +59,21 @@ def straggling_hosts(e: Evidence, limits: Thresholds) -> list[Observation]:
     """Hosts whose ranks work longer than the ranks of other hosts."""
     hosts = rank_hosts(e)
     found = []
-    for rows in _worst(slow_hosts(e.tables.walls, hosts, limits), "host"):
+    for rows in _worst(slow_hosts(e.tables.totals, hosts, limits), "host"):
         row = rows.row(0, named=True)
         group, host, operation = row["group"], row["host"], row["operation"]
-        theirs = hosts.filter((pl.col("group") == group) & (pl.col("host") == host))["rank"].to_list()
-        phase, slow_s, usual_s = against_median(e.tables, group, theirs)
+        ranks = hosts.filter((pl.col("group") == group) & (pl.col("host") == host))["rank"].to_list()
+        phase, slow_s, median_s = against_median(e.tables, group, ranks)
         found.append(
             Observation(
-                title=f"Host {host} ({plural(len(theirs), 'rank')}) is slower than the others in "
+                title=f"Host {host} ({plural(len(ranks), 'rank')}) is slower than the others in "
                 + _how_often(e, rows, operation),
                 evidence=f"{_operation(e, group)}: its median rank works {seconds(row['own_ns'] / 1e9)} s, those "
-                f"of the other hosts {seconds(row['usual_ns'] / 1e9)} s; most of it in {phase} "
-                f"({seconds(slow_s)} s against {seconds(usual_s)} s)",
+                f"of the other hosts {seconds(row['median_ns'] / 1e9)} s; most of it in {phase} "
+                f"({seconds(slow_s)} s against {seconds(median_s)} s)",
                 cost_s=row["excess_ns"] / 1e9,
-                data={"operation": operation, "host": host, "ranks": theirs, "phase": phase}
-                | {"own_s": row["own_ns"] / 1e9, "median_s": row["usual_ns"] / 1e9, "times": rows.height},
+                data={"operation": operation, "host": host, "ranks": ranks, "phase": phase}
+                | {"own_s": row["own_ns"] / 1e9, "median_s": row["median_ns"] / 1e9, "times": rows.height},
             )
         )
     return found
@@ -97,7 +97,7 @@ def barrier_skew(e: Evidence, limits: Thresholds) -> list[Observation]:
 def _skew(e: Evidence, kind: str, stats: OperationStats, waited: float) -> Observation:
     assert stats.wall is not None
     last = _waited_for(e, stats.group)
-    why = what_held_up(e.tables, e.frames.operations, stats.group, last, waited)
+    why = explain_delay(e.tables, e.frames.operations, stats.group, last, waited)
     return Observation(
         title=f"Half of all ranks wait {100 * waited / median_of(stats.wall):.0f} % of a {kind} or more for others",
         evidence=f"{name_of(kind, stats)}: the median rank waits {seconds(waited)} s of "
@@ -117,10 +117,10 @@ def rank_hosts(e: Evidence) -> pl.DataFrame:
     )
 
 
-def _worst(slow: pl.DataFrame, who: str) -> list[pl.DataFrame]:
-    """Rows of each (operation, who), worst operation first; of each operation those with the largest excess."""
-    ordered = slow.sort("excess_ns", "group", who, descending=[True, False, False])
-    parts = ordered.partition_by("operation", who, maintain_order=True)
+def _worst(slow: pl.DataFrame, unit: str) -> list[pl.DataFrame]:
+    """Rows of each (operation, `unit`), worst operation first; of each operation those with the largest excess."""
+    ordered = slow.sort("excess_ns", "group", unit, descending=[True, False, False])
+    parts = ordered.partition_by("operation", unit, maintain_order=True)
     taken: dict[str, list[pl.DataFrame]] = {}
     for part in parts:
         taken.setdefault(part["operation"][0], []).append(part)
@@ -136,7 +136,7 @@ def _operation(e: Evidence, group: int) -> str:
 
 
 def _how_often(e: Evidence, rows: pl.DataFrame, operation: str) -> str:
-    total = e.tables.walls.filter(pl.col("operation") == operation)["group"].n_unique()
+    total = e.tables.totals.filter(pl.col("operation") == operation)["group"].n_unique()
     return f"{rows['group'].n_unique()} of {plural(total, operation)}"
 
 
@@ -144,14 +144,11 @@ def _times_the_bytes(e: Evidence, group: int, rank: int) -> float | None:
     """Bytes that the rank moved over those of the median rank; None if unknown."""
     rows = e.frames.operations.filter(pl.col("group") == group).select("rank", "bytes")
     mine: Any = rows.filter(pl.col("rank") == rank)["bytes"][0]
-    usual: Any = rows["bytes"].median()
-    return mine / usual if mine and usual else None
+    median: Any = rows["bytes"].median()
+    return mine / median if mine and median else None
 
 
 def _waited_for(e: Evidence, group: int) -> int:
     """The rank that waited least in barriers: of equals the lowest."""
-    waited = e.tables.phases.filter(
-        (pl.col("group") == group) & (pl.col("phase") == "barrier") & (pl.col("detail") == "")
-    )
-    ranks = e.tables.walls.filter(pl.col("group") == group).select("rank").join(waited, on="rank", how="left")
+    ranks = e.tables.with_phase("barrier").filter(pl.col("group") == group)
     return ranks.with_columns(pl.col("busy_ns").fill_null(0)).sort("busy_ns", "rank")["rank"][0]

@@ -15,16 +15,7 @@ from restart_trace.regular import read_regular
 
 from ..common.errors import CouldNotRunError
 from ..ingest.discover import IMPORTED_FILE, LogDirectoryError
-from ..model.imported_run import (
-    ImportedIteration,
-    ImportedLoad,
-    ImportedRun,
-    ImportedSave,
-    Launched,
-    Listing,
-    Printed,
-    Range,
-)
+from ..model.imported_run import ImportedRun
 
 FORMAT, VERSION = "ckpt_analysis_import", 1
 
@@ -83,60 +74,36 @@ def read_run(directory: Path) -> ImportedRun:
         raise LogDirectoryError(
             f"{path}: has version {data.get('version')}; this tool reads version {VERSION}: {again}"
         )
+    fields = {name: value for name, value in data.items() if name not in ("format", "version")}
     try:
-        run = _decode(data)
-        check_types(run)
-        return run
-    except (KeyError, TypeError, AttributeError, ValueError) as exc:
+        return _decoded(fields, ImportedRun)
+    except (KeyError, TypeError, ValueError) as exc:
         raise LogDirectoryError(f"{path}: is damaged ({exc}): {again}") from None
 
 
-def _decode(data: dict[str, Any]) -> ImportedRun:
-    fields = {name: value for name, value in data.items() if name not in ("format", "version")}
-    listing = fields.pop("listing")
-    return ImportedRun(
-        launched=Launched(**fields.pop("launched")),
-        saves=[_save(entry) for entry in fields.pop("saves")],
-        loads=[ImportedLoad(**(entry | {"call": _range(entry["call"])})) for entry in fields.pop("loads")],
-        iterations=[ImportedIteration(**entry) for entry in fields.pop("iterations")],
-        setup={name: Range(**entry) for name, entry in fields.pop("setup").items()},
-        listing=None if listing is None else Listing(**listing),
-        **fields,
-    )
+def _decoded(value: Any, expected: Any, name: str = "") -> Any:
+    """What `asdict` and JSON made of an object of the type `expected`.
 
-
-def _save(entry: dict[str, Any]) -> ImportedSave:
-    nested: dict[str, Any] = {name: _range(entry[name]) for name in ("call", "wait", "drain")}
-    nested["printed"] = None if entry["printed"] is None else Printed(**entry["printed"])
-    return ImportedSave(**(entry | nested))
-
-
-def _range(entry: dict[str, Any] | None) -> Range | None:
-    return None if entry is None else Range(**entry)
-
-
-def check_types(value: Any, expected: Any = None, name: str = "") -> None:
-    """Raises ValueError for a field, of a dataclass or below, that has not the type of its annotation.
-
-    Numbers must be finite, fit into 64 bits and not be negative, which losses alone may be.
+    Numbers must be finite, fit into 64 bits and not be negative, which losses alone may be. Raises ValueError for a
+    field that has not the type of its annotation, TypeError for one that is missing or unknown.
     """
-    expected = expected or type(value)
     origin, parts = get_origin(expected), get_args(expected)
     if origin is types.UnionType:
-        if value is not None:
-            check_types(value, next(part for part in parts if part is not type(None)), name)
-    elif dataclasses.is_dataclass(expected) and isinstance(value, cast(type, expected)):
-        for field, hint in get_type_hints(expected).items():
-            check_types(getattr(value, field), hint, field)
-    elif origin is list and isinstance(value, list):
-        for item in value:
-            check_types(item, parts[0], name)
-    elif origin is dict and isinstance(value, dict):
-        for key, item in value.items():
-            check_types(key, parts[0], name)
-            check_types(item, parts[1], name)
-    elif not _is_a(value, expected, name):
-        raise ValueError(f"field {name} is not {getattr(origin or expected, '__name__', expected)}: {value!r:.60}")
+        known = next(part for part in parts if part is not type(None))
+        return None if value is None else _decoded(value, known, name)
+    if dataclasses.is_dataclass(expected) and isinstance(value, dict):
+        hints = get_type_hints(expected)
+        decoded = {field: _decoded(entry, hints.get(field), field) for field, entry in value.items()}
+        return cast(type, expected)(**decoded)
+    if origin is list and isinstance(value, list):
+        return [_decoded(item, parts[0], name) for item in value]
+    if origin is dict and isinstance(value, dict):
+        return {_decoded(key, parts[0], name): _decoded(item, parts[1], name) for key, item in value.items()}
+    if not _is_a(value, expected, name):
+        raise ValueError(
+            f"field {name} is not {getattr(origin or expected, '__name__', expected)}: {value!r:.60}"
+        )
+    return value
 
 
 def _is_a(value: Any, expected: Any, name: str) -> bool:

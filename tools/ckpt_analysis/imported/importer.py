@@ -15,7 +15,7 @@ from .reader import LogReader
 STANDARD_INPUT = "-"
 _LONGEST_LINE = (
     1 << 20
-)  # bytes; no line that is read is longer, and garbage without a newline must not fill memory
+)  # bytes; no line that is known is longer, and garbage without a newline must not fill memory
 _EXPECTED = (
     "give the output of a Megatron-DeepSpeed training (its `save-checkpoint` timers, `CkptTime` or `saving "
     "checkpoint` lines), or of a run with FastPersist's show_statistics"

@@ -35,10 +35,17 @@ _STEP_OF_TAG = re.compile(r"global_step(\d+)$")
 _LOSS = re.compile(rf"lm loss: {_NUMBER}")
 # Arguments that tell the model and what was asked for; names are upstream's.
 _KEPT_ARGUMENTS = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "seq_length",
-    "micro_batch_size", "global_batch_size", "params_dtype", "zero_stage", "train_iters", "save_interval",
-    "log_interval",
-)  # fmt: skip
+    *(
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "seq_length",
+    ),
+    *("micro_batch_size", "global_batch_size", "params_dtype", "zero_stage"),
+    *("train_iters", "save_interval", "log_interval"),
+)
 _SETUP_TIMERS = ("model-and-optimizer-setup", "train/valid/test-data-iterators-setup")
 _LAYOUT_ARGUMENTS = {
     "world_size": "world_size",
@@ -165,7 +172,9 @@ class LogReader:
         if {"tp", "pp"} <= sizes.keys():
             ranks = sizes["dp"] * sizes["tp"] * sizes["pp"]
             if ranks and sizes["world_size"] % ranks == 0:
-                sizes["sp"] = sizes["world_size"] // ranks  # context-parallel ranks, and what else cuts a layer
+                sizes["sp"] = (
+                    sizes["world_size"] // ranks
+                )  # context-parallel ranks, and what else cuts a layer
         for name, value in sizes.items():
             self.layout.state(name, value, self._number)
 

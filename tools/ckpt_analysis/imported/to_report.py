@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..common.formatting import plural, size
+from ...common.formatting import plural, size
 from ..common.problems import Problem
 from ..metrics.iterations import StepTime, TrainingTime
+from ..metrics.phases import throughput_GBps
 from ..metrics.results import OperationStats, PhaseStats, Spread, StartStats
-from ..model.imported_run import (
-    ImportedIteration,
-    ImportedLoad,
-    ImportedRun,
-    ImportedSave,
-    Range,
-)
+from ..model.imported_run import ImportedIteration, ImportedLoad, ImportedRun, ImportedSave, Range
 from ..model.run_info import CycleInfo
 from ..report import Report
 
@@ -75,70 +70,44 @@ def _model(run: ImportedRun) -> str | None:
 
 
 def _spread(took: Range | None) -> Spread | None:
-    return None if took is None else Spread(took.max_s, None, took.min_s, None, None)
+    return None if took is None else Spread(took.max_s, min_s=took.min_s)
 
 
 def _save(save: ImportedSave, run: ImportedRun) -> OperationStats:
     blocked_s = None
     if save.call is not None:
         blocked_s = save.call.max_s + (save.wait.max_s if save.wait else 0.0)
-    return _operation(
-        run,
-        "save",
+    outcome = _OUTCOMES[save.completed]
+    return OperationStats(
+        operation="save",
         tag=save.tag or f"global_step{save.step}",
         step=save.step,
-        outcome=_OUTCOMES[save.completed],
+        cycle=0,
+        engine=run.engine,
+        outcome=outcome,
+        ranks=run.launched.world_size,
+        finished_ranks=run.launched.world_size if outcome == "ok" else 0,
         wall=_spread(save.call),
-        num_bytes=save.bytes,
+        bytes=save.bytes,
         num_files=save.num_files,
         blocked_s=blocked_s,
         drain_s=save.drain.max_s if save.drain else None,
+        blocked_GBps=throughput_GBps(save.bytes, blocked_s),
     )
 
 
 def _load(load: ImportedLoad, run: ImportedRun) -> OperationStats:
     tag = f"global_step{load.step}" if load.step is not None else None
-    return _operation(run, "load", tag=tag, step=load.step, outcome="ok", wall=_spread(load.call))
-
-
-def _operation(
-    run: ImportedRun,
-    operation: str,
-    *,
-    tag: str | None,
-    step: int | None,
-    outcome: str,
-    wall: Spread | None,
-    num_bytes: int | None = None,
-    num_files: int | None = None,
-    blocked_s: float | None = None,
-    drain_s: float | None = None,
-) -> OperationStats:
-    ranks = run.launched.world_size
     return OperationStats(
-        operation=operation,
+        operation="load",
         tag=tag,
-        step=step,
+        step=load.step,
         cycle=0,
         engine=run.engine if tag else None,
-        outcome=outcome,
-        error=None,
-        ranks=ranks,
-        finished_ranks=ranks if outcome == "ok" else 0,
-        wall=wall,
-        bytes=num_bytes,
-        num_files=num_files,
-        blocked_s=blocked_s,
-        drain_s=drain_s,
-        committed_s=None,
-        durable_s=None,
-        coverage_min=None,
-        coverage_rank=None,
-        unattributed=None,
-        io_GBps=None,
-        blocked_GBps=num_bytes / 1e9 / blocked_s if num_bytes and blocked_s else None,
-        phases=[],
-        per_rank=[],
+        outcome="ok",
+        ranks=run.launched.world_size,
+        finished_ranks=run.launched.world_size,
+        wall=_spread(load.call),
     )
 
 
@@ -146,35 +115,18 @@ def _starts(run: ImportedRun) -> list[StartStats]:
     if run.to_first_step_s is None:
         return []
     resumed = next((load.step for load in run.loads if load.found), None)
-    data = run.setup.get(_DATA_TIMER)
     ranks = run.launched.world_size
-    phases = []
-    if data is not None:
-        time = Spread(data.max_s, None, data.min_s, None, None)
-        phases.append(PhaseStats("data_build", time, ranks, None, None, None, "all"))
+    data_build = _spread(run.setup.get(_DATA_TIMER))
+    phases = [PhaseStats("data_build", data_build, ranks, None, None, None, "all")] if data_build else []
     return [
         StartStats(
             cycle=0,
             is_restart=resumed is not None,
             ranks=ranks,
             finished_ranks=ranks,
-            time_to_first_step=Spread(run.to_first_step_s, None, None, None, None),
-            caught_up_s=None,
+            wall=Spread(run.to_first_step_s),
             resumed_step=resumed,
-            reached_step=None,
-            lost_steps=None,
-            lost_work_s=None,
-            repeated_steps=0,
-            equal_losses=0,
-            down_s=None,
-            restart_s=None,
-            failure_to_caught_up_s=None,
-            failure=None,
-            coverage_min=None,
-            coverage_rank=None,
-            unattributed=None,
             phases=phases,
-            per_rank=[],
         )
     ]
 

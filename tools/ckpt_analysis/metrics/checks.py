@@ -6,7 +6,7 @@ import polars as pl
 
 from restart_trace.schema import PHASES
 
-from ..common.formatting import percent
+from ...common.formatting import percent
 from ..common.problems import Problem, number_list
 from ..model.frame import Frames
 from .lost_work import repeated_losses
@@ -121,8 +121,8 @@ def check_results(
                 name, stats.cycle, stats.wall.max_s, stats.coverage_min, stats.coverage_rank
             )
     for start in starts:
-        if start.time_to_first_step:
-            wall_s = start.time_to_first_step.max_s
+        if start.wall:
+            wall_s = start.wall.max_s
             name = f"start-up of cycle {start.cycle}"
             problems += _coverage(name, start.cycle, wall_s, start.coverage_min, start.coverage_rank)
     return problems

@@ -16,6 +16,7 @@ import polars as pl
 
 from ..model.frame import Frames
 from ..model.startup_spans import loads_inside, startups_to_first_step
+from .phases import PHASE_NAME
 from .restart_parts import UNNAMED
 
 # Phases in which every rank takes part and that none leaves before the last has come.
@@ -49,11 +50,8 @@ def start_windows(frames: Frames, group: int) -> pl.DataFrame:
     loads = loads_inside(frames, startups)
     groups = [group, *loads["group"].unique()]
     spans = frames.spans.filter(pl.col("group").is_in(groups))
-    name = pl.concat_str(
-        pl.col("phase").cast(pl.String), pl.col("detail").cast(pl.String), separator="/", ignore_nulls=True
-    )
     return (
-        spans.select("rank", name.alias("phase"), "start_ns", "end_ns")
+        spans.select("rank", PHASE_NAME, "start_ns", "end_ns")
         .sort("rank", "phase", "start_ns", "end_ns")
         .with_columns(pl.int_range(pl.len()).over("rank", "phase").alias("occurrence"))
     )

@@ -9,17 +9,10 @@ import polars as pl
 from ..common.intervals import pieces
 from ..common.parallel import map_ahead
 from ..model.frame import Frames
-from .phases import phase_seconds, phase_stats, rank_stats, throughput_GBps
+from .phases import phase_seconds, throughput_GBps
+from .rank_totals import RANK_BUSY_COLUMNS, finished_spread, join_totals, rank_busy, stats_over_ranks
 from .results import OperationStats, PhaseStats
 from .volumes import VolumeParts, add_parts, volume_parts, volumes
-from .walls import (
-    RANK_BUSY_COLUMNS,
-    finished_spread,
-    join_walls,
-    lowest_coverage,
-    rank_busy,
-    with_critical,
-)
 
 # The details of a commit after which the checkpoint counts; pruning old ones comes later.
 _COMMITTING = ("manifest", "publish")
@@ -30,11 +23,11 @@ class RankTimes:
     """Every rank's part of all operations of one kind, in ns.
 
     seconds  group, rank, phase, detail ("": the phase as a whole), busy_ns
-    walls    group, rank, wall_ns (null: unfinished), blocked_ns, drained_ns, covered_ns
+    totals    group, rank, wall_ns (null: unfinished), blocked_ns, drained_ns, covered_ns
     """
 
     seconds: pl.DataFrame
-    walls: pl.DataFrame
+    totals: pl.DataFrame
     volumes: VolumeParts
 
 
@@ -50,8 +43,8 @@ def rank_times(frames: Frames, operation: str) -> RankTimes:
     needed = frames.spans.select("operation", "bytes", "file", *RANK_BUSY_COLUMNS, "detail")
     seconds, parts, moved = zip(*map_ahead(work, pieces(needed)), strict=True)
     operations = frames.operations.filter(pl.col("operation") == operation)
-    walls = join_walls(operations, pl.concat(parts))
-    return RankTimes(pl.concat(seconds), walls, add_parts(list(moved)))
+    totals = join_totals(operations, pl.concat(parts))
+    return RankTimes(pl.concat(seconds), totals, add_parts(list(moved)))
 
 
 def measure(frames: Frames, operation: str, times: RankTimes, *, per_rank: bool) -> list[OperationStats]:
@@ -60,40 +53,27 @@ def measure(frames: Frames, operation: str, times: RankTimes, *, per_rank: bool)
     `times` is what `rank_times` gives for it.
     """
     operations = frames.operations.filter(pl.col("operation") == operation)
-    walls = times.walls
     moved = volumes(times.volumes, times.volumes)
-    phases = phase_stats(times.seconds, moved, with_critical(walls), operation)
-    ranks = rank_stats(times.seconds, walls) if per_rank else {}
-    wall = finished_spread(walls, pl.col("wall_ns"))
-    rest = finished_spread(walls, pl.col("wall_ns") - pl.col("covered_ns"))
-    blocked = finished_spread(walls, pl.col("blocked_ns"))
-    lowest = lowest_coverage(walls)
-    drained = _drained(walls)
+    over_ranks = stats_over_ranks(times.seconds, times.totals, moved, operation, per_rank=per_rank)
+    blocked = finished_spread(times.totals, pl.col("blocked_ns"))
+    drained = _drained(times.totals)
     committed = _committed(operations, frames.spans)
     results = []
     for row in _facts(operations).iter_rows(named=True):
-        group = row.pop("group")
+        group, durable = row.pop("group"), row.pop("durable")
         blocked_s = blocked[group].max_s if group in blocked else None
         committed_s = committed.get(group) if row["outcome"] != "failed" else None
-        durable = row.pop("durable")
-        coverage_min, coverage_rank = lowest.get(group, (None, None))
         results.append(
             OperationStats(
-                group=group,
-                operation=operation,
+                **over_ranks[group],
                 **row,
-                wall=wall.get(group),
+                operation=operation,
                 blocked_s=blocked_s,
                 drain_s=drained.get(group),
                 committed_s=committed_s,
                 durable_s=committed_s if durable else None,
-                coverage_min=coverage_min,
-                coverage_rank=coverage_rank,
-                unattributed=rest.get(group),
-                io_GBps=_io_GBps(operation, phases.get(group, [])),
+                io_GBps=_io_GBps(operation, over_ranks[group]["phases"]),
                 blocked_GBps=throughput_GBps(row["bytes"], blocked_s),
-                phases=phases.get(group, []),
-                per_rank=ranks.get(group, []),
             )
         )
     return results
@@ -135,9 +115,9 @@ def _facts(operations: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _drained(walls: pl.DataFrame) -> dict[int, float]:
+def _drained(totals: pl.DataFrame) -> dict[int, float]:
     """Seconds that the end of training, or a load, waited for a save, on the rank that waited longest; by group."""
-    waited = walls.filter(pl.col("drained_ns") > 0).group_by("group").agg(pl.col("drained_ns").max())
+    waited = totals.filter(pl.col("drained_ns") > 0).group_by("group").agg(pl.col("drained_ns").max())
     return {group: longest / 1e9 for group, longest in waited.iter_rows()}
 
 

@@ -14,6 +14,11 @@ from .results import PhaseStats, RankStats, Spread
 from .volumes import Volume
 
 _KEY = ["group", "phase", "detail"]
+_DETAIL = pl.col("detail").cast(pl.String)
+# "phase", or "phase/detail" where the detail is neither null nor "".
+PHASE_NAME = pl.concat_str(
+    pl.col("phase").cast(pl.String), pl.when(_DETAIL != "").then(_DETAIL), separator="/", ignore_nulls=True
+).alias("phase")
 # A start-up contains the load, so it shows a phase "load" whose details are the phases of a load.
 START_ORDER = [*PHASES["startup"]]
 START_ORDER.insert(START_ORDER.index("first_step"), "load")
@@ -115,14 +120,14 @@ def phase_stats(
     return {group: list(phases.values()) for group, phases in stats.items()}
 
 
-def rank_stats(seconds: pl.DataFrame, walls: pl.DataFrame) -> dict[int, list[RankStats]]:
-    """Each rank's own numbers; `walls` holds group, rank, wall_ns, blocked_ns and covered_ns."""
+def rank_stats(seconds: pl.DataFrame, totals: pl.DataFrame) -> dict[int, list[RankStats]]:
+    """Each rank's own numbers; `totals` holds group, rank, wall_ns, blocked_ns and covered_ns."""
     seconds = seconds.sort("group", "rank", "phase", "detail")
     phases: dict[tuple[int, int], dict[str, float]] = {}
     for group, rank, phase, detail, busy_ns in seconds.iter_rows():
         phases.setdefault((group, rank), {})[f"{phase}/{detail}" if detail else phase] = busy_ns / 1e9
     result: dict[int, list[RankStats]] = {}
-    for row in walls.sort("group", "rank").iter_rows(named=True):
+    for row in totals.sort("group", "rank").iter_rows(named=True):
         wall, covered = row["wall_ns"], row["covered_ns"]
         result.setdefault(row["group"], []).append(
             RankStats(

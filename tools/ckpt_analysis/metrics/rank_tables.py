@@ -20,27 +20,32 @@ class RankTables:
 
     phases  group, operation, rank, phase, detail, busy_ns; detail is "" for the phase as a whole. Of a
             start-up also the phase "load", whose details are the phases of the load inside
-    walls   group, operation, rank, wall_ns (null: unfinished), blocked_ns, drained_ns, covered_ns, own_ns
+    totals   group, operation, rank, wall_ns (null: unfinished), blocked_ns, drained_ns, covered_ns, own_ns
             (busy time in the phases that are no waiting)
     """
 
     phases: pl.DataFrame
-    walls: pl.DataFrame
+    totals: pl.DataFrame
+
+    def with_phase(self, phase: str, detail: str = "") -> pl.DataFrame:
+        """`totals` with busy_ns: the time in this phase, or in this detail of it; null where a rank has none."""
+        part = self.phases.filter((pl.col("phase") == phase) & (pl.col("detail") == detail))
+        return self.totals.join(part.select("group", "rank", "busy_ns"), on=["group", "rank"], how="left")
 
 
 def rank_tables(saves: RankTimes, loads: RankTimes, starts: StartTimes) -> RankTables:
     """The tables of all saves, loads and start-ups of a run."""
     parts = (("save", saves), ("load", loads), ("startup", starts))
     phases = pl.concat(times.seconds.with_columns(_named(name)) for name, times in parts)
-    walls = pl.concat(times.walls.with_columns(_named(name)) for name, times in parts)
-    return RankTables(phases, _with_own(walls, phases))
+    totals = pl.concat(times.totals.with_columns(_named(name)) for name, times in parts)
+    return RankTables(phases, _with_own(totals, phases))
 
 
 def _named(operation: str) -> pl.Expr:
     return pl.lit(operation, OPERATION).alias("operation")
 
 
-def _with_own(walls: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFrame:
+def _with_own(totals: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFrame:
     """Add own_ns. A start-up's load counts without the barriers inside it."""
     whole = (pl.col("detail") == "") & ~pl.col("phase").is_in(WAITING) & (pl.col("phase") != "caught_up")
     inner_wait = (pl.col("phase") == "load") & pl.col("detail").is_in(WAITING)
@@ -50,4 +55,4 @@ def _with_own(walls: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFrame:
         .group_by("group", "rank")
         .agg(pl.col("busy_ns").sum().alias("own_ns"))
     )
-    return walls.join(own, on=["group", "rank"], how="left").with_columns(pl.col("own_ns").fill_null(0))
+    return totals.join(own, on=["group", "rank"], how="left").with_columns(pl.col("own_ns").fill_null(0))

@@ -24,7 +24,7 @@ def parts_of(start: StartStats) -> dict[str, float]:
     until the critical rank's process began; of any other start it is the time from process start to first step. The
     load is shown by its own phases. `unattributed` is the rest, that of the load too.
     """
-    first, failure = start.time_to_first_step, start.failure
+    first, failure = start.wall, start.failure
     parts: dict[str, float] = {}
     if first and failure and start.restart_s is not None:
         before = 0.0

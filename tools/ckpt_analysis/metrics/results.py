@@ -15,10 +15,10 @@ class Spread:
     """
 
     max_s: float
-    median_s: float | None
-    min_s: float | None
-    slowest_rank: int | None
-    at_critical_s: float | None
+    median_s: float | None = None
+    min_s: float | None = None
+    slowest_rank: int | None = None
+    at_critical_s: float | None = None
 
     @property
     def spread_s(self) -> float | None:
@@ -51,34 +51,49 @@ class RankStats:
     phases: dict[str, float]
 
 
-@dataclass(frozen=True)
-class OperationStats:
-    """One save or load of the run over all its ranks; None is what cannot be known."""
+@dataclass(frozen=True, kw_only=True)
+class Stats:
+    """A save, a load or a start over all its ranks; None is what cannot be known."""
 
-    operation: str
-    tag: str | None
-    step: int | None
     cycle: int
-    engine: str | None
-    outcome: str  # ok, failed or unfinished
-    error: str | None
     ranks: int
     finished_ranks: int
-    wall: Spread | None  # over the ranks that finished
-    bytes: int | None
-    num_files: int | None
-    blocked_s: float | None
-    drain_s: float | None  # waited for at the end of training, or by a load: no part of blocked_s
-    committed_s: float | None
-    durable_s: float | None
-    coverage_min: float | None
-    coverage_rank: int | None
-    unattributed: Spread | None
-    io_GBps: float | None
-    blocked_GBps: float | None
-    phases: list[PhaseStats]
-    per_rank: list[RankStats]
+    wall: Spread | None = None  # over the ranks that finished; of a start: to the end of its first step
+    coverage_min: float | None = None
+    coverage_rank: int | None = None
+    unattributed: Spread | None = None
+    phases: list[PhaseStats] = field(default_factory=list)
+    per_rank: list[RankStats] = field(default_factory=list)
     group: int = NO_GROUP  # of its rows in the frames
+
+    @property
+    def kind(self) -> str:
+        """save, load, launch or restart."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperationStats(Stats):
+    """One save or load of the run."""
+
+    operation: str
+    tag: str | None = None
+    step: int | None = None
+    engine: str | None = None
+    outcome: str  # ok, failed or unfinished; unknown of an imported log
+    error: str | None = None
+    bytes: int | None = None
+    num_files: int | None = None
+    blocked_s: float | None = None
+    drain_s: float | None = None  # waited for at the end of training, or by a load: no part of blocked_s
+    committed_s: float | None = None
+    durable_s: float | None = None
+    io_GBps: float | None = None
+    blocked_GBps: float | None = None
+
+    @property
+    def kind(self) -> str:
+        return self.operation
 
 
 @dataclass(frozen=True)
@@ -91,29 +106,23 @@ class FailureTimes:
     relaunched_s: float | None
 
 
-@dataclass(frozen=True)
-class StartStats:
+@dataclass(frozen=True, kw_only=True)
+class StartStats(Stats):
     """The start of one cycle: the first launch of the run, or a restart."""
 
-    cycle: int
     is_restart: bool
-    ranks: int
-    finished_ranks: int
-    time_to_first_step: Spread | None
-    caught_up_s: float | None
-    resumed_step: int | None
-    reached_step: int | None
-    lost_steps: int | None
-    lost_work_s: float | None
-    repeated_steps: int  # trained in an earlier cycle too, with both losses recorded
-    equal_losses: int  # of these, the ones whose loss was the same to the last digit
-    down_s: float | None
-    restart_s: float | None
-    failure_to_caught_up_s: float | None
-    failure: FailureTimes | None
-    coverage_min: float | None
-    coverage_rank: int | None
-    unattributed: Spread | None
-    phases: list[PhaseStats]
-    per_rank: list[RankStats]
-    group: int = NO_GROUP  # of its rows in the frames
+    caught_up_s: float | None = None
+    resumed_step: int | None = None
+    reached_step: int | None = None
+    lost_steps: int | None = None
+    lost_work_s: float | None = None
+    repeated_steps: int = 0  # trained in an earlier cycle too, with both losses recorded
+    equal_losses: int = 0  # of these, the ones whose loss was the same to the last digit
+    down_s: float | None = None
+    restart_s: float | None = None
+    failure_to_caught_up_s: float | None = None
+    failure: FailureTimes | None = None
+
+    @property
+    def kind(self) -> str:
+        return "restart" if self.is_restart else "launch"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import polars as pl
 
@@ -10,10 +11,10 @@ from ..model.frame import Frames
 from ..model.startup_spans import as_details, loads_inside, startup_spans, startups_to_first_step
 from .failures import failure_of
 from .lost_work import lost_work_s, reached_step, repeated_losses
-from .phases import phase_seconds, phase_stats, rank_stats
+from .phases import phase_seconds
+from .rank_totals import rank_totals, stats_over_ranks
 from .results import StartStats
 from .volumes import Volume, volume_parts, volumes
-from .walls import finished_spread, lowest_coverage, rank_walls, with_critical
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class StartTimes:
     startups: pl.DataFrame
     loads: pl.DataFrame
     seconds: pl.DataFrame
-    walls: pl.DataFrame
+    totals: pl.DataFrame
     moved: dict[tuple[int, str, str], Volume]
 
 
@@ -37,9 +38,9 @@ def start_times(frames: Frames) -> StartTimes:
     loads = loads_inside(frames, startups)
     phase_spans, of_loads = startup_spans(frames, startups, loads)
     # Catching up happens after the first step, so it is no part of the time up to it.
-    walls = rank_walls(startups, phase_spans.filter(pl.col("phase") != "caught_up"))
+    totals = rank_totals(startups, phase_spans.filter(pl.col("phase") != "caught_up"))
     seconds = phase_seconds(phase_spans, as_details(of_loads))
-    return StartTimes(startups, loads, seconds, walls, _moved(phase_spans, of_loads))
+    return StartTimes(startups, loads, seconds, totals, _moved(phase_spans, of_loads))
 
 
 def _moved(phase_spans: pl.DataFrame, of_loads: pl.DataFrame) -> dict[tuple[int, str, str], Volume]:
@@ -58,35 +59,27 @@ def _moved(phase_spans: pl.DataFrame, of_loads: pl.DataFrame) -> dict[tuple[int,
 
 def measure_starts(frames: Frames, times: StartTimes, *, per_rank: bool) -> list[StartStats]:
     """Statistics of the start of every cycle that recorded one, in order."""
-    startups, walls = times.startups, times.walls
-    phases = phase_stats(times.seconds, times.moved, with_critical(walls), "startup")
-    ranks = rank_stats(times.seconds, walls) if per_rank else {}
-    to_first_step = finished_spread(walls, pl.col("wall_ns"))
-    rest = finished_spread(walls, pl.col("wall_ns") - pl.col("covered_ns"))
-    lowest = lowest_coverage(walls)
-    signs = _last_signs_of_life(frames)
+    startups = times.startups
+    over_ranks = stats_over_ranks(times.seconds, times.totals, times.moved, "startup", per_rank=per_rank)
+    last_records = _last_records(frames)
     results = []
     for group in sorted(startups["group"].unique()):
         mine = startups.filter(pl.col("group") == group)
-        coverage_min, coverage_rank = lowest.get(group, (None, None))
+        loads = times.loads.filter(pl.col("startup") == group)
         results.append(
             StartStats(
-                group=group,
-                **_course(frames, mine, times.loads.filter(pl.col("startup") == group), signs),
+                **over_ranks[group],
+                **_circumstances(frames, mine, loads, last_records),
                 ranks=mine.height,
                 finished_ranks=mine["end_ns"].count(),
-                time_to_first_step=to_first_step.get(group),
-                coverage_min=coverage_min,
-                coverage_rank=coverage_rank,
-                unattributed=rest.get(group),
-                phases=phases.get(group, []),
-                per_rank=ranks.get(group, []),
             )
         )
     return results
 
 
-def _course(frames: Frames, startups: pl.DataFrame, loads: pl.DataFrame, last_signs: dict[int, int]) -> dict:
+def _circumstances(
+    frames: Frames, startups: pl.DataFrame, loads: pl.DataFrame, last_records: dict[int, int]
+) -> dict[str, Any]:
     """What happened around one start: the fields of StartStats that are not statistics over ranks."""
     cycle: int = startups["cycle"][0]
     # A load that found no checkpoint also ends well.
@@ -112,7 +105,7 @@ def _course(frames: Frames, startups: pl.DataFrame, loads: pl.DataFrame, last_si
         "lost_work_s": lost_s,
         "repeated_steps": repeated.height,
         "equal_losses": repeated.filter(pl.col("loss") == pl.col("loss_before")).height,
-        "down_s": _seconds(_before(last_signs, cycle), startups["start_ns"].min()),
+        "down_s": _seconds(_before(last_records, cycle), startups["start_ns"].min()),
         "restart_s": _seconds(failure and failure.injected_ns, startups["end_ns"].max()),
         "caught_up_s": _seconds(0, (times["end_ns"] - times["start_ns"]).max()),
         "failure_to_caught_up_s": _seconds(failure and failure.injected_ns, times["end_ns"].max()),
@@ -129,7 +122,7 @@ def _resumed_step(frames: Frames, loaded: pl.DataFrame, cycle: int) -> int | Non
     return None if first is None else int(str(first)) - 1
 
 
-def _last_signs_of_life(frames: Frames) -> dict[int, int]:
+def _last_records(frames: Frames) -> dict[int, int]:
     """Time of the last record of a rank in each cycle that has one (Unix ns)."""
     moments = pl.concat(
         frame.group_by("cycle").agg(pl.col("end_ns").max())

@@ -77,26 +77,21 @@ def _one(name: str, unit: str, given: float | None, flag: str, measured: tuple[f
     return Input(name, measured[0], unit, MEASURED, measured[1])
 
 
-def _of_saves(report: Report | None, values: list[float], what: str) -> tuple[float, str] | None:
-    if report is None or not values:
-        return None
-    return median(values), f"median of {len(values)} saves ({what})"
+def _median_of_saves(report: Report | None, name: str, remark: str) -> tuple[float, str] | None:
+    """Median over the complete saves of what is called `name`."""
+    saves = report.complete_saves if report else []
+    values = [value for save in saves if (value := getattr(save, name)) is not None]
+    return (median(values), f"median of {len(values)} saves ({remark})") if values else None
 
 
 def _blocked(report: Report | None) -> tuple[float, str] | None:
-    saves = [save for save in report.saves if save.outcome == "ok"] if report else []
-    return _of_saves(
-        report, [s.blocked_s for s in saves if s.blocked_s is not None], "blocked_s, slowest rank"
-    )
+    return _median_of_saves(report, "blocked_s", "blocked_s, slowest rank")
 
 
 def _durable(report: Report | None) -> tuple[float, str] | None:
-    saves = [save for save in report.saves if save.outcome == "ok"] if report else []
-    durable = [save.durable_s for save in saves if save.durable_s is not None]
-    if durable:
-        return _of_saves(report, durable, "durable_s")
-    committed = [save.committed_s for save in saves if save.committed_s is not None]
-    return _of_saves(report, committed, "committed_s: committed, but not synchronised to storage")
+    not_durable = "committed_s: committed, but not synchronised to storage"
+    durable = _median_of_saves(report, "durable_s", "durable_s")
+    return durable or _median_of_saves(report, "committed_s", not_durable)
 
 
 def _restart(report: Report | None) -> tuple[float, str] | None:
@@ -104,7 +99,7 @@ def _restart(report: Report | None) -> tuple[float, str] | None:
     whole = [start.restart_s for start in restarts if start.restart_s is not None]
     if whole:
         return median(whole), f"median of {len(whole)} restarts (restart_s, failure to first step)"
-    starts = [start.time_to_first_step.max_s for start in restarts if start.time_to_first_step]
+    starts = [start.wall.max_s for start in restarts if start.wall]
     if starts:
         note = "time_to_first_step_s: to notice the failure and to launch again is not in it"
         return median(starts), f"median of {len(starts)} restarts ({note})"
@@ -116,14 +111,14 @@ def _step(report: Report | None) -> tuple[float, str] | None:
     if report is None or not steps:
         return None
     waits = report.imported is not None and any(save.wait for save in report.imported.saves)
-    held = "; those that waited for a save's files count with the wait" if waits else ""
-    return median(steps), f"median of {len(steps)} steps (slowest rank{held})"
+    note = "; those that waited for a save's files count with the wait" if waits else ""
+    return median(steps), f"median of {len(steps)} steps (slowest rank{note})"
 
 
 def _bytes(report: Report | None, given: Given) -> Input | None:
     if given.checkpoint_bytes is not None:
         return _one("checkpoint_bytes", "bytes", given.checkpoint_bytes, "--checkpoint-bytes", None)
-    sizes = [save.bytes for save in report.saves if save.outcome == "ok" and save.bytes] if report else []
+    sizes = [save.bytes for save in report.complete_saves if save.bytes] if report else []
     if not sizes:
         return None
     return Input("checkpoint_bytes", median(sizes), "bytes", MEASURED, f"median of {len(sizes)} saves")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..common.formatting import digits_for, plural, rate, seconds, size
+from ...common.formatting import digits_for, plural, rate, seconds, size
 from ..metrics.results import OperationStats, PhaseStats, StartStats
 from ..report import Report
 
@@ -15,9 +15,8 @@ def answer(report: Report) -> list[str]:
     starts = report.restarts or report.first_launches
     if starts:
         sentences += _start(starts[-1])
-    saves = [save for save in report.saves if save.outcome == "ok"]
-    if saves:
-        sentences += _save(saves)
+    if report.complete_saves:
+        sentences += _save(report.complete_saves)
     if not report.restarts and report.loads:
         sentences += _load(report.loads[-1])
     failed = sum(save.outcome in ("failed", "unfinished") for save in report.saves)
@@ -28,7 +27,7 @@ def answer(report: Report) -> list[str]:
 
 def _start(start: StartStats) -> list[str]:
     what = f"{'Restart' if start.is_restart else 'Launch'} of cycle {start.cycle}"
-    first = start.time_to_first_step
+    first = start.wall
     if first is None:
         return [f"{what} did not reach its first step."]
     if start.restart_s is not None:

@@ -1,18 +1,18 @@
-"""A Comparison as a table for people, as markdown, CSV or JSON."""
+"""A Comparison as a table for people, as Markdown, CSV or JSON."""
 
 from __future__ import annotations
 
-import io
 import json
 import textwrap
 from dataclasses import asdict
-from typing import Any
+from typing import NamedTuple
 
-from ..common.escaping import csv_row, markdown, shown
-from ..common.formatting import NOT_RECORDED
-from ..compare.results import DIFFERS, Cell, Comparison, MetricRow, VariantFacts
+from ...common.escaping import markdown, shown
+from ...common.formatting import NOT_RECORDED, number
+from ...common.tables import Column, Style, csv_table, markdown_table, text_table, texts, titles
+from ..compare.results import DIFFERS, Comparison, MetricRow, VariantFacts
+from ..compare.results import Cell as MetricCell
 from ..compare.statistics import ALPHA, LEAST_REPEATS
-from .tables import Style, align
 
 _WIDTH = 100
 _COLUMN = 30  # characters of a fact in a column
@@ -24,40 +24,60 @@ METHOD = (
 )
 
 
+class Result(NamedTuple):
+    """One metric of one variant."""
+
+    row: MetricRow
+    variant: VariantFacts
+    cell: MetricCell
+
+
+METRIC: tuple[Column[Result], ...] = (
+    Column("metric", lambda r: r.row.name),
+    Column("unit", lambda r: r.row.unit),
+    Column("A (n)", lambda r: _median(r.row.cells[0]), lambda r: r.row.cells[0].median),
+)
+MEDIAN: Column[Result] = Column("median (n)", lambda r: _median(r.cell), lambda r: r.cell.median)
+RATIO: Column[Result] = Column("ratio", lambda r: number(r.cell.ratio, ".3f"), lambda r: r.cell.ratio)
+TEST: tuple[Column[Result], ...] = (
+    Column("p", lambda r: _p_text(r.cell.p_value), lambda r: r.cell.p_value),
+    Column("verdict", lambda r: verdict_text(r.row, r.cell)),
+)
+_COLUMNS: tuple[Column[Result], ...] = (
+    *METRIC,
+    Column("of", lambda r: r.variant.label),
+    MEDIAN,
+    RATIO,
+    Column("95 % interval", lambda r: interval_text(r.cell.ratio_low, r.cell.ratio_high)),
+    *TEST,
+)
+
+
 def to_json(comparison: Comparison) -> str:
     """All of it, every sample included; the keys are those of compare/results.py."""
-    data: dict[str, Any] = asdict(comparison)
-    data["method"] = METHOD
-    return json.dumps(data, indent=2, allow_nan=False) + "\n"
+    return json.dumps(asdict(comparison) | {"method": METHOD}, indent=2, allow_nan=False) + "\n"
 
 
 def to_csv(comparison: Comparison) -> str:
     """One line per metric and variant."""
-    stream = io.StringIO()
-    csv_row(
-        stream,
-        ("metric", "unit", "better", "variant", "name", "repeats", "left_out", "median", "ratio", "ratio_low",
-         "ratio_high", "p_value", "verdict"),
-    )  # fmt: skip
-    for row in comparison.rows:
-        for variant, cell in zip(comparison.variants, row.cells, strict=True):
-            csv_row(
-                stream,
-                (row.name, row.unit, row.better, variant.label, variant.name, len(cell.values), cell.left_out,
-                 cell.median, cell.ratio, cell.ratio_low, cell.ratio_high, cell.p_value, cell.verdict),
-            )  # fmt: skip
-    return stream.getvalue()
+    of_cell = ("left_out", "median", "ratio", "ratio_low", "ratio_high", "p_value", "verdict")
+    rows = [
+        (r.row.name, r.row.unit, r.row.better, r.variant.label, r.variant.name, len(r.cell.values))
+        + tuple(getattr(r.cell, name) for name in of_cell)
+        for r in _results(comparison)
+    ]
+    return csv_table(("metric", "unit", "better", "variant", "name", "repeats", *of_cell), rows)
 
 
 def to_markdown(comparison: Comparison, *, show_all: bool = False) -> str:
-    """Tables in GitHub's markdown."""
+    """Tables in GitHub's Markdown."""
     comparison = shown(comparison, markdown)
-    header, rows = metric_lines(comparison, show_all)
     lines = [f"- **{variant.label}** {_describe(variant)}" for variant in comparison.variants]
     if comparison.differing:
-        facts = [(name, *(_text(value) for value in of)) for name, of in comparison.differing.items()]
-        lines += ["", *_markdown(("differs in", *(variant.label for variant in comparison.variants)), facts)]
-    lines += ["", *_markdown(header, rows), ""]
+        facts = [(name, *map(_text, values)) for name, values in comparison.differing.items()]
+        lines += ["", *markdown_table(_differing_header(comparison), facts)]
+    results = compared(comparison, headline_only=not show_all)
+    lines += ["", *markdown_table(titles(_COLUMNS), texts(_COLUMNS, results)), ""]
     lines += [f"- {note}" for note in [*comparison.notes, METHOD]]
     return "\n".join(lines) + "\n"
 
@@ -65,13 +85,13 @@ def to_markdown(comparison: Comparison, *, show_all: bool = False) -> str:
 def to_table(comparison: Comparison, style: Style, *, show_all: bool = False) -> str:
     """For the terminal. Without `show_all` headline metrics alone."""
     comparison = shown(comparison)
-    header, rows = metric_lines(comparison, show_all)
     runs = sum(len(variant.directories) for variant in comparison.variants)
     lines = [style.heading(f"Comparison of {runs} runs; ratios are to A, n counts {comparison.repeats}")]
     lines += [f"  {variant.label}  {_describe(variant)}" for variant in comparison.variants]
     if comparison.differing:
         lines += ["", *_differing(comparison, style)]
-    lines += ["", *align(header, rows, style), ""]
+    results = compared(comparison, headline_only=not show_all)
+    lines += ["", *text_table(titles(_COLUMNS), texts(_COLUMNS, results), style), ""]
     for note in [*comparison.notes, METHOD]:
         lines += textwrap.wrap(note, _WIDTH)
     if not show_all and any(not row.headline for row in comparison.rows):
@@ -79,17 +99,37 @@ def to_table(comparison: Comparison, style: Style, *, show_all: bool = False) ->
     return "\n".join(lines) + "\n"
 
 
+def _results(comparison: Comparison) -> list[Result]:
+    return [
+        Result(row, variant, cell)
+        for row in comparison.rows
+        for variant, cell in zip(comparison.variants, row.cells, strict=True)
+    ]
+
+
+def compared(comparison: Comparison, *, headline_only: bool) -> list[Result]:
+    """Every metric, or the headline metrics, of every variant after the first."""
+    first = comparison.variants[0]
+    return [
+        r for r in _results(comparison) if r.variant is not first and (r.row.headline or not headline_only)
+    ]
+
+
+def _differing_header(comparison: Comparison) -> list[str]:
+    return ["differs in", *(variant.label for variant in comparison.variants)]
+
+
 def _differing(comparison: Comparison, style: Style) -> list[str]:
-    """What is not the same in all: a table, and below it what is too long for a column, equal ones together."""
+    """What is not the same in all variants: a table, and below it what is too long for a column, once per value."""
     labels = [variant.label for variant in comparison.variants]
-    texts = {name: [_text(value) for value in of] for name, of in comparison.differing.items()}
-    long = {name: of for name, of in texts.items() if max(map(len, of)) > _COLUMN}
-    short = [(name, *of) for name, of in texts.items() if name not in long]
-    lines = align(("differs in", *labels), short, style) if short else []
-    for name, of in long.items():
-        for text in dict.fromkeys(of):
-            whose = ", ".join(label for label, its in zip(labels, of, strict=True) if its == text)
-            lines.append(f"  {name} of {whose}: {text}")
+    facts = {name: [_text(value) for value in values] for name, values in comparison.differing.items()}
+    long = {name: values for name, values in facts.items() if max(map(len, values)) > _COLUMN}
+    short = [(name, *values) for name, values in facts.items() if name not in long]
+    lines = text_table(_differing_header(comparison), short, style) if short else []
+    for name, values in long.items():
+        for text in dict.fromkeys(values):
+            having = ", ".join(label for label, value in zip(labels, values, strict=True) if value == text)
+            lines.append(f"  {name} of {having}: {text}")
     return lines
 
 
@@ -102,45 +142,21 @@ def _describe(variant: VariantFacts) -> str:
     return f"{variant.name}{repeated}: {', '.join([*(fact for fact in facts if fact), ranks])}{imported}"
 
 
-def metric_lines(comparison: Comparison, show_all: bool) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """One line per metric and variant after the first."""
-    header = ("metric", "unit", "A (n)", "of", "median (n)", "ratio", "95 % interval", "p", "verdict")
-    lines: list[tuple[str, ...]] = []
-    for row in comparison.rows:
-        if show_all or row.headline:
-            for variant, cell in list(zip(comparison.variants, row.cells, strict=True))[1:]:
-                lines.append(_line(row, variant, cell))
-    return header, lines
-
-
-def _line(row: MetricRow, variant: VariantFacts, cell: Cell) -> tuple[str, ...]:
-    interval = NOT_RECORDED
-    if cell.ratio_low is not None and cell.ratio_high is not None:
-        interval = f"[{cell.ratio_low:.3f}, {cell.ratio_high:.3f}]"
-    return (
-        row.name,
-        row.unit,
-        median_text(row.cells[0]),
-        variant.label,
-        median_text(cell),
-        NOT_RECORDED if cell.ratio is None else f"{cell.ratio:.3f}",
-        interval,
-        NOT_RECORDED if cell.p_value is None else p_text(cell.p_value),
-        verdict_text(row, cell),
-    )
-
-
-def median_text(cell: Cell) -> str:
+def _median(cell: MetricCell) -> str:
     """The median, with the number of values in brackets."""
     return NOT_RECORDED if cell.median is None else f"{cell.median:.4g} ({len(cell.values)})"
 
 
-def p_text(value: float) -> str:
+def interval_text(low: float | None, high: float | None) -> str:
+    return NOT_RECORDED if low is None or high is None else f"[{low:.3f}, {high:.3f}]"
+
+
+def _p_text(value: float | None) -> str:
     """A p value; small ones are not told apart."""
-    return "<0.001" if value < 0.001 else f"{value:.3f}"
+    return "<0.001" if value is not None and value < 0.001 else number(value, ".3f")
 
 
-def verdict_text(row: MetricRow, cell: Cell) -> str:
+def verdict_text(row: MetricRow, cell: MetricCell) -> str:
     """The verdict, and of a real difference whether it is for the better."""
     if cell.verdict != DIFFERS or cell.ratio is None or row.better == "neither" or cell.ratio == 1:
         return cell.verdict or ""
@@ -149,10 +165,3 @@ def verdict_text(row: MetricRow, cell: Cell) -> str:
 
 def _text(value: str | None) -> str:
     return value or NOT_RECORDED
-
-
-def _markdown(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    def line(cells: tuple[str, ...]) -> str:
-        return "| " + " | ".join(cells) + " |"
-
-    return [line(header), line(("---",) * len(header)), *(line(row) for row in rows)]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..common.formatting import digits_for, percent, seconds
+from ...common.formatting import digits_for, percent, seconds
+from ...common.tables import Style, text_table
 from ..metrics.results import PhaseStats, RankStats
-from .tables import Style, align
 
 
 def rank_lines(
@@ -26,4 +26,4 @@ def rank_lines(
         times = [seconds(rank.phases.get(name, 0.0), digits) for name in names]
         rest = seconds(rank.unattributed_s, digits)
         rows.append((label, *times, rest, seconds(rank.wall_s, digits), percent(rank.coverage)))
-    return ["", *align(header, rows, style)]
+    return ["", *text_table(header, rows, style)]

@@ -4,22 +4,40 @@ from __future__ import annotations
 
 import textwrap
 
-from ..common.escaping import shown
-from ..common.formatting import count, digits_for, percent, plural, rate, seconds, size
+from ...common.escaping import shown
+from ...common.formatting import count, digits_for, percent, plural, rate, seconds, size
+from ...common.tables import Column, Style, numbers, text_table, texts, times, titles
 from ..common.problems import ERROR, WARNING, Problem, number_list
 from ..findings import Finding
 from ..metrics.restart_parts import UNNAMED, parts_of
-from ..metrics.results import OperationStats, PhaseStats, Spread, StartStats
-from ..model.run_info import CycleInfo, layout_text
+from ..metrics.results import OperationStats, Spread, StartStats, Stats
+from ..model.run_info import CycleInfo
 from ..report import Report
 from .answer import answer
+from .phase_table import (
+    PhaseLine,
+    blocking_column,
+    critical_columns,
+    phase_lines,
+    time_columns,
+    volume_columns,
+)
 from .rank_table import rank_lines
-from .tables import Style, align
 
 _WIDTH = 100
 _BAR = 40  # columns that a restart is drawn in
-_PHASE_HEADER = ("phase", "slowest s", "rank", "median s", "min s", "spread s")
-_VOLUME_HEADER = ("bytes", "files", "GB/s", "blocking")
+_SAVES: tuple[Column[OperationStats], ...] = (
+    Column("save", lambda save: save.tag or "?"),
+    Column("cycle", lambda save: str(save.cycle)),
+    Column("outcome", lambda save: save.outcome),
+    numbers("bytes", lambda save: save.bytes, size),
+    numbers("files", lambda save: save.num_files),
+    times("blocked s", lambda save: save.blocked_s),
+    times("durable s", lambda save: save.durable_s),
+    numbers("GB/s", lambda save: save.blocked_GBps, rate),
+    numbers("slowest rank", lambda save: save.wall.slowest_rank if save.wall else None),
+    numbers("coverage", lambda save: save.coverage_min, percent),
+)
 
 
 def render(report: Report, style: Style, *, show_all: bool = False) -> str:
@@ -45,22 +63,19 @@ def render(report: Report, style: Style, *, show_all: bool = False) -> str:
 
 
 def _header(report: Report, style: Style) -> list[str]:
-    last = report.cycles[-1]
-    engines = sorted({f"{c.engine_asked or '?'} ({c.engine_used or 'not recorded'})" for c in report.cycles})
-    durability = sorted({c.durability or "?" for c in report.cycles})
-    versions = ", ".join(f"{name} {version}" for name, version in sorted(last.versions.items()))
-    hosts = sorted({host for cycle in report.cycles for host in cycle.hosts})
-    named = f" ({hosts[0]})" if len(hosts) == 1 else ""
-    ranks, cycles = plural(last.expected, "rank"), plural(len(report.cycles), "cycle")
-    where = f"{plural(len(hosts), 'host')}{named}" if hosts else "hosts not recorded"
-    counts = f"{ranks} on {where}, {cycles}"
+    facts = report.facts
+    engines = sorted({f"{asked or '?'} ({used or 'not recorded'})" for asked, used in facts.engines})
+    durability = sorted({value or "?" for value in facts.durability})
+    named = f" ({facts.hosts[0]})" if len(facts.hosts) == 1 else ""
+    where = f"{plural(len(facts.hosts), 'host')}{named}" if facts.hosts else "hosts not recorded"
+    ranks, cycles = plural(facts.ranks, "rank"), plural(len(report.cycles), "cycle")
     return [
-        style.heading(f"Run {report.run_id}: {layout_text(last.layout)}, {counts}"),
+        style.heading(f"Run {report.run_id}: {facts.layout}, {ranks} on {where}, {cycles}"),
         f"  trace       {report.directory}",
         f"  ranks       {_presence(report.cycles)}",
         f"  model       {report.model or 'not recorded'}",
         f"  engine      asked for (and used): {', '.join(engines)}; durability {', '.join(durability)}",
-        f"  versions    {versions}",
+        f"  versions    {', '.join(facts.versions)}",
     ]
 
 
@@ -95,7 +110,7 @@ def _findings(findings: list[Finding], style: Style) -> list[str]:
 
 
 def _start(start: StartStats, coordinates: dict[int, tuple[int, int, int]], style: Style) -> list[str]:
-    first = start.time_to_first_step
+    first = start.wall
     what = "Restart" if start.is_restart else "Launch"
     lines = [style.heading(f"{what} of cycle {start.cycle} ({plural(start.ranks, 'rank')})")]
     if first is None:
@@ -117,10 +132,10 @@ def _start(start: StartStats, coordinates: dict[int, tuple[int, int, int]], styl
             f"{count(start.lost_steps)} lost steps, {seconds(start.lost_work_s)} s of work; "
             f"last record to first process start {seconds(start.down_s)} s"
         )
-    lines.append(f"  coverage {_coverage(start.coverage_min, start.coverage_rank, start.finished_ranks)}")
+    lines.append(f"  coverage {_coverage(start)}")
     if start.restart_s is not None:
         lines += [*_waterfall(start, start.restart_s, style), ""]
-    lines += _phase_lines(start.phases, start.unattributed, first, "to first step", style)
+    lines += _phase_lines(start, "to first step", style)
     return lines + rank_lines(start.per_rank, start.phases, coordinates, style)
 
 
@@ -135,9 +150,9 @@ def _waterfall(start: StartStats, whole_s: float, style: Style) -> list[str]:
         drawn = (" " * left + "#" * (right - left)).ljust(_BAR)
         rows.append((name, seconds(took), seconds(until), f"{100 * took / whole_s:.1f} %", drawn))
     accounted = 1 - parts.get(UNNAMED, 0.0) / whole_s
-    rank = start.time_to_first_step.slowest_rank if start.time_to_first_step else None
+    rank = start.wall.slowest_rank if start.wall else None
     header = (f"failure to first step, rank {count(rank)}", "took s", "until s", "share", " " * _BAR)
-    return [*align(header, rows, style), f"  {percent(accounted)} of {seconds(whole_s)} s accounted for"]
+    return [*text_table(header, rows, style), f"  {percent(accounted)} of {seconds(whole_s)} s accounted for"]
 
 
 def _operation(
@@ -166,92 +181,43 @@ def _operation(
         )
     facts.append(f"I/O {rate(stats.io_GBps)} GB/s")
     lines.append("  " + ", ".join(facts))
-    lines.append(f"  coverage {_coverage(stats.coverage_min, stats.coverage_rank, stats.finished_ranks)}")
-    lines += _phase_lines(stats.phases, stats.unattributed, stats.wall, f"whole {stats.operation}", style)
+    lines.append(f"  coverage {_coverage(stats)}")
+    lines += _phase_lines(stats, f"whole {stats.operation}", style)
     return lines + rank_lines(stats.per_rank, stats.phases, coordinates, style)
 
 
-def _coverage(share: float | None, rank: int | None, finished_ranks: int) -> str:
-    if share is None:
-        return "not recorded" if finished_ranks else "not known: no rank finished"
-    return f"{percent(share)} at least (rank {count(rank)})"
+def _coverage(stats: Stats) -> str:
+    if stats.coverage_min is None:
+        return "not recorded" if stats.finished_ranks else "not known: no rank finished"
+    return f"{percent(stats.coverage_min)} at least (rank {count(stats.coverage_rank)})"
 
 
 def _last_rank(first: Spread) -> str:
     return "" if first.slowest_rank is None else f" (rank {first.slowest_rank} last)"
 
 
-def _phase_lines(
-    phases: list[PhaseStats], rest: Spread | None, wall: Spread | None, whole: str, style: Style
-) -> list[str]:
+def _phase_lines(stats: Stats, whole: str, style: Style) -> list[str]:
+    wall = stats.wall
     digits = digits_for(wall.max_s if wall else 0.0)
-    critical = (f"on rank {wall.slowest_rank}",) if wall and wall.slowest_rank is not None else ()
-    none = ("",) * len(_VOLUME_HEADER)
-
-    def row(name: str, time: Spread, volume: tuple[str, ...]) -> tuple[str, ...]:
-        on_critical = (seconds(time.at_critical_s, digits),) if critical else ()
-        return (
-            name,
-            seconds(time.max_s, digits),
-            count(time.slowest_rank),
-            seconds(time.median_s, digits),
-            seconds(time.min_s, digits),
-            seconds(time.spread_s, digits),
-            *on_critical,
-            *volume,
-        )
-
-    def volume(phase: PhaseStats) -> tuple[str, ...]:
-        files = "" if phase.num_files is None else str(phase.num_files)
-        moved = "" if phase.bytes is None else size(phase.bytes)
-        return moved, files, "" if phase.GBps is None else rate(phase.GBps), _BLOCKING[phase.blocking]
-
-    rows = []
-    for phase in phases:
-        rows.append(row(phase.name, phase.time, volume(phase)))
-        rows += [row(f"  {detail.name}", detail.time, volume(detail)) for detail in phase.details]
-    if rest:
-        rows.append(row("unattributed", rest, none))
-    if wall:
-        rows.append(row(whole, wall, none))
-    return (
-        align((*_PHASE_HEADER, *critical, *_VOLUME_HEADER), rows, style) if rows else ["  no phases recorded"]
-    )
-
-
-_BLOCKING = {"all": "yes", "some": "partly", "none": "no"}
+    critical = f"on rank {wall.slowest_rank}" if wall and wall.slowest_rank is not None else None
+    columns = [
+        Column[PhaseLine]("phase", lambda line: line.name),
+        *time_columns(digits),
+        *critical_columns(digits, critical),
+        *volume_columns(unknown=""),
+        blocking_column("blocking"),
+    ]
+    lines = phase_lines(stats.phases, detail="  {detail}")
+    lines += [PhaseLine("unattributed", stats.unattributed)] if stats.unattributed else []
+    lines += [PhaseLine(whole, wall)] if wall else []
+    return text_table(titles(columns), texts(columns, lines), style) if lines else ["  no phases recorded"]
 
 
 def _save_summary(saves: list[OperationStats], style: Style) -> list[str]:
-    header = (
-        "save",
-        "cycle",
-        "outcome",
-        "bytes",
-        "files",
-        "blocked s",
-        "durable s",
-        "GB/s",
-        "slowest rank",
-        "coverage",
-    )
-    rows = []
-    for save in saves:
-        rows.append(
-            (
-                save.tag or "?",
-                str(save.cycle),
-                save.outcome,
-                size(save.bytes),
-                count(save.num_files),
-                seconds(save.blocked_s, 4),
-                seconds(save.durable_s, 4),
-                rate(save.blocked_GBps),
-                count(save.wall.slowest_rank if save.wall else None),
-                percent(save.coverage_min),
-            )
-        )
-    return [style.heading(f"Saves ({len(saves)})"), *align(header, rows, style)]
+    return [
+        style.heading(f"Saves ({len(saves)})"),
+        *text_table(titles(_SAVES), texts(_SAVES, saves), style),
+    ]
 
 
 def _hints(report: Report, show_all: bool) -> list[str]:

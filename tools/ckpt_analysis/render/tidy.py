@@ -37,10 +37,11 @@ def _places(trace: Trace) -> pl.DataFrame:
 def _spans(frames: Frames) -> pl.DataFrame:
     op = frames.spans["op"]
     labels = [frames.operations[name].cast(kind).gather(op) for name, kind in _LABELS.items()]
-    return frames.spans.with_columns(labels).select(
-        "cycle", "rank", "group", "operation", "op_id", "tag", "step", "engine", "phase", "detail", "file", "bytes",
-        "start_ns", "end_ns", "duration_ns", "thread", "blocking", "error",
-    )  # fmt: skip
+    columns = [*_OPERATION, *_LABELS, *_SPAN]
+    return frames.spans.with_columns(labels).select(columns)
 
 
+_OPERATION = ("cycle", "rank", "group", "operation", "op_id")
 _LABELS = {"tag": pl.Categorical, "step": pl.Int64, "engine": pl.Categorical}
+_TIMES = ("start_ns", "end_ns", "duration_ns")
+_SPAN = ("phase", "detail", "file", "bytes", *_TIMES, "thread", "blocking", "error")

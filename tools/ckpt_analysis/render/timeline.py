@@ -106,12 +106,12 @@ def _names(trace: Trace, frames: Frames, tracks: dict[str, int]) -> list[str]:
     events = []
     for rank in sorted({rank for rank, _ in named} | set(frames.events["rank"].unique())):
         place = places.get(rank, {"host": "?", "tp": -1, "pp": -1, "dp": -1})
-        who = (
+        label = (
             f"rank {rank} (tp {place['tp']}, pp {place['pp']}, dp {place['dp']})"
             if rank >= 0
             else "supervisor"
         )
-        events.append(_meta("process_name", rank, 0, {"name": f"{who} on {place['host']}"}))
+        events.append(_meta("process_name", rank, 0, {"name": f"{label} on {place['host']}"}))
         events.append(_meta("process_sort_index", rank, 0, {"sort_index": rank}))
     for (rank, track), name in sorted(named.items()):
         events.append(_meta("thread_name", rank, track, {"name": name}))
@@ -131,60 +131,73 @@ def _span_events(
     rows = spans.join(tags, on=["cycle", "rank", "op_id"], how="left", maintain_order="left")
     rows = rows.with_columns(_quoted(rows[name]) for name in ("tag", "file", "error"))
     track = pl.col("thread").cast(pl.String).replace_strict(tracks, return_dtype=pl.Int64)
-    detail = pl.format("/{}", pl.col("detail").cast(pl.String))
-    return _joined(
-        rows,
-        pl.lit('{"name":"'), pl.col("phase").cast(pl.String), detail, pl.lit('","cat":"'),
-        pl.col("operation").cast(pl.String), pl.lit('","ph":"X","pid":'), "rank", pl.lit(',"tid":'), track,
-        *_window(zero), pl.lit(',"args":{"cycle":'), "cycle", pl.lit(',"op_id":'), "op_id",
-        pl.lit(',"busy_ns":'), "duration_ns", pl.lit(',"blocking":'), pl.col("blocking").cast(pl.String),
-        *(pl.format(f',"{name}":{{}}', name) for name in ("tag", "file", "bytes", "error")), pl.lit("}}"),
-    )  # fmt: skip
+    phase, operation, blocking = (pl.col(name).cast(pl.String) for name in ("phase", "operation", "blocking"))
+    name = ['{"name":"', phase, pl.format("/{}", pl.col("detail").cast(pl.String))]
+    place = ['","cat":"', operation, '","ph":"X","pid":', pl.col("rank"), ',"tid":', track, *_window(zero)]
+    ids = [*_first_argument("cycle"), *_argument("op_id"), ',"busy_ns":', pl.col("duration_ns")]
+    optional = [_optional(name) for name in ("tag", "file", "bytes", "error")]
+    return _joined(rows, *name, *place, *ids, ',"blocking":', blocking, *optional, "}}")
 
 
 def _operation_events(operations: pl.DataFrame, zero: int) -> pl.Series:
     """A pair of asynchronous events each, since saves may overlap; one without an end has no second."""
     rows = operations.with_columns(_quoted(operations[name]) for name in ("tag", "outcome", "engine"))
-    who = [
-        pl.lit('","cat":"operation","id":"'), "rank", pl.lit("."), "cycle", pl.lit("."), "op_id",
-        pl.lit('","pid":'), "rank", pl.lit(',"tid":0,"ts":'),
-    ]  # fmt: skip
-    optional = [pl.format(f',"{name}":{{}}', name) for name in ("tag", "engine", "bytes")]
-    facts = [pl.lit(',"args":{"outcome":'), "outcome", *optional, pl.lit("}}")]
-    name = [pl.lit('{"name":"'), "operation"]
-    begins = _joined(rows, *name, *who, _micro(pl.col("start_ns") - zero), pl.lit(',"ph":"b"'), *facts)
+    rank = pl.col("rank")
+    identity = [
+        '","cat":"operation","id":"',
+        rank,
+        ".",
+        pl.col("cycle"),
+        ".",
+        pl.col("op_id"),
+        '","pid":',
+        rank,
+    ]
+    begin = ['{"name":"', pl.col("operation"), *identity, ',"tid":0,"ts":']
+    facts = [*_first_argument("outcome"), *(_optional(name) for name in ("tag", "engine", "bytes"))]
+    begins = _joined(rows, *begin, _micro(pl.col("start_ns") - zero), ',"ph":"b"', *facts, "}}")
     ended = rows.filter(pl.col("end_ns").is_not_null())
-    ends = _joined(ended, *name, *who, _micro(pl.col("end_ns") - zero), pl.lit(',"ph":"e"}'))
+    ends = _joined(ended, *begin, _micro(pl.col("end_ns") - zero), ',"ph":"e"}')
     return pl.concat([begins, ends])
 
 
 def _iteration_events(iterations: pl.DataFrame, track: int, zero: int) -> pl.Series:
+    name = ['{"name":"step ', pl.col("step"), '","cat":"iteration","ph":"X","pid":', pl.col("rank")]
+    loss = pl.format(',"loss":{}', pl.col("loss").fill_nan(None))
     return _joined(
-        iterations,
-        pl.lit('{"name":"step '), "step", pl.lit('","cat":"iteration","ph":"X","pid":'), "rank",
-        pl.lit(f',"tid":{track}'), *_window(zero), pl.lit(',"args":{"cycle":'), "cycle",
-        pl.format(',"loss":{}', pl.col("loss").fill_nan(None)), pl.lit("}}"),
-    )  # fmt: skip
+        iterations, *name, f',"tid":{track}', *_window(zero), *_first_argument("cycle"), loss, "}}"
+    )
 
 
 def _instants(events: pl.DataFrame, zero: int) -> pl.Series:
     rows = events.with_columns(_quoted(events[name]) for name in ("phase", "detail"))
-    return _joined(
-        rows,
-        pl.lit('{"name":'), "phase", pl.lit(',"cat":"event","ph":"i","s":"p","pid":'), "rank",
-        pl.lit(',"tid":0,"ts":'), _micro(pl.col("time_ns") - zero), pl.lit(',"args":{"cycle":'), "cycle",
-        pl.format(',"detail":{}', "detail"), pl.lit("}}"),
-    )  # fmt: skip
+    name = ['{"name":', pl.col("phase"), ',"cat":"event","ph":"i","s":"p","pid":', pl.col("rank")]
+    time = [',"tid":0,"ts":', _micro(pl.col("time_ns") - zero)]
+    return _joined(rows, *name, *time, *_first_argument("cycle"), _optional("detail"), "}}")
 
 
-def _joined(rows: pl.DataFrame, *parts: pl.Expr | str) -> pl.Series:
-    """The parts of each row as one text; a part that is null is left out."""
-    return rows.select(pl.concat_str(list(parts), ignore_nulls=True).alias("event")).to_series()
+def _first_argument(name: str) -> list[str | pl.Expr]:
+    return [f',"args":{{"{name}":', pl.col(name)]
 
 
-def _window(zero: int) -> list[pl.Expr]:
+def _argument(name: str) -> list[str | pl.Expr]:
+    return [f',"{name}":', pl.col(name)]
+
+
+def _optional(name: str) -> pl.Expr:
+    """An argument that is left out where it is null."""
+    return pl.format(f',"{name}":{{}}', name)
+
+
+def _joined(rows: pl.DataFrame, *parts: str | pl.Expr) -> pl.Series:
+    """The parts of each row as one text: strings as they are; a part that is null is left out."""
+    columns = [pl.lit(part) if isinstance(part, str) else part for part in parts]
+    return rows.select(pl.concat_str(columns, ignore_nulls=True).alias("event")).to_series()
+
+
+def _window(zero: int) -> list[str | pl.Expr]:
     start, length = pl.col("start_ns") - zero, pl.col("end_ns") - pl.col("start_ns")
-    return [pl.lit(',"ts":'), _micro(start), pl.lit(',"dur":'), _micro(length)]
+    return [',"ts":', _micro(start), ',"dur":', _micro(length)]
 
 
 def _micro(ns: pl.Expr) -> pl.Expr:

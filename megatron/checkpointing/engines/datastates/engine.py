@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from isal import isal_zlib
 
 from megatron.checkpointing.engines.base import (
     CheckpointEngine,
@@ -39,15 +38,16 @@ from megatron.checkpointing.engines.datastates.state import (
     take_apart,
 )
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
+from megatron.checkpointing.engines.file_loads import checked_content, report_load
 from megatron.config import ConfigError
+from megatron.fileio.checksums import checksum_text, crc32
 from megatron.fileio.host_memory import available_memory
-from megatron.fileio.timed_files import TimedReader
+from megatron.fileio.timed_files import TimedReader, Timeline
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
 
 logger = logging.getLogger(__name__)
 
-ALGORITHM = "crc32"
 ROW_BYTES = 1 << 20
 # How long a save may take after its copies off the device are done: these together.
 TIMEOUT_S = 60.0
@@ -118,33 +118,16 @@ class DataStatesEngine(CheckpointEngine):
         return self._library
 
     def _load_file(self, path: Path, expected: SavedFile | None, op: Operation) -> Any:
-        opened = now_ns()
+        opened, timeline = now_ns(), Timeline()
         header = file_format.verify_complete(path)
-        reader = _ChecksumReader(path, self._checksum_to_verify(path, expected))
-        try:
+        checked = checked_content(path, expected) if self.options.verify_checksums else []
+        with TimedReader(path, timeline, checked) as reader:
             tensors, skeleton = file_format.read_regions(reader, header, path)
-            reader.finish()
-        finally:
-            reader.close()
+            moved = reader.num_bytes
+            reader.finish()  # what lies between is of no other use
         state = put_together(skeleton, tensors, path)
-        closed = now_ns()
-        rest = closed - opened - reader.read_ns - reader.verify_ns
-        for detail, duration, moved in (
-            ("read", reader.read_ns, reader.num_bytes),
-            ("verify", reader.verify_ns, None),
-            ("deserialize", rest, None),
-        ):
-            op.add("load", detail, opened, closed, duration_ns=duration, file=path.name, num_bytes=moved)
+        report_load(op, path.name, timeline, opened, moved)
         return state
-
-    def _checksum_to_verify(self, path: Path, expected: SavedFile | None) -> str | None:
-        if expected is None or not self.options.verify_checksums or expected.checksum == "none":
-            return None
-        if not expected.checksum.startswith(ALGORITHM + ":"):
-            raise CheckpointDamagedError(
-                f"{path}: checksum {expected.checksum!r} is not one of engine datastates"
-            )
-        return expected.checksum
 
 
 @dataclass
@@ -258,7 +241,7 @@ class _DataStatesSave(PendingSave):
                 finally:
                     os.close(fd)
                 span.bytes = num_bytes
-        return SavedFile(name, num_bytes, f"{ALGORITHM}:{crc:08x}" if self._options.checksum else "none")
+        return SavedFile(name, num_bytes, checksum_text(crc if self._options.checksum else None))
 
 
 def row_sums(tensor: torch.Tensor) -> torch.Tensor:
@@ -294,7 +277,7 @@ def check_content(path: Path, apart: Apart, sums: Sequence[torch.Tensor]) -> tup
                 length = min(ROW_BYTES, region.stop - start)
                 if file.readinto(view[:length]) != length:
                     raise CheckpointDamagedError(f"{path}: became shorter while it was read")
-                crc = isal_zlib.crc32(view[:length], crc)
+                crc = crc32(view[:length], crc)
                 if key is None:
                     first = max(0, header.skeleton.start - start)
                     skeleton += view[first : max(first, min(length, header.skeleton.stop - start))]
@@ -356,39 +339,3 @@ def _path_to(state: Any, tensor: torch.Tensor) -> list[str] | None:
         if found is not None:
             return [str(key), *found]
     return None
-
-
-class _ChecksumReader(TimedReader):
-    """Takes the CRC-32 of the whole file on the way, if one is expected. What is passed over is read for that, too."""
-
-    def __init__(self, path: Path, expected: str | None) -> None:
-        super().__init__(path)
-        self.num_bytes = 0
-        self._expected = expected
-        self._crc = 0
-        self._done = 0
-
-    def _account(self, position: int, view: memoryview) -> None:
-        self.num_bytes += len(view)
-        if self._expected is None:
-            return
-        self._catch_up(position)
-        self._crc = isal_zlib.crc32(view, self._crc)
-        self._done += len(view)
-
-    def _catch_up(self, position: int) -> None:
-        while self._done < position:
-            data = os.pread(self._file.fileno(), min(ROW_BYTES, position - self._done), self._done)
-            if not data:
-                raise CheckpointDamagedError(f"{self.path}: became shorter while it was read")
-            self._crc = isal_zlib.crc32(data, self._crc)
-            self._done += len(data)
-
-    def finish(self) -> None:
-        """Raises CheckpointDamagedError if the file does not have the checksum it was saved with."""
-        if self._expected is None:
-            return
-        self._catch_up(os.fstat(self._file.fileno()).st_size)
-        found = f"{ALGORITHM}:{self._crc:08x}"
-        if found != self._expected:
-            raise CheckpointDamagedError(f"{self.path}: checksum {found}, but {self._expected} was saved")

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from megatron.checkpointing.engines.codec import safe_unpickling
-from megatron.checkpointing.engines.codec.plain_unpickling import PlainUnpickler
+from megatron.checkpointing.engines import unpickling
 from megatron.checkpointing.engines.datastates.format import TENSOR_PREFIX
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
+from megatron.checkpointing.engines.unpickling import PlainUnpickler
 
 _STATE = "megatron_state"
 _TENSORS = "tensors"
@@ -146,7 +146,7 @@ def _allowed() -> dict[str, Any]:
     import numpy as np
     from torch._utils import _rebuild_tensor_v2
 
-    with safe_unpickling.known_classes():
+    with unpickling.known_classes():
         entries: list[Any] = list(torch.serialization.get_safe_globals())
     allowed = {}
     for entry in entries:

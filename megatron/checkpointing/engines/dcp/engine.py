@@ -22,19 +22,23 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
+from megatron.checkpointing.engines import codec
 from megatron.checkpointing.engines.base import (
     CheckpointEngine,
     EngineOptions,
     FileState,
     PendingSave,
+    SavedCheckpoint,
     SavedFile,
     refuse_duplicates,
 )
-from megatron.checkpointing.engines.codec import state_skeleton
 from megatron.checkpointing.engines.dcp.storage import METADATA, Failure, Reader, Writer, cause_of
-from megatron.checkpointing.engines.errors import CheckpointDamagedError
+from megatron.checkpointing.engines.errors import CheckpointDamagedError, reading
+from megatron.checkpointing.engines.file_loads import report_load
 from megatron.checkpointing.engines.state_files import find_files, pack, total_bytes, unpack
-from megatron.fileio.measured_io import Timeline, checksum_text, sync_directory
+from megatron.fileio.checksums import checksum_text
+from megatron.fileio.files import DamagedFileError, sync_directory
+from megatron.fileio.timed_files import Timeline
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
 
@@ -66,14 +70,15 @@ class DcpEngine(CheckpointEngine):
         _finish(directory, [file.name for file in files], saved, self.options.fsync, op, True)
         return saved
 
-    def load(
-        self, names: Sequence[str], directory: Path, expected: Mapping[str, SavedFile], op: Operation
-    ) -> dict[str, Any]:
+    def load(self, names: Sequence[str], checkpoint: SavedCheckpoint, op: Operation) -> dict[str, Any]:
         states: dict[str, Any] = {}
         for name in names:
             start = now_ns()
-            files = find_files(name, directory, expected, METADATA)
-            states[name] = _load_state(directory / name, files, self.options.verify_checksums, op, start)
+            files = find_files(name, checkpoint, METADATA)
+            with reading(checkpoint.path(name)):
+                states[name] = _load_state(
+                    checkpoint.path(name), files, self.options.verify_checksums, op, start
+                )
             op.bytes = (op.bytes or 0) + sum(file.num_bytes for file in files.values())
             op.num_files = (op.num_files or 0) + len(files)
         return states
@@ -181,7 +186,7 @@ class _PendingSaves(PendingSave):
 
 
 def _for_library(state: Any) -> dict[str, Any]:
-    skeleton, tensors = state_skeleton.split(state)
+    skeleton, tensors = codec.split(state)
     return {_SKELETON: pack(skeleton)} | {
         _TENSORS + name: tensor.detach() for name, tensor in tensors.items()
     }
@@ -244,20 +249,15 @@ def _load_state(root: Path, files: Mapping[str, SavedFile], verify: bool, op: Op
     try:
         load(content, storage_reader=reader, no_dist=True)
         skeleton = unpack(content.pop(_SKELETON, None), root)
-        state = state_skeleton.join(skeleton, {name.removeprefix(_TENSORS): t for name, t in content.items()})
-    except (OSError, MemoryError, CheckpointDamagedError):
+        state = codec.join(skeleton, {name.removeprefix(_TENSORS): t for name, t in content.items()})
+    except (OSError, MemoryError, CheckpointDamagedError, DamagedFileError):
         raise
     except (Exception, CheckpointException) as exc:  # damaged records can make the library raise anything
         cause = cause_of(exc)
-        if isinstance(cause, (OSError, MemoryError, CheckpointDamagedError)):
+        if isinstance(cause, (OSError, MemoryError, CheckpointDamagedError, DamagedFileError)):
             raise cause from None
         raise CheckpointDamagedError(
             f"{root}: cannot be read as a checkpoint ({type(cause).__name__}: {cause})"
         ) from exc
-    end = now_ns()
-    spent = timeline.shares(["read", "verify"], start, end)
-    size = sum(file.num_bytes for file in files.values())
-    op.add("load", "read", start, end, duration_ns=spent["read"], file=root.name, num_bytes=size)
-    op.add("load", "verify", start, end, duration_ns=spent["verify"], file=root.name)
-    op.add("load", "deserialize", start, end, duration_ns=spent[""], file=root.name)
+    report_load(op, root.name, timeline, start, sum(file.num_bytes for file in files.values()))
     return state

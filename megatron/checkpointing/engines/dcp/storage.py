@@ -16,10 +16,12 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.checkpointing.engines.base import EngineOptions, SavedFile
-from megatron.checkpointing.engines.codec.plain_unpickling import PlainUnpickler
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
-from megatron.checkpointing.engines.measured_reading import MeasuredReader, expected_crc, read_file
-from megatron.fileio.measured_io import MeasuredFile, Timeline, Written, with_name
+from megatron.checkpointing.engines.file_loads import checked_content
+from megatron.checkpointing.engines.unpickling import PlainUnpickler
+from megatron.fileio.checksums import CheckedBytes
+from megatron.fileio.files import with_name
+from megatron.fileio.timed_files import TimedReader, TimedWriter, Timeline, read_file
 from restart_trace.clock import now_ns
 
 METADATA = ".metadata"
@@ -58,12 +60,34 @@ class Failure:
             raise RuntimeError("not written, because another file of the save failed")
 
 
+class _SyncedFile(TimedWriter):
+    """`fileno` is taken for the beginning of an fsync, which ends with `close`: the library asks for nothing else.
+
+    It hands over what is still in the buffer first, which the library's os.fsync(file.fileno()) leaves out.
+    """
+
+    def __init__(self, path: Path, timeline: Timeline, checksum: bool) -> None:
+        super().__init__(path, timeline, checksum)
+        self._timeline = timeline
+        self._sync_ns: int | None = None
+
+    def fileno(self) -> int:
+        self.flush()
+        self._sync_ns = now_ns()
+        return super().fileno()
+
+    def close(self) -> None:
+        if not self.closed and self._sync_ns is not None:
+            self._timeline.add("fsync", self._sync_ns)
+        super().close()
+
+
 class _WritingFiles(filesystem.FileSystem):
     """`written` by file name."""
 
     def __init__(self, timeline: Timeline, checksum: bool, failure: Failure) -> None:
         super().__init__()
-        self.written: dict[str, Written] = {}
+        self.written: dict[str, TimedWriter] = {}
         self._timeline = timeline
         self._checksum = checksum
         self._failure = failure
@@ -71,18 +95,17 @@ class _WritingFiles(filesystem.FileSystem):
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
         self._failure.check()
-        record: Written | None = None
+        stream: _SyncedFile | None = None
         try:
-            stream = MeasuredFile(Path(path), self._timeline, self._checksum)
-            record = stream.record
+            stream = _SyncedFile(Path(path), self._timeline, self._checksum)
             with stream:
                 yield stream
         except BaseException as exc:
-            error = (record and record.error) or exc
+            error = (stream and stream.error) or exc
             # The library loses what its threads raise.
             self._failure.set(with_name(error, Path(path)) if isinstance(error, OSError) else error)
             raise
-        self.written[Path(path).name] = record
+        self.written[Path(path).name] = stream
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
@@ -103,7 +126,7 @@ class Writer(filesystem.FileSystemWriter):
         self.fs: _WritingFiles = _WritingFiles(self.timeline, options.checksum, failure)
 
     @property
-    def written(self) -> dict[str, Written]:
+    def written(self) -> dict[str, TimedWriter]:
         """The files by name; complete after `finish`."""
         return dict(sorted(self.fs.written.items()))
 
@@ -144,16 +167,16 @@ class _ReadingFiles(filesystem.FileSystem):
         self._verify = verify
         self._timeline = timeline
 
-    def expected(self, name: str) -> int | None:
-        """CRC-32 to compare with. Raises CheckpointDamagedError for a file that is not of this checkpoint."""
+    def checked(self, name: str) -> list[CheckedBytes]:
+        """What to verify. Raises CheckpointDamagedError for a file that is not of this checkpoint."""
         if name not in self._files:
             raise CheckpointDamagedError(f"{self._root / name}: is not one of the files that were saved")
-        return expected_crc(self._root / name, self._files[name]) if self._verify else None
+        return checked_content(self._root / name, self._files[name]) if self._verify else []
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
         inside = Path(path).relative_to(self._root)
-        raw = MeasuredReader(Path(path), self._timeline, self.expected(str(inside)))
+        raw = TimedReader(Path(path), self._timeline, self.checked(str(inside)))
         with io.BufferedReader(raw) as stream:  # as the library's own: torch.load reads in small pieces
             try:
                 yield stream
@@ -171,7 +194,7 @@ class Reader(filesystem.FileSystemReader):
         self._root = root
         self._files = files
         self.fs: _ReadingFiles = _ReadingFiles(root, files, verify, timeline)
-        content = read_file(root / METADATA, timeline, self.fs.expected(METADATA))
+        content = read_file(root / METADATA, timeline, self.fs.checked(METADATA))
         self._metadata = _parse(root / METADATA, content)
         self._metadata.storage_meta = metadata.StorageMeta(load_id=self.load_id)
         try:

@@ -27,6 +27,7 @@ from megatron.checkpointing.engines.base import MIB, EngineOptions, SavedFile
 from megatron.checkpointing.engines.errors import EngineUnavailableError
 from megatron.checkpointing.engines.host_staging import Staging, check_loadable
 from megatron.checkpointing.engines.torch_files import write_state
+from megatron.fileio.files import with_name
 from megatron.fileio.zip_records import open_directory_checksum
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
@@ -166,7 +167,7 @@ class StateWriter:
             finally:
                 os.close(fd)
         except OSError as exc:
-            raise _naming(exc, path) from exc
+            raise with_name(exc, path) from exc
         return SavedFile(name, num_bytes, checksum)
 
     def _write_file(self, state: Any, tensor_bytes: int, path: Path, fd: int) -> tuple[int, int]:
@@ -294,10 +295,3 @@ def _reserve(fd: int, num_bytes: int) -> None:
         number = ctypes.get_errno()
         if number not in (errno.EOPNOTSUPP, errno.ENOSYS):
             raise OSError(number, os.strerror(number))
-
-
-def _naming(exc: OSError, path: Path) -> OSError:
-    """The same error with the file's name in it."""
-    if exc.errno is None or exc.filename is not None:
-        return exc
-    return OSError(exc.errno, exc.strerror, str(path))

@@ -1,6 +1,6 @@
 """This project's own engine: asynchronous saves through direct I/O, one safetensors file per rank, parallel loads.
 
-The parts: lazy_format (the file), lazy_writer (a save), host_cache (its memory), lazy_reader (a load), direct_files.
+The parts: format (the file), writer (a save), host_cache (its memory), reader (a load).
 """
 
 from __future__ import annotations
@@ -14,27 +14,26 @@ from typing import Any, ClassVar
 
 import torch
 
+from megatron.checkpointing.engines import codec
 from megatron.checkpointing.engines.base import (
-    CheckedBytes,
     CheckpointEngine,
     EngineOptions,
     FileState,
     PendingSave,
     PlacedTensor,
+    SavedCheckpoint,
     SavedFile,
     check_size,
-    files_of,
     refuse_duplicates,
 )
-from megatron.checkpointing.engines.codec import state_skeleton
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, reading
 from megatron.checkpointing.engines.lazy import format as lazy_format
+from megatron.checkpointing.engines.lazy.arena import Arena
 from megatron.checkpointing.engines.lazy.host_cache import DEFAULT_IO_THREADS, HostCache
-from megatron.checkpointing.engines.lazy.load_ranges import Wanted
 from megatron.checkpointing.engines.lazy.placement_check import check_placement
-from megatron.checkpointing.engines.lazy.reader import Reader
+from megatron.checkpointing.engines.lazy.reader import Wanted, read_tensors
 from megatron.checkpointing.engines.lazy.writer import LazySave
-from megatron.checkpointing.engines.load_sources import Arena
+from megatron.fileio.checksums import CheckedBytes
 from restart_trace.recorder import Operation
 
 _HEADER_THREADS = 8
@@ -66,23 +65,21 @@ class LazyEngine(CheckpointEngine):
             self._cache.prepare(captured.contents.data_bytes)
             return LazySave(captured, path, self.options, self._cache, op)
 
-    def load(
-        self, names: Sequence[str], directory: Path, expected: Mapping[str, SavedFile], op: Operation
-    ) -> dict[str, Any]:
+    def load(self, names: Sequence[str], checkpoint: SavedCheckpoint, op: Operation) -> dict[str, Any]:
         """As CheckpointEngine.load. Tensors are views of the page cache, or of one arena that the next load uses
         again once all are gone.
         """
-        return self.load_into([FileState(name, {}) for name in names], directory, expected, op)
+        return self.load_into([FileState(name, {}) for name in names], checkpoint, op)
 
     def load_into(
-        self, live: Sequence[FileState], directory: Path, expected: Mapping[str, SavedFile], op: Operation
+        self, live: Sequence[FileState], checkpoint: SavedCheckpoint, op: Operation
     ) -> dict[str, Any]:
         """As CheckpointEngine.load_into: live tensors are filled; others are as those of `load`."""
         names = [file.name for file in live]
         opened: dict[Path, lazy_format.Contents] = {}
         holder: dict[str, Path] = {}
         for name in names:
-            path, file = self._file_of(name, directory, expected)
+            path, file = self._file_of(name, checkpoint)
             holder[name] = path
             if path not in opened:
                 opened[path] = self._open_checked(path, file, op)
@@ -97,9 +94,9 @@ class LazyEngine(CheckpointEngine):
         targets = {
             f"{file.name}/{name}": tensor
             for file in live
-            for name, tensor in state_skeleton.split(file.state)[1].items()
+            for name, tensor in codec.split(file.state)[1].items()
         }
-        tensors = Reader(self.options, op).read(wanted, targets, self._arena)
+        tensors = read_tensors(wanted, targets, self._arena, self.options, op)
         with op.span("load", "deserialize"):
             states = {name: _join(name, opened[holder[name]], holder[name], tensors) for name in names}
         op.bytes = (
@@ -110,15 +107,14 @@ class LazyEngine(CheckpointEngine):
         op.num_files = (op.num_files or 0) + len(opened)
         return states
 
-    def placed_tensors(
-        self, directory: Path, expected: Mapping[str, SavedFile], op: Operation
-    ) -> list[PlacedTensor]:
-        files = [expected[name] for name in sorted(expected) if name.endswith(lazy_format.SUFFIX)]
+    def placed_tensors(self, checkpoint: SavedCheckpoint, op: Operation) -> list[PlacedTensor]:
+        saved = sorted(checkpoint.files.items())
+        files = [(checkpoint.path(name), file) for name, file in saved if name.endswith(lazy_format.SUFFIX)]
         with ThreadPoolExecutor(_HEADER_THREADS) as pool:
-            opened = list(pool.map(lambda file: self._open_checked(directory / file.name, file, op), files))
+            opened = list(pool.map(lambda item: self._open_checked(item[0], item[1], op), files))
         return [
-            self._placed(directory / file.name, contents.data_start, entry, entry.placement)
-            for file, contents in zip(files, opened, strict=True)
+            self._placed(path, contents.data_start, entry, entry.placement)
+            for (path, _), contents in zip(files, opened, strict=True)
             for entry in contents.entries.values()
             if entry.placement is not None
         ]
@@ -136,15 +132,13 @@ class LazyEngine(CheckpointEngine):
             )
         return PlacedTensor(path, entry.name, entry.dtype, start, placement, checked)
 
-    def load_values(
-        self, name: str, directory: Path, expected: Mapping[str, SavedFile], op: Operation
-    ) -> Any:
-        path, file = self._file_of(name, directory, expected)
+    def load_values(self, name: str, checkpoint: SavedCheckpoint, op: Operation) -> Any:
+        path, file = self._file_of(name, checkpoint)
         contents = self._open_checked(path, file, op)
         entries = contents.tensors_of(name)
         wanted = Wanted(path, contents, [entry for entry in entries if entry.placement is None])
         options = replace(self.options, io_threads=1)  # a few kilobytes
-        tensors = Reader(options, op).read([wanted], {}, self._arena)
+        tensors = read_tensors([wanted], {}, self._arena, options, op)
         for entry in entries:
             if entry.placement is not None:
                 tensors[path, entry.name] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
@@ -158,13 +152,13 @@ class LazyEngine(CheckpointEngine):
         self._arena.clear()
 
     @staticmethod
-    def _file_of(name: str, directory: Path, expected: Mapping[str, SavedFile]) -> tuple[Path, SavedFile]:
-        files = files_of(name, expected)
+    def _file_of(name: str, checkpoint: SavedCheckpoint) -> tuple[Path, SavedFile]:
+        files = checkpoint.holding(name)
         if len(files) != 1:
             raise CheckpointDamagedError(
-                f"{directory}: {len(files)} files of its manifest hold {name}; engine lazy needs one"
+                f"{checkpoint.directory}: {len(files)} files of its manifest hold {name}; engine lazy needs one"
             )
-        return directory / files[0].name, files[0]
+        return checkpoint.path(files[0].name), files[0]
 
     def _open_checked(self, path: Path, file: SavedFile, op: Operation) -> lazy_format.Contents:
         check_size(path, file)
@@ -199,6 +193,6 @@ def _join(
     mine = {entry.name.removeprefix(prefix): tensors[path, entry.name] for entry in contents.tensors_of(name)}
     with reading(path):
         try:
-            return state_skeleton.join(contents.states[name], mine)
-        except state_skeleton.SkeletonError as exc:
+            return codec.join(contents.states[name], mine)
+        except codec.SkeletonError as exc:
             raise CheckpointDamagedError(f"{path}: {name}: {exc}") from exc

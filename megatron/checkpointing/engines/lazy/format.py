@@ -6,7 +6,7 @@
 
 (Format: https://github.com/huggingface/safetensors, "Format".) Under `__metadata__`, whose values are strings by that
 format, lie as JSON: `states`, the state of each file name of DeepSpeed's layout with its tensors taken out
-(state_skeleton); and `tensors`, per tensor its CRC-32 and its placement (megatron.checkpointing.shard_metadata).
+(engines.codec); and `tensors`, per tensor its CRC-32 and its placement (megatron.checkpointing.shard_metadata).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from isal import isal_zlib
 
+from megatron.checkpointing.engines import codec
 from megatron.checkpointing.engines.base import FileState
-from megatron.checkpointing.engines.codec import state_skeleton
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
+from megatron.fileio.checksums import crc32
 
 ALIGNMENT = 4096  # of the data in the file, and of every direct transfer
 FORMAT_VERSION = "1"
@@ -111,7 +111,7 @@ def capture(files: Sequence[FileState], checksums: bool) -> Captured:
     tensors: dict[str, torch.Tensor] = {}
     placements: dict[str, dict[str, Any]] = {}
     for file in files:
-        skeletons[file.name], mine = state_skeleton.split(file.state)
+        skeletons[file.name], mine = codec.split(file.state)
         names = {id(tensor): f"{file.name}/{name}" for name, tensor in mine.items()}
         tensors |= {f"{file.name}/{name}": tensor for name, tensor in mine.items()}
         for path, placement in file.placements.items():
@@ -185,7 +185,7 @@ def _padded(length: int) -> int:
 
 def header_checksum(header: bytes) -> str:
     """ "safetensors-header-crc32:xxxxxxxx": over the checksums of all tensors, so through them over every byte."""
-    return f"{ALGORITHM}:{isal_zlib.crc32(header):08x}"
+    return f"{ALGORITHM}:{crc32(header):08x}"
 
 
 def read_header(path: Path) -> bytes:

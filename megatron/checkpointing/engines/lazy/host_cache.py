@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from megatron.config.errors import ConfigError
-from megatron.fileio.direct_files import ALIGNMENT, aligned_memory
+from megatron.fileio.direct_files import ALIGNMENT
+from megatron.fileio.host_buffers import Buffer
 from megatron.fileio.host_memory import available_memory
 
 DEFAULT_IO_THREADS = 4
@@ -33,51 +34,23 @@ class Copy(Protocol):
     def offset(self) -> int: ...
 
 
-class Buffer:
-    """One block of aligned host memory; pinned for CUDA."""
+def gather(buffer: Buffer, sources: Mapping[str, Any], copies: Iterable[Copy], stream: Any = None) -> Any:
+    """Copy the pieces into `buffer`. `sources`: name -> bytes, a numpy array or a uint8 tensor on the device.
 
-    def __init__(self, size: int, pinned: bool) -> None:
-        if pinned:
-            self._tensor = torch.empty(
-                size, dtype=torch.uint8, pin_memory=True
-            )  # pinned memory is page-aligned
-        else:
-            self._tensor = torch.frombuffer(aligned_memory(size), dtype=torch.uint8)
-        self._array = self._tensor.numpy()
-        self.view = self._array.data
-        if self._array.ctypes.data % ALIGNMENT:
-            raise RuntimeError(f"a buffer at {self._array.ctypes.data:#x} is not aligned to {ALIGNMENT}")
-
-    def gather(self, sources: Mapping[str, Any], copies: Iterable[Copy], stream: Any = None) -> Any:
-        """Copy the pieces into this buffer. `sources`: name -> bytes, a numpy array or a uint8 tensor on the device.
-
-        Copies from a device are queued on the CUDA stream `stream`; returns an event after the last one, None where
-        all is done on return.
-        """
-        queued = False
-        for piece in copies:
-            source = sources[piece.tensor][piece.start : piece.stop]
-            stop = piece.offset + piece.stop - piece.start
-            if isinstance(source, np.ndarray):
-                np.copyto(self._array[piece.offset : stop], source)
-                continue
-            with torch.cuda.stream(stream):
-                self._tensor[piece.offset : stop].copy_(source, non_blocking=True)
-            queued = True
-        return stream.record_event() if queued else None
-
-    def scatter(self, pieces: Iterable[tuple[torch.Tensor, int]], stream: Any) -> Any:
-        """Copy parts of this buffer to (uint8 tensor, offset in the buffer); as `gather` the other way round."""
-        queued = False
-        for destination, offset in pieces:
-            stop = offset + destination.numel()
-            if destination.device.type == "cpu":
-                np.copyto(destination.numpy(), self._array[offset:stop])
-                continue
-            with torch.cuda.stream(stream):
-                destination.copy_(self._tensor[offset:stop], non_blocking=True)
-            queued = True
-        return stream.record_event() if queued else None
+    Copies from a device are queued on the CUDA stream `stream`; returns an event after the last one, None where
+    all is done on return.
+    """
+    queued = False
+    for piece in copies:
+        source = sources[piece.tensor][piece.start : piece.stop]
+        stop = piece.offset + piece.stop - piece.start
+        if isinstance(source, np.ndarray):
+            np.copyto(buffer.array[piece.offset : stop], source)
+            continue
+        with torch.cuda.stream(stream):
+            buffer.tensor[piece.offset : stop].copy_(source, non_blocking=True)
+        queued = True
+    return stream.record_event() if queued else None
 
 
 class HostCache:

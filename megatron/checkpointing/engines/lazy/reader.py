@@ -1,187 +1,207 @@
-"""Loading for engine `lazy`: parallel reads straight to where the bytes belong, checksums as blocks arrive.
+"""Loading for engine `lazy`: which bytes of its files go where.
 
-Live tensors are filled in place: block by block through a few buffers that are used again and again, so that no
-memory is touched for the first time and none is needed for a copy of the state; for CUDA the buffers are pinned.
-Blocks that lie in the page cache are copied from there (`--direct-io auto`).
-
-Parameters and moments (what has a placement) that have no live tensor get one on the device where the others are. The
-small rest gets memory of its own on the host: where it lies in the page cache (`--direct-io auto`), that is its
-memory; else an aligned arena, which is read into around the page cache.
+Live tensors are filled in place. Parameters and moments (what has a placement) that have no live tensor get one on
+the device where the others are. The small rest gets memory of its own on the host: where it lies in the page cache
+(`--direct-io auto`), that is its memory; else an aligned arena, which is read into around the page cache.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+import mmap
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from isal import isal_zlib
 
 from megatron.checkpointing.engines.base import EngineOptions
-from megatron.checkpointing.engines.errors import CheckpointDamagedError
-from megatron.checkpointing.engines.lazy.load_ranges import (
-    Block,
-    Key,
-    Range,
-    Wanted,
-    bytes_of,
-    fits,
-    ranges_of,
-)
-from megatron.checkpointing.engines.lazy.load_thread import STEP, LoadThread
-from megatron.checkpointing.engines.load_sources import Arena, OpenFile
+from megatron.checkpointing.engines.errors import CheckpointDamagedError, damaged_files
+from megatron.checkpointing.engines.lazy.arena import Arena
+from megatron.checkpointing.engines.lazy.format import Contents, TensorEntry
+from megatron.fileio.checksums import RangeChecksum, by_file, combine
+from megatron.fileio.direct_files import ALIGNMENT, align_up
+from megatron.fileio.extents import BLOCK, GAP, FilePlan, extents, file_plan
+from megatron.fileio.open_files import OpenFile
+from megatron.fileio.ranged_reader import Label, Targets, open_all, read_ranges
 from restart_trace.recorder import Operation
 
-_DIRECT_THREADS = 8
-# Reading into the page cache is mostly waiting, for the storage and for memory: more threads than for direct reads.
-_MAPPING_THREADS = 12
+Key = tuple[Path, str]  # file, name of a tensor in it
+
+_LABEL = Label(copy=("load", "host_to_device"), threads="lazy-io")
 
 
-class Reader:
-    """One load. `read` may be called once."""
+@dataclass(frozen=True)
+class Wanted:
+    """Tensors to read from one file, by their place in it."""
 
-    def __init__(self, options: EngineOptions, op: Operation) -> None:
-        self._options = options
-        self._op = op
-        self._device = torch.device("cpu")
-        self._lock = threading.Lock()
-        self._crcs: dict[Key, list[tuple[int, int, int]]] = {}
-        self._error: BaseException | None = None
+    path: Path
+    contents: Contents
+    entries: Sequence[TensorEntry]
 
-    def read(
-        self, wanted: Sequence[Wanted], live: Mapping[str, torch.Tensor], arena: Arena
-    ) -> dict[Key, torch.Tensor]:
-        """The tensors by (file, name): those of `live` that fit, filled; others anew.
+    def of(self, entries: Iterable[TensorEntry]) -> Wanted:
+        """The same file, other tensors of it."""
+        return Wanted(self.path, self.contents, list(entries))
 
-        Raises CheckpointDamagedError naming file and tensor, or OSError.
-        """
-        tensors = {
-            (i.path, e.name): torch.empty(e.shape, dtype=e.dtype)
-            for i in wanted
-            for e in i.entries
-            if not e.num_bytes
-        }
-        in_place = self._in_place(wanted, live, tensors)
-        hosted = ranges_of(
-            [replace(i, entries=[e for e in i.entries if (i.path, e.name) not in tensors]) for i in wanted]
+
+@dataclass
+class _Range:
+    """Bytes [start, stop) of a file, aligned at both ends, in which `entries` lie whole; and their memory.
+
+    That is `memory` from its byte `at` on: of `mapping`, if they are used in the page cache.
+    """
+
+    item: Wanted
+    start: int
+    stop: int
+    entries: list[TensorEntry] = field(default_factory=list)
+    memory: Any = None
+    at: int = 0
+    mapping: mmap.mmap | None = None
+
+    def tensor(self, entry: TensorEntry) -> torch.Tensor:
+        """The tensor of an entry, as a view of `memory`."""
+        first = self.at + self.item.contents.data_start + entry.start - self.start
+        array = self.memory[first : first + entry.num_bytes]
+        return torch.from_numpy(array).view(entry.dtype).reshape(entry.shape)
+
+
+def read_tensors(
+    wanted: Sequence[Wanted],
+    live: Mapping[str, torch.Tensor],
+    arena: Arena,
+    options: EngineOptions,
+    op: Operation,
+) -> dict[Key, torch.Tensor]:
+    """The tensors by (file, name): those of `live` that fit, filled; others anew.
+
+    Raises CheckpointDamagedError naming file and tensor, or OSError.
+    """
+    tensors = _tensors_to_fill(wanted, live)
+    hosted = _ranges([i.of(e for e in i.entries if (i.path, e.name) not in tensors) for i in wanted])
+    with ExitStack() as stack, damaged_files():
+        sizes = {item.path: item.contents.file_bytes for item in wanted}
+        files = open_all(sizes, options.direct_io, stack)
+        _give_memory(hosted, files, arena)
+        targets = [_bytes_of(tensor) for tensor in tensors.values()]
+        mappings = {len(targets) + i: r.mapping for i, r in enumerate(hosted) if r.mapping is not None}
+        targets += [torch.from_numpy(r.memory) for r in hosted]
+        plans = [*_plans_in_place(wanted, tensors, options), *_plans_of(hosted, len(tensors), options)]
+        parts = [extent for plan in plans for extent in extents(plan)]
+        found = read_ranges(parts, files, Targets(targets, mappings), options.io_threads, _LABEL, op)
+    if options.verify_checksums:
+        _verify(wanted, found.checksums)
+    return tensors | {(r.item.path, entry.name): r.tensor(entry) for r in hosted for entry in r.entries}
+
+
+def _tensors_to_fill(wanted: Sequence[Wanted], live: Mapping[str, torch.Tensor]) -> dict[Key, torch.Tensor]:
+    """Live tensors, and new ones beside them: of what has a placement, and of what has no elements."""
+    entries = [(item.path, entry) for item in wanted for entry in item.entries]
+    found = {
+        (path, e.name): live[e.name] for path, e in entries if e.num_bytes and _fits(live.get(e.name), e)
+    }
+    device = next((t.device for t in found.values() if t.device.type == "cuda"), torch.device("cpu"))
+    for path, entry in entries:
+        if (path, entry.name) not in found and (entry.placement is not None or not entry.num_bytes):
+            where = device if entry.num_bytes else "cpu"
+            found[path, entry.name] = torch.empty(entry.shape, dtype=entry.dtype, device=where)
+    return found
+
+
+def _fits(tensor: torch.Tensor | None, entry: TensorEntry) -> bool:
+    """Whether `entry` can be read into `tensor`: of its type and shape, and its elements in order."""
+    if tensor is None or tensor.dtype != entry.dtype or tuple(tensor.shape) != entry.shape:
+        return False
+    return tensor.is_contiguous()
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, which they share."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _ranges(wanted: Iterable[Wanted]) -> list[_Range]:
+    """Aligned ranges that hold the wanted tensors."""
+    found: list[_Range] = []
+    for item in wanted:
+        base = item.contents.data_start
+        for entry in sorted(item.entries, key=lambda e: e.start):
+            start, stop = (entry.start + base) // ALIGNMENT * ALIGNMENT, align_up(entry.stop + base)
+            if not found or found[-1].item is not item or start > found[-1].stop + GAP:
+                found.append(_Range(item, start, stop))
+            found[-1].stop = max(found[-1].stop, stop)
+            found[-1].entries.append(entry)
+    return found
+
+
+def _give_memory(ranges: Sequence[_Range], files: Mapping[Path, OpenFile], arena: Arena) -> None:
+    """The page cache itself to what lies there (--direct-io auto); to the others the arena, one after the other."""
+    size = 0
+    for part in ranges:
+        file = files[part.item.path]
+        if file.can_be_mapped(part.start, part.stop):
+            part.mapping, part.at = file.map(), part.start
+            part.memory = np.frombuffer(part.mapping, dtype=np.uint8)
+        else:
+            part.at = size
+            size += part.stop - part.start
+    memory = arena.take(size) if size else None
+    for part in ranges:
+        if part.mapping is None:
+            part.memory = memory
+
+
+def _plans_in_place(
+    wanted: Sequence[Wanted], tensors: Mapping[Key, torch.Tensor], options: EngineOptions
+) -> list[FilePlan]:
+    numbers = {key: number for number, key in enumerate(tensors)}
+    plans = []
+    for item in wanted:
+        base = item.contents.data_start
+        mine = [entry for entry in item.entries if (item.path, entry.name) in numbers]
+        copies = [(numbers[item.path, e.name], base + e.start, 0, e.num_bytes) for e in mine]
+        plans.append(file_plan(item.path, copies, _checks(item, mine, options), _block(options)))
+    return plans
+
+
+def _plans_of(ranges: Sequence[_Range], first: int, options: EngineOptions) -> list[FilePlan]:
+    """`first`: number of the first range's memory among the targets."""
+    return [
+        file_plan(
+            part.item.path,
+            [(first + i, part.start, part.at, part.stop - part.start)],
+            _checks(part.item, part.entries, options),
+            _block(options),
         )
-        files: dict[Path, OpenFile] = {}
-        try:
-            for item in wanted:
-                files[item.path] = OpenFile(item.path, item.contents.file_bytes, self._options.direct_io)
-            self._give_memory(hosted, files, arena)
-            self._run_threads([*in_place, *hosted], files)
-        finally:
-            for file in files.values():
-                file.close()
-        self._check(wanted)
-        return tensors | {(r.path, entry.name): r.tensor(entry) for r in hosted for entry in r.entries}
+        for i, part in enumerate(ranges)
+    ]
 
-    def _in_place(
-        self, wanted: Sequence[Wanted], live: Mapping[str, torch.Tensor], tensors: dict[Key, torch.Tensor]
-    ) -> list[Range]:
-        """Stretches of what goes to live tensors, or to new ones beside these; their tensors join `tensors`."""
-        found = {
-            (item.path, entry.name): live[entry.name]
-            for item in wanted
-            for entry in item.entries
-            if entry.num_bytes and fits(live.get(entry.name), entry)
-        }
-        self._device = next((t.device for t in found.values() if t.device.type == "cuda"), self._device)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # what is still to be done to them, such as filling them
-        found |= {
-            (item.path, entry.name): torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
-            for item in wanted
-            for entry in item.entries
-            if entry.num_bytes and entry.placement is not None and (item.path, entry.name) not in found
-        }
-        ranges = ranges_of(
-            [replace(i, entries=[e for e in i.entries if (i.path, e.name) in found]) for i in wanted]
-        )
-        for stretch in ranges:
-            stretch.live = {e.name: bytes_of(found[stretch.path, e.name]) for e in stretch.entries}
-        tensors |= found
-        return ranges
 
-    def _give_memory(self, ranges: Sequence[Range], files: dict[Path, OpenFile], arena: Arena) -> None:
-        """The page cache itself to what lies there (--direct-io auto); to the others the arena, one after the other."""
-        size = 0
-        for stretch in ranges:
-            if files[stretch.path].can_be_mapped(stretch.start, stretch.stop):
-                stretch.mapping = files[stretch.path].map()
-                stretch.memory = np.frombuffer(stretch.mapping, dtype=np.uint8)
-                stretch.at = stretch.start
-            else:
-                stretch.at = size
-                size += stretch.stop - stretch.start
-        memory = arena.take(size)
-        for stretch in ranges:
-            if stretch.mapping is None:
-                stretch.memory = memory
+def _checks(item: Wanted, entries: Iterable[TensorEntry], options: EngineOptions) -> list[tuple[int, int]]:
+    base = item.contents.data_start
+    return [
+        (base + entry.start, entry.num_bytes)
+        for entry in entries
+        if options.verify_checksums and entry.crc32 is not None
+    ]
 
-    def _run_threads(self, ranges: Sequence[Range], files: dict[Path, OpenFile]) -> None:
-        """Let the I/O threads read all blocks: a share each of what is mapped, and the others as they come."""
-        mapped: list[Block] = []
-        others: list[Block] = []
-        step = min(STEP, self._options.io_block_bytes)
-        for stretch in ranges:
-            through_cache = stretch.mapping is not None or files[stretch.path].only_mapped
-            (mapped if through_cache else others).extend(stretch.blocks(step))
-        queue = iter(others)
-        count = self._options.io_threads or (_DIRECT_THREADS if others else _MAPPING_THREADS)
-        readers = [LoadThread(self._options, files, self._device) for _ in range(count)]
-        shares = [mapped[len(mapped) * i // count : len(mapped) * (i + 1) // count] for i in range(count)]
-        threads = [
-            threading.Thread(
-                target=self._run, args=(reader, self._next_blocks(share, queue)), name=f"lazy-io-{i}"
-            )
-            for i, (reader, share) in enumerate(zip(readers, shares, strict=True))
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if self._error is not None:
-            raise self._error
-        for reader in readers:
-            for key, piece in reader.checksums:
-                self._crcs.setdefault(key, []).append(piece)
 
-    def _next_blocks(self, share: Sequence[Block], queue: Iterator[Block]) -> Iterator[Block]:
-        """What a thread has to read, until something fails."""
-        for block in share:
-            if self._error is not None:
-                return
-            yield block
-        while self._error is None:
-            with self._lock:
-                block = next(queue, None)
-            if block is None:
-                return
-            yield block
+def _block(options: EngineOptions) -> int:
+    return min(BLOCK, options.io_block_bytes)
 
-    def _run(self, reader: LoadThread, blocks: Iterator[Block]) -> None:
-        try:
-            reader.run(blocks, self._op)
-        except BaseException as exc:
-            self._error = self._error or exc
 
-    def _check(self, wanted: Sequence[Wanted]) -> None:
-        """Raises CheckpointDamagedError if a tensor does not have the checksum it was saved with."""
-        if not self._options.verify_checksums:
-            return
-        for item in wanted:
-            for entry in item.entries:
-                if entry.crc32 is None:
-                    continue
-                crc = 0
-                for _, length, piece in sorted(self._crcs.get((item.path, entry.name), ())):
-                    crc = isal_zlib.crc32_combine(crc, piece, length)
-                if f"{crc:08x}" != entry.crc32:
-                    raise CheckpointDamagedError(
-                        f"{item.path}: tensor {entry.name} does not have the checksum it was saved with"
-                    )
+def _verify(wanted: Sequence[Wanted], found: Iterable[RangeChecksum]) -> None:
+    """Raises CheckpointDamagedError if a tensor does not have the checksum it was saved with."""
+    known = by_file(found)
+    for item in wanted:
+        base, checksums = item.contents.data_start, known.get(item.path.name, {})
+        for entry in item.entries:
+            if entry.crc32 is None:
+                continue
+            crc = combine(checksums, base + entry.start, base + entry.stop).crc32
+            if f"{crc:08x}" != entry.crc32:
+                raise CheckpointDamagedError(
+                    f"{item.path}: tensor {entry.name} does not have the checksum it was saved with"
+                )

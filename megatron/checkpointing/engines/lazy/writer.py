@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from isal import isal_zlib
 
 from megatron.checkpointing.engines.base import EngineOptions, PendingSave, SavedFile
 from megatron.checkpointing.engines.lazy import format as lazy_format
-from megatron.checkpointing.engines.lazy.host_cache import Buffer, HostCache
+from megatron.checkpointing.engines.lazy.host_cache import HostCache, gather
 from megatron.fileio import direct_files
+from megatron.fileio.checksums import RangeChecksum, by_file, combine, range_checksum
+from megatron.fileio.files import with_name
+from megatron.fileio.host_buffers import Buffer
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
 
@@ -106,9 +108,7 @@ class LazySave(PendingSave):
         self._gathered: deque[Block] = deque()
         self._released = False
         self._error: BaseException | None = None
-        self._crcs: dict[
-            str, list[tuple[int, int, int]]
-        ] = {}  # tensor -> (start, bytes, crc32) of its pieces
+        self._checksums: list[RangeChecksum] = []  # of the pieces of all tensors
         self._result: list[SavedFile] = []
         self._stream = _side_stream(captured.tensors.values())  # None on the CPU
         self._main = threading.Thread(target=self._run, name="lazy-save", daemon=True)
@@ -241,7 +241,7 @@ class LazySave(PendingSave):
                 return False
             block.ahead = ahead
             started = now_ns()
-            block.copied = block.buffer.gather(self._sources, block.pieces, self._stream)
+            block.copied = gather(block.buffer, self._sources, block.pieces, self._stream)
             clock.gather += now_ns() - started
             clock.gathered_bytes += block.length
             return True
@@ -290,13 +290,13 @@ class LazySave(PendingSave):
             block.copied.synchronize()
         started = now_ns()
         if self._options.checksum:
-            view = block.buffer.view
-            crcs = [isal_zlib.crc32(view[p.offset : p.offset + p.stop - p.start]) for p in block.pieces]
+            view, name = block.buffer.view, self._path.name
+            checksums = [
+                range_checksum(name, block.position + p.offset, view[p.offset : p.offset + p.stop - p.start])
+                for p in block.pieces
+            ]
             with self._condition:
-                for piece, crc in zip(block.pieces, crcs, strict=True):
-                    self._crcs.setdefault(piece.tensor, []).append(
-                        (piece.start, piece.stop - piece.start, crc)
-                    )
+                self._checksums += checksums
         middle = now_ns()
         file.write(block.buffer.view, block.length, block.position)
         clock.checksum += middle - started
@@ -308,8 +308,7 @@ class LazySave(PendingSave):
         name = self._path.name
         with self._op.span("serialize", file=name, blocking=False):
             if self._options.checksum:
-                crcs = {entry: _combine(self._crcs.get(entry, [])) for entry in self._contents.entries}
-                self._contents = lazy_format.with_checksums(self._contents, crcs)
+                self._contents = lazy_format.with_checksums(self._contents, self._crcs())
             header = lazy_format.encode(self._contents)
             checksum = lazy_format.header_checksum(header)
             buffer = direct_files.aligned_memory(len(header))
@@ -324,6 +323,15 @@ class LazySave(PendingSave):
                 span.bytes = self._contents.file_bytes
         self._result = [SavedFile(name, self._contents.file_bytes, checksum, self._state_names)]
 
+    def _crcs(self) -> dict[str, int]:
+        """CRC-32 of each tensor."""
+        checksums = by_file(self._checksums).get(self._path.name, {})
+        base = self._contents.data_start
+        return {
+            name: combine(checksums, base + entry.start, base + entry.stop).crc32
+            for name, entry in self._contents.entries.items()
+        }
+
     def _record(self, phase: str, detail: str | None, started: int, spent: int, moved: int | None) -> None:
         self._op.add(
             phase, detail, started, now_ns(), duration_ns=spent, file=self._path.name, num_bytes=moved,
@@ -331,8 +339,8 @@ class LazySave(PendingSave):
         )  # fmt: skip
 
     def _fail(self, exc: BaseException) -> None:
-        if isinstance(exc, OSError) and exc.filename is None:
-            exc = OSError(exc.errno, exc.strerror, str(self._path))
+        if isinstance(exc, OSError):
+            exc = with_name(exc, self._path)
         with self._condition:
             if self._error is None:
                 self._error = exc
@@ -370,14 +378,6 @@ def _as_bytes(tensor: torch.Tensor) -> Any:
     """The bytes of a contiguous tensor: a numpy array on the CPU, a uint8 tensor on a device."""
     flat = tensor.reshape(-1).view(torch.uint8)
     return flat.numpy() if flat.device.type == "cpu" else flat
-
-
-def _combine(pieces: list[tuple[int, int, int]]) -> int:
-    """CRC-32 of a tensor from those of its pieces, which cover it without gaps."""
-    crc = 0
-    for _, length, piece in sorted(pieces):
-        crc = isal_zlib.crc32_combine(crc, piece, length)
-    return crc
 
 
 def _side_stream(tensors: Iterable[torch.Tensor]) -> Any:

@@ -14,7 +14,7 @@ from typing import ClassVar
 from megatron.checkpointing.engines.base import CheckpointEngine, FileState, SavedFile
 from megatron.checkpointing.engines.host_staging import Staging, check_loadable, stage_on_host
 from megatron.checkpointing.engines.torch_files import ReadsTorchFiles, write_state
-from megatron.fileio.timed_files import TimedWriter
+from megatron.fileio.timed_files import TimedWriter, Timeline
 from megatron.fileio.zip_records import open_directory_checksum
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
@@ -32,22 +32,23 @@ class TorchEngine(ReadsTorchFiles, CheckpointEngine):
             staging = Staging()
             state = stage_on_host(file.state, staging)
             span.bytes = staging.copied_bytes
-        opened = now_ns()
+        opened, timeline = now_ns(), Timeline()
         check_loadable(staging, file.name)
-        writer = TimedWriter(path)
+        writer = TimedWriter(path, timeline)
         try:
             write_state(state, writer)
             del state  # giving a host copy back to the system takes time, too
             checksum = open_directory_checksum(writer.fd)  # a few kB, still in the page cache
             closed = now_ns()
-            serialize_ns = closed - opened - writer.write_ns
+            write_ns = timeline.total("write")
+            serialize_ns = closed - opened - write_ns
             op.add("serialize", None, opened, closed, duration_ns=serialize_ns, file=file.name)
             op.add(
                 "flush",
                 "write",
                 opened,
                 closed,
-                duration_ns=writer.write_ns,
+                duration_ns=write_ns,
                 file=file.name,
                 num_bytes=writer.num_bytes,
             )

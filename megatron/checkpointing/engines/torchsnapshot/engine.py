@@ -19,26 +19,27 @@ from torchsnapshot.manifest import ChunkedTensorEntry, DictEntry, TensorEntry
 from torchsnapshot.serialization import BUFFER_PROTOCOL_SUPPORTED_DTYPES, Serializer
 from torchsnapshot.snapshot import PendingSnapshot, Snapshot
 
+from megatron.checkpointing.engines import codec
 from megatron.checkpointing.engines.base import (
     CheckpointEngine,
     EngineOptions,
     FileState,
     PendingSave,
+    SavedCheckpoint,
     SavedFile,
 )
-from megatron.checkpointing.engines.codec import state_skeleton
-from megatron.checkpointing.engines.codec.values import DTYPES
-from megatron.checkpointing.engines.errors import CheckpointDamagedError
+from megatron.checkpointing.engines.codec import DTYPES
+from megatron.checkpointing.engines.errors import CheckpointDamagedError, reading
+from megatron.checkpointing.engines.file_loads import report_load
 from megatron.checkpointing.engines.state_files import find_files, pack, total_bytes, unpack
 from megatron.checkpointing.engines.torchsnapshot import library
 from megatron.checkpointing.engines.torchsnapshot.storage import ReadingStorage, WritingStorage
-from megatron.fileio.measured_io import sync_directory
+from megatron.fileio.files import DamagedFileError, sync_directory
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
 
 METADATA = ".snapshot_metadata"
 _KEY = "state"  # of the only object of a snapshot
-_READ, _VERIFY = "read", "verify"
 
 
 class _Holder:
@@ -70,15 +71,14 @@ class TorchSnapshotEngine(CheckpointEngine):
             pending.take(file)
         return pending
 
-    def load(
-        self, names: Sequence[str], directory: Path, expected: Mapping[str, SavedFile], op: Operation
-    ) -> dict[str, Any]:
+    def load(self, names: Sequence[str], checkpoint: SavedCheckpoint, op: Operation) -> dict[str, Any]:
         states: dict[str, Any] = {}
         with ThreadPoolExecutor(self._threads, thread_name_prefix="torchsnapshot-read") as pool:
             for name in names:
                 start = now_ns()
-                files = find_files(name, directory, expected, METADATA)
-                states[name] = self._load_state(directory / name, files, pool, op, start)
+                files = find_files(name, checkpoint, METADATA)
+                with reading(checkpoint.path(name)):
+                    states[name] = self._load_state(checkpoint.path(name), files, pool, op, start)
                 op.bytes = (op.bytes or 0) + sum(file.num_bytes for file in files.values())
                 op.num_files = (op.num_files or 0) + len(files)
         return states
@@ -97,18 +97,13 @@ class TorchSnapshotEngine(CheckpointEngine):
             if execution.errors:
                 raise execution.errors[0]
             state = _from_library(holder.content, root)
-        except (OSError, MemoryError, CheckpointDamagedError):
+        except (OSError, MemoryError, CheckpointDamagedError, DamagedFileError):
             raise
         except Exception as exc:  # a damaged description can make the library raise anything
             raise CheckpointDamagedError(
                 f"{root}: cannot be read as a snapshot ({type(exc).__name__}: {exc})"
             ) from exc
-        end = now_ns()
-        spent = execution.timeline.shares([_READ, _VERIFY], start, end)
-        size = sum(file.num_bytes for file in files.values())
-        op.add("load", "read", start, end, duration_ns=spent[_READ], file=root.name, num_bytes=size)
-        op.add("load", "verify", start, end, duration_ns=spent[_VERIFY], file=root.name)
-        op.add("load", "deserialize", start, end, duration_ns=spent[""], file=root.name)
+        report_load(op, root.name, execution.timeline, start, sum(file.num_bytes for file in files.values()))
         return state
 
 
@@ -197,7 +192,7 @@ class _PendingSnapshots(PendingSave):
 
 def _for_library(state: Any) -> dict[str, Any]:
     """What the library is given: `tensors` of one dimension by number, and `skeleton` with all the rest."""
-    skeleton, tensors = state_skeleton.split(state)
+    skeleton, tensors = codec.split(state)
     described = [
         [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
         for name, tensor in tensors.items()
@@ -229,7 +224,7 @@ def _from_library(content: dict[str, Any], root: Path) -> Any:
             tensors[name] = flat.view(shape)
         else:
             tensors[name] = torch.empty(shape, dtype=dtype)
-    return state_skeleton.join(described["state"], tensors)
+    return codec.join(described["state"], tensors)
 
 
 def _check_entries(root: Path, manifest: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ from torchsnapshot.io_types import BufferConsumer, BufferStager, BufferType, Sto
 from torchsnapshot.pg_wrapper import PGWrapper
 
 from megatron.checkpointing.engines.base import MIB, EngineOptions
-from megatron.fileio.measured_io import Timeline
+from megatron.fileio.timed_files import Timeline
 from restart_trace.clock import now_ns
 
 BUDGET_VARIABLE = "TORCHSNAPSHOT_PER_RANK_MEMORY_BUDGET_BYTES"

@@ -10,15 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from isal import isal_zlib
 from torchsnapshot.io_types import ReadIO, WriteIO
 from torchsnapshot.storage_plugins.fs import FSStoragePlugin
 
 from megatron.checkpointing.engines.base import EngineOptions, SavedFile
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
-from megatron.checkpointing.engines.measured_reading import expected_crc, read_file
+from megatron.checkpointing.engines.file_loads import checked_content
 from megatron.checkpointing.engines.torchsnapshot.library import Buffers
-from megatron.fileio.measured_io import Timeline, checksum_text, sync_directory, with_name
+from megatron.fileio.checksums import checksum_text, crc32
+from megatron.fileio.files import sync_directory, with_name
+from megatron.fileio.timed_files import Timeline, read_file
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
 
@@ -76,7 +77,7 @@ class WritingStorage(_Storage):
             self._op.add("serialize", None, self._last_ns, now_ns(), file=f"{state}/{name}", blocking=False)
         if self._options.checksum:
             with self._op.span("serialize", file=f"{state}/{name}", blocking=False):
-                crc = isal_zlib.crc32(view)
+                crc = crc32(view)
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
@@ -135,5 +136,5 @@ class ReadingStorage(_Storage):
         path = self._root / name
         if name not in self._files:
             raise CheckpointDamagedError(f"{path}: is not one of the files that were saved")
-        expected = expected_crc(path, self._files[name]) if self._verify else None
-        return read_file(path, self._timeline, expected)
+        checked = checked_content(path, self._files[name]) if self._verify else []
+        return read_file(path, self._timeline, checked)

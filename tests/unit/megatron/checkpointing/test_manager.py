@@ -1,8 +1,7 @@
-"""What must not become a failed save, or a hang of the other ranks, when the storage refuses rank 0."""
+"""What a load makes of a directory or a checkpoint that does not fit, and the public functions."""
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,19 +13,8 @@ from megatron.checkpointing import loading as checkpoint_loading
 from megatron.checkpointing import manager as checkpointing
 from megatron.checkpointing.commit import Candidate, Manifest
 from megatron.checkpointing.engines.base import SavedFile
-from megatron.checkpointing.engines.errors import CheckpointMismatchError, SaveDirectorySupersededError
-from megatron.checkpointing.ownership import claim
+from megatron.checkpointing.engines.errors import CheckpointMismatchError
 from megatron.checkpointing.state import settings_kept
-from restart_trace.recorder import NullOperation
-
-
-def test_failed_pruning_is_no_failed_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    context: Any = SimpleNamespace(
-        config=SimpleNamespace(checkpoint=SimpleNamespace(keep_last=1)), ownership=None
-    )
-    checkpointing._prune(context, tmp_path / "gone", 5, NullOperation())
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert caplog.messages[0].startswith("old checkpoints were not removed: [Errno 2]")
 
 
 def test_directory_that_cannot_be_read_is_told_to_all_ranks(
@@ -56,24 +44,6 @@ def test_files_that_were_never_saved_are_no_damage() -> None:
         checkpoint_loading._check_wanted(candidate("a"), ["a", "b", "c"])
 
 
-def test_a_prune_that_finds_a_successor_leaves_the_message_to_the_next_save(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """What was just committed is committed; the run ends with one message, not two."""
-    (tmp_path / ".incomplete_global_step1_g0_1").mkdir()
-    held = claim(tmp_path)
-    successor = claim(tmp_path, take_over=True)
-    context: Any = SimpleNamespace(
-        config=SimpleNamespace(checkpoint=SimpleNamespace(keep_last=1)), ownership=held
-    )
-    checkpointing._prune(context, tmp_path, 5, NullOperation())
-    assert caplog.messages == []
-    with pytest.raises(SaveDirectorySupersededError):
-        held.check()
-    for mine in (held, successor):
-        mine.release()
-
-
 def test_the_flags_count_again_after_a_load_that_failed_half_way() -> None:
     """Its checkpoint is passed over for an older one, and the settings of neither are those of this run."""
     weight = torch.nn.Parameter(torch.zeros(2))
@@ -91,6 +61,6 @@ def test_the_package_gives_the_public_functions() -> None:
     import megatron.checkpointing as package
 
     assert package.save_checkpoint is checkpointing.save_checkpoint
-    assert package.load_checkpoint is checkpoint_loading.load_checkpoint
+    assert package.load_checkpoint is checkpointing.load_checkpoint
     with pytest.raises(ImportError, match="no_such_name"):
         exec("from megatron.checkpointing import no_such_name")

@@ -12,13 +12,18 @@ import torch
 
 from megatron.checkpointing import naming as names
 from megatron.checkpointing.commit import Manifest, write_manifest
-from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedFile
+from megatron.checkpointing.engines.base import (
+    CheckpointEngine,
+    EngineOptions,
+    FileState,
+    SavedCheckpoint,
+    SavedFile,
+)
 from megatron.checkpointing.engines.registry import create_engine
 from megatron.checkpointing.prefetch import Prefetch
 from megatron.config import Config, ConfigError
 from megatron.config.arguments import config_from_args, parse_args
-from megatron.fileio.direct_files import ResidentPages
-from megatron.fileio.host_memory import resident_pages
+from megatron.fileio.page_cache import ResidentPages
 from megatron.parallel.topology import Layout
 from restart_trace.recorder import NullOperation, Recorder
 from restart_trace.sink import JsonlSink
@@ -80,7 +85,7 @@ def forget(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        if any(resident_pages(file.fileno())):
+        if ResidentPages(file.fileno()).share(0, path.stat().st_size):
             pytest.skip("this file system keeps its files in memory")
 
 
@@ -118,7 +123,7 @@ def storage_reads() -> int:
 
 
 def check_loaded(engine: CheckpointEngine, directory: Path, expected: dict[str, SavedFile], op: Any) -> None:
-    found = engine.load([LAYER, COMMON_STATE, shard(1)], directory, expected, op)
+    found = engine.load([LAYER, COMMON_STATE, shard(1)], SavedCheckpoint(directory, expected), op)
     assert torch.equal(found[LAYER]["weight"], states(0)[0].state["weight"])
     assert torch.equal(found[shard(1)]["master"], states(1)[0].state["master"])
 

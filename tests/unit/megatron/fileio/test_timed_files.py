@@ -6,15 +6,15 @@ import io
 import os
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from megatron.checkpointing.engines.errors import CheckpointDamagedError
-from megatron.checkpointing.engines.verifying_reader import VerifyingReader
 from megatron.fileio import timed_files
-from megatron.fileio.timed_files import TimedReader, TimedWriter
-from megatron.fileio.zip_records import Record, read_records
+from megatron.fileio.files import DamagedFileError
+from megatron.fileio.timed_files import TimedReader, TimedWriter, Timeline
+from megatron.fileio.zip_records import read_records
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_pieces_of_every_size_arrive_in_order(tmp_path: Path) -> None:
-    writer = TimedWriter(tmp_path / "file")
+    writer = TimedWriter(tmp_path / "file", Timeline())
     pieces = [b"a" * 10, b"b" * 70_000, b"c", b"", b"d" * 65_535, b"e" * 65_536, b"f" * 3]
     counts = [writer.write(piece) for piece in pieces]
     writer.flush()
@@ -48,7 +48,7 @@ def test_small_pieces_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return real_write(fd, data)
 
     monkeypatch.setattr(timed_files.os, "write", write)
-    writer = TimedWriter(tmp_path / "file")
+    writer = TimedWriter(tmp_path / "file", Timeline())
     for _ in range(1000):
         writer.write(b"x" * 100)
     writer.flush()
@@ -60,7 +60,7 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """The kernel writes at most 2 GiB at a time; here a pipe-sized piece stands for that."""
     real_write = os.write
     monkeypatch.setattr(timed_files.os, "write", lambda fd, data: real_write(fd, data[:4096]))
-    writer = TimedWriter(tmp_path / "file")
+    writer = TimedWriter(tmp_path / "file", Timeline())
     content = os.urandom(100_000)
     writer.write(content)
     writer.close()
@@ -71,7 +71,7 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("old")
     with pytest.raises(FileExistsError):
-        TimedWriter(tmp_path / "file")
+        TimedWriter(tmp_path / "file", Timeline())
     assert (tmp_path / "file").read_text() == "old"
 
 
@@ -79,21 +79,38 @@ def test_torch_save_writes_the_same_bytes(tmp_path: Path) -> None:
     state = {"large": torch.arange(100_000.0), "small": torch.ones(3)}
     expected = io.BytesIO()
     torch.save(state, expected)
-    writer = TimedWriter(tmp_path / "file")
+    timeline = Timeline()
+    writer = TimedWriter(tmp_path / "file", timeline)
     torch.save(state, writer)  # type: ignore[arg-type]
     writer.flush()
     writer.close()
     assert (tmp_path / "file").read_bytes() == expected.getvalue()
-    assert writer.num_bytes == len(expected.getvalue()) and writer.write_ns > 0
+    assert writer.num_bytes == len(expected.getvalue()) and timeline.total("write") > 0
 
 
 # Reading
 
 
-@pytest.mark.parametrize("kind", [TimedReader, VerifyingReader])
-def test_reads_like_any_file(saved: Path, kind: type[TimedReader]) -> None:
-    content = saved.read_bytes()
-    reader = kind(saved)
+class Counted(TimedReader):
+    """Notes which bytes were read."""
+
+    def __init__(self, path: Path, timeline: Timeline, *, verify: bool = True) -> None:
+        with path.open("rb") as file:
+            checked = [record.checked for record in read_records(file)] if verify else []
+        super().__init__(path, timeline, checked)
+        self.reads: list[tuple[int, int]] = []
+
+    def readinto(self, buffer: Any, /) -> int:
+        start = self.tell()
+        count = super().readinto(buffer)
+        self.reads.append((start, start + count))
+        return count
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_reads_like_any_file(saved: Path, verify: bool) -> None:
+    content, timeline = saved.read_bytes(), Timeline()
+    reader = Counted(saved, timeline, verify=verify)
     assert reader.seekable() and reader.readable() and reader.tell() == 0
     assert reader.read(10) == content[:10]
     assert reader.seek(-7, os.SEEK_END) == len(content) - 7
@@ -104,26 +121,25 @@ def test_reads_like_any_file(saved: Path, kind: type[TimedReader]) -> None:
     assert buffer[: len(content) - 100] == content[100:]
     reader.finish()
     reader.close()
-    assert reader.read_ns > 0
+    assert timeline.total("read") > 0
 
 
-def test_torch_load_verifies_in_passing(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_load_verifies_in_passing(saved: Path) -> None:
     """What torch.load read whole is not read a second time."""
-    again: list[str] = []
-    real = VerifyingReader._read_again
-
-    def read_again(self: VerifyingReader, index: int, record: Record) -> None:
-        again.append(record.name.rpartition("/")[2])
-        real(self, index, record)
-
-    monkeypatch.setattr(VerifyingReader, "_read_again", read_again)
-    reader = VerifyingReader(saved)
-    state = torch.load(reader, weights_only=True)  # type: ignore[arg-type]
-    assert torch.equal(state["large"], torch.arange(100_000.0)) and state["text"] == "text"
-    reader.finish()
-    reader.close()
-    assert reader.verify_ns > 0 and reader.read_ns > 0
-    assert not {"0", "1", "data.pkl"} & set(again), again
+    timeline = Timeline()
+    with saved.open("rb") as file:
+        records = {record.name.rpartition("/")[2]: record.checked for record in read_records(file)}
+    with Counted(saved, timeline) as reader:
+        state = torch.load(reader, weights_only=True)  # type: ignore[arg-type]
+        assert torch.equal(state["large"], torch.arange(100_000.0)) and state["text"] == "text"
+        before = len(reader.reads)
+        reader.finish()
+        again = reader.reads[before:]
+    assert timeline.total("verify") > 0 and timeline.total("read") > 0
+    for name in ("0", "1", "data.pkl"):
+        assert not any(start < records[name].stop and stop > records[name].start for start, stop in again), (
+            name
+        )
 
 
 def flip(path: Path, offset: int) -> None:
@@ -139,21 +155,21 @@ def test_flipped_bit_is_found_and_its_record_named(saved: Path, ending: str, rea
     with saved.open("rb") as file:
         record = next(r for r in read_records(file) if r.name.endswith(ending))
     flip(saved, record.offset + record.size - 1)
-    reader = VerifyingReader(saved)
+    reader = Counted(saved, Timeline())
     if read_first:
         reader.seek(record.offset)
         reader.read(record.size)
     else:
         reader.seek(record.offset + record.size // 2)
         reader.read(1)
-    with pytest.raises(CheckpointDamagedError) as caught:
+    with pytest.raises(DamagedFileError) as caught:
         reader.finish()
     assert str(caught.value) == f"{saved}: record {record.name} does not have the checksum it was saved with"
     reader.close()
 
 
 def test_reading_twice_does_not_spoil_the_checksum(saved: Path) -> None:
-    reader = VerifyingReader(saved)
+    reader = Counted(saved, Timeline())
     for _ in range(2):
         reader.seek(0)
         reader.read()
@@ -164,4 +180,4 @@ def test_reading_twice_does_not_spoil_the_checksum(saved: Path) -> None:
 def test_truncated_file(saved: Path) -> None:
     os.truncate(saved, saved.stat().st_size - 1)
     with pytest.raises(zipfile.BadZipFile):
-        VerifyingReader(saved)
+        Counted(saved, Timeline())

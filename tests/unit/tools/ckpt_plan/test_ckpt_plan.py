@@ -404,7 +404,7 @@ def test_more_ranks_than_can_be_planned_are_refused_at_once(capsys: pytest.Captu
 def test_a_long_planning_says_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("tools.ckpt_plan.cli._TELL_EVERY_S", 0.0)
+    monkeypatch.setattr("tools.ckpt_plan.cli.REPORT_EVERY_S", 0.0)
     assert main(["--model", "tiny", "--dp", "2", "--summary"]) == 0
     told = capsys.readouterr().err.splitlines()
     assert [line.partition(",")[0] for line in told] == [f"ckpt_plan: {n} of 2 ranks planned" for n in (1, 2)]

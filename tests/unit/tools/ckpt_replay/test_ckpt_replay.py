@@ -121,7 +121,7 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path, capsys: pytest.Captu
 def test_a_limited_share_has_the_same_files_and_tensors_and_about_the_bytes() -> None:
     files = planned()
     limit = shares.tensor_bytes(files) // 3
-    limited = shares._limited(files, limit)
+    limited = shares.limited(files, limit)
     assert [file.name for file in limited] == [file.name for file in files]
     assert shares.tensor_bytes(limited) == pytest.approx(limit, rel=0.02)
     before = [path for file in files for path, _ in shares.tensors_of(file.state)]
@@ -148,7 +148,7 @@ def test_weights_and_masters_are_there_before_a_load_and_moments_are_not() -> No
 
 def test_a_limit_below_the_small_tensors_is_refused() -> None:
     with pytest.raises(ReplayError, match="--limit-bytes 10"):
-        shares._limited(planned(), 10)
+        shares.limited(planned(), 10)
 
 
 def test_small_tensors_instead_of_a_model() -> None:
@@ -253,7 +253,9 @@ def test_interference_compares_what_ran_meanwhile_with_the_rest() -> None:
 
 
 @pytest.mark.parametrize("flag", ["--dir", "--trace-dir"])
-def test_a_directory_below_none_is_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str) -> None:
+def test_a_directory_below_none_is_not_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
     missing = tmp_path / "mistyped" / "deeper"
     others = ["--dir", str(tmp_path)] if flag == "--trace-dir" else []
     assert main(["--small-tensors", "3", *others, flag, str(missing)]) == COULD_NOT_RUN

@@ -1,21 +1,22 @@
-"""Figure 7: time spent in barriers: who waited, and for whom."""
+"""Figure 7: time spent in barriers, and the ranks that were waited for."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import polars as pl
 
-from ...common.formatting import plural, seconds
-from ...findings.comparisons import what_held_up
+from ....common.formatting import plural
+from ....common.tables import Column, numbers, times
+from ...findings.comparisons import explain_delay
 from ...metrics.results import OperationStats
-from .content import Cell, Content, Plot, Table, missing, number, plot
-from .plots import BAND, LINE, MARK, THIRD_LINE, layout, line
-from .run_data import RunData, title_of
+from .content import Content, Plot, Table, missing, plot, table
+from .plots import FILLED, LINE, MARK, THIRD_LINE, layout, line
+from .run_data import RunData, spread_over_saves, title_of
 
 _MOST_RANKS = 2048
 _NAMED = 4
-_TOGETHER_S = 0.001  # of skew: below, nobody came late
+_NO_SKEW_S = 0.001  # of skew: below, nobody came late
 _SHADES = ("#666666", "#999933", "#4477AA", "#AA4499", "#44AA99", "#DDCC77")
 
 
@@ -89,10 +90,10 @@ def _last_to_come(
     """(ranks that were waited for, skew in s) of the n-th barrier.
 
     The rank that waits least came last, since all leave together. Ranks that have no n-th barrier span while the
-    others wait did something else meanwhile: then it is they who were waited for.
+    others wait did something else meanwhile: the others waited for these.
     """
     mine = waits.filter(pl.col("nth") == nth)
-    everyone = set(run.tables.walls.filter(pl.col("group") == stats.group)["rank"])
+    everyone = set(run.tables.totals.filter(pl.col("group") == stats.group)["rank"])
     absent = sorted(everyone - set(mine["rank"]))
     shortest: Any = mine["wait_s"].min()
     longest: Any = mine["wait_s"].max()
@@ -102,54 +103,55 @@ def _last_to_come(
 
 
 def _sentence(run: RunData, stats: OperationStats, waits: pl.DataFrame) -> str:
-    """Who was waited for in the barrier that cost most, and what held it up."""
+    """The costliest barrier, the ranks that the others waited for there, and why one came late."""
     costly = waits.group_by("nth").agg(pl.col("wait_s").sum()).sort("wait_s", "nth", descending=[True, False])
     nth, total = costly.row(0)
     ranks, skew = _last_to_come(run, stats, waits, nth)
     cost = f"{title_of(stats)}: barrier {nth} cost {total:.3f} rank-seconds"
-    if skew < _TOGETHER_S:
+    if skew < _NO_SKEW_S:
         return f"{cost}; all ranks came to it together."
-    waited = f"{cost}; the others waited for {_who(ranks)}"
+    waited = f"{cost}; the others waited for {_ranks_text(ranks)}"
     if len(ranks) > 1:
         return f"{waited}."
-    why = what_held_up(run.tables, run.frames.operations, stats.group, ranks[0], skew)
+    why = explain_delay(run.tables, run.frames.operations, stats.group, ranks[0], skew)
     return f"{waited} by up to {skew:.3f} s: {why}."
 
 
-def _who(ranks: list[int]) -> str:
+def _ranks_text(ranks: list[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
     return f"ranks {', '.join(map(str, ranks[:_NAMED]))}{more}"
 
 
+class _Barrier(NamedTuple):
+    nth: int
+    waits: pl.Series  # in s
+    awaited: list[int]  # ranks
+    skew_s: float
+    hosts: set[str]  # of the awaited ranks
+
+
+_COLUMNS: tuple[Column[_Barrier], ...] = (
+    numbers("barrier", lambda one: one.nth),
+    numbers("ranks that waited", lambda one: len(one.waits)),
+    Column("waited for", lambda one: _ranks_text(one.awaited)),
+    Column("on host", lambda one: ", ".join(sorted(one.hosts))),
+    times("skew s", lambda one: one.skew_s),
+    times("longest wait s", lambda one: float(str(one.waits.max()))),
+    times("median wait s", lambda one: float(str(one.waits.median()))),
+    times("rank-seconds", lambda one: float(one.waits.sum())),
+)
+
+
 def _table(run: RunData, stats: OperationStats, waits: pl.DataFrame) -> Table:
-    header = [
-        "barrier",
-        "ranks that waited",
-        "waited for",
-        "on host",
-        "skew s",
-        "longest wait s",
-        "median wait s",
-    ]
-    header.append("rank-seconds")
-    rows = []
+    barriers = []
     for nth in sorted(waits["nth"].unique()):
+        ranks, skew_s = _last_to_come(run, stats, waits, nth)
+        hosts = {run.host_of(stats.cycle, rank) for rank in ranks[:_NAMED]}
         mine = waits.filter(pl.col("nth") == nth)["wait_s"]
-        ranks, skew = _last_to_come(run, stats, waits, nth)
-        hosts = sorted({run.host_of(stats.cycle, rank) for rank in ranks[:_NAMED]})
-        values = [skew, mine.max(), mine.median(), mine.sum()]
-        rows.append(
-            [
-                number(nth, str(nth)),
-                number(len(mine), str(len(mine))),
-                Cell(_who(ranks)),
-                Cell(", ".join(hosts)),
-                *(number(float(str(value)), seconds(float(str(value)), 4)) for value in values),
-            ]
-        )
-    return Table(f"{title_of(stats)}: {plural(len(rows), 'barrier')}", header, rows)
+        barriers.append(_Barrier(nth, mine, ranks, skew_s, hosts))
+    return table(f"{title_of(stats)}: {plural(len(barriers), 'barrier')}", _COLUMNS, barriers)
 
 
 def _over_saves(run: RunData) -> Plot | None:
@@ -157,29 +159,19 @@ def _over_saves(run: RunData) -> Plot | None:
     saves = [save for save in run.report.saves if save.wall]
     if len(saves) < 2:
         return None
-    waited = run.tables.phases.filter(
-        (pl.col("operation") == "save") & (pl.col("phase") == "barrier") & (pl.col("detail") == "")
-    )
     share = 100 * pl.col("busy_ns").fill_null(0) / pl.col("wall_ns")
-    table = (
-        run.tables.walls.filter((pl.col("operation") == "save") & (pl.col("wall_ns") > 0))
-        .join(waited.select("group", "rank", "busy_ns"), on=["group", "rank"], how="left")
-        .group_by("group")
-        .agg(share.min().alias("low"), share.median().alias("usual"), share.max().alias("high"))
+    waited = run.tables.with_phase("barrier").filter(
+        (pl.col("operation") == "save") & (pl.col("wall_ns") > 0)
     )
-    by_group = {row["group"]: row for row in table.iter_rows(named=True)}
-    rows = [by_group.get(save.group, {}) for save in saves]
+    low, median, high = spread_over_saves(waited, share, saves)
     x = list(range(1, len(saves) + 1))
     text = [f"{save.tag}, cycle {save.cycle}" for save in saves]
     look = {"text": text, "hovertemplate": "%{text}: %{y:.1f} %<extra>%{fullData.name}</extra>"}
     data = [
-        line("rank that waits most", MARK, x=x, y=[row.get("high") for row in rows], **look),
-        line(
-            "rank that waits least", THIRD_LINE, x=x, y=[row.get("low") for row in rows],
-            fill="tonexty", fillcolor=BAND, **look,
-        ),
-        line("median rank", LINE, x=x, y=[row.get("usual") for row in rows], **look),
-    ]  # fmt: skip
+        line("rank that waits most", MARK, x=x, y=high, **look),
+        line("rank that waits least", THIRD_LINE, x=x, y=low, **FILLED, **look),
+        line("median rank", LINE, x=x, y=median, **look),
+    ]
     arranged = layout(
         300,
         x="saves, in order",

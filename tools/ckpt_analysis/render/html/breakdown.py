@@ -8,28 +8,37 @@ import polars as pl
 
 from restart_trace.schema import PHASES
 
-from ...common.formatting import count, digits_for, plural, rate, seconds, size
+from ....common.formatting import digits_for, plural, seconds
+from ....common.tables import Column
 from ...common.intervals import busy
-from ...metrics.results import OperationStats, PhaseStats, StartStats
+from ...metrics.phases import PHASE_NAME
+from ...metrics.results import OperationStats, PhaseStats, StartStats, Stats
+from ..phase_table import (
+    PhaseLine,
+    blocking_column,
+    critical_columns,
+    leaves,
+    phase_lines,
+    time_columns,
+    volume_columns,
+)
 from .colours import UNATTRIBUTED, colour
-from .content import Cell, Content, Plot, Table, missing, number, plot
-from .plots import bar, layout
+from .content import Content, Plot, Table, missing, plot, table
+from .plots import bar, categories, layout, phase_bars
 from .run_data import RunData, three_ranks, title_of, wall_of
 
 _BACKGROUND = "in the background"
 _BLOCKING = "training waits"
-_BLOCKING_WORDS = {"all": "yes", "some": "partly", "none": "no"}
 
 
 def draw(run: RunData) -> Content:
     """The shown save, load and start: stacked for three ranks, the spread over all ranks, and the numbers."""
-    shown: list[OperationStats | StartStats] = [s for s in (run.save, run.load, run.start) if s is not None]
-    if not shown:
+    if not run.shown:
         return missing("No save, load or start-up was recorded to its end on any rank.")
     plots: list[Plot] = []
     tables: list[Table] = []
     notes: list[str] = []
-    for stats in shown:
+    for stats in run.shown:
         if not stats.phases:
             notes.append(f"{title_of(stats)}: no phases are recorded, only the whole.")
         elif run.has_ranks(stats):
@@ -43,14 +52,14 @@ def draw(run: RunData) -> Content:
     return Content(plots, tables, notes)
 
 
-def _stacked(run: RunData, stats: OperationStats | StartStats) -> Plot:
+def _stacked(run: RunData, stats: Stats) -> Plot:
     """Phases one after the other, on the slowest, the median and the fastest rank."""
-    ranks = three_ranks(run.tables.walls, stats.group)
-    table = _times(run, stats, [rank for _, rank in ranks])
+    ranks = three_ranks(run.tables.totals, stats.group)
+    times = _times(run, stats, [rank for _, rank in ranks])
     lanes: list[str] = []
     series: dict[str, dict[str, float]] = {}
     for word, rank in ranks:
-        mine = table.filter(pl.col("rank") == rank)
+        mine = times.filter(pl.col("rank") == rank)
         for background in (False, True):
             part = mine.filter(pl.col("background") == background)
             if background and part.is_empty():
@@ -64,22 +73,13 @@ def _stacked(run: RunData, stats: OperationStats | StartStats) -> Plot:
         if rest is not None and not mine["background"].any():
             series.setdefault(UNATTRIBUTED, {})[f"rank {rank} ({word})"] = rest
     order = [name for name in [*_order(stats), UNATTRIBUTED] if name in series]
-    data = [
-        bar(
-            name,
-            colour(name),
-            x=list(series[name].values()),
-            y=list(series[name]),
-            hover=[f"{name}, {lane}: {value:.4f} s" for lane, value in series[name].items()],
-        )
-        for name in order
-    ]
+    data = phase_bars(series, order, 4)
     arranged = layout(
         34 * len(lanes) + 130,
         x="seconds (busy time)",
         y="",
         barmode="stack",
-        yaxis={"categoryorder": "array", "categoryarray": lanes[::-1], "type": "category"},
+        yaxis=categories(lanes),
     )
     wall = wall_of(stats)
     description = (
@@ -91,40 +91,33 @@ def _stacked(run: RunData, stats: OperationStats | StartStats) -> Plot:
     )
 
 
-def _times(run: RunData, stats: OperationStats | StartStats, ranks: list[int]) -> pl.DataFrame:
+def _times(run: RunData, stats: Stats, ranks: list[int]) -> pl.DataFrame:
     """rank, phase (with its detail), background, busy_ns of some ranks."""
     here = (pl.col("group") == stats.group) & pl.col("rank").is_in(ranks)
-    name = (
-        pl.when(pl.col("detail") == "")
-        .then(pl.col("phase").cast(pl.String))
-        .otherwise(
-            pl.concat_str(pl.col("phase").cast(pl.String), pl.lit("/"), pl.col("detail").cast(pl.String))
-        )
-    )
     if isinstance(stats, StartStats):
         phases = run.tables.phases.filter(here & (pl.col("phase") != "caught_up"))
         # The load is one block here: its own phases overlap in threads. They have a figure of their own.
         whole = phases.filter(pl.col("detail") == "")
-        return whole.select("rank", name.alias("phase"), pl.lit(False).alias("background"), "busy_ns")
+        return whole.select("rank", PHASE_NAME, pl.lit(False).alias("background"), "busy_ns")
     spans = run.frames.spans.filter(here).with_columns(
         pl.col("detail").cast(pl.String).fill_null("").alias("detail"),
         (~pl.col("blocking")).alias("background"),
     )
     return busy(spans, ["rank", "phase", "detail", "background"]).select(
-        "rank", name.alias("phase"), "background", "busy_ns"
+        "rank", PHASE_NAME, "background", "busy_ns"
     )
 
 
 def _unattributed(run: RunData, group: int, rank: int) -> float | None:
-    walls = run.tables.walls.filter((pl.col("group") == group) & (pl.col("rank") == rank))
-    if walls.is_empty() or walls["wall_ns"][0] is None:
+    totals = run.tables.totals.filter((pl.col("group") == group) & (pl.col("rank") == rank))
+    if totals.is_empty() or totals["wall_ns"][0] is None:
         return None
-    return max(0, walls["wall_ns"][0] - walls["covered_ns"][0]) / 1e9
+    return max(0, totals["wall_ns"][0] - totals["covered_ns"][0]) / 1e9
 
 
-def _order(stats: OperationStats | StartStats) -> list[str]:
+def _order(stats: Stats) -> list[str]:
     """Names of phases, with their details, in the order in which they come."""
-    if isinstance(stats, StartStats):
+    if not isinstance(stats, OperationStats):
         return [phase.name for phase in stats.phases]
     return [
         f"{phase}/{detail}" if detail else phase
@@ -133,9 +126,9 @@ def _order(stats: OperationStats | StartStats) -> list[str]:
     ]
 
 
-def _spread(stats: OperationStats | StartStats) -> Plot:
+def _spread(stats: Stats) -> Plot:
     """Fastest to slowest rank of every phase, with the median."""
-    rows = _leaves(stats.phases)
+    rows = leaves(stats.phases)
     names = [name for name, _ in rows]
     longest = max((entry.time.max_s for _, entry in rows), default=0.0)
     digits = digits_for(longest)
@@ -164,7 +157,7 @@ def _spread(stats: OperationStats | StartStats) -> Plot:
         y="",
         barmode="overlay",
         xaxis={"range": [0, longest * 1.35 or 1]},
-        yaxis={"categoryorder": "array", "categoryarray": names[::-1], "type": "category"},
+        yaxis=categories(names),
     )
     slowest = max(rows, key=lambda row: row[1].time.max_s, default=None)
     words = f"; the longest is {slowest[0]} with {slowest[1].time.max_s:.3f} s" if slowest else ""
@@ -199,16 +192,6 @@ def _marks(rows: list[tuple[str, PhaseStats]], digits: int) -> list[dict[str, An
     return [median, slowest]
 
 
-def _leaves(phases: list[PhaseStats]) -> list[tuple[str, PhaseStats]]:
-    """Phases, those with details as their details; without what follows after the operation."""
-    rows: list[tuple[str, PhaseStats]] = []
-    for phase in phases:
-        if phase.name == "caught_up":
-            continue
-        rows += [(f"{phase.name}/{d.name}", d) for d in phase.details] or [(phase.name, phase)]
-    return rows
-
-
 def _hover(name: str, entry: PhaseStats, digits: int) -> str:
     time = entry.time
     return (
@@ -218,40 +201,19 @@ def _hover(name: str, entry: PhaseStats, digits: int) -> str:
     )
 
 
-def _table(stats: OperationStats | StartStats) -> Table:
+def _table(stats: Stats) -> Table:
     wall = wall_of(stats)
     digits = digits_for(wall.max_s)
-    header = ["phase", "slowest s", "rank", "median s", "fastest s", "spread s"]
-    header.append("on the slowest s" if wall.slowest_rank is None else f"on rank {wall.slowest_rank} s")
-    header += ["bytes", "files", "GB/s", "training waits"]
-    entries = [entry for p in stats.phases for entry in [("", p), *((f"{p.name}/", d) for d in p.details)]]
-    rows = []
-    for prefix, entry in entries:
-        time = entry.time
-        values = (time.median_s, time.min_s, time.spread_s, time.at_critical_s)
-        rows.append(
-            [
-                Cell(prefix + entry.name),
-                number(time.max_s, seconds(time.max_s, digits)),
-                number(time.slowest_rank, count(time.slowest_rank)),
-                *(number(value, seconds(value, digits)) for value in values),
-                number(entry.bytes, size(entry.bytes)),
-                number(entry.num_files, count(entry.num_files)),
-                number(entry.GBps, rate(entry.GBps)),
-                Cell(_BLOCKING_WORDS[entry.blocking]),
-            ]
-        )
-    if stats.unattributed:
-        rest = stats.unattributed
-        values = (rest.median_s, rest.min_s, rest.spread_s, rest.at_critical_s)
-        rows.append(
-            [
-                Cell(UNATTRIBUTED),
-                number(rest.max_s, seconds(rest.max_s, digits)),
-                number(rest.slowest_rank, count(rest.slowest_rank)),
-                *(number(value, seconds(value, digits)) for value in values),
-                *[Cell("")] * 4,
-            ]
-        )
-    whole = "to the first step" if isinstance(stats, StartStats) else "whole " + stats.operation
-    return Table(f"{title_of(stats)}, phase by phase ({whole}: {wall.max_s:.{digits}f} s)", header, rows)
+    rank = "the slowest" if wall.slowest_rank is None else f"rank {wall.slowest_rank}"
+    columns = [
+        Column[PhaseLine]("phase", lambda line: line.name),
+        *time_columns(digits, fastest="fastest s"),
+        *critical_columns(digits, f"on {rank} s"),
+        *volume_columns(),
+        blocking_column("training waits"),
+    ]
+    lines = phase_lines(stats.phases)
+    lines += [PhaseLine(UNATTRIBUTED, stats.unattributed)] if stats.unattributed else []
+    whole = f"whole {stats.kind}" if isinstance(stats, OperationStats) else "to the first step"
+    caption = f"{title_of(stats)}, phase by phase ({whole}: {wall.max_s:.{digits}f} s)"
+    return table(caption, columns, lines)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from math import log10
 from pathlib import Path
 from typing import Any
 
-from ...common.formatting import NOT_RECORDED, percent, size
+from ....common.formatting import NOT_RECORDED, number, percent, size
+from ....common.tables import Cell, Column, numbers
 from ...compare import results
 from ...compare.results import Comparison, MetricRow, SpeedUp, VariantFacts
-from ..comparison import METHOD, median_text, p_text, verdict_text
-from .content import Cell, Content, Plot, Table, number, plot
+from ..comparison import MEDIAN, METHOD, METRIC, RATIO, TEST, Result, compared, interval_text, verdict_text
+from .content import Content, Plot, Table, plot, table
 from .plots import LINE, SECOND_LINE, THIRD_LINE, layout
 
 _COLOURS = (LINE, SECOND_LINE, THIRD_LINE, "#AA3377", "#999933", "#66CCEE", "#888888")
@@ -223,23 +226,27 @@ def _shares(comparison: Comparison) -> Plot | None:
 
 def _runs(comparison: Comparison) -> Table:
     """What each run was: engine, layout, model, checkpoint, and whatever else is not the same in all."""
-    others = [name for name in comparison.differing if name not in _FACTS]
-    sizes, files, shares = (comparison.row(name) for name in ("save_bytes", "save_files", _SHARE))
-    rows = []
-    for index, variant in enumerate(comparison.variants):
-        cells = [Cell(name_of(variant)), number(len(variant.directories), str(len(variant.directories)))]
-        cells += [Cell(variant.facts.get(name) or NOT_RECORDED) for name in (*_FACTS, *others)]
-        num_bytes, num_files, share = (
-            row.cells[index].median if row else None for row in (sizes, files, shares)
-        )
-        cells += [
-            number(num_bytes, size(None if num_bytes is None else round(num_bytes))),
-            number(num_files, NOT_RECORDED if num_files is None else f"{num_files:.10g}"),
-            number(share, percent(share)),
-        ]
-        rows.append(cells)
-    header = ["run", "runs", *_FACTS, *others, "checkpoint", "files", "training blocked"]
-    return Table("Runs compared", header, rows)
+    facts = [*_FACTS, *(name for name in comparison.differing if name not in _FACTS)]
+
+    def median(name: str) -> Callable[[int], float | None]:
+        row = comparison.row(name)
+        return lambda index: row.cells[index].median if row else None
+
+    variants = comparison.variants
+    columns: list[Column[int]] = [
+        Column("run", lambda index: name_of(variants[index])),
+        numbers("runs", lambda index: len(variants[index].directories)),
+        *(
+            Column(name, lambda index, name=name: variants[index].facts.get(name) or NOT_RECORDED)
+            for name in facts
+        ),
+        numbers(
+            "checkpoint", median("save_bytes"), lambda value: size(None if value is None else round(value))
+        ),
+        numbers("files", median("save_files"), partial(number, spec=".10g")),
+        numbers("training blocked", median(_SHARE), percent),
+    ]
+    return table("Runs compared", columns, range(len(variants)))
 
 
 def _grid(comparison: Comparison) -> list[Table]:
@@ -273,7 +280,7 @@ def _grid_cell(comparison: Comparison, row: MetricRow, wanted: tuple[str | None,
             times = f", {gain.times:.3g}×" if gain else ""
             texts.append(f"{_value(row, cell.median)} ({variant.label}{times})")
             medians.append(cell.median)
-    return number(medians[0] if medians else None, "; ".join(texts) or NOT_RECORDED)
+    return Cell("; ".join(texts) or NOT_RECORDED, medians[0] if medians else None)
 
 
 def _value(row: MetricRow, median: float) -> str:
@@ -282,41 +289,25 @@ def _value(row: MetricRow, median: float) -> str:
     return percent(median) if row.name == _SHARE else f"{median:.4g} {row.unit}"
 
 
+_DIFFERENCES: tuple[Column[Result], ...] = (
+    *METRIC,
+    Column("run", lambda r: name_of(r.variant)),
+    MEDIAN,
+    RATIO,
+    numbers("speed-up", lambda r: gain.times if (gain := _gain(r)) else None, partial(number, spec=".3f")),
+    Column(
+        "its 95 % interval",
+        lambda r: interval_text(gain.low, gain.high) if (gain := _gain(r)) else NOT_RECORDED,
+    ),
+    *TEST,
+)
+
+
+def _gain(result: Result) -> SpeedUp | None:
+    return result.row.speed_up(result.cell)
+
+
 def _differences(comparison: Comparison) -> Table:
     """A row per metric and run after the first, with the numbers and verdicts that `ckpt-analysis compare` prints."""
-    rows = []
-    for row in (row for row in comparison.rows if row.headline):
-        for variant, cell in list(zip(comparison.variants, row.cells, strict=True))[1:]:
-            gain = row.speed_up(cell)
-            between = NOT_RECORDED
-            if gain and gain.low is not None and gain.high is not None:
-                between = f"[{gain.low:.3f}, {gain.high:.3f}]"
-            rows.append(
-                [
-                    Cell(row.name),
-                    Cell(row.unit),
-                    number(row.cells[0].median, median_text(row.cells[0])),
-                    Cell(name_of(variant)),
-                    number(cell.median, median_text(cell)),
-                    number(cell.ratio, NOT_RECORDED if cell.ratio is None else f"{cell.ratio:.3f}"),
-                    number(gain.times if gain else None, f"{gain.times:.3f}" if gain else NOT_RECORDED),
-                    Cell(between),
-                    number(cell.p_value, NOT_RECORDED if cell.p_value is None else p_text(cell.p_value)),
-                    Cell(verdict_text(row, cell)),
-                ]
-            )
-    header = [
-        "metric",
-        "unit",
-        "A (n)",
-        "run",
-        "median (n)",
-        "ratio",
-        "speed-up",
-        "its 95 % interval",
-        "p",
-        "verdict",
-    ]
-    return Table(
-        f"Which differences exceed the noise; ratios are to A, n counts {comparison.repeats}", header, rows
-    )
+    caption = f"Which differences exceed the noise; ratios are to A, n counts {comparison.repeats}"
+    return table(caption, _DIFFERENCES, compared(comparison, headline_only=True))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from ....common.tables import Cell, Column, Item, titles
 
 if TYPE_CHECKING:
     from .run_data import RunData
@@ -29,14 +31,6 @@ class Plot:
     title: str
     variants: list[Variant]
     description: str
-
-
-@dataclass(frozen=True)
-class Cell:
-    """Text of a table's cell, and the number that it is sorted by (None: by its text)."""
-
-    text: str
-    order: float | None = None
 
 
 @dataclass(frozen=True)
@@ -80,11 +74,14 @@ def plot(title: str, data: list[dict[str, Any]], layout: dict[str, Any], descrip
     return Plot(title, [Variant("", data, layout)], description)
 
 
+def table(
+    caption: str, columns: Sequence[Column[Item]], items: Iterable[Item], *, folded: bool = False
+) -> Table:
+    """A table with a row per item."""
+    rows = [[column.cell(item) for column in columns] for item in items]
+    return Table(caption, titles(columns), rows, folded)
+
+
 def missing(sentence: str) -> Content:
     """In place of a figure: why there is none."""
     return Content(notes=[sentence])
-
-
-def number(value: float | None, text: str) -> Cell:
-    """A cell that is sorted as a number; unknown ones come last."""
-    return Cell(text, value)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import polars as pl
 
-from ...common.formatting import size
+from ....common.formatting import size
+from ....common.tables import Column
 from ...model.probe_values import NAMES
-from .content import Cell, Content, Plot, Table, missing, number, plot
-from .plots import LINE, MARK, SECOND_LINE, THIRD_LINE, layout, line
+from .content import Content, Plot, Table, missing, plot, table
+from .plots import LINE, MARK, SECOND_LINE, THIRD_LINE, columns, layout, line
 from .run_data import RunData
 
 _MOST_MOMENTS = 400
@@ -116,9 +118,7 @@ def _levels(panel: _Panel, moments: pl.DataFrame, known: list[str]) -> Plot:
         y = (shown[name] / panel.scale).to_list()
         look = {"text": labels, "hovertemplate": f"%{{text}}<br>{name}: %{{y:.4g}}<extra></extra>"}
         data.append(line(name, paint, x=x, y=y, showlegend=True, **look))
-    every = -(-len(labels) // _MOST_TICKS)
-    xaxis = {"tickmode": "array", "tickvals": x[::every], "ticktext": labels[::every], "tickangle": 0}
-    arranged = layout(300, x="", y=panel.axis, xaxis=xaxis, yaxis={"rangemode": "tozero"})
+    arranged = layout(300, x="", y=panel.axis, xaxis=_ticks(labels), yaxis={"rangemode": "tozero"})
     description = (
         f"Lines of {', '.join(n for n in panel.names if n in known)} at the ends of {len(x) // 2} operations."
     )
@@ -139,37 +139,59 @@ def _traffic(run: RunData, known: list[str]) -> Plot:
         .tail(_MOST_MOMENTS // 2)
     )
     labels = rises["label"].to_list()
-    data: list[dict[str, Any]] = []
-    for name, paint in zip(names, _COLOURS, strict=False):
-        data.append(
-            {
-                "type": "bar",
-                "name": _COUNTERS[name],
-                "x": list(range(len(labels))),
-                "text": labels,
-                "textposition": "none",
-                "y": (rises[name] / 1e9).to_list(),
-                "marker": {"color": paint},
-                "hovertemplate": f"%{{text}}<br>{_COUNTERS[name]}: %{{y:.4g}} GB<extra></extra>",
-            }
-        )
-    every = -(-len(labels) // _MOST_TICKS) or 1
     x = list(range(len(labels)))
-    xaxis = {"tickmode": "array", "tickvals": x[::every], "ticktext": labels[::every], "tickangle": 0}
-    arranged = layout(320, x="", y="GB, all ranks", barmode="group", xaxis=xaxis)
+    data = [
+        columns(
+            _COUNTERS[name],
+            paint,
+            x=x,
+            y=(rises[name] / 1e9).to_list(),
+            text=labels,
+            textposition="none",
+            hovertemplate=f"%{{text}}<br>{_COUNTERS[name]}: %{{y:.4g}} GB<extra></extra>",
+        )
+        for name, paint in zip(names, _COLOURS, strict=False)
+    ]
+    arranged = layout(320, x="", y="GB, all ranks", barmode="group", xaxis=_ticks(labels))
     description = f"Bars of the bytes that all ranks read and wrote in each of {len(labels)} operations."
     return plot("I/O of the processes in each operation", data, arranged, description)
+
+
+def _ticks(labels: list[str]) -> dict[str, Any]:
+    """An axis of operations, of which every n-th is labelled."""
+    every = -(-len(labels) // _MOST_TICKS) or 1
+    shown = list(range(len(labels)))[::every]
+    return {"tickmode": "array", "tickvals": shown, "ticktext": labels[::every], "tickangle": 0}
+
+
+class _Probe(NamedTuple):
+    name: str
+    lowest: float
+    median: float
+    highest: float
+    rank: int  # with the highest
+
+    def show(self, value: float) -> str:
+        return size(int(value)) if "bytes" in self.name else f"{value:.0f}"
+
+
+def _level(title: str, value: Callable[[_Probe], float]) -> Column[_Probe]:
+    return Column(title, lambda probe: probe.show(value(probe)), value)
+
+
+_COLUMNS: tuple[Column[_Probe], ...] = (
+    Column("probe", lambda probe: probe.name),
+    _level("lowest", lambda probe: probe.lowest),
+    _level("median", lambda probe: probe.median),
+    _level("highest", lambda probe: probe.highest),
+    Column("on rank", lambda probe: str(probe.rank)),
+)
 
 
 def _table(probes: pl.DataFrame, known: list[str]) -> Table:
     rows = []
     for name in known:
-        values = probes.select("rank", name).drop_nulls()
-        highest = values.sort(name, "rank", descending=[True, False]).row(0)
-        numbers = [float(str(v)) for v in (values[name].min(), values[name].median(), values[name].max())]
-        texts = [size(int(n)) if "bytes" in name else f"{n:.0f}" for n in numbers]
-        rows.append(
-            [Cell(name), *(number(n, t) for n, t in zip(numbers, texts, strict=True)), Cell(str(highest[0]))]
-        )
-    header = ["probe", "lowest", "median", "highest", "on rank"]
-    return Table("Probes over all ranks and operations", header, rows)
+        values = probes.select("rank", name).drop_nulls().sort(name, "rank", descending=[True, False])
+        levels = (values[name].min(), values[name].median(), values[name].max())
+        rows.append(_Probe(name, *(float(str(level)) for level in levels), rank=values["rank"][0]))
+    return table("Probes over all ranks and operations", _COLUMNS, rows)

@@ -7,12 +7,13 @@ from typing import Any
 
 import polars as pl
 
-from ...common.formatting import NOT_RECORDED, plural, rate, seconds, size
+from ....common.formatting import NOT_RECORDED, plural, rate, seconds, size
+from ....common.tables import Column, numbers, times
 from ...findings.costs import small_files
 from ...findings.evidence import Evidence
 from ...findings.rules import RULES
 from ...metrics.results import OperationStats
-from .content import Cell, Content, Plot, Table, missing, number, plot
+from .content import Content, Plot, Table, missing, plot, table
 from .plots import layout
 from .run_data import RunData, title_of
 
@@ -172,18 +173,19 @@ def _times(stats: OperationStats, files: pl.DataFrame) -> Plot:
     return plot(f"{title_of(stats)}: time of each file", data, arranged, description)
 
 
+_KIND_COLUMNS: tuple[Column[dict[str, Any]], ...] = (
+    Column("kind", lambda row: row["kind"]),
+    numbers("files", lambda row: row["files"]),
+    *(numbers(name, lambda row, name=name: row[name], size) for name in ("bytes", "smallest")),
+    numbers("median", lambda row: row["median"], lambda value: size(int(value))),
+    numbers("largest", lambda row: row["largest"], size),
+    times("median s", lambda row: row["median_s"]),
+    times("slowest s", lambda row: row["took_s"]),
+    numbers("median GB/s", lambda row: row["GBps"], rate),
+)
+
+
 def _kinds_table(stats: OperationStats, files: pl.DataFrame) -> Table:
-    header = [
-        "kind",
-        "files",
-        "bytes",
-        "smallest",
-        "median",
-        "largest",
-        "median s",
-        "slowest s",
-        "median GB/s",
-    ]
     speed = (pl.col("bytes") / 1e9 / pl.when(pl.col("took_s") > 0).then(pl.col("took_s"))).median()
     kinds = (
         files.group_by("kind")
@@ -193,42 +195,30 @@ def _kinds_table(stats: OperationStats, files: pl.DataFrame) -> Table:
             pl.col("bytes").min().alias("smallest"),
             pl.col("bytes").median().alias("median"),
             pl.col("bytes").max().alias("largest"),
-            pl.col("took_s").median().alias("usual_s"),
+            pl.col("took_s").median().alias("median_s"),
             pl.col("took_s").max(),
             speed.alias("GBps"),
         )
         .sort("bytes", "kind", descending=[True, False])
     )
-    rows = []
-    for row in kinds.iter_rows(named=True):
-        sizes = (row["bytes"], row["smallest"], row["median"], row["largest"])
-        rows.append(
-            [
-                Cell(row["kind"]),
-                number(row["files"], str(row["files"])),
-                *(number(value, size(int(value))) for value in sizes),
-                *(number(value, seconds(value, 4)) for value in (row["usual_s"], row["took_s"])),
-                number(row["GBps"], rate(row["GBps"])),
-            ]
-        )
-    return Table(f"{title_of(stats)}: files by kind", header, rows)
+    return table(f"{title_of(stats)}: files by kind", _KIND_COLUMNS, kinds.iter_rows(named=True))
 
 
 def _slowest_table(stats: OperationStats, files: pl.DataFrame) -> Table:
-    rows = []
-    for row in files.head(_SLOWEST_NAMED).iter_rows(named=True):
-        speed = row["bytes"] / 1e9 / row["took_s"] if row["took_s"] and row["bytes"] else None
-        rows.append(
-            [
-                Cell(row["file"]),
-                number(row["rank"], str(row["rank"])),
-                number(row["bytes"], size(row["bytes"])),
-                number(row["took_s"], seconds(row["took_s"], 4)),
-                number(
-                    row["fsync_s"], seconds(row["fsync_s"], 4) if stats.operation == "save" else NOT_RECORDED
-                ),
-                number(speed, rate(speed)),
-            ]
-        )
-    header = ["file", "rank", "bytes", "time s", "of it fsync s", "GB/s"]
-    return Table(f"{title_of(stats)}: the {len(rows)} files that took longest", header, rows, folded=True)
+    def fsync_text(row: dict[str, Any]) -> str:
+        return seconds(row["fsync_s"], 4) if stats.operation == "save" else NOT_RECORDED
+
+    def speed(row: dict[str, Any]) -> float | None:
+        return row["bytes"] / 1e9 / row["took_s"] if row["took_s"] and row["bytes"] else None
+
+    columns: list[Column[dict[str, Any]]] = [
+        Column("file", lambda row: row["file"]),
+        numbers("rank", lambda row: row["rank"]),
+        numbers("bytes", lambda row: row["bytes"], size),
+        times("time s", lambda row: row["took_s"]),
+        Column("of it fsync s", fsync_text, lambda row: row["fsync_s"]),
+        numbers("GB/s", speed, rate),
+    ]
+    slowest = files.head(_SLOWEST_NAMED)
+    caption = f"{title_of(stats)}: the {slowest.height} files that took longest"
+    return table(caption, columns, slowest.iter_rows(named=True), folded=True)

@@ -7,7 +7,8 @@ from typing import Any
 
 import polars as pl
 
-from ...common.formatting import plural
+from ....common.formatting import plural
+from ...metrics.phases import PHASE_NAME
 from .colours import STEP, colour
 from .content import Content, missing, plot
 from .plots import bar, layout
@@ -37,7 +38,7 @@ def draw(run: RunData) -> Content:
         return missing(
             "No save was recorded span by span to its end on any rank, so there is no timeline of one."
         )
-    ranks = [(f"rank {rank} ({word})", rank) for word, rank in three_ranks(run.tables.walls, save.group)]
+    ranks = [(f"rank {rank} ({word})", rank) for word, rank in three_ranks(run.tables.totals, save.group)]
     present = sorted(run.save_spans["rank"].unique().to_list())
     if len(present) <= _SHOW_ALL_UP_TO:
         ranks = [(f"rank {rank}", rank) for rank in present]
@@ -88,12 +89,7 @@ def _thin(spans: pl.DataFrame, begin: int) -> pl.DataFrame:
     """
     ordered = spans.sort("start_ns", "end_ns").with_columns(
         pl.lit(0).alias("merged"),
-        pl.concat_str(
-            pl.col("phase").cast(pl.String),
-            pl.col("detail").cast(pl.String),
-            separator="/",
-            ignore_nulls=True,
-        ).alias("name"),
+        PHASE_NAME.alias("name"),
     )
     if ordered.height <= _MOST_BARS:
         return ordered

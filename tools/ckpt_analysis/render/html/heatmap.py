@@ -7,10 +7,12 @@ from typing import Any
 
 import polars as pl
 
-from ...common.formatting import plural, seconds
+from ....common.formatting import plural, seconds
+from ....common.tables import Column, numbers, times
 from ...findings.comparisons import largest_excess, slow_ranks
-from ...metrics.results import OperationStats, PhaseStats, StartStats
-from .content import Cell, Content, Plot, Table, Variant, missing, number
+from ...metrics.results import Stats
+from ..phase_table import leaves
+from .content import Content, Plot, Table, Variant, missing, table
 from .plots import MARGIN, MARK, axis, matrix
 from .run_data import RunData, title_of
 
@@ -23,13 +25,12 @@ _ORDERS = {"by host": ["host", "rank"], "by TP × PP × DP": ["pp", "dp", "tp", 
 
 def draw(run: RunData) -> Content:
     """A map for each of the shown save, load and start."""
-    shown: list[OperationStats | StartStats] = [s for s in (run.save, run.load, run.start) if s is not None]
-    shown = [stats for stats in shown if stats.phases and run.has_ranks(stats)]
+    shown = [stats for stats in run.shown if stats.phases and run.has_ranks(stats)]
     if not shown:
         return missing(
             "No operation was recorded rank by rank and phase by phase, so ranks cannot be compared."
         )
-    slow = slow_ranks(run.tables.walls)
+    slow = slow_ranks(run.tables.totals)
     plots = [_map(run, stats, slow) for stats in shown]
     notes = [_binned(stats.ranks) for stats in shown[:1] if stats.ranks > COLUMNS]
     flagged = {row for stats in shown for row in _flagged(slow, stats)}
@@ -45,45 +46,36 @@ def _binned(ranks: int) -> str:
     )
 
 
-def _flagged(slow: pl.DataFrame, stats: OperationStats | StartStats) -> list[int]:
+def _flagged(slow: pl.DataFrame, stats: Stats) -> list[int]:
     return slow.filter(pl.col("group") == stats.group)["rank"].to_list()
 
 
-def leaf_names(phases: list[PhaseStats]) -> list[tuple[str, str]]:
-    """(phase, detail) of the rows: phases with details as their details, "" for those without."""
-    rows: list[tuple[str, str]] = []
-    for phase in phases:
-        if phase.name != "caught_up":
-            rows += [(phase.name, detail.name) for detail in phase.details] or [(phase.name, "")]
-    return rows
-
-
-def _map(run: RunData, stats: OperationStats | StartStats, slow: pl.DataFrame) -> Plot:
-    table = _ranks(run, stats)
-    names = [f"{phase}/{detail}" if detail else phase for phase, detail in leaf_names(stats.phases)]
+def _map(run: RunData, stats: Stats, slow: pl.DataFrame) -> Plot:
+    ranks = _ranks(run, stats)
+    names = [name for name, _ in leaves(stats.phases)]
     flagged = set(_flagged(slow, stats))
     variants = [
-        Variant(word, *_arranged(table.sort(order), names, flagged, order[0]))
+        Variant(word, *arranged(ranks.sort(order), names, flagged, order[0]))
         for word, order in _ORDERS.items()
     ]
     marked = (
         f"; marked as slower than the others: rank {', '.join(map(str, sorted(flagged)))}" if flagged else ""
     )
-    description = f"Map of {table.height} ranks and {len(names)} phases of {title_of(stats)}{marked}."
-    return Plot(f"{title_of(stats)}: {plural(table.height, 'rank')}", variants, description)
+    description = f"Map of {ranks.height} ranks and {len(names)} phases of {title_of(stats)}{marked}."
+    return Plot(f"{title_of(stats)}: {plural(ranks.height, 'rank')}", variants, description)
 
 
-def _ranks(run: RunData, stats: OperationStats | StartStats) -> pl.DataFrame:
+def _ranks(run: RunData, stats: Stats) -> pl.DataFrame:
     """A row per rank: its place, and a column of seconds per phase."""
     places = run.places.filter(pl.col("cycle") == stats.cycle)
     table = (
-        run.tables.walls.filter(pl.col("group") == stats.group)
+        run.tables.totals.filter(pl.col("group") == stats.group)
         .select("rank")
         .join(places, on="rank", how="left", maintain_order="left")
     )
     mine = run.tables.phases.filter(pl.col("group") == stats.group)
-    for phase, detail in leaf_names(stats.phases):
-        name = f"{phase}/{detail}" if detail else phase
+    for name, _ in leaves(stats.phases):
+        phase, _, detail = name.partition("/")
         part = mine.filter((pl.col("phase") == phase) & (pl.col("detail") == detail))
         column = part.select("rank", (pl.col("busy_ns") / 1e9).alias(name))
         table = table.join(column, on="rank", how="left", maintain_order="left")
@@ -91,7 +83,7 @@ def _ranks(run: RunData, stats: OperationStats | StartStats) -> pl.DataFrame:
     return table
 
 
-def _arranged(
+def arranged(
     table: pl.DataFrame, names: list[str], flagged: set[int], group_by: str
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Data and layout of a map whose columns are the rows of `table`, or bins of them."""
@@ -138,7 +130,7 @@ def _arranged(
                 "showlegend": False,
             }
         )
-    arranged = {
+    layout = {
         "height": 26 * len(names) + 110,
         "margin": MARGIN,
         "xaxis": axis("ranks, " + ("in order of their hosts" if group_by == "host" else "stage by stage"))
@@ -147,7 +139,7 @@ def _arranged(
         # For the marks above the map.
         "yaxis2": {"domain": [_MAP, 1], "range": [0, 1], "visible": False, "fixedrange": True},
     }
-    return data, arranged
+    return data, layout
 
 
 def _label(row: dict[str, Any], per_column: int) -> str:
@@ -170,40 +162,29 @@ def _ticks(groups: Sequence[Any], labels: list[str], group_by: str) -> dict[str,
     return {"tickvals": [labels[i] for i in first], "ticktext": [f"{word}{groups[i]}" for i in first]}
 
 
-def _table(run: RunData, stats: OperationStats | StartStats) -> Table:
+_COLUMNS: tuple[Column[dict[str, Any]], ...] = (
+    numbers("rank", lambda row: row["rank"]),
+    Column("host", lambda row: str(row["host"])),
+    Column("tp, pp, dp", lambda row: f"{row['tp']}, {row['pp']}, {row['dp']}"),
+    times("own s", lambda row: row["own_ns"] / 1e9, 3),
+    numbers("over the median s", lambda row: row["own_ns"] / 1e9 - row["median_s"], "{:+.3f}".format),
+    Column("wall s", lambda row: seconds(row["wall_ns"] / 1e9), lambda row: row["wall_ns"]),
+    Column("phase above its median most", lambda row: row["phase"] or ""),
+    numbers(
+        "there s", lambda row: ((row["ranks_ns"] or 0) - (row["median_ns"] or 0)) / 1e9, "{:+.3f}".format
+    ),
+)
+
+
+def _table(run: RunData, stats: Stats) -> Table:
     """The ranks that worked longest."""
-    walls = run.tables.walls.filter((pl.col("group") == stats.group) & pl.col("wall_ns").is_not_null())
-    worst = walls.sort("own_ns", "rank", descending=[True, False]).head(_WORST)
+    totals = run.tables.totals.filter((pl.col("group") == stats.group) & pl.col("wall_ns").is_not_null())
+    median_s = (totals.select(pl.col("own_ns").median()).item() or 0) / 1e9
+    worst = totals.sort("own_ns", "rank", descending=[True, False]).head(_WORST)
+    worst = worst.with_columns(pl.lit(median_s, pl.Float64).alias("median_s"))
     places = run.places.filter(pl.col("cycle") == stats.cycle)
-    worst = worst.join(places, on="rank", how="left", maintain_order="left")
-    excess = largest_excess(run.tables, stats.group)
-    worst = worst.join(excess, on="rank", how="left", maintain_order="left")
-    median_s = (walls.select(pl.col("own_ns").median()).item() or 0) / 1e9
-    rows = []
-    for row in worst.iter_rows(named=True):
-        own_s = row["own_ns"] / 1e9
-        above_s = ((row["theirs_ns"] or 0) - (row["usual_ns"] or 0)) / 1e9
-        rows.append(
-            [
-                number(row["rank"], str(row["rank"])),
-                Cell(str(row["host"])),
-                Cell(f"{row['tp']}, {row['pp']}, {row['dp']}"),
-                number(own_s, seconds(own_s)),
-                number(own_s - median_s, f"{own_s - median_s:+.3f}"),
-                number(row["wall_ns"], seconds(row["wall_ns"] / 1e9)),
-                Cell(row["phase"] or ""),
-                number(above_s, f"{above_s:+.3f}"),
-            ]
-        )
-    header = [
-        "rank",
-        "host",
-        "tp, pp, dp",
-        "own s",
-        "over the median s",
-        "wall s",
-        "phase above its median most",
-    ]
-    header.append("there s")
-    few = f"the {len(rows)} longest of {walls.height}" if len(rows) < walls.height else "all ranks"
-    return Table(f"{title_of(stats)}: own time, {few}", header, rows, folded=True)
+    for further in (places, largest_excess(run.tables, stats.group)):
+        worst = worst.join(further, on="rank", how="left", maintain_order="left")
+    few = f"the {worst.height} longest of {totals.height}" if worst.height < totals.height else "all ranks"
+    caption = f"{title_of(stats)}: own time, {few}"
+    return table(caption, _COLUMNS, worst.iter_rows(named=True), folded=True)

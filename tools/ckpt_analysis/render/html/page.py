@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ....common.formatting import plural
 from ...common.errors import CouldNotRunError
-from ...common.formatting import plural
 from ...common.problems import ERROR
 from ...compare.results import Comparison
 from ...compare.variants import Variant
-from ...model.run_info import layout_text
 from ...report import Analysis, Report
 from ..answer import answer
 from . import comparison
@@ -89,34 +88,29 @@ def _first_page(report: Report, name: str) -> dict[str, Any]:
 
 
 def _facts(report: Report) -> list[tuple[str, str]]:
-    newest = report.cycles[-1]
-    hosts = sorted({host for cycle in report.cycles for host in cycle.hosts})
-    named = f"{len(hosts)}: {', '.join(hosts[:8])}{', ...' if len(hosts) > 8 else ''}"
-    engines = sorted(
-        {
-            f"{c.engine_used or 'not recorded'} (asked for: {c.engine_asked or 'not recorded'})"
-            for c in report.cycles
-        }
-    )
-    incomplete = [c for c in report.cycles if c.missing]
-    ranks = f"{newest.expected} expected, {newest.present} present in cycle {newest.cycle}"
-    if incomplete:
-        ranks += "; " + "; ".join(
-            f"cycle {c.cycle}: {len(c.missing)} of {c.expected} missing" for c in incomplete[-4:]
-        )
-    complete = sum(save.outcome == "ok" for save in report.saves)
+    facts, newest = report.facts, report.cycles[-1]
+    hosts = f"{len(facts.hosts)}: {', '.join(facts.hosts[:8])}{', ...' if len(facts.hosts) > 8 else ''}"
+    engines = {
+        f"{used or 'not recorded'} (asked for: {asked or 'not recorded'})" for asked, used in facts.engines
+    }
+    incomplete = [
+        f"; cycle {info.cycle}: {len(info.missing)} of {info.expected} missing"
+        for info in report.cycles
+        if info.missing
+    ]
+    present = f"{facts.ranks} expected, {newest.present} present in cycle {newest.cycle}"
     return [
         ("Run", report.run_id),
         ("Trace", str(report.directory)),
         ("Model", report.model or "not recorded"),
-        ("Layout", ", then ".join(dict.fromkeys(layout_text(cycle.layout) for cycle in report.cycles))),
-        ("Engine that ran", "; ".join(engines)),
-        ("Durability", ", ".join(sorted({c.durability or "not recorded" for c in report.cycles}))),
-        ("Hosts", named if hosts else "not recorded"),
-        ("Ranks", ranks),
+        ("Layout", ", then ".join(facts.layouts)),
+        ("Engine that ran", "; ".join(sorted(engines))),
+        ("Durability", ", ".join(sorted({value or "not recorded" for value in facts.durability}))),
+        ("Hosts", hosts if facts.hosts else "not recorded"),
+        ("Ranks", present + "".join(incomplete[-4:])),
         ("Launches", f"{plural(len(report.cycles), 'cycle')}, {plural(len(report.restarts), 'restart')}"),
-        ("Saves", f"{complete} of {len(report.saves)} complete"),
-        ("Software", ", ".join(f"{name} {version}" for name, version in sorted(newest.versions.items()))),
+        ("Saves", f"{len(report.complete_saves)} of {len(report.saves)} complete"),
+        ("Software", ", ".join(facts.versions)),
     ]
 
 

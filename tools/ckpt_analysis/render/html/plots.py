@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from .colours import colour
 
 MARGIN = {"l": 8, "r": 16, "t": 16, "b": 8}
 LINE = "#4477AA"  # where a line stands for no phase
@@ -14,6 +16,7 @@ SECOND_LINE = "#EE7733"
 THIRD_LINE = "#228833"
 BAND = "rgba(68,119,170,0.22)"
 MARK = "#CC3311"
+FILLED: dict[str, Any] = {"fill": "tonexty", "fillcolor": BAND}  # up to the line that was drawn before
 
 
 def layout(height: int, *, x: str, y: str, **more: Any) -> dict[str, Any]:
@@ -34,6 +37,11 @@ def axis(title: str) -> dict[str, Any]:
     return {"title": {"text": title, "font": {"size": 12.5}}, "automargin": True, "zeroline": False}
 
 
+def categories(names: Sequence[str]) -> dict[str, Any]:
+    """What makes an axis one of these categories, in this order from the top or the right."""
+    return {"categoryorder": "array", "categoryarray": list(names)[::-1], "type": "category"}
+
+
 def bar(
     name: str, colour: str, *, x: Sequence[Any], y: Sequence[Any], hover: Sequence[str], **more: Any
 ) -> dict[str, Any]:
@@ -51,10 +59,36 @@ def bar(
     } | more
 
 
+def phase_bars(
+    series: Mapping[str, Mapping[str, float]], phases: Iterable[str], digits: int
+) -> list[dict[str, Any]]:
+    """Horizontal bars of each phase in its colour; `series`: phase -> lane -> seconds."""
+    return [
+        bar(
+            phase,
+            colour(phase),
+            x=list(series[phase].values()),
+            y=list(series[phase]),
+            hover=[f"{phase}, {lane}: {took:.{digits}f} s" for lane, took in series[phase].items()],
+        )
+        for phase in phases
+    ]
+
+
+def columns(name: str, colour: str, *, x: Sequence[Any], y: Sequence[Any], **more: Any) -> dict[str, Any]:
+    """Vertical bars of one colour."""
+    return {"type": "bar", "name": name, "x": list(x), "y": list(y), "marker": {"color": colour}} | more
+
+
 def line(name: str, colour: str, *, x: Sequence[Any], y: Sequence[Any], **more: Any) -> dict[str, Any]:
     """A line with markers."""
     look = {"mode": "lines+markers", "line": {"color": colour, "width": 2}, "marker": {"size": 6}}
     return {"type": "scatter", "name": name, "x": list(x), "y": list(y)} | look | more
+
+
+def vertical(x: float, **more: Any) -> dict[str, Any]:
+    """A vertical line at `x` over the height of the plot."""
+    return {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper"} | more
 
 
 def matrix(rows: Sequence[Sequence[float]]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import polars as pl
 
 from ...common.errors import CouldNotRunError
 from ...metrics.rank_tables import RankTables
-from ...metrics.results import OperationStats, Spread, StartStats
+from ...metrics.results import OperationStats, Spread, StartStats, Stats
 from ...model.frame import Frames
 from ...report import Analysis, Report
 
@@ -26,6 +26,11 @@ class RunData:
     save: OperationStats | None
     load: OperationStats | None
     start: StartStats | None
+
+    @property
+    def shown(self) -> list[Stats]:
+        """The operations that are shown: save, load and start, those that there are."""
+        return [stats for stats in (self.save, self.load, self.start) if stats is not None]
 
     @property
     def report(self) -> Report:
@@ -56,9 +61,9 @@ class RunData:
         table = pl.DataFrame(rows, schema=schema, orient="row")
         return table.join(self.analysis.hosts, on=["cycle", "rank"], how="left")
 
-    def has_ranks(self, stats: OperationStats | StartStats) -> bool:
+    def has_ranks(self, stats: Stats) -> bool:
         """Whether anything is known rank by rank: not of runs that left no trace of their ranks."""
-        return not self.tables.walls.filter(pl.col("group") == stats.group).is_empty()
+        return not self.tables.totals.filter(pl.col("group") == stats.group).is_empty()
 
     def host_of(self, cycle: int, rank: int) -> str:
         rows = self.analysis.hosts.filter((pl.col("cycle") == cycle) & (pl.col("rank") == rank))
@@ -80,7 +85,7 @@ def choose(analysis: Analysis, checkpoint: str | None = None) -> RunData:
                 f"--checkpoint {checkpoint}: no save with this tag ended on any rank; saves: {tags}"
             )
     loads = [load for load in report.loads if load.wall]
-    starts = [start for start in report.starts if start.time_to_first_step]
+    starts = [start for start in report.starts if start.wall]
     restarts = [start for start in starts if start.is_restart]
     return RunData(analysis, _newest(saves), _newest(loads), (restarts or starts or [None])[-1])
 
@@ -91,23 +96,34 @@ def _newest(operations: list[OperationStats]) -> OperationStats | None:
     return (usual or complete or operations or [None])[-1]
 
 
-def title_of(stats: OperationStats | StartStats) -> str:
+def spread_over_saves(
+    values: pl.DataFrame, value: pl.Expr, saves: list[OperationStats]
+) -> tuple[list[float | None], list[float | None], list[float | None]]:
+    """(lowest, median, highest) `value` of each save over the rows of its `group` in `values`."""
+    table = values.group_by("group").agg(
+        value.min().alias("low"), value.median().alias("median"), value.max().alias("high")
+    )
+    by_group = {row["group"]: row for row in table.iter_rows(named=True)}
+    rows = [by_group.get(save.group, {}) for save in saves]
+    low, median, high = ([row.get(name) for row in rows] for name in ("low", "median", "high"))
+    return low, median, high
+
+
+def title_of(stats: Stats) -> str:
     """How headings name an operation: "Save global_step5, cycle 0"."""
-    if isinstance(stats, StartStats):
-        return f"{'Restart' if stats.is_restart else 'Launch'}, cycle {stats.cycle}"
-    return f"{stats.operation.capitalize()} {stats.tag or '(no checkpoint)'}, cycle {stats.cycle}"
+    tag = f" {stats.tag or '(no checkpoint)'}" if isinstance(stats, OperationStats) else ""
+    return f"{stats.kind.capitalize()}{tag}, cycle {stats.cycle}"
 
 
-def wall_of(stats: OperationStats | StartStats) -> Spread:
+def wall_of(stats: Stats) -> Spread:
     """Wall time of an operation that was chosen to be shown: those have one."""
-    wall = stats.time_to_first_step if isinstance(stats, StartStats) else stats.wall
-    assert wall is not None
-    return wall
+    assert stats.wall is not None
+    return stats.wall
 
 
-def three_ranks(walls: pl.DataFrame, group: int) -> list[tuple[str, int]]:
+def three_ranks(totals: pl.DataFrame, group: int) -> list[tuple[str, int]]:
     """The slowest, the median and the fastest rank by wall time, each with that word; of few ranks fewer."""
-    finished = walls.filter((pl.col("group") == group) & pl.col("wall_ns").is_not_null())
+    finished = totals.filter((pl.col("group") == group) & pl.col("wall_ns").is_not_null())
     ranks = finished.sort("wall_ns", "rank", descending=[True, False])["rank"].to_list()
     found: dict[int, str] = {}
     for word, index in (("slowest", 0), ("median", len(ranks) // 2), ("fastest", len(ranks) - 1)):

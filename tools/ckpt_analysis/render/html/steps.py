@@ -6,9 +6,10 @@ from typing import Any
 
 import polars as pl
 
-from ...common.formatting import NOT_RECORDED, plural, seconds
-from .content import Cell, Content, Plot, Table, missing, number, plot
-from .plots import BAND, LINE, MARK, layout, line
+from ....common.formatting import NOT_RECORDED, plural
+from ....common.tables import Column, numbers, times
+from .content import Content, Plot, Table, missing, plot, table
+from .plots import BAND, LINE, MARK, layout, line, vertical
 from .run_data import RunData
 
 _MOST_POINTS = 4000  # per line
@@ -22,12 +23,12 @@ def draw(run: RunData) -> Content:
         return Content([_times_alone(run)], [], ["Which steps ran beside a save is not recorded."])
     if steps.is_empty():
         return missing("No training step was recorded.")
-    notes, table = _interference(steps)
+    notes, by_cause = _interference(steps)
     if steps.group_by("cycle").len().filter(pl.col("len") > _MOST_POINTS).height:
         notes.append(
             "Of neighbouring steps the slowest is drawn: the run has more steps than the plot has points."
         )
-    return Content([_plot(run, steps)], [table], notes)
+    return Content([_plot(run, steps)], [by_cause], notes)
 
 
 def _steps(run: RunData) -> pl.DataFrame:
@@ -120,19 +121,7 @@ def _plot(run: RunData, steps: pl.DataFrame) -> Plot:
         )
     saves = run.frames.operations.filter((pl.col("operation") == "save") & pl.col("step").is_not_null())
     after = sorted(saves["step"].unique().to_list())[-_MOST_BANDS:]
-    shapes = [
-        {
-            "type": "line",
-            "x0": step + 0.5,
-            "x1": step + 0.5,
-            "y0": 0,
-            "y1": 1,
-            "yref": "paper",
-            "layer": "below",
-        }
-        | {"line": {"color": BAND, "width": 5}}
-        for step in after
-    ]
+    shapes = [vertical(step + 0.5, layer="below") | {"line": {"color": BAND, "width": 5}} for step in after]
     arranged = layout(340, x="training step", y="seconds", yaxis={"rangemode": "tozero"}, shapes=shapes)
     description = (
         f"Line of the time of {steps.height} training steps on their slowest rank; saves after step "
@@ -145,41 +134,34 @@ def _interference(steps: pl.DataFrame) -> tuple[list[str], Table]:
     """Steps during a save against the others, without the first step of each cycle."""
     later = steps.filter(~pl.col("first"))
     during, quiet = later.filter("during"), later.filter(~pl.col("during"))
-    rows = []
-    for name, part in (
-        ("during a save", during),
-        ("no save under way", quiet),
-        ("first of a cycle", steps.filter("first")),
-    ):
-        times = part["slowest_s"]
-        values = (
-            [None, None, None]
-            if part.is_empty()
-            else [_float(times.median()), _float(times.min()), _float(times.max())]
-        )
-        rows.append(
-            [
-                Cell(name),
-                number(part.height, str(part.height)),
-                *(number(value, seconds(value, 4)) for value in values),
-            ]
-        )
-    table = Table(
-        "Training steps by what went on beside them",
-        ["steps", "number", "median s", "fastest s", "slowest s"],
-        rows,
-    )
+    parts = [
+        ("during a save", during["slowest_s"]),
+        ("no save under way", quiet["slowest_s"]),
+        ("first of a cycle", steps.filter("first")["slowest_s"]),
+    ]
+    by_cause = table("Training steps by what went on beside them", _COLUMNS, parts)
     if during.is_empty():
-        return ["No training step ran during a save: saves blocked training until they were complete."], table
+        return [
+            "No training step ran during a save: saves blocked training until they were complete."
+        ], by_cause
     if quiet.is_empty():
-        return ["Every step ran during a save, so there is none to compare with."], table
-    slow, usual = _float(during["slowest_s"].median()), _float(quiet["slowest_s"].median())
-    ratio = f"{slow / usual:.2f} times" if usual else NOT_RECORDED
+        return ["Every step ran during a save, so there is none to compare with."], by_cause
+    slow, median = (float(str(part["slowest_s"].median())) for part in (during, quiet))
+    ratio = f"{slow / median:.2f} times" if median else NOT_RECORDED
     return [
-        f"{plural(during.height, 'step')} during saves took {slow:.4f} s in the median, {ratio} the {usual:.4f} s of "
+        f"{plural(during.height, 'step')} during saves took {slow:.4f} s in the median, {ratio} the {median:.4f} s of "
         f"the {quiet.height} others: what background saving costs beside blocked time."
-    ], table
+    ], by_cause
 
 
-def _float(value: object) -> float:
-    return float(str(value))
+def _float(value: object) -> float | None:
+    return None if value is None else float(str(value))
+
+
+_COLUMNS: tuple[Column[tuple[str, pl.Series]], ...] = (
+    Column("steps", lambda part: part[0]),
+    numbers("number", lambda part: len(part[1])),
+    times("median s", lambda part: _float(part[1].median())),
+    times("fastest s", lambda part: _float(part[1].min())),
+    times("slowest s", lambda part: _float(part[1].max())),
+)

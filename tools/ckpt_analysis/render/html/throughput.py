@@ -7,11 +7,12 @@ from typing import Any
 
 import polars as pl
 
-from ...common.formatting import count, plural, rate, seconds, size
+from ....common.formatting import plural, rate, seconds, size
+from ....common.tables import Column, numbers, times
 from ...metrics.results import OperationStats
-from .content import Cell, Content, Plot, Table, missing, number, plot
-from .plots import BAND, LINE, MARK, SECOND_LINE, THIRD_LINE, layout, line
-from .run_data import RunData, title_of
+from .content import Content, Plot, Table, missing, plot, table
+from .plots import FILLED, LINE, MARK, SECOND_LINE, THIRD_LINE, layout, line
+from .run_data import RunData, spread_over_saves, title_of
 
 _LEAST_FOR_TREND = 6  # saves; of fewer a slope is noise
 _TREND_SHOWN = 0.1  # change over the run, as a share, from which a trend is put into words
@@ -58,23 +59,17 @@ def draw(run: RunData) -> Content:
 
 def _per_rank(run: RunData) -> pl.DataFrame:
     """group, rank, bytes, io_ns, blocked_ns, io_GBps, blocked_GBps of every rank in every save."""
-    flush = run.tables.phases.filter(
-        (pl.col("operation") == "save") & (pl.col("phase") == "flush") & (pl.col("detail") == "")
-    )
-    table = (
-        run.tables.walls.filter(pl.col("operation") == "save")
-        .select("group", "rank", "blocked_ns")
-        .join(run.frames.operations.select("group", "rank", "bytes"), on=["group", "rank"])
-        .join(
-            flush.select("group", "rank", pl.col("busy_ns").alias("io_ns")), on=["group", "rank"], how="left"
-        )
+    bytes_of = run.frames.operations.select("group", "rank", "bytes")
+    flushed = run.tables.with_phase("flush").filter(pl.col("operation") == "save")
+    measured = flushed.select("group", "rank", "blocked_ns", pl.col("busy_ns").alias("io_ns")).join(
+        bytes_of, on=["group", "rank"]
     )
 
     def speed(time: str) -> pl.Expr:  # bytes per ns are GB/s; nothing where nothing was moved or timed
         known = (pl.col("bytes") > 0) & (pl.col(time) > 0)
         return pl.when(known).then(pl.col("bytes") / pl.col(time))
 
-    return table.with_columns(speed("io_ns").alias("io_GBps"), speed("blocked_ns").alias("blocked_GBps"))
+    return measured.with_columns(speed("io_ns").alias("io_GBps"), speed("blocked_ns").alias("blocked_GBps"))
 
 
 def _names(saves: list[OperationStats]) -> list[str]:
@@ -119,28 +114,20 @@ def _total(saves: list[OperationStats]) -> Plot:
     return plot("In total, over the saves", data, _over_saves(saves, "GB/s"), description)
 
 
-def _spread(saves: list[OperationStats], speeds: pl.DataFrame, who: str) -> Plot:
-    """Lowest, median and highest io_GBps of `who` (rank or host) in each save; `speeds` has group, io_GBps."""
-    table = speeds.group_by("group").agg(
-        pl.col("io_GBps").min().alias("low"),
-        pl.col("io_GBps").median().alias("usual"),
-        pl.col("io_GBps").max().alias("high"),
-    )
-    by_group = {row["group"]: row for row in table.iter_rows(named=True)}
+def _spread(saves: list[OperationStats], speeds: pl.DataFrame, unit: str) -> Plot:
+    """Lowest, median and highest io_GBps of `unit`s (rank or host) in each save; `speeds` has group, io_GBps."""
+    low, median, high = spread_over_saves(speeds, pl.col("io_GBps"), saves)
     names = _names(saves)
-    low, usual, high = (
-        [by_group.get(s.group, {}).get(key) for s in saves] for key in ("low", "usual", "high")
-    )
     thin = {"mode": "lines+markers", "marker": {"size": 4}}
     data = [
-        line(f"fastest {who}", THIRD_LINE, x=names, y=high, **thin),
-        line(f"slowest {who}", MARK, x=names, y=low, fill="tonexty", fillcolor=BAND, **thin),
-        line(f"median {who}", LINE, x=names, y=usual),
+        line(f"fastest {unit}", THIRD_LINE, x=names, y=high, **thin),
+        line(f"slowest {unit}", MARK, x=names, y=low, **FILLED, **thin),
+        line(f"median {unit}", LINE, x=names, y=median),
     ]
     description = (
-        f"Lines of the slowest, the median and the fastest {who}'s own write throughput in each save."
+        f"Lines of the slowest, the median and the fastest {unit}'s own write throughput in each save."
     )
-    return plot(f"Per {who}, over the saves", data, _over_saves(saves, f"GB/s of one {who}"), description)
+    return plot(f"Per {unit}, over the saves", data, _over_saves(saves, f"GB/s of one {unit}"), description)
 
 
 def _ranks(save: OperationStats, mine: pl.DataFrame) -> Plot:
@@ -214,8 +201,8 @@ def _trend(saves: list[OperationStats]) -> list[str]:
             continue
         points = points[-400:]  # enough, and the pairs are squared
         slope = statistics.median((b - a) / (j - i) for i, a in points for j, b in points if j > i)
-        usual = statistics.median(value for _, value in points)
-        change = slope * (points[-1][0] - points[0][0]) / usual if usual else 0.0
+        median = statistics.median(value for _, value in points)
+        change = slope * (points[-1][0] - points[0][0]) / median if median else 0.0
         if abs(change) >= _TREND_SHOWN:
             word = "rises" if change > 0 else "falls"
             over = f"{abs(change):.0%} of its median over {len(points)} saves"
@@ -229,54 +216,35 @@ def _outliers(saves: list[OperationStats]) -> list[str]:
     times = [save.blocked_s or 0.0 for save in known]
     if len(known) < _LEAST_FOR_TREND:
         return []
-    usual = statistics.median(times)
-    deviation = statistics.median(abs(value - usual) for value in times)
+    median = statistics.median(times)
+    deviation = statistics.median(abs(value - median) for value in times)
     if not deviation:
         return []
     far = [
         save
         for save, value in zip(known, times, strict=True)
-        if 0.6745 * (value - usual) / deviation > _OUTLIER_Z
+        if 0.6745 * (value - median) / deviation > _OUTLIER_Z
     ]
     if not far:
         return []
     named = ", ".join(f"{save.tag} ({seconds(save.blocked_s)} s)" for save in far[:5])
-    return [f"{plural(len(far), 'outlier')}: blocked for long against the median of {usual:.3f} s: {named}."]
+    return [f"{plural(len(far), 'outlier')}: blocked for long against the median of {median:.3f} s: {named}."]
+
+
+_COLUMNS: tuple[Column[OperationStats], ...] = (
+    Column("operation", lambda stats: f"{stats.operation} {stats.tag or ''}"),
+    numbers("cycle", lambda stats: stats.cycle),
+    Column("outcome", lambda stats: stats.outcome),
+    numbers("bytes", lambda stats: stats.bytes, size),
+    numbers("files", lambda stats: stats.num_files),
+    times("blocked s", lambda stats: stats.blocked_s if stats.operation == "save" else None),
+    times("durable s", lambda stats: stats.durable_s),
+    times("wall s", lambda stats: stats.wall.max_s if stats.wall else None),
+    numbers("slowest rank", lambda stats: stats.wall.slowest_rank if stats.wall else None),
+    numbers("io_GBps", lambda stats: stats.io_GBps, rate),
+    numbers("blocked_GBps", lambda stats: stats.blocked_GBps, rate),
+)
 
 
 def _table(operations: list[OperationStats]) -> Table:
-    header = [
-        "operation",
-        "cycle",
-        "outcome",
-        "bytes",
-        "files",
-        "blocked s",
-        "durable s",
-        "wall s",
-        "slowest rank",
-    ]
-    header += ["io_GBps", "blocked_GBps"]
-    rows = []
-    for stats in operations:
-        slowest = stats.wall.slowest_rank if stats.wall else None
-        is_save = stats.operation == "save"
-        times = (
-            stats.blocked_s if is_save else None,
-            stats.durable_s,
-            stats.wall.max_s if stats.wall else None,
-        )
-        rows.append(
-            [
-                Cell(f"{stats.operation} {stats.tag or ''}"),
-                number(stats.cycle, str(stats.cycle)),
-                Cell(stats.outcome),
-                number(stats.bytes, size(stats.bytes)),
-                number(stats.num_files, count(stats.num_files)),
-                *(number(time, seconds(time, 4)) for time in times),
-                number(slowest, count(slowest)),
-                number(stats.io_GBps, rate(stats.io_GBps)),
-                number(stats.blocked_GBps, rate(stats.blocked_GBps)),
-            ]
-        )
-    return Table("Saves and loads of the run", header, rows)
+    return table("Saves and loads of the run", _COLUMNS, operations)

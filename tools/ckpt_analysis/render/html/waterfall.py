@@ -6,14 +6,15 @@ from typing import Any
 
 import polars as pl
 
-from ...common.formatting import NOT_RECORDED, count, plural, seconds
+from ....common.formatting import NOT_RECORDED, plural
+from ....common.tables import Column, numbers, times
 from ...metrics.critical_path import UNNAMED, Segment, critical_path, start_windows
 from ...metrics.failures import failure_of
 from ...metrics.restart_parts import ORDER, OUTSIDE, parts_of
 from ...metrics.results import FailureTimes, StartStats
 from .colours import colour
-from .content import Cell, Content, Plot, Table, missing, number, plot
-from .plots import bar, layout
+from .content import Content, Plot, Table, missing, plot, table
+from .plots import bar, categories, layout, phase_bars, vertical
 from .run_data import RunData, title_of
 
 _ROW = 26  # pixels
@@ -30,9 +31,10 @@ def draw(run: RunData) -> Content:
     windows = start_windows(run.frames, run.start.group)
     path = critical_path(windows)
     if not path:
-        table = _table(run.report.starts)
         return Content(
-            [], [table], ["The start was not recorded phase by phase, so only its length is known."]
+            [],
+            [_table(run.report.starts)],
+            ["The start was not recorded phase by phase, so only its length is known."],
         )
     failure = failure_of(run.frames.events, run.start.cycle - 1) if run.start.is_restart else None
     origin = failure.injected_ns if failure else path[0].start_ns
@@ -134,7 +136,7 @@ def _plot(rows: list[dict[str, Any]], start: StartStats) -> Plot:
         y="",
         barmode="overlay",
         xaxis={"range": [0, end * 1.02]},
-        yaxis={"categoryorder": "array", "categoryarray": order[::-1], "type": "category"},
+        yaxis=categories(order),
         **_first_step_mark(start, rows),
     )
     longest = max(rows, key=lambda row: sum(end - begin for begin, end, _ in row["bars"]))
@@ -163,8 +165,8 @@ def _lengths(rows: list[dict[str, Any]], end: float, late: bool) -> dict[str, An
 def _first_step_mark(start: StartStats, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """A dotted line at the end of the last first step."""
     done = max(end for row in rows if row["phase"] == "first_step" for _, end, _ in row["bars"])
-    line = {"type": "line", "x0": done, "x1": done, "y0": 0, "y1": 1, "yref": "paper"}
-    label = {
+    mark = vertical(done, line={"color": "#228833", "width": 1.5, "dash": "dot"})
+    place = {
         "x": done,
         "y": 1.0,
         "yref": "paper",
@@ -172,10 +174,7 @@ def _first_step_mark(start: StartStats, rows: list[dict[str, Any]]) -> dict[str,
         "yanchor": "bottom",
         "showarrow": False,
     }
-    return {
-        "shapes": [line | {"line": {"color": "#228833", "width": 1.5, "dash": "dot"}}],
-        "annotations": [label | {"text": f"first step done: {done:.3f} s"}],
-    }
+    return {"shapes": [mark], "annotations": [place | {"text": f"first step done: {done:.3f} s"}]}
 
 
 def _label(row: dict[str, Any]) -> str:
@@ -203,47 +202,37 @@ def _side_by_side(starts: list[StartStats]) -> Plot:
     for start in starts:
         for name, took in parts_of(start).items():
             series.setdefault(name, {})[title_of(start)] = took
-    data = [
-        bar(
-            name,
-            colour(name),
-            x=list(times.values()),
-            y=list(times),
-            hover=[f"{name}, {title}: {took:.3f} s" for title, took in times.items()],
-        )
-        for name, times in sorted(series.items(), key=lambda item: ORDER.index(item[0]))
-    ]
+    data = phase_bars(series, sorted(series, key=ORDER.index), 3)
     titles = [title_of(start) for start in starts]
     arranged = layout(
         34 * len(titles) + 150,
         x="seconds, on the critical rank",
         y="",
         barmode="stack",
-        yaxis={"categoryorder": "array", "categoryarray": titles[::-1], "type": "category"},
+        yaxis=categories(titles),
     )
     description = f"Stacked bars of the phases of {plural(len(starts), 'start')}, each on its critical rank."
     return plot("All starts, phase by phase", data, arranged, description)
 
 
+def _after_failure(title: str, name: str) -> Column[StartStats]:
+    return times(title, lambda start: getattr(start.failure, name, None), 3)
+
+
+_COLUMNS: tuple[Column[StartStats], ...] = (
+    Column("start", title_of),
+    Column("fault", lambda start: getattr(start.failure, "fault", None) or NOT_RECORDED),
+    _after_failure("detected s", "detected_s"),
+    _after_failure("stopped s", "stopped_s"),
+    _after_failure("relaunched s", "relaunched_s"),
+    times("failure to first step s", lambda start: start.restart_s, 3),
+    times("process start to first step s", lambda start: start.wall.max_s if start.wall else None, 3),
+    numbers("slowest rank", lambda start: start.wall.slowest_rank if start.wall else None),
+    numbers("lost steps", lambda start: start.lost_steps),
+    times("lost work s", lambda start: start.lost_work_s, 3),
+    times("caught up s", lambda s: s.failure_to_caught_up_s if s.failure else s.caught_up_s, 3),
+)
+
+
 def _table(starts: list[StartStats]) -> Table:
-    header = ["start", "fault", "detected s", "stopped s", "relaunched s", "failure to first step s"]
-    header += ["process start to first step s", "slowest rank", "lost steps", "lost work s", "caught up s"]
-    rows = []
-    for start in starts:
-        failure = start.failure
-        first = start.time_to_first_step
-        times = [failure.detected_s, failure.stopped_s, failure.relaunched_s] if failure else [None] * 3
-        times += [start.restart_s, first.max_s if first else None]
-        caught_up = start.failure_to_caught_up_s if failure else start.caught_up_s
-        rows.append(
-            [
-                Cell(title_of(start)),
-                Cell((failure.fault if failure else None) or NOT_RECORDED),
-                *(number(time, seconds(time)) for time in times),
-                number(first.slowest_rank if first else None, count(first.slowest_rank if first else None)),
-                number(start.lost_steps, count(start.lost_steps)),
-                number(start.lost_work_s, seconds(start.lost_work_s)),
-                number(caught_up, seconds(caught_up)),
-            ]
-        )
-    return Table(f"All starts of the run ({plural(len(starts), 'start')})", header, rows)
+    return table(f"All starts of the run ({plural(len(starts), 'start')})", _COLUMNS, starts)

@@ -14,9 +14,15 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedFile
-from megatron.checkpointing.engines.codec import safe_unpickling
-from megatron.checkpointing.engines.codec.state_skeleton import SkeletonError
+from megatron.checkpointing.engines import unpickling
+from megatron.checkpointing.engines.base import (
+    CheckpointEngine,
+    EngineOptions,
+    FileState,
+    SavedCheckpoint,
+    SavedFile,
+)
+from megatron.checkpointing.engines.codec import SkeletonError
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.registry import create_engine
 from restart_trace.recorder import NullOperation, Recorder
@@ -68,7 +74,9 @@ class DirectoryEngineChecks:
         return self.engine(**options).save([FileState(NAME, state)], directory, op or NullOperation())
 
     def load(self, directory: Path, saved: Sequence[SavedFile], op: Any = None, **options: Any) -> Any:
-        return self.engine(**options).load([NAME], directory, by_name(saved), op or NullOperation())[NAME]
+        return self.engine(**options).load(
+            [NAME], SavedCheckpoint(directory, by_name(saved)), op or NullOperation()
+        )[NAME]
 
     def test_every_kind_of_state_comes_back(self, tmp_path: Path) -> None:
         state = nest()
@@ -84,7 +92,7 @@ class DirectoryEngineChecks:
     @pytest.mark.parametrize("kind", ["bf16_zero_pp_rank_0", "layer_02", "layer_06", "mp_rank_00"])
     def test_a_file_of_upstream_comes_back(self, tmp_path: Path, kind: str) -> None:
         path = next(iter(sorted(GOLDEN.glob(f"{kind}*.pt"))))
-        with safe_unpickling.known_classes():
+        with unpickling.known_classes():
             state = torch.load(path, weights_only=True)
         assert identical(self.load(tmp_path, self.save(tmp_path, state)), state)
 
@@ -106,8 +114,8 @@ class DirectoryEngineChecks:
         states = {f"file_{i}.pt": {"a": random_tensor(torch.float32, 100, seed=i), "i": i} for i in range(5)}
         files = [FileState(name, state) for name, state in states.items()]
         saved = by_name(engine.save(files, tmp_path, NullOperation()))
-        assert identical(engine.load(list(states), tmp_path, saved, NullOperation()), states)
-        one = engine.load(["file_3.pt"], tmp_path, saved, NullOperation())
+        assert identical(engine.load(list(states), SavedCheckpoint(tmp_path, saved), NullOperation()), states)
+        one = engine.load(["file_3.pt"], SavedCheckpoint(tmp_path, saved), NullOperation())
         assert identical(one, {"file_3.pt": states["file_3.pt"]})
 
     def test_saves_follow_one_another(self, tmp_path: Path) -> None:
@@ -162,9 +170,9 @@ class DirectoryEngineChecks:
                 self.load(tmp_path, saved)
             path.write_bytes(content)
         with pytest.raises(CheckpointDamagedError, match="is missing"):
-            self.engine().load(["other.pt"], tmp_path, by_name(saved), NullOperation())
+            self.engine().load(["other.pt"], SavedCheckpoint(tmp_path, by_name(saved)), NullOperation())
         with pytest.raises(CheckpointDamagedError, match="is missing"):
-            self.engine().load(["other.pt"], tmp_path, {}, NullOperation())
+            self.engine().load(["other.pt"], SavedCheckpoint(tmp_path), NullOperation())
 
     def test_damage_without_checksums_is_a_named_error_or_other_values(self, tmp_path: Path) -> None:
         """Neither another exception, nor a state of another form."""
@@ -270,7 +278,7 @@ class DirectoryEngineChecks:
                 if operation == "save":
                     saved = engine.save([FileState(NAME, state)], directory, op)
                 else:
-                    found = engine.load([NAME], directory, by_name(saved), op)
+                    found = engine.load([NAME], SavedCheckpoint(directory, by_name(saved)), op)
             assert op.bytes == sum(file.num_bytes for file in saved)
             assert op.num_files == len(saved)
             assert op.durable is (True if operation == "save" else None)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.checkpointing.engines.base import CheckpointEngine, FileState
+from megatron.checkpointing.engines.base import CheckpointEngine, FileState, SavedCheckpoint
 from megatron.checkpointing.engines.fastpersist.decoupled_engine import FastPersistDecoupledEngine
 from restart_trace.recorder import NullOperation
 from tests.conformance.subjects import Saved, traced
@@ -64,7 +64,7 @@ def save(
 
 
 def load(engine: CheckpointEngine, saved: Saved) -> Any:
-    return engine.load([NAME], saved.directory, saved.manifest, NullOperation())[NAME]
+    return engine.load([NAME], SavedCheckpoint(saved.directory, saved.manifest), NullOperation())[NAME]
 
 
 def process_of(engine: FastPersistDecoupledEngine) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpointing.engines.base import MIB, EngineOptions, FileState, SavedFile
+from megatron.checkpointing.engines.base import MIB, EngineOptions, FileState, SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.lazy.engine import LazyEngine
 from restart_trace.recorder import NullOperation
 
@@ -28,7 +28,9 @@ def engine(**options: Any) -> LazyEngine:
 
 
 def load(directory: Path, saved: list[SavedFile], names: list[str] = NAMES, **options: Any) -> dict[str, Any]:
-    return engine(**options).load(names, directory, {file.name: file for file in saved}, NullOperation())
+    return engine(**options).load(
+        names, SavedCheckpoint(directory, {file.name: file for file in saved}), NullOperation()
+    )
 
 
 def check(found: dict[str, Any], expected: list[FileState]) -> None:

@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions
+from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, SavedCheckpoint
 from megatron.checkpointing.engines.datastates.format import read_header, verify_complete
 from megatron.checkpointing.engines.datastates.state import key_of, put_together, take_apart
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
@@ -37,7 +37,7 @@ def engine(**options: Any) -> CheckpointEngine:
 
 
 def load(directory: Path) -> Any:
-    return engine().load([NAME], directory, {}, NullOperation())[NAME]
+    return engine().load([NAME], SavedCheckpoint(directory), NullOperation())[NAME]
 
 
 def foreign_state() -> dict[str, Any]:

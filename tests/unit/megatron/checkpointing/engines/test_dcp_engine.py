@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import metadata as library_metadata
 
-from megatron.checkpointing.engines.base import EngineOptions, FileState, SavedFile
+from megatron.checkpointing.engines.base import EngineOptions, FileState, SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.dcp import engine as dcp_engine
 from megatron.checkpointing.engines.dcp.storage import Failure, Writer
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
@@ -179,7 +179,9 @@ class TestDcpAsyncEngine(_DcpChecks):
         states = {f"{i}.pt": large(MIB) for i in range(4)}
         saved = engine.save([FileState(*item) for item in states.items()], tmp_path, NullOperation())
         assert most == 1
-        assert identical(engine.load(list(states), tmp_path, by_name(saved), NullOperation()), states)
+        assert identical(
+            engine.load(list(states), SavedCheckpoint(tmp_path, by_name(saved)), NullOperation()), states
+        )
 
     def test_storage_that_hangs_is_given_up(self, tmp_path: Path, monkeypatch: Any) -> None:
         monkeypatch.setattr(dcp_engine, "RESULT_TIMEOUT_S", 0.2)

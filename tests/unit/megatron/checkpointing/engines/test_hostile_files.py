@@ -16,7 +16,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedFile
+from megatron.checkpointing.engines.base import (
+    CheckpointEngine,
+    EngineOptions,
+    FileState,
+    SavedCheckpoint,
+    SavedFile,
+)
 from megatron.checkpointing.engines.errors import (
     CheckpointDamagedError,
     CheckpointMismatchError,
@@ -39,7 +45,11 @@ MANY = settings(
 
 
 def state() -> dict[str, Any]:
-    return {"w": torch.arange(6, dtype=torch.float32).reshape(2, 3), "half": torch.ones(3).bfloat16(), "step": 3}
+    return {
+        "w": torch.arange(6, dtype=torch.float32).reshape(2, 3),
+        "half": torch.ones(3).bfloat16(),
+        "step": 3,
+    }
 
 
 def saved_by(engine: str, directory: Path) -> dict[str, SavedFile]:
@@ -66,9 +76,9 @@ def outcome(engine: str, directory: Path, files: dict[str, SavedFile]) -> str | 
     reader = reader_of(engine)
     try:
         with no_longer_than(TIMEOUT_S):
-            reader.load_into([FileState(NAME, state())], directory, files, NullOperation())
+            reader.load_into([FileState(NAME, state())], SavedCheckpoint(directory, files), NullOperation())
             if engine == "lazy":
-                reader.placed_tensors(directory, files, NullOperation())
+                reader.placed_tensors(SavedCheckpoint(directory, files), NullOperation())
     except CheckpointDamagedError as exc:
         return str(exc)
     finally:
@@ -169,7 +179,9 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_lazy_header(lazy: tuple[Path, dict[str, SavedFile]], change: Callable[[dict[str, Any]], None]) -> None:
+def test_lazy_header(
+    lazy: tuple[Path, dict[str, SavedFile]], change: Callable[[dict[str, Any]], None]
+) -> None:
     path, files = lazy
     header, data = lazy_header(path)
     change(header)
@@ -224,7 +236,9 @@ def test_altered_lazy_header(tmp_path_factory: pytest.TempPathFactory, data: st.
     if part == "all":
         header = data.draw(altered(header))
     else:
-        header["__metadata__"][part] = json.dumps(data.draw(altered(json.loads(header["__metadata__"][part]))))
+        header["__metadata__"][part] = json.dumps(
+            data.draw(altered(json.loads(header["__metadata__"][part])))
+        )
     write_lazy(path, header, content)
     told = outcome("lazy", directory, with_size(files, path, directory))
     assert told is None or str(directory) in told
@@ -237,7 +251,9 @@ def datastates_header(path: Path) -> tuple[dict[str, Any], bytes]:
     return lazy_header(path)  # "packed" begins alike
 
 
-@pytest.mark.parametrize("offsets", [[float("inf"), float("inf")], [-1, 5], [0, True], [0, "24"], [0, 24, 48], 24, {}])
+@pytest.mark.parametrize(
+    "offsets", [[float("inf"), float("inf")], [-1, 5], [0, True], [0, "24"], [0, 24, 48], 24, {}]
+)
 def test_datastates_offsets(tmp_path: Path, offsets: Any) -> None:
     files = saved_by("datastates", tmp_path)
     header, data = datastates_header(tmp_path / NAME)
@@ -360,7 +376,9 @@ def test_what_is_no_damage_keeps_its_meaning(error: BaseException) -> None:
     assert caught.value is error
 
 
-@pytest.mark.parametrize("error", [KeyError("a"), RecursionError("deep"), AttributeError("x"), RuntimeError("y")])
+@pytest.mark.parametrize(
+    "error", [KeyError("a"), RecursionError("deep"), AttributeError("x"), RuntimeError("y")]
+)
 def test_what_reading_makes_of_damage_is_damage(error: Exception) -> None:
     message = f"^file: cannot be read \\({type(error).__name__}: "
     with pytest.raises(CheckpointDamagedError, match=message), reading(Path("file")):

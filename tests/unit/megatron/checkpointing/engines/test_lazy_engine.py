@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpointing.engines.base import MIB, SavedFile
+from megatron.checkpointing.engines.base import MIB, SavedCheckpoint, SavedFile
 from megatron.config.errors import ConfigError
 from megatron.fileio import direct_files
-from megatron.fileio.direct_files import DirectIOError, ResidentPages
+from megatron.fileio.direct_files import DirectIOError
+from megatron.fileio.page_cache import ResidentPages
 from restart_trace.recorder import NullOperation, Recorder
 from restart_trace.sink import JsonlSink
 from tests.dist.storage import disk_without_direct_io, fill, small_disk
@@ -182,13 +183,13 @@ def test_what_lies_in_the_page_cache_needs_no_other_memory(tmp_path: Path) -> No
     """Else it is read around the cache, into an arena."""
     (saved,) = engine(direct_io="on", fsync=True).save(files(), tmp_path, NullOperation())
     loading = engine()
-    check(loading.load(NAMES, tmp_path, {saved.name: saved}, NullOperation()), files())
+    check(loading.load(NAMES, SavedCheckpoint(tmp_path, {saved.name: saved}), NullOperation()), files())
     assert loading._arena._tensor is not None and loading._arena._tensor.numel() >= saved.num_bytes - MIB
     with (tmp_path / saved.name).open("rb") as file:
         assert ResidentPages(file.fileno()).share(0, saved.num_bytes) < 0.1
         os.pread(file.fileno(), saved.num_bytes * 3 // 4, 0)  # most of it: the rest is read there, too
     loading = engine()
-    found = loading.load(NAMES, tmp_path, {saved.name: saved}, NullOperation())
+    found = loading.load(NAMES, SavedCheckpoint(tmp_path, {saved.name: saved}), NullOperation())
     check(found, files())
     assert loading._arena._tensor is None or loading._arena._tensor.numel() <= 16 * 4096
     with (tmp_path / saved.name).open("rb") as file:

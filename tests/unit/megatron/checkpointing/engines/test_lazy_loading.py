@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpointing.engines.base import MIB, FileState
+from megatron.checkpointing.engines.base import MIB, FileState, SavedCheckpoint
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.lazy import format as lazy_format
-from megatron.fileio.direct_files import ResidentPages
+from megatron.fileio.page_cache import ResidentPages
 from restart_trace.recorder import NullOperation, Recorder
 from restart_trace.sink import JsonlSink
 from tests.dist.storage import disk_without_direct_io
@@ -25,7 +25,9 @@ def test_only_the_states_that_are_asked_for_are_read(tmp_path: Path, direct_io: 
     saved = engine().save(files(), tmp_path, NullOperation())
     trace = tmp_path / "trace.jsonl"
     with Recorder(JsonlSink(trace), COMMON).operation("load") as op:
-        found = engine(direct_io=direct_io).load(NAMES[:1], tmp_path, {saved[0].name: saved[0]}, op)
+        found = engine(direct_io=direct_io).load(
+            NAMES[:1], SavedCheckpoint(tmp_path, {saved[0].name: saved[0]}), op
+        )
     assert torch.equal(found[NAMES[0]]["weights"], files()[0].state["weights"])
     read_bytes = sum(r["bytes"] for r in read(trace) if r["type"] == "span" and r.get("detail") == "read")
     assert 1.5 * MIB <= read_bytes <= 1.5 * MIB + 2 * 4096
@@ -34,17 +36,17 @@ def test_only_the_states_that_are_asked_for_are_read(tmp_path: Path, direct_io: 
 def test_memory_of_a_load_is_used_again_only_when_nothing_of_it_is_left(tmp_path: Path) -> None:
     saved = engine().save(files(), tmp_path, NullOperation())
     loading, expected = engine(direct_io="on"), {file.name: file for file in saved}
-    first = loading.load(NAMES, tmp_path, expected, NullOperation())
+    first = loading.load(NAMES, SavedCheckpoint(tmp_path, expected), NullOperation())
     kept = first[NAMES[1]]["half"]  # seven elements keep the whole arena
     address = first[NAMES[0]]["weights"].data_ptr()
     del first
-    second = loading.load(NAMES, tmp_path, expected, NullOperation())
+    second = loading.load(NAMES, SavedCheckpoint(tmp_path, expected), NullOperation())
     assert second[NAMES[0]]["weights"].data_ptr() != address
     second[NAMES[1]]["half"].zero_()
     assert torch.equal(kept, files()[1].state["half"])
     address = second[NAMES[0]]["weights"].data_ptr()
     del second
-    third = loading.load(NAMES, tmp_path, expected, NullOperation())
+    third = loading.load(NAMES, SavedCheckpoint(tmp_path, expected), NullOperation())
     assert third[NAMES[0]]["weights"].data_ptr() == address
     check(third, files())
 
@@ -79,7 +81,7 @@ def test_live_tensors_are_filled_in_place(tmp_path: Path, threads: int, direct_i
         assert (ResidentPages(file.fileno()).share(0, saved.num_bytes) == 1) == cached
     loading = engine(io_threads=threads, direct_io=direct_io)
     live, flat = live_files(files(9 * MIB + 40))
-    found = loading.load_into(live, tmp_path, {saved.name: saved}, NullOperation())
+    found = loading.load_into(live, SavedCheckpoint(tmp_path, {saved.name: saved}), NullOperation())
     check(found, files(9 * MIB + 40))
     check_in_place(found, live, flat)
     assert loading._arena._tensor is None or loading._arena._tensor.numel() <= 16 * 4096
@@ -97,7 +99,7 @@ def test_what_has_a_placement_gets_a_tensor_of_its_own(tmp_path: Path, cached: b
     live, _ = live_files(files())
     loading = engine()
     found = loading.load_into(
-        [live[0], FileState(NAMES[1], {})], tmp_path, {saved.name: saved}, NullOperation()
+        [live[0], FileState(NAMES[1], {})], SavedCheckpoint(tmp_path, {saved.name: saved}), NullOperation()
     )
     check(found, mine)
     moments = found[NAMES[1]]["optimizer"]["m"]
@@ -110,7 +112,9 @@ def test_live_tensors_are_filled_where_the_file_system_refuses_direct_io(tmp_pat
             pytest.skip("mounting a file system is not allowed here: run as root, with CAP_SYS_ADMIN")
         (saved,) = engine().save(files(5 * MIB), tmp_path / "ram", NullOperation())
         live, flat = live_files(files(5 * MIB))
-        found = engine().load_into(live, tmp_path / "ram", {saved.name: saved}, NullOperation())
+        found = engine().load_into(
+            live, SavedCheckpoint(tmp_path / "ram", {saved.name: saved}), NullOperation()
+        )
         check(found, files(5 * MIB))
         check_in_place(found, live, flat)
 
@@ -129,7 +133,7 @@ def test_live_tensors_that_do_not_fit_are_left_alone(tmp_path: Path) -> None:
             FileState(NAMES[0], {"weights": unfit, "other": torch.zeros(number)}),
             FileState(NAMES[1], {}),
         ]
-        found = engine().load_into(live, tmp_path, {saved.name: saved}, NullOperation())
+        found = engine().load_into(live, SavedCheckpoint(tmp_path, {saved.name: saved}), NullOperation())
         check(found, files(MIB))
         assert not unfit.any() and not live[0].state["other"].any()
         assert "other" not in found[NAMES[0]]
@@ -151,7 +155,9 @@ def test_a_flipped_bit_is_found_when_live_tensors_are_filled(tmp_path: Path, cac
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         with pytest.raises(CheckpointDamagedError, match="does not have the checksum"):
-            engine().load_into(live_files(files(5 * MIB))[0], damaged, {saved.name: saved}, NullOperation())
+            engine().load_into(
+                live_files(files(5 * MIB))[0], SavedCheckpoint(damaged, {saved.name: saved}), NullOperation()
+            )
 
 
 @pytest.mark.parametrize(("threads", "direct_io"), [(1, "auto"), (3, "auto"), (1, "on"), (3, "off")])

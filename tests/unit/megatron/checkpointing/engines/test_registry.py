@@ -14,8 +14,13 @@ import pytest
 import torch
 
 from megatron.checkpointing.engines import registry
-from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedFile
-from megatron.checkpointing.engines.codec.safe_unpickling import known_classes
+from megatron.checkpointing.engines.base import (
+    CheckpointEngine,
+    EngineOptions,
+    FileState,
+    SavedCheckpoint,
+    SavedFile,
+)
 from megatron.checkpointing.engines.errors import (
     CheckpointDamagedError,
     CheckpointError,
@@ -23,6 +28,7 @@ from megatron.checkpointing.engines.errors import (
     UnknownEngineError,
 )
 from megatron.checkpointing.engines.registry import check_engine_name, create_engine, engine_names
+from megatron.checkpointing.engines.unpickling import known_classes
 from restart_trace.recorder import NullOperation, Operation
 
 ROOT = Path(__file__).resolve().parents[5]
@@ -127,8 +133,8 @@ def test_load_adds_up_over_candidates(tmp_path: Path) -> None:
         file.name: file
         for file in engine.save([FileState("a", 3), FileState("b", 4)], tmp_path, NullOperation())
     }
-    assert engine.load(["a"], tmp_path, saved, op) == {"a": 3}
-    assert engine.load(["b", "a"], tmp_path, {}, op) == {"b": 4, "a": 3}
+    assert engine.load(["a"], SavedCheckpoint(tmp_path, saved), op) == {"a": 3}
+    assert engine.load(["b", "a"], SavedCheckpoint(tmp_path), op) == {"b": 4, "a": 3}
     assert (op.bytes, op.num_files) == (10, 3)
 
 
@@ -136,9 +142,9 @@ def test_load_names_what_is_missing_or_short(tmp_path: Path) -> None:
     engine = LengthEngine(EngineOptions())
     (tmp_path / "a").write_bytes(b"12")
     with pytest.raises(CheckpointDamagedError, match=f"{tmp_path}/b: file is missing"):
-        engine.load(["a", "b"], tmp_path, {}, NullOperation())
+        engine.load(["a", "b"], SavedCheckpoint(tmp_path), NullOperation())
     with pytest.raises(CheckpointDamagedError, match=f"{tmp_path}/a: 2 bytes, but 3 were saved"):
-        engine.load(["a"], tmp_path, {"a": SavedFile("a", 3, "")}, NullOperation())
+        engine.load(["a"], SavedCheckpoint(tmp_path, {"a": SavedFile("a", 3, "")}), NullOperation())
 
 
 def test_engine_none_keeps_nothing_and_loads_nothing(tmp_path: Path) -> None:
@@ -148,7 +154,7 @@ def test_engine_none_keeps_nothing_and_loads_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [] and (op.bytes, op.num_files, op.durable) == (0, 0, False)
     (tmp_path / "a").write_bytes(b"1")
     with pytest.raises(CheckpointError, match=f"{tmp_path}/a: --checkpoint-engine none cannot load"):
-        engine.load(["a"], tmp_path, {}, NullOperation())
+        engine.load(["a"], SavedCheckpoint(tmp_path), NullOperation())
 
 
 # The allow-list

@@ -15,7 +15,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedFile
+from megatron.checkpointing.engines.base import (
+    CheckpointEngine,
+    EngineOptions,
+    FileState,
+    SavedCheckpoint,
+    SavedFile,
+)
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.host_staging import Staging, stage_on_host
 from megatron.checkpointing.engines.registry import create_engine
@@ -68,7 +74,7 @@ class Saved:
     def load_damaged(self, content: bytes, with_manifest: bool = True) -> Any:
         self.damaged.write_bytes(content)
         expected = {NAME: self.entry} if with_manifest else {}
-        return engine().load([NAME], self.damaged.parent, expected, NullOperation())[NAME]
+        return engine().load([NAME], SavedCheckpoint(self.damaged.parent, expected), NullOperation())[NAME]
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +94,7 @@ def test_a_state_comes_back_bit_for_bit(saved: Saved) -> None:
     for verify in (True, False):
         for expected in ({NAME: saved.entry}, {}):
             reader = engine(verify_checksums=verify)
-            loaded = reader.load([NAME], saved.path.parent, expected, NullOperation())
+            loaded = reader.load([NAME], SavedCheckpoint(saved.path.parent, expected), NullOperation())
             assert same(loaded[NAME], state())
     assert same(torch.load(saved.path, weights_only=True), state())  # as anyone's torch.load reads it
 
@@ -165,7 +171,9 @@ def test_phases_of_a_load(recorded: tuple[Recorder, Path], saved: Saved, verify:
     recorder, trace = recorded
     for _ in range(10):  # what takes its time between two of them need not do so in each
         with recorder.operation("load", engine="TorchEngine") as op:
-            engine(verify_checksums=verify).load([NAME], saved.path.parent, {NAME: saved.entry}, op)
+            engine(verify_checksums=verify).load(
+                [NAME], SavedCheckpoint(saved.path.parent, {NAME: saved.entry}), op
+            )
     every = [r for r in read(trace) if r["type"] == "span"]
     spans = {r["detail"]: r for r in every}  # of the last load
     assert set(spans) == {"read", "verify", "deserialize"}
@@ -197,7 +205,9 @@ def test_name_used_twice_is_an_error(tmp_path: Path) -> None:
 
 # Loading what is damaged
 
-PROPERTY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
+PROPERTY = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
@@ -245,17 +255,17 @@ def test_whole_file_of_another_save_is_refused(saved: Saved, tmp_path: Path) -> 
 def test_checksum_of_another_engine(saved: Saved) -> None:
     expected = {NAME: SavedFile(NAME, saved.entry.num_bytes, "sha256:00")}
     with pytest.raises(CheckpointDamagedError, match="checksum 'sha256:00' is not one of this engine's"):
-        engine().load([NAME], saved.path.parent, expected, NullOperation())
+        engine().load([NAME], SavedCheckpoint(saved.path.parent, expected), NullOperation())
 
 
 def test_missing_and_short_files_are_named(saved: Saved, tmp_path: Path) -> None:
     expected = {NAME: saved.entry}
     with pytest.raises(CheckpointDamagedError, match=f"{tmp_path / NAME}: file is missing"):
-        engine().load([NAME], tmp_path, expected, NullOperation())
+        engine().load([NAME], SavedCheckpoint(tmp_path, expected), NullOperation())
     shutil.copy(saved.path, tmp_path / NAME)
     os.truncate(tmp_path / NAME, 7)
     with pytest.raises(CheckpointDamagedError, match=f"7 bytes, but {saved.entry.num_bytes} were saved"):
-        engine().load([NAME], tmp_path, expected, NullOperation())
+        engine().load([NAME], SavedCheckpoint(tmp_path, expected), NullOperation())
 
 
 class Unknown:
@@ -265,7 +275,7 @@ class Unknown:
 def test_unknown_class_is_not_unpickled(tmp_path: Path) -> None:
     torch.save({"object": Unknown()}, tmp_path / NAME)
     with pytest.raises(CheckpointDamagedError, match="holds a class that is not on the allow-list"):
-        engine().load([NAME], tmp_path, {}, NullOperation())
+        engine().load([NAME], SavedCheckpoint(tmp_path), NullOperation())
 
 
 def test_values_alone_are_verified_without_reading_tensors(tmp_path: Path) -> None:
@@ -273,7 +283,7 @@ def test_values_alone_are_verified_without_reading_tensors(tmp_path: Path) -> No
     content = {"step": torch.tensor(7.0), "lr": 1e-3, "large": torch.arange(5000.0)}
     (entry,) = engine().save([FileState(NAME, content)], tmp_path, NullOperation())
     path, expected = tmp_path / NAME, {NAME: entry}
-    found = engine().load_values(NAME, tmp_path, expected, NullOperation())
+    found = engine().load_values(NAME, SavedCheckpoint(tmp_path, expected), NullOperation())
     assert (
         same(found["step"], content["step"]) and found["lr"] == 1e-3 and found["large"].device.type == "meta"
     )
@@ -287,11 +297,11 @@ def test_values_alone_are_verified_without_reading_tensors(tmp_path: Path) -> No
         with pytest.raises(
             CheckpointDamagedError, match=f"{path}: record {record.name} does not have the checksum"
         ):
-            engine().load_values(NAME, tmp_path, expected, NullOperation())
+            engine().load_values(NAME, SavedCheckpoint(tmp_path, expected), NullOperation())
     damaged = bytearray(whole)
     damaged[records[20_000].offset] ^= 1
     path.write_bytes(damaged)
-    engine().load_values(NAME, tmp_path, expected, NullOperation())
+    engine().load_values(NAME, SavedCheckpoint(tmp_path, expected), NullOperation())
     with pytest.raises(CheckpointDamagedError, match="data/"):
         verify_file(path, entry, NullOperation())
     path.write_bytes(whole)

@@ -17,7 +17,7 @@ pytest.importorskip("torchsnapshot", reason="the package torchsnapshot is not in
 import torchsnapshot.snapshot as library_module  # noqa: E402
 from torchsnapshot import scheduler  # noqa: E402
 
-from megatron.checkpointing.engines.base import EngineOptions, FileState  # noqa: E402
+from megatron.checkpointing.engines.base import EngineOptions, FileState, SavedCheckpoint  # noqa: E402
 from megatron.checkpointing.engines.errors import CheckpointDamagedError  # noqa: E402
 from megatron.checkpointing.engines.torchsnapshot import library  # noqa: E402
 from megatron.checkpointing.engines.torchsnapshot.engine import TorchSnapshotEngine, _PendingSnapshots  # noqa: E402
@@ -65,7 +65,9 @@ class TestTorchSnapshotEngine(DirectoryEngineChecks):
             s for s in read(trace) if s.get("phase") == "flush" and s["detail"] == "write" and s["blocking"]
         ]
         assert sum(span["duration_ns"] for span in waits) > 0
-        assert identical(engine.load(list(states), tmp_path / "out", saved, NullOperation()), states)
+        assert identical(
+            engine.load(list(states), SavedCheckpoint(tmp_path / "out", saved), NullOperation()), states
+        )
 
     def test_a_budget_below_one_tensor_still_saves(self, tmp_path: Path) -> None:
         state = large(8 * MIB)

@@ -20,11 +20,11 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch._utils import _rebuild_tensor_v2
 from torch.distributed.checkpoint import filesystem, metadata
 
-from megatron.checkpointing.engines.codec.safe_unpickling import ModelType
 from megatron.checkpointing.engines.datastates.state import put_together
 from megatron.checkpointing.engines.dcp.storage import _parse
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.torch_files import read_state, read_values
+from megatron.checkpointing.engines.unpickling import ModelType
 from restart_trace.recorder import NullOperation
 
 PATH = Path("file")
@@ -89,7 +89,12 @@ def by_torch_without_tensors(pickled: bytes, directory: Path) -> Any:
 
 
 Reader = Callable[[bytes, Path], Any]
-FREE = [by_datastates, within_datastates, by_torch, by_torch_without_tensors]  # states: any class of the allow-list
+FREE = [
+    by_datastates,
+    within_datastates,
+    by_torch,
+    by_torch_without_tensors,
+]  # states: any class of the allow-list
 
 PATCHED: list[tuple[str, bytes, Any, list[Reader]]] = [
     ("Namespace", found("argparse", "Namespace"), argparse.Namespace, FREE),
@@ -151,7 +156,12 @@ def test_what_pickle_builds_by_itself_is_built() -> None:
     """Objects, NumPy's arrays and types, and attributes of an OrderedDict."""
     ordered = collections.OrderedDict(a=1)
     vars(ordered)["_metadata"] = {"version": 1}
-    state = {"args": argparse.Namespace(a=[1]), "array": np.arange(3), "scaler": LossScaler(2), "ordered": ordered}
+    state = {
+        "args": argparse.Namespace(a=[1]),
+        "array": np.arange(3),
+        "scaler": LossScaler(2),
+        "ordered": ordered,
+    }
     read = put_together(pickle.dumps(state, pickle.HIGHEST_PROTOCOL), {}, PATH)
     assert read["args"] == state["args"] and read["array"].tolist() == [0, 1, 2]
     assert vars(read["scaler"]) == vars(state["scaler"]) and vars(read["ordered"]) == vars(ordered)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from megatron.checkpointing.engines.base import PlacedTensor
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointMismatchError
-from megatron.checkpointing.reshard import reading
 from megatron.checkpointing.reshard.direct import spread
 from megatron.checkpointing.reshard.gathering import by_broadcasts
 from megatron.checkpointing.reshard.reading import Reading
@@ -246,13 +245,6 @@ def test_of_what_several_ranks_hold_the_first_is_taken_and_the_rest_fills_up() -
 # Reading
 
 
-@pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "BLOCK", 8192)
-    monkeypatch.setattr(reading, "GAP", 512)
-
-
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("direct_io", ["auto", "on", "off"])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_the_planned_bytes_are_read_into_the_targets(tmp_path: Path, direct_io: str, threads: int) -> None:
@@ -279,23 +271,11 @@ def test_the_planned_bytes_are_read_into_the_targets(tmp_path: Path, direct_io: 
                 )
             expected.append(wanted)
     sizes = {path: len(data) for path, data in content.items()}
-    plan_of_one = Reading(transfers, sizes, direct_io, threads)
+    plan_of_one = Reading(transfers, sizes, direct_io, threads, block=8192, gap=512)
     assert plan_of_one.run([plan_of_one.share()], 0, NullOperation()) == [], "nothing has a checksum"
     assert plan_of_one.num_files == 2 and 0 < plan_of_one.bytes_read <= 2 * 73_728
     for transfer, wanted in zip(transfers, expected, strict=True):
         assert torch.equal(transfer.target, wanted)
-
-
-def test_regular_rows_are_one_pattern() -> None:
-    """Else a row-parallel weight would cost a call for each of its rows."""
-    source = np.concatenate([np.arange(100) * 64, 10_000 + np.arange(50) * 32, [90_000], [90_100]])
-    target = np.concatenate([np.arange(100) * 16, 5000 + np.arange(50) * 16, [7000], [7016]])
-    length = np.array([16] * 150 + [7] * 2)
-    found = list(reading._progressions(source, target, length, np.zeros(152, dtype=np.int64)))
-    assert found == [(0, 100, 64, 16), (100, 50, 32, 16), (150, 2, 100, 16)]
-    key = np.array([0] * 30 + [1] * 122)  # as where another stretch begins, or another tensor
-    found = list(reading._progressions(source, target, length, key))
-    assert [(first, count) for first, count, *_ in found] == [(0, 30), (30, 70), (100, 50), (150, 2)]
 
 
 def test_a_file_that_is_short_is_named(tmp_path: Path) -> None:

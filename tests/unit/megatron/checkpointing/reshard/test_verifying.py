@@ -13,12 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.checkpointing.engines.base import CheckedBytes, PlacedTensor
-from megatron.checkpointing.reshard import reading
+from megatron.checkpointing.engines.base import PlacedTensor
 from megatron.checkpointing.reshard.reading import Reading
 from megatron.checkpointing.reshard.runs import merged, positions
 from megatron.checkpointing.reshard.targets import Transfer
-from megatron.checkpointing.reshard.verifying import Piece, Share, damage, joined, to_verify
+from megatron.checkpointing.reshard.verifying import Share, damage, joined, to_verify
+from megatron.fileio.checksums import CheckedBytes, RangeChecksum
 from restart_trace.recorder import NullOperation
 
 FILE = "file"
@@ -87,7 +87,7 @@ def test_pieces_of_several_ranks_are_put_together(tmp_path: Path) -> None:
     records = checked_content(data, 10, 30, 50)
     shares = [share([(10, 20), (30, 50)], records), share([(15, 30)], records[:1])]
     pieces = [
-        Piece(FILE, a, b - a, zlib.crc32(data[a:b]))
+        RangeChecksum(FILE, a, b - a, zlib.crc32(data[a:b]))
         for a, b in ((30, 40), (10, 15), (40, 50), (15, 20), (20, 30))
     ]
     mine = joined(pieces[:-1], shares)
@@ -105,12 +105,8 @@ def test_pieces_of_several_ranks_are_put_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("direct_io", ["auto", "off"])
-def test_a_flipped_bit_anywhere_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct_io: str
-) -> None:
+def test_a_flipped_bit_anywhere_is_found(tmp_path: Path, direct_io: str) -> None:
     """Two ranks that read parts of two tensors, one of them both; padding that nobody needs is verified, too."""
-    monkeypatch.setattr(reading, "BLOCK", 8192)
-    monkeypatch.setattr(reading, "GAP", 64)
     path, data = tmp_path / FILE, bytearray(random.Random(2).randbytes(50_000))
     records = checked_content(bytes(data), 1000, 30_000, 48_000)
     parts = [[(records[0], 2000, 9000), (records[1], 30_000, 700)], [(records[0], 9500, 12_000)]]
@@ -118,7 +114,8 @@ def test_a_flipped_bit_anywhere_is_found(
     def found() -> list[str]:
         path.write_bytes(data)
         ranks = [
-            Reading([moving(path, *part) for part in mine], {path: 50_000}, direct_io, 2) for mine in parts
+            Reading([moving(path, *part) for part in mine], {path: 50_000}, direct_io, 2, block=8192, gap=64)
+            for mine in parts
         ]
         shares = [rank.share() for rank in ranks]
         pieces = [piece for i, rank in enumerate(ranks) for piece in rank.run(shares, i, NullOperation())]

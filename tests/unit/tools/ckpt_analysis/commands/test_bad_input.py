@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -256,22 +257,22 @@ def test_no_space_for_what_is_printed(tmp_path: Path, command: list[str]) -> Non
 
 
 def test_output_that_cannot_be_written_leaves_what_was_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = write_trace(tmp_path / "logs")
     path = tmp_path / "out.json"
     path.write_text("precious")
-
-    def fails(*_: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("tools.ckpt_analysis.render.timeline._write", fails)
-    assert main(["timeline", str(directory), "-o", str(path)]) == 2
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # bytes: the write fails, as on a full disk
+    try:
+        assert main(["timeline", str(directory), "-o", str(path), "--no-cache"]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.read_text() == "precious" and sorted(p.name for p in tmp_path.iterdir()) == [
         "logs",
         "out.json",
     ]
-    assert "No space left" in capsys.readouterr().err
+    assert "File too large" in capsys.readouterr().err
     assert main(["export", str(directory), "-o", str(tmp_path / "nowhere" / "x.csv")]) == 2
     assert "nowhere/x.csv: cannot be written" in capsys.readouterr().err
 

@@ -118,7 +118,7 @@ def test_validate_tells_of_killed_operations(tmp_path: Path, capsys: pytest.Capt
 def test_validate_in_several_processes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("tools.ckpt_analysis.commands.validate._PROCESSES_FROM_BYTES", 0)
+    monkeypatch.setattr("tools.ckpt_analysis.commands.validate.PROCESSES_FROM_BYTES", 0)
     write_trace(tmp_path)
     set_of("span", surprise=1)(file_of(tmp_path, 3, 0))
     text = output(capsys, "validate", str(tmp_path), status=1)

@@ -16,9 +16,9 @@ from tests.unit.tools.ckpt_analysis.trace_factory import Options, RankLog, dump
 from tools.ckpt_analysis.findings import RULES, Finding
 from tools.ckpt_analysis.ingest.load import load_trace
 from tools.ckpt_analysis.render.json_output import to_dict
-from tools.ckpt_analysis.render.tables import Style
 from tools.ckpt_analysis.render.terminal import render
 from tools.ckpt_analysis.report import analyse
+from tools.common.tables import Style
 
 SLOW = 5  # the rank or, of several, the first that does more
 

@@ -21,8 +21,8 @@ from tools.ckpt_analysis.ingest.discover import LogDirectoryError
 from tools.ckpt_analysis.ingest.load import load_trace
 from tools.ckpt_analysis.model.imported_run import ImportedRun
 from tools.ckpt_analysis.render.json_output import to_dict
-from tools.ckpt_analysis.render.tables import Style
 from tools.ckpt_analysis.render.terminal import render
+from tools.common.tables import Style
 
 
 def imported(text: str, tmp_path: Path, world_size: int | None = None) -> ImportedRun:
@@ -347,7 +347,10 @@ class TestALogOfTheStudysSize:
     def test_torchsnapshot(self, tmp_path: Path) -> None:
         directories = study_listing().replace("-rw-r--r-- 1", "drwxr-xr-x 2").replace("Oct  1", "Mar  1")
         options = replace(
-            self.options, engine="TorchSnapshot", waits_s=[3.0, 3.1, 3.075694, 2.9], listing=directories.splitlines()
+            self.options,
+            engine="TorchSnapshot",
+            waits_s=[3.0, 3.1, 3.075694, 2.9],
+            listing=directories.splitlines(),
         )
         run = imported(upstream_log(options), tmp_path)
         assert (run.engine, len(run.saves)) == ("TorchSnapshot", 30)

@@ -206,7 +206,7 @@ def test_what_stands_in_for_a_number_is_said(tmp_path: Path) -> None:
     inputs = gather(fast, Given(durable_s=None))
     assert "not synchronised to storage" in inputs.durable_s.note
     assert "to notice the failure and to launch again is not in it" in inputs.restart_s.note
-    first = fast.restarts[0].time_to_first_step
+    first = fast.restarts[0].wall
     assert first is not None and inputs.restart_s.value == first.max_s
 
 

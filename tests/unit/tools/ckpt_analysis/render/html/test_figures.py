@@ -96,7 +96,7 @@ def test_waterfall_adds_up_to_the_restart(trace: Path) -> None:
     for before, after in zip(path, path[1:], strict=False):
         assert before.end_ns == after.start_ns
     on_path = (path[-1].end_ns - path[0].start_ns) / 1e9
-    first = restart.time_to_first_step
+    first = restart.wall
     assert first is not None and on_path == pytest.approx(first.max_s, abs=1e-9)
     plots = Page(page_of(trace)).plots()
     bars = [bar for bar in plots["plot-waterfall-0"][0]["data"][1:] if bar["type"] == "bar"]
@@ -130,7 +130,7 @@ def test_heat_map_of_many_ranks_keeps_the_worst() -> None:
         "dp"),
         pl.when(pl.col("rank") == slow).then(9.0).otherwise(1.0).alias("flush/write"),
     )  # fmt: skip
-    data, layout = heatmap._arranged(table, ["flush/write"], {slow}, "host")
+    data, layout = heatmap.arranged(table, ["flush/write"], {slow}, "host")
     (row,) = decoded(data[0]["z"])
     assert len(row) == len(data[0]["x"]) <= heatmap.COLUMNS
     assert max(row) == 9.0 and row.count(9.0) == 1

@@ -173,7 +173,7 @@ def test_a_run_of_which_only_the_longest_times_are_known(trace: Path) -> None:
         starts=[
             replace(
                 start,
-                time_to_first_step=wall,
+                wall=wall,
                 failure=None,
                 **{k: v for k, v in bare.items() if k != "io_GBps"},
             )

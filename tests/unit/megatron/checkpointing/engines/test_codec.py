@@ -17,9 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.checkpointing.engines.codec import safe_unpickling
-from megatron.checkpointing.engines.codec.state_skeleton import SkeletonError, join, split
-from megatron.checkpointing.engines.codec.values import CLASSES
+from megatron.checkpointing.engines import unpickling
+from megatron.checkpointing.engines.codec import CLASSES, SkeletonError, join, split
 from tests.unit.megatron.checkpointing.engines.nests import Point, identical, nest, random_tensor
 
 GOLDEN = sorted((Path(__file__).resolve().parents[4] / "golden/upstream_run/global_step5").glob("*.pt"))
@@ -48,7 +47,7 @@ def test_the_comparison_used_here_tells_states_apart() -> None:
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.name)
 def test_files_of_upstream_come_back(path: Path) -> None:
-    with safe_unpickling.known_classes():
+    with unpickling.known_classes():
         state = torch.load(path, weights_only=True)
     skeleton, tensors = split(state)
     assert tensors
@@ -68,7 +67,7 @@ def test_objects_of_deepspeed_come_back() -> None:
         "static": CreateLossScaler(torch.bfloat16, 1.0, False, None),
         "stage": ZeroStageEnum.weights,
         "where": fragment_address(numel=5, start=2),
-        "model_type": safe_unpickling.ModelType.retro_encoder,
+        "model_type": unpickling.ModelType.retro_encoder,
     }
     found = round_trip(state)
     assert identical(found, state)
@@ -78,7 +77,7 @@ def test_objects_of_deepspeed_come_back() -> None:
 
 def test_every_class_that_may_be_unpickled_has_its_place() -> None:
     before = torch.serialization.get_safe_globals()
-    with safe_unpickling.known_classes():
+    with unpickling.known_classes():
         allowed = [entry for entry in torch.serialization.get_safe_globals() if entry not in before]
     named = {
         entry[1] if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"

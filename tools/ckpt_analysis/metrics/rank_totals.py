@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import polars as pl
 
 from ..common.intervals import busy, clip, pieces
-from .phases import coverage, spread_over_ranks
+from .phases import coverage, phase_stats, rank_stats, spread_over_ranks
 from .results import Spread
+from .volumes import Volume
 
 _RANK = ["group", "rank"]
-RANK_BUSY_COLUMNS = (
-    "op", *_RANK, "phase", "start_ns", "end_ns", "duration_ns", "blocking", "operation_start_ns",
-    "operation_end_ns",
-)  # fmt: skip
+_OPERATION = ("operation_start_ns", "operation_end_ns")
+RANK_BUSY_COLUMNS = ("op", *_RANK, "phase", "start_ns", "end_ns", "duration_ns", "blocking", *_OPERATION)
 
 
-def rank_walls(operations: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
+def rank_totals(operations: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
     """Per group and rank: wall_ns (null if unfinished), blocked_ns, drained_ns, covered_ns.
 
     blocked_ns is the union of the blocking spans by which training was held up; drained_ns that of the waits
     for this very save when training was over. covered_ns is what the spans account for within the
     operation: the blocking ones, and those in the background while training goes on.
     """
-    return join_walls(operations, rank_busy(spans))
+    return join_totals(operations, rank_busy(spans))
 
 
-def join_walls(operations: pl.DataFrame, parts: pl.DataFrame) -> pl.DataFrame:
-    """`rank_walls` out of what `rank_busy` gave."""
+def join_totals(operations: pl.DataFrame, parts: pl.DataFrame) -> pl.DataFrame:
+    """`rank_totals` out of what `rank_busy` gave."""
     return (
         operations.select(*_RANK, (pl.col("end_ns") - pl.col("start_ns")).alias("wall_ns"))
         .join(parts, on=_RANK, how="left")
@@ -80,31 +81,62 @@ def _drains(spans: pl.DataFrame) -> pl.DataFrame:
     return after.filter(pl.col("start_ns") >= pl.col("collect_ns")).drop("collect_ns")
 
 
-def with_critical(walls: pl.DataFrame) -> pl.DataFrame:
+def with_critical(totals: pl.DataFrame) -> pl.DataFrame:
     """Members of each group: group, rank, critical (the rank with the longest wall time; null if unknown)."""
     longest = (
-        walls.filter(pl.col("wall_ns").is_not_null())
+        totals.filter(pl.col("wall_ns").is_not_null())
         .filter(pl.col("wall_ns") == pl.col("wall_ns").max().over("group"))
         .group_by("group")
         .agg(pl.col("rank").min().alias("critical"))
     )
-    return walls.select(_RANK).join(longest, on="group", how="left")
+    return totals.select(_RANK).join(longest, on="group", how="left")
 
 
-def finished_spread(walls: pl.DataFrame, values: pl.Expr) -> dict[int, Spread]:
-    """Spread of `values` (ns, computed from the columns of `walls`) over the finished ranks of each group."""
-    finished = walls.filter(pl.col("wall_ns").is_not_null())
+def stats_over_ranks(
+    seconds: pl.DataFrame,
+    totals: pl.DataFrame,
+    moved: dict[tuple[int, str, str], Volume],
+    operation: str,
+    *,
+    per_rank: bool,
+) -> dict[int, dict[str, Any]]:
+    """group -> the fields of `Stats` that are computed over ranks, of every operation in `totals`.
+
+    `seconds` is what `phase_seconds` gives, `totals` what `rank_totals` does, `moved` what `volumes` does.
+    """
+    phases = phase_stats(seconds, moved, with_critical(totals), operation)
+    ranks = rank_stats(seconds, totals) if per_rank else {}
+    wall = finished_spread(totals, pl.col("wall_ns"))
+    rest = finished_spread(totals, pl.col("wall_ns") - pl.col("covered_ns"))
+    lowest = lowest_coverage(totals)
+    return {
+        group: {
+            "group": group,
+            "wall": wall.get(group),
+            "coverage_min": lowest.get(group, (None, None))[0],
+            "coverage_rank": lowest.get(group, (None, None))[1],
+            "unattributed": rest.get(group),
+            "phases": phases.get(group, []),
+            "per_rank": ranks.get(group, []),
+        }
+        for group in totals["group"].unique()
+    }
+
+
+def finished_spread(totals: pl.DataFrame, values: pl.Expr) -> dict[int, Spread]:
+    """Spread of `values` (ns, computed from the columns of `totals`) over the finished ranks of each group."""
+    finished = totals.filter(pl.col("wall_ns").is_not_null())
     table = finished.select(*_RANK, values.alias("busy_ns"))
     spreads = spread_over_ranks(table, with_critical(finished), ["group"])
     return {key[0]: spread for key, spread in spreads.items()}
 
 
-def lowest_coverage(walls: pl.DataFrame) -> dict[int, tuple[float, int]]:
+def lowest_coverage(totals: pl.DataFrame) -> dict[int, tuple[float, int]]:
     """(coverage, rank) of the rank with the lowest coverage among the finished ranks of each group."""
     ratio = pl.col("covered_ns") / pl.col("wall_ns")
     share = pl.when(pl.col("wall_ns") > 0).then(ratio).otherwise(1.0).alias("share")
     lowest = (
-        walls.filter(pl.col("wall_ns").is_not_null())
+        totals.filter(pl.col("wall_ns").is_not_null())
         .with_columns(share)
         .filter(pl.col("share") == pl.col("share").min().over("group"))
         .group_by("group")

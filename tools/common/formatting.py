@@ -14,14 +14,14 @@ def digits_for(longest_s: float) -> int:
     return 3 if longest_s >= 1 else 4
 
 
-def size(num_bytes: int | None) -> str:
+def size(num_bytes: float | None, digits: int = 1) -> str:
     """Bytes with a decimal unit, such as 12.3 MB."""
     if num_bytes is None:
         return NOT_RECORDED
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= scale:
-            return f"{num_bytes / scale:.1f} {unit}"
-    return f"{num_bytes} B"
+            return f"{num_bytes / scale:.{digits}f} {unit}"
+    return f"{num_bytes:.0f} B"
 
 
 def rate(GBps: float | None) -> str:
@@ -31,6 +31,11 @@ def rate(GBps: float | None) -> str:
 
 def count(value: int | None) -> str:
     return NOT_RECORDED if value is None else str(value)
+
+
+def number(value: float | None, spec: str) -> str:
+    """A number in the format `spec`, such as ".3f"."""
+    return NOT_RECORDED if value is None else format(value, spec)
 
 
 def percent(share: float | None) -> str:

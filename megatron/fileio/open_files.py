@@ -1,70 +1,30 @@
-"""Where engine `lazy` reads from and to: the files, around the page cache or in it, and the memory of a load."""
+"""Files that are read in blocks: around the page cache, or in it where the bytes lie there already."""
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
-import weakref
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
-
-from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.fileio import direct_files
-from megatron.fileio.direct_files import ALIGNMENT, align_up
+from megatron.fileio.files import DamagedFileError
+from megatron.fileio.page_cache import ResidentPages, populate
 from restart_trace.regular import open_regular
 
 _MOSTLY_CACHED = 0.5
-_POPULATE_READ = 22  # MADV_POPULATE_READ of linux/mman.h, since 5.14; not in Python's mmap
-
-
-class Arena:
-    """The memory that loads read into, kept for the next one; pinned where there is a CUDA device.
-
-    It is lent out as a numpy array. Every tensor that is a view of that array keeps it alive, so once it is gone, no
-    tensor of an earlier load is left and the memory may be overwritten.
-    """
-
-    def __init__(self) -> None:
-        self._tensor: torch.Tensor | None = None
-        self._lent: weakref.ref[Any] | None = None
-
-    def take(self, size: int) -> np.ndarray[Any, Any]:
-        """`size` bytes at an aligned address; what they hold is undefined."""
-        lent = self._lent() if self._lent is not None else None
-        tensor = self._tensor
-        if lent is not None or tensor is None or tensor.numel() < size:
-            self._tensor = tensor = None  # first: never two at once that nobody else needs
-            self._tensor = tensor = _host_memory(size)
-        owner = np.frombuffer(tensor.numpy().data, dtype=np.uint8)
-        self._lent = weakref.ref(owner)
-        return owner[:size]
-
-    def clear(self) -> None:
-        """Give the memory back to the system as soon as no tensor needs it."""
-        self._tensor = self._lent = None
-
-
-def _host_memory(size: int) -> torch.Tensor:
-    if torch.cuda.is_available():
-        return torch.empty(max(align_up(size), ALIGNMENT), dtype=torch.uint8, pin_memory=True)
-    return torch.frombuffer(direct_files.aligned_memory(max(align_up(size), ALIGNMENT)), dtype=torch.uint8)
 
 
 class OpenFile:
     """A file to be read in blocks. `mode` is that of --direct-io: auto, on or off."""
 
     def __init__(self, path: Path, size: int, mode: str) -> None:
-        """Raises CheckpointDamagedError if the file does not have `size` bytes."""
+        """Raises DamagedFileError if the file does not have `size` bytes."""
         self._path = path
         self._size = size
         self._mode = mode
         self._buffered = open_regular(path)
         self._direct: int | None = None
-        self._resident: direct_files.ResidentPages | None = None
+        self._resident: ResidentPages | None = None
         try:
             if os.fstat(self._buffered).st_size != size:
                 self._ends_at(os.fstat(self._buffered).st_size)
@@ -74,7 +34,7 @@ class OpenFile:
                 return
             self._direct = fd
             if mode == "auto":
-                self._resident = direct_files.ResidentPages(self._buffered)
+                self._resident = ResidentPages(self._buffered)
         except BaseException:
             self.close()
             raise
@@ -101,7 +61,7 @@ class OpenFile:
     def read(self, view: memoryview, position: int) -> int:
         """Fill `view`, or as much of it as the file has, from `position`; returns the bytes read.
 
-        Raises CheckpointDamagedError if the file ends before it should.
+        Raises DamagedFileError if the file ends before it should.
         """
         fd = self._buffered
         if self._direct is not None and not self.is_cached(position, position + len(view)):
@@ -112,7 +72,7 @@ class OpenFile:
         return count
 
     def _ends_at(self, position: int) -> None:
-        raise CheckpointDamagedError(f"{self._path}: ends at byte {position}, {self._size} were saved")
+        raise DamagedFileError(f"{self._path}: ends at byte {position}, {self._size} were saved")
 
     def close(self) -> None:
         os.close(self._buffered)
@@ -142,17 +102,3 @@ class ReadAhead:
                 os.close(fd)
         count = populate(self._mappings[path], start, stop)
         return memoryview(self._mappings[path])[start : start + count]
-
-
-def populate(mapping: mmap.mmap, start: int, stop: int) -> int:
-    """Have the pages of [start, stop) read, and found without faults; returns the bytes of the file there.
-
-    Raises OSError (EFAULT: the kernel's word for a page that cannot be read) if the storage fails.
-    """
-    length = min(stop, len(mapping)) - start
-    try:
-        mapping.madvise(_POPULATE_READ, start, length)
-    except OSError as exc:
-        if exc.errno != errno.EINVAL:  # a kernel before 5.14: the pages are read as they are touched
-            raise
-    return length

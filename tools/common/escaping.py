@@ -5,21 +5,19 @@ Each kind of output has one function here. Renderers apply it to all that they a
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import html
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 Value = TypeVar("Value")
 
 # Control characters (C0, C1), what turns the direction of text or is invisible (bidi overrides and isolates, zero
 # widths, tags), line and paragraph separators, halves of characters.
-_HIDDEN = (
-    "\\x00-\\x1f\\x7f-\\x9f\\u00ad\\u061c\\u180e\\u200b-\\u200f\\u2028-\\u202e\\u2060-\\u206f\\ufeff\\ufff9-\\ufffb"
-)
+_HIDDEN = "\\x00-\\x1f\\x7f-\\x9f\\u00ad\\u061c\\u180e\\u200b-\\u200f\\u2028-\\u202e\\u2060-\\u206f"
+_HIDDEN += "\\ufeff\\ufff9-\\ufffb"
 _FOR_PYTHON = re.compile(f"[{_HIDDEN}\ud800-\udfff\U000e0000-\U000e007f]")
 _NUMBER = re.compile(r"^[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?$")
 # A spreadsheet computes cells that begin so (OWASP, CSV Injection); tab and carriage return are escaped anyway.
@@ -49,11 +47,6 @@ def csv_cell(value: Any) -> Any:
     return f"'{text}" if is_formula else text
 
 
-def csv_row(stream: TextIO, cells: Iterable[Any]) -> None:
-    """Write one line of CSV."""
-    csv.writer(stream, lineterminator="\n").writerow([csv_cell(cell) for cell in cells])
-
-
 def shown(value: Value, change: Callable[[str], str] = visible) -> Value:
     """`value` with every text in it changed: dataclasses, lists, tuples, dicts with their keys, and paths."""
     return _shown(value, change)
@@ -66,9 +59,9 @@ def _shown(value: Any, change: Callable[[str], str]) -> Any:
         return Path(change(str(value)))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return dataclasses.replace(value, **{name: _shown(held, change) for name, held in fields.items()})
+        return dataclasses.replace(value, **{name: _shown(entry, change) for name, entry in fields.items()})
     if isinstance(value, dict):
-        return {_shown(name, change): _shown(held, change) for name, held in value.items()}
+        return {_shown(name, change): _shown(entry, change) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(_shown(item, change) for item in value)
     return value

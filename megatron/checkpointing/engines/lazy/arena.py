@@ -1,0 +1,44 @@
+"""The memory that loads of engine `lazy` read into."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.fileio.direct_files import ALIGNMENT, align_up, aligned_memory
+
+
+class Arena:
+    """The memory that loads read into, kept for the next one; pinned where there is a CUDA device.
+
+    It is lent out as a numpy array. Every tensor that is a view of that array keeps it alive, so once it is gone, no
+    tensor of an earlier load is left and the memory may be overwritten.
+    """
+
+    def __init__(self) -> None:
+        self._tensor: torch.Tensor | None = None
+        self._lent: weakref.ref[Any] | None = None
+
+    def take(self, size: int) -> np.ndarray[Any, Any]:
+        """`size` bytes at an aligned address; what they hold is undefined."""
+        lent = self._lent() if self._lent is not None else None
+        tensor = self._tensor
+        if lent is not None or tensor is None or tensor.numel() < size:
+            self._tensor = tensor = None  # first: never two at once that nobody else needs
+            self._tensor = tensor = _host_memory(size)
+        owner = np.frombuffer(tensor.numpy().data, dtype=np.uint8)
+        self._lent = weakref.ref(owner)
+        return owner[:size]
+
+    def clear(self) -> None:
+        """Give the memory back to the system as soon as no tensor needs it."""
+        self._tensor = self._lent = None
+
+
+def _host_memory(size: int) -> torch.Tensor:
+    if torch.cuda.is_available():
+        return torch.empty(max(align_up(size), ALIGNMENT), dtype=torch.uint8, pin_memory=True)
+    return torch.frombuffer(aligned_memory(max(align_up(size), ALIGNMENT)), dtype=torch.uint8)

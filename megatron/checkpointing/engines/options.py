@@ -1,0 +1,25 @@
+"""From flags to the options of an engine: the trainer and tools.ckpt_replay give engines the same ones."""
+
+from __future__ import annotations
+
+import os
+
+from megatron.checkpointing.engines.base import MIB, EngineOptions
+from megatron.config import CheckpointConfig
+
+
+def engine_options(flags: CheckpointConfig, rank: int) -> EngineOptions:
+    """What the command line says about how engines work. `rank` is that of the process the engine runs in."""
+    cache = flags.host_cache_size
+    return EngineOptions(
+        fsync=flags.checkpoint_durability == "fsync",
+        verify_checksums=flags.verify_checkpoint == "checksum",
+        checksum=flags.checksum == "crc32",
+        host_cache_bytes=None if cache is None else int(cache * 1024 * MIB),
+        io_threads=flags.io_threads,
+        io_block_bytes=int(flags.io_block_size * MIB),
+        direct_io=flags.direct_io,
+        rank=rank,
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1),
+        library=flags.library_options,
+    )

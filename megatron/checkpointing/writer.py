@@ -1,0 +1,294 @@
+"""The one way a checkpoint is written: files -> engine -> agreement of all ranks -> commit.
+
+Neither DeepSpeed nor the command line is known here. Training saves its state with it (megatron.checkpointing.manager),
+and tools.ckpt_replay a planned state, so that the replay measures what training does.
+
+Each rank collects its files and hands them to the engine, on the training thread. Then the files are waited for, all
+ranks agree, and rank 0 commits: on the training thread, or on one of its own if the engine is asynchronous.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpointing import commit
+from megatron.checkpointing import naming as names
+from megatron.checkpointing.background import BackgroundSave, BackgroundSaves
+from megatron.checkpointing.engines.base import CheckpointEngine, FileState, PendingSave, SavedFile
+from megatron.checkpointing.engines.errors import CheckpointSaveError, SaveDirectorySupersededError
+from megatron.checkpointing.ownership import Ownership
+from megatron.parallel.control_plane import ControlPlane
+from restart_trace.clock import now_ns
+from restart_trace.recorder import Operation, Recorder
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CheckpointIdentity:
+    """What the manifests of a run tell the loads that ask whether a checkpoint fits them."""
+
+    layout: dict[str, int]  # sizes of "tp", "pp" and "dp"
+    model: dict[str, Any]
+    loaded_from: str = ""  # the other directory that the run began from, as in Manifest
+
+
+@dataclass(frozen=True)
+class SaveDirectory:
+    """Where checkpoints go. `ownership` is rank 0's; None: nobody else writes there. `keep_last`: as in `prune`."""
+
+    path: Path
+    ownership: Ownership | None = None
+    keep_last: int | None = None
+
+
+@dataclass(frozen=True)
+class ExtraFile:
+    """A small file beside the engine's. `content` is called before the state may change."""
+
+    name: str
+    content: Callable[[], bytes]
+
+
+@dataclass
+class Save:
+    """One save of this rank. Times are monotonic, ns, and 0 until they are known."""
+
+    tag: str
+    step: int
+    directory: SaveDirectory
+    temporary: Path  # where the files are until they are committed
+    op: Operation
+    start_ns: int
+    flushed_ns: int = 0  # the files of this rank were written, or could not be
+    committed_ns: int = 0  # this rank knew what had come of the save
+    pending: PendingSave | None = None  # what the engine has begun
+    extra: list[tuple[str, bytes]] = field(default_factory=list, repr=False)  # names and contents
+    error: str | None = None  # what kept this rank from saving its files
+
+
+class CheckpointWriter:
+    """Saves checkpoints with one engine, over all ranks of `control`.
+
+    `attempt` is unique to this launch and the same on all ranks: it names temporary directories. `commit_control` is a
+    control plane of its own for the thread that agrees and commits; an asynchronous engine needs it.
+    """
+
+    def __init__(
+        self,
+        engine: CheckpointEngine,
+        control: ControlPlane,
+        recorder: Recorder,
+        identity: CheckpointIdentity,
+        attempt: str,
+        commit_control: ControlPlane | None = None,
+    ) -> None:
+        if engine.asynchronous and commit_control is None:
+            raise ValueError(f"engine {engine.name} saves asynchronously: commit_control is needed")
+        self.engine = engine
+        self.background = BackgroundSaves()
+        # On every rank, once a save has found out that a later launch owns the directory.
+        self.superseded: SaveDirectorySupersededError | None = None
+        self._recorder = recorder
+        self._identity = identity
+        self._attempt = attempt
+        self._saves = 0
+        self._blocking = not engine.asynchronous  # whether training waits for the commit
+        self._control = commit_control if engine.asynchronous and commit_control is not None else control
+
+    @property
+    def agreement_lost(self) -> bool:
+        """Whether the ranks lost each other during a commit in the background: they can commit nothing any more."""
+        return self._control.given_up
+
+    def save(
+        self,
+        directory: SaveDirectory,
+        step: int,
+        collect: Callable[[], Sequence[FileState]],
+        extra_files: Sequence[ExtraFile] = (),
+    ) -> Save:
+        """Save the files that `collect` returns as the checkpoint after iteration `step`; collective.
+
+        `collect` runs within the save: if it raises, the save fails on all ranks. Nothing is written, nor are the
+        `extra_files`, by an engine that writes no files.
+        A synchronous engine: raises CheckpointSaveError on every rank, with the reason, if any rank failed; the
+        previous checkpoint is untouched then. An asynchronous one: waits for the save before this one, and returns when
+        training may go on; `background` tells in time what came of it. The state must not change before
+        `background.release_state()` has returned.
+        Raises SaveDirectorySupersededError on every rank if this save, or an asynchronous one before it, has found that
+        a later launch owns the directory.
+        """
+        tag = names.tag_of(step)
+        self._saves += 1
+        temporary = directory.path / names.temporary_directory(tag, f"{self._attempt}_{self._saves}")
+        op = self._recorder.begin("save", tag=tag, step=step, engine=type(self.engine).__name__)
+        save = Save(tag, step, directory, temporary, op, now_ns())
+        try:
+            if self.engine.asynchronous:
+                self._save_in_background(save, collect, extra_files)
+                return save
+            self._begin(save, collect, extra_files)
+            failure = self._finish(save)
+            if failure is not None:
+                raise self.superseded or CheckpointSaveError(failure)
+        except BaseException as exc:
+            op.end(f"{type(exc).__name__}: {exc}")
+            raise
+        op.end()
+        return save
+
+    def _save_in_background(
+        self, save: Save, collect: Callable[[], Sequence[FileState]], extra_files: Sequence[ExtraFile]
+    ) -> None:
+        """Begin to write the files of this rank, and leave the rest to a thread, which ends the operation."""
+        self.background.wait_previous(save.op)
+        if self.superseded is not None:
+            raise self.superseded
+        self._begin(save, collect, extra_files)
+        finish = functools.partial(self._finish_in_background, save)
+        begun = BackgroundSave(save.step, save.op, save.pending, finish, save.start_ns)
+        self.background.begin(begun)
+        begun.blocked_ns += now_ns() - save.start_ns
+
+    def _begin(
+        self, save: Save, collect: Callable[[], Sequence[FileState]], extra_files: Sequence[ExtraFile]
+    ) -> None:
+        """Hand the files to the engine. A failure is kept: this rank tells it when all agree."""
+        op = save.op
+        try:
+            with op.span("collect"):
+                files = collect()
+                if self.engine.writes_files:
+                    save.temporary.mkdir(parents=True, exist_ok=True)
+            save.pending = self.engine.begin_save(files, save.temporary, op)
+            for extra in extra_files if self.engine.writes_files else ():
+                with op.span("serialize", file=extra.name):
+                    save.extra.append((extra.name, extra.content()))
+        except Exception as exc:  # whatever it is, the other ranks wait to hear of it
+            self._failed(save, exc)
+
+    def _finish(self, save: Save) -> str | None:
+        """Wait for the files, agree, commit. Returns None, or why there is no checkpoint."""
+        saved: list[SavedFile] = []
+        # On a thread, all there is: torch's CheckpointException is no Exception. On the main thread, no interrupt.
+        failures = Exception if self._blocking else BaseException
+        try:
+            if save.pending is not None:
+                saved = save.pending.wait()
+            if save.error is None:
+                saved = [*saved, *(self._write_extra(save, *extra) for extra in save.extra)]
+        except failures as exc:
+            self._failed(save, exc)
+        save.flushed_ns = now_ns()
+        try:
+            return self._agree_and_commit(save, saved)
+        finally:
+            save.committed_ns = now_ns()
+
+    def _finish_in_background(self, save: Save) -> str | None:
+        """As `_finish`, on a thread: ranks that lose each other are a failed save, too, and can commit no other."""
+        try:
+            return self._finish(save)
+        except Exception as exc:
+            rank = self._control.rank
+            logger.exception("rank %d could not agree with the others on checkpoint %s", rank, save.tag)
+            failure = f"{type(exc).__name__}: {exc}"
+        # Out of the handler: the connections stay open as long as the traceback refers to them.
+        self._control.give_up()
+        return (
+            f"checkpoint {save.tag}: the ranks lost each other while they agreed on it, so it is there only if rank 0 "
+            f"had committed it by then: {failure}"
+        )
+
+    def _failed(self, save: Save, exc: BaseException) -> None:
+        """Note what keeps this rank from saving its files; the first reason counts."""
+        logger.error("rank %d could not save", self._control.rank, exc_info=exc)
+        save.error = save.error or f"{type(exc).__name__}: {exc}"
+
+    def _write_extra(self, save: Save, name: str, content: bytes) -> SavedFile:
+        with (save.temporary / name).open("xb", buffering=0) as file:
+            with save.op.span("flush", "write", file=name, blocking=self._blocking) as span:
+                span.bytes = file.write(content)
+            if self.engine.options.fsync:
+                with save.op.span("flush", "fsync", file=name, blocking=self._blocking):
+                    os.fsync(file.fileno())
+        save.op.bytes = (save.op.bytes or 0) + len(content)
+        save.op.num_files = (save.op.num_files or 0) + 1
+        return SavedFile(name, len(content), "sha256:" + hashlib.sha256(content).hexdigest())
+
+    def _agree_and_commit(self, save: Save, saved: list[SavedFile]) -> str | None:
+        """Collective. Returns None if the checkpoint is committed, or why there is none."""
+        with save.op.span("barrier", blocking=self._blocking):
+            gathered = self._control.gather((save.error, saved))
+        decision = self._decide(save, gathered) if gathered is not None else None
+        with save.op.span("barrier", blocking=self._blocking):
+            decision = self._control.broadcast(decision)
+        if isinstance(decision, SaveDirectorySupersededError):
+            self.superseded = decision
+        return None if decision is None else f"checkpoint {save.tag} was not saved: {decision}"
+
+    def _decide(self, save: Save, gathered: list[Any]) -> str | SaveDirectorySupersededError | None:
+        """On rank 0: commit if every rank succeeded. Returns None, or why there is no new checkpoint."""
+        try:
+            # First, as it explains what else went wrong: the successor has removed this save.
+            if save.directory.ownership is not None:
+                save.directory.ownership.check()
+            return self._commit(save, gathered)
+        except SaveDirectorySupersededError as superseded:
+            commit.discard(save.temporary)
+            return superseded
+        except Exception as exc:  # whatever it is, the other ranks wait to hear of it
+            logger.exception("the commit failed")
+            commit.discard(save.temporary)
+            return f"rank 0, commit: {type(exc).__name__}: {exc}"
+
+    def _commit(self, save: Save, gathered: list[Any]) -> str | None:
+        """As `_decide`; raises whatever goes wrong."""
+        failed = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(gathered) if error is not None]
+        if failed:
+            commit.discard(save.temporary)
+            return "; ".join(failed)
+        if not self.engine.writes_files:
+            return None
+        fsync = self.engine.options.fsync
+        directory, owner = save.directory.path, save.directory.ownership
+        with save.op.span("commit", "manifest", blocking=self._blocking):
+            manifest = commit.Manifest(
+                tag=save.tag,
+                step=save.step,
+                engine=self.engine.name,
+                layout=self._identity.layout,
+                model=self._identity.model,
+                files=commit.collect_files([saved for _, saved in gathered]),
+                loaded_from=self._identity.loaded_from,
+                sequence=commit.next_sequence(directory),
+            )
+            commit.write_manifest(save.temporary, manifest, fsync)
+        with save.op.span("commit", "publish", blocking=self._blocking):
+            wrong = commit.publish(directory, save.temporary, save.tag, save.step, fsync, owner)
+        for what in wrong:
+            logger.error("checkpoint %s is complete and will be found by loads, but %s", save.tag, what)
+        self._prune(save)
+        return None
+
+    def _prune(self, save: Save) -> None:
+        """On rank 0: remove old checkpoints. The new one is committed, so a failure here is no failed save."""
+        directory = save.directory
+        try:
+            with save.op.span("commit", "prune", blocking=self._blocking):
+                removed = commit.prune(directory.path, directory.keep_last, save.step, directory.ownership)
+        except SaveDirectorySupersededError:
+            return  # the next save says so, and ends the run
+        except OSError as exc:
+            logger.warning("old checkpoints were not removed: %s", exc)
+            return
+        for name in removed:
+            logger.info("removed %s", directory.path / name)

@@ -1,0 +1,63 @@
+"""Which pages of a file lie in the page cache, by mincore(2); standard library only."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+
+_POPULATE_READ = 22  # MADV_POPULATE_READ of linux/mman.h, since 5.14; not in Python's mmap
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # of linux/mman.h; not in every Python's mmap
+_LOWEST_BIT = bytes(value & 1 for value in range(256))  # mincore leaves the others undefined
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class ResidentPages:
+    """What of an open file is in the page cache at the moment of each call. The descriptor may be closed meanwhile.
+
+    The kernel says that all of a file is there that neither belongs to this user nor may be written by it.
+    """
+
+    def __init__(self, fd: int) -> None:
+        """Raises OSError if the file cannot be mapped."""
+        self._size = os.fstat(fd).st_size
+        self._address = 0
+        if self._size:
+            # ctypes tells the address of writable memory alone; nothing is written, so nothing need be reserved.
+            flags, prot = mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+            self._mapping = mmap.mmap(fd, self._size, flags=flags, prot=prot)
+            self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+
+    def missing_bytes(self, start: int, stop: int) -> int:
+        """Bytes of the pages that hold [start, stop) and are not there, in whole pages."""
+        return self._pages(start, stop).count(0) * mmap.PAGESIZE
+
+    def share(self, start: int, stop: int) -> float:
+        """Share of the pages that hold [start, stop) which are there, 0 to 1; 0 beyond the end of the file."""
+        pages = self._pages(start, stop)
+        return pages.count(1) / len(pages) if pages else 0.0
+
+    def _pages(self, start: int, stop: int) -> bytes:
+        """A byte for each page: 1 if it is there, else 0."""
+        first, stop = start // mmap.PAGESIZE * mmap.PAGESIZE, min(stop, self._size)
+        if first >= stop:
+            return b""
+        pages = ctypes.create_string_buffer(-(-(stop - first) // mmap.PAGESIZE))
+        if _libc.mincore(ctypes.c_void_p(self._address + first), ctypes.c_size_t(stop - first), pages):
+            raise OSError(ctypes.get_errno(), "mincore failed")
+        return pages.raw.translate(_LOWEST_BIT)
+
+
+def populate(mapping: mmap.mmap, start: int, stop: int) -> int:
+    """Have the pages of [start, stop) read, and found without faults; returns the bytes of the file there.
+
+    Raises OSError (EFAULT: the kernel's word for a page that cannot be read) if the storage fails.
+    """
+    length = min(stop, len(mapping)) - start
+    try:
+        mapping.madvise(_POPULATE_READ, start, length)
+    except OSError as exc:
+        if exc.errno != errno.EINVAL:  # a kernel before 5.14: the pages are read as they are touched
+            raise
+    return length

@@ -1,0 +1,277 @@
+"""Reads byte ranges of files into tensors, in parallel, with the CRC-32s of what is to be verified.
+
+Each thread reads an extent to a buffer of its own and copies from there, so that beside the targets a few megabytes
+are needed, none of them touched for the first time but once. With `--direct-io auto` what lies in the page cache is
+copied from there. An extent that is one aligned range of a target is read straight to it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.fileio.checksums import RangeChecksum, range_checksum
+from megatron.fileio.direct_files import ALIGNMENT, align_up
+from megatron.fileio.extents import BLOCK, Extent, Rows
+from megatron.fileio.host_buffers import Staging
+from megatron.fileio.open_files import OpenFile, ReadAhead
+from megatron.fileio.page_cache import populate
+from restart_trace.clock import now_ns
+from restart_trace.recorder import Operation
+
+_DIRECT_THREADS = 8
+# Reading into the page cache is mostly waiting, for the storage and for memory: more threads than for direct reads.
+_MAPPING_THREADS = 12
+
+
+@dataclass(frozen=True)
+class Label:
+    """What the spans of a read are called: the phase and detail of copying, and the threads."""
+
+    copy: tuple[str, str]
+    threads: str
+
+
+@dataclass
+class Read:
+    """What came of a read."""
+
+    checksums: list[RangeChecksum] = field(default_factory=list)
+    num_bytes: int = 0  # read from the files, the page cache included
+
+
+class Targets:
+    """What is read into, by number: uint8 tensors of one dimension, on any device.
+
+    `mappings`: of those that are a mapping of the very file that they are read from, so its pages in the page cache.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], mappings: Mapping[int, mmap.mmap]) -> None:
+        self.tensors = tensors
+        self.mappings = mappings
+        self.device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+
+    def on_cpu(self, extent: Extent) -> bool:
+        return all(self.tensors[rows.target].device.type == "cpu" for rows in extent.rows)
+
+    def mapping(self, extent: Extent) -> mmap.mmap | None:
+        """The mapping that is filled, if it is one."""
+        return self.mappings.get(extent.rows[0].target) if extent.rows else None
+
+    def direct(self, extent: Extent, start: int, stop: int) -> memoryview | None:
+        """The memory of [start, stop), where that may be read to as it is: all of it is one range of one target."""
+        if len(extent.rows) != 1 or extent.start != start or extent.stop != stop:
+            return None
+        rows = extent.rows[0]
+        target = self.tensors[rows.target]
+        if rows.count != 1 or rows.length != stop - start or target.device.type != "cpu":
+            return None
+        view = target.numpy()[rows.to : rows.to + rows.length]
+        return None if view.ctypes.data % ALIGNMENT else view.data
+
+
+def read_ranges(
+    extents: Sequence[Extent],
+    files: Mapping[Path, OpenFile],
+    targets: Targets,
+    threads: int | None,
+    label: Label,
+    op: Operation,
+) -> Read:
+    """Fill `targets`. `threads`: --io-threads.
+
+    Records what reading, verifying and copying took, in each thread. Raises DamagedFileError if a file is shorter than
+    it was, or OSError; then the targets may hold anything.
+    """
+    if targets.device.type == "cuda":
+        torch.cuda.synchronize(targets.device)  # what is still to be done to them, such as filling them
+    mapped: list[Extent] = []
+    others: list[Extent] = []
+    for extent in extents:
+        through_cache = files[extent.path].only_mapped or targets.mapping(extent) is not None
+        (mapped if through_cache else others).append(extent)
+    return _Pool(mapped, others, files, targets).run(threads, label, op)
+
+
+def open_all(file_bytes: Mapping[Path, int], direct_io: str, stack: ExitStack) -> dict[Path, OpenFile]:
+    """Files of those sizes, open until `stack` is left. Raises DamagedFileError if one has another size."""
+    return {
+        path: stack.enter_context(closing(OpenFile(path, size, direct_io)))
+        for path, size in file_bytes.items()
+    }
+
+
+class _Pool:
+    """Threads that share extents: equal parts of what passes through the page cache, the others as they come."""
+
+    def __init__(
+        self,
+        mapped: Sequence[Extent],
+        others: Sequence[Extent],
+        files: Mapping[Path, OpenFile],
+        targets: Targets,
+    ) -> None:
+        self._mapped = mapped
+        self._others = others
+        self._queue = iter(others)
+        self._files = files
+        self._targets = targets
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+
+    def run(self, count: int | None, label: Label, op: Operation) -> Read:
+        count = count or (_DIRECT_THREADS if self._others else _MAPPING_THREADS)
+        readers = [_ReadingThread(self._files, self._targets) for _ in range(count)]
+        threads = [
+            threading.Thread(
+                target=self._work, args=(reader, i, count, label, op), name=f"{label.threads}-{i}"
+            )
+            for i, reader in enumerate(readers)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+        checksums = [checksum for reader in readers for checksum in reader.checksums]
+        return Read(checksums, sum(reader.num_bytes for reader in readers))
+
+    def _work(self, reader: _ReadingThread, i: int, count: int, label: Label, op: Operation) -> None:
+        share = self._mapped[len(self._mapped) * i // count : len(self._mapped) * (i + 1) // count]
+        try:
+            reader.run(self._next_extents(share), label, op)
+        except BaseException as exc:
+            self._error = self._error or exc
+
+    def _next_extents(self, share: Sequence[Extent]) -> Iterator[Extent]:
+        """What a thread has to read, until something fails."""
+        for extent in share:
+            if self._error is not None:
+                return
+            yield extent
+        while self._error is None:
+            with self._lock:
+                extent = next(self._queue, None)
+            if extent is None:
+                return
+            yield extent
+
+
+class _ReadingThread:
+    def __init__(self, files: Mapping[Path, OpenFile], targets: Targets) -> None:
+        self.checksums: list[RangeChecksum] = []
+        self.num_bytes = 0
+        self._files = files
+        self._targets = targets
+        self._staging = Staging(BLOCK, targets.device)
+        self._ahead = ReadAhead()
+        self._times = {"read": 0, "verify": 0, "copy": 0}  # ns
+
+    def run(self, extents: Iterator[Extent], label: Label, op: Operation) -> None:
+        started = now_ns()
+        try:
+            for extent in extents:
+                self._load(extent)
+            began = now_ns()
+            self._staging.finish()
+            self._took("copy", began)
+        finally:
+            ended = now_ns()
+            for kind, phase, detail in (
+                ("read", "load", "read"),
+                ("verify", "load", "verify"),
+                ("copy", *label.copy),
+            ):
+                if self._times[kind]:
+                    moved = self.num_bytes if kind == "read" else None
+                    op.add(phase, detail, started, ended, duration_ns=self._times[kind], num_bytes=moved)
+
+    def _load(self, extent: Extent) -> None:
+        file = self._files[extent.path]
+        start, stop = extent.start // ALIGNMENT * ALIGNMENT, align_up(extent.stop)
+        began = now_ns()
+        cached = self._targets.on_cpu(extent) and file.can_be_mapped(start, stop)
+        mapping = self._targets.mapping(extent)
+        direct = self._targets.direct(extent, start, stop)
+        if mapping is not None and direct is not None:
+            self._ahead.read(extent.path, start, stop)
+            self.num_bytes += populate(mapping, start, stop)
+            self._verify(extent, direct, start, began)
+        elif direct is not None and not cached:
+            self.num_bytes += file.read(direct, start)
+            self._verify(extent, direct, start, began)
+        elif cached:
+            view = self._ahead.read(extent.path, start, stop)
+            self.num_bytes += len(view)
+            began = self._verify(extent, view, start, began)
+            self._copy(extent, np.frombuffer(view, dtype=np.uint8), start)
+            self._took("copy", began)
+        else:
+            buffer = self._staging.next_buffer()
+            began = self._took("copy", began)
+            view = buffer.view[: stop - start]
+            self.num_bytes += file.read(view, start)
+            began = self._verify(extent, view, start, began)
+            self._staging.copy(lambda: self._copy(extent, buffer.array, start, buffer.tensor))
+            self._took("copy", began)
+
+    def _verify(self, extent: Extent, view: memoryview, start: int, began: int) -> int:
+        """Count the time since `began` as reading; take the checksums of `view`, read at `start`. Returns now."""
+        read = self._took("read", began)
+        if not extent.checks:
+            return read
+        for at, length in extent.checks:
+            self.checksums.append(
+                range_checksum(extent.path.name, at, view[at - start : at - start + length])
+            )
+        return self._took("verify", read)
+
+    def _copy(
+        self, extent: Extent, block: np.ndarray[Any, Any], start: int, pinned: torch.Tensor | None = None
+    ) -> None:
+        """Copy what is wanted of `block`, read at `start`; `pinned` is the same memory, as a tensor."""
+        for rows in extent.rows:
+            target = self._targets.tensors[rows.target]
+            if target.device.type == "cpu":
+                _copy_rows(block, start, target.numpy(), rows)
+            else:
+                assert pinned is not None  # the page cache is copied from for the CPU alone
+                _copy_rows_to_device(pinned, start, target, rows)
+
+    def _took(self, kind: str, began: int) -> int:
+        """Count the time since `began` as time of `kind`; returns now."""
+        now = now_ns()
+        self._times[kind] += now - began
+        return now
+
+
+def _copy_rows(block: np.ndarray[Any, Any], start: int, target: np.ndarray[Any, Any], rows: Rows) -> None:
+    """Copy `rows` from `block`, which begins at byte `start` of the file."""
+    at = rows.start - start
+    if rows.count == 1:
+        np.copyto(target[rows.to : rows.to + rows.length], block[at : at + rows.length])
+        return
+    strided, shape = np.lib.stride_tricks.as_strided, (rows.count, rows.length)
+    into = strided(target[rows.to :], shape, (rows.target_step, 1))
+    np.copyto(into, strided(block[at:], shape, (rows.step, 1)))
+
+
+def _copy_rows_to_device(block: torch.Tensor, start: int, target: torch.Tensor, rows: Rows) -> None:
+    """As `_copy_rows`, queued on the current stream."""
+    at = rows.start - start
+    if rows.count == 1:
+        taken = block[at : at + rows.length]
+        target[rows.to : rows.to + rows.length].copy_(taken, non_blocking=True)
+        return
+    taken = block.as_strided((rows.count, rows.length), (rows.step, 1), at)
+    first = int(target.storage_offset()) + rows.to
+    target.as_strided((rows.count, rows.length), (rows.target_step, 1), first).copy_(taken)

@@ -1,0 +1,45 @@
+"""What the kernel says of a file's pages."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron.fileio.page_cache import ResidentPages
+
+PAGE = os.sysconf("SC_PAGESIZE")
+
+
+def test_a_file_that_was_just_written_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(3 * PAGE + 1))
+    with path.open("rb") as file:
+        pages = ResidentPages(file.fileno())
+    assert pages.share(0, 3 * PAGE + 1) == 1 and pages.missing_bytes(0, 3 * PAGE + 1) == 0
+    assert pages.share(PAGE, 9 * PAGE) == 1 and pages.share(4 * PAGE, 9 * PAGE) == 0, (
+        "beyond the end is nothing"
+    )
+
+
+def test_what_was_dropped_is_missing_until_it_is_read(path_on_disk: Path) -> None:
+    path = path_on_disk / "file"
+    path.write_bytes(bytes(64 * PAGE))
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        pages = ResidentPages(file.fileno())
+        if pages.share(0, 64 * PAGE):
+            pytest.skip("this file system keeps its files in memory")
+        assert pages.missing_bytes(PAGE + 1, 3 * PAGE) == 2 * PAGE
+        os.pread(file.fileno(), PAGE, PAGE)
+        assert pages.missing_bytes(PAGE, 2 * PAGE) == 0 and pages.share(0, 64 * PAGE) < 1
+
+
+def test_an_empty_file_has_no_pages(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (tmp_path / "file").open("rb") as file:
+        pages = ResidentPages(file.fileno())
+    assert pages.share(0, PAGE) == 0 and pages.missing_bytes(0, PAGE) == 0

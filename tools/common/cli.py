@@ -1,0 +1,47 @@
+"""What the command lines of the tools share: exit statuses, parsers with examples, checks of flags, output."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+OK = 0
+FINDINGS = 1  # the tool did its work, and there is something to look at
+COULD_NOT_RUN = 2  # wrong arguments, input that cannot be used, output that cannot be written
+
+
+def make_parser(
+    prog: str, description: str, epilog: str | None = None, *, allow_abbrev: bool = True
+) -> argparse.ArgumentParser:
+    """A parser whose description and epilog (examples, exit statuses) keep their lines."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        epilog=epilog,
+        formatter_class=formatter,
+        allow_abbrev=allow_abbrev,
+    )
+
+
+def require_at_least(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, least: float, *names: str
+) -> None:
+    """Exit with status 2 and a message if one of these arguments is given and below `least` (argparse)."""
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            parser.error(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+
+
+def write_stdout(text: str) -> None:
+    """Write the answer; a reader that has seen enough (head, less) is no error. Raises OSError (a full disk)."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as exc:
+        # What Python has not written yet must not fail again when the process ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(exc, BrokenPipeError):
+            raise

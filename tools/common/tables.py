@@ -1,0 +1,117 @@
+"""Tables: what their columns show of an item, and how a table becomes text, Markdown or CSV.
+
+Nothing is escaped here but cells of CSV: a report is made safe as a whole before its tables are made
+(`escaping.shown`), since its sentences need that as well.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TextIO, TypeVar
+
+from .escaping import csv_cell
+from .formatting import count, seconds
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Text of a cell, and the number that it is sorted by (None: by its text)."""
+
+    text: str
+    order: float | None = None
+
+
+@dataclass(frozen=True)
+class Column(Generic[Item]):
+    """A column: its title, the text that it shows of an item, and the number that this is (None: it is a word)."""
+
+    title: str
+    text: Callable[[Item], str]
+    order: Callable[[Item], float | None] | None = None
+
+    def cell(self, item: Item) -> Cell:
+        return Cell(self.text(item), self.order(item) if self.order else None)
+
+
+def numbers(title: str, value: Callable[[Item], Any], show: Callable[[Any], str] = count) -> Column[Item]:
+    """A column of numbers, which `show` makes text."""
+    return Column(title, lambda item: show(value(item)), value)
+
+
+def times(title: str, value: Callable[[Item], float | None], digits: int = 4) -> Column[Item]:
+    """A column of seconds."""
+    return numbers(title, value, partial(seconds, digits=digits))
+
+
+def titles(columns: Iterable[Column[Any]]) -> list[str]:
+    return [column.title for column in columns]
+
+
+def texts(columns: Sequence[Column[Item]], items: Iterable[Item]) -> list[list[str]]:
+    """A row of texts per item."""
+    return [[column.cell(item).text for column in columns] for item in items]
+
+
+class Style:
+    """Marks headings and findings; plain where the output is not a terminal or NO_COLOR is set."""
+
+    def __init__(self, stream: TextIO, env: Mapping[str, str] | None = None) -> None:
+        env = os.environ if env is None else env
+        self._on = stream.isatty() and not env.get("NO_COLOR") and env.get("TERM") != "dumb"
+
+    def heading(self, text: str) -> str:
+        return self._mark("1", text)
+
+    def error(self, text: str) -> str:
+        return self._mark("31", text)
+
+    def warning(self, text: str) -> str:
+        return self._mark("33", text)
+
+    def faint(self, text: str) -> str:
+        return self._mark("2", text)
+
+    def _mark(self, code: str, text: str) -> str:
+        return f"\033[{code}m{text}\033[0m" if self._on else text
+
+
+def text_table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    style: Style | None = None,
+    *,
+    indent: str = "  ",
+    left: int = 1,
+) -> list[str]:
+    """Lines for a terminal: the first `left` columns are left-aligned, the others right-aligned."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [cell.ljust(width) for cell, width in zip(cells[:left], widths, strict=False)]
+        padded += [cell.rjust(width) for cell, width in zip(cells[left:], widths[left:], strict=True)]
+        return indent + "  ".join(padded).rstrip()
+
+    return [style.faint(line(header)) if style else line(header), *map(line, rows)]
+
+
+def markdown_table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: bool = False
+) -> list[str]:
+    """Lines of a table in GitHub's Markdown. `numbers`: all columns but the first are right-aligned."""
+    ruler = ["---", *["---:" if numbers else "---"] * (len(header) - 1)]
+    return [f"| {' | '.join(cells)} |" for cells in (header, ruler, *rows)]
+
+
+def csv_table(header: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
+    """CSV whose cells no spreadsheet takes for formulas; None is an empty cell."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerows([csv_cell(cell) for cell in row] for row in (header, *rows))
+    return stream.getvalue()
