@@ -49,7 +49,7 @@ class RunFacts:
 class Report:
     """All results of one run. `model` names what was trained, None if nothing is recorded.
 
-    `imported` is what an imported log tells beside the rest, None for a trace.
+    `imported` is the imported log that the report was made from, None for a trace.
     """
 
     directory: Path

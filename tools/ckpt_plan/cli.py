@@ -98,14 +98,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_ranks(planned[1].world_size, str(planned[1]))
         listing = _read_listing(arguments.compare_listing)
         plan = _plan(arguments, planned)
-    except ValueError as exc:  # ConfigError, TokenizerError and those of engines are ValueErrors
+        status = _answer(plan, listing, arguments)
+    except (ValueError, OSError) as exc:  # ConfigError, TokenizerError and those of engines are ValueErrors
         print(f"ckpt_plan: error: {_own_flags(str(exc)) if arguments.model else exc}", file=sys.stderr)
         return COULD_NOT_RUN
-    status = OK
-    if listing is None:
-        _print(plan, arguments)
-    else:
-        status = _compare(plan, listing, str(arguments.compare_listing))
     if arguments.verbose:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
         print(f"planned in {time.perf_counter() - started:.2f} s, peak memory {peak} MiB", file=sys.stderr)
@@ -138,7 +134,7 @@ def _configuration(arguments: argparse.Namespace, flags: list[str]) -> Planned:
 
 
 def _check_ranks(ranks: int, layout: str) -> None:
-    """Raises ConfigError for more ranks than can be planned in minutes: each has files of its own, told one by one."""
+    """Raises ConfigError for more ranks than can be planned in minutes: the files of each are worked out separately."""
     if ranks > MOST_RANKS:
         raise ConfigError(
             f"{layout} has {ranks} ranks; at most {MOST_RANKS} are planned, as the files of each are worked out by "
@@ -194,20 +190,17 @@ def _read_listing(path: Path | None) -> dict[str, str] | None:
         raise ConfigError(f"--compare-listing {path}: {exc}") from exc
 
 
-def _compare(plan: Plan, listing: dict[str, str], path: str) -> int:
+def _answer(plan: Plan, listing: dict[str, str] | None, arguments: argparse.Namespace) -> int:
+    """Write the plan, or how a listing differs from it; returns the exit status. Raises OSError."""
     from .listing import compare
-    from .output import render_comparison
+    from .output import render, render_comparison, to_json
 
+    if listing is None:
+        is_json = arguments.format == "json"
+        write_stdout(to_json(plan) if is_json else render(plan, with_files=not arguments.summary))
+        return OK
     files = {file.name: file.num_bytes for file in plan.files}
     files |= {file.name: file.num_bytes for file in plan.commit_files if file.name in listing}
     found = compare(files, listing)
-    write_stdout(render_comparison(found, len(listing), path))
+    write_stdout(render_comparison(found, len(listing), str(arguments.compare_listing)))
     return OK if found.agrees else FINDINGS
-
-
-def _print(plan: Plan, arguments: argparse.Namespace) -> None:
-    from .output import render, to_json
-
-    write_stdout(
-        to_json(plan) if arguments.format == "json" else render(plan, with_files=not arguments.summary)
-    )

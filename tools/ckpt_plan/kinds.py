@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.checkpointing.engines.base import FileState
 
-from .sizes import tensors_of
+from ..common.tensor_trees import tensors_of
 
 WEIGHTS, MASTER_WEIGHTS, MOMENTS, METADATA = "weights", "master_weights", "moments", "metadata"
 TENSOR_KINDS: tuple[str, ...] = (WEIGHTS, MASTER_WEIGHTS, MOMENTS)
@@ -15,7 +15,7 @@ KINDS: tuple[str, ...] = (*TENSOR_KINDS, METADATA)
 
 
 def tensor_bytes_by_kind(files: Iterable[FileState]) -> dict[str, int]:
-    """Bytes of the tensors of each of TENSOR_KINDS. Random states and step counters are none of them."""
+    """Bytes of the tensors of each of TENSOR_KINDS. Random states and step counters are not counted."""
     found: dict[str, int] = {kind: 0 for kind in TENSOR_KINDS}
     for file in files:
         for path, tensor in tensors_of(file.state):

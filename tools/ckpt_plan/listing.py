@@ -42,7 +42,7 @@ def human_size(num_bytes: int) -> str:
 
 
 def parse_listing(text: str) -> dict[str, str]:
-    """Name -> size of every file that a line of `ls -lh` tells of; other lines are passed over.
+    """Name -> size of every file in a line of `ls -lh`; other lines are skipped.
 
     Raises ValueError if there is none.
     """

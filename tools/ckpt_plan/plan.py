@@ -56,7 +56,7 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Of all ranks. `commit_files` are not among those of the ranks: manifest.json, and what lies beside the tag."""
+    """The plan of all ranks. `commit_files` (not in `ranks`): manifest.json, and files beside the tag's directory."""
 
     engine: str
     layout: Layout
@@ -146,7 +146,7 @@ def _tensors(kinds: dict[str, int]) -> int:
 def _commit_files(
     planned: Planned, engine: str, progress: Progress, saved: Sequence[Sequence[SavedFile]]
 ) -> tuple[PlannedFile, ...]:
-    """What rank 0 writes in the first commit of a run: the code of the commit tells the sizes."""
+    """The files that rank 0 writes in the first commit of a run, with sizes from the code that commits."""
     config, layout, vocab_sizes = planned
     tag = names.tag_of(progress.iteration)
     manifest = Manifest(

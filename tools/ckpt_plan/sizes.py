@@ -1,17 +1,16 @@
 """How many bytes each engine writes for planned states: by the code that writes them, with the data left out.
 
 torch.save itself writes the files of the torch format, under its own `skip_data` (which leaves a hole for each
-tensor), into an object that counts. An engine whose files cannot be told exactly is refused: nothing is estimated.
+tensor), into an object that counts. An engine whose sizes cannot be computed exactly is refused: nothing is estimated.
 """
 
 from __future__ import annotations
 
-import copy
 import io
 import mmap
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +23,8 @@ from megatron.checkpointing.engines.base import FileState, SavedFile
 from megatron.checkpointing.engines.host_staging import Staging, stage_on_host
 from megatron.config import Config, ConfigError
 from megatron.fileio import zip_records
+
+from ..common.tensor_trees import map_tensors
 
 _LAYER_SIZES: dict[tuple[Any, ...], int] = {}  # (key, dtype, shape) of each tensor -> bytes of the file
 Sizer = Callable[[Sequence[FileState], int, Config], list[SavedFile]]
@@ -74,37 +75,6 @@ def torch_named_file_size(state: Any, name: str) -> int:
         staged = stage_on_host(map_tensors(state, without_data), Staging())
         torch.save(staged, path)  # its holes take no space on disk
         return path.stat().st_size
-
-
-def map_tensors(state: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The nest `state` with every tensor replaced; one that is there twice stays one tensor."""
-    return _map(state, function, {})
-
-
-def _map(state: Any, function: Callable[[torch.Tensor], torch.Tensor], made: dict[int, torch.Tensor]) -> Any:
-    if isinstance(state, torch.Tensor):
-        if id(state) not in made:
-            made[id(state)] = function(state)
-        return made[id(state)]
-    if type(state) in (list, tuple):
-        return type(state)(_map(item, function, made) for item in state)
-    if isinstance(state, dict):
-        mapped = copy.copy(state)
-        for key, value in state.items():
-            mapped[key] = _map(value, function, made)
-        return mapped
-    return state
-
-
-def tensors_of(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    """(keys that lead to it, tensor) of every tensor in `state`, a nest of dicts, lists and tuples."""
-    if isinstance(state, torch.Tensor):
-        yield path, state
-        return
-    items = state.items() if isinstance(state, dict) else enumerate(state)
-    for key, value in items:
-        if isinstance(value, (torch.Tensor, dict, list, tuple)):
-            yield from tensors_of(value, (*path, key))
 
 
 def without_data(tensor: torch.Tensor) -> torch.Tensor:

@@ -42,15 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that files are removed
     try:
         figures = _replay(arguments)
+        if figures is None:  # another process of the launcher reports
+            return OK
+        text = json.dumps(figures)
+        if arguments.output is not None:
+            arguments.output.write_text(text + "\n")
+        write_stdout((text if arguments.format == "json" else render(figures)) + "\n")
     except (ReplayError, ConfigError, UnknownEngineError, EngineUnavailableError, TaskError, OSError) as exc:
         print(f"ckpt_replay: {exc}", file=sys.stderr)
         return COULD_NOT_RUN
-    if figures is None:  # another process of the launcher reports
-        return OK
-    text = json.dumps(figures)
-    if arguments.output is not None:
-        arguments.output.write_text(text + "\n")
-    write_stdout((text if arguments.format == "json" else render(figures)) + "\n")
     return FINDINGS if any(found["failed"] for found in figures["engines"].values()) else OK
 
 
@@ -63,8 +63,8 @@ def _replay(arguments: argparse.Namespace) -> dict[str, Any] | None:
     name = hashlib.sha256(key.encode()).hexdigest()[:12] if launched else f"{os.getpid()}_{time.time_ns():x}"
     mine = (int(os.environ["RANK"]),) if launched else tuple(range(world_size))
     _check_directories(request)
+    # The directory is left after the crew: what its processes write until they end is removed, too.
     with (
-        # Left after the crew: what its processes write until they end is removed, too.
         _own_directory(Path(request.directory), name, 0 in mine and not request.keep) as place,
         tempfile.TemporaryDirectory(prefix="ckpt_replay_notes_") as notes,
         crew_of(mine, world_size, launched, Path(notes)) as crew,

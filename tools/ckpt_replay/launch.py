@@ -108,7 +108,7 @@ def crew_of(processes: tuple[int, ...], world_size: int, launched: bool, notes: 
     environment.setdefault("OMP_NUM_THREADS", "1")
     with (notes / "server.log").open("wb") as log:
         command = [sys.executable, "-m", f"{__package__}.worker"]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
         server = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)
     try:
         yield Crew(processes, world_size, launched, notes, server)

@@ -19,10 +19,11 @@ from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
 
 from ..common import page_cache
+from ..common.tensor_trees import map_tensors
 from . import memory
 from .context import RankContext
 from .plan import LOAD_COLD, fingerprint_file
-from .shares import map_tensors, tensor_bytes
+from .shares import tensor_bytes
 from .tensors import alter, check_restored, live_before_load
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron.checkpointing.engines.registry import check_engine_name, engine_names
 from megatron.config import CheckpointConfig
@@ -15,6 +15,7 @@ from megatron.config.flags import spec_of
 from megatron.parallel.topology import Layout
 
 from ..common.cli import make_parser, require_at_least
+from ..common.ranks import parse_rank_ranges
 from ..common.sizes import parse_bytes
 from .plan import ReplayError, Request, Share, Steps
 
@@ -39,14 +40,9 @@ examples:
 
 def parse_ranks(text: str) -> tuple[int, ...]:
     """Ranks in "0-1" or "0,3,8-9". Raises argparse.ArgumentTypeError."""
-    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of ranks; write it as 0-1 or 0,3,8-9")
-    found: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    if not found or len(set(found)) != len(found):
-        raise argparse.ArgumentTypeError(f"{text!r} names no rank, or one twice")
+    found = [rank for first, last in parse_rank_ranges(text) for rank in range(first, last + 1)]
+    if len(set(found)) != len(found):
+        raise argparse.ArgumentTypeError(f"{text!r} names a rank twice")
     return tuple(found)
 
 
@@ -116,8 +112,8 @@ def build_parser() -> argparse.ArgumentParser:
     for field in dataclasses.fields(CheckpointConfig):
         spec = spec_of(field)
         if field.name in _ENGINE_FLAGS and spec is not None and spec.parse is not None:
-            named = {"dest": field.name, "metavar": None if spec.choices else "X"}
-            value = {"type": spec.parse, "choices": spec.choices, "default": field.default}
+            named: dict[str, Any] = {"dest": field.name, "metavar": None if spec.choices else "X"}
+            value: dict[str, Any] = {"type": spec.parse, "choices": spec.choices, "default": field.default}
             engine.add_argument(*spec.names, **named, **value, help=spec.help.replace("%", "%%"))
     return parser
 

@@ -1,4 +1,4 @@
-"""What is to be replayed, and what each process of it is told. Imports nothing heavy: the command line needs it."""
+"""The request for a replay, and the task of each of its processes. Imports nothing heavy: the command line needs it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Task:
-    """One piece of work that all replayed ranks do together, each in a process started for it."""
+    """A task that all replayed ranks carry out at once, each in a process started for it."""
 
     kind: str  # SAVE, LOAD_COLD, LOAD_WARM or STORAGE
     index: int  # unique among the tasks of a replay

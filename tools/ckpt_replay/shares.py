@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 
 from megatron.checkpointing.engines.base import FileState
 
+from ..common.tensor_trees import map_tensors, tensors_of
 from .plan import ReplayError, Share
 
 _LEFT_WHOLE = 64 << 10  # smaller tensors are not worth shrinking: they are there for their number
@@ -63,34 +62,6 @@ def _small_tensors(count: int, size: int, rank: int) -> list[FileState]:
         f"tensor_{i:05d}": torch.empty(size // 4, dtype=torch.float32, device="meta") for i in range(count)
     }
     return [FileState(f"small_tensors_rank_{rank:05d}.pt", {"tensors": tensors})]
-
-
-def map_tensors(state: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """The nest `state` with every tensor replaced by what `function` makes of it; the nest itself is copied."""
-    if isinstance(state, torch.Tensor):
-        return function(state)
-    if isinstance(state, tuple) and hasattr(state, "_fields"):
-        return type(state)(*(map_tensors(item, function) for item in state))
-    if type(state) in (list, tuple):
-        return type(state)(map_tensors(item, function) for item in state)
-    if isinstance(state, dict):
-        mapped = copy.copy(state)  # of its own class, whatever that needs to be made
-        for key, value in state.items():
-            mapped[key] = map_tensors(value, function)
-        return mapped
-    return state
-
-
-def tensors_of(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    """(path in the nest, tensor) of every tensor in it, in order."""
-    if isinstance(state, torch.Tensor):
-        yield path, state
-    elif isinstance(state, dict):
-        for key, value in state.items():
-            yield from tensors_of(value, (*path, key))
-    elif isinstance(state, (list, tuple)):
-        for index, value in enumerate(state):
-            yield from tensors_of(value, (*path, index))
 
 
 def size_of(tensor: torch.Tensor) -> int:

@@ -12,8 +12,9 @@ from isal import isal_zlib
 
 from megatron.checkpointing.engines.base import FileState
 
+from ..common.tensor_trees import map_tensors, tensors_of
 from .plan import ReplayError
-from .shares import map_tensors, size_of, tensors_of
+from .shares import size_of
 
 _SHARD, _MASTERS = "optimizer_state_dict", "single_partition_of_fp32_groups"  # of DeepSpeed's shards
 _PATTERN_BYTES = 4 << 20

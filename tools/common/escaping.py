@@ -1,4 +1,4 @@
-"""Text of traces and logs made safe for where it is shown: anybody may have written a tag, a file's name, an error.
+"""Text of traces and logs made safe for where it is shown: tags, file names and errors may hold any character.
 
 Each kind of output has one function here. Renderers apply it to all that they are given, not column by column.
 """

@@ -1,4 +1,4 @@
-"""What of a file lies in the page cache, and getting it out and in: cold is said only of what was looked at."""
+"""How much of a file is in the page cache, dropping it and filling it; nothing is called cold that was not checked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _READ = 8 << 20
 
 
 def resident_bytes(path: Path) -> tuple[int, int] | None:
-    """(bytes in the page cache, bytes) of a file by mincore(2); None where the system does not tell."""
+    """(bytes in the page cache, bytes) of a file by mincore(2); None if the system cannot report it."""
     size = path.stat().st_size
     if size == 0:
         return 0, 0
@@ -28,7 +28,7 @@ def resident_bytes(path: Path) -> tuple[int, int] | None:
 
 
 def resident_share(paths: Sequence[Path]) -> float | None:
-    """Part of the bytes of `paths` that is in the page cache; None where the system does not tell."""
+    """Part of the bytes of `paths` that is in the page cache; None if the system cannot report it."""
     found = [resident_bytes(path) for path in paths]
     if any(part is None for part in found):
         return None
@@ -63,7 +63,7 @@ def drop(paths: Sequence[Path]) -> float | None:
 
 
 def drop_all() -> bool:
-    """Drop the clean pages of the whole machine by /proc/sys/vm/drop_caches (root only); False where we may not."""
+    """Drop the clean pages of the whole machine by /proc/sys/vm/drop_caches (root only); False without permission."""
     with contextlib.suppress(OSError):
         Path("/proc/sys/vm/drop_caches").write_text("1\n")
         return True

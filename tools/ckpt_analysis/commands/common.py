@@ -130,7 +130,7 @@ def write_stdout(text: str) -> None:
 
 @contextmanager
 def output_file(path: Path) -> Iterator[Path]:
-    """Yields the name to write to: beside `path`, which it becomes once it is whole.
+    """Yields the temporary name to write to, in the directory of `path`; it is renamed to `path` when writing is done.
 
     Raises CouldNotRunError if that cannot be done; what was there before stays as it was.
     """

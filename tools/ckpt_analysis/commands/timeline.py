@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from ...common.cli import OK
+from ...common.ranks import parse_rank_ranges
 from ..common.errors import CouldNotRunError
 from .common import add_logdir, output_file, progress_of, read_trace
 
@@ -21,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this command."""
     add_logdir(parser)
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="file to write")
-    parser.add_argument("--ranks", metavar="LIST", type=parse_ranks, help="these ranks, such as 0-7,12")
+    parser.add_argument("--ranks", metavar="LIST", type=parse_rank_ranges, help="these ranks, such as 0-7,12")
     parser.add_argument(
         "--checkpoint", metavar="TAG", help="the saves and loads of this checkpoint: global_step10, or 10"
     )
@@ -47,14 +48,3 @@ def run(arguments: argparse.Namespace) -> int:
         events = write_timeline(stream, trace, frames, advance)
     progress.remark(f"{arguments.output}: {events} events; open it at https://ui.perfetto.dev")
     return OK
-
-
-def parse_ranks(text: str) -> list[tuple[int, int]]:
-    """ "0-7,12" to [(0, 7), (12, 12)]. Raises argparse.ArgumentTypeError for anything else."""
-    ranges = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
-            raise argparse.ArgumentTypeError(f"{text!r} is no list of ranks such as 0-7,12")
-        ranges.append((int(first), int(last or first)))
-    return ranges

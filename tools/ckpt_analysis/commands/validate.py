@@ -76,9 +76,9 @@ def _check(listing: Listing, progress: Progress) -> Iterator[Checked]:
 
 
 def _of_the_whole(arguments: argparse.Namespace) -> list[Problem]:
-    """What no single file shows: missing ranks and cycles, copies, several runs, clocks, disagreements.
+    """Problems that no single file shows: missing ranks and cycles, copies, several runs, clocks, disagreements.
 
-    Nothing where no file can be analysed: then that has been said of every one.
+    Empty if no file can be analysed: every file has been reported by then.
     """
     from ..common.problems import NOTE
     from ..ingest.discover import LogDirectoryError

@@ -1,10 +1,11 @@
-"""A progress bar on stderr for work over two seconds, and remarks there; neither where nobody watches."""
+"""A progress bar on stderr for work that takes over two seconds, and remarks; no bar if stderr is not a terminal."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from ...common.escaping import visible
 
@@ -25,7 +26,7 @@ class Progress:
             return
         from tqdm import tqdm
 
-        look = {"unit_scale": True, "leave": False, "dynamic_ncols": True}
+        look: dict[str, Any] = {"unit_scale": True, "leave": False, "dynamic_ncols": True}
         with tqdm(total=total, desc=what, unit=unit, delay=SHOWN_AFTER_S, file=sys.stderr, **look) as bar:
             yield bar.update
 

@@ -72,7 +72,7 @@ def compare_variants(variants: list[Variant], *, keep_first: bool = False) -> Co
 def _differing(variants: list[VariantFacts]) -> dict[str, list[str | None]]:
     names = list(dict.fromkeys(name for variant in variants for name in variant.facts))
     values = {name: [variant.facts.get(name) for variant in variants] for name in names}
-    return {name: of_all for name, of_all in values.items() if len(set(of_all)) > 1}
+    return {name: of_variants for name, of_variants in values.items() if len(set(of_variants)) > 1}
 
 
 def _row(samples: list[list[Samples | None]], keep_first: bool, by_run: bool) -> MetricRow:

@@ -1,4 +1,4 @@
-"""What is compared: one run, or several runs of the same that are repeats of it; and what it ran with."""
+"""The variants that are compared: a run or several repeats of it, and what it ran with."""
 
 from __future__ import annotations
 

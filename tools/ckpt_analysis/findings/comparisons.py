@@ -72,7 +72,7 @@ def against_median(tables: RankTables, group: int, ranks: list[int]) -> tuple[st
 def explain_delay(
     tables: RankTables, operations: pl.DataFrame, group: int, rank: int, waited_s: float
 ) -> str:
-    """Why the others waited `waited_s` for `rank`: what explains at least half of it, in words.
+    """Why the others waited `waited_s` for `rank`, in words: the cause that explains at least half of it.
 
     Its phases are looked at first, then whether it began late (across hosts as good as their clocks).
     """
@@ -88,7 +88,7 @@ def explain_delay(
 
 
 def largest_excess(tables: RankTables, group: int) -> pl.DataFrame:
-    """rank, phase, ranks_ns, median_ns: for every rank what `against_median` says of it alone."""
+    """rank, phase, ranks_ns, median_ns: `against_median` of every rank by itself."""
     work = _work(tables, group).with_columns(_median().over("phase", "detail"))
     table = work.rename({"busy_ns": "ranks_ns"})
     first = _largest(table).group_by("rank", maintain_order=True).first()

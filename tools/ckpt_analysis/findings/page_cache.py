@@ -12,7 +12,7 @@ from .rule import Observation, Thresholds
 def page_cache_reads(e: Evidence, limits: Thresholds) -> list[Observation]:
     """The newest load of which the kernel fetched only a part from storage, by its own count per process.
 
-    Nothing is said where the count was not sampled.
+    Nothing is reported if the count was not sampled.
     """
     fetched = _fetched(e)
     loads = [load for load in e.loads if load.outcome == "ok" and load.group in fetched]

@@ -1,4 +1,4 @@
-"""What a rule is, what it sees, and what becomes of it."""
+"""Rules, their observations, and the findings that these become."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _LATE_LOAD = (
 
 
 def straggling_ranks(e: Evidence, limits: Thresholds) -> list[Observation]:
-    """Ranks that work much longer than the median rank, but for those on a host that is slow as a whole."""
+    """Ranks that work much longer than the median rank, except on hosts whose ranks are all slow."""
     hosts = rank_hosts(e)
     slow = slow_ranks(e.tables.totals, limits).join(hosts, on=["group", "rank"], how="left")
     slow = slow.join(slow_hosts(e.tables.totals, hosts), on=["group", "host"], how="anti")

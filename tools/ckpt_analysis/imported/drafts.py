@@ -11,7 +11,7 @@ from .fastpersist import FileStatistics
 
 @dataclass
 class SaveDraft:
-    """What the lines about one save said so far."""
+    """What the log has said about one save so far."""
 
     step: int
     begun: bool = False  # the log has the line of its begin; else only its files were printed

@@ -23,7 +23,7 @@ _EXPECTED = (
 
 
 def import_log(path: Path, world_size: int | None = None) -> ImportedRun:
-    """Read the log at `path`; `world_size` is the number of ranks where the log does not tell it.
+    """Read the log at `path`; `world_size` is the number of ranks, if the log does not state it.
 
     Raises CouldNotRunError if the file cannot be read, is empty or something else, or contradicts itself.
     """
@@ -50,7 +50,7 @@ def import_log(path: Path, world_size: int | None = None) -> ImportedRun:
 def _open(path: Path) -> BinaryIO:
     """The log: a regular file, or a pipe, which "-" is the standard input of.
 
-    A named pipe that nobody has open for writing is empty, and not waited for. Raises OSError and CouldNotRunError.
+    A named pipe without a writer counts as empty. Raises OSError and CouldNotRunError.
     """
     if str(path) == STANDARD_INPUT:
         file = os.dup(0)
@@ -66,7 +66,7 @@ def _open(path: Path) -> BinaryIO:
 
 
 def is_pipe(path: Path) -> bool:
-    """Whether the log comes through a pipe, so that no directory lies beside it."""
+    """Whether the log comes through a pipe, which has no directory to write to."""
     return str(path) == STANDARD_INPUT or path.is_fifo()
 
 

@@ -25,7 +25,7 @@ class LayoutDraft:
     hosts: list[str] = field(default_factory=list)
 
     def state(self, name: str, value: int, line: int) -> None:
-        """Take note that `name` is `value`. Raises CouldNotRunError if an earlier line said otherwise."""
+        """Note that `name` is `value`. Raises CouldNotRunError if an earlier line states another value."""
         before, where = self.stated.setdefault(name, (value, line))
         if before != value:
             raise CouldNotRunError(
@@ -46,7 +46,7 @@ class LayoutDraft:
     def finish(self, given: int | None) -> Launched:
         """The launch. `given` is --world-size.
 
-        Raises CouldNotRunError if sizes do not multiply to the number of ranks, or nothing tells that number.
+        Raises CouldNotRunError if the sizes do not multiply to the number of ranks, or that number is not stated.
         """
         sizes = {name: self.stated[name][0] for name in ("tp", "pp", "dp", "sp") if name in self.stated}
         world_size = self.stated["world_size"][0] if "world_size" in self.stated else None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from ..common.errors import CouldNotRunError
@@ -142,7 +142,7 @@ class LogReader:
     # One method per pattern of _HANDLERS.
 
     def _launch_line(self) -> None:
-        """A line that a launch prints once, in words that tell the dialect. Raises CouldNotRunError at the second."""
+        """A line that each launch prints once, in a known dialect. Raises CouldNotRunError at the second one."""
         self._ends_are_known = True
         if self._launched_at is not None:
             raise CouldNotRunError(
@@ -214,16 +214,17 @@ class LogReader:
     def _begin_save(self, match: re.Match[str]) -> None:
         self.saves.append(SaveDraft(step=int(match[1]), begun=True))
 
+    def _newest_save(self, step: str) -> SaveDraft | None:
+        """The newest save of a step. It need not be the last: an asynchronous save may end after the next has begun."""
+        return next((save for save in reversed(self.saves) if save.step == int(step)), None)
+
     def _end_save(self, match: re.Match[str]) -> None:
         self._ends_are_known = True
-        # An asynchronous save may end after the next has begun.
-        save = next((save for save in reversed(self.saves) if save.step == int(match[1])), None)
-        if save is not None:
+        if save := self._newest_save(match[1]):
             save.completed = True
 
     def _scheduled_save(self, match: re.Match[str]) -> None:
-        save = next((save for save in reversed(self.saves) if save.step == int(match[1])), None)
-        if save is not None:
+        if save := self._newest_save(match[1]):
             save.scheduled = True
 
     def _about_to_save(self, match: re.Match[str]) -> None:
@@ -251,24 +252,19 @@ class LogReader:
     def _loaded_line(self, match: re.Match[str]) -> None:
         self._loaded = int(match[1])
 
+    def _iteration(self, step: int, **known: float | None) -> None:
+        """What a line says of a step beside what earlier lines said."""
+        before = self.iterations.get(step, ImportedIteration(step, None, None, None))
+        self.iterations[step] = replace(before, **known)
+
     def _deepspeed_iteration(self, match: re.Match[str]) -> None:
-        step = int(match[1])
-        before = self.iterations.get(step)
-        self.iterations[step] = ImportedIteration(
-            step, float(match[2]), before.interval_s if before else None, before.loss if before else None
-        )
+        self._iteration(int(match[1]), step_s=float(match[2]))
 
     def _megatron_iteration(self, match: re.Match[str]) -> None:
-        step, interval_s = int(match[1]), float(match[2]) / 1e3
-        before = self.iterations.get(step)
-        loss = _LOSS.search(match.string, match.end())
-        value = float(loss[1]) if loss else None
-        self.iterations[step] = ImportedIteration(
-            step,
-            before.step_s if before else None,
-            interval_s,
-            value if value is not None and math.isfinite(value) else None,
-        )
+        found = _LOSS.search(match.string, match.end())
+        loss = float(found[1]) if found else math.nan
+        interval_s = float(match[2]) / 1e3
+        self._iteration(int(match[1]), interval_s=interval_s, loss=loss if math.isfinite(loss) else None)
 
     def _named_timer(self, match: re.Match[str]) -> None:
         self.timers.setdefault(match[1], []).append(float(match[2]))

@@ -147,7 +147,7 @@ def _steps(run: ImportedRun) -> list[StepTime]:
 
 
 def _training(run: ImportedRun) -> list[TrainingTime]:
-    """All log intervals together, which hold the saves between steps; none if one has no time or an unknown begin."""
+    """The sum of all log intervals, saves between steps included; empty if one has no time or an unknown start."""
     resumed = [load.step for load in run.loads if load.found]
     before = resumed[-1] if resumed else 0
     if before is None or not run.iterations:

@@ -80,7 +80,7 @@ def measure(frames: Frames, operation: str, times: RankTimes, *, per_rank: bool)
 
 
 def _facts(operations: pl.DataFrame) -> pl.DataFrame:
-    """Per group what its ranks' records say together; the fields of OperationStats by their names.
+    """What the records of all ranks of a group say; the columns are fields of OperationStats.
 
     An operation failed if it failed on one rank, and else is unfinished if it is so on one. It was durable if
     some rank says so and none denies it.

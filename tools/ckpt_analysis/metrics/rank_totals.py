@@ -1,4 +1,4 @@
-"""Wall time of each rank's operation, how long it blocked training, and how much of it is accounted for."""
+"""Per rank and operation: wall time, time that training was blocked, and time that phases account for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RANK_BUSY_COLUMNS = ("op", *_RANK, "phase", "start_ns", "end_ns", "duration_ns",
 def rank_totals(operations: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
     """Per group and rank: wall_ns (null if unfinished), blocked_ns, drained_ns, covered_ns.
 
-    blocked_ns is the union of the blocking spans by which training was held up; drained_ns that of the waits
+    blocked_ns is the union of the spans that blocked training; drained_ns that of the waits
     for this very save when training was over. covered_ns is what the spans account for within the
     operation: the blocking ones, and those in the background while training goes on.
     """

@@ -3,7 +3,7 @@
 Failures of a node are exponential and independent, so those of N nodes together are exponential with mean M =
 MTBF / N. A period is `work_s` of training (tau), then `blocked_s` in which a save blocks it (C). The checkpoint counts
 from `durable_s` after the start of its save (D): for an asynchronous save that is while training goes on. A restart
-takes `restart_s` (R) and may itself be struck. All times are in seconds.
+takes `restart_s` (R) and may fail itself. All times are in seconds.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def cut(frames: Frames, asked: Cut) -> Frames:
 def write_timeline(
     stream: TextIO, trace: Trace, frames: Frames, advance: Callable[[int], object] = lambda spans: None
 ) -> int:
-    """Write the frames as one JSON object; returns the number of events but those that name tracks."""
+    """Write the frames as one JSON object; returns the number of events, without those that name tracks."""
     times = (frames.spans["start_ns"], frames.operations["start_ns"], frames.iterations["start_ns"])
     starts = [column.min() for column in (*times, frames.events["time_ns"])]
     zero = min(start for start in starts if isinstance(start, int))
@@ -206,7 +206,7 @@ def _micro(ns: pl.Expr) -> pl.Expr:
 
 
 def _quoted(texts: pl.Series) -> pl.Series:
-    """Text as JSON: names of files and reasons of errors are anybody's."""
+    """Text as JSON: file names and error messages may hold any character."""
     texts = texts.cast(pl.String)
     if texts.str.contains(r'["\\[:cntrl:]]').any():
         return texts.map_elements(json.dumps, return_dtype=pl.String)

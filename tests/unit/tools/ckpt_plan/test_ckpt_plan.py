@@ -22,7 +22,8 @@ from tools.ckpt_plan.listing import compare, human_size, parse_listing
 from tools.ckpt_plan.plan import make_plan
 from tools.ckpt_plan.presets import config_for, config_from_flags, preset_names
 from tools.ckpt_plan.rank_state import planned_files
-from tools.ckpt_plan.sizes import map_tensors, tensors_of, torch_file_size, torch_named_file_size
+from tools.ckpt_plan.sizes import torch_file_size, torch_named_file_size
+from tools.common.tensor_trees import map_tensors, tensors_of
 
 pytestmark = pytest.mark.usefixtures("own_environment")
 GOLDEN = Path(__file__).resolve().parents[3] / "golden" / "upstream_run"

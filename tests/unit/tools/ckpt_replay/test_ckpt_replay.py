@@ -23,6 +23,7 @@ from tools.ckpt_replay.plan import ReplayError, Share, Task, request_of
 from tools.common import page_cache
 from tools.common.machine import filesystem_of
 from tools.common.page_cache import COLD, WARM
+from tools.common.tensor_trees import tensors_of
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -124,8 +125,8 @@ def test_a_limited_share_has_the_same_files_and_tensors_and_about_the_bytes() ->
     limited = shares.limited(files, limit)
     assert [file.name for file in limited] == [file.name for file in files]
     assert shares.tensor_bytes(limited) == pytest.approx(limit, rel=0.02)
-    before = [path for file in files for path, _ in shares.tensors_of(file.state)]
-    assert [path for file in limited for path, _ in shares.tensors_of(file.state)] == before
+    before = [path for file in files for path, _ in tensors_of(file.state)]
+    assert [path for file in limited for path, _ in tensors_of(file.state)] == before
     shard = limited[2].state
     assert shard["fp32_groups"][0] is shard["state"][0]["master"]
     assert shard["state"][0]["step"] == 7
@@ -140,7 +141,7 @@ def test_weights_and_masters_are_there_before_a_load_and_moments_are_not() -> No
     shard = FileState("zero_optim_states.pt", {"optimizer_state_dict": nest, "rng_state": meta(2)})
     found = tensors.live_before_load([weights, common, shard], 5, CPU)
     assert [file.name for file in found] == [weights.name, common.name, shard.name]
-    assert [tensor.device for _, tensor in shares.tensors_of(found[0].state)] == [CPU, CPU]
+    assert [tensor.device for _, tensor in tensors_of(found[0].state)] == [CPU, CPU]
     assert found[1].state == {} and list(found[2].state) == ["optimizer_state_dict"]
     assert list(found[2].state["optimizer_state_dict"]) == ["single_partition_of_fp32_groups"]
     assert found[2].state["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].device == CPU
@@ -154,13 +155,13 @@ def test_a_limit_below_the_small_tensors_is_refused() -> None:
 def test_small_tensors_instead_of_a_model() -> None:
     found = shares.planned_share(Share(None, (1, 1, 2), (0, 1), small_tensors=9, small_tensor_bytes=4096), 1)
     assert found.full_bytes == shares.tensor_bytes(found.files) == 9 * 4096
-    assert len(list(shares.tensors_of(found.files[0].state))) == 9
+    assert len(list(tensors_of(found.files[0].state))) == 9
 
 
 def test_no_two_pages_are_alike_and_the_seed_determines_them() -> None:
     big = [FileState("shard", {"a": meta(3 * MIB), "b": meta(MIB, dtype=torch.bfloat16)})]
     first = tensors.materialise(big, 1, CPU)
-    pages = b"".join(bytes(t.view(torch.uint8).numpy()) for _, t in shares.tensors_of(first[0].state))
+    pages = b"".join(bytes(t.view(torch.uint8).numpy()) for _, t in tensors_of(first[0].state))
     cut = [pages[i : i + 4096] for i in range(0, len(pages), 4096)]
     assert len(set(cut)) == len(cut) == 14 * MIB // 4096
     again, other = tensors.materialise(big, 1, CPU), tensors.materialise(big, 2, CPU)
@@ -176,7 +177,7 @@ def test_weights_are_views_of_one_buffer_and_other_tensors_own_theirs() -> None:
     master = shard["fp32_groups"][0]
     assert master is shard["state"][0]["master"]
     assert master.untyped_storage().nbytes() == 300_001 * 4
-    assert [tuple(t.shape) for _, t in shares.tensors_of(weights)] == [(400, 300), (300,)]
+    assert [tuple(t.shape) for _, t in tensors_of(weights)] == [(400, 300), (300,)]
 
 
 def test_every_altered_tensor_shows() -> None:

@@ -70,7 +70,7 @@ def draw(comparison: Comparison) -> Content:
 
 
 def name_of(variant: VariantFacts) -> str:
-    """Label and name of a variant; of a directory that stands for its name the last part that tells something."""
+    """Label and name of a variant; if it was given as a directory, the last part that is not a generic name."""
     path = Path(variant.name)
     if not Path(variant.directories[0]).is_relative_to(path):  # a NAME, which may hold slashes
         return f"{variant.label} {variant.name}"

@@ -25,7 +25,7 @@ class Variant:
 class Plot:
     """One plot. The first variant is shown; with several there are buttons to choose.
 
-    `description` says in words what it shows, for those who cannot see it.
+    `description` is the text alternative, for screen readers.
     """
 
     title: str
@@ -83,5 +83,5 @@ def table(
 
 
 def missing(sentence: str) -> Content:
-    """In place of a figure: why there is none."""
+    """The sentence that says why there is no figure."""
     return Content(notes=[sentence])

@@ -34,7 +34,7 @@ _KINDS: list[tuple[str, str, str, str]] = [
 
 
 def draw(run: RunData) -> Content:
-    """Files of the shown save; where there is none, or it names no files, of the shown load."""
+    """Files of the shown save; of the shown load if there is no save or it names no files."""
     for stats, phase, detail in ((run.save, "flush", "write"), (run.load, "load", "read")):
         if stats is not None:
             files = _files(run, stats, phase, detail)

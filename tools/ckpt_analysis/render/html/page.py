@@ -1,4 +1,4 @@
-"""The page: everything that its template shows, as plain values, and the text that becomes of it."""
+"""The page: the plain values that its template takes, and the rendered text."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class RunData:
 
     @property
     def shown(self) -> list[Stats]:
-        """The operations that are shown: save, load and start, those that there are."""
+        """The operations that are shown, of save, load and start."""
         return [stats for stats in (self.save, self.load, self.start) if stats is not None]
 
     @property

@@ -53,7 +53,7 @@ def _steps(run: RunData) -> pl.DataFrame:
 
 
 def _times_alone(run: RunData) -> Plot:
-    """Step times of a run that left no more than these (an imported log)."""
+    """Step times of a run of which nothing else is known about steps (an imported log)."""
     steps = run.report.steps[-_MOST_POINTS:]
     data = [
         line("step time", LINE, x=[s.step for s in steps], y=[s.seconds for s in steps], marker={"size": 5})

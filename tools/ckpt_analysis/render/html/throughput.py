@@ -87,7 +87,7 @@ def _over_saves(saves: list[OperationStats], y: str, **more: Any) -> dict[str, A
 
 
 def _blocked(saves: list[OperationStats]) -> Plot:
-    """How long each save held training up."""
+    """How long each save blocked training."""
     y = [save.blocked_s for save in saves]
     data = [line("blocked_s", SECOND_LINE, x=_names(saves), y=y, marker={"symbol": "square", "size": 7})]
     description = f"Line of the time that each of {len(saves)} saves blocked training."

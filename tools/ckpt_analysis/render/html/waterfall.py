@@ -148,7 +148,7 @@ def _plot(rows: list[dict[str, Any]], start: StartStats) -> Plot:
 
 
 def _lengths(rows: list[dict[str, Any]], end: float, late: bool) -> dict[str, Any]:
-    """How long each row took, beside its bars: on their left where they lie `late` in the plot."""
+    """The duration of each row, next to its bars: to their left if they lie `late` in the plot."""
     x, y, text = [], [], []
     for row in rows:
         begin = min(begin for begin, _, _ in row["bars"])

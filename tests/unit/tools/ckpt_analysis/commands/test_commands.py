@@ -17,12 +17,12 @@ from benchmarks.synthetic_traces.write import write_run
 from tests.unit.tools.ckpt_analysis.analysis_helpers import ROOT, file_of, result
 from tests.unit.tools.ckpt_analysis.trace_factory import Options, dump, rank_log, write_trace
 from tools.ckpt_analysis.cli import COMMANDS, main
-from tools.ckpt_analysis.commands.timeline import parse_ranks
 from tools.ckpt_analysis.common.progress import Progress
 from tools.ckpt_analysis.ingest.load import load_trace
 from tools.ckpt_analysis.model.frame import Frames, make_frames
 from tools.ckpt_analysis.render.summary_rows import CSV_COLUMNS
 from tools.ckpt_analysis.render.tidy import TABLES, tidy
+from tools.common.ranks import parse_rank_ranges
 
 
 @pytest.fixture(scope="module")
@@ -227,10 +227,10 @@ def test_timeline_of_nothing(run: Path, tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_list_of_ranks() -> None:
-    assert parse_ranks("0-7, 12") == [(0, 7), (12, 12)]
+    assert parse_rank_ranges("0-7, 12") == [(0, 7), (12, 12)]
     for wrong in ("", "a", "3-1", "1-", "-1", "1,,2"):
         with pytest.raises(Exception, match="no list of ranks"):
-            parse_ranks(wrong)
+            parse_rank_ranges(wrong)
 
 
 # export
