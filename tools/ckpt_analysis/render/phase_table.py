@@ -51,12 +51,10 @@ def time_columns(digits: int = 4, fastest: str = "min s") -> list[Column[PhaseLi
 
 def critical_columns(digits: int, at_critical: str | None) -> list[Column[PhaseLine]]:
     """The spread over the ranks; seconds on the critical rank under the title `at_critical`, unless that is None."""
-    spread = times("spread s", lambda line: line.time.spread_s, digits)
-    return (
-        [spread, times(at_critical, lambda line: line.time.at_critical_s, digits)]
-        if at_critical
-        else [spread]
-    )
+    columns: list[Column[PhaseLine]] = [times("spread s", lambda line: line.time.spread_s, digits)]
+    if at_critical is not None:
+        columns.append(times(at_critical, lambda line: line.time.at_critical_s, digits))
+    return columns
 
 
 def volume_columns(unknown: str | None = None) -> list[Column[PhaseLine]]:

@@ -106,9 +106,13 @@ def test_an_interrupt_is_no_failed_save(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     writer = writer_of(recorder=Recorder(JsonlSink(trace), COMMON))
     working: dict[str, Any] = {"collect": lambda: STATE}
-    for broken in ({"collect": lambda: fails(KeyboardInterrupt())}, {"extra_files": [interrupted_file()]}):
+    broken: list[dict[str, Any]] = [
+        {"collect": lambda: fails(KeyboardInterrupt())},
+        {"extra_files": [interrupted_file()]},
+    ]
+    for part in broken:
         with pytest.raises(KeyboardInterrupt):
-            writer.save(SaveDirectory(tmp_path / "save"), 1, **working | broken)
+            writer.save(SaveDirectory(tmp_path / "save"), 1, **(working | part))
     ends = [r for r in read(trace) if r["type"] == "operation_end"]
     assert [end["error"].partition(":")[0] for end in ends] == ["KeyboardInterrupt"] * 2
 
