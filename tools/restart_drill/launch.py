@@ -99,9 +99,8 @@ class Launch:
         for _, pid in sorted(pids.items()):
             with contextlib.suppress(psutil.Error, OSError):
                 process = psutil.Process(pid)
-                if (
-                    process.environ().get(MARK_VARIABLE) == self._mark
-                ):  # else the number is another process's by now
+                # Without the mark, the number is another process's by now.
+                if process.environ().get(MARK_VARIABLE) == self._mark:
                     self._ranks.append(process)
         self._of_ranks = set(self._ranks)
         self._found = cycle if 0 < world_size == len(self._ranks) else None
