@@ -92,7 +92,7 @@ def test_live_tensors_are_filled_in_place(tmp_path: Path, threads: int, direct_i
 
 def test_only_the_end_of_the_file_lies_in_the_page_cache(tmp_path: Path) -> None:
     """It is no multiple of a page long; what is before it is read around the cache."""
-    (saved,) = engine(direct_io="on", fsync=True).save(files(), tmp_path, NullOperation())
+    (saved,) = engine(direct_io="on", fsync=True).save(files(), tmp_path, untraced_operation())
     path, last = tmp_path / saved.name, saved.num_bytes // BLOCK * BLOCK
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
