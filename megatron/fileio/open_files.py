@@ -50,6 +50,10 @@ class OpenFile:
             self._resident is not None and self._resident.share(start, stop) > _MOSTLY_CACHED
         )
 
+    def is_read_directly(self, start: int, stop: int) -> bool:
+        """Whether [start, stop) is to be read around the page cache."""
+        return self._direct is not None and not self.can_be_mapped(start, stop)
+
     def is_cached(self, start: int, stop: int) -> bool:
         """Whether [start, stop) lies in the page cache, and may be used there (--direct-io auto)."""
         return self._resident is not None and self._resident.share(start, stop) == 1

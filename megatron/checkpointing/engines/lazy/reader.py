@@ -85,11 +85,11 @@ def read_tensors(
 
     Raises CheckpointDamagedError naming file and tensor, or OSError.
     """
-    tensors = _tensors_to_fill(wanted, live)
-    hosted = _ranges([i.of(e for e in i.entries if (i.path, e.name) not in tensors) for i in wanted])
     with ExitStack() as stack, damaged_files():
         sizes = {item.path: item.contents.file_bytes for item in wanted}
         files = open_all(sizes, options.direct_io, stack)
+        tensors = _tensors_to_fill(wanted, live, files)
+        hosted = _ranges([i.of(e for e in i.entries if (i.path, e.name) not in tensors) for i in wanted])
         _give_memory(hosted, files, arena)
         targets = [_bytes_of(tensor) for tensor in tensors.values()]
         mappings = {len(targets) + i: r.mapping for i, r in enumerate(hosted) if r.mapping is not None}
@@ -102,7 +102,9 @@ def read_tensors(
     return tensors | {(r.item.path, entry.name): r.tensor(entry) for r in hosted for entry in r.entries}
 
 
-def _tensors_to_fill(wanted: Sequence[Wanted], live: Mapping[str, torch.Tensor]) -> dict[Key, torch.Tensor]:
+def _tensors_to_fill(
+    wanted: Sequence[Wanted], live: Mapping[str, torch.Tensor], files: Mapping[Path, OpenFile]
+) -> dict[Key, torch.Tensor]:
     """Live tensors, and new ones beside them: of what has a placement, and of what has no elements."""
     entries = [(item, entry) for item in wanted for entry in item.entries]
     found: dict[Key, torch.Tensor] = {}
@@ -115,13 +117,18 @@ def _tensors_to_fill(wanted: Sequence[Wanted], live: Mapping[str, torch.Tensor])
     for item, entry in entries:
         if entry.placement is not None and (item.path, entry.name) not in found:
             start = item.contents.data_start + entry.start
-            found[item.path, entry.name] = _new_tensor(entry, start, device)
+            found[item.path, entry.name] = _new_tensor(entry, start, files[item.path], device)
     return found
 
 
-def _new_tensor(entry: TensorEntry, start: int, device: torch.device) -> torch.Tensor:
-    """On the CPU a large one is in huge pages, and so that the bytes from `start` of the file on can be read to it."""
-    if device.type != "cpu" or entry.num_bytes < _LARGE:
+def _new_tensor(entry: TensorEntry, start: int, file: OpenFile, device: torch.device) -> torch.Tensor:
+    """A tensor for the bytes from `start` of the file on.
+
+    A large one on the CPU that is read around the page cache is in huge pages, and lies as the file does, so that
+    almost all of it is read to it directly. To copy to huge pages that are touched for the first time is slow.
+    """
+    direct = file.is_read_directly(start, start + entry.num_bytes)
+    if device.type != "cpu" or entry.num_bytes < _LARGE or not direct:
         return torch.empty(entry.shape, dtype=entry.dtype, device=device)
     ahead = start % ALIGNMENT
     memory = aligned_memory(ahead + entry.num_bytes)[ahead:]

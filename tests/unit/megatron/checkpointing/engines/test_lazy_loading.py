@@ -102,14 +102,15 @@ def test_only_the_end_of_the_file_lies_in_the_page_cache(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_what_has_a_placement_gets_a_tensor_of_its_own(tmp_path: Path, cached: bool) -> None:
+@pytest.mark.parametrize("size", [3 * MIB, 16 * MIB])  # of the latter, moments are read to directly
+def test_what_has_a_placement_gets_a_tensor_of_its_own(tmp_path: Path, size: int, cached: bool) -> None:
     """Moments, which are kept for good: no view of an arena or of the page cache, where a first write costs a copy."""
-    mine = files()
+    mine = files(size)
     placed = [mine[0], FileState(NAMES[1], mine[1].state, {("optimizer", "m"): {"kind": "exp_avg"}})]
     (saved,) = engine(direct_io="off" if cached else "on", fsync=True).save(
         placed, tmp_path, untraced_operation()
     )
-    live, _ = live_files(files())
+    live, _ = live_files(files(size))
     loading = engine()
     found = loading.load_into(
         [live[0], FileState(NAMES[1], {})],
