@@ -1,20 +1,55 @@
 #!/usr/bin/env bash
-# Everything that must hold: linter, type checker, tests. Arguments go to pytest, as in: run_tests.sh -k layering
-# TEST_WORKERS=1 runs the tests one after the other; the default is a worker for each core, at most four.
+# Everything that must hold: linter, type checker, tests.
+#
+#   run_tests.sh [ARGUMENTS OF PYTEST]           all of it, as in: run_tests.sh -k layering
+#   run_tests.sh --quick [ARGUMENTS OF PYTEST]   while you work: linter, types, and the unit tests that are not marked
+#                                                `slow`; those that start trainings (tests/dist) are left out
+#
+#   TEST_WORKERS   tests at a time (default: a worker for each core, at most four; 1 runs them one after the other)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
+case ${1:-} in
+-h | --help)
+    sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+    exit
+    ;;
+--quick)
+    quick=true
+    shift
+    ;;
+*) quick=false ;;
+esac
 examples_deepspeed/restart_bench/setup_env.sh
 [[ ${CI:-} != true ]] || tests/install_system_packages.sh
 bin=${VENV_DIR:-$PWD/.venv}/bin
-
-echo "== ruff"
-"$bin/ruff" check .
-echo "== import-linter"
-"$bin/lint-imports" --no-cache --no-logo
-echo "== pyright"
-PYRIGHT_PYTHON_IGNORE_WARNINGS=1 "$bin/pyright" --pythonpath "$bin/python"
-echo "== pytest"
 workers=${TEST_WORKERS:-$(nproc)}
 ((workers <= 4)) || [[ -n ${TEST_WORKERS:-} ]] || workers=4
+
+static_checks() {
+    echo "== ruff"
+    "$bin/ruff" check .
+    echo "== import-linter"
+    "$bin/lint-imports" --no-cache --no-logo
+    echo "== pyright"
+    PYRIGHT_PYTHON_IGNORE_WARNINGS=1 "$bin/pyright" --pythonpath "$bin/python"
+}
+
 # A file's tests share what it sets up, so they stay together; in the order of the files, the long ones come first.
-"$bin/python" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder "$@"
+run_pytest() { "$bin/python" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder "$@"; }
+
+if $quick; then
+    said=$(mktemp)
+    trap 'rm -f "$said"' EXIT
+    static_checks >"$said" 2>&1 & # beside the tests: pyright takes about as long as they do
+    checks=$!
+    passed=true
+    echo "== pytest"
+    run_pytest -q tests/unit -m "not slow" "$@" || passed=false
+    wait "$checks" || passed=false
+    cat "$said"
+    $passed
+else
+    static_checks
+    echo "== pytest"
+    run_pytest "$@"
+fi

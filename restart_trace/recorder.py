@@ -67,7 +67,7 @@ class Operation:
         self._recorder = recorder
         self._name = name
         self._op_id = op_id
-        self._labels = {"tag": None, "step": None, "engine": None} | labels
+        self._labels: dict[str, Any] = {"tag": None, "step": None, "engine": None, **labels}
         self.start_ns = start_ns
         self.bytes: int | None = None
         self.num_files: int | None = None

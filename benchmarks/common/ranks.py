@@ -8,10 +8,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+_POLL_S = 0.2
+_LAST_WORDS = 2000  # characters
+
+
+class MeasurementError(RuntimeError):
+    """A rank failed; the message holds the end of what the ranks printed."""
 
 
 @contextlib.contextmanager
@@ -24,15 +31,30 @@ def own_directory(place: Path, prefix: str) -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def start_rank(module: str, rank: int, ranks: int, notes: Path, port: int) -> subprocess.Popen[bytes]:
-    """Start `python -m MODULE NOTES/plan.json` as a rank; its output goes to NOTES/rank_RANK.log."""
-    environment = os.environ | {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-        "LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
+def run_ranks(script: Path, ranks: int, notes: Path, poll: Callable[[], None]) -> None:
+    """Run `script` NOTES/plan.json on all ranks to the end; none is left when this returns.
+
+    megatron.launch starts them, which imports torch and DeepSpeed once for all. `poll` is called now and then.
+    Raises MeasurementError if a rank fails.
+    """
+    command = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", str(ranks)]
+    command += ["--shutdown-timeout", "5", str(script), str(notes / "plan.json")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     environment.setdefault("OMP_NUM_THREADS", "1")
-    with (notes / f"rank_{rank}.log").open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", module, str(notes / "plan.json")],
-            cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+    log = notes / "ranks.log"
+    with log.open("wb") as output:
+        launcher = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
+        )
+    try:
+        while launcher.poll() is None:
+            poll()
+            time.sleep(_POLL_S)
+    finally:
+        launcher.terminate()  # which ends its ranks first
+        launcher.wait()
+    if launcher.returncode:
+        text = log.read_text(errors="replace").strip()
+        raise MeasurementError(
+            f"the ranks ended with exit code {launcher.returncode}:\n{text[-_LAST_WORDS:]}"
+        )

@@ -83,13 +83,11 @@ def _restart(variant: str, setting: Setting, place: Path, limit_s: float) -> flo
     first_log, second_log = IterationLines(place / "first.log"), IterationLines(place / "second.log")
     with launched(argv, first_log.path, echo=False) as launch:
         first_log.wait_for(lambda iteration: iteration >= STRIKE_AT, launch, limit_s)
-        launch.look()
-        if len(launch.ranks()) != setting.world_size:
-            raise MeasurementError(
-                f"{len(launch.ranks())} ranks were found, {setting.world_size} were expected"
-            )
+        ranks = [child for launcher in launch.launcher() for child in launcher.children()]
+        if len(ranks) != setting.world_size:
+            raise MeasurementError(f"{len(ranks)} ranks were found, {setting.world_size} were expected")
         struck_ns = now_ns()
-        launch.send(signal.SIGKILL, launch.of_ranks())
+        launch.send(signal.SIGKILL, ranks)
         if restarts_in_place(variant):
             # Lines of later iterations may still be on their way.
             resumed = first_log.wait_for(lambda iteration: iteration <= STRIKE_AT, launch, limit_s)

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.overhead.launch import MeasurementError, measure
+from benchmarks.common.ranks import MeasurementError
+from benchmarks.overhead.launch import measure
 from benchmarks.overhead.plan import FAMILIES, Request
 from benchmarks.overhead.report import analyse, render
 from tools.common.machine import filesystem_of, machine

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.ranks import own_directory, start_rank
+from benchmarks.common.ranks import own_directory, run_ranks
 from benchmarks.overhead.plan import Plan, Request
-from megatron.processes.free_port import free_port
 from tools.common.machine import filesystem_of
 
-_POLL_S = 0.2
 _PREFIX = "ckpt_overhead_"
-
-
-class MeasurementError(RuntimeError):
-    """A rank failed; the message holds the end of what it printed."""
 
 
 @dataclass
@@ -53,39 +45,25 @@ def measure(place: Path, ranks: int, request: Request, progress: Callable[[str],
         output = str(notes / "samples.jsonl")
         plan = Plan(**asdict(request), ranks=ranks, directory=str(directory), output=output)
         (notes / "plan.json").write_text(json.dumps(asdict(plan)))
-        port = free_port()
-        started = [start_rank("benchmarks.overhead.rank", rank, ranks, notes, port) for rank in range(ranks)]
-        try:
-            _wait(started, notes, request.rounds, progress)
-        finally:
-            for process in started:
-                process.kill()
-                process.wait()
+        run_ranks(
+            Path(__file__).with_name("rank.py"), ranks, notes, _tell_of(request.rounds, notes, progress)
+        )
         _read_samples(notes / "samples.jsonl", found)
     return found
 
 
-def _wait(
-    started: list[subprocess.Popen[bytes]], notes: Path, rounds: int, progress: Callable[[str], None]
-) -> None:
+def _tell_of(rounds: int, notes: Path, progress: Callable[[str], None]) -> Callable[[], None]:
+    """What tells `progress` of each further round."""
     seen = -1
-    while any(process.poll() is None for process in started):
-        for rank, process in enumerate(started):
-            if process.poll():
-                raise MeasurementError(_last_words(notes, rank, process.returncode))
+
+    def tell() -> None:
+        nonlocal seen
         done = _rounds_done(notes / "samples.jsonl")
         if done != seen:
-            progress(f"round {done} of {rounds}")
             seen = done
-        time.sleep(_POLL_S)
-    for rank, process in enumerate(started):
-        if process.returncode:
-            raise MeasurementError(_last_words(notes, rank, process.returncode))
+            progress(f"round {done} of {rounds}")
 
-
-def _last_words(notes: Path, rank: int, code: int) -> str:
-    text = (notes / f"rank_{rank}.log").read_text(errors="replace").strip()
-    return f"rank {rank} ended with exit code {code}:\n{text[-2000:]}"
+    return tell
 
 
 def _rounds_done(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""One rank of a measurement: `python -m benchmarks.overhead.rank PLAN.json`, with RANK and the like set.
+"""One rank of a measurement: `rank.py PLAN.json`, with RANK and the like set.
 
 Rounds of all variants, in every order in turn. Only the variant itself is timed: directories are made and
 removed, and dirty pages written out, between them. Rank 0 writes one JSON line per sample to the plan's output.

@@ -11,7 +11,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.reshard.launch import MeasurementError, measure
+from benchmarks.common.ranks import MeasurementError
+from benchmarks.reshard.launch import measure
 from benchmarks.reshard.plan import TARGETS, Request
 from benchmarks.reshard.report import analyse, render
 from tools.common.machine import filesystem_of, machine

@@ -5,23 +5,13 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import subprocess
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.ranks import own_directory, start_rank
+from benchmarks.common.ranks import own_directory, run_ranks
 from benchmarks.reshard.plan import SOURCE, Plan, Request, hidden_size
-from megatron.processes.free_port import free_port
-
-_POLL_S = 0.2
-_LAST_WORDS = 2000  # characters
-
-
-class MeasurementError(RuntimeError):
-    """A rank failed; the message holds the end of what it printed."""
 
 
 @dataclass
@@ -87,26 +77,4 @@ def _measure_on(
 def _run(plan: Plan, directory: Path, poll: Callable[[], None]) -> None:
     """Have all ranks of the plan's layout carry it out; none is left when this returns."""
     (directory / "plan.json").write_text(json.dumps(asdict(plan)))
-    ranks, port = math.prod(plan.layout), free_port()
-    started = [
-        start_rank("benchmarks.reshard.rank", rank, ranks, directory, port) for rank in range(ranks)
-    ]
-    try:
-        while any(process.poll() is None for process in started):
-            _check(started, directory)
-            poll()
-            time.sleep(_POLL_S)
-        _check(started, directory)
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-
-
-def _check(started: list[subprocess.Popen[bytes]], directory: Path) -> None:
-    for rank, process in enumerate(started):
-        if process.poll():
-            text = (directory / f"rank_{rank}.log").read_text(errors="replace").strip()
-            raise MeasurementError(
-                f"rank {rank} ended with exit code {process.returncode}:\n{text[-_LAST_WORDS:]}"
-            )
+    run_ranks(Path(__file__).with_name("rank.py"), math.prod(plan.layout), directory, poll)

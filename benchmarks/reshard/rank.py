@@ -1,4 +1,4 @@
-"""One rank of a layout: `python -m benchmarks.reshard.rank PLAN.json`, with RANK and the like set.
+"""One rank of a layout: `rank.py PLAN.json`, with RANK and the like set.
 
 To measure, it loads the checkpoint of the other layout once, saves the same state on its own layout, and then loads in
 rounds: every variant once, beginning with another one each time. Only the load is timed. Before each, the weights

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 import torch
 
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
-from restart_trace.regular import NotRegularFileError, read_regular
+from restart_trace.regular import NotRegularFileError
+from restart_trace.strict_json import read_json
 
 _MAX_BYTES = 1 << 30
 
@@ -24,14 +24,14 @@ def tensor_hashes(engine: Any) -> dict[str, str]:
 def compare_hashes(engine: Any, path: Path) -> None:
     """Raises CheckpointDamagedError naming the tensors whose live bits differ from those in `path`."""
     try:
-        saved = json.loads(read_regular(path, _MAX_BYTES))
+        saved = read_json(path, _MAX_BYTES)
         if not isinstance(saved, dict):
             raise ValueError("it holds no object")
     except FileNotFoundError:
         raise CheckpointDamagedError(
             f"{path}: not there; --verify-restored-state needs a checkpoint that was saved with it"
         ) from None
-    except (ValueError, RecursionError, NotRegularFileError) as exc:
+    except (ValueError, NotRegularFileError) as exc:
         raise CheckpointDamagedError(
             f"{path}: not whole ({exc}), so the restored state cannot be compared"
         ) from None

@@ -15,9 +15,11 @@ from typing import Any
 
 from megatron.checkpointing import naming as names
 from restart_trace.regular import read_regular
+from restart_trace.strict_json import parse_json
 
 MANIFEST_VERSION = 1
-MAX_SEQUENCE = (1 << 63) - 1  # nobody commits as often; one that is forged must not keep others from being committed
+# Nobody commits as often; one that is forged must not keep others from being committed.
+MAX_SEQUENCE = (1 << 63) - 1
 
 _MAX_MANIFEST = 1 << 30  # bytes: some millions of files
 _MAX_NAME = 255  # bytes in the name of a file or directory (NAME_MAX)
@@ -37,12 +39,12 @@ def parse_manifest(text: str) -> dict[str, Any]:
     Raises ValueError, saying what is wrong, for everything else.
     """
     try:
-        content = json.loads(text, object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
+        content = parse_json(text)
         if not isinstance(content, dict) or "checksum" not in content:
             raise ValueError("it has no checksum")
         if content.pop("checksum") != content_checksum(content):
             raise ValueError("its content does not have the checksum it was written with")
-    except RecursionError:
+    except RecursionError:  # of the checksum, which needs more of the stack than reading it
         raise ValueError("it is nested too deeply") from None
     version = content.get("manifest_version")
     if type(version) is not int or version != MANIFEST_VERSION:
@@ -75,18 +77,6 @@ def read_latest(directory: Path) -> str | None:
     if wrong:
         raise ValueError(f"{path}: names no checkpoint: {_shown(tag)} {wrong}")
     return tag
-
-
-def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"{_shown(next(key for key in keys if keys.count(key) > 1))} is in it twice")
-    return content
-
-
-def _no_constant(text: str) -> Any:
-    raise ValueError(f"{text} is in it, which is no JSON")
 
 
 def _shown(value: Any) -> str:
@@ -151,7 +141,8 @@ def _path(value: Any) -> None:
     for part in value.split("/"):
         wrong = "leads out of the checkpoint" if part in (".", "..") else _wrong_in_name(part.lstrip("."))
         if wrong:
-            raise ValueError(f"the path {_shown(value)} {wrong if part else 'is absolute or has an empty part'}")
+            why = wrong if part else "is absolute or has an empty part"
+            raise ValueError(f"the path {_shown(value)} {why}")
 
 
 def _paths(value: Any) -> None:

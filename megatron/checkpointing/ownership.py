@@ -26,11 +26,13 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron.checkpointing import naming as names
 from megatron.checkpointing.engines.errors import SaveDirectoryInUseError, SaveDirectorySupersededError
 from restart_trace import clock
-from restart_trace.regular import open_regular, read_regular
+from restart_trace.regular import open_regular
+from restart_trace.strict_json import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,8 @@ _LOCK_PATIENCE_S = 1.0
 # How long an owner's file may be without its content, or listed though it is gone.
 _SETTLE_S = 0.2
 _POLL_S = 0.02
+# Begins the names of files that are there for a moment, to ask the file system for its time.
+_PROBE = ".probe_"
 _MAX_BYTES = 1 << 16  # of a file of .generations; ours have less than 1 kB
 _PF_EXITING = 0x4  # linux/sched.h: the flag of a process that is being torn down
 _RELEASED = 0  # the heartbeat, in seconds since 1970, of an owner that has ended by itself
@@ -92,7 +96,9 @@ class Ownership:
             _now_on(self.save_dir)
         newest = newest_owner(self.save_dir)
         if newest is None or newest.generation < self.generation:
-            logger.warning("--save %s: %s was emptied; going on as its owner", self.save_dir, mine.parent.name)
+            logger.warning(
+                "--save %s: %s was emptied; going on as its owner", self.save_dir, mine.parent.name
+            )
             _write(self.save_dir, self.owner)
         elif newest.generation > self.generation:
             raise SaveDirectorySupersededError(
@@ -142,7 +148,7 @@ def claim(save_dir: Path, launch_key: str = "", *, take_over: bool = False) -> O
         with _locked(save_dir):
             mine = _create(save_dir, launch_key, expected=present)
         if mine is not None:
-            _remove_older(save_dir, mine.generation)
+            _remove_leftovers(save_dir, mine.generation)
             if present is not None:
                 logger.debug("--save %s: generation %d follows %s", save_dir, mine.generation, present)
             return Ownership(save_dir, mine)
@@ -183,19 +189,18 @@ def newest_owner(save_dir: Path) -> Owner | None:
             return None
         newest = max(numbers)
         try:
-            return _parse(newest, read_regular(_file(save_dir, newest), _MAX_BYTES).decode())
+            return _owner_of(newest, read_json(_file(save_dir, newest), _MAX_BYTES))
         except FileNotFoundError:  # a later launch has removed it, and the listing is old
             with contextlib.suppress(OSError):
                 _now_on(save_dir)
-        except (OSError, ValueError, TypeError, RecursionError):
+        except (OSError, ValueError, TypeError):
             time.sleep(_POLL_S)
         if time.monotonic() > deadline:
             return Owner(newest, launch_id="unknown")
 
 
-def _parse(generation: int, text: str) -> Owner:
+def _owner_of(generation: int, content: Any) -> Owner:
     """Raises ValueError or TypeError for what no launch has written."""
-    content = json.loads(text)
     if not isinstance(content, dict) or content.get("generation") != generation:
         raise ValueError("no owner of this generation")
     owner = Owner(**content)
@@ -254,11 +259,12 @@ def _write(save_dir: Path, owner: Owner) -> None:
         raise
 
 
-def _remove_older(save_dir: Path, generation: int) -> None:
-    for number in _generations(save_dir):
-        if number < generation:
-            with contextlib.suppress(OSError):
-                _file(save_dir, number).unlink()
+def _remove_leftovers(save_dir: Path, generation: int) -> None:
+    """Remove the files of generations that are over, and probes, which a process leaves that is killed meanwhile."""
+    older = [_file(save_dir, number) for number in _generations(save_dir) if number < generation]
+    for path in [*older, *(save_dir / names.GENERATIONS).glob(f"{_PROBE}*")]:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _is_alive(save_dir: Path, owner: Owner) -> bool:
@@ -330,13 +336,14 @@ def _modified(path: Path) -> float:
 
 def _now_on(save_dir: Path) -> float:
     """The present time on the clock of the file system, s."""
-    probe = save_dir / names.GENERATIONS / f".probe_{uuid.uuid4().hex}"
+    probe = save_dir / names.GENERATIONS / f"{_PROBE}{uuid.uuid4().hex}"
     fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         return os.fstat(fd).st_mtime
     finally:
         os.close(fd)
-        os.unlink(probe)
+        with contextlib.suppress(FileNotFoundError):  # a launch that claims the directory removes all probes
+            os.unlink(probe)
 
 
 @contextlib.contextmanager

@@ -69,7 +69,7 @@ class Save:
     start_ns: int
     flushed_ns: int = 0  # the files of this rank were written, or could not be
     committed_ns: int = 0  # this rank knew what had come of the save
-    pending: PendingSave | None = None  # what the engine has begun
+    pending: PendingSave | None = None  # what the engine has begun, until it is done
     extra: list[tuple[str, bytes]] = field(default_factory=list, repr=False)  # names and contents
     error: str | None = None  # what kept this rank from saving its files
 
@@ -183,6 +183,7 @@ class CheckpointWriter:
         try:
             if save.pending is not None:
                 saved = save.pending.wait()
+                save.pending = None  # with what memory it holds: the caller may keep `save`
             if save.error is None:
                 saved = [*saved, *(self._write_extra(save, *extra) for extra in save.extra)]
         except failures as exc:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
-import math
-import os
-import stat
 from typing import Any, NoReturn
 
 from megatron.config import ConfigError
@@ -23,6 +19,8 @@ from megatron.config.deepspeed_keys import (
     Section,
     Settled,
 )
+from restart_trace.regular import NotRegularFileError
+from restart_trace.strict_json import StrictJsonError, read_json
 
 _MAX_BYTES = 1 << 20  # DeepSpeed's files have some kB
 _SHOWN = 60  # characters of a value in a message
@@ -84,68 +82,27 @@ def _refuse(path: str, key: str, why: str) -> NoReturn:
 
 def _parse(path: str) -> dict[str, Any]:
     try:
-        raw = json.loads(
-            _read(path).decode(), object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_finite
-        )
+        raw = read_json(path, _MAX_BYTES)
+    except NotRegularFileError as error:
+        _refuse(path, f"{error.reason};", "every rank reads it, so give a JSON file")
     except OSError as error:
         raise ConfigError(
             f"--deepspeed_config {path}: {error.strerror}; give a readable JSON file or drop it"
         ) from error
-    except UnicodeDecodeError as error:
-        _refuse(path, "not UTF-8", f"at byte {error.start}; save it as UTF-8 text or drop it")
-    except RecursionError:
-        _refuse(
-            path, "objects or lists", "are nested deeper than any of DeepSpeed's; correct the file or drop it"
-        )
-    except ValueError as error:
+    except StrictJsonError as error:
         raise ConfigError(
             f"--deepspeed_config {path}: not JSON ({error}); correct the file or drop it (comments and the other "
             "liberties of Hjson, which DeepSpeed takes, are not read)"
         ) from error
+    except ValueError as error:  # it is too large, or there is a NUL in the path
+        why = str(error).removeprefix(f"{path}: ")
+        where = path if path.isprintable() else ascii(path)
+        raise ConfigError(f"--deepspeed_config {where}: {why}; give DeepSpeed's JSON file") from error
     if not isinstance(raw, dict):
         raise ConfigError(
             f"--deepspeed_config {path}: holds a JSON {type(raw).__name__}; it must be an object"
         )
     return raw
-
-
-def _read(path: str) -> bytes:
-    """The bytes of a regular file; a FIFO or a device would block, or never end."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except ValueError as error:  # a NUL in the path
-        raise ConfigError(f"--deepspeed_config {ascii(path)}: {error}; give a readable JSON file") from error
-    with os.fdopen(fd, "rb") as stream:
-        status = os.fstat(stream.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            _refuse(path, "not a regular file;", "every rank reads it, so give a JSON file")
-        if status.st_size > _MAX_BYTES:
-            _refuse(
-                path,
-                f"{status.st_size} bytes",
-                "are more than any configuration has; give DeepSpeed's JSON file",
-            )
-        return stream.read(_MAX_BYTES + 1)
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"key {shown(twice)} is given twice in one object")
-    return found
-
-
-def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no JSON number")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text[:_SHOWN]} is more than a number can be")
-    return value
 
 
 def _checked_object(tree: dict[str, Any], prefix: str, path: str) -> dict[str, Any]:

@@ -149,11 +149,11 @@ def blending_indices(weights: npt.NDArray[np.float64], start: int, stop: int, co
     counts: samples taken from each dataset before ``start``; it is not changed.
     """
     taken = counts.astype(np.float64)
-    choose = _choose_in_python if len(weights) <= _MAX_DATASETS_IN_PYTHON else _choose_in_numpy
+    choose = choose_in_python if len(weights) <= _MAX_DATASETS_IN_PYTHON else choose_in_numpy
     return np.array(choose(weights, taken, start, stop), dtype=index_dtype(len(weights)))
 
 
-def _choose_in_python(weights: IntArray, taken: IntArray, start: int, stop: int) -> list[int]:
+def choose_in_python(weights: IntArray, taken: IntArray, start: int, stop: int) -> list[int]:
     counts: list[float] = taken.tolist()
     shares: list[tuple[int, float]] = list(enumerate(weights.tolist()))
     chosen = []
@@ -169,7 +169,7 @@ def _choose_in_python(weights: IntArray, taken: IntArray, start: int, stop: int)
     return chosen
 
 
-def _choose_in_numpy(weights: IntArray, taken: IntArray, start: int, stop: int) -> list[int]:
+def choose_in_numpy(weights: IntArray, taken: IntArray, start: int, stop: int) -> list[int]:
     errors = np.empty_like(taken)
     multiply, subtract, argmax = np.multiply, np.subtract, errors.argmax
     chosen = []

@@ -104,7 +104,7 @@ class GPTDataset:
         if i < 0:
             raise IndexError(f"sample {i} of the {self.name} dataset: samples count from 0")
         block, position = divmod(int(i), self.plan.num_samples)
-        arrays = self._block(block)
+        arrays = self.block(block)
         j = int(arrays["shuffle_idx"][position])
         (first, first_offset), (last, last_offset) = arrays["sample_idx"][j : j + 2].tolist()
         doc_ids = arrays["doc_idx"][first : last + 1].tolist()
@@ -141,14 +141,14 @@ class GPTDataset:
         wanted = max(len(self), num_samples or 0)
         for block in range(-(-wanted // len(self))):
             self.cache.ensure(
-                self._description(block), self._specs(), lambda block=block: self._build_block(block)
+                self._description(block), self._specs(), lambda block=block: self.build_block(block)
             )
 
     def load_index(self) -> None:
         """Map block 0, so that a missing index shows now. Raises IndexCacheError."""
-        self._block(0)
+        self.block(0)
 
-    def _block(self, block: int) -> dict[str, npt.NDArray[Any]]:
+    def block(self, block: int) -> dict[str, npt.NDArray[Any]]:
         arrays = self._blocks.get(block)
         if arrays is None:
             arrays = self._load_block(block)
@@ -165,9 +165,9 @@ class GPTDataset:
                 return self.cache.load(self._description(block), self._specs(), wait_s=0.0)
             except IndexCacheError:
                 logger.info("%s dataset: building index block %d in memory", self.name, block)
-        return self._build_block(block)
+        return self.build_block(block)
 
-    def _build_block(self, block: int) -> dict[str, npt.NDArray[Any]]:
+    def build_block(self, block: int) -> dict[str, npt.NDArray[Any]]:
         plan, seed = self.plan, np.array([self.seed, block], dtype=np.uint32)
         rng = np.random.RandomState(self.seed) if block == 0 else np.random.RandomState(seed)
         if block:

@@ -20,7 +20,7 @@ class OpenFile:
     def __init__(self, path: Path, size: int, mode: str) -> None:
         """Raises DamagedFileError if the file does not have `size` bytes."""
         self._path = path
-        self._size = size
+        self.num_bytes = size
         self._mode = mode
         self._buffered = open_regular(path)
         self._direct: int | None = None
@@ -56,7 +56,7 @@ class OpenFile:
 
     def map(self) -> mmap.mmap:
         """The file as memory: its pages in the page cache themselves. Writing to it changes a copy, not the file."""
-        return mmap.mmap(self._buffered, self._size, access=mmap.ACCESS_COPY)
+        return mmap.mmap(self._buffered, self.num_bytes, access=mmap.ACCESS_COPY)
 
     def read(self, view: memoryview, position: int) -> int:
         """Fill `view`, or as much of it as the file has, from `position`; returns the bytes read.
@@ -67,12 +67,12 @@ class OpenFile:
         if self._direct is not None and not self.is_cached(position, position + len(view)):
             fd = self._direct
         count = direct_files.read_all(fd, view, position)
-        if count < min(len(view), self._size - position):
+        if count < min(len(view), self.num_bytes - position):
             self._ends_at(position + count)
         return count
 
     def _ends_at(self, position: int) -> None:
-        raise DamagedFileError(f"{self._path}: ends at byte {position}, {self._size} were saved")
+        raise DamagedFileError(f"{self._path}: ends at byte {position}, {self.num_bytes} were saved")
 
     def close(self) -> None:
         os.close(self._buffered)

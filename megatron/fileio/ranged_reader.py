@@ -66,16 +66,21 @@ class Targets:
         """The mapping that is filled, if it is one."""
         return self.mappings.get(extent.rows[0].target) if extent.rows else None
 
-    def direct(self, extent: Extent, start: int, stop: int) -> memoryview | None:
-        """The memory of [start, stop), where that may be read to as it is: all of it is one range of one target."""
-        if len(extent.rows) != 1 or extent.start != start or extent.stop != stop:
+    def direct(self, extent: Extent, start: int, stop: int, file_bytes: int) -> memoryview | None:
+        """The memory of [start, stop), which is aligned, where that may be read to as it is; else None.
+
+        That is: the extent is one range of one target, and whatever else lies in [start, stop) is beyond the file.
+        """
+        if len(extent.rows) != 1 or extent.start != start or extent.stop != min(stop, file_bytes):
             return None
         rows = extent.rows[0]
         target = self.tensors[rows.target]
-        if rows.count != 1 or rows.length != stop - start or target.device.type != "cpu":
+        if rows.count != 1 or rows.length != extent.stop - start or target.device.type != "cpu":
             return None
-        view = target.numpy()[rows.to : rows.to + rows.length]
-        return None if view.ctypes.data % ALIGNMENT else view.data
+        view = target.numpy()[rows.to : rows.to + stop - start]
+        if self.mapping(extent) is None and (view.ctypes.data % ALIGNMENT or len(view) != stop - start):
+            return None
+        return view.data
 
 
 def read_ranges(
@@ -201,7 +206,7 @@ class _ReadingThread:
         began = now_ns()
         cached = self._targets.on_cpu(extent) and file.can_be_mapped(start, stop)
         mapping = self._targets.mapping(extent)
-        direct = self._targets.direct(extent, start, stop)
+        direct = self._targets.direct(extent, start, stop, file.num_bytes)
         if mapping is not None and direct is not None:
             self._ahead.read(extent.path, start, stop)
             self.num_bytes += populate(mapping, start, stop)

@@ -60,28 +60,21 @@ def _events(
             yield min(stop, end), kind, -1
 
 
-class _RawFile(io.RawIOBase):
+class _RawFile(io.FileIO):
     """The unbuffered end of TimedWriter."""
 
     def __init__(self, path: Path, timeline: Timeline, checksum: bool) -> None:
-        super().__init__()
+        super().__init__(path, "x+b", opener=lambda name, flags: os.open(name, flags, 0o644))
         self.path = path
-        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self.timeline = timeline
         self.num_bytes = 0
         self.crc = 0 if checksum else None
         self.error: OSError | None = None
 
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self.fd
-
     def write(self, data: Any, /) -> int:
         start = now_ns()
         try:
-            count = os.write(self.fd, data)
+            count = os.write(self.fileno(), data)
         except OSError as exc:
             self.error = with_name(exc, self.path)
             raise self.error from None
@@ -91,11 +84,6 @@ class _RawFile(io.RawIOBase):
             self.crc = crc32(memoryview(data).cast("B")[:count], self.crc)
             self.timeline.add("checksum", written)
         return count
-
-    def close(self) -> None:
-        if not self.closed:
-            super().close()
-            os.close(self.fd)
 
 
 class TimedWriter(io.BufferedWriter):
@@ -111,7 +99,7 @@ class TimedWriter(io.BufferedWriter):
 
     @property
     def fd(self) -> int:
-        return self._file.fd
+        return self._file.fileno()
 
     @property
     def num_bytes(self) -> int:
@@ -162,12 +150,20 @@ class TimedReader(io.FileIO):
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is None or size < 0:
-            size = max(os.fstat(self.fileno()).st_size - self.tell(), 0)
+            return self.readall()
         buffer = bytearray(size)
         return bytes(memoryview(buffer)[: self.readinto(buffer)])
 
     def readall(self) -> bytes:
-        return self.read(-1)
+        """The rest of the file, at once: in blocks it would have to be copied together."""
+        position, start = self.tell(), now_ns()
+        content = super().readall()
+        done = self._timeline.add("read", start)
+        if self._checked:
+            self._take_checksums(position, memoryview(content))
+            self._timeline.add("verify", done)
+        self.num_bytes += len(content)
+        return content
 
     def finish(self) -> None:
         """Read what of `checked` was not read yet. Raises DamagedFileError naming file and part if one differs."""
@@ -178,9 +174,11 @@ class TimedReader(io.FileIO):
                 after = bisect.bisect_right(read, found.stop)
                 gap = min(read[after] if after < len(read) else record.stop, record.stop) - found.stop
                 self.seek(found.stop)
-                if not self.readinto(bytearray(min(gap, _BLOCK))):
-                    break  # someone cut the file off meanwhile
-                found = found.followed_by(combine(self._checksums, found.stop, record.stop))
+                self.readinto(bytearray(min(gap, _BLOCK)))
+                more = combine(self._checksums, found.stop, record.stop)
+                if not more.length:
+                    break  # someone cut the file off meanwhile, or what is damaged says that parts overlap
+                found = found.followed_by(more)
             if (found.stop, found.crc32) != (record.stop, record.crc32):
                 raise DamagedFileError(
                     f"{self.path}: {record.name} does not have the checksum it was saved with"

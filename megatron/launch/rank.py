@@ -8,7 +8,6 @@ import sys
 from typing import NoReturn
 
 from megatron.launch.plan import Plan
-from megatron.launch.process_environment import publish
 from megatron.processes.parent_process import end_with_parent
 from restart_trace.startup import PRELOAD_VARIABLE, Preload
 
@@ -44,14 +43,6 @@ def become_rank(
     end_with_parent(launcher)
     os.environ.pop(PRELOAD_VARIABLE, None)
     os.environ.update(rank_environment(plan, local_rank, restart, port, preloaded))
-    refused = publish(os.environ)
-    if refused and local_rank == 0:
-        print(
-            f"[launch] the kernel does not let processes show their environment ({refused}): programs that "
-            "look for RANK in /proc/PID/environ do not find the ranks",
-            file=sys.stderr,
-            flush=True,
-        )
     _check_cuda()
     sys.argv = [plan.script, *plan.arguments]
     for stream in (sys.stdout, sys.stderr):

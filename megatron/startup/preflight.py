@@ -7,7 +7,6 @@ instead of a start-up.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import stat
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from megatron.checkpointing.manifest import read_latest
 from megatron.config import CheckpointConfig, Config, ConfigError, DataConfig
+from restart_trace.strict_json import StrictJsonError, parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -179,23 +179,14 @@ def _check_vocab(path: str) -> int:
     content = _read("--vocab-file", path)
     wanted = f"it must be a JSON object from token to number that contains {_EOD}; give GPT-2's vocab.json"
     try:
-        vocab = json.loads(content, object_pairs_hook=_tokens)
-    except (ValueError, RecursionError) as error:
+        vocab = parse_json(content)
+    except StrictJsonError as error:
         raise ConfigError(f"--vocab-file {path}: not JSON ({error}); {wanted}") from error
     if not isinstance(vocab, dict) or not all(type(number) is int for number in vocab.values()):
         raise ConfigError(f"--vocab-file {path}: {wanted}")
     if _EOD not in vocab:
         raise ConfigError(f"--vocab-file {path}: has no {_EOD}; {wanted}")
     return len(vocab)
-
-
-def _tokens(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    tokens = dict(pairs)
-    if len(tokens) != len(pairs):
-        seen: set[str] = set()
-        twice = next(token for token, _ in pairs if token in seen or seen.add(token))
-        raise ValueError(f"token {twice!r} is given twice")
-    return tokens
 
 
 def _check_merges(path: str) -> None:

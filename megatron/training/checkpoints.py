@@ -162,8 +162,10 @@ class CheckpointSaves:
         if pending is not None and not self._background.drain_after_error(DRAIN_AFTER_ERROR_S):
             logger.error(
                 "the checkpoint of iteration %d was not committed within %g s of the error that ended training; it "
-                "is given up, and the previous checkpoint is untouched", pending.step, DRAIN_AFTER_ERROR_S,
-            )  # fmt: skip
+                "is given up, and the previous checkpoint is untouched",
+                pending.step,
+                DRAIN_AFTER_ERROR_S,
+            )
             return
         self._tell()
         try:
@@ -198,6 +200,9 @@ class CheckpointSaves:
         self.failed = False
         logger.info(
             "checkpoint of iteration %d committed to %s: training was blocked %.3f s, %s after %.2f s",
-            save.step, self._save_dir, save.blocked_ns / 1e9,
-            "durable" if save.durable else "complete", save.total_ns / 1e9,
-        )  # fmt: skip
+            save.step,
+            self._save_dir,
+            save.blocked_ns / 1e9,
+            "durable" if save.durable else "complete",
+            save.total_ns / 1e9,
+        )

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from megatron.checkpointing.ownership import Ownership
     from megatron.checkpointing.prefetch import Prefetch
     from megatron.checkpointing.state import Progress
+    from megatron.startup.initialize import Runtime
     from megatron.training.checkpoints import CheckpointSaves
     from megatron.training.data import DataIterators
     from megatron.training.exit_conditions import ExitConditions
@@ -90,9 +91,8 @@ def pretrain(
     set_up_logging(config.training.log_level, rank)
     config.log_notes(logger)
     try:
-        trainer = _set_up(
-            config, recorder, startup, ownership, vocabulary, prefetch, datasets_provider, model_provider, batch_fn
-        )  # fmt: skip
+        providers = _Providers(datasets_provider, model_provider, batch_fn)
+        trainer = _set_up(config, recorder, startup, ownership, vocabulary, prefetch, providers)
         _train_to_the_last_commit(trainer)
         _shut_down(trainer)
     except (CheckpointError, ConfigError, DataError, EngineUnavailableError) as error:
@@ -119,6 +119,14 @@ def _train_to_the_last_commit(trainer: Trainer) -> None:
         trainer.saves.drain_after_error()
         raise
     trainer.saves.drain()
+
+
+class _Providers(NamedTuple):
+    """What pretrain_gpt.py gives to `pretrain`."""
+
+    datasets: Callable[..., Any]
+    model: Callable[..., Any]
+    batch_fn: Callable[..., Any]
 
 
 class _Vocabulary(NamedTuple):
@@ -221,14 +229,12 @@ def _set_up(
     ownership: Ownership | None,
     vocabulary: _Vocabulary,
     prefetch: Prefetch | None,
-    datasets_provider: Callable[..., Any],
-    model_provider: Callable[..., Any],
-    batch_fn: Callable[..., Any],
+    providers: _Providers,
 ) -> Trainer:
     """Bring everything up to the first iteration; collective."""
     from megatron.checkpointing.naming import layer_file
     from megatron.parallel.control_plane import ControlPlane
-    from megatron.startup.engine_setup import build_engine, runtime_facts
+    from megatron.startup.engine_setup import build_engine
     from megatron.startup.initialize import group_timeout, initialize_megatron, phase_apart_from_communicators
     from megatron.startup.logging_setup import printed_as_debug
     from megatron.training.checkpoints import CheckpointSaves, build_checkpointer
@@ -242,37 +248,52 @@ def _set_up(
     )
     control = ControlPlane(runtime.rank, runtime.layout.world_size, runtime.control_group)
     with phase_apart_from_communicators(startup, "model_build", group_timeout(config)), printed_as_debug():
-        model = model_provider(config, vocabulary.padded, runtime)
+        model = providers.model(config, vocabulary.padded, runtime)
     if prefetch is not None:
         prefetch.also([layer_file(number, runtime.coordinates.tp) for number, _ in model.numbered_layers()])
     eod = vocabulary.eod if config.data.eod_mask_loss else None
     with phase_apart_from_communicators(startup, "engine_init", group_timeout(config)), printed_as_debug():
-        engine = build_engine(config, model, functools.partial(batch_fn, eod_token=eod))
+        engine = build_engine(config, model, functools.partial(providers.batch_fn, eod_token=eod))
         checkpointer = build_checkpointer(
             config, runtime, control, recorder, ownership, vocabulary[:2], prefetch
         )
-    facts, engine_used = runtime_facts(engine, runtime, config), checkpointer.context.engine_class
-    recorder.write(
-        "runtime", engine_used=engine_used, engine_asked=config.checkpoint.checkpoint_engine, **facts
-    )
+    what_runs = _record_what_runs(checkpointer, engine, runtime, config, recorder, vocabulary.padded)
     _mark_ranges(recorder, config, runtime.device)
     progress = _restore_or_begin(checkpointer, engine, startup)
     with startup.phase("data_build"):
         data = build_data_iterators(
-            datasets_provider, config, control, runtime.layout, runtime.coordinates, progress
+            providers.datasets, config, control, runtime.layout, runtime.coordinates, progress
         )
     with startup.phase("imports"):
         log = TrainingLog(config, vocabulary.padded)  # imports TensorBoard where it is asked for
-    logger.info(
-        "%s on %s: %d parameters on this rank, padded vocabulary %d, optimizer %s, checkpoint engine %s",
-        runtime.layout, runtime.device.type, facts["parameters"], vocabulary.padded, facts["optimizer"],
-        engine_used,
-    )  # fmt: skip
+    logger.info("%s", what_runs)
     return Trainer(
-        config, engine, data, progress, recorder, startup, CheckpointSaves(checkpointer, engine),
-        ExitConditions(config, control), log,
+        config,
+        engine,
+        data,
+        progress,
+        recorder,
+        startup,
+        CheckpointSaves(checkpointer, engine),
+        ExitConditions(config, control),
+        log,
         TrainingStatistics(engine, config.training, runtime.layout, runtime.coordinates),
-    )  # fmt: skip
+    )
+
+
+def _record_what_runs(
+    checkpointer: Checkpointer, engine: Any, runtime: Runtime, config: Config, recorder: Recorder, padded: int
+) -> str:
+    """Write the trace's `runtime` record; returns the same for the log. `padded`: size of the padded vocabulary."""
+    from megatron.startup.engine_setup import runtime_facts
+
+    facts, engine_used = runtime_facts(engine, runtime, config), checkpointer.context.engine_class
+    engine_asked = config.checkpoint.checkpoint_engine
+    recorder.write("runtime", engine_used=engine_used, engine_asked=engine_asked, **facts)
+    return (
+        f"{runtime.layout} on {runtime.device.type}: {facts['parameters']} parameters on this rank, padded vocabulary "
+        f"{padded}, optimizer {facts['optimizer']}, checkpoint engine {engine_used}"
+    )
 
 
 def _restore_or_begin(checkpointer: Checkpointer, engine: Any, startup: Startup) -> Progress:

@@ -1,18 +1,35 @@
-"""The demonstration, as a newcomer runs it, apart from the set-up."""
+"""The demonstration, as a newcomer runs it, apart from the set-up; and what the analysis says of it.
+
+One file, so that one worker runs the demonstration once.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.dist.demo_runs import Demonstration, run_demo
-from tests.dist.drill_reports import LEAST_ACCOUNTED
+from tests.dist.drill_reports import (
+    LEAST_ACCOUNTED,
+    assert_restarts_agree,
+    assert_saves_agree,
+    assert_timeline_agrees,
+    report_of,
+    restarts_of,
+)
+from tools.ckpt_analysis.cli import main
+from tools.ckpt_analysis.metrics.restart_parts import OUTSIDE
+from tools.ckpt_analysis.render.json_output import to_dict
+from tools.ckpt_analysis.report import Report
+
+pytestmark = pytest.mark.slow
 
 
-@pytest.mark.slow
 def test_killed_and_resumed_training_is_measured_and_exact(demo: Demonstration, tmp_path: Path) -> None:
     done, directory = demo.done, demo.directory
     assert "cycle 0: sigkill-all at iteration:8 struck " in done.stderr
@@ -39,8 +56,75 @@ def test_killed_and_resumed_training_is_measured_and_exact(demo: Demonstration, 
 
     # Started again where a checkpoint is, the script only resumes; what there is already is not built again.
     shutil.copytree(directory / "checkpoints", tmp_path / "checkpoints")
-    again = run_demo(demo.work, SAVE_DIR=str(tmp_path / "checkpoints"))
+    again = run_demo(demo.work, SAVE_DIR=str(tmp_path / "checkpoints"), LAUNCHER="fork")
     assert again.returncode == 0, again.stderr[-3000:]
     assert "resuming from global_step12" in again.stderr
     assert "corpus and tokenizer" in again.stderr and "are there" in again.stderr
     assert "restart_drill" not in again.stderr
+
+
+@pytest.fixture(scope="module")
+def report(demo: Demonstration) -> Report:
+    return report_of(demo.directory)
+
+
+def test_phases_are_those_of_drill_json_and_of_the_records(demo: Demonstration, report: Report) -> None:
+    assert_restarts_agree(demo.directory, report)
+    assert json.loads((demo.directory / "report.json").read_text()) == to_dict(report)  # the one of the drill
+
+
+def test_the_timeline_sums_to_the_same(demo: Demonstration, report: Report) -> None:
+    assert_timeline_agrees(demo.directory, report)
+
+
+def test_bytes_and_files_are_those_on_disk(demo: Demonstration, report: Report) -> None:
+    assert_saves_agree(demo.directory, report)
+    assert {save.tag for save in report.saves} == {"global_step5", "global_step10", "global_step12"}
+    (load,) = [load for load in report.loads if load.tag]
+    checkpoint = demo.directory / "checkpoints" / "global_step5"
+    read: list[tuple[str, int]] = []
+    for path in (demo.directory / "trace").glob("rank_*_cycle_001.jsonl"):
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        read += [(r["file"], r["bytes"]) for r in records if r.get("detail") == "read"]
+    assert all((checkpoint / name).stat().st_size == num_bytes for name, num_bytes in read)
+    assert (load.bytes, load.num_files) == (sum(num_bytes for _, num_bytes in read), len(read))
+    (restart,) = report.restarts
+    inside = {detail.name: detail.bytes for phase in restart.phases for detail in phase.details}
+    assert inside["load"] == load.bytes  # what a load reads and then verifies counts once, here too
+
+
+def test_the_terminal_shows_the_waterfall(
+    demo: Demonstration, report: Report, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the failure to the first step, part by part; the numbers are drill.json's, to three decimals."""
+    assert main(["report", str(demo.directory / "trace"), "--no-cache"]) == 0
+    printed = capsys.readouterr().out
+    ((entry, restart),) = restarts_of(demo.directory, report)
+    told = dict(entry["phases"])
+    told["relaunch"] += told.pop("drill")
+    shown = _waterfall(printed)
+    assert list(shown)[:4] == list(OUTSIDE) and list(shown)[-2:] == ["first_step", "unattributed"]
+    assert {name: took for name, (took, _) in shown.items()} == pytest.approx(told, abs=0.0006)
+    assert [until for _, until in shown.values()] == sorted(until for _, until in shown.values())
+    assert shown["unattributed"][1] == pytest.approx(restart.restart_s, abs=0.0006)
+    accounted = re.search(r"([\d.]+) % of ([\d.]+) s accounted for", printed)
+    assert accounted and float(accounted[1]) == pytest.approx(100 * entry["accounted"], abs=0.006)
+
+
+def _waterfall(printed: str) -> dict[str, tuple[float, float]]:
+    """Part -> (took, until) of the table in a terminal report."""
+    after = printed.partition("failure to first step, rank")[2].splitlines()[1:]
+    rows: dict[str, Any] = {}
+    for line in after:
+        cells = line.split()
+        if "accounted" in line:
+            return rows
+        rows[cells[0]] = (float(cells[1]), float(cells[2]))
+    raise AssertionError("the table has no end")
+
+
+def test_validate_and_the_page_take_it(demo: Demonstration, tmp_path: Path) -> None:
+    trace = str(demo.directory / "trace")
+    assert main(["validate", trace, "--quiet"]) == 0
+    assert main(["report", trace, "-o", str(tmp_path), "--quiet", "--no-cache"]) == 0
+    assert "first step done" in (tmp_path / "ckpt_report.html").read_text()

@@ -28,7 +28,14 @@ TRAINING = [
     "--exit-signal-handler",
 ]  # fmt: skip
 WITHOUT_HANDLER = [flag for flag in TRAINING if flag != "--exit-signal-handler"]
-LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+FORK = [
+    sys.executable,
+    "-m",
+    "megatron.launch",
+    "--nproc-per-node",
+    "2",
+]  # imports once, where torchrun does thrice
 MARK = "RESTART_DRILL_TEST"
 ALWAYS = 1000  # a matrix ends the last launch of a course itself
 
@@ -48,13 +55,25 @@ def drill(
     *options: str,
     training: tuple[str, ...] = (),
     strikes: int = 1,
+    launcher: list[str] = FORK,
 ) -> subprocess.CompletedProcess[str]:
-    """Run the drill over a training of two DP ranks under torchrun; nothing of it may be left.
+    """Run the drill over a training of two DP ranks; nothing of it may be left.
 
     The ranks wait for each of its strikes: none may come too late.
     """
-    command = [*LAUNCHER, str(ROOT / "pretrain_gpt.py"), *dataset, *TRAINING, *training]
-    argv = ["--fault", fault, "--at", moment, "--out", str(out), "--quiet", "--time-limit", str(HANGS_S), *options]
+    command = [*launcher, str(ROOT / "pretrain_gpt.py"), *dataset, *TRAINING, *training]
+    argv = [
+        "--fault",
+        fault,
+        "--at",
+        moment,
+        "--out",
+        str(out),
+        "--quiet",
+        "--time-limit",
+        str(HANGS_S),
+        *options,
+    ]
     return run(out, "tools.restart_drill", *argv, "--", *command, held=strikes)
 
 
@@ -96,7 +115,7 @@ class Sample:
 def sample(tmp_path_factory: pytest.TempPathFactory, dataset: list[str]) -> Sample:
     """The full one: python -m tools.restart_drill.matrix --out DIR; see docs/restart_drill.md."""
     out = tmp_path_factory.mktemp("sample") / "matrix"
-    command = [*LAUNCHER, str(ROOT / "pretrain_gpt.py"), *dataset, *WITHOUT_HANDLER, "--train-iters", "150"]
+    command = [*TORCHRUN, str(ROOT / "pretrain_gpt.py"), *dataset, *WITHOUT_HANDLER, "--train-iters", "150"]
     options = ["--sample", "3", "--seed", "38", "--quiet", "--time-limit", str(HANGS_S), "--hang-limit", "4"]
     done = run(out, "tools.restart_drill.matrix", "--out", str(out), *options, "--", *command, held=ALWAYS)
     return Sample(out, done)
@@ -116,7 +135,7 @@ def cycles(done: subprocess.CompletedProcess[str], out: Path) -> list[dict[str, 
             phases = cycle["phases"]
             assert sum(phases.values()) == pytest.approx(cycle["restart_s"])
             assert {"detect", "stop", "relaunch", "launcher", "imports", "load", "first_step"} <= set(phases)
-            assert min(phases.values()) > -1e-6, phases
+            assert min(phases.values()) > -0.011, phases  # the kernel tells the start of a launcher to 10 ms
             assert cycle["accounted"] >= LEAST_ACCOUNTED, phases
     assert_report_agrees(out)
     return found
@@ -124,14 +143,14 @@ def cycles(done: subprocess.CompletedProcess[str], out: Path) -> list[dict[str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "moment", "engine", "options"),
+    ("fault", "moment", "engine", "options", "launcher"),
     [
-        ("sigkill-all", "mid-save-write", "lazy", ["--cycles", "2"]),
+        ("sigkill-all", "mid-save-write", "lazy", ["--cycles", "2"], FORK),
         # A commit may win against the fault; then no iteration is repeated, and only a reference run can tell.
-        ("sigkill-node", "mid-save-commit", "lazy", []),
-        ("sigkill-one", "mid-save-before-commit", "torch", []),
-        ("sigstop", "mid-step", "lazy", ["--hang-limit", "4"]),
-        ("sigterm", "random:3", "torch", []),
+        ("sigkill-node", "mid-save-commit", "lazy", [], FORK),
+        ("sigkill-one", "mid-save-before-commit", "torch", [], TORCHRUN),
+        ("sigstop", "mid-step", "lazy", ["--hang-limit", "4"], FORK),
+        ("sigterm", "random:3", "torch", [], FORK),
     ],
 )
 def test_every_cycle_is_verified_and_accounted_for(
@@ -142,14 +161,13 @@ def test_every_cycle_is_verified_and_accounted_for(
     moment: str,
     engine: str,
     options: list[str],
+    launcher: list[str],
 ) -> None:
     out = tmp_path / "drill"
-    options = [*options, *sample.reference]
+    options = [*options, *sample.reference, "--checkpoint-engine", engine]
     strikes = 2 if "--cycles" in options else 1
     training = ("--train-iters", "60")
-    done = drill(
-        out, dataset, fault, moment, *options, "--checkpoint-engine", engine, training=training, strikes=strikes
-    )
+    done = drill(out, dataset, fault, moment, *options, training=training, strikes=strikes, launcher=launcher)
     found = cycles(done, out)
     assert len(found) == strikes
     for cycle in found:
@@ -201,7 +219,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_resumed(
 def test_the_agent_restarts_the_ranks_in_place(tmp_path: Path, dataset: list[str], sample: Sample) -> None:
     out = tmp_path / "drill"
     options = ["--supervisor", "torchrun", "--cycles", "2", "--checkpoint-engine", "lazy", *sample.reference]
-    found = cycles(drill(out, dataset, "exception", "mid-step", *options, strikes=2), out)
+    found = cycles(drill(out, dataset, "exception", "mid-step", *options, strikes=2, launcher=TORCHRUN), out)
     assert len(found) == 2 and drilled(out)["supervisor"] == "torchrun"
     log = (out / "logs" / "cycle_000.log").read_text()
     assert log.count("InjectedFault: an injected exception") >= 2
@@ -266,7 +284,9 @@ def test_what_cannot_be_drilled_is_said(tmp_path: Path, dataset: list[str], samp
     """Before anything is launched."""
 
     def refused(name: str, *options: str, fault: str = "sigkill-all", training: tuple[str, ...] = ()) -> str:
-        done = drill(tmp_path / name, dataset, fault, "mid-step", *options, training=training)
+        done = drill(
+            tmp_path / name, dataset, fault, "mid-step", *options, training=training, launcher=TORCHRUN
+        )
         assert done.returncode == 2 and not (tmp_path / name / "logs" / "cycle_000.log").exists()
         return done.stderr
 
@@ -300,7 +320,7 @@ def test_what_goes_wrong_is_said(tmp_path: Path, dataset: list[str]) -> None:
 
 def test_stopping_the_drill_stops_the_job(tmp_path: Path, dataset: list[str]) -> None:
     out = tmp_path / "drill"
-    command = [*LAUNCHER, str(ROOT / "pretrain_gpt.py"), *dataset, *TRAINING]
+    command = [*FORK, str(ROOT / "pretrain_gpt.py"), *dataset, *TRAINING]
     argv = ["--fault", "sigterm", "--at", "iteration:99", "--out", str(out), "--quiet", "--", *command]
     running = subprocess.Popen(
         [sys.executable, "-m", "tools.restart_drill", *argv],

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist.harness import ROOT
-from tests.dist.test_save_directory import TORCHRUN, TRAINING
+from tests.dist.test_save_directory import FORK, TRAINING
 
 
 @pytest.mark.slow
@@ -20,7 +20,7 @@ def test_no_checkpoint_is_lost_in_some_rounds(tmp_path: Path, dataset: list[str]
     done = subprocess.run(
         [
             sys.executable, "-m", "tools.restart_drill.rounds", "--out", str(out), "--rounds", "4", "--seed", "18",
-            "--engines", "lazy", "--", *TORCHRUN, *dataset, *TRAINING,
+            "--engines", "lazy", "--", *FORK, *dataset, *TRAINING,
         ],
         cwd=ROOT, capture_output=True, text=True, timeout=800,
     )  # fmt: skip

@@ -10,6 +10,9 @@ from pathlib import Path
 import grimp
 import pytest
 
+from tools.restart_drill.faults import FAULTS
+from tools.restart_drill.moments import STAGES
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(path for path in chain(ROOT.glob("*.md"), (ROOT / "docs").rglob("*.md")))
 CODE = ("megatron", "restart_trace", "tools", "benchmarks", "tests", "docs", "examples_deepspeed")
@@ -91,3 +94,9 @@ def test_the_picture_shows_the_imports() -> None:
     assert edges <= reached, f"imports that no chain of arrows shows: {sorted(edges - reached)}"
     layers = {path.name for path in (ROOT / "megatron").iterdir() if (path / "__init__.py").exists()}
     assert layers <= boxes.keys()
+
+
+def test_every_fault_and_injection_point_is_documented() -> None:
+    text = (ROOT / "docs" / "restart_drill.md").read_text()
+    rows = " ".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))
+    assert {f"`{name}`" for name in (*FAULTS, *STAGES)} <= set(re.findall(r"`[\w-]+`", rows))

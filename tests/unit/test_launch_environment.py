@@ -178,7 +178,7 @@ def test_dry_run_prints_variables_and_no_secret(launcher: str, tmp_path: Path) -
     ("export", "message"),
     [
         ("MINE NOT_THERE", "EXPORT=MINE NOT_THERE: NOT_THERE is not set; set it, or leave it out"),
-        ("MINE=1", "EXPORT=MINE=1: MINE=1 is no name of a variable; give names alone"),
+        ("MINE=1", "EXPORT=MINE=1: MINE=1 is not the name of a variable; give names only"),
     ],
 )
 def test_bad_names_are_named(export: str, message: str, tmp_path: Path) -> None:

@@ -166,8 +166,8 @@ def plan_of(args: argparse.Namespace, training: list[str]) -> Plan:
                 "--fault sigterm --supervisor torchrun: with --exit-signal-handler the ranks save and end well, so the "
                 "agent has nothing to restart; use --supervisor relaunch, or drop the flag"
             )
-    elif commands.torchrun_end(command) is not None:
-        command = commands.with_restarts(command, 0)  # the drill is to see every failure
+    else:
+        command = commands.without_restarts(command)
     commands.configuration(command)
     sizes = sizes_of(args)
     return Plan(

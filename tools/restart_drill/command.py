@@ -15,6 +15,7 @@ from megatron.config.arguments import config_from_args, parse_args
 from .launch import DrillError
 
 PROGRAM = "pretrain_gpt.py"
+TORCHRUN, FORK = "torchrun", "fork"  # the latter is megatron.launch
 _RANKS = ("--nproc-per-node", "--nproc_per_node")
 _RESTARTS = ("--max-restarts", "--max_restarts")
 _NODES = ("--nnodes",)
@@ -59,42 +60,54 @@ def without_option(words: list[str], names: tuple[str, ...]) -> list[str]:
     return kept
 
 
-def torchrun_end(command: list[str]) -> int | None:
-    """Index of the first word after `torchrun` or `-m torch.distributed.run`; None if it is another launcher."""
+def launcher_of(command: list[str]) -> tuple[str, int] | None:
+    """(TORCHRUN or FORK, index of the first word after the launcher's name); None if it is another launcher.
+
+    Either may be a program or, after -m, a module. Both have the same options, as far as a drill sets them.
+    """
     for i, word in enumerate(command):
-        as_module = word == "torch.distributed.run" and command[i - 1] == "-m"
-        if os.path.basename(word) == "torchrun" or as_module:
-            return i + 1
+        as_module = i > 0 and command[i - 1] == "-m"
+        if os.path.basename(word) == "torchrun" or (as_module and word == "torch.distributed.run"):
+            return TORCHRUN, i + 1
+        if Path(word).parts[-2:] == ("megatron", "launch") or (as_module and word == "megatron.launch"):
+            return FORK, i + 1
         if os.path.basename(word) == PROGRAM:
             break
     return None
 
 
 def with_launcher_option(command: list[str], names: tuple[str, ...], value: int) -> list[str]:
-    """Put an option of torchrun into the command. Raises ValueError if torchrun does not launch it."""
-    end = torchrun_end(command)
-    if end is None:
-        raise ValueError("no torchrun in the command")
+    """Put an option of the launcher into the command. Raises ValueError for a launcher whose options are not known."""
+    launcher = launcher_of(command)
+    if launcher is None:
+        raise ValueError("no known launcher in the command")
+    end = launcher[1]
     return [*command[:end], names[0], str(value), *without_option(command[end:], names)]
 
 
 def with_restarts(command: list[str], restarts: int) -> list[str]:
     """Have torchrun restart the ranks in place this often. Raises DrillError if the command is not torchrun's."""
-    try:
-        return with_launcher_option(command, _RESTARTS, restarts)
-    except ValueError:
+    launcher = launcher_of(command)
+    if launcher is None or launcher[0] != TORCHRUN:
         raise DrillError(
             f"--supervisor torchrun: the command is not torchrun's, so no agent restarts its ranks: {command[0]} ...; "
             "start with torchrun or python -m torch.distributed.run, or use --supervisor relaunch"
-        ) from None
+        )
+    return with_launcher_option(command, _RESTARTS, restarts)
+
+
+def without_restarts(command: list[str]) -> list[str]:
+    """Have torchrun or megatron.launch restart nothing, so that the drill sees every failure; others do not anyway."""
+    return command if launcher_of(command) is None else with_launcher_option(command, _RESTARTS, 0)
 
 
 def world_size(command: list[str]) -> int | None:
     """Number of ranks that the command starts, as far as its words tell."""
-    end = torchrun_end(command)
-    if end is None:
+    launcher = launcher_of(command)
+    if launcher is None:
         return None
-    ranks, nodes = option(command[end:], _RANKS) or "1", option(command[end:], _NODES) or "1"
+    options = command[launcher[1] :]
+    ranks, nodes = option(options, _RANKS) or "1", option(options, _NODES) or "1"
     return int(ranks) * int(nodes) if ranks.isdigit() and nodes.isdigit() else None
 
 
@@ -127,11 +140,11 @@ def on_layout(command: list[str], sizes: Sizes) -> list[str]:
     Raises DrillError where that cannot be: the sizes do not fit the model, the batch, the engine or this machine.
     """
     config = configuration(command)
-    end = torchrun_end(command)
-    if config is None or end is None or option(command[end:], _NODES) not in (None, "1", "1:1"):
+    launcher = launcher_of(command)
+    if config is None or launcher is None or option(command[launcher[1] :], _NODES) not in (None, "1", "1:1"):
         raise DrillError(
-            "--resume-tp, --resume-pp, --resume-dp: the number of ranks is changed for torchrun on one node and "
-            f"{PROGRAM} only, with --nproc-per-node N; give such a command"
+            "--resume-tp, --resume-pp, --resume-dp: the number of ranks is changed for torchrun or megatron.launch on "
+            f"one node and {PROGRAM} only, with --nproc-per-node N; give such a command"
         )
     old = config.parallel
     tp = sizes.tp or old.tensor_model_parallel_size

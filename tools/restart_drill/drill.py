@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
 
-from restart_trace.supervisor import open_supervisor_trace
-
+from ..common import page_cache
 from .checkpoints import Checkpoints
-from .faults import DISK_FULL
+from .faults import DAMAGE, DISK_FULL
 from .full_disk import check_disk
-from .in_place import strike_in_place
-from .launch import DrillError, Launch, launched
+from .launch import GRACE_S, DrillError, Launch
 from .moments import wait_for_span
-from .plan import TORCHRUN, Plan, Strike
-from .relaunch import GRACE_S, launch_and_strike
+from .plan import Intent, Plan, Strike
+from .striking import strike
+from .supervisors import Supervisor, supervisor_of
 
 Say = Callable[[str], None]
 
@@ -29,40 +29,62 @@ def run_drill(plan: Plan, say: Say, done: list[Strike]) -> None:
     if any(intent.fault == DISK_FULL for intent in plan.strikes):
         check_disk(plan.checkpoints, plan.trace_dir, plan.disk_limit_bytes)
     checkpoints = Checkpoints(plan.checkpoints)
-    if plan.supervisor == TORCHRUN:
-        _in_place(plan, checkpoints, say, done)
-        return
-    for number, intent in enumerate(plan.strikes):
-        done.append(launch_and_strike(plan, number, intent, checkpoints))
-        say(_told(done[-1]))
-    number = len(plan.strikes)
-    with launched(plan.command_of(number), plan.log_of(number), plan.echo) as launch:
-        _finish(plan, launch, number, number)
-
-
-def _in_place(plan: Plan, checkpoints: Checkpoints, say: Say, done: list[Strike]) -> None:
-    with (
-        launched(plan.command, plan.log_of(0), plan.echo) as launch,
-        open_supervisor_trace(plan.trace_dir) as trace,
-    ):
+    with supervisor_of(plan) as supervisor:
         for cycle, intent in enumerate(plan.strikes):
-            done.append(strike_in_place(plan, launch, trace, cycle, intent, checkpoints))
+            done.append(_strike_and_restart(supervisor, cycle, intent, checkpoints))
             say(_told(done[-1]))
-        _finish(plan, launch, len(plan.strikes), 0)
+        _finish(supervisor, len(plan.strikes))
 
 
-def _finish(plan: Plan, launch: Launch, cycle: int, log: int) -> None:
-    """Let the launch train to its end, or end it once what was lost has been caught up."""
+def _strike_and_restart(
+    supervisor: Supervisor, cycle: int, intent: Intent, checkpoints: Checkpoints
+) -> Strike:
+    """Run a cycle until it is struck and down; the next one is to follow at once: its delay counts."""
+    supervisor.start(cycle)
+    struck = strike(supervisor, cycle, intent)
+    exit_code = supervisor.wait_until_down(cycle, intent.fault, struck.hangs)
+    begin = time.monotonic()
+    damaged = checkpoints.damage(intent.fault) if intent.fault in DAMAGE else None
+    expected = checkpoints.newest_step()
+    cache = _drop_page_cache(checkpoints) if supervisor.plan.cold_cache else page_cache.WARM
+    drill_s = time.monotonic() - begin if supervisor.waits else 0.0
+    supervisor.let_restart(cycle, intent.fault)
+    return Strike(
+        cycle=cycle,
+        fault=intent.fault,
+        moment=intent.moment.text,
+        iteration=struck.iteration,
+        processes=struck.processes,
+        exit_code=exit_code,
+        expected_step=expected,
+        failed_save=struck.failed_save,
+        damaged=None if damaged is None else str(damaged),
+        cache=cache,
+        drill_s=drill_s,
+    )
+
+
+def _drop_page_cache(checkpoints: Checkpoints) -> str:
+    """Drop what the kernel caches, of the whole machine where we may; what was found of the checkpoints then."""
+    page_cache.drop_all()
+    files = page_cache.files_below(checkpoints.directory)
+    found = page_cache.state_of(page_cache.drop(files))
+    return found if found == page_cache.COLD else page_cache.WARM
+
+
+def _finish(supervisor: Supervisor, cycle: int) -> None:
+    """Let the last cycle train to its end, or end it once what was lost has been caught up."""
+    supervisor.start(cycle)
+    plan, launch = supervisor.plan, supervisor.launch
     if not plan.to_the_end:
         wait_for_span("caught_up", launch, plan.trace_dir, cycle, plan.limit_s)
         launch.expect_failure()
-        launch.look()
         launch.kill(Launch.everything)
         launch.wait_until_gone(GRACE_S)
         return
     exit_code = launch.wait(plan.limit_s)
     if exit_code != 0:
-        raise DrillError(f"the last launch ended with exit code {exit_code}; see {plan.log_of(log)}")
+        raise DrillError(f"the last launch ended with exit code {exit_code}; see {launch.log_path}")
     launch.wait_until_gone(GRACE_S)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -11,16 +12,17 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import psutil
 
 from restart_trace.clock import now_ns
+from restart_trace.schema import RANK_FILE_PATTERN
 
 MARK_VARIABLE = "RESTART_BENCH_MARK"
 LAUNCH_ID_VARIABLE = "RESTART_TRACE_LAUNCH_ID"
-_ATTEMPT_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
+GRACE_S = 20.0  # for what a launcher leaves behind, such as resource trackers
 POLL_S = 0.05
 # What torchrun's agent logs when it finds that a rank has failed (torch.distributed.elastic.multiprocessing.api).
 _AGENT_SAW_A_FAILURE = re.compile(rb"failed \(exitcode: -?\d+\) local_rank: \d+ \(pid: \d+\)")
@@ -31,9 +33,13 @@ class DrillError(Exception):
 
 
 class Launch:
-    """One run of the command. All its processes, however far removed, carry a mark in their environment."""
+    """One run of the command. All its processes, however far removed, carry a mark in their environment.
+
+    Which of them are ranks is read from the restart trace: `find_ranks`.
+    """
 
     def __init__(self, command: list[str], log_path: Path, echo: bool) -> None:
+        self.log_path = log_path
         self._mark = uuid.uuid4().hex
         environment = os.environ | {MARK_VARIABLE: self._mark, LAUNCH_ID_VARIABLE: self._mark}
         # Of an outer launcher; the command's own launcher must not take them for its own.
@@ -50,10 +56,9 @@ class Launch:
         self._echo = self._wants_echo = echo
         # When the agent's first line on a failure arrived, since `expect_failure` (monotonic, ns).
         self.agent_saw_ns: int | None = None
-        self._everything: list[psutil.Process] = []
-        self._of_ranks: list[psutil.Process] = []
+        self._found: int | None = None  # the cycle all of whose ranks are known
         self._ranks: list[psutil.Process] = []
-        self._attempts: dict[int, str | None] = {}  # pid -> which restart in place it is of
+        self._of_ranks: set[psutil.Process] = set()
         self._reader = threading.Thread(target=self._read_output, args=(log_path,), daemon=True)
         self._reader.start()
 
@@ -82,40 +87,59 @@ class Launch:
         self._echo = self._wants_echo
         self.agent_saw_ns = None
 
-    def look(self) -> None:
-        """Find out which processes there are: to strike fast, this is done before the moment comes."""
-        found = self._processes()
-        self._everything = [process for process, _ in found]
-        self._attempts = {process.pid: environment.get(_ATTEMPT_VARIABLE) for process, environment in found}
-        with_rank = {process.pid: (process, int(env["RANK"])) for process, env in found if "RANK" in env}
-        own = []
-        for process, rank in with_rank.values():
+    def find_ranks(self, trace_dir: Path, cycle: int) -> bool:
+        """Look for the ranks of `cycle` in their records; whether all have written one, and belong to this launch.
+
+        To strike fast, this is done before the injection point comes.
+        """
+        if self._found == cycle:
+            return True
+        world_size, pids = recorded_ranks(trace_dir, cycle)
+        self._ranks = []
+        for _, pid in sorted(pids.items()):
             with contextlib.suppress(psutil.Error, OSError):
-                if process.ppid() not in with_rank:
-                    own.append((rank, process))
-        self._of_ranks = [process for process, _ in with_rank.values()]
-        self._ranks = [process for _, process in sorted(own, key=lambda item: item[0])]
+                process = psutil.Process(pid)
+                # Without the mark, the number is another process's by now.
+                if process.environ().get(MARK_VARIABLE) == self._mark:
+                    self._ranks.append(process)
+        self._of_ranks = set(self._ranks)
+        self._found = cycle if 0 < world_size == len(self._ranks) else None
+        return self._found is not None
 
-    def everything(self) -> list[psutil.Process]:
-        """All processes of the launch, as of the last `look`; those that have ended are left out."""
-        return _living(self._everything)
-
-    def of_ranks(self) -> list[psutil.Process]:
-        """Those to which the launcher gave a RANK: the ranks, and what they started themselves."""
-        return _living(self._of_ranks)
+    def await_ranks(self, trace_dir: Path, cycle: int, limit_s: float) -> None:
+        """Return when all ranks of `cycle` are found, or the command has ended. Raises DrillError after `limit_s`."""
+        deadline = time.monotonic() + limit_s
+        while not self.find_ranks(trace_dir, cycle) and self.exit_code is None:
+            if time.monotonic() > deadline:
+                raise DrillError(
+                    f"not all ranks of cycle {cycle} had written to {trace_dir} within {limit_s:g} s; raise "
+                    "--time-limit"
+                )
+            time.sleep(0.002)
 
     def ranks(self) -> list[psutil.Process]:
-        """The ranks themselves, in order of rank."""
+        """The ranks that were found and live, in order of rank."""
         return _living(self._ranks)
+
+    def of_ranks(self) -> list[psutil.Process]:
+        """The ranks and what they have started, as far as it was there at the last call while they lived."""
+        for process in self.ranks():
+            with contextlib.suppress(psutil.Error):
+                self._of_ranks.update(process.children(recursive=True))
+        return _living(self._of_ranks)
 
     def launcher(self) -> list[psutil.Process]:
         """The process that was started with the command."""
         return _living([psutil.Process(self._launcher.pid)]) if self._launcher.poll() is None else []
 
-    def of_attempt(self, number: int) -> list[psutil.Process]:
-        """Those of ranks that torchrun's agent has started in its `number`-th attempt, from 0; looks anew."""
-        self.look()
-        return [process for process in self.of_ranks() if self._attempts.get(process.pid) == str(number)]
+    def everything(self) -> list[psutil.Process]:
+        """All living processes of the launch."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.environ().get(MARK_VARIABLE) == self._mark:
+                    found.append(process)
+        return found
 
     def send(self, signum: int, processes: list[psutil.Process]) -> int:
         """Send a signal to those that still live; how many that were."""
@@ -129,15 +153,14 @@ class Launch:
     def kill(self, which: Callable[[Launch], list[psutil.Process]]) -> int:
         """SIGKILL what `which` finds until it finds nothing; how many processes that were.
 
-        Ranks of a later attempt are left alone: an agent may have restarted them already.
+        The ranks are stopped first: they stay where they are while what they have started is looked for.
         """
+        self.send(signal.SIGSTOP, self.ranks())
         killed: set[int] = set()
-        attempts = {self._attempts.get(process.pid) for process in which(self)}
-        while found := [process for process in which(self) if self._attempts.get(process.pid) in attempts]:
+        while found := which(self):
             self.send(signal.SIGKILL, found)
             killed |= {process.pid for process in found}
             time.sleep(0.01)  # not psutil's wait: that would take the launcher's exit code away from Popen
-            self.look()
         return len(killed)
 
     @property
@@ -156,7 +179,7 @@ class Launch:
     def wait_until_gone(self, time_limit_s: float) -> None:
         """Return when no process of the launch is left. Raises DrillError if the time passes first."""
         deadline = time.monotonic() + time_limit_s
-        while left := [process for process, _ in self._processes()]:
+        while left := self.everything():
             if time.monotonic() > deadline:
                 shown = ", ".join(f"{process.pid} ({process.name()})" for process in left[:8])
                 raise DrillError(f"{len(left)} processes outlived it by {time_limit_s:g} s: {shown}")
@@ -165,7 +188,7 @@ class Launch:
 
     def clean_up(self) -> None:
         """SIGKILL whatever is left of the launch."""
-        while left := [process for process, _ in self._processes()]:
+        while left := self.everything():
             for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
@@ -173,18 +196,21 @@ class Launch:
         self._launcher.wait()
         self._reader.join(1.0)
 
-    def _processes(self) -> list[tuple[psutil.Process, dict[str, str]]]:
-        """Living processes of the launch, each with its environment."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                environment = process.environ()
-                if environment.get(MARK_VARIABLE) == self._mark:
-                    found.append((process, environment))
-        return found
+
+def recorded_ranks(trace_dir: Path, cycle: int) -> tuple[int, dict[int, int]]:
+    """(world size, rank -> pid) of the ranks that have begun to write their traces of `cycle`; 0 if none has."""
+    world_size, pids = 0, {}
+    for path in trace_dir.glob(RANK_FILE_PATTERN.replace("{rank:05d}", "*").format(cycle=cycle)):
+        with path.open("rb") as file:
+            line = file.readline()
+        first = json.loads(line) if line.endswith(b"\n") else {}
+        if "pid" in first:
+            world_size = first["world_size"]
+            pids[first["rank"]] = first["pid"]
+    return world_size, pids
 
 
-def _living(processes: list[psutil.Process]) -> list[psutil.Process]:
+def _living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     """Those that run; a zombie is none, and neither is another process that has got the id of one."""
     found = []
     for process in processes:

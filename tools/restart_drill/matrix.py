@@ -122,8 +122,10 @@ def run_course(base: Plan, number: int, course: list[Cell], reference: Reference
     fills_disk = any(cell.fault == DISK_FULL for cell in course)
     checkpoints = (base.checkpoints / out.name) if fills_disk else out / "checkpoints"
     command = commands.completed(base.command, checkpoints, out / "trace", course[0].engine)
-    restarts = len(strikes) if course[0].supervisor == TORCHRUN else 0
-    command = commands.with_restarts(command, restarts)
+    if course[0].supervisor == TORCHRUN:
+        command = commands.with_restarts(command, len(strikes))
+    else:
+        command = commands.without_restarts(command)
     plan = replace(
         base, command=command, resumed_command=command, strikes=strikes, supervisor=course[0].supervisor, out=out,
         trace_dir=out / "trace", checkpoints=checkpoints,
@@ -137,7 +139,7 @@ def run_course(base: Plan, number: int, course: list[Cell], reference: Reference
         say(f"error: {error}")
         if str(exc).startswith("stopped by signal"):
             raise
-    content = _content(plan, done, reference)
+    content = content_of(plan, done, reference)
     told = content["cycles"][len(strikes) - len(course) :]
     results = [_result(cell, entry) for cell, entry in zip(course, told, strict=False)]
     if error is None:
@@ -150,7 +152,7 @@ def run_course(base: Plan, number: int, course: list[Cell], reference: Reference
     return [*results, Result(course[len(results)], None, error)]
 
 
-def _content(plan: Plan, done: list[Strike], reference: Reference) -> dict[str, Any]:
+def content_of(plan: Plan, done: list[Strike], reference: Reference) -> dict[str, Any]:
     if not done:
         return {"cycles": []}
     tolerance = tolerance_of(plan.command)
@@ -237,7 +239,7 @@ def _training(words: list[str]) -> list[str]:
     return commands.on_layout(command, _RANKS) if words == [_PRESET] else command
 
 
-def _base(args: argparse.Namespace, training: list[str]) -> Plan:
+def base_plan(args: argparse.Namespace, training: list[str]) -> Plan:
     out = args.out.absolute()
     return Plan(
         command=training,
@@ -265,7 +267,7 @@ def main(argv: list[str] | None = None) -> int:
             picked = random.Random(args.seed).sample(range(len(chosen)), min(args.sample, len(chosen)))
             chosen = [chosen[i] for i in sorted(picked)]
         training = _training(args.command)
-        base = _base(args, training)
+        base = base_plan(args, training)
         base.out.mkdir(parents=True, exist_ok=True)
         say(f"{len(chosen)} cells")
         if args.reference is not None:

@@ -108,7 +108,6 @@ def wait_for(
     """
     finished = 0
     wanted = "checkpoint" if commits == 1 else "second checkpoint"
-    seen = False
 
     def why() -> str:
         if moment.strikes_a_restart or commits <= 0 or not finished:
@@ -116,9 +115,7 @@ def wait_for(
         return f". No {wanted} was committed, from which on moments within training count: save more often"
 
     for record in _records(moment.text, launch, trace_dir, cycle, limit_s, why):
-        if not seen:  # a rank writes its trace, so the ranks are there
-            launch.look()
-            seen = True
+        launch.find_ranks(trace_dir, cycle)
         if record["type"] == "iteration":
             finished = record["step"]
         stage = stage_begun_by(record)

@@ -14,9 +14,8 @@ from restart_trace.redaction import redact_command
 
 from . import command as commands
 from .facts import CycleFacts, facts_of
-from .launch import DrillError, launched
+from .launch import GRACE_S, DrillError, launched
 from .plan import Plan
-from .relaunch import GRACE_S
 
 DIRECTORY = "reference"  # below --out
 _TRAINING = "training.json"  # its command; there once the run has ended well

@@ -70,9 +70,17 @@ class Tally:
 class Course:
     """Rounds with one engine over one directory."""
 
-    def __init__(self, training: list[str], engine: str, out: Path, rng: random.Random, limit_s: float) -> None:
+    def __init__(
+        self, training: list[str], engine: str, out: Path, rng: random.Random, limit_s: float
+    ) -> None:
         self.tally = Tally(engine)
-        self._training, self._engine, self._out, self._rng, self._limit_s = training, engine, out, rng, limit_s
+        self._training, self._engine, self._out, self._rng, self._limit_s = (
+            training,
+            engine,
+            out,
+            rng,
+            limit_s,
+        )
         self._save, self._trace = out / "checkpoints", out / "trace"
         self._command = commands.completed(training, self._save, self._trace, engine)
         self._all: list[Launch] = []
@@ -101,7 +109,7 @@ class Course:
         """Carry out a round; the launch that runs then."""
         self.tally.rounds[action] += 1
         self._await_commits(current, self._rng.randint(1, 3))
-        current.look()
+        self._find_ranks(current)
         time.sleep(self._rng.uniform(0.0, 0.05))
         if action == BESIDE:
             self._expect_refusal(current)
@@ -119,12 +127,21 @@ class Course:
             current.kill(Launch.everything)
         return self._start_until_accepted()
 
+    def _find_ranks(self, launch: Launch) -> None:
+        """In the newest cycle that has any of this launch; those that were refused may have cycles, too."""
+        for cycle in reversed(range(self.tally.launches)):
+            launch.find_ranks(self._trace, cycle)
+            if launch.ranks():
+                return
+
     def _victims(self, launch: Launch, kill: str) -> list[psutil.Process]:
         ranks = launch.ranks()
         if kill == "launcher":
             return launch.launcher()
         if kill == "all":
-            return self._rng.sample(everything, len(everything)) if (everything := launch.everything()) else []
+            return (
+                self._rng.sample(everything, len(everything)) if (everything := launch.everything()) else []
+            )
         if kill == "rank-0":
             return ranks[:1]
         if kill == "writer":
@@ -154,7 +171,9 @@ class Course:
             if launch.exit_code is None:
                 return launch
             if not self._was_refused(launch):
-                raise DrillError(f"a launch ended with exit code {launch.exit_code}; see {self._log_of(launch)}")
+                raise DrillError(
+                    f"a launch ended with exit code {launch.exit_code}; see {self._log_of(launch)}"
+                )
             self.tally.refused += 1
 
     def _was_refused(self, launch: Launch) -> bool:
@@ -181,13 +200,17 @@ class Course:
         deadline = time.monotonic() + self._limit_s
         while len(self._committed()) < before + number:
             if launch.exit_code is not None:
-                raise DrillError(f"a launch ended with exit code {launch.exit_code}; see {self._log_of(launch)}")
+                raise DrillError(
+                    f"a launch ended with exit code {launch.exit_code}; see {self._log_of(launch)}"
+                )
             self._check_deadline(deadline, launch)
             time.sleep(0.02)
 
     def _check_deadline(self, deadline: float, launch: Launch) -> None:
         if time.monotonic() > deadline:
-            raise DrillError(f"no checkpoint was committed for {self._limit_s:g} s; see {self._log_of(launch)}")
+            raise DrillError(
+                f"no checkpoint was committed for {self._limit_s:g} s; see {self._log_of(launch)}"
+            )
 
     def _committed(self) -> list[tuple[int, int]]:
         """(cycle, step) of every save of which rank 0 was told that it is committed."""
@@ -195,7 +218,9 @@ class Course:
             self._tails.append(TraceTail(self._trace, cycle))
         for cycle, tail in enumerate(self._tails):
             for record in tail.new_records():
-                if (record["type"], record.get("operation")) == ("operation_end", "save") and record["outcome"] == "ok":
+                if (record["type"], record.get("operation")) == ("operation_end", "save") and record[
+                    "outcome"
+                ] == "ok":
                     self._commits.append((cycle, record["step"]))
         return self._commits
 
@@ -224,10 +249,14 @@ class Course:
         self._all.append(launch)
         code = launch.wait(self._limit_s + self.tally.steps)
         if code != 0:
-            raise DrillError(f"the run without a fault ended with exit code {code}; see {self._out / 'reference.log'}")
+            raise DrillError(
+                f"the run without a fault ended with exit code {code}; see {self._out / 'reference.log'}"
+            )
         expected = facts_of(reference)[0].losses
         for facts in cycles.values():
-            self.tally.different_losses += sum(expected.get(step) != loss for step, loss in facts.losses.items())
+            self.tally.different_losses += sum(
+                expected.get(step) != loss for step, loss in facts.losses.items()
+            )
 
 
 def _on_free_port(command: list[str]) -> list[str]:
@@ -241,12 +270,21 @@ def markdown(tallies: list[Tally], elapsed_s: float) -> str:
     """The results as a table."""
     actions = (*KILLS, BESIDE, TAKE_OVER)
     lines = [
-        "| engine | " + " | ".join(actions) + " | launches | refused | steps | committed | lost | other losses | |",
+        "| engine | "
+        + " | ".join(actions)
+        + " | launches | refused | steps | committed | lost | other losses | |",
         "|---" * (len(actions) + 8) + "|",
     ]
     for tally in tallies:
         counts = [str(tally.rounds[action]) for action in actions]
-        figures = (tally.launches, tally.refused, tally.steps, tally.committed, len(tally.lost), tally.different_losses)
+        figures = (
+            tally.launches,
+            tally.refused,
+            tally.steps,
+            tally.committed,
+            len(tally.lost),
+            tally.different_losses,
+        )
         verdict = "verified" if tally.sound else "NOT VERIFIED: " + "; ".join([*tally.lost, *tally.wrong][:3])
         lines.append(" | ".join([f"| {tally.engine}", *counts, *map(str, figures), verdict]) + " |")
     rounds = sum(tally.rounds.total() for tally in tallies)
@@ -258,16 +296,26 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         prog="restart_drill.rounds",
         description="Kill launches and start others at once or beside them, over and over: is a checkpoint ever lost?",
     )
-    parser.add_argument("--out", type=Path, required=True, help="new directory for everything that this leaves")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="new directory for everything that this leaves"
+    )
     parser.add_argument("--rounds", type=int, default=300, help="over all engines (300)")
     parser.add_argument("--seed", type=int, default=1, help="of what is drawn (1)")
-    parser.add_argument("--engines", default=",".join(ENGINES), help=f"separated by commas ({','.join(ENGINES)})")
-    parser.add_argument("--time-limit", type=float, default=300.0, help="seconds for each launch and commit (300)")
-    parser.add_argument("command", nargs="*", help="after --: the training command (a tiny model on two ranks)")
+    parser.add_argument(
+        "--engines", default=",".join(ENGINES), help=f"separated by commas ({','.join(ENGINES)})"
+    )
+    parser.add_argument(
+        "--time-limit", type=float, default=300.0, help="seconds for each launch and commit (300)"
+    )
+    parser.add_argument(
+        "command", nargs="*", help="after --: the training command (a tiny model on two ranks)"
+    )
     args = parser.parse_args(argv)
     args.engines = tuple(args.engines.split(","))
     if args.rounds < len(args.engines):
-        parser.error(f"--rounds {args.rounds}: must be at least 1 for each of the {len(args.engines)} engines")
+        parser.error(
+            f"--rounds {args.rounds}: must be at least 1 for each of the {len(args.engines)} engines"
+        )
     check_out(parser, args.out)
     return args
 
@@ -290,7 +338,9 @@ def main(argv: list[str] | None = None) -> int:
             rounds = args.rounds // len(args.engines) + (i < args.rounds % len(args.engines))
             say(f"{rounds} rounds with engine {engine}")
             rng = random.Random(f"{args.seed}/{engine}")
-            tallies.append(Course(training, engine, args.out.absolute() / engine, rng, args.time_limit).run(rounds))
+            tallies.append(
+                Course(training, engine, args.out.absolute() / engine, rng, args.time_limit).run(rounds)
+            )
             # After each engine: what was measured by then is kept, whatever becomes of the next one.
             (args.out / "rounds.md").write_text(markdown(tallies, time.monotonic() - begin))
     except (DrillError, OSError) as error:

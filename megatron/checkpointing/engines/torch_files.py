@@ -18,6 +18,8 @@ from megatron.fileio.zip_records import ALGORITHM, Record, directory_checksum, r
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
 
+_ARCHIVE = b"PK\x03\x04"  # what a zip archive begins with
+
 
 def write_state(state: Any, file: Any) -> None:
     """torch.save `state` into `file`, an object with `write` and `flush`. Raises OSError if `file` does."""
@@ -39,6 +41,9 @@ def read_state(path: Path, expected: SavedFile | None, verify: bool, op: Operati
     with reading(path):
         checked = [record.checked for record in _records(path, expected)] if verify else []
         with TimedReader(path, timeline, checked) as reader:
+            if reader.read(len(_ARCHIVE)) != _ARCHIVE:  # torch would try its older formats
+                raise CheckpointDamagedError(f"{path}: cannot be read as a torch.save file: no zip archive")
+            reader.seek(0)
             state = _load_known_classes(path, reader)
             reader.finish()
     report_load(op, path.name, timeline, opened, path.stat().st_size)

@@ -133,7 +133,7 @@ def test_sequences_empty_documents_and_sizes(
     done = run(["--input", path, *NULL, *flags, "--output-prefix", tmp_path / "o"])
     assert done.returncode == 0, done.stderr
     data = MMapIndexedDataset(tmp_path / "o_text_document")
-    assert data._tokens.tolist() == tokens
+    assert [token for i in range(len(data)) for token in data[i].tolist()] == tokens
     assert (data.sizes.tolist(), data.doc_idx.tolist()) == (sizes, doc_idx)
 
 

@@ -77,7 +77,7 @@ def read_run(directory: Path) -> ImportedRun:
     fields = {name: value for name, value in data.items() if name not in ("format", "version")}
     try:
         return _decoded(fields, ImportedRun)
-    except (KeyError, TypeError, ValueError) as exc:
+    except ValueError as exc:
         raise LogDirectoryError(f"{path}: is damaged ({exc}): {again}") from None
 
 
@@ -85,16 +85,21 @@ def _decoded(value: Any, expected: Any, name: str = "") -> Any:
     """What `asdict` and JSON made of an object of the type `expected`.
 
     Numbers must be finite, fit into 64 bits and not be negative, which losses alone may be. Raises ValueError for a
-    field that has not the type of its annotation, TypeError for one that is missing or unknown.
+    field that is missing, unknown or not of the type of its annotation.
     """
     origin, parts = get_origin(expected), get_args(expected)
     if origin is types.UnionType:
         known = next(part for part in parts if part is not type(None))
         return None if value is None else _decoded(value, known, name)
     if dataclasses.is_dataclass(expected) and isinstance(value, dict):
+        fields = {field.name: field for field in dataclasses.fields(expected)}
         hints = get_type_hints(expected)
-        decoded = {field: _decoded(entry, hints.get(field), field) for field, entry in value.items()}
-        return cast(type, expected)(**decoded)
+        for field in fields.values():
+            if field.name not in value and field.default is field.default_factory is dataclasses.MISSING:
+                raise ValueError(f"field {field.name} is missing")
+        if unknown := sorted(value.keys() - fields.keys()):
+            raise ValueError(f"unknown field {unknown[0]}")
+        return cast(type, expected)(**{key: _decoded(item, hints[key], key) for key, item in value.items()})
     if origin is list and isinstance(value, list):
         return [_decoded(item, parts[0], name) for item in value]
     if origin is dict and isinstance(value, dict):

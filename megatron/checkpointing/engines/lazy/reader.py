@@ -22,7 +22,7 @@ from megatron.checkpointing.engines.errors import CheckpointDamagedError, damage
 from megatron.checkpointing.engines.lazy.arena import Arena
 from megatron.checkpointing.engines.lazy.format import Contents, TensorEntry
 from megatron.fileio.checksums import RangeChecksum, by_file, combine
-from megatron.fileio.direct_files import ALIGNMENT, align_up
+from megatron.fileio.direct_files import ALIGNMENT, align_up, aligned_memory
 from megatron.fileio.extents import BLOCK, GAP, FilePlan, extents, file_plan
 from megatron.fileio.open_files import OpenFile
 from megatron.fileio.ranged_reader import Label, Targets, open_all, read_ranges
@@ -30,6 +30,7 @@ from restart_trace.recorder import Operation
 
 Key = tuple[Path, str]  # file, name of a tensor in it
 
+_LARGE = 4 << 20  # bytes from which a new tensor has huge pages
 _LABEL = Label(copy=("load", "host_to_device"), threads="lazy-io")
 
 
@@ -60,6 +61,11 @@ class _Range:
     memory: Any = None
     at: int = 0
     mapping: mmap.mmap | None = None
+
+    @property
+    def end(self) -> int:
+        """`stop`, or the end of the file, if that lies before."""
+        return min(self.stop, self.item.contents.file_bytes)
 
     def tensor(self, entry: TensorEntry) -> torch.Tensor:
         """The tensor of an entry, as a view of `memory`."""
@@ -98,16 +104,28 @@ def read_tensors(
 
 def _tensors_to_fill(wanted: Sequence[Wanted], live: Mapping[str, torch.Tensor]) -> dict[Key, torch.Tensor]:
     """Live tensors, and new ones beside them: of what has a placement, and of what has no elements."""
-    entries = [(item.path, entry) for item in wanted for entry in item.entries]
-    found = {
-        (path, e.name): live[e.name] for path, e in entries if e.num_bytes and _fits(live.get(e.name), e)
-    }
+    entries = [(item, entry) for item in wanted for entry in item.entries]
+    found: dict[Key, torch.Tensor] = {}
+    for item, entry in entries:
+        if not entry.num_bytes:
+            found[item.path, entry.name] = torch.empty(entry.shape, dtype=entry.dtype)
+        elif _fits(live.get(entry.name), entry):
+            found[item.path, entry.name] = live[entry.name]
     device = next((t.device for t in found.values() if t.device.type == "cuda"), torch.device("cpu"))
-    for path, entry in entries:
-        if (path, entry.name) not in found and (entry.placement is not None or not entry.num_bytes):
-            where = device if entry.num_bytes else "cpu"
-            found[path, entry.name] = torch.empty(entry.shape, dtype=entry.dtype, device=where)
+    for item, entry in entries:
+        if entry.placement is not None and (item.path, entry.name) not in found:
+            start = item.contents.data_start + entry.start
+            found[item.path, entry.name] = _new_tensor(entry, start, device)
     return found
+
+
+def _new_tensor(entry: TensorEntry, start: int, device: torch.device) -> torch.Tensor:
+    """On the CPU a large one is in huge pages, and so that the bytes from `start` of the file on can be read to it."""
+    if device.type != "cpu" or entry.num_bytes < _LARGE:
+        return torch.empty(entry.shape, dtype=entry.dtype, device=device)
+    ahead = start % ALIGNMENT
+    memory = aligned_memory(ahead + entry.num_bytes)[ahead:]
+    return torch.frombuffer(memory, dtype=torch.uint8).view(entry.dtype).reshape(entry.shape)
 
 
 def _fits(tensor: torch.Tensor | None, entry: TensorEntry) -> bool:
@@ -171,7 +189,7 @@ def _plans_of(ranges: Sequence[_Range], first: int, options: EngineOptions) -> l
     return [
         file_plan(
             part.item.path,
-            [(first + i, part.start, part.at, part.stop - part.start)],
+            [(first + i, part.start, part.at, part.end - part.start)],
             _checks(part.item, part.entries, options),
             _block(options),
         )

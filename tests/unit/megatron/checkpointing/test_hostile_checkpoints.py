@@ -61,7 +61,9 @@ def reason_for(save: Path, text: str | bytes) -> str:
 
 
 @pytest.mark.parametrize("content", GARBAGE, ids=lambda content: ascii(content[:20]))
-def test_garbage_in_latest_is_told_once_and_neither_loads_nor_saves_care(tmp_path: Path, content: bytes) -> None:
+def test_garbage_in_latest_is_told_once_and_neither_loads_nor_saves_care(
+    tmp_path: Path, content: bytes
+) -> None:
     committed(tmp_path, 1)
     (tmp_path / "latest").write_bytes(content)
     names, problems = discovered(tmp_path)
@@ -117,7 +119,9 @@ def test_pointer_that_cannot_be_replaced_is_told_of_and_the_checkpoint_is_there(
     (tmp_path / pointer).mkdir()
     for step in (2, 3):
         told = commit.publish(tmp_path, write(tmp_path, step), f"global_step{step}", step, fsync=True)
-        assert len(told) == 1 and told[0].startswith(f"{tmp_path / pointer} could not be replaced (Is a directory)")
+        assert len(told) == 1 and told[0].startswith(
+            f"{tmp_path / pointer} could not be replaced (Is a directory)"
+        )
         assert discovered(tmp_path)[0][0] == f"global_step{step}"
         commit.prune(tmp_path, 2, step)
     assert discovered(tmp_path)[0] == ["global_step3", "global_step2"]
@@ -237,13 +241,13 @@ def test_manifest_that_is_nested_deep_and_signed(tmp_path: Path) -> None:
 
 def test_manifest_with_a_key_twice(tmp_path: Path) -> None:
     text = manifest_of(2).to_json().replace('"step": 2,', '"step": 2,\n "step": 2,')
-    assert reason_for(tmp_path, text) == "'step' is in it twice"
+    assert reason_for(tmp_path, text) == "key 'step' is given twice in one object"
 
 
 @pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
 def test_manifest_with_a_number_that_is_none(tmp_path: Path, constant: str) -> None:
     text = manifest_of(2).to_json().replace('"step": 2', f'"step": {constant}')
-    assert reason_for(tmp_path, text) == f"{constant} is in it, which is no JSON"
+    assert reason_for(tmp_path, text) == f"{constant} is no JSON number"
 
 
 def test_manifest_of_before_has_no_origin_and_is_read(tmp_path: Path) -> None:

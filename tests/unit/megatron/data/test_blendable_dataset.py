@@ -103,7 +103,7 @@ def test_both_ways_of_choosing_equal_the_reference(weights: list[float], size: i
     shares = normalised(weights)
     expected = [dataset for dataset, _ in reference(shares.tolist(), start + size)]
     counts = np.bincount(expected[:start], minlength=len(weights))
-    for choose in (blendable_dataset._choose_in_python, blendable_dataset._choose_in_numpy):
+    for choose in (blendable_dataset.choose_in_python, blendable_dataset.choose_in_numpy):
         assert choose(shares, counts.astype(np.float64), start, start + size) == expected[start:]
 
 

@@ -40,7 +40,7 @@ def test_index_and_samples_equal_upstreams(tmp_path: Path, case: dict[str, Any])
         data_cache_path=str(tmp_path),
     )
     dataset = datasets[["train", "valid", "test"].index(case["name"])]
-    arrays = dataset._block(0)
+    arrays = dataset.block(0)
     assert len(dataset) == case["length"]
     for name in ("doc_idx", "sample_idx", "shuffle_idx"):
         assert sha256(arrays[name]) == case[name], name
@@ -122,7 +122,7 @@ def test_samples_are_slices_of_the_shuffled_documents(
     dataset = in_memory(tmp_path_factory.mktemp("d"), lengths, num_samples, seq_length)
     assert len(dataset) >= num_samples
     for block in (0, 1):
-        arrays = dataset._block(block)
+        arrays = dataset.block(block)
         stream = np.concatenate([dataset.indexed_dataset[int(doc)] for doc in arrays["doc_idx"]])
         assert sorted(arrays["doc_idx"].tolist()) == sorted(
             list(range(len(lengths))) * dataset.plan.num_epochs

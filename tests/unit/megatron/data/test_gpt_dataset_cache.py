@@ -118,7 +118,7 @@ def test_a_missing_index_is_named_after_waiting(tmp_path: Path) -> None:
 
 def test_an_index_that_does_not_fit_the_data_is_not_read_as_samples(tmp_path: Path) -> None:
     dataset = in_memory(tmp_path, [50] * 4, 10, 8)
-    arrays = dataset._block(0)
+    arrays = dataset.block(0)
     arrays["sample_idx"][1:] += np.array([0, 3])
     with pytest.raises(IndexedDatasetError, match="index of the train dataset is damaged"):
         [dataset[i] for i in range(len(dataset))]

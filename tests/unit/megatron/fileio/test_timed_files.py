@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from megatron.fileio import timed_files
+from megatron.fileio.checksums import CheckedBytes
 from megatron.fileio.files import DamagedFileError
 from megatron.fileio.timed_files import TimedReader, TimedWriter, Timeline
 from megatron.fileio.zip_records import read_records
@@ -66,6 +68,19 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     writer.close()
     assert (tmp_path / "file").read_bytes() == content
     assert writer.num_bytes == 100_000
+
+
+def test_position_and_content_are_known_while_it_is_written(tmp_path: Path) -> None:
+    """Libraries note where in a file each tensor begins, and what was written is read back for its checksum."""
+    timeline = Timeline()
+    with TimedWriter(tmp_path / "file", timeline, checksum=True) as writer:
+        writer.write(b"abc")
+        assert writer.tell() == 3 and writer.num_bytes == 0
+        writer.write(b"d" * 100_000)
+        assert writer.tell() == 100_003
+        writer.flush()
+        assert os.pread(writer.fd, 5, 0) == b"abcdd" and writer.num_bytes == 100_003
+    assert writer.crc == zlib.crc32(b"abc" + b"d" * 100_000) and timeline.total("checksum") > 0
 
 
 def test_existing_file_is_not_overwritten(tmp_path: Path) -> None:
@@ -175,6 +190,18 @@ def test_reading_twice_does_not_spoil_the_checksum(saved: Path) -> None:
         reader.read()
     reader.finish()
     reader.close()
+
+
+def test_parts_that_overlap_are_an_error_and_no_endless_loop(tmp_path: Path) -> None:
+    """As the directory of a damaged archive may have them."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1000))
+    checked = [CheckedBytes("one", 0, 900, zlib.crc32(bytes(900))), CheckedBytes("two", 100, 200, 5)]
+    with TimedReader(path, Timeline(), checked) as reader:
+        reader.seek(150)
+        reader.read(700)
+        with pytest.raises(DamagedFileError, match="does not have the checksum"):
+            reader.finish()
 
 
 def test_truncated_file(saved: Path) -> None:

@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import pytest
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  it is documented
+from torch.distributed.rendezvous import rendezvous
 
 from megatron.startup import elastic_rendezvous
 
@@ -17,10 +18,13 @@ def test_each_attempt_has_keys_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    method = elastic_rendezvous.init_method()
+    assert method is not None
     stores = []
     for attempt in ("1", "2"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        store, rank, world_size = next(elastic_rendezvous._rendezvous("", timeout=timedelta(seconds=30)))
+        store, rank, world_size = next(rendezvous(method, timeout=timedelta(seconds=30)))
         assert (rank, world_size) == (0, 1)
         stores.append(store)
     stores[0].set("address", "of a rank that is gone")

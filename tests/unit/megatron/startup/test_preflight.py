@@ -251,7 +251,7 @@ def test_gpt2_files_pass(tmp_path: Path) -> None:
     [
         ("a b", MERGES, "vocab.json: not JSON"),
         ('{"a": ' * 100_000, MERGES, "vocab.json: not JSON"),
-        ('{"a": 0, "b": 1, "a": 2}', MERGES, "vocab.json: not JSON (token 'a' is given twice)"),
+        ('{"a": 0, "b": 1, "a": 2}', MERGES, "vocab.json: not JSON (key 'a' is given twice in one object)"),
         ('["a"]', MERGES, "vocab.json: it must be a JSON object from token to number"),
         (
             '{"a": "b", "<|endoftext|>": 1}',

@@ -62,12 +62,13 @@ def test_exit_interval_stops_at_its_multiples() -> None:
 
 
 def test_exit_duration(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("megatron.training.exit_conditions.time.monotonic", lambda: now)
     exits, _ = conditions(exit_duration_in_mins=0.5)
     assert exits.reason(1) is None
-    now = exits._started
-    monkeypatch.setattr("megatron.training.exit_conditions.time.monotonic", lambda: now + 29.9)
+    now += 29.9
     assert exits.reason(2) is None
-    monkeypatch.setattr("megatron.training.exit_conditions.time.monotonic", lambda: now + 30.1)
+    now += 0.2
     assert exits.reason(3) == "--exit-duration-in-mins 0.5"
 
 

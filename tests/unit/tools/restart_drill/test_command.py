@@ -21,6 +21,7 @@ FLAGS = [
     "--save-interval", "5", "--save", "save",
 ]  # fmt: skip
 
+FORK = ["python", "-m", "megatron.launch"]
 MODULE = ["env", "A=torch", "python", "-m", "torch.distributed.run"]
 
 
@@ -34,6 +35,8 @@ def training(*launcher: str) -> list[str]:
         (["torchrun", "--nproc-per-node", "8"], 8),
         ([*MODULE, "--nnodes=2", "--nproc_per_node", "4"], 8),
         (["/opt/bin/torchrun"], 1),
+        (["python", "-m", "megatron.launch", "--nproc-per-node", "4"], 4),
+        (["python", "/somewhere/megatron/launch", "--nproc_per_node=2"], 2),
         (["torchrun", "--nproc-per-node", "auto"], None),
         (["deepspeed", "--num_gpus", "8"], None),
     ],
@@ -52,10 +55,23 @@ def test_restarts_go_to_torchrun() -> None:
     ]  # fmt: skip
     for command in (
         ["deepspeed", "pretrain_gpt.py"],
+        [*FORK, "pretrain_gpt.py"],
         ["python", "pretrain_gpt.py", "--data-path", "torchrun"],
     ):
         with pytest.raises(DrillError, match="--supervisor torchrun: the command is not torchrun's"):
             commands.with_restarts(command, 1)
+
+
+def test_no_launcher_restarts_what_the_drill_relaunches() -> None:
+    for launcher in (["torchrun"], FORK):
+        wanted = [*launcher, "--max-restarts", "0", "t.py"]
+        assert commands.without_restarts([*launcher, "--max_restarts=3", "t.py"]) == wanted
+    assert commands.without_restarts(["deepspeed", "t.py"]) == ["deepspeed", "t.py"]
+
+
+def test_another_layout_under_each_launcher() -> None:
+    changed = commands.on_layout(training(*FORK, "--nproc-per-node", "8"), Sizes(dp=1))
+    assert changed[: len(FORK) + 2] == [*FORK, "--nproc-per-node", "4"]
 
 
 def test_another_layout() -> None:
@@ -89,10 +105,14 @@ def test_another_layout() -> None:
         (
             ["deepspeed", "pretrain_gpt.py"],
             Sizes(dp=1),
-            "the number of ranks is changed for torchrun on one node",
+            "the number of ranks is changed for torchrun or megatron.launch on one node",
         ),
-        (training("torchrun", "--nnodes", "2", "--nproc-per-node", "4"), Sizes(dp=1), "torchrun on one node"),
-        (["torchrun", "wrapper.sh"], Sizes(dp=1), "torchrun on one node and pretrain_gpt.py only"),
+        (
+            training("torchrun", "--nnodes", "2", "--nproc-per-node", "4"),
+            Sizes(dp=1),
+            "megatron.launch on one node",
+        ),
+        (["torchrun", "wrapper.sh"], Sizes(dp=1), "megatron.launch on one node and pretrain_gpt.py only"),
     ],
 )
 def test_a_layout_that_does_not_fit(command: list[str], sizes: Sizes, message: str) -> None:
@@ -158,7 +178,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("word", ["tiny_tp2_pp2_dp2", str(SCRIPTS / "run_tiny_tp2_pp2_dp2.sh")])
 def test_a_preset_tells_its_command(word: str, settings: Path) -> None:
     command = expanded([word])
-    assert commands.world_size(command) == 8 and commands.torchrun_end(command) is not None
+    assert commands.world_size(command) == 8 and commands.launcher_of(command) is not None
     assert not any(entry.startswith("RESTART_TRACE_LAUNCH_ID=") for entry in command)
     config = commands.configuration(command)
     assert config is not None and config.data.data_path == ("/given",)

@@ -38,7 +38,7 @@ time.sleep(60)
         (
             DEVICE_ERROR_SIGNAL,
             "",
-            "megatron.startup.injected_faults.InjectedFault: a device error that was asked for before",
+            "megatron.startup.injected_faults.InjectedFault: an injected device error, before",
         ),
         (DEVICE_ERROR_SIGNAL, "with torch", "torch.AcceleratorError: an injected device error"),
     ],

@@ -73,10 +73,10 @@ def run(
         return {"cycles": [entry | {"verified": strike.cycle not in unverified} for strike in done]}
 
     monkeypatch.setattr(matrix, "run_drill", drill)
-    monkeypatch.setattr(matrix, "_content", content)
+    monkeypatch.setattr(matrix, "content_of", content)
     out = tmp_path / f"{struck}_{error}"
     argv = ["--out", str(out), "--", "torchrun", "--nproc-per-node", "2", "pretrain_gpt.py"]
-    base = matrix._base(matrix.parse_arguments(argv), argv[3:])
+    base = matrix.base_plan(matrix.parse_arguments(argv), argv[3:])
     (out / "course_000" / "checkpoints").mkdir(parents=True)
     return matrix.run_course(base, 0, COURSE, Reference(CycleFacts(), tmp_path))
 

@@ -332,7 +332,7 @@ def ranks_save_and_load_alone(engines: Sequence[str], directory: Path) -> None:
         import pathlib, sys, torch
         import torch.distributed as dist
         from datetime import timedelta
-        from megatron.checkpointing.engines.base import EngineOptions, FileState
+        from megatron.checkpointing.engines.base import EngineOptions, FileState, SavedCheckpoint
         from megatron.checkpointing.engines.registry import create_engine
         from restart_trace.recorder import untraced_operation
 
@@ -345,7 +345,7 @@ def ranks_save_and_load_alone(engines: Sequence[str], directory: Path) -> None:
                 names = [f"{name}{rank}_{i}_{j}.pt" for j in range(rank + 1)]
                 states = [FileState(name, {"a": torch.full((5,), rank)}) for name in names]
                 saved = {file.name: file for file in engine.save(states, directory, untraced_operation())}
-                found = engine.load(names, directory, saved, untraced_operation())
+                found = engine.load(names, SavedCheckpoint(directory, saved), untraced_operation())
                 assert all(state["a"].tolist() == [rank] * 5 for state in found.values())
             engine.close()
         print("done")

@@ -209,5 +209,6 @@ def test_nothing_more_is_begun_after_an_error(tmp_path: Path) -> None:
     assert str(failure.error) == "[Errno 28] first" and not (tmp_path / "x").exists()
 
 
+@pytest.mark.slow
 def test_ranks_save_and_load_alone(tmp_path: Path) -> None:
     ranks_save_and_load_alone(["dcp", "dcp-async"], tmp_path)

@@ -166,6 +166,7 @@ def test_it_is_this_class_of_deepspeed_that_writes(tmp_path: Path, monkeypatch: 
     assert written == {str(tmp_path / NAME): saved.files[0].num_bytes}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BOTH)
 def test_a_writer_that_cannot_be_had_is_an_error_if_asked_for(name: str, tmp_path: Path) -> None:
     create_engine(name, EngineOptions()).check_can_save()
@@ -201,6 +202,7 @@ def test_phases_of_a_save(engine: CheckpointEngine, tmp_path: Path) -> None:
     assert all(op.start_ns <= r["start_ns"] <= r["end_ns"] <= now for r in spans)
 
 
+@pytest.mark.slow
 def test_fsync_is_called_if_and_only_if_it_is_asked_for(tmp_path: Path) -> None:
     """By the kernel's account, of the process that writes too."""
     if shutil.which("strace") is None:
@@ -275,6 +277,7 @@ def test_full_disk(engine: CheckpointEngine, tmp_path: Path, room: int) -> None:
     assert differences(load(engine, again), state()) == []
 
 
+@pytest.mark.slow
 def test_no_permission(tmp_path: Path) -> None:
     """In processes of their own, since rights that are given up are gone."""
     code = f"""

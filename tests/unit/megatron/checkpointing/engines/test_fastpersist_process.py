@@ -33,6 +33,8 @@ from tests.unit.megatron.checkpointing.engines.fastpersist_helpers import (
 )
 from tests.unit.trace_helpers import start_python
 
+pytestmark = pytest.mark.slow  # each starts processes that import torch
+
 
 @pytest.fixture(autouse=True)
 def _without_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

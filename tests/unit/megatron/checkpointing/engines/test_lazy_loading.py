@@ -90,6 +90,17 @@ def test_live_tensors_are_filled_in_place(tmp_path: Path, threads: int, direct_i
         assert (resident.share(0, saved.num_bytes) == 1) == (cached or direct_io == "off")
 
 
+def test_only_the_end_of_the_file_lies_in_the_page_cache(tmp_path: Path) -> None:
+    """It is no multiple of a page long; what is before it is read around the cache."""
+    (saved,) = engine(direct_io="on", fsync=True).save(files(), tmp_path, untraced_operation())
+    path, last = tmp_path / saved.name, saved.num_bytes // BLOCK * BLOCK
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        os.pread(file.fileno(), BLOCK, last)
+        assert saved.num_bytes % 4096 and ResidentPages(file.fileno()).share(0, saved.num_bytes) < 0.5
+    check(load(tmp_path, [saved]), files())
+
+
 @pytest.mark.parametrize("cached", [False, True])
 def test_what_has_a_placement_gets_a_tensor_of_its_own(tmp_path: Path, cached: bool) -> None:
     """Moments, which are kept for good: no view of an arena or of the page cache, where a first write costs a copy."""

@@ -312,7 +312,7 @@ def test_bad_flags(
         ("{", "is damaged (not JSON)"),
         ("{}", "is not the file of an imported run"),
         ('{"format": "ckpt_analysis_import", "version": 2}', "has version 2; this tool reads version 1"),
-        ('{"format": "ckpt_analysis_import", "version": 1}', "is damaged ('listing')"),
+        ('{"format": "ckpt_analysis_import", "version": 1}', "is damaged (field source is missing)"),
     ],
 )
 def test_damaged_imports(

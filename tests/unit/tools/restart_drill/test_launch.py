@@ -1,0 +1,94 @@
+"""Which processes of a launch are its ranks, and that no other is struck: real processes, without torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tools.restart_drill.faults import inject
+from tools.restart_drill.launch import DrillError, Launch, launched, recorded_ranks
+
+# A launcher that forks two ranks; each writes the first record of a trace and has a child of its own.
+JOB = """
+import json, os, subprocess, sys
+from pathlib import Path
+
+def rank(number):
+    child = subprocess.Popen(["sleep", "600"])
+    first = {"type": "process", "rank": number, "world_size": 2, "pid": os.getpid()}
+    (Path(sys.argv[1]) / f"rank_{number:05d}_cycle_000.jsonl").write_text(json.dumps(first) + chr(10))
+    child.wait()
+    os._exit(0)
+
+pids = [os.fork() or rank(number) for number in range(2)]
+for pid in pids:
+    os.waitpid(pid, 0)
+"""
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    trace = tmp_path / "trace"
+    trace.mkdir()
+    command = [sys.executable, "-c", JOB, str(trace)]
+    with launched(command, tmp_path / "log", echo=False) as started:
+        started.await_ranks(trace, 0, 300)
+        until(lambda: len(started.of_ranks()) == 4, "the children of the ranks")
+        yield started
+
+
+def test_ranks_are_those_that_have_recorded(launch: Launch, tmp_path: Path) -> None:
+    world_size, pids = recorded_ranks(tmp_path / "trace", 0)
+    assert world_size == 2 and sorted(pids) == [0, 1]
+    assert [process.pid for process in launch.ranks()] == [pids[0], pids[1]]
+    assert recorded_ranks(tmp_path / "trace", 1) == (0, {})
+    assert {process.pid for process in launch.of_ranks()} > set(pids.values())
+    assert len(launch.everything()) == 5  # and the launcher
+
+
+def test_all_ranks_are_killed_with_what_they_have_started(launch: Launch) -> None:
+    assert inject("sigkill-all", launch) == 4
+    assert launch.wait(300) == 0 and launch.ranks() == []
+    launch.wait_until_gone(300)
+
+
+def test_a_node_is_killed_with_its_launcher(launch: Launch) -> None:
+    assert inject("sigkill-node", launch) == 5
+    assert launch.wait(300) == -9 and launch.everything() == []
+
+
+def test_one_rank_is_killed_alone(launch: Launch) -> None:
+    first, last = launch.ranks()
+    assert inject("sigkill-one", launch) == 1
+    until(lambda: launch.ranks() == [first], "the end of the last rank")
+    assert not last.is_running() or last.status() == "zombie"
+
+
+def test_a_process_of_another_launch_is_no_rank(tmp_path: Path) -> None:
+    """A number in an old trace may be that of any process by now."""
+    (tmp_path / "rank_00000_cycle_000.jsonl").write_text(
+        f'{{"type": "process", "rank": 0, "world_size": 1, "pid": {os.getpid()}}}\n'
+    )
+    with launched(["sleep", "600"], tmp_path / "log", echo=False) as started:
+        assert not started.find_ranks(tmp_path, 0) and started.ranks() == []
+        with pytest.raises(DrillError, match="no rank that lives has written a trace"):
+            inject("sigkill-all", started)
+        with pytest.raises(DrillError, match="not all ranks of cycle 0 had written to .*raise --time-limit"):
+            started.await_ranks(tmp_path, 0, 0.01)
+
+
+def test_a_torn_first_line_is_no_rank_yet(tmp_path: Path) -> None:
+    (tmp_path / "rank_00000_cycle_000.jsonl").write_text('{"type": "process", "ra')
+    assert recorded_ranks(tmp_path, 0) == (0, {})
