@@ -79,7 +79,7 @@ def sorted_by_op(spans: pl.DataFrame) -> pl.DataFrame:
 def _by_start(spans: pl.DataFrame, key: str) -> pl.DataFrame:
     """Spans that are sorted by `key`, sorted by start within each key too; mostly they are."""
     late = (pl.col("start_ns") < pl.col("start_ns").shift(1)) & (pl.col(key) == pl.col(key).shift(1))
-    return spans.sort(key, "start_ns") if spans.select(late.any()).item() else spans
+    return spans.sort(key, "start_ns", maintain_order=True) if spans.select(late.any()).item() else spans
 
 
 def _key(names: list[str]) -> pl.Expr:
