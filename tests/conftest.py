@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, settings
 from tools.common.machine import filesystem_of
 
 MAY_BE_SKIPPED_IN_CI = re.compile(r"GPU|CUDA|takes 10 minutes")
-SET_BY_IMPORTS = {"PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}  # of deepspeed and torch
+# Variables that deepspeed, torch and polars set as they are imported.
+SET_BY_IMPORTS = {"PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR", "_RJEM_MALLOC_CONF"}
 ROOT = Path(__file__).resolve().parents[1]
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
