@@ -23,6 +23,9 @@ from restart_trace.schema import MAIN_THREAD, SCHEMA_VERSION, check_phase
 from restart_trace.sink import NullSink
 
 Probe = Callable[[], Mapping[str, float]]
+# What later records refer to; and what says that records are missing.
+_OWED = ("process", "operation_begin", "operation_label")
+_RECORDS_LOST = "records_lost"
 
 
 def given(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,7 +201,7 @@ class Recorder:
         self.enabled = not isinstance(sink, NullSink)
         self._probe = probe
         self._next_op_id = 0
-        # What later records refer to, until a full disk takes it: nothing else is written before it.
+        # What must not be lost (_OWED), until a full disk takes it: nothing else is written before it.
         self._owed: list[dict[str, Any]] = []
         self._lost = 0
         self._closed = False
@@ -215,7 +218,7 @@ class Recorder:
         with self._lock:
             if self._closed:
                 return
-            if record_type in ("process", "operation_begin"):
+            if record_type in _OWED or fields.get("phase") == _RECORDS_LOST:
                 self._owed.append(record)
                 self._write_owed()
                 return
@@ -223,7 +226,7 @@ class Recorder:
             lost = self._lost
             self._lost = 0 if written else lost + 1
         if written and lost:
-            self.event("failure", "records_lost", f"{lost} records before this one could not be written")
+            self.event("failure", _RECORDS_LOST, f"{lost} records before this one could not be written")
 
     def _write_owed(self) -> bool:
         """Write what is owed; False if a full disk does not take it. The caller holds the lock."""

@@ -40,7 +40,6 @@ class JsonlSink:
         self._fd = os.open(path, flags, 0o644)
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._torn = False  # the file ends within a line
         self._told = False
 
     def write(self, record: dict[str, Any]) -> bool:
@@ -55,17 +54,16 @@ class JsonlSink:
         line = (json.dumps(record, separators=(",", ":"), default=str) + "\n").encode()
         with self._lock:
             try:
-                # A line cut short by a full disk must not swallow the next record.
-                written = os.write(self._fd, b"\n" + line if self._torn else line)
+                written = os.write(self._fd, line)
+                if written == len(line):
+                    return True
+                # A part of a line would swallow the next record, or stand before the one that is written again.
+                os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
             except OSError as exc:
                 self._tell(str(exc))
                 return False
-            complete = written == len(line) + self._torn
-            if not complete:
-                self._tell(f"only {written} of {len(line)} bytes were written")
-            if written:
-                self._torn = not complete
-            return complete
+            self._tell(f"only {written} of {len(line)} bytes could be written")
+            return False
 
     def _tell(self, reason: str) -> None:
         if not self._told:

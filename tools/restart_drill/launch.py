@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from restart_trace.clock import now_ns
+from restart_trace.clock import boot_id, now_ns
 from restart_trace.schema import RANK_FILE_PATTERN
 
 MARK_VARIABLE = "RESTART_BENCH_MARK"
@@ -88,28 +88,33 @@ class Launch:
         self.agent_saw_ns = None
 
     def find_ranks(self, trace_dir: Path, cycle: int) -> bool:
-        """Look for the ranks of `cycle` in their records; whether all have written one, and belong to this launch.
+        """Look for the ranks of `cycle` in their records; whether all have written one, and this host's are found.
 
         To strike fast, this is done before the injection point comes.
         """
         if self._found == cycle:
             return True
-        world_size, pids = recorded_ranks(trace_dir, cycle)
+        world_size, ranks = recorded_ranks(trace_dir, cycle)
+        here = boot_id()
+        pids = [
+            pid for _, (pid, boot) in sorted(ranks.items()) if boot == here
+        ]  # faults strike this host alone
         self._ranks = []
-        for _, pid in sorted(pids.items()):
+        for pid in pids:
             with contextlib.suppress(psutil.Error, OSError):
                 process = psutil.Process(pid)
                 # Without the mark, the number is another process's by now.
                 if process.environ().get(MARK_VARIABLE) == self._mark:
                     self._ranks.append(process)
         self._of_ranks = set(self._ranks)
-        self._found = cycle if 0 < world_size == len(self._ranks) else None
+        all_known = 0 < world_size == len(ranks) and 0 < len(pids) == len(self._ranks)
+        self._found = cycle if all_known else None
         return self._found is not None
 
-    def await_ranks(self, trace_dir: Path, cycle: int, limit_s: float) -> None:
-        """Return when all ranks of `cycle` are found, or the command has ended. Raises DrillError after `limit_s`."""
+    def await_ranks(self, trace_dir: Path, cycle: int, limit_s: float, ended: Callable[[], bool]) -> None:
+        """Return when all ranks of `cycle` are found, or the job has `ended`. Raises DrillError after `limit_s`."""
         deadline = time.monotonic() + limit_s
-        while not self.find_ranks(trace_dir, cycle) and self.exit_code is None:
+        while not self.find_ranks(trace_dir, cycle) and not ended():
             if time.monotonic() > deadline:
                 raise DrillError(
                     f"not all ranks of cycle {cycle} had written to {trace_dir} within {limit_s:g} s; raise "
@@ -197,17 +202,17 @@ class Launch:
         self._reader.join(1.0)
 
 
-def recorded_ranks(trace_dir: Path, cycle: int) -> tuple[int, dict[int, int]]:
-    """(world size, rank -> pid) of the ranks that have begun to write their traces of `cycle`; 0 if none has."""
-    world_size, pids = 0, {}
+def recorded_ranks(trace_dir: Path, cycle: int) -> tuple[int, dict[int, tuple[int, str]]]:
+    """(world size, rank -> pid and boot id of its host) of the ranks that trace `cycle`; 0 if none does yet."""
+    world_size, ranks = 0, {}
     for path in trace_dir.glob(RANK_FILE_PATTERN.replace("{rank:05d}", "*").format(cycle=cycle)):
         with path.open("rb") as file:
             line = file.readline()
         first = json.loads(line) if line.endswith(b"\n") else {}
         if "pid" in first:
             world_size = first["world_size"]
-            pids[first["rank"]] = first["pid"]
-    return world_size, pids
+            ranks[first["rank"]] = (first["pid"], first["boot_id"])
+    return world_size, ranks
 
 
 def _living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:

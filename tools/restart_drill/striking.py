@@ -39,11 +39,14 @@ def strike(supervisor: Supervisor, cycle: int, intent: Intent) -> Struck:
     plan, launch, trace = supervisor.plan, supervisor.launch, supervisor.trace
     commits = commits_needed(intent.fault, cycle == 0)
     iteration = wait_for(intent.moment, launch, plan.trace_dir, cycle, commits, plan.limit_s)
-    launch.await_ranks(plan.trace_dir, cycle, plan.limit_s)  # in a start they come one by one
+    launch.await_ranks(
+        plan.trace_dir, cycle, plan.limit_s, supervisor.has_failed
+    )  # in a start they come one by one
     if supervisor.has_failed():
         raise DrillError(
             f"the training ended before {intent.fault} could strike at {intent.moment.text}; let it train longer"
         )
+    launch.of_ranks()  # what a rank has started cannot be found by it once it is dead
     launch.expect_failure()
     trace.failure("injected", cycle=cycle, detail=intent.fault, iteration=iteration)
     watch = _Watch(supervisor, cycle, now_ns())

@@ -126,7 +126,9 @@ class TorchrunAgent(Supervisor):
         return None
 
     def let_restart(self, cycle: int, fault: str) -> None:
-        self.launch.await_ranks(self.plan.trace_dir, cycle + 1, self.plan.limit_s)
+        self.launch.await_ranks(
+            self.plan.trace_dir, cycle + 1, self.plan.limit_s, lambda: self.launch.exit_code is not None
+        )
         starts = [process_start_ns(process.pid) for process in self.launch.ranks()]
         found = [start for start in starts if start is not None]
         if not found:

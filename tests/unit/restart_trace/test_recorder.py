@@ -222,12 +222,37 @@ def test_full_disk_loses_records_but_not_the_training(tmp_path: Path) -> None:
     out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == (0, "trained on\n"), err
     assert err.count("trace records are being lost") == 1 and str(path) in err
-    _, first, torn, last, event = path.read_text().splitlines()
+    _, first, last, event = path.read_text().splitlines()  # and no part of a record
     assert json.loads(first)["step"] == 1 and json.loads(last)["step"] == 5
-    assert len(torn) == 40
     told = json.loads(event)
     assert check_record(told) == [] and told["phase"] == "records_lost"
     assert told["detail"] == "3 records before this one could not be written"
+
+
+@pytest.mark.parametrize("missing", [1, 40])  # bytes that the disk does not take; 1: all but the end of the line
+def test_what_is_owed_is_written_once_however_much_of_it_a_full_disk_took(tmp_path: Path, missing: int) -> None:
+    code = """
+        import resource, signal, sys
+        from pathlib import Path
+        from restart_trace.recorder import Recorder
+        from restart_trace.sink import JsonlSink
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        path, missing = Path(sys.argv[1]), int(sys.argv[2])
+        Recorder(JsonlSink(path), {"run_id": "x" * 100}).close()
+        size = path.stat().st_size
+        path.unlink()
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size - missing, hard))
+        recorder = Recorder(JsonlSink(path), {"run_id": "x" * 100})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        recorder.begin("save").end()
+    """
+    path = tmp_path / "x.jsonl"
+    process = start_python(code, path, missing, stderr=subprocess.PIPE)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0 and "trace records are being lost" in err
+    types = [json.loads(line)["type"] for line in path.read_text().splitlines()]
+    assert types == ["process", "operation_begin", "operation_end"]
 
 
 class FullDisk:
@@ -235,12 +260,15 @@ class FullDisk:
 
     def __init__(self) -> None:
         self.has_room = False
+        self.room = 0  # for so many records all the same
         self.taken: list[dict[str, Any]] = []
 
     def write(self, record: dict[str, Any]) -> bool:
-        if self.has_room:
+        takes = self.has_room or self.room > 0
+        if takes:
             self.taken.append(record)
-        return self.has_room
+            self.room -= 1
+        return takes
 
     def close(self) -> None:
         return None
@@ -258,6 +286,24 @@ def test_what_later_records_refer_to_is_written_as_soon_as_there_is_room() -> No
     assert (process["type"], process["run_id"]) == ("process", PROCESS["run_id"])
     assert (begin["type"], begin["tag"]) == ("operation_begin", "global_step5")
     assert span["phase"] == "device_to_host" and event["detail"].startswith("1 records before this one")
+
+
+def test_labels_and_the_number_of_lost_records_outlive_a_full_disk() -> None:
+    sink = FullDisk()
+    sink.has_room = True
+    recorder = Recorder(sink, PROCESS)
+    op = recorder.begin("load")
+    sink.has_room = False
+    op.label(tag="global_step5", step=5)
+    recorder.iteration(1, 0, 1)
+    recorder.iteration(2, 0, 1)
+    taken, sink.room = len(sink.taken), 2  # for the label and one more, not for what says how many are missing
+    op.end()
+    sink.has_room = True
+    recorder.iteration(3, 0, 1)
+    label, end, lost, iteration = sink.taken[taken:]
+    assert (label["type"], label["tag"], end["type"]) == ("operation_label", "global_step5", "operation_end")
+    assert lost["detail"].startswith("2 records before this one") and iteration["step"] == 3
 
 
 def test_a_forked_process_writes_nothing_to_the_file_of_its_parent(tmp_path: Path) -> None:

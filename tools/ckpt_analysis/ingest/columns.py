@@ -18,8 +18,6 @@ from .misread import is_misread
 Frames = dict[str, pl.DataFrame]  # record type -> its columns and file_index, in the order of the files
 
 _TYPES = ["span", *(name for name in TYPE_SCHEMAS if name != "span")]
-# Columns of words, which are looked up: what is no text is no word.
-_WORDS = {"phase", "detail", *WORDS}
 # An object of numbers, as JSON text: what a probe sampled.
 _NUMBER = r"-?[0-9]{1,300}(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?"
 _PAIR = rf'"(?:[^"\\]|\\.)*": ?{_NUMBER}'
@@ -74,9 +72,10 @@ class _Lines:
             frame = pl.read_ndjson(text, schema=schema)
         except pl.exceptions.ComputeError:
             return None
-        if frame.height != len(self._lines) or is_misread(
-            frame, text, _WORDS
-        ):  # polars passes over blank lines, too
+        # Words are looked up: what is no text is no word. In events, phase and detail are free text.
+        words = {*WORDS, "phase", "detail"} if self._type == "span" else set(WORDS)
+        # Polars passes over blank lines, too.
+        if frame.height != len(self._lines) or is_misread(frame, text, words):
             return None
         cast = with_words(self._type, frame)
         if not cast.select(_possible(self._type).all()).item() or (

@@ -45,7 +45,7 @@ def read_lines(text: FileText, reading: Reading) -> tuple[Frames, list[Problem]]
 def _frame(record_type: str, records: list[dict[str, Any]], index: int) -> pl.DataFrame:
     schema = TYPE_SCHEMAS[record_type]
     rows = [
-        {name: _cell(record.get(name)) for name in schema}
+        {name: _cell(record.get(name), kind) for name, kind in schema.items()}
         for record in records
         if record["type"] == record_type
     ]
@@ -53,9 +53,11 @@ def _frame(record_type: str, records: list[dict[str, Any]], index: int) -> pl.Da
     return with_words(record_type, frame)
 
 
-def _cell(value: Any) -> Any:
-    """A value as its column has it: an object as its JSON text."""
-    return json.dumps(value) if isinstance(value, dict) else value
+def _cell(value: Any, kind: Any) -> Any:
+    """A value as its column has it: an object as its JSON text, an int of any size as a float if need be."""
+    if isinstance(value, dict):
+        return json.dumps(value)
+    return float(value) if value is not None and kind == pl.Float64 else value
 
 
 def _invalid(name: str, reasons: list[str]) -> Problem:

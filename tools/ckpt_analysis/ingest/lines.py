@@ -89,6 +89,9 @@ class LineReader:
         fault = "the first record of a file, and no other, is its process record"
         if not faults_of_process(record) or other_version(record) is not None:
             self._current = _Process(record)
+        elif "pid" in record or "run_id" in record:
+            # Damaged, but of a process: what follows is not of the first one. (Else it is another record, altered.)
+            self._current = _Process(self._first.record)
         return self._line(number, None, [fault])
 
     def _line(self, number: int, record: dict[str, Any] | None, faults: list[str]) -> Line:

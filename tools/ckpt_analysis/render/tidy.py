@@ -25,12 +25,15 @@ def tidy(trace: Trace, frames: Frames, table: str) -> pl.DataFrame:
 
 
 def _places(trace: Trace) -> pl.DataFrame:
-    """Coordinates and host of each rank in each cycle. Supervisors are rank -1."""
-    rows = {
-        (p["cycle"], p["rank"]): (p["cycle"], p["rank"], p["tp"], p["pp"], p["dp"], p["host"])
-        for p in [*trace.supervisors, *trace.ranks]
-    }
-    schema = {name: pl.Int64 for name in ("cycle", "rank", "tp", "pp", "dp")} | {"host": pl.Categorical}
+    """Coordinates and host of each rank in each cycle. Supervisors are rank -1, and tell of later cycles, too."""
+    names = ("cycle", "rank", "tp", "pp", "dp", "host")
+    rows = {(p["cycle"], p["rank"]): tuple(p[name] for name in names) for p in trace.ranks}
+    supervisors = sorted(trace.supervisors, key=lambda p: p["cycle"])
+    for cycle in {p["cycle"] for p in [*trace.supervisors, *trace.ranks]}:
+        began = [p for p in supervisors if p["cycle"] <= cycle]
+        for p in began[-1:]:
+            rows[cycle, p["rank"]] = (cycle, *(p[name] for name in names[1:]))
+    schema = {name: pl.Int64 for name in names[:-1]} | {"host": pl.Categorical}
     return pl.DataFrame(list(rows.values()), schema=schema, orient="row")
 
 

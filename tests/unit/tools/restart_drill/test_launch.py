@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from restart_trace.clock import boot_id
 from tools.restart_drill.faults import inject
 from tools.restart_drill.launch import DrillError, Launch, launched, recorded_ranks
 
@@ -20,7 +22,8 @@ from pathlib import Path
 
 def rank(number):
     child = subprocess.Popen(["sleep", "600"])
-    first = {"type": "process", "rank": number, "world_size": 2, "pid": os.getpid()}
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    first = {"type": "process", "rank": number, "world_size": 2, "pid": os.getpid(), "boot_id": boot_id}
     (Path(sys.argv[1]) / f"rank_{number:05d}_cycle_000.jsonl").write_text(json.dumps(first) + chr(10))
     child.wait()
     os._exit(0)
@@ -44,14 +47,15 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     trace.mkdir()
     command = [sys.executable, "-c", JOB, str(trace)]
     with launched(command, tmp_path / "log", echo=False) as started:
-        started.await_ranks(trace, 0, 300)
+        started.await_ranks(trace, 0, 300, lambda: started.exit_code is not None)
         until(lambda: len(started.of_ranks()) == 4, "the children of the ranks")
         yield started
 
 
 def test_ranks_are_those_that_have_recorded(launch: Launch, tmp_path: Path) -> None:
-    world_size, pids = recorded_ranks(tmp_path / "trace", 0)
-    assert world_size == 2 and sorted(pids) == [0, 1]
+    world_size, ranks = recorded_ranks(tmp_path / "trace", 0)
+    assert world_size == 2 and sorted(ranks) == [0, 1]
+    pids = {rank: pid for rank, (pid, _) in ranks.items()}
     assert [process.pid for process in launch.ranks()] == [pids[0], pids[1]]
     assert recorded_ranks(tmp_path / "trace", 1) == (0, {})
     assert {process.pid for process in launch.of_ranks()} > set(pids.values())
@@ -78,15 +82,33 @@ def test_one_rank_is_killed_alone(launch: Launch) -> None:
 
 def test_a_process_of_another_launch_is_no_rank(tmp_path: Path) -> None:
     """A number in an old trace may be that of any process by now."""
-    (tmp_path / "rank_00000_cycle_000.jsonl").write_text(
-        f'{{"type": "process", "rank": 0, "world_size": 1, "pid": {os.getpid()}}}\n'
-    )
+    write_first(tmp_path, 0, 1, os.getpid(), boot_id())
     with launched(["sleep", "600"], tmp_path / "log", echo=False) as started:
         assert not started.find_ranks(tmp_path, 0) and started.ranks() == []
         with pytest.raises(DrillError, match="no rank that lives has written a trace"):
             inject("sigkill-all", started)
         with pytest.raises(DrillError, match="not all ranks of cycle 0 had written to .*raise --time-limit"):
-            started.await_ranks(tmp_path, 0, 0.01)
+            started.await_ranks(tmp_path, 0, 0.01, lambda: False)
+
+
+def test_ranks_of_other_hosts_are_known_and_not_struck(tmp_path: Path) -> None:
+    with launched(["sleep", "600"], tmp_path / "log", echo=False) as started:
+        (mine,) = started.launcher()
+        write_first(tmp_path, 0, 2, mine.pid, boot_id())
+        assert not started.find_ranks(tmp_path, 0)
+        write_first(tmp_path, 1, 2, mine.pid, "of another host")  # whose process has, by chance, the same number
+        assert started.find_ranks(tmp_path, 0) and started.ranks() == [mine]
+
+
+def test_a_job_that_has_failed_is_not_waited_for(tmp_path: Path) -> None:
+    with launched(["sleep", "600"], tmp_path / "log", echo=False) as started:
+        started.await_ranks(tmp_path, 0, 300, lambda: True)
+        assert started.ranks() == []
+
+
+def write_first(directory: Path, rank: int, world_size: int, pid: int, boot: str) -> None:
+    first = {"type": "process", "rank": rank, "world_size": world_size, "pid": pid, "boot_id": boot}
+    (directory / f"rank_{rank:05d}_cycle_000.jsonl").write_text(json.dumps(first) + "\n")
 
 
 def test_a_torn_first_line_is_no_rank_yet(tmp_path: Path) -> None:

@@ -67,6 +67,8 @@ ALTERED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "a file that is a bool": ("span", {"phase": "flush"}, {"file": True}),
     "an error that is null": ("operation_end", {"op": 1}, {"error": None}),
     "a negative start": ("span", {"phase": "collect"}, {"start_ns": -5}),
+    "a phase of an event that is a number": ("event", {}, {"phase": 5}),
+    "a detail of an event that is an object": ("event", {}, {"detail": {"a": 1}}),
     "a moment beyond any uptime": ("event", {}, {"time_ns": (1 << 63) - 1}),
     "more than 64 bits": ("span", {"phase": "collect"}, {"end_ns": 1 << 70}),
     "an end before the start": ("iteration", {}, {"end_ns": 1}),

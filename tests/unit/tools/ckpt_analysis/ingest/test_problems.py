@@ -153,6 +153,7 @@ def test_no_process_record(tmp_path: Path) -> None:
         ({"run_id": "ffffffffffff"}, "mixed_runs"),
         ({"pid": 7}, "invalid_record"),
         ({"v": 1}, "unknown_schema_version"),
+        ({"rank": "6"}, "invalid_record"),
     ],
 )
 def test_a_second_process_in_one_file(
