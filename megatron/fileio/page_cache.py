@@ -6,11 +6,15 @@ import ctypes
 import errno
 import mmap
 import os
+import weakref
 
 _POPULATE_READ = 22  # MADV_POPULATE_READ of linux/mman.h, since 5.14; not in Python's mmap
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # of linux/mman.h; not in every Python's mmap
 _LOWEST_BIT = bytes(value & 1 for value in range(256))  # mincore leaves the others undefined
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class ResidentPages:
@@ -24,10 +28,13 @@ class ResidentPages:
         self._size = os.fstat(fd).st_size
         self._address = 0
         if self._size:
-            # ctypes tells the address of writable memory alone; nothing is written, so nothing need be reserved.
-            flags, prot = mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-            self._mapping = mmap.mmap(fd, self._size, flags=flags, prot=prot)
-            self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+            # By libc, which tells the address. Shared and read-only: no limit of memory counts it.
+            address = _libc.mmap(None, self._size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+            if address == _MAP_FAILED:
+                number = ctypes.get_errno()
+                raise OSError(number, os.strerror(number))
+            self._address = address
+            weakref.finalize(self, _libc.munmap, address, self._size)
 
     def missing_bytes(self, start: int, stop: int) -> int:
         """Bytes of the pages that hold [start, stop) and are not there, in whole pages."""

@@ -69,9 +69,11 @@ class Targets:
     def direct(self, extent: Extent, start: int, stop: int, file_bytes: int) -> memoryview | None:
         """The memory of [start, stop), which is aligned, where that may be read to as it is; else None.
 
-        That is: the extent is one range of one target, and whatever else lies in [start, stop) is beyond the file.
+        That is: the extent is one range of one target, and nothing else is in [start, stop). At the end of a file only
+        a mapping of it may be: a direct read may fill the page with zeros, over what follows in other memory.
         """
-        if len(extent.rows) != 1 or extent.start != start or extent.stop != min(stop, file_bytes):
+        end = stop if self.mapping(extent) is None else min(stop, file_bytes)
+        if len(extent.rows) != 1 or extent.start != start or extent.stop != end:
             return None
         rows = extent.rows[0]
         target = self.tensors[rows.target]
@@ -141,10 +143,17 @@ class _Pool:
             )
             for i, reader in enumerate(readers)
         ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        started: list[threading.Thread] = []
+        try:
+            for thread in threads:
+                thread.start()
+                started.append(thread)
+        except BaseException as exc:
+            self._error = exc  # the others end with their extents
+            raise
+        finally:
+            for thread in started:  # none may be left that reads when the files are closed
+                thread.join()
         if self._error is not None:
             raise self._error
         checksums = [checksum for reader in readers for checksum in reader.checksums]
@@ -186,10 +195,10 @@ class _ReadingThread:
         try:
             for extent in extents:
                 self._load(extent)
-            began = now_ns()
-            self._staging.finish()
-            self._took("copy", began)
         finally:
+            began = now_ns()
+            self._staging.finish()  # after an error, too: the copies under way must not outlive their targets
+            self._took("copy", began)
             ended = now_ns()
             for kind, phase, detail in (
                 ("read", "load", "read"),

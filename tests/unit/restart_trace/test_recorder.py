@@ -229,8 +229,12 @@ def test_full_disk_loses_records_but_not_the_training(tmp_path: Path) -> None:
     assert told["detail"] == "3 records before this one could not be written"
 
 
-@pytest.mark.parametrize("missing", [1, 40])  # bytes that the disk does not take; 1: all but the end of the line
-def test_what_is_owed_is_written_once_however_much_of_it_a_full_disk_took(tmp_path: Path, missing: int) -> None:
+@pytest.mark.parametrize(
+    "missing", [1, 40]
+)  # bytes that the disk does not take; 1: all but the end of the line
+def test_what_is_owed_is_written_once_however_much_of_it_a_full_disk_took(
+    tmp_path: Path, missing: int
+) -> None:
     code = """
         import resource, signal, sys
         from pathlib import Path
@@ -297,7 +301,10 @@ def test_labels_and_the_number_of_lost_records_outlive_a_full_disk() -> None:
     op.label(tag="global_step5", step=5)
     recorder.iteration(1, 0, 1)
     recorder.iteration(2, 0, 1)
-    taken, sink.room = len(sink.taken), 2  # for the label and one more, not for what says how many are missing
+    taken, sink.room = (
+        len(sink.taken),
+        2,
+    )  # for the label and one more, not for what says how many are missing
     op.end()
     sink.has_room = True
     recorder.iteration(3, 0, 1)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from megatron.fileio.page_cache import ResidentPages
+from tests.unit.trace_helpers import start_python
 
 PAGE = os.sysconf("SC_PAGESIZE")
 
@@ -43,3 +45,19 @@ def test_an_empty_file_has_no_pages(tmp_path: Path) -> None:
     with (tmp_path / "file").open("rb") as file:
         pages = ResidentPages(file.fileno())
     assert pages.share(0, PAGE) == 0 and pages.missing_bytes(0, PAGE) == 0
+
+
+def test_a_file_larger_than_the_memory_that_is_allowed_can_be_looked_at(tmp_path: Path) -> None:
+    code = """
+        import resource, sys
+        from megatron.fileio.page_cache import ResidentPages
+        resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))
+        with open(sys.argv[1], "rb") as file:
+            print(ResidentPages(file.fileno()).share(0, 1 << 20))
+    """
+    path = tmp_path / "file"
+    with path.open("wb") as file:
+        file.truncate(4 << 30)
+    process = start_python(code, path, stderr=subprocess.PIPE)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0 and out == "0.0\n", err

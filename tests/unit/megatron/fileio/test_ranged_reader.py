@@ -1,0 +1,65 @@
+"""Byte ranges of files that are read into tensors: what lies beside them stays as it is."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.fileio.direct_files import ALIGNMENT
+from megatron.fileio.extents import extents, file_plan
+from megatron.fileio.ranged_reader import Label, Targets, open_all, read_ranges
+from restart_trace.recorder import untraced_operation
+
+LABEL = Label(("load", "deserialize"), "reader")
+
+
+def aligned(num_bytes: int) -> torch.Tensor:
+    """uint8 memory that begins at a multiple of ALIGNMENT."""
+    memory = torch.full((num_bytes + ALIGNMENT,), 0xAA, dtype=torch.uint8)
+    ahead = -memory.data_ptr() % ALIGNMENT
+    return memory[ahead : ahead + num_bytes]
+
+
+def read_into(target: torch.Tensor, path: Path, num_bytes: int, threads: int | None = None) -> None:
+    with ExitStack() as stack:
+        files = open_all({path: path.stat().st_size}, "on", stack)
+        plan = file_plan(path, [(0, 0, 0, num_bytes)])
+        read_ranges(extents(plan), files, Targets([target], {}), threads, LABEL, untraced_operation())
+
+
+def test_a_direct_read_of_the_end_of_a_file_spares_what_follows_in_memory(path_on_disk: Path) -> None:
+    """The rest of the target is of another file, in a reshard."""
+    size = 3 * ALIGNMENT + 100
+    path = path_on_disk / "file"
+    path.write_bytes(bytes(range(1, 101)) * (size // 100) + bytes([7]) * (size % 100))
+    target = aligned(8 * ALIGNMENT)
+    read_into(target, path, size)
+    assert target[:size].numpy().tobytes() == path.read_bytes()
+    assert bool((target[size:] == 0xAA).all())
+
+
+def test_no_thread_is_left_when_one_cannot_be_started(
+    path_on_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would read from files that are closed, or from others that have their numbers by then."""
+    path = path_on_disk / "file"
+    path.write_bytes(bytes(1 << 22))
+    start, started = threading.Thread.start, []
+
+    def start_three(thread: threading.Thread) -> None:
+        if len(started) == 3:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        run = thread.run
+        thread.run = lambda: (time.sleep(0.2), run())  # still at work when the next one cannot be started
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_three)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        read_into(aligned(1 << 22), path, 1 << 22, threads=8)
+    assert len(started) == 3 and not any(thread.is_alive() for thread in started)
