@@ -56,7 +56,12 @@ def test_no_thread_is_left_when_one_cannot_be_started(
             raise RuntimeError("can't start new thread")
         started.append(thread)
         run = thread.run
-        thread.run = lambda: (time.sleep(0.2), run())  # still at work when the next one cannot be started
+
+        def later() -> None:  # so that it is still at work when the next one cannot be started
+            time.sleep(0.2)
+            run()
+
+        thread.run = later
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start_three)
