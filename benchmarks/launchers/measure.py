@@ -21,6 +21,7 @@ from benchmarks.launchers.variants import (
     command,
     restarts_in_place,
 )
+from megatron.processes.rendezvous_store import PROCESS_NAME
 from restart_trace.clock import now_ns
 from tools.restart_drill.launch import DrillError, Launch, launched
 
@@ -83,7 +84,8 @@ def _restart(variant: str, setting: Setting, place: Path, limit_s: float) -> flo
     first_log, second_log = IterationLines(place / "first.log"), IterationLines(place / "second.log")
     with launched(argv, first_log.path, echo=False) as launch:
         first_log.wait_for(lambda iteration: iteration >= STRIKE_AT, launch, limit_s)
-        ranks = [child for launcher in launch.launcher() for child in launcher.children()]
+        children = [child for launcher in launch.launcher() for child in launcher.children()]
+        ranks = [child for child in children if child.name() != PROCESS_NAME]
         if len(ranks) != setting.world_size:
             raise MeasurementError(f"{len(ranks)} ranks were found, {setting.world_size} were expected")
         struck_ns = now_ns()

@@ -260,9 +260,16 @@ def _write(save_dir: Path, owner: Owner) -> None:
 
 
 def _remove_leftovers(save_dir: Path, generation: int) -> None:
-    """Remove the files of generations that are over, and probes, which a process leaves that is killed meanwhile."""
-    older = [_file(save_dir, number) for number in _generations(save_dir) if number < generation]
-    for path in [*older, *(save_dir / names.GENERATIONS).glob(f"{_PROBE}*")]:
+    """Remove the files of generations that are over, and probes of processes that were killed meanwhile.
+
+    A young probe may be in use on another host, where a network file system would answer ESTALE for it.
+    """
+    leftovers = [_file(save_dir, number) for number in _generations(save_dir) if number < generation]
+    with contextlib.suppress(FileNotFoundError):  # superseded meanwhile
+        now = _modified(_file(save_dir, generation))
+        probes = (save_dir / names.GENERATIONS).glob(f"{_PROBE}*")
+        leftovers += [probe for probe in probes if now - probe.stat().st_mtime > _STALE_S]
+    for path in leftovers:
         with contextlib.suppress(OSError):
             path.unlink()
 
@@ -342,7 +349,7 @@ def _now_on(save_dir: Path) -> float:
         return os.fstat(fd).st_mtime
     finally:
         os.close(fd)
-        with contextlib.suppress(FileNotFoundError):  # a launch that claims the directory removes all probes
+        with contextlib.suppress(FileNotFoundError):  # a launch that claims the directory removes old probes
             os.unlink(probe)
 
 

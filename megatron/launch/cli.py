@@ -11,10 +11,9 @@ from pathlib import Path
 
 from megatron.launch.plan import Plan
 from megatron.launch.preload import PreloadError, preload
-from megatron.launch.supervise import supervise
+from megatron.launch.supervise import COULD_NOT_RUN, supervise
 from restart_trace import clock
 
-COULD_NOT_RUN = 2
 _DEFAULT_PORT = 29500  # torchrun's, where all nodes must know it
 _MEGATRON = Path(__file__).resolve().parents[1]
 

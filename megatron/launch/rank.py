@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from megatron.launch.plan import Plan
 from megatron.processes.parent_process import end_with_parent
+from megatron.processes.rendezvous_store import STORE_VARIABLES
 from restart_trace.startup import PRELOAD_VARIABLE, Preload
 
 
@@ -30,7 +31,7 @@ def rank_environment(
         "TORCHELASTIC_RESTART_COUNT": restart,
         "TORCHELASTIC_MAX_RESTARTS": plan.max_restarts,
     }
-    text = {name: str(value) for name, value in found.items()}
+    text = {name: str(value) for name, value in found.items()} | STORE_VARIABLES
     text["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     return text | ({PRELOAD_VARIABLE: preloaded.to_text()} if preloaded is not None else {})
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 
 from megatron.launch.plan import Plan
 from megatron.launch.rank import become_rank
-from megatron.processes.free_port import free_port
+from megatron.processes.rendezvous_store import RendezvousStore
 from restart_trace.startup import Preload
 
 FAILED = 1
+COULD_NOT_RUN = 2
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
 
 
@@ -69,8 +70,19 @@ def supervise(plan: Plan, preloaded: Preload) -> int:
     watched = frozenset(stopping | {signal.SIGCHLD})
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     for restart in range(plan.max_restarts + 1):
-        ranks = _start(plan, restart, preloaded if restart == 0 else None, mask)
+        try:
+            store = _store(plan)
+        except OSError as error:
+            say(
+                f"error: --master-port {plan.master_port}: the rendezvous cannot be served there: {error.strerror}; "
+                "name a port that is free on this node"
+            )
+            return COULD_NOT_RUN
+        port = store.port if store is not None else plan.master_port or 0
+        ranks = _start(plan, restart, port, preloaded if restart == 0 else None, mask)
         stopped_by = _run_to_end(ranks, watched, plan.shutdown_timeout_s)
+        if store is not None:
+            store.close()
         if stopped_by is not None:
             say(f"{stopped_by.name} was received and passed on to the ranks")
         if not ranks.failures:
@@ -83,9 +95,13 @@ def supervise(plan: Plan, preloaded: Preload) -> int:
     return FAILED
 
 
-def _start(plan: Plan, restart: int, preloaded: Preload | None, mask: Iterable[int]) -> Ranks:
+def _store(plan: Plan) -> RendezvousStore | None:
+    """The rendezvous of one start, which node 0 serves. Raises OSError if the port is taken."""
+    return RendezvousStore(plan.master_addr, plan.master_port or 0) if plan.node_rank == 0 else None
+
+
+def _start(plan: Plan, restart: int, port: int, preloaded: Preload | None, mask: Iterable[int]) -> Ranks:
     """Fork all ranks. In a rank this does not return: SystemExit leaves through it."""
-    port = plan.master_port or free_port()
     launcher = os.getpid()
     ranks = Ranks()
     for local_rank in range(plan.nproc_per_node):

@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def rank_environment(rank: int, nproc: int, port: int) -> dict[str, str]:
+def rank_environment(rank: int, nproc: int, port: int, store_variables: dict[str, str]) -> dict[str, str]:
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -32,6 +32,8 @@ def rank_environment(rank: int, nproc: int, port: int) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        **store_variables,
         "RESTART_TRACE_LAUNCH_ID": f"test-{port}-{os.urandom(4).hex()}",
     }
 
@@ -69,6 +71,8 @@ def wait_for_all(pids: list[int], launcher: bool) -> list[int]:
     codes: dict[int, int] = {}
     while len(codes) < len(pids):
         pid, status = os.waitpid(-1, 0)
+        if pid not in pids:
+            raise RuntimeError(f"the process that serves the rendezvous ended (status {status})")
         codes[pid] = os.waitstatus_to_exitcode(status)
         if launcher and codes[pid] != 0:
             for other in set(pids) - set(codes):
@@ -80,7 +84,7 @@ def serve() -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.path.insert(0, str(ROOT))
-    from megatron.processes.free_port import free_port
+    from megatron.processes.rendezvous_store import STORE_VARIABLES, RendezvousStore
     from megatron.training.heavy_imports import import_for_forks
 
     import_for_forks()
@@ -88,8 +92,9 @@ def serve() -> None:
 
     for line in sys.stdin:
         request = json.loads(line)
-        port = free_port()
-        environments = [rank_environment(rank, request["nproc"], port) for rank in range(request["nproc"])]
+        store = RendezvousStore("127.0.0.1", 0)
+        nproc = request["nproc"]
+        environments = [rank_environment(rank, nproc, store.port, STORE_VARIABLES) for rank in range(nproc)]
         for environment in environments:
             environment["RESTART_TRACE_LAUNCH_ID"] = environments[0]["RESTART_TRACE_LAUNCH_ID"]
         pids = []
@@ -105,7 +110,9 @@ def serve() -> None:
                     os._exit(code)
             pids.append(pid)
         print(json.dumps({"pids": pids}), flush=True)
-        print(json.dumps({"exit_codes": wait_for_all(pids, bool(request.get("launcher")))}), flush=True)
+        codes = wait_for_all(pids, bool(request.get("launcher")))
+        store.close()
+        print(json.dumps({"exit_codes": codes}), flush=True)
 
 
 if __name__ == "__main__":

@@ -367,15 +367,14 @@ def test_a_process_that_is_forked_meanwhile_does_not_keep_the_lock(tmp_path: Pat
 
 
 def test_what_a_killed_process_left_is_removed_by_the_next_launch(tmp_path: Path) -> None:
+    """But a young probe may be a living process's on another host."""
     claim(tmp_path).release()
-    for name in (".probe_0123456789abcdef", "note.txt"):
+    for name, age_s in ((".probe_old", 3600), (".probe_young", -3600), ("note.txt", 3600)):
         (tmp_path / ".generations" / name).touch()
+        os.utime(tmp_path / ".generations" / name, (time.time() - age_s,) * 2)
     claim(tmp_path).release()
-    assert sorted(path.name for path in (tmp_path / ".generations").iterdir()) == [
-        "00000002",
-        "lock",
-        "note.txt",
-    ]
+    left = {path.name for path in (tmp_path / ".generations").iterdir()}
+    assert left == {"00000002", "lock", "note.txt", ".probe_young"}
 
 
 def test_a_probe_that_a_launch_removes_is_no_error(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -189,6 +190,33 @@ def test_a_killed_rank_is_started_again_with_all_others(start: Start) -> None:
     assert [PRELOAD_VARIABLE in environment for environment in told] == [True, False, False]
     assert len({environment["MASTER_PORT"] for environment in told}) == 3
     assert {environment["TORCHELASTIC_MAX_RESTARTS"] for environment in told} == {"3"}
+
+
+def test_the_rendezvous_listens_before_a_rank_runs_and_ends_with_the_ranks(start: Start) -> None:
+    job = start(
+        """
+        import socket
+        socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))).close()
+        note(f"told_{rank}_{restart}", json.dumps(dict(os.environ)))
+        note(f"processes_{restart}", subprocess.run(["ps", "-A", "-o", "comm="], capture_output=True, text=True).stdout)
+        sys.exit(restart == 0)
+        """,
+        "--max-restarts", "1",
+    )  # fmt: skip
+    assert job.wait() == 0, job.said  # and `wait` finds no process left
+    for restart in range(2):
+        told = json.loads(job.note(f"told_0_{restart}"))
+        assert (told["MASTER_ADDR"], told["TORCHELASTIC_USE_AGENT_STORE"]) == ("127.0.0.1", "True")
+        assert "rendezvous" in job.note(f"processes_{restart}").split()
+
+
+def test_a_master_port_that_is_taken_is_named(start: Start) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        job = start("here()", "--master-port", str(port))
+        assert job.wait() == 2
+    assert f"error: --master-port {port}: the rendezvous cannot be served there: Address already in use" in job.said
+    assert not (job.directory / "pid_0_0").exists()
 
 
 def test_restarts_are_counted(start: Start) -> None:

@@ -1,0 +1,80 @@
+"""The rendezvous of a launch, served by a process of its own that listens before the first rank exists.
+
+Where rank 0 serves the store (torch's `env://`), every other rank tries to connect until rank 0 has come so far. A
+TCPStore client that is refused waits 0.6 to 0.75 s before it tries again, which is most of the rendezvous of ranks
+that import nothing. Here the socket listens before the ranks are forked, so nobody is refused. torchrun's agent
+serves the store, too; its variable, TORCHELASTIC_USE_AGENT_STORE, tells torch that rank 0 is to connect as the others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import sys
+from typing import NoReturn
+
+from megatron.processes.parent_process import end_with_parent
+
+STORE_VARIABLES = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+PROCESS_NAME = "rendezvous"  # as ps shows it
+_LOOPBACK = "127.0.0.1"
+_BACKLOG = 4096  # the kernel caps it (net.core.somaxconn)
+_PR_SET_NAME = 15  # linux/prctl.h
+
+
+class RendezvousStore:
+    """A store on a port of this host, until `close`. The caller must have one thread, since it forks.
+
+    `address`: where ranks connect; only a store on 127.0.0.1 is closed to other hosts. `port`: 0 for a free one.
+    Raises OSError if the port is taken.
+    """
+
+    def __init__(self, address: str, port: int) -> None:
+        listening = _listen(address, port)
+        self.port = int(listening.getsockname()[1])
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        self._pid = os.fork()
+        if self._pid == 0:
+            _serve(listening, parent)
+        listening.close()
+
+    def close(self) -> None:
+        """End the process; the port is free then."""
+        os.kill(self._pid, signal.SIGKILL)  # it is not reaped before, so the number is no other's
+        os.waitpid(self._pid, 0)
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    if address == _LOOPBACK:
+        return socket.create_server((address, port), backlog=_BACKLOG)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
+        )
+    return socket.create_server(("", port), backlog=_BACKLOG)
+
+
+def _serve(listening: socket.socket, parent: int) -> NoReturn:
+    """In the forked process: serve the store until killed, with the parent at the latest."""
+    try:
+        end_with_parent(parent)
+        os.setsid()  # the terminal's signals are for the launcher to pass on
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, PROCESS_NAME.encode())
+        select.select([listening], [], [])  # a script that never connects needs no torch
+        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  it is documented
+
+        port = listening.getsockname()[1]
+        _store = TCPStore(
+            _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
+        while True:
+            signal.pause()
+    except BaseException as error:
+        print(f"[launch] error: the rendezvous cannot be served: {error!r}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(1)  # nothing of the forked launcher may run here
