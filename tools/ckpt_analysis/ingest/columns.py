@@ -6,6 +6,7 @@ Where something is wrong it gives None and does not say what: `fallback` finds o
 from __future__ import annotations
 
 import functools
+import re
 
 import polars as pl
 
@@ -17,7 +18,13 @@ from .misread import is_misread
 
 Frames = dict[str, pl.DataFrame]  # record type -> its columns and file_index, in the order of the files
 
-_TYPES = ["span", *(name for name in TYPE_SCHEMAS if name != "span")]
+# Neighbouring lines of one type at a time. Spans first: they are most of the lines.
+_RUNS = re.compile(
+    b"|".join(
+        rb'(?P<%b>(?:\{"type":"%b",[^\n]*\n)+)' % (name.encode(), name.encode())
+        for name in ["span", *(name for name in TYPE_SCHEMAS if name != "span")]
+    )
+)
 # An object of numbers, as JSON text: what a probe sampled.
 _NUMBER = r"-?[0-9]{1,300}(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?"
 _PAIR = rf'"(?:[^"\\]|\\.)*": ?{_NUMBER}'
@@ -28,16 +35,17 @@ def read_columns(texts: list[FileText]) -> Frames | None:
     """Frames of the files' records after the first; None if a line is no valid record."""
     lines = {name: _Lines(name) for name in TYPE_SCHEMAS}
     for text in texts:
-        left = text.lines()
-        # Each type apart, for each further column costs time with every line. Spans first: they are most of the lines.
-        for name in _TYPES:
-            start = b'{"type":"%s",' % name.encode()
-            mine = [line for line in left if line.startswith(start)]
-            if mine:
-                lines[name].add(text.index, mine)
-                left = [line for line in left if not line.startswith(start)]
+        runs: dict[str, list[bytes]] = {name: [] for name in TYPE_SCHEMAS}
+        left = len(text.content) - text.start
+        for run in _RUNS.finditer(text.content, text.start):
+            runs[run.lastgroup or ""].append(run[0])
+            left -= len(run[0])
         if left:
             return None
+        # Each type apart, for each further column costs time with every line.
+        for name, mine in runs.items():
+            if mine:
+                lines[name].add(text.index, mine)
     frames: Frames = {}
     for name in TYPE_SCHEMAS:
         frame = lines[name].decode()
@@ -52,22 +60,22 @@ class _Lines:
 
     def __init__(self, record_type: str) -> None:
         self._type = record_type
-        self._lines: list[bytes] = []
+        self._runs: list[bytes] = []
         self._files: list[int] = []
         self._counts: list[int] = []
 
-    def add(self, file: int, lines: list[bytes]) -> None:
-        self._lines += lines
+    def add(self, file: int, runs: list[bytes]) -> None:
+        self._runs += runs
         self._files.append(file)
-        self._counts.append(len(lines))
+        self._counts.append(sum(run.count(b"\n") for run in runs))
 
     def decode(self) -> pl.DataFrame | None:
         """The records with file_index; None if one of them is not valid."""
         schema = TYPE_SCHEMAS[self._type]
-        if not self._lines:
+        if not self._runs:
             return with_words(self._type, pl.DataFrame(schema=schema | {FILE: pl.Int32()}))
         # The blank line first, which is passed over: polars would unpack what begins as gzip or zstd do.
-        text = b"\n".join([b"", *self._lines, b""])
+        text = b"".join([b"\n", *self._runs])
         try:
             frame = pl.read_ndjson(text, schema=schema)
         except pl.exceptions.ComputeError:
@@ -75,7 +83,7 @@ class _Lines:
         # Words are looked up: what is no text is no word. In events, phase and detail are free text.
         words = {*WORDS, "phase", "detail"} if self._type == "span" else set(WORDS)
         # Polars passes over blank lines, too.
-        if frame.height != len(self._lines) or is_misread(frame, text, words):
+        if frame.height != sum(self._counts) or is_misread(frame, text, words):
             return None
         cast = with_words(self._type, frame)
         if not cast.select(_possible(self._type).all()).item() or (

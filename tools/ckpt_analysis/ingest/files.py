@@ -26,15 +26,16 @@ class Head:
 
 @dataclass(frozen=True)
 class FileText:
-    """One file in memory: whole lines. `index` is its place among the heads."""
+    """One file in memory: whole lines. `index` is its place among the heads, `start` where its second line begins."""
 
     index: int
     head: Head
     content: bytes
+    start: int
 
     def lines(self) -> list[bytes]:
         """The lines after the first, without their newlines."""
-        return self.content.split(b"\n")[1:-1]
+        return self.content[self.start :].split(b"\n")[:-1]
 
 
 @dataclass
@@ -95,7 +96,7 @@ def _read(file: TraceFile, reading: Reading) -> FileText | None:
         reading.problems.append(Problem("wrong_file_name", message, data))
         return None
     reading.heads.append(Head(file, process))
-    return FileText(len(reading.heads) - 1, reading.heads[-1], _whole_lines(name, content, reading))
+    return FileText(len(reading.heads) - 1, reading.heads[-1], _whole_lines(name, content, reading), end)
 
 
 def _whole_lines(name: str, content: bytes, reading: Reading) -> bytes:
