@@ -83,7 +83,7 @@ class DirectLoad(LayoutLoad):
             with self._op.span("load", "verify"):
                 wrong = damage(shares, [part for mine in checksums for part in mine], self._directory)
             if wrong:
-                raise CheckpointRejectedError(wrong)
+                raise CheckpointRejectedError(*wrong)
 
         control = self._ctx.control
         surveyed = together(control, self._op, self._survey, _joined)
