@@ -17,7 +17,7 @@ import torch
 
 from megatron.checkpointing import naming as names
 from megatron.checkpointing.agreement import CheckpointRejectedError, together
-from megatron.checkpointing.engines.base import PlacedTensor, SavedCheckpoint
+from megatron.checkpointing.engines.base import PlacedTensor, SavedCheckpoint, note_loaded
 from megatron.checkpointing.engines.errors import CheckpointMismatchError, reading
 from megatron.checkpointing.reshard.base import LayoutLoad
 from megatron.checkpointing.reshard.gathering import update_weights
@@ -142,8 +142,7 @@ class DirectLoad(LayoutLoad):
 
     def _read(self, reading: Reading, shares: list[Share]) -> list[RangeChecksum]:
         checksums = reading.run(shares, self._ctx.control.rank, self._op)
-        self._op.bytes = (self._op.bytes or 0) + reading.bytes_read
-        self._op.num_files = (self._op.num_files or 0) + reading.num_files
+        note_loaded(reading.bytes_read, reading.num_files, self._op)
         return checksums
 
     def _readers(self) -> list[int]:
