@@ -39,211 +39,108 @@ class Decision(NamedTuple):
     meaning: str
 
 
-_SHAPE = Decision(Kind.REFUSED, "the tensors of the checkpoint would not fit")
-_FUNCTION = Decision(
-    Kind.MODEL,
-    "the new value applies, and the model no longer computes the function that the weights were trained for",
-)
-_TOKENS = Decision(
-    Kind.DATA,
-    "the weights know tokens by the old tokenizer's ids: unless this is the same tokenizer at another path, tokens and "
-    "weights no longer match",
-)
-_DROPOUT = Decision(Kind.APPLIED, "the new probability applies from here")
-_STEP = Decision(Kind.APPLIED, "the new value applies from here; the moments are restored unchanged")
-_SCALER = Decision(Kind.APPLIED, "the new value applies from here; the loss scale continues where it was")
-_LR = Decision(
-    Kind.SCHEDULE,
-    "--override-opt_param-scheduler takes the new schedule, --use-checkpoint-opt_param-scheduler the old one; "
-    "--no-load-lr-state starts the new one from its beginning",
-)
 _ORDER = "training continues at sample {sample} of the new order: some samples may be trained on twice, others never"
-_FILES = Decision(Kind.DATA, f"unless these are the same files at another path, {_ORDER}")
-_EVALUATED = Decision(
-    Kind.DATA,
-    "unless these are the same files at another path, losses before and after are of different samples",
-)
-_PLACE = Decision(
-    Kind.FREE,
-    "the checkpoint is loaded onto any layout that its engine allows (else refused); the samples and their order stay",
-)
-_RECOMPUTE = Decision(
-    Kind.FREE, "it changes what is kept for the backward pass, and where; gradients are the same"
-)
-_HERE = Decision(Kind.FREE, "it concerns this process and machine only")
-_WATCHING = Decision(Kind.FREE, "it changes what is logged, measured or traced")
-_LENGTH = Decision(Kind.FREE, "it changes when this launch evaluates or ends; the data order stays")
-_SAVING = Decision(Kind.FREE, "it changes how and when this launch saves")
-_LOADING = Decision(Kind.FREE, "it says what this launch loads, and how")
 
-_MODEL = {
-    **dict.fromkeys(
-        (
-            "num_layers",
-            "hidden_size",
-            "ffn_hidden_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "kv_channels",
-        ),
-        _SHAPE,
-    ),
-    "seq_length": Decision(Kind.DATA, f"samples are cut anew at this length, so {_ORDER}"),
-    "max_position_embeddings": Decision(
-        Kind.REFUSED,
-        "the tensors of the checkpoint would not fit; allowed with rotary embeddings, which have no table",
-    ),
-    "use_rotary_position_embeddings": _SHAPE,
-    "rotary_percent": _FUNCTION,
-    "rope_theta": _FUNCTION,
-    "add_position_embedding": _SHAPE,
-    "normalization": _SHAPE,
-    "layernorm_epsilon": _FUNCTION,
-    "swiglu": _SHAPE,
-    "bias_gelu_fusion": _FUNCTION,
-    "untie_embeddings_and_output_weights": _SHAPE,
-    "add_bias_linear": _SHAPE,
-    "attention_dropout": _DROPOUT,
-    "hidden_dropout": _DROPOUT,
-    "init_method_std": Decision(Kind.NO_EFFECT, "no effect: all weights come from the checkpoint"),
-    "make_vocab_size_divisible_by": Decision(
-        Kind.REFUSED, "if the padded vocabulary has another size; else allowed"
-    ),
-    **dict.fromkeys(
-        (
-            "checkpoint_activations",
-            "checkpoint_num_layers",
-            "recompute_activations",
-            "recompute_granularity",
-            "recompute_method",
-            "recompute_num_layers",
-        ),
-        _RECOMPUTE,
-    ),
-    "params_dtype": Decision(Kind.REFUSED, "--bf16 and --fp16: the files have other names and dtypes"),
-}
-_PARALLEL = {
-    **dict.fromkeys(
-        (
-            "tensor_model_parallel_size", "pipeline_model_parallel_size", "no_pipeline_parallel", "world_size",
-            "data_parallel_size",
-        ),
-        _PLACE,
-    ),
-    **dict.fromkeys(("distributed_backend", "distributed_timeout_minutes", "local_rank", "rank"), _HERE),
-    **dict.fromkeys(
-        ("zero_stage", "zero_stage_asked"), Decision(Kind.FREE, "every accepted value runs as stage 1")
-    ),
-    "deepspeed_config": Decision(Kind.FREE, "it is a path; the settings in the file are compared as flags"),
-    **dict.fromkeys(
-        (
-            "deepspeed_activation_checkpointing", "partition_activations", "contigious_checkpointing",
-            "checkpoint_in_cpu", "synchronize_each_layer", "profile_backward",
-        ),
-        _RECOMPUTE,
-    ),
-}  # fmt: skip
-_TRAINING = {
-    "micro_batch_size": Decision(Kind.FREE, "an iteration has the same samples; dropout masks and rounding differ"),
-    "global_batch_size": Decision(
-        Kind.DATA,
+# What another value means -> the settings that it holds for.
+_MEANINGS: dict[Kind, dict[str, str]] = {
+    Kind.REFUSED: {
+        "the tensors of the checkpoint would not fit":
+            "num_layers hidden_size ffn_hidden_size num_attention_heads num_key_value_heads kv_channels normalization "
+            "swiglu use_rotary_position_embeddings add_position_embedding untie_embeddings_and_output_weights "
+            "add_bias_linear",
+        "the tensors of the checkpoint would not fit; allowed with rotary embeddings, which have no table":
+            "max_position_embeddings",
+        "if the padded vocabulary has another size; else allowed": "make_vocab_size_divisible_by",
+        "--bf16 and --fp16: the files have other names and dtypes": "params_dtype",
+        "one optimizer cannot use the state of another; allowed with --no-load-optim": "optimizer",
+    },
+    Kind.SCHEDULE: {
+        "--override-opt_param-scheduler takes the new schedule, --use-checkpoint-opt_param-scheduler the old one; "
+        "--no-load-lr-state starts the new one from its beginning":
+            "lr min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_decay_tokens lr_warmup_iters "
+            "lr_warmup_samples lr_warmup_tokens lr_warmup_fraction weight_decay start_weight_decay end_weight_decay "
+            "weight_decay_incr_style",
+    },
+    Kind.APPLIED: {
+        "the new probability applies from here": "attention_dropout hidden_dropout",
+        "gradients are summed in the new dtype from here": "accumulate_allreduce_grads_in_fp32",
+        "the new value applies from here; a dynamic scale starts from its first value": "loss_scale",
+        "the new value applies from here; the loss scale continues where it was":
+            "min_loss_scale loss_scale_window hysteresis",
+        "the new limit applies from here": "clip_grad",
+        "the new value applies from here; the moments are restored unchanged":
+            "adam_beta1 adam_beta2 adam_eps sgd_momentum",
+        "losses before and after are of different tokens": "eod_mask_loss",
+    },
+    Kind.MODEL: {
+        "the new value applies, and the model no longer computes the function that the weights were trained for":
+            "rotary_percent rope_theta layernorm_epsilon bias_gelu_fusion",
+    },
+    Kind.DATA: {
+        f"samples are cut anew at this length, so {_ORDER}": "seq_length",
         "training continues at sample {sample}, none is repeated or skipped; an iteration has more or fewer samples, "
-        "so --train-iters is another number of samples",
-    ),
-    "rampup_batch_size": Decision(
-        Kind.DATA, "training continues at sample {sample}, none is repeated or skipped, with the batch of the new ramp"
-    ),
-    "train_samples": Decision(
-        Kind.FREE, "the data order stays; the learning rate decays over --lr-decay-samples"
-    ),
-    "train_iters": Decision(Kind.FREE, "the data order stays; the learning rate decays over --lr-decay-iters"),
-    "seed": Decision(
-        Kind.DATA, f"samples are shuffled anew, so {_ORDER}"
-    ),
-    "data_parallel_random_init": Decision(
-        Kind.NO_EFFECT, "no effect except on another layout or with --no-load-rng: else random states are restored"
-    ),
-    **dict.fromkeys(("eval_interval", "eval_iters", "exit_interval", "exit_duration_in_mins", "train_tokens"), _LENGTH),
-    **dict.fromkeys(("exit_signal_handler", "allow_injected_faults"), _HERE),
-    "accumulate_allreduce_grads_in_fp32": Decision(Kind.APPLIED, "gradients are summed in the new dtype from here"),
-    "loss_scale": Decision(
-        Kind.APPLIED, "the new value applies from here; a dynamic scale starts from its first value"
-    ),
-    "initial_loss_scale": Decision(Kind.NO_EFFECT, "no effect: the loss scale continues where it was"),
-    **dict.fromkeys(("min_loss_scale", "loss_scale_window", "hysteresis"), _SCALER),
-    **dict.fromkeys(
-        (
-            "log_interval", "log_level", "tensorboard_dir", "tensorboard_log_interval", "tensorboard_queue_size",
-            "log_timers_to_tensorboard", "log_batch_size_to_tensorboard", "log_learning_rate_to_tensorboard",
-            "log_loss_scale_to_tensorboard", "log_validation_ppl_to_tensorboard", "log_memory_to_tensorboard",
-            "log_world_size_to_tensorboard", "log_params_norm", "log_num_zeros_in_grad",
-            "log_optimizer_states_to_tensorboard",
-        ),
-        _WATCHING,
-    ),
-}  # fmt: skip
-_OPTIMIZER = {
-    "optimizer": Decision(Kind.REFUSED, "one optimizer cannot use the state of another; allowed with --no-load-optim"),
-    **dict.fromkeys(
-        (
-            "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens",
-            "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction", "weight_decay",
-            "start_weight_decay", "end_weight_decay", "weight_decay_incr_style",
-        ),
-        _LR,
-    ),
-    "clip_grad": Decision(Kind.APPLIED, "the new limit applies from here"),
-    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum"), _STEP),
-    **dict.fromkeys(("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"), _LOADING),
-}  # fmt: skip
-_DATA = {
-    **dict.fromkeys(
-        (
-            "data_path",
-            "train_data_path",
-            "train_doc_idx_path",
-            "train_sample_idx_path",
-            "train_shuffle_idx_path",
-        ),
-        _FILES,
-    ),
-    "valid_data_path": _EVALUATED,
-    "test_data_path": _EVALUATED,
-    "split": Decision(
-        Kind.DATA,
+        "so --train-iters is another number of samples": "global_batch_size",
+        "training continues at sample {sample}, none is repeated or skipped, with the batch of the new ramp":
+            "rampup_batch_size",
+        f"samples are shuffled anew, so {_ORDER}": "seed",
+        f"unless these are the same files at another path, {_ORDER}":
+            "data_path train_data_path train_doc_idx_path train_sample_idx_path train_shuffle_idx_path",
+        "unless these are the same files at another path, losses before and after are of different samples":
+            "valid_data_path test_data_path",
         f"other documents are in the training set, so {_ORDER}, and samples of the training set may appear in "
-        "validation or test",
-    ),
-    "eod_mask_loss": Decision(Kind.APPLIED, "losses before and after are of different tokens"),
-    **dict.fromkeys(
-        ("data_impl", "data_cache_path", "num_workers"),
-        Decision(Kind.FREE, "the samples and their order stay"),
-    ),
-    **dict.fromkeys(("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"), _TOKENS),
-}
-_CHECKPOINT = {
-    **dict.fromkeys(
-        (
-            "save", "save_interval", "keep_last", "no_save_optim", "no_save_rng", "checkpoint_engine",
-            "checkpoint_durability", "host_cache_size", "io_threads", "io_block_size", "direct_io", "checksum",
-            "verify_restored_state", "take_over", "allow_other_checkpoints", "library_options",
-        ),
-        _SAVING,
-    ),
-    **dict.fromkeys(
-        (
-            "load", "load_tag", "no_load_optim", "no_load_rng", "no_load_lr_state", "finetune",
-            "exit_on_missing_checkpoint", "allow_start_over", "prefetch_on_start", "prefetch_limit",
-            "verify_checkpoint", "redistribute", "universal_checkpoint", "reset_iteration",
-        ),
-        _LOADING,
-    ),
+        "validation or test": "split",
+        "the weights know tokens by the old tokenizer's ids: unless this is the same tokenizer at another path, tokens "
+        "and weights no longer match": "tokenizer_type tokenizer_model vocab_file merge_file vocab_size",
+    },
+    Kind.NO_EFFECT: {
+        "no effect: all weights come from the checkpoint": "init_method_std",
+        "no effect except on another layout or with --no-load-rng: else random states are restored":
+            "data_parallel_random_init",
+        "no effect: the loss scale continues where it was": "initial_loss_scale",
+    },
+    Kind.FREE: {
+        "the checkpoint is loaded onto any layout that its engine allows (else refused); the samples and their order "
+        "stay":
+            "tensor_model_parallel_size pipeline_model_parallel_size no_pipeline_parallel world_size "
+            "data_parallel_size",
+        "it changes what is kept for the backward pass, and where; gradients are the same":
+            "checkpoint_activations checkpoint_num_layers recompute_activations recompute_granularity "
+            "recompute_method recompute_num_layers deepspeed_activation_checkpointing partition_activations "
+            "contigious_checkpointing checkpoint_in_cpu synchronize_each_layer profile_backward",
+        "it concerns this process and machine only":
+            "distributed_backend distributed_timeout_minutes local_rank rank exit_signal_handler "
+            "allow_injected_faults",
+        "every accepted value runs as stage 1": "zero_stage zero_stage_asked",
+        "it is a path; the settings in the file are compared as flags": "deepspeed_config",
+        "an iteration has the same samples; dropout masks and rounding differ": "micro_batch_size",
+        "the data order stays; the learning rate decays over --lr-decay-samples": "train_samples",
+        "the data order stays; the learning rate decays over --lr-decay-iters": "train_iters",
+        "it changes when this launch evaluates or ends; the data order stays":
+            "eval_interval eval_iters exit_interval exit_duration_in_mins train_tokens",
+        "it changes what is logged, measured or traced":
+            "log_interval log_level tensorboard_dir tensorboard_log_interval tensorboard_queue_size "
+            "log_timers_to_tensorboard log_batch_size_to_tensorboard log_learning_rate_to_tensorboard "
+            "log_loss_scale_to_tensorboard log_validation_ppl_to_tensorboard log_memory_to_tensorboard "
+            "log_world_size_to_tensorboard log_params_norm log_num_zeros_in_grad "
+            "log_optimizer_states_to_tensorboard restart_trace restart_trace_dir trace_probes trace_nvtx",
+        "the samples and their order stay": "data_impl data_cache_path num_workers",
+        "it changes how and when this launch saves":
+            "save save_interval keep_last no_save_optim no_save_rng checkpoint_engine checkpoint_durability "
+            "host_cache_size io_threads io_block_size direct_io checksum verify_restored_state take_over "
+            "allow_other_checkpoints library_options",
+        "it says what this launch loads, and how":
+            "override_opt_param_scheduler use_checkpoint_opt_param_scheduler load load_tag no_load_optim no_load_rng "
+            "no_load_lr_state finetune exit_on_missing_checkpoint allow_start_over prefetch_on_start prefetch_limit "
+            "verify_checkpoint redistribute universal_checkpoint reset_iteration",
+    },
 }  # fmt: skip
-_TRACE = dict.fromkeys(("restart_trace", "restart_trace_dir", "trace_probes", "trace_nvtx"), _WATCHING)
 
 DECISIONS: dict[str, Decision] = {
-    **_MODEL, **_PARALLEL, **_TRAINING, **_OPTIMIZER, **_DATA, **_CHECKPOINT, **_TRACE
-}  # fmt: skip
+    name: Decision(kind, meaning)
+    for kind, meanings in _MEANINGS.items()
+    for meaning, settings in meanings.items()
+    for name in settings.split()
+}
 """Setting of megatron.config -> what becomes of another value of it."""
 
 _TOLD = (Kind.APPLIED, Kind.MODEL, Kind.DATA, Kind.NO_EFFECT)
@@ -277,7 +174,8 @@ def changes(saved: argparse.Namespace, mine: argparse.Namespace) -> list[str]:
     told = (Kind.MODEL,) if mine.finetune else _TOLD
     if mine.reset_iteration:
         told = tuple(kind for kind in told if kind is not Kind.DATA)
-    for name, decision in DECISIONS.items():
+    for name, spec in specs.items():
+        decision = DECISIONS[name]
         if decision.kind not in told or not hasattr(saved, name):
             continue
         if not (_matters(name, saved) and _matters(name, mine)) or (
@@ -287,7 +185,7 @@ def changes(saved: argparse.Namespace, mine: argparse.Namespace) -> list[str]:
         old, new = getattr(saved, name), getattr(mine, name)
         if _comparable(name, old) != _comparable(name, new):
             meaning = decision.meaning.format(sample=saved.consumed_train_samples)
-            lines.append(f"{_difference(name, specs[name], old, new)}: {meaning}")
+            lines.append(f"{_difference(name, spec, old, new)}: {meaning}")
     return lines
 
 

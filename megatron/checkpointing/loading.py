@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron.checkpointing import commit
 from megatron.checkpointing import naming as names
+from megatron.checkpointing.agreement import CheckpointRejectedError, together
 from megatron.checkpointing.changed_flags import check_optimizer
 from megatron.checkpointing.compatibility import cannot_be_read, check_candidate, foreign_engine
 from megatron.checkpointing.context import RunContext
@@ -59,16 +60,17 @@ def load_newest(ctx: RunContext, engine: Any) -> Progress | None:
             reader = _reader_of(ctx, candidate, op)
             op.label(engine=type(reader).__name__)
             try:
-                loaded = _load_candidate(ctx, reader, engine, candidate, op)
-            except _NotAppliedError as exc:
-                loaded, half_applied = exc.reasons, True
+                return _load_candidate(ctx, reader, engine, candidate, op)
+            except CheckpointRejectedError as rejected:
+                logger.debug("%s cannot be used", candidate.directory, exc_info=rejected)
+                half_applied = half_applied or isinstance(rejected, _NotAppliedError)
+                problems += rejected.args
+                for reason in rejected.args:
+                    _report_rejected(ctx, reason)
             finally:
                 if reader is not ctx.checkpoint_engine:
                     reader.close()
                 reader.loads_are_over()
-            if isinstance(loaded, Progress):
-                return loaded
-            problems += loaded
         if not problems:
             if options.load_tag is not None:
                 raise CheckpointNotFoundError(
@@ -103,24 +105,23 @@ def _reader_of(ctx: RunContext, candidate: commit.Candidate, op: Operation) -> C
     name = manifest.engine if manifest else foreign_engine(ctx.config)
     if name == ctx.checkpoint_engine.name:
         return ctx.checkpoint_engine
-    reader: CheckpointEngine | None = None
-    error: str | None = None
-    with op.span("discover"):
-        try:
-            reader = create_engine(name, ctx.checkpoint_engine.options)
-        except (UnknownEngineError, EngineUnavailableError) as exc:
-            error = str(exc)
-    with op.span("barrier"):
-        failed = ctx.control.agree(error)
-    if reader is None or failed:
-        raise cannot_be_read(candidate.directory, name, f"rank {failed[0][0]}: {failed[0][1]}")
-    return reader
+    readers: list[CheckpointEngine] = []
+
+    def create() -> None:
+        with op.span("discover"):
+            try:
+                readers.append(create_engine(name, ctx.checkpoint_engine.options))
+            except (UnknownEngineError, EngineUnavailableError) as exc:
+                raise cannot_be_read(candidate.directory, name, f"rank {ctx.control.rank}: {exc}") from exc
+
+    together(ctx.control, op, create)
+    return readers[0]
 
 
 def _load_candidate(
     ctx: RunContext, reader: CheckpointEngine, engine: Any, candidate: commit.Candidate, op: Operation
-) -> Progress | list[str]:
-    """Read, verify, agree, apply. If any rank found a damaged file: what each found.
+) -> Progress:
+    """Read, verify, agree, apply. Raises CheckpointRejectedError if any rank found a damaged file.
 
     Weights and masters may then hold some of it, and are for the next candidate to replace.
     """
@@ -128,36 +129,28 @@ def _load_candidate(
     place = ctx.place
     with_optimizer = not (options.no_load_optim or options.finetune)
     states: dict[str, Any] = {}
-    error: str | None = None
     manifest = candidate.manifest
-    elsewhere = False
     if ctx.prefetch is not None:
         ctx.prefetch.hand_over(op, candidate.directory)
-    try:
+
+    def is_elsewhere() -> bool:
         with op.span("discover"):
-            elsewhere = check_candidate(
+            return check_candidate(
                 candidate, ctx.config, place.layout, ctx.padded_vocab_size, reader.redistributable
             )
-    except (CheckpointDamagedError, OSError) as exc:
-        logger.debug("%s cannot be judged", candidate.directory, exc_info=exc)
-        error = str(exc)
-    # Without a manifest each rank has judged it by what it has read itself, and one alone may have failed.
-    if manifest is None and (rejected := _agree(ctx, error, op)):
-        return rejected
-    if elsewhere:
-        return _load_elsewhere(ctx, reader, engine, candidate, op)
-    try:
+
+    def read() -> None:
         with op.span("discover"):
             live = live_state(engine, place, with_optimizer, reader.loads_in_place)
             _check_wanted(candidate, [file.name for file in live])
         checkpoint = SavedCheckpoint(candidate.directory, manifest.files if manifest else {})
         with reading(candidate.directory):  # engines name the file, where they can
-            states = reader.load_into(live, checkpoint, op)
-    except (CheckpointDamagedError, OSError) as exc:
-        logger.debug("%s cannot be read", candidate.directory, exc_info=exc)
-        error = str(exc)
-    if rejected := _agree(ctx, error, op):
-        return rejected
+            states.update(reader.load_into(live, checkpoint, op))
+
+    # Without a manifest each rank judges it by what it reads itself, and one alone may fail.
+    if is_elsewhere() if manifest else together(ctx.control, op, is_elsewhere, all):
+        return load_elsewhere(ctx, reader, engine, candidate, op)
+    together(ctx.control, op, read)
     progress = _apply(ctx, engine, candidate, states, op)
     with op.span("redistribute", "all_gather" if with_optimizer else "broadcast"):
         restore_tied_weights(engine, with_optimizer)
@@ -168,12 +161,8 @@ def _load_candidate(
     return progress
 
 
-class _NotAppliedError(CheckpointDamagedError):
-    """What a rank read is not what a checkpoint holds, as it found when it applied it. `reasons`: of each rank."""
-
-    def __init__(self, reasons: list[str]) -> None:
-        super().__init__("; ".join(reasons))
-        self.reasons = reasons
+class _NotAppliedError(CheckpointRejectedError):
+    """What a rank read is not what a checkpoint holds, as it found when it applied it."""
 
 
 def _apply(
@@ -183,43 +172,21 @@ def _apply(
 
     Raises _NotAppliedError on all ranks if they were on one. Then the next candidate replaces whatever was applied.
     """
-    progress: Progress | None = None
-    error: str | None = None
-    with op.span("load", "host_to_device"):
-        try:
-            with reading(candidate.directory):
-                saved = states[names.model_states_file(ctx.place.layout, ctx.place.at)]["args"]
-                check_optimizer(saved, namespace_from_config(ctx.config), candidate.directory)
-                progress = restore_state(engine, ctx.place, states, ctx.config)
-        except CheckpointDamagedError as exc:
-            logger.debug("%s cannot be applied", candidate.directory, exc_info=exc)
-            error = str(exc)
-        states.clear()  # giving gigabytes back to the system takes its time: here, where it is accounted for
-    rejected = _agree(ctx, error, op)
-    if progress is None or rejected:
-        raise _NotAppliedError(rejected)
-    return progress
 
+    def apply() -> Progress:
+        with op.span("load", "host_to_device"):
+            try:
+                with reading(candidate.directory):
+                    saved = states[names.model_states_file(ctx.place.layout, ctx.place.at)]["args"]
+                    check_optimizer(saved, namespace_from_config(ctx.config), candidate.directory)
+                    return restore_state(engine, ctx.place, states, ctx.config)
+            finally:
+                states.clear()  # giving gigabytes back to the system takes its time: here, where it is accounted for
 
-def _agree(ctx: RunContext, error: str | None, op: Operation) -> list[str]:
-    """What kept any rank from going on with the checkpoint, told as rejected; collective."""
-    with op.span("barrier"):
-        failed = ctx.control.agree(error)
-    reasons = [f"rank {rank}: {reason}" for rank, reason in failed]
-    for reason in reasons:
-        _report_rejected(ctx, reason)
-    return reasons
-
-
-def _load_elsewhere(
-    ctx: RunContext, reader: CheckpointEngine, engine: Any, candidate: commit.Candidate, op: Operation
-) -> Progress | list[str]:
-    """As `_load_candidate`, of a checkpoint that was saved on another layout."""
-    loaded = load_elsewhere(engine, ctx.place, ctx.config, ctx.vocab_size, candidate, reader, ctx.control, op)
-    if not isinstance(loaded, Progress):
-        for reason in loaded:
-            _report_rejected(ctx, reason)
-    return loaded
+    try:
+        return together(ctx.control, op, apply)[ctx.control.rank]
+    except CheckpointRejectedError as rejected:
+        raise _NotAppliedError(*rejected.args) from rejected
 
 
 def _check_wanted(candidate: commit.Candidate, wanted: list[str]) -> None:
@@ -237,17 +204,16 @@ def _check_wanted(candidate: commit.Candidate, wanted: list[str]) -> None:
 
 def _verify_restored(ctx: RunContext, engine: Any, candidate: commit.Candidate, op: Operation) -> None:
     """Compare the live state bit for bit with what was saved; CheckpointDamagedError on all ranks if any differs."""
-    error: str | None = None
     recorded = candidate.directory / names.tensor_hashes_file(ctx.control.rank)
-    with op.span("load", "verify", file=recorded.name):
-        try:
+
+    def compare() -> None:
+        with op.span("load", "verify", file=recorded.name):
             compare_hashes(engine, recorded)
-        except CheckpointDamagedError as exc:
-            error = str(exc)
-    with op.span("barrier"):
-        failed = ctx.control.agree(error)
-    if failed:
-        raise CheckpointDamagedError("; ".join(f"rank {rank}: {reason}" for rank, reason in failed))
+
+    try:
+        together(ctx.control, op, compare)
+    except CheckpointRejectedError as differs:
+        raise CheckpointDamagedError(str(differs)) from differs
 
 
 def _report_rejected(ctx: RunContext, problem: str) -> None:

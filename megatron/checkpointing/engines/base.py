@@ -182,11 +182,7 @@ class CheckpointEngine(ABC):
             pending = self.begin_save(files, directory, op)
             pending.release_state()
             return pending.wait()
-        saved = [self._save_file(file, directory, op) for file in files]
-        op.bytes = sum(file.num_bytes for file in saved)
-        op.num_files = len(saved)
-        op.durable = self.options.fsync
-        return saved
+        return note_saved([self._save_file(file, directory, op) for file in files], self.options, op)
 
     def load(self, names: Sequence[str], checkpoint: SavedCheckpoint, op: Operation) -> dict[str, Any]:
         """Read the states called `names`; tensors on the CPU.
@@ -201,8 +197,7 @@ class CheckpointEngine(ABC):
                 size = check_size(path, expected)
                 states[name] = self._load_file(path, expected, op)
             num_bytes += size
-        op.bytes = (op.bytes or 0) + num_bytes
-        op.num_files = (op.num_files or 0) + len(states)
+        note_loaded(num_bytes, len(states), op)
         return states
 
     def load_into(
@@ -243,6 +238,20 @@ class CheckpointEngine(ABC):
 
     def _load_file(self, path: Path, expected: SavedFile | None, op: Operation) -> Any:
         raise NotImplementedError(f"{type(self).__name__} must implement _load_file or override load")
+
+
+def note_saved(saved: list[SavedFile], options: EngineOptions, op: Operation) -> list[SavedFile]:
+    """`saved`, with its figures noted as those of the save `op`."""
+    op.bytes = sum(file.num_bytes for file in saved)
+    op.num_files = len(saved)
+    op.durable = options.fsync
+    return saved
+
+
+def note_loaded(num_bytes: int, num_files: int, op: Operation) -> None:
+    """Add to what the load `op` has read."""
+    op.bytes = (op.bytes or 0) + num_bytes
+    op.num_files = (op.num_files or 0) + num_files
 
 
 def refuse_duplicates(files: Sequence[FileState]) -> None:

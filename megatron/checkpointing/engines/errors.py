@@ -56,8 +56,8 @@ def damaged_files() -> Iterator[None]:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Within it, a file of a checkpoint is read: whatever that raises is damage to `path`.
+def reading(path: Path, kind: str = "") -> Iterator[None]:
+    """Within it, a file of a checkpoint is read: whatever that raises is damage to `path`, which is to be a `kind`.
 
     What a damaged file makes of a parser is beyond listing. These keep their meaning: CheckpointError and OSError,
     which name a file themselves; a flag or a package that is wrong; and want of memory.
@@ -71,7 +71,8 @@ def reading(path: Path) -> Iterator[None]:
     except Exception as exc:
         if _is_want_of_memory(exc):
             raise
-        raise CheckpointDamagedError(f"{path}: cannot be read ({type(exc).__name__}: {exc})") from exc
+        what = f" as {kind}" if kind else ""
+        raise CheckpointDamagedError(f"{path}: cannot be read{what} ({type(exc).__name__}: {exc})") from exc
 
 
 def _is_want_of_memory(exc: Exception) -> bool:

@@ -1,16 +1,53 @@
-"""For engines that keep each state in a directory of its own: finding its files, and one tensor for the rest."""
+"""For engines that keep each state in a directory of its own: loading it, and one tensor for what is no tensor."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, ClassVar
 
 import torch
 
-from megatron.checkpointing.engines.base import SavedCheckpoint, SavedFile, check_size
-from megatron.checkpointing.engines.errors import CheckpointDamagedError
+from megatron.checkpointing.engines.base import (
+    CheckpointEngine,
+    EngineOptions,
+    SavedCheckpoint,
+    SavedFile,
+    check_size,
+    note_loaded,
+    note_saved,
+)
+from megatron.checkpointing.engines.errors import CheckpointDamagedError, reading
+from megatron.checkpointing.engines.file_loads import report_load
+from megatron.fileio.files import sync_directory
+from megatron.fileio.timed_files import Timeline
+from restart_trace.clock import now_ns
+from restart_trace.recorder import Operation
+
+
+class StateDirectoryEngine(CheckpointEngine):
+    """The reading side of an engine that keeps each state in a directory."""
+
+    metadata: ClassVar[str]  # name of the file without which there is no state
+    kind: ClassVar[str]  # what a message calls such a directory
+
+    def load(self, names: Sequence[str], checkpoint: SavedCheckpoint, op: Operation) -> dict[str, Any]:
+        states: dict[str, Any] = {}
+        for name in names:
+            start, timeline, root = now_ns(), Timeline(), checkpoint.path(name)
+            files = find_files(name, checkpoint, self.metadata)
+            with reading(root, self.kind):
+                states[name] = self._load_state(root, files, timeline)
+            num_bytes = sum(file.num_bytes for file in files.values())
+            report_load(op, name, timeline, start, num_bytes)
+            note_loaded(num_bytes, len(files), op)
+        return states
+
+    @abstractmethod
+    def _load_state(self, root: Path, files: Mapping[str, SavedFile], timeline: Timeline) -> Any:
+        """The state in `root`, whose files are `files` by their path in it; "read" and "verify" go to `timeline`."""
 
 
 def find_files(name: str, checkpoint: SavedCheckpoint, needed: str) -> dict[str, SavedFile]:
@@ -37,6 +74,18 @@ def find_files(name: str, checkpoint: SavedCheckpoint, needed: str) -> dict[str,
 
 def _unknown(path: Path, directory: Path) -> SavedFile:
     return SavedFile(str(path.relative_to(directory)), path.stat().st_size, "none")
+
+
+def finish_save(
+    directory: Path, saved: list[SavedFile], options: EngineOptions, op: Operation, *, blocking: bool
+) -> list[SavedFile]:
+    """`saved`, written by the save `op`. The libraries leave directories to chance: here they are synchronised."""
+    if options.fsync:
+        with op.span("flush", "fsync", blocking=blocking):
+            parents = {parent for file in saved for parent in PurePosixPath(file.name).parents}
+            for parent in sorted(parents, reverse=True):
+                sync_directory(directory / parent)
+    return note_saved(saved, options, op)
 
 
 def pack(content: Any) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,15 @@ def write_state(state: Any, file: Any) -> None:
     except RuntimeError as exc:
         # torch's zip writer hides the OSError of the file behind an error of its own
         raise (exc.__context__ if isinstance(exc.__context__, OSError) else exc) from None
+
+
+def report_writing(
+    add: Callable[..., None], name: str, opened_ns: int, closed_ns: int, write_ns: int, num_bytes: int
+) -> None:
+    """Spans of a torch.save of `num_bytes` into the file `name`; `add`: Operation's, or one that keeps them for it."""
+    serialize_ns = closed_ns - opened_ns - write_ns
+    add("serialize", None, opened_ns, closed_ns, duration_ns=serialize_ns, file=name)
+    add("flush", "write", opened_ns, closed_ns, duration_ns=write_ns, file=name, num_bytes=num_bytes)
 
 
 def read_state(path: Path, expected: SavedFile | None, verify: bool, op: Operation) -> Any:

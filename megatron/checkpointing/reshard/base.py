@@ -7,34 +7,31 @@ from typing import Any
 
 from megatron.checkpointing.changed_flags import check_optimizer
 from megatron.checkpointing.commit import Candidate, Manifest
+from megatron.checkpointing.context import RunContext
 from megatron.checkpointing.engines.base import CheckpointEngine, SavedCheckpoint
 from megatron.checkpointing.foreign import ForeignCheckpoint
-from megatron.checkpointing.naming import RankPlace
 from megatron.checkpointing.state import Progress
-from megatron.config import Config
 from megatron.config.arguments import namespace_from_config
-from megatron.parallel.control_plane import ControlPlane
 from restart_trace.recorder import Operation
 
 
 class LayoutLoad(ABC):
-    """One load onto another layout."""
+    """One load onto another layout, with the checkpoint engine `reader`."""
 
     def __init__(
         self,
+        ctx: RunContext,
+        reader: CheckpointEngine,
         engine: Any,
-        place: RankPlace,
-        config: Config,
-        vocab_size: int,
         candidate: Candidate,
         foreign: ForeignCheckpoint | None,
         op: Operation,
     ) -> None:
-        """`vocab_size`: the tokenizer's. `candidate` has a manifest, made for it if it is `foreign`."""
+        """`candidate` has a manifest, made for it if it is `foreign`."""
+        self._ctx = ctx
+        self._place = ctx.place
+        self._reader = reader
         self._engine = engine
-        self._place = place
-        self._config = config
-        self._vocab_size = vocab_size
         self._directory = candidate.directory
         self._manifest: Manifest = candidate.manifest  # pyright: ignore[reportAttributeAccessIssue]
         self._checkpoint = SavedCheckpoint(candidate.directory, self._manifest.files)
@@ -44,8 +41,8 @@ class LayoutLoad(ABC):
 
     def _check_optimizer(self) -> None:
         """Raises CheckpointMismatchError if `_common` is of a run with another optimizer."""
-        check_optimizer(self._common["args"], namespace_from_config(self._config), self._directory)
+        check_optimizer(self._common["args"], namespace_from_config(self._ctx.config), self._directory)
 
     @abstractmethod
-    def run(self, reader: CheckpointEngine, control: ControlPlane) -> Progress:
+    def run(self) -> Progress:
         """Read, verify and apply; collective over all ranks, and raises on all of them as `together`."""

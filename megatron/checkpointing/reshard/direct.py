@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from megatron.checkpointing import naming as names
-from megatron.checkpointing.engines.base import CheckpointEngine, PlacedTensor, SavedCheckpoint
+from megatron.checkpointing.agreement import CheckpointRejectedError, together
+from megatron.checkpointing.engines.base import PlacedTensor, SavedCheckpoint, note_loaded
 from megatron.checkpointing.engines.errors import CheckpointMismatchError, reading
-from megatron.checkpointing.reshard.agreement import CheckpointRejectedError, together
 from megatron.checkpointing.reshard.base import LayoutLoad
 from megatron.checkpointing.reshard.gathering import update_weights
 from megatron.checkpointing.reshard.reading import Reading
@@ -33,14 +33,8 @@ from megatron.checkpointing.shard_metadata import (
     layer_placements,
     shard_placement,
 )
-from megatron.checkpointing.state import (
-    Progress,
-    restore_optimizer,
-    restore_progress,
-    restore_tied_weights,
-)
+from megatron.checkpointing.state import Progress, restore_optimizer, restore_progress, restore_tied_weights
 from megatron.fileio.checksums import RangeChecksum
-from megatron.parallel.control_plane import ControlPlane
 from megatron.parallel.parameter_slice import slice_of
 from megatron.parallel.topology import Layout
 
@@ -69,12 +63,12 @@ class DirectLoad(LayoutLoad):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        options = self._config.checkpoint
+        options = self._ctx.config.checkpoint
         self._with_optimizer = not (options.no_load_optim or options.finetune)
         self._shard: dict[str, Any] = {}
         self._weights: list[Target] = []
 
-    def run(self, reader: CheckpointEngine, control: ControlPlane) -> Progress:
+    def run(self) -> Progress:
         """Plan, read and verify, apply; collective over all ranks, and raises on all of them as `together`.
 
         CheckpointMismatchError, before any tensor is read, names what the checkpoint lacks.
@@ -82,24 +76,24 @@ class DirectLoad(LayoutLoad):
         reading: list[Reading] = []
 
         def make_plan() -> Share:
-            reading.append(self._plan(reader, surveyed))
+            reading.append(self._plan(surveyed))
             return reading[0].share()
 
         def verify(checksums: list[list[RangeChecksum]]) -> None:
             with self._op.span("load", "verify"):
                 wrong = damage(shares, [part for mine in checksums for part in mine], self._directory)
             if wrong:
-                raise CheckpointRejectedError(wrong)
+                raise CheckpointRejectedError(*wrong)
 
-        surveyed = together(
-            control, self._op, lambda: self._survey(reader, control.rank, control.world_size), _joined
-        )
+        control = self._ctx.control
+        surveyed = together(control, self._op, self._survey, _joined)
         shares = together(control, self._op, make_plan)
-        together(control, self._op, lambda: self._read(reading[0], shares, control.rank), verify)
+        together(control, self._op, lambda: self._read(reading[0], shares), verify)
         return self._apply()
 
-    def _survey(self, reader: CheckpointEngine, rank: int, world_size: int) -> _Survey:
+    def _survey(self) -> _Survey:
         """What the old files hold: each is looked into by one rank, and all hear of it."""
+        rank, world_size = self._ctx.control.rank, self._ctx.control.world_size
         old = Layout(**self._manifest.layout)
         first = old.coordinates(0)
         optimizer_file = names.optimizer_file(old, first, self._place.params_dtype)
@@ -115,22 +109,22 @@ class DirectLoad(LayoutLoad):
                 *([optimizer_file] if self._with_optimizer else []),
             ]
             with reading(self._directory):
-                found.values = [reader.load_values(name, self._checkpoint, self._op) for name in wanted]
+                found.values = [self._reader.load_values(name, self._checkpoint, self._op) for name in wanted]
         with self._op.span("discover"), reading(self._directory):
-            if reader.wants_placements:
+            if self._reader.wants_placements:
                 files = self._manifest.files
                 mine = {name: files[name] for name in _share(sorted(files), rank, world_size)}
-                found.tensors = reader.placed_tensors(SavedCheckpoint(self._directory, mine), self._op)
+                found.tensors = self._reader.placed_tensors(SavedCheckpoint(self._directory, mine), self._op)
             elif self._with_optimizer:
                 ranks = _share(range(old.world_size), rank, world_size)
-                shards = self._torch_shards(reader)
+                shards = self._torch_shards()
                 found.tensors = shards.flat_groups(ranks, self._place.params_dtype)
         return found
 
-    def _plan(self, reader: CheckpointEngine, surveyed: _Survey) -> Reading:
+    def _plan(self, surveyed: _Survey) -> Reading:
         """What this rank reads: into live tensors, and into memory for the moments. `surveyed`: by all ranks."""
         with self._op.span("discover"), reading(self._directory):
-            index = SourceIndex(self._placed_tensors(reader, surveyed.tensors))
+            index = SourceIndex(self._placed_tensors(surveyed.tensors))
         self._common = surveyed.values[0]
         self._check_optimizer()
         if self._with_optimizer:
@@ -140,18 +134,15 @@ class DirectLoad(LayoutLoad):
         else:
             self._weights = self._live_weights()
             here = self._place.at.dp
-            targets = [
-                target for target, dp in zip(self._weights, self._readers(), strict=True) if dp == here
-            ]
+            targets = [it for it, dp in zip(self._weights, self._readers(), strict=True) if dp == here]
         with self._op.span("redistribute", "reshard"):
-            options = self._config.checkpoint
+            options = self._ctx.config.checkpoint
             sizes = {self._directory / name: file.num_bytes for name, file in self._manifest.files.items()}
             return Reading(plan(targets, index), sizes, options.direct_io, options.io_threads)
 
-    def _read(self, reading: Reading, shares: list[Share], rank: int) -> list[RangeChecksum]:
-        checksums = reading.run(shares, rank, self._op)
-        self._op.bytes = (self._op.bytes or 0) + reading.bytes_read
-        self._op.num_files = (self._op.num_files or 0) + reading.num_files
+    def _read(self, reading: Reading, shares: list[Share]) -> list[RangeChecksum]:
+        checksums = reading.run(shares, self._ctx.control.rank, self._op)
+        note_loaded(reading.bytes_read, reading.num_files, self._op)
         return checksums
 
     def _readers(self) -> list[int]:
@@ -179,7 +170,7 @@ class DirectLoad(LayoutLoad):
                 restore_optimizer(engine, self._place, self._shard)
             else:
                 engine.optimizer._restore_from_bit16_weights()
-            progress = restore_progress(engine, self._common, self._config)
+            progress = restore_progress(engine, self._common, self._ctx.config)
         if self._with_optimizer:
             update_weights(engine.optimizer, self._op)
         else:
@@ -187,35 +178,35 @@ class DirectLoad(LayoutLoad):
                 restore_tied_weights(engine, False)
         return progress
 
-    def _torch_shards(self, reader: CheckpointEngine) -> TorchShards:
+    def _torch_shards(self) -> TorchShards:
         parts = {name: slice_of(param, name) for name, param in self._engine.module.named_parameters()}
         interleaved = self._foreign is not None and self._foreign.heads_interleaved
         return TorchShards(
-            reader, self._directory, self._manifest, parts, self._vocab_size, interleaved, self._op
+            self._reader, self._directory, self._manifest, parts, self._ctx.vocab_size, interleaved, self._op
         )
 
-    def _placed_tensors(self, reader: CheckpointEngine, surveyed: list[Any]) -> list[PlacedTensor]:
-        if reader.wants_placements:
+    def _placed_tensors(self, surveyed: list[Any]) -> list[PlacedTensor]:
+        if self._reader.wants_placements:
             return surveyed
-        shards = self._torch_shards(reader)
+        shards = self._torch_shards()
         if self._with_optimizer:
             return shards.optimizer_tensors(surveyed)
-        layers = {
-            number: {
-                key: placement["name"]
-                for key, placement in layer_placements(self._engine, layer, self._vocab_size).items()
+        return shards.weights(
+            {
+                number: {key: placement["name"] for key, placement in self._placements_of(layer).items()}
+                for number, layer in layer_modules(self._engine)
             }
-            for number, layer in layer_modules(self._engine)
-        }
-        return shards.weights(layers)
+        )
+
+    def _placements_of(self, layer: torch.nn.Module) -> dict[str, dict[str, Any]]:
+        return layer_placements(self._engine, layer, self._ctx.vocab_size)
 
     def _live_weights(self) -> list[Target]:
         """The live weights of this stage's layers."""
         targets = []
         for _, layer in layer_modules(self._engine):
             state = layer.state_dict()
-            placements = layer_placements(self._engine, layer, self._vocab_size)
-            targets += [Target(state[key], WEIGHT, placement) for key, placement in placements.items()]
+            targets += [Target(state[key], WEIGHT, it) for key, it in self._placements_of(layer).items()]
         return targets
 
     def _optimizer(self, saved: Mapping[str, Any], index: SourceIndex) -> list[Target]:
@@ -224,10 +215,8 @@ class DirectLoad(LayoutLoad):
         own = self._engine.optimizer.state_dict()
         masters = own["single_partition_of_fp32_groups"]
         params = [param for group in inner.param_groups for param in group["params"]]
-        held = [
-            fragments(partition, self._vocab_size)
-            for partition in flat_partitions(self._engine, self._place.at.dp)
-        ]
+        partitions = flat_partitions(self._engine, self._place.at.dp)
+        held = [fragments(partition, self._ctx.vocab_size) for partition in partitions]
         kinds = sorted(index.kinds() - {WEIGHT, _MASTER})
         with reading(self._directory):
             base = saved["base_optimizer_state"]

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megatron.checkpointing.agreement import together
 from megatron.checkpointing.commit import Candidate, Manifest
 from megatron.checkpointing.engines.base import CheckpointEngine, SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointMismatchError
 from megatron.checkpointing.foreign import FIRST_FILE, ForeignCheckpoint, describe
-from megatron.checkpointing.reshard.agreement import together
 from megatron.fileio.zip_records import directory_checksum
 from megatron.parallel.control_plane import ControlPlane
 from restart_trace.recorder import Operation

@@ -24,16 +24,14 @@ from typing import Any
 import torch
 
 from megatron.checkpointing import naming as names
-from megatron.checkpointing.engines.base import CheckpointEngine
+from megatron.checkpointing.agreement import together
 from megatron.checkpointing.engines.errors import CheckpointError, CheckpointMismatchError, reading
 from megatron.checkpointing.engines.torch_files import verify_file
 from megatron.checkpointing.engines.unpickling import known_classes
 from megatron.checkpointing.foreign import FIRST_FILE, ForeignCheckpoint
 from megatron.checkpointing.ownership import newest_owner
-from megatron.checkpointing.reshard.agreement import together
 from megatron.checkpointing.reshard.base import LayoutLoad
 from megatron.checkpointing.state import Progress, restore_progress, settings_kept, universal_checkpoint_info
-from megatron.parallel.control_plane import ControlPlane
 from megatron.parallel.topology import Layout
 
 CONVERSION_EVENT = (
@@ -47,19 +45,18 @@ class UniversalLoad(LayoutLoad):
 
     _patterns: dict[str, Any] | None = None  # to convert by, where the checkpoint has others: upstream's
 
-    def run(self, reader: CheckpointEngine, control: ControlPlane) -> Progress:
+    def run(self) -> Progress:
         """Verify, convert, load, apply; collective over all ranks, and raises on all of them as `together`.
 
         CheckpointMismatchError, before anything is converted, says that the checkpoint was saved with other patterns.
         """
-        together(control, self._op, lambda: self._check(reader, control))
-        folder = self._directory.with_name(
-            names.temporary_directory(
-                f"universal_{self._directory.name}", _attempt_in(self._directory.parent)
-            )
-        )
+        control = self._ctx.control
+        together(control, self._op, self._check)
+        attempt = _attempt_in(self._directory.parent)
+        name = names.temporary_directory(f"universal_{self._directory.name}", attempt)
+        folder = self._directory.with_name(name)
         try:
-            folders = together(control, self._op, lambda: self._convert(folder, control.rank))
+            folders = together(control, self._op, lambda: self._convert(folder))
             together(control, self._op, lambda: self._load(folders[0]))
         finally:
             if control.rank == 0:
@@ -67,15 +64,15 @@ class UniversalLoad(LayoutLoad):
                     shutil.rmtree(folder, ignore_errors=True)
         return self._apply()
 
-    def _check(self, reader: CheckpointEngine, control: ControlPlane) -> None:
+    def _check(self) -> None:
         """The patterns are those of this program, and the files (a share of them on each rank) are what was saved."""
         old = Layout(**self._manifest.layout)
         files = self._manifest.files
         first = names.model_states_file(old, old.coordinates(0))
         with reading(self._directory / first):
-            self._common = reader.load_values(first, self._checkpoint, self._op)
+            self._common = self._reader.load_values(first, self._checkpoint, self._op)
             padded = self._manifest.model["padded_vocab_size"]
-            patterns = universal_checkpoint_info(self._config.model, old.tp, self._vocab_size, padded)
+            patterns = universal_checkpoint_info(self._ctx.config.model, old.tp, self._ctx.vocab_size, padded)
         if self._foreign is not None:
             self._check_foreign(self._foreign)
             self._patterns = patterns_for_upstream(patterns)
@@ -85,10 +82,10 @@ class UniversalLoad(LayoutLoad):
                 "conversion than this program would use, which may split its parameters wrongly; drop the flag"
             )
         self._check_optimizer()
-        if not reader.options.verify_checksums:
+        if not self._reader.options.verify_checksums:
             return
         states = sorted(name for name in files if name.endswith(".pt"))
-        for name in states[control.rank :: control.world_size]:
+        for name in states[self._ctx.control.rank :: self._ctx.control.world_size]:
             verify_file(self._directory / name, files[name], self._op)
 
     def _check_foreign(self, foreign: ForeignCheckpoint) -> None:
@@ -98,9 +95,9 @@ class UniversalLoad(LayoutLoad):
                 "lies head by head, and DeepSpeed's conversion leaves it so; drop the flag"
             )
 
-    def _convert(self, folder: Path, rank: int) -> Path | None:
+    def _convert(self, folder: Path) -> Path | None:
         """On rank 0: have `folder` made, with the checkpoint in it; returns where."""
-        if rank != 0:
+        if self._ctx.control.rank != 0:
             return None
         target = folder / self._directory.name
         source = folder / "source" if self._patterns is not None else self._directory
@@ -154,7 +151,7 @@ class UniversalLoad(LayoutLoad):
     def _apply(self) -> Progress:
         """Make what was read the state of training; collective over all ranks."""
         with self._op.span("load", "host_to_device"):
-            progress = restore_progress(self._engine, self._common, self._config)
+            progress = restore_progress(self._engine, self._common, self._ctx.config)
         with self._op.span("redistribute", "all_gather"):
             self._engine.optimizer.update_lp_params()
         return progress

@@ -27,6 +27,7 @@ from megatron.checkpointing.engines.base import (
     FileState,
     PendingSave,
     SavedFile,
+    note_saved,
 )
 from megatron.checkpointing.engines.datastates import format as file_format
 from megatron.checkpointing.engines.datastates.library import GIB, Library, find_library, open_library
@@ -105,11 +106,8 @@ class DataStatesEngine(CheckpointEngine):
         # The library ends the whole process when the storage is full.
         storage = os.statvfs(directory)
         if storage.f_bavail * storage.f_frsize < needed:
-            raise OSError(
-                errno.ENOSPC,
-                f"{needed} bytes do not fit into {storage.f_bavail * storage.f_frsize}",
-                str(directory),
-            )
+            free = storage.f_bavail * storage.f_frsize
+            raise OSError(errno.ENOSPC, f"{needed} bytes do not fit into {free}", str(directory))
         if self._library is None:
             self._library = open_library(self._cache_bytes, self.options.rank, dict(self.options.library))
             logger.info(
@@ -143,11 +141,8 @@ class _Part:
     @property
     def num_bytes(self) -> int:
         """At most what the file will have."""
-        return (
-            sum(_aligned_bytes(tensor) for tensor in self.apart.tensors)
-            + len(self.apart.pickled)
-            + _SLACK_BYTES
-        )
+        tensor_bytes = sum(_aligned_bytes(tensor) for tensor in self.apart.tensors)
+        return tensor_bytes + len(self.apart.pickled) + _SLACK_BYTES
 
     def stage(self) -> int:
         """Make what the library cannot change under: returns how many bytes were copied.
@@ -191,9 +186,8 @@ class _DataStatesSave(PendingSave):
         try:
             with self._op.span("device_to_host") as span:
                 self._library.wait_for_copies()
-                span.bytes = sum(
-                    t.nbytes for part in self._parts for t in part.staged if t.device.type != "cpu"
-                )
+                staged = [tensor for part in self._parts for tensor in part.staged]
+                span.bytes = sum(tensor.nbytes for tensor in staged if tensor.device.type != "cpu")
         except Exception as exc:  # `wait` tells it
             self._error = exc
 
@@ -215,10 +209,7 @@ class _DataStatesSave(PendingSave):
             span.bytes = num_bytes
         given_up = "DataStates says that all is written" if done else f"given up after {timeout:.0f} s"
         saved = [self._settle(part, 0.0 if done else deadline, given_up) for part in self._parts]
-        self._op.bytes = sum(file.num_bytes for file in saved)
-        self._op.num_files = len(saved)
-        self._op.durable = self._options.fsync
-        return saved
+        return note_saved(saved, self._options, self._op)
 
     def _settle(self, part: _Part, deadline: float, given_up: str) -> SavedFile:
         """Wait until the file holds what it must, synchronise it and take its checksum."""

@@ -28,16 +28,18 @@ from megatron.checkpointing.engines.base import (
     EngineOptions,
     FileState,
     PendingSave,
-    SavedCheckpoint,
     SavedFile,
     refuse_duplicates,
 )
 from megatron.checkpointing.engines.dcp.storage import METADATA, Failure, Reader, Writer, cause_of
-from megatron.checkpointing.engines.errors import CheckpointDamagedError, reading
-from megatron.checkpointing.engines.file_loads import report_load
-from megatron.checkpointing.engines.state_files import find_files, pack, total_bytes, unpack
+from megatron.checkpointing.engines.state_files import (
+    StateDirectoryEngine,
+    finish_save,
+    pack,
+    total_bytes,
+    unpack,
+)
 from megatron.fileio.checksums import checksum_text
-from megatron.fileio.files import DamagedFileError, sync_directory
 from megatron.fileio.timed_files import Timeline
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
@@ -49,10 +51,12 @@ _SKELETON, _TENSORS = "skeleton", "state/"  # keys in the library's state dict
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
-class DcpEngine(CheckpointEngine):
+class DcpEngine(StateDirectoryEngine):
     """dcp.save: training waits for all of it. Threads and fsync are the library's, per file."""
 
     name = "dcp"
+    metadata = METADATA
+    kind = "a checkpoint"
 
     def save(self, files: Sequence[FileState], directory: Path, op: Operation) -> list[SavedFile]:
         refuse_duplicates(files)
@@ -65,23 +69,22 @@ class DcpEngine(CheckpointEngine):
                 save(_for_library(file.state), storage_writer=writer, no_dist=True)
             except CheckpointException as exc:
                 raise failure.error or cause_of(exc) from None
-            _report_writing(op, file.name, writer, start, now_ns(), blocking=True)
+            _report_writing(op, file.name, writer, start, now_ns(), True)
             saved += _saved_files(file.name, writer)
-        _finish(directory, [file.name for file in files], saved, self.options.fsync, op, True)
-        return saved
+        return finish_save(directory, saved, self.options, op, blocking=True)
 
-    def load(self, names: Sequence[str], checkpoint: SavedCheckpoint, op: Operation) -> dict[str, Any]:
-        states: dict[str, Any] = {}
-        for name in names:
-            start = now_ns()
-            files = find_files(name, checkpoint, METADATA)
-            with reading(checkpoint.path(name)):
-                states[name] = _load_state(
-                    checkpoint.path(name), files, self.options.verify_checksums, op, start
-                )
-            op.bytes = (op.bytes or 0) + sum(file.num_bytes for file in files.values())
-            op.num_files = (op.num_files or 0) + len(files)
-        return states
+    def _load_state(self, root: Path, files: Mapping[str, SavedFile], timeline: Timeline) -> Any:
+        reader = Reader(root, files, self.options.verify_checksums, timeline)
+        content: dict[str, Any] = {
+            name: torch.empty(item.size, dtype=item.properties.dtype)
+            for name, item in reader.tensors().items()
+        }
+        try:
+            load(content, storage_reader=reader, no_dist=True)
+        except CheckpointException as exc:  # damaged records can make the library raise anything
+            raise cause_of(exc) from None
+        skeleton = unpack(content.pop(_SKELETON, None), root)
+        return codec.join(skeleton, {name.removeprefix(_TENSORS): t for name, t in content.items()})
 
 
 class DcpAsyncEngine(DcpEngine):
@@ -177,12 +180,9 @@ class _PendingSaves(PendingSave):
         if self._failure.error is not None:
             raise self._failure.error
         for name, writer, _ in self._saves:
-            _report_writing(self._op, name, writer, writer.started_ns, writer.ended_ns, blocking=False)
+            _report_writing(self._op, name, writer, writer.started_ns, writer.ended_ns, False)
         saved = [entry for name, writer, _ in self._saves for entry in _saved_files(name, writer)]
-        _finish(
-            self._directory, [name for name, _, _ in self._saves], saved, self._options.fsync, self._op, False
-        )
-        return saved
+        return finish_save(self._directory, saved, self._options, self._op, blocking=False)
 
 
 def _for_library(state: Any) -> dict[str, Any]:
@@ -199,65 +199,13 @@ def _saved_files(name: str, writer: Writer) -> list[SavedFile]:
     ]
 
 
-def _report_writing(
-    op: Operation, name: str, writer: Writer, start: int, end: int, *, blocking: bool
-) -> None:
+def _report_writing(op: Operation, name: str, writer: Writer, start: int, end: int, blocking: bool) -> None:
     """Spans of writing one state. Times of threads that work side by side count once."""
+    window = start, end
     spent = writer.timeline.shares(["write", "fsync"], start, end)
     size = sum(file.num_bytes for file in writer.written.values())
-    op.add("serialize", None, start, end, duration_ns=spent[""], file=name, blocking=blocking)
-    op.add(
-        "flush", "write", start, end, duration_ns=spent["write"], file=name, num_bytes=size, blocking=blocking
-    )
-    if writer.sync_files:
+    op.add("serialize", None, *window, duration_ns=spent[""], file=name, blocking=blocking)
+    for detail in ("write", "fsync") if writer.sync_files else ("write",):
         op.add(
-            "flush",
-            "fsync",
-            start,
-            end,
-            duration_ns=spent["fsync"],
-            file=name,
-            num_bytes=size,
-            blocking=blocking,
+            "flush", detail, *window, duration_ns=spent[detail], file=name, num_bytes=size, blocking=blocking
         )
-
-
-def _finish(
-    directory: Path,
-    names: Sequence[str],
-    saved: Sequence[SavedFile],
-    fsync: bool,
-    op: Operation,
-    blocking: bool,
-) -> None:
-    """The library leaves the directories to chance."""
-    if fsync:
-        with op.span("flush", "fsync", blocking=blocking):
-            for path in [*(directory / name for name in names), directory]:
-                sync_directory(path)
-    op.bytes = sum(file.num_bytes for file in saved)
-    op.num_files = len(saved)
-    op.durable = fsync
-
-
-def _load_state(root: Path, files: Mapping[str, SavedFile], verify: bool, op: Operation, start: int) -> Any:
-    timeline = Timeline()
-    reader = Reader(root, files, verify, timeline)
-    content: dict[str, Any] = {
-        name: torch.empty(item.size, dtype=item.properties.dtype) for name, item in reader.tensors().items()
-    }
-    try:
-        load(content, storage_reader=reader, no_dist=True)
-        skeleton = unpack(content.pop(_SKELETON, None), root)
-        state = codec.join(skeleton, {name.removeprefix(_TENSORS): t for name, t in content.items()})
-    except (OSError, MemoryError, CheckpointDamagedError, DamagedFileError):
-        raise
-    except (Exception, CheckpointException) as exc:  # damaged records can make the library raise anything
-        cause = cause_of(exc)
-        if isinstance(cause, (OSError, MemoryError, CheckpointDamagedError, DamagedFileError)):
-            raise cause from None
-        raise CheckpointDamagedError(
-            f"{root}: cannot be read as a checkpoint ({type(cause).__name__}: {cause})"
-        ) from exc
-    report_load(op, root.name, timeline, start, sum(file.num_bytes for file in files.values()))
-    return state

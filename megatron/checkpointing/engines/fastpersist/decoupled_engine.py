@@ -1,6 +1,6 @@
 """DeepSpeed's checkpoint writer (FastPersist) in a process of its own, while training goes on.
 
-DeepSpeed's here is what writes: its writers, as fastpersist_writer.py says. The process around them is ours, because
+DeepSpeed's here is what writes: its writers, as writer.py says. The process around them is ours, because
 DeepSpeed's DecoupledCheckpointEngine
 
 - leaves the commit to DeepSpeedEngine.step, which PipelineEngine does not call: under pipelines it never commits;
@@ -9,7 +9,7 @@ DeepSpeed's DecoupledCheckpointEngine
 - drops a save without a word if its process has died, and leaves the process and its semaphores behind if it is the
   training that is killed.
 
-Ours is handed a snapshot in memory that has no name (fastpersist_snapshot.py), begins with an interpreter of its own
+Ours is handed a snapshot in memory that has no name (snapshot.py), begins with an interpreter of its own
 (subprocess), tells which exception a save met, and ends within moments of the training's end. The commit is
 megatron.checkpointing's.
 
@@ -40,9 +40,10 @@ from megatron.checkpointing.engines.base import (
     FileState,
     PendingSave,
     SavedFile,
+    note_saved,
 )
-from megatron.checkpointing.engines.errors import CheckpointSaveError, EngineUnavailableError
-from megatron.checkpointing.engines.fastpersist.process import Failure, Reply, Request
+from megatron.checkpointing.engines.errors import CheckpointSaveError
+from megatron.checkpointing.engines.fastpersist.process import Reply, Request
 from megatron.checkpointing.engines.fastpersist.snapshot import Capture, SharedMemory
 from megatron.checkpointing.engines.fastpersist.writer import WriterNotice, choose_writer
 from megatron.checkpointing.engines.torch_files import ReadsTorchFiles
@@ -83,7 +84,7 @@ class FastPersistDecoupledEngine(ReadsTorchFiles, CheckpointEngine):
             span.bytes = capture.tensor_bytes
         with op.span("serialize"):
             process.send(Request(os.fspath(directory), states))
-        return _DecoupledSave(process, self._notice, self.options.fsync, op)
+        return _DecoupledSave(process, self._notice, self.options, op)
 
     def _started(self) -> tuple[SharedMemory, WriterProcess]:
         """The memory and a process that lives: first of all, so that its imports run beside the copying."""
@@ -106,10 +107,12 @@ class FastPersistDecoupledEngine(ReadsTorchFiles, CheckpointEngine):
 
 
 class _DecoupledSave(PendingSave):
-    def __init__(self, process: WriterProcess, notice: WriterNotice, fsync: bool, op: Operation) -> None:
+    def __init__(
+        self, process: WriterProcess, notice: WriterNotice, options: EngineOptions, op: Operation
+    ) -> None:
         self._process = process
         self._notice = notice
-        self._fsync = fsync
+        self._options = options
         self._op = op
 
     def release_state(self) -> None:
@@ -121,26 +124,14 @@ class _DecoupledSave(PendingSave):
         for arguments, labels in reply.spans:
             self._op.add(*arguments, **labels, blocking=False)
         if reply.failure is not None:
-            raise _exception(reply.failure)
+            raise reply.failure
         if reply.saved:
             self._notice.give(reply.writer, self._op)
-        self._op.bytes = sum(file.num_bytes for file in reply.saved)
-        self._op.num_files = len(reply.saved)
-        self._op.durable = self._fsync
-        return reply.saved
-
-
-def _exception(failure: Failure) -> Exception:
-    if failure.errno is not None:
-        return OSError(failure.errno, failure.message, failure.filename)
-    for kind in (CheckpointSaveError, EngineUnavailableError):
-        if failure.kind == kind.__name__:
-            return kind(failure.message)
-    return CheckpointSaveError(f"the checkpoint writer failed: {failure.kind}: {failure.message}")
+        return note_saved(reply.saved, self._options, self._op)
 
 
 class WriterProcess:
-    """The training's end of fastpersist_process.py.
+    """The training's end of process.py.
 
     It ends when this end of the connection is closed. Processes that training forks may hold a copy of it, so the
     process also asks the system to be killed with the thread that started it, if that is the main thread.
@@ -162,7 +153,7 @@ class WriterProcess:
                 env=_environment(),
             )
         self._connection = Connection(ours.detach())
-        self._send(options)
+        self.send(options)
 
     @property
     def pid(self) -> int:
@@ -171,10 +162,7 @@ class WriterProcess:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def send(self, request: Request) -> None:
-        self._send(request)
-
-    def _send(self, message: object) -> None:
+    def send(self, message: EngineOptions | Request) -> None:
         """A few kilobytes at most, which the system takes at once, whether the process is listening yet or not."""
         try:
             self._connection.send_bytes(pickle.dumps(message))

@@ -2,7 +2,7 @@
 
 What DeepSpeed's FastCheckpointEngine does, torch.save into a writer of deepspeed.io, with the same writer; around it:
 every phase timed, checksums in the manifest, fsync by flag, verified and allow-listed loading (FastCheckpointEngine's
-own load, torch.load without an allow-list, cannot read what DeepSpeed saves). fastpersist_writer.py says what else.
+own load, torch.load without an allow-list, cannot read what DeepSpeed saves). writer.py says what else.
 """
 
 from __future__ import annotations
@@ -10,12 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from megatron.checkpointing.engines.base import (
-    CheckpointEngine,
-    EngineOptions,
-    FileState,
-    SavedFile,
-)
+from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedFile
 from megatron.checkpointing.engines.fastpersist.writer import StateWriter, WriterNotice
 from megatron.checkpointing.engines.host_staging import Staging, stage_on_host
 from megatron.checkpointing.engines.torch_files import ReadsTorchFiles
@@ -46,6 +41,6 @@ class FastPersistEngine(ReadsTorchFiles, CheckpointEngine):
             staging = Staging()
             state = stage_on_host(file.state, staging)
             span.bytes = staging.copied_bytes
-        saved = self._writer.write(state, staging, directory / file.name, file.name, op)
+        saved = self._writer.write(state, staging, directory / file.name, file.name, op.add)
         self._notice.give(str(self._writer.choose()), op)
         return saved

@@ -21,8 +21,9 @@ from megatron.processes.parent_process import end_with_parent
 
 # What takes time to import comes after the process has seen to its own end.
 if TYPE_CHECKING:
-    from megatron.checkpointing.engines.base import EngineOptions, SavedFile
-    from megatron.checkpointing.engines.fastpersist.snapshot import PickledState
+    from megatron.checkpointing.engines.base import SavedFile
+    from megatron.checkpointing.engines.fastpersist.snapshot import PickledState, SharedMemory
+    from megatron.checkpointing.engines.fastpersist.writer import StateWriter
 
 # Sent to whole process groups or jobs: whether they end a training is the training's to say.
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -37,23 +38,13 @@ class Request:
 
 
 @dataclass
-class Failure:
-    """An exception, without what may not be importable in the other process."""
-
-    kind: str
-    message: str
-    errno: int | None = None
-    filename: str | None = None
-
-
-@dataclass
 class Reply:
     """What came of a request. `spans` are arguments of Operation.add, of the monotonic clock that processes share."""
 
     saved: list[SavedFile] = field(default_factory=list)
     spans: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     writer: str = ""  # of DeepSpeed's, and why
-    failure: Failure | None = None
+    failure: Exception | None = None  # of a class that both processes know
 
     def add(self, *arguments: Any, **labels: Any) -> None:
         """As Operation.add."""
@@ -75,10 +66,12 @@ def main(connection_fd: int, memory_fd: int, parent: int, dies_with_thread: bool
     received: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, received), name="receive", daemon=True).start()
     options = pickle.loads(received.get())
-    writing = _Writing(options, memory_fd)
+    from megatron.checkpointing.engines.fastpersist.snapshot import SharedMemory
+    from megatron.checkpointing.engines.fastpersist.writer import StateWriter
+
+    memory, writer = SharedMemory(memory_fd), StateWriter(options)
     while True:
-        request = pickle.loads(received.get())
-        reply = writing.carry_out(request)
+        reply = _carry_out(pickle.loads(received.get()), writer, memory)
         with contextlib.suppress(
             BrokenPipeError
         ):  # nobody is left to hear of it: the thread ends the process
@@ -94,32 +87,22 @@ def _receive(connection: Connection, received: queue.SimpleQueue[bytes]) -> None
         os._exit(0)
 
 
-class _Writing:
-    def __init__(self, options: EngineOptions, memory_fd: int) -> None:
-        from megatron.checkpointing.engines.fastpersist.snapshot import SharedMemory
-        from megatron.checkpointing.engines.fastpersist.writer import StateWriter
+def _carry_out(request: Request, writer: StateWriter, memory: SharedMemory) -> Reply:
+    from megatron.checkpointing.engines.errors import CheckpointSaveError, EngineUnavailableError
+    from megatron.checkpointing.engines.fastpersist.snapshot import Restorer
+    from megatron.checkpointing.engines.host_staging import Staging, stage_on_host
 
-        self._memory = SharedMemory(memory_fd)
-        self._writer = StateWriter(options)
-
-    def carry_out(self, request: Request) -> Reply:
-        reply = Reply()
-        try:
-            self._write(request, reply)
-            reply.writer = str(self._writer.choose())
-        except OSError as exc:
-            reply.failure = Failure(type(exc).__name__, exc.strerror or str(exc), exc.errno, exc.filename)
-        except Exception as exc:  # whatever it is, the training is told
-            reply.failure = Failure(type(exc).__name__, str(exc))
-        return reply
-
-    def _write(self, request: Request, reply: Reply) -> None:
-        from megatron.checkpointing.engines.fastpersist.snapshot import Restorer
-        from megatron.checkpointing.engines.host_staging import Staging, stage_on_host
-
-        restorer = Restorer(self._memory)
+    reply = Reply()
+    try:
+        restorer = Restorer(memory)
         for pickled in request.states:
             staging = Staging()
             state = stage_on_host(restorer.state(pickled), staging)
             path = Path(request.directory) / pickled.name
-            reply.saved.append(self._writer.write(state, staging, path, pickled.name, reply))
+            reply.saved.append(writer.write(state, staging, path, pickled.name, reply.add))
+        reply.writer = str(writer.choose())
+    except (OSError, CheckpointSaveError, EngineUnavailableError) as exc:
+        reply.failure = exc
+    except Exception as exc:  # whatever it is, the training is told
+        reply.failure = CheckpointSaveError(f"the checkpoint writer failed: {type(exc).__name__}: {exc}")
+    return reply

@@ -19,14 +19,15 @@ import ctypes
 import errno
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.checkpointing.engines.base import MIB, EngineOptions, SavedFile
 from megatron.checkpointing.engines.errors import EngineUnavailableError
 from megatron.checkpointing.engines.host_staging import Staging, check_loadable
-from megatron.checkpointing.engines.torch_files import write_state
+from megatron.checkpointing.engines.torch_files import report_writing, write_state
 from megatron.fileio.files import with_name
 from megatron.fileio.zip_records import open_directory_checksum
 from restart_trace.clock import now_ns
@@ -111,22 +112,6 @@ class WriterNotice:
         op.event(WRITER_EVENT, text)
 
 
-class SpanLog(Protocol):
-    """Where the phases of a save go: an Operation, or what a process keeps for one."""
-
-    def add(
-        self,
-        phase: str,
-        detail: str | None,
-        start_ns: int,
-        end_ns: int,
-        *,
-        duration_ns: int | None = None,
-        file: str | None = None,
-        num_bytes: int | None = None,
-    ) -> None: ...
-
-
 class StateWriter:
     """Writes states as torch.save files through one of DeepSpeed's writers, chosen at the first."""
 
@@ -141,11 +126,14 @@ class StateWriter:
             self._choice = choose_writer(self._options.direct_io)
         return self._choice
 
-    def write(self, state: Any, staging: Staging, path: Path, name: str, log: SpanLog) -> SavedFile:
+    def write(
+        self, state: Any, staging: Staging, path: Path, name: str, add: Callable[..., None]
+    ) -> SavedFile:
         """Write `state`, which stage_on_host gave with `staging`, to the new file `path`, called `name`.
 
-        Records `serialize` and `flush`. Raises OSError naming the file if the storage refuses, FileExistsError among
-        them, and CheckpointSaveError if the state could not be loaded again.
+        Records `serialize` and `flush` by `add`: Operation's, or one that keeps them for it. Raises OSError naming the
+        file if the storage refuses, FileExistsError among them, and CheckpointSaveError if the state could not be
+        loaded again.
         """
         self.choose()
         opened = now_ns()
@@ -156,14 +144,10 @@ class StateWriter:
                 num_bytes, write_ns = self._write_file(state, staging.tensor_bytes, path, fd)
                 checksum = open_directory_checksum(fd)  # a few kB, of the end of the file
                 closed = now_ns()
-                serialize_ns = closed - opened - write_ns
-                log.add("serialize", None, opened, closed, duration_ns=serialize_ns, file=name)
-                log.add(
-                    "flush", "write", opened, closed, duration_ns=write_ns, file=name, num_bytes=num_bytes
-                )  # fmt: skip
+                report_writing(add, name, opened, closed, write_ns, num_bytes)
                 if self._options.fsync:
                     os.fsync(fd)
-                    log.add("flush", "fsync", closed, now_ns(), file=name, num_bytes=num_bytes)
+                    add("flush", "fsync", closed, now_ns(), file=name, num_bytes=num_bytes)
             finally:
                 os.close(fd)
         except OSError as exc:

@@ -24,6 +24,7 @@ from megatron.checkpointing.engines.base import (
     SavedCheckpoint,
     SavedFile,
     check_size,
+    note_loaded,
     refuse_duplicates,
 )
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, reading
@@ -83,28 +84,20 @@ class LazyEngine(CheckpointEngine):
             holder[name] = path
             if path not in opened:
                 opened[path] = self._open_checked(path, file, op)
-        wanted = [
-            Wanted(
-                path,
-                contents,
-                [e for name in names if holder[name] == path for e in contents.tensors_of(name)],
-            )
-            for path, contents in opened.items()
-        ]
-        targets = {
-            f"{file.name}/{name}": tensor
-            for file in live
-            for name, tensor in codec.split(file.state)[1].items()
-        }
-        tensors = read_tensors(wanted, targets, self._arena, self.options, op)
+        wanted = []
+        for path, contents in opened.items():
+            mine = [name for name in names if holder[name] == path]
+            wanted.append(Wanted(path, contents, [e for name in mine for e in contents.tensors_of(name)]))
+        targets: dict[str, torch.Tensor] = {}
+        for file in live:
+            tensors = codec.split(file.state)[1]
+            targets |= {f"{file.name}/{name}": tensor for name, tensor in tensors.items()}
+        read = read_tensors(wanted, targets, self._arena, self.options, op)
         with op.span("load", "deserialize"):
-            states = {name: _join(name, opened[holder[name]], holder[name], tensors) for name in names}
-        op.bytes = (
-            (op.bytes or 0)
-            + sum(contents.data_start for contents in opened.values())
-            + sum(entry.num_bytes for item in wanted for entry in item.entries)
-        )
-        op.num_files = (op.num_files or 0) + len(opened)
+            states = {name: _join(name, opened[holder[name]], holder[name], read) for name in names}
+        num_bytes = sum(contents.data_start for contents in opened.values())
+        num_bytes += sum(entry.num_bytes for item in wanted for entry in item.entries)
+        note_loaded(num_bytes, len(opened), op)
         return states
 
     def placed_tensors(self, checkpoint: SavedCheckpoint, op: Operation) -> list[PlacedTensor]:

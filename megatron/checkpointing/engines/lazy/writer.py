@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpointing.engines.base import EngineOptions, PendingSave, SavedFile
+from megatron.checkpointing.engines.base import EngineOptions, PendingSave, SavedFile, note_saved
 from megatron.checkpointing.engines.lazy import format as lazy_format
 from megatron.checkpointing.engines.lazy.host_cache import HostCache, gather
 from megatron.fileio import direct_files
@@ -143,10 +143,7 @@ class LazySave(PendingSave):
         self._sources = {}
         if self._error is not None:
             raise self._error
-        self._op.bytes = sum(file.num_bytes for file in self._result)
-        self._op.num_files = len(self._result)
-        self._op.durable = self._options.fsync
-        return self._result
+        return note_saved(self._result, self._options, self._op)
 
     def _all_gathered(self) -> bool:
         return self._error is not None or (self._planned and not self._waiting and self._gathering == 0)
@@ -161,12 +158,10 @@ class LazySave(PendingSave):
             with self._op.span("serialize", file=self._path.name, blocking=False):
                 self._contents = lazy_format.with_data_start(self._contents)
                 blocks = cut_into_blocks(self._contents, self._options.io_block_bytes)
-                self._sources = {
-                    name: _as_bytes(t) for name, t in self._captured.tensors.items() if t.numel()
-                }
-            fd, direct = direct_files.open_direct(
-                self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._options.direct_io
-            )
+                tensors = self._captured.tensors
+                self._sources = {name: _as_bytes(it) for name, it in tensors.items() if it.numel()}
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+            fd, direct = direct_files.open_direct(self._path, flags, self._options.direct_io)
             file = _Descriptor(fd, direct, self._path, self._options.direct_io)
             with self._condition:
                 self._waiting.extend(blocks)
@@ -364,9 +359,8 @@ class _Descriptor:
                 direct_files.write_all(self.fd, buffer[: direct_files.align_up(length)], position)
                 return
             except OSError as exc:
-                if (
-                    exc.errno != errno.EINVAL
-                ):  # some file systems let O_DIRECT be opened and refuse the transfer
+                # Some file systems let O_DIRECT be opened and refuse the transfer.
+                if exc.errno != errno.EINVAL:
                     raise
             direct_files.refuse_direct(self._path, self._mode)
             self._direct = False

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from megatron.checkpointing.engines.base import CheckpointEngine, FileState, SavedFile
 from megatron.checkpointing.engines.host_staging import Staging, check_loadable, stage_on_host
-from megatron.checkpointing.engines.torch_files import ReadsTorchFiles, write_state
+from megatron.checkpointing.engines.torch_files import ReadsTorchFiles, report_writing, write_state
 from megatron.fileio.timed_files import TimedWriter, Timeline
 from megatron.fileio.zip_records import open_directory_checksum
 from restart_trace.clock import now_ns
@@ -39,19 +39,7 @@ class TorchEngine(ReadsTorchFiles, CheckpointEngine):
             write_state(state, writer)
             del state  # giving a host copy back to the system takes time, too
             checksum = open_directory_checksum(writer.fd)  # a few kB, still in the page cache
-            closed = now_ns()
-            write_ns = timeline.total("write")
-            serialize_ns = closed - opened - write_ns
-            op.add("serialize", None, opened, closed, duration_ns=serialize_ns, file=file.name)
-            op.add(
-                "flush",
-                "write",
-                opened,
-                closed,
-                duration_ns=write_ns,
-                file=file.name,
-                num_bytes=writer.num_bytes,
-            )
+            report_writing(op.add, file.name, opened, now_ns(), timeline.total("write"), writer.num_bytes)
             if self.options.fsync:
                 with op.span("flush", "fsync", file=file.name) as span:
                     os.fsync(writer.fd)

@@ -20,21 +20,19 @@ from torchsnapshot.serialization import BUFFER_PROTOCOL_SUPPORTED_DTYPES, Serial
 from torchsnapshot.snapshot import PendingSnapshot, Snapshot
 
 from megatron.checkpointing.engines import codec
-from megatron.checkpointing.engines.base import (
-    CheckpointEngine,
-    EngineOptions,
-    FileState,
-    PendingSave,
-    SavedCheckpoint,
-    SavedFile,
-)
+from megatron.checkpointing.engines.base import EngineOptions, FileState, PendingSave, SavedFile
 from megatron.checkpointing.engines.codec import DTYPES
-from megatron.checkpointing.engines.errors import CheckpointDamagedError, reading
-from megatron.checkpointing.engines.file_loads import report_load
-from megatron.checkpointing.engines.state_files import find_files, pack, total_bytes, unpack
+from megatron.checkpointing.engines.errors import CheckpointDamagedError
+from megatron.checkpointing.engines.state_files import (
+    StateDirectoryEngine,
+    finish_save,
+    pack,
+    total_bytes,
+    unpack,
+)
 from megatron.checkpointing.engines.torchsnapshot import library
 from megatron.checkpointing.engines.torchsnapshot.storage import ReadingStorage, WritingStorage
-from megatron.fileio.files import DamagedFileError, sync_directory
+from megatron.fileio.timed_files import Timeline
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
 
@@ -55,10 +53,12 @@ class _Holder:
         self.content = state_dict
 
 
-class TorchSnapshotEngine(CheckpointEngine):
+class TorchSnapshotEngine(StateDirectoryEngine):
     """See the module. Host memory: buffers within --host-cache-size, and one rank's tensors that are not contiguous."""
 
     name = "torchsnapshot"
+    metadata = METADATA
+    kind = "a snapshot"
     asynchronous = True
 
     def __init__(self, options: EngineOptions) -> None:
@@ -71,40 +71,18 @@ class TorchSnapshotEngine(CheckpointEngine):
             pending.take(file)
         return pending
 
-    def load(self, names: Sequence[str], checkpoint: SavedCheckpoint, op: Operation) -> dict[str, Any]:
-        states: dict[str, Any] = {}
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="torchsnapshot-read") as pool:
-            for name in names:
-                start = now_ns()
-                files = find_files(name, checkpoint, METADATA)
-                with reading(checkpoint.path(name)):
-                    states[name] = self._load_state(checkpoint.path(name), files, pool, op, start)
-                op.bytes = (op.bytes or 0) + sum(file.num_bytes for file in files.values())
-                op.num_files = (op.num_files or 0) + len(files)
-        return states
-
-    def _load_state(
-        self, root: Path, files: Mapping[str, SavedFile], pool: ThreadPoolExecutor, op: Operation, start: int
-    ) -> Any:
-        execution = library.Execution()
-        storage = ReadingStorage(root, pool, files, self.options.verify_checksums, execution.timeline)
+    def _load_state(self, root: Path, files: Mapping[str, SavedFile], timeline: Timeline) -> Any:
+        execution = library.Execution(timeline)
         holder = _Holder({})
-        try:
+        with ThreadPoolExecutor(self._threads, thread_name_prefix="torchsnapshot-read") as pool:
+            storage = ReadingStorage(root, pool, files, self.options.verify_checksums, timeline)
             with library.reading(storage, execution, library.memory_budget(self.options)):
                 snapshot = Snapshot(str(root))
                 _check_entries(root, snapshot.metadata.manifest)
                 snapshot.restore({_KEY: holder})
-            if execution.errors:
-                raise execution.errors[0]
-            state = _from_library(holder.content, root)
-        except (OSError, MemoryError, CheckpointDamagedError, DamagedFileError):
-            raise
-        except Exception as exc:  # a damaged description can make the library raise anything
-            raise CheckpointDamagedError(
-                f"{root}: cannot be read as a snapshot ({type(exc).__name__}: {exc})"
-            ) from exc
-        report_load(op, root.name, execution.timeline, start, sum(file.num_bytes for file in files.values()))
-        return state
+        if execution.errors:
+            raise execution.errors[0]
+        return _from_library(holder.content, root)
 
 
 class _PendingSnapshots(PendingSave):
@@ -135,9 +113,8 @@ class _PendingSnapshots(PendingSave):
     def _take(self, file: FileState, storage: WritingStorage) -> None:
         start = now_ns()
         content = _for_library(file.state)
-        needed = 2 * total_bytes(
-            [content["skeleton"], *content["tensors"].values()]
-        )  # it counts small ones twice
+        # It counts small ones twice.
+        needed = 2 * total_bytes([content["skeleton"], *content["tensors"].values()])
         waited = now_ns()
         free = self.buffers.wait_for(needed)
         execution = library.Execution()
@@ -151,9 +128,8 @@ class _PendingSnapshots(PendingSave):
         """The time that training waited: filling buffers, storage making room for them, and the library's own."""
         timeline = execution.timeline
         staged = [interval for interval in timeline.intervals if interval[0] == "stage"]
-        if (
-            staged and tight
-        ):  # from the first buffer to the last, what is not filling them is waiting for room
+        # From the first buffer to the last, what is not filling them is waiting for room.
+        if staged and tight:
             timeline.intervals.append(("wait", min(i[1] for i in staged), max(i[2] for i in staged)))
         spent = timeline.shares(["stage", "wait"], start, end)
         bytes_copied = execution.staged_bytes
@@ -176,18 +152,8 @@ class _PendingSnapshots(PendingSave):
                 self.buffers.fail(snapshot.exc_info[1])
         if self.buffers.error is not None:
             raise self.buffers.error
-        if self._options.fsync:
-            with self._op.span("flush", "fsync", blocking=False):
-                for storage in self._storages:
-                    storage.sync_directories()
-                sync_directory(self._directory)
-        saved = [
-            file for storage in self._storages for file in sorted(storage.saved, key=lambda file: file.name)
-        ]
-        self._op.bytes = sum(file.num_bytes for file in saved)
-        self._op.num_files = len(saved)
-        self._op.durable = self._options.fsync
-        return saved
+        saved = [it for storage in self._storages for it in sorted(storage.saved, key=lambda file: file.name)]
+        return finish_save(self._directory, saved, self._options, self._op, blocking=False)
 
 
 def _for_library(state: Any) -> dict[str, Any]:

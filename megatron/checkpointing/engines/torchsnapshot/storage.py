@@ -18,7 +18,7 @@ from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.file_loads import checked_content
 from megatron.checkpointing.engines.torchsnapshot.library import Buffers
 from megatron.fileio.checksums import checksum_text, crc32
-from megatron.fileio.files import sync_directory, with_name
+from megatron.fileio.files import with_name
 from megatron.fileio.timed_files import Timeline, read_file
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
@@ -96,14 +96,6 @@ class WritingStorage(_Storage):
             os.close(fd)
         self._last_ns = now_ns()
         self.saved.append(SavedFile(f"{state}/{name}", len(view), checksum_text(crc), (state,)))
-
-    def sync_directories(self) -> None:
-        """fsync every directory of the snapshot."""
-        for path in {self._root, *(self._root.parent / file.name for file in self.saved)}:
-            while path != self._root.parent:
-                if path.is_dir():
-                    sync_directory(path)
-                path = path.parent
 
 
 class ReadingStorage(_Storage):

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpointing.agreement import CheckpointRejectedError
 from megatron.checkpointing.commit import Candidate
 from megatron.checkpointing.engines.base import EngineOptions
 from megatron.checkpointing.engines.errors import CheckpointError, CheckpointMismatchError
 from megatron.checkpointing.engines.torch.engine import TorchEngine
 from megatron.checkpointing.foreign import ForeignCheckpoint, describe, read_header
-from megatron.checkpointing.reshard.agreement import CheckpointRejectedError
 from megatron.checkpointing.reshard.foreign import with_manifest
 from megatron.checkpointing.reshard.reading import Reading
 from megatron.checkpointing.reshard.sources import WEIGHT, SourceIndex
