@@ -13,15 +13,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from typing import TypeVar
 
 from ..common.errors import CouldNotRunError
-from ..model.imported_run import (
-    ImportedIteration,
-    ImportedLoad,
-    ImportedRun,
-    Printed,
-    Range,
-)
+from ..model.imported_run import ImportedIteration, ImportedLoad, ImportedRun, Printed, Range
 from .drafts import SaveDraft
 from .fastpersist import FileStatistics, parse_statistics
 from .layout import LayoutDraft
@@ -32,17 +27,9 @@ _NUMBER = r"(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)"
 _PREFIX = r"^(?:\[\d+,\d+\]<std\w+>:|\S+: )?"
 _MOMENT = re.compile(rf"{_PREFIX}\[(\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d,\d{{3}})\]")
 _STEP_OF_TAG = re.compile(r"global_step(\d+)$")
-_LOSS = re.compile(rf"lm loss: {_NUMBER}")
 # Arguments that tell the model and what was asked for; names are upstream's.
 _KEPT_ARGUMENTS = (
-    *(
-        "num_layers",
-        "hidden_size",
-        "ffn_hidden_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "seq_length",
-    ),
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "seq_length"),
     *("micro_batch_size", "global_batch_size", "params_dtype", "zero_stage"),
     *("train_iters", "save_interval", "log_interval"),
 )
@@ -53,6 +40,18 @@ _LAYOUT_ARGUMENTS = {
     "pipeline_model_parallel_size": "pp",
     "data_parallel_size": "dp",
 }
+Handler = TypeVar("Handler", bound=Callable[..., None])
+_HANDLERS: list[tuple[re.Pattern[str], Callable[..., None]]] = []  # what `_reads` registered, in that order
+
+
+def _reads(*patterns: str) -> Callable[[Handler], Handler]:
+    """The method takes the groups of these patterns, each time that a line has one of them."""
+
+    def register(method: Handler) -> Handler:
+        _HANDLERS.extend((re.compile(pattern), method) for pattern in patterns)
+        return method
+
+    return register
 
 
 @dataclass
@@ -92,7 +91,7 @@ class LogReader:
         for pattern, handle in _HANDLERS:
             for match in pattern.finditer(line):
                 found += 1
-                handle(self, match)
+                handle(self, *match.groups())
         if statistics := parse_statistics(line):
             found += 1
             self._statistics(statistics)
@@ -103,7 +102,7 @@ class LogReader:
     def finish(self, source: str, run_id: str, world_size: int | None) -> ImportedRun:
         """The run. Raises CouldNotRunError if the layout contradicts itself or the number of ranks is unknown."""
         launched = self.layout.finish(world_size)
-        dated = [(save.step, save.first, save.last) for save in self.saves]
+        dated = [(save.step, save.first, save.last) for save in self.saves if save.first and save.last]
         to_first_step_s = None
         if self._spawned and self._first_step and self._first_step >= self._spawned:
             to_first_step_s = (self._first_step - self._spawned).total_seconds()
@@ -121,7 +120,7 @@ class LogReader:
             setup=self.setup,
             timers=self.timers,
             to_first_step_s=to_first_step_s,
-            listing=self.listing.finish([(s, first, last) for s, first, last in dated if first and last]),
+            listing=self.listing.finish(dated),
         )
 
     def _save_of(self, tag: str) -> SaveDraft:
@@ -139,8 +138,6 @@ class LogReader:
         if _STEP_OF_TAG.search(tag):
             self._save_of(tag).written[statistics.path] = statistics
 
-    # One method per pattern of _HANDLERS.
-
     def _launch_line(self) -> None:
         """A line that each launch prints once, in a known dialect. Raises CouldNotRunError at the second one."""
         self._ends_are_known = True
@@ -151,58 +148,62 @@ class LogReader:
             )
         self._launched_at = self._number
 
-    def _world(self, match: re.Match[str]) -> None:
+    @_reads(
+        r"using world size: (\d+), data-parallel-size: (\d+), (?:sequence-parallel size: (\d+), )?"
+        r"tensor-model-parallel size: (\d+), pipeline-model-parallel size: (\d+)"
+    )
+    def _world(self, *sizes: str | None) -> None:
         self._launch_line()
-        for name, value in zip(("world_size", "dp", "sp", "tp", "pp"), match.groups(), strict=True):
+        for name, value in zip(("world_size", "dp", "sp", "tp", "pp"), sizes, strict=True):
             if value is not None:
                 self.layout.state(name, int(value), self._number)
 
-    def _megatron_lm_world(self, match: re.Match[str]) -> None:
+    @_reads(r"using world size: (\d+), data-parallel size: (\d+), (.*)")
+    def _megatron_lm_world(self, world_size: str, dp: str, others: str) -> None:
         """Megatron-LM's sizes. Its versions differ in what stands between them, and in the commas."""
         self._launch_line()
-        sizes = {"world_size": int(match[1]), "dp": int(match[2])}
-        of_encoder = re.findall(r"encoder-\w+-model-parallel size: (\d+)", match[3])
+        sizes = {"world_size": int(world_size), "dp": int(dp)}
+        of_encoder = re.findall(r"encoder-\w+-model-parallel size: (\d+)", others)
         if any(int(size) for size in of_encoder):  # its ranks are no product of the sizes
             self.layout.state("world_size", sizes["world_size"], self._number)
             return
         for name, words in (("tp", "tensor"), ("pp", "pipeline")):
-            found = re.search(rf"(?<!encoder-){words}-model-parallel size: (\d+)", match[3])
-            if found:
+            if found := re.search(rf"(?<!encoder-){words}-model-parallel size: (\d+)", others):
                 sizes[name] = int(found[1])
         if {"tp", "pp"} <= sizes.keys():
             ranks = sizes["dp"] * sizes["tp"] * sizes["pp"]
-            if ranks and sizes["world_size"] % ranks == 0:
-                sizes["sp"] = (
-                    sizes["world_size"] // ranks
-                )  # context-parallel ranks, and what else cuts a layer
+            if ranks and sizes["world_size"] % ranks == 0:  # context-parallel ranks, and what else cuts a layer
+                sizes["sp"] = sizes["world_size"] // ranks
         for name, value in sizes.items():
             self.layout.state(name, value, self._number)
 
-    def _world_info(self, match: re.Match[str]) -> None:
-        self.layout.world_info(match[1], self._number)
+    @_reads(r"WORLD INFO DICT: (\{[^{}]*\})")
+    def _world_info(self, text: str) -> None:
+        self.layout.world_info(text, self._number)
 
-    def _argument(self, match: re.Match[str]) -> None:
-        name, value = match[1], match[2].strip()
+    @_reads(rf"{_PREFIX}  (\w+) \.{{2,}} (.*)$")
+    def _argument(self, name: str, value: str) -> None:
+        value = value.strip()
         if name in _LAYOUT_ARGUMENTS and value.isdigit():
             self.layout.state(_LAYOUT_ARGUMENTS[name], int(value), self._number)
         elif name in _KEPT_ARGUMENTS:
             self.arguments.setdefault(name, value)
 
-    def _spawn(self, match: re.Match[str]) -> None:
+    @_reads(r"process \d+ spawned with command")
+    def _spawn(self) -> None:
         self._spawned = self._spawned or self._moment
 
-    def _step_line(self, match: re.Match[str]) -> None:
+    @_reads(r"\[Rank 0\] step=\d+, skipped=")
+    def _step_line(self) -> None:
         self._first_step = self._first_step or self._moment
 
-    def _timer(self, match: re.Match[str]) -> None:
-        name, low, high = match[1], match[2], match[3]
-        took = Range(max_s=float(high) / 1e3, min_s=float(low) / 1e3)
-        self._timed(name, took)
-
-    def _max_timer(self, match: re.Match[str]) -> None:
-        self._timed(match[1], Range(max_s=float(match[2]) / 1e3, min_s=None))
-
-    def _timed(self, name: str, took: Range) -> None:
+    # Not from within a word: a long one would be scanned from each of its letters.
+    @_reads(
+        rf"(?<![\w/-])([\w/-]+) \.{{2,}}: \({_NUMBER}, {_NUMBER}\)",
+        rf"{_PREFIX}    ([\w/-]+) \.{{2,}}: (){_NUMBER}$",  # the slowest rank alone
+    )
+    def _timer(self, name: str, low: str, high: str) -> None:
+        took = Range(max_s=float(high) / 1e3, min_s=float(low) / 1e3 if low else None)
         if name in ("save-checkpoint", "save-checkpoint-non-persistent"):
             if self.saves:
                 self.saves[-1].call = took
@@ -211,111 +212,84 @@ class LogReader:
         elif name in _SETUP_TIMERS:
             self.setup.setdefault(name, took)
 
-    def _begin_save(self, match: re.Match[str]) -> None:
-        self.saves.append(SaveDraft(step=int(match[1]), begun=True))
+    @_reads(r"saving checkpoint at iteration\s+(\d+) to ")
+    def _begin_save(self, step: str) -> None:
+        self.saves.append(SaveDraft(step=int(step), begun=True))
 
     def _newest_save(self, step: str) -> SaveDraft | None:
         """The newest save of a step. It need not be the last: an asynchronous save may end after the next has begun."""
         return next((save for save in reversed(self.saves) if save.step == int(step)), None)
 
-    def _end_save(self, match: re.Match[str]) -> None:
+    @_reads(r"successfully saved (?:local )?checkpoint (?:at|from) iteration\s+(\d+)")
+    def _end_save(self, step: str) -> None:
         self._ends_are_known = True
-        if save := self._newest_save(match[1]):
+        if save := self._newest_save(step):
             save.completed = True
 
-    def _scheduled_save(self, match: re.Match[str]) -> None:
-        if save := self._newest_save(match[1]):
+    @_reads(r"scheduled an async checkpoint save at iteration\s+(\d+) to ")
+    def _scheduled_save(self, step: str) -> None:
+        if save := self._newest_save(step):
             save.scheduled = True
 
-    def _about_to_save(self, match: re.Match[str]) -> None:
-        self.engine = self.engine or match[1]
+    @_reads(r"\[(\w+)\] Checkpoint (\S+) is about to be saved")
+    def _about_to_save(self, engine: str, tag: str) -> None:
+        self.engine = self.engine or engine
         if self.saves and not self.saves[-1].completed:
-            self.saves[-1].tag = match[2]
+            self.saves[-1].tag = tag
 
-    def _file_call(self, match: re.Match[str]) -> None:
-        self.engine = self.engine or match[1]
+    @_reads(rf"\[(\w+)\] CkptTime (\S+) {_NUMBER}")
+    def _file_call(self, engine: str, file: str, seconds: str) -> None:
+        self.engine = self.engine or engine
         if self.saves:
-            self.saves[-1].calls_s[match[2]] = float(match[3])
+            self.saves[-1].calls_s[file] = float(seconds)
 
-    def _waited(self, match: re.Match[str]) -> None:
-        if self.saves:
-            waits = self.saves[-1].drains_s if self._trained else self.saves[-1].waits_s
-            waits.append(float(match[1]))
-
-    def _training_done(self, match: re.Match[str]) -> None:
+    @_reads(r"\[after training is done\]")
+    def _training_done(self) -> None:
         self._trained = True
 
-    def _printed(self, match: re.Match[str]) -> None:
-        if self.saves:
-            self.saves[-1].printed = Printed(float(match[1]), float(match[2]), float(match[3]))
-
-    def _loaded_line(self, match: re.Match[str]) -> None:
-        self._loaded = int(match[1])
-
-    def _iteration(self, step: int, **known: float | None) -> None:
-        """What a line says of a step beside what earlier lines said."""
-        before = self.iterations.get(step, ImportedIteration(step, None, None, None))
-        self.iterations[step] = replace(before, **known)
-
-    def _deepspeed_iteration(self, match: re.Match[str]) -> None:
-        self._iteration(int(match[1]), step_s=float(match[2]))
-
-    def _megatron_iteration(self, match: re.Match[str]) -> None:
-        found = _LOSS.search(match.string, match.end())
-        loss = float(found[1]) if found else math.nan
-        interval_s = float(match[2]) / 1e3
-        self._iteration(int(match[1]), interval_s=interval_s, loss=loss if math.isfinite(loss) else None)
-
-    def _named_timer(self, match: re.Match[str]) -> None:
-        self.timers.setdefault(match[1], []).append(float(match[2]))
-
-    def _parameters(self, match: re.Match[str]) -> None:
-        self.parameters.add(int(match[1]))
-
-    def _version(self, match: re.Match[str]) -> None:
-        self.versions.setdefault(match[1].split()[0], match[2])
-
-    def _git_hash(self, match: re.Match[str]) -> None:
-        self.versions.setdefault("megatron-deepspeed", match[1])
-
-
-_HANDLERS: list[tuple[re.Pattern[str], Callable[[LogReader, re.Match[str]], None]]] = [
-    (re.compile(pattern), handle)
-    for pattern, handle in (
-        (
-            r"using world size: (\d+), data-parallel-size: (\d+), (?:sequence-parallel size: (\d+), )?"
-            r"tensor-model-parallel size: (\d+), pipeline-model-parallel size: (\d+)",
-            LogReader._world,
-        ),
-        (r"using world size: (\d+), data-parallel size: (\d+), (.*)", LogReader._megatron_lm_world),
-        (r"WORLD INFO DICT: (\{[^{}]*\})", LogReader._world_info),
-        (rf"{_PREFIX}  (\w+) \.{{2,}} (.*)$", LogReader._argument),
-        (r"process \d+ spawned with command", LogReader._spawn),
-        (r"\[Rank 0\] step=(\d+), skipped=", LogReader._step_line),
-        # Not from within a word: a long one would be scanned from each of its letters.
-        (rf"(?<![\w/-])([\w/-]+) \.{{2,}}: \({_NUMBER}, {_NUMBER}\)", LogReader._timer),
-        (rf"{_PREFIX}    ([\w/-]+) \.{{2,}}: {_NUMBER}$", LogReader._max_timer),
-        (r"saving checkpoint at iteration\s+(\d+) to ", LogReader._begin_save),
-        (r"successfully saved (?:local )?checkpoint (?:at|from) iteration\s+(\d+)", LogReader._end_save),
-        (r"scheduled an async checkpoint save at iteration\s+(\d+) to ", LogReader._scheduled_save),
-        (r"\[(\w+)\] Checkpoint (\S+) is about to be saved", LogReader._about_to_save),
-        (rf"\[(\w+)\] CkptTime (\S+) {_NUMBER}", LogReader._file_call),
-        (r"\[after training is done\]", LogReader._training_done),
-        (rf"Waited for all snapshots to complete in {_NUMBER}s", LogReader._waited),
-        (rf"Wait time in checkpointing engine {_NUMBER} for \d", LogReader._waited),
-        (
-            rf"Checkpoint Save GB: {_NUMBER}, GB/Sec: {_NUMBER}, Latency\(second\): {_NUMBER}",
-            LogReader._printed,
-        ),
-        (r"successfully loaded checkpoint from .* at iteration (\d+)", LogReader._loaded_line),
-        (rf"steps: (\d+) loss: \S+ iter time \(s\): {_NUMBER}", LogReader._deepspeed_iteration),
-        (
-            rf"iteration\s+(\d+)/\s*\d+ \|.*?elapsed time per iteration \(ms\): {_NUMBER}",
-            LogReader._megatron_iteration,
-        ),
-        (rf"<TIMER:([\w-]+)[,:]{_NUMBER}>", LogReader._named_timer),
-        (r"TOTAL_PARAMS=(\d+)", LogReader._parameters),
-        (r"((?:torch|deepspeed) (?:version|info)) \.{2,} ([^\s,]+)", LogReader._version),
-        (r"git_hash=(\w+)", LogReader._git_hash),
+    @_reads(
+        rf"Waited for all snapshots to complete in {_NUMBER}s",
+        rf"Wait time in checkpointing engine {_NUMBER} for \d",
     )
-]
+    def _waited(self, seconds: str) -> None:
+        if self.saves:
+            waits = self.saves[-1].drains_s if self._trained else self.saves[-1].waits_s
+            waits.append(float(seconds))
+
+    @_reads(rf"Checkpoint Save GB: {_NUMBER}, GB/Sec: {_NUMBER}, Latency\(second\): {_NUMBER}")
+    def _printed(self, gigabytes: str, GBps: str, latency_s: str) -> None:
+        if self.saves:
+            self.saves[-1].printed = Printed(float(gigabytes), float(GBps), float(latency_s))
+
+    @_reads(r"successfully loaded checkpoint from .* at iteration (\d+)")
+    def _loaded_line(self, step: str) -> None:
+        self._loaded = int(step)
+
+    def _iteration(self, step: str, **known: float | None) -> None:
+        """What a line says of a step beside what earlier lines said."""
+        before = self.iterations.get(int(step), ImportedIteration(int(step), None, None, None))
+        self.iterations[int(step)] = replace(before, **known)
+
+    @_reads(rf"steps: (\d+) loss: \S+ iter time \(s\): {_NUMBER}")
+    def _deepspeed_iteration(self, step: str, seconds: str) -> None:
+        self._iteration(step, step_s=float(seconds))
+
+    @_reads(
+        rf"iteration\s+(\d+)/\s*\d+ \|.*?elapsed time per iteration \(ms\): {_NUMBER}"
+        rf"(?=(?:.*?lm loss: {_NUMBER})?)"
+    )
+    def _megatron_iteration(self, step: str, ms: str, loss: str | None) -> None:
+        known = float(loss or "nan")
+        self._iteration(step, interval_s=float(ms) / 1e3, loss=known if math.isfinite(known) else None)
+
+    @_reads(rf"<TIMER:([\w-]+)[,:]{_NUMBER}>")
+    def _named_timer(self, name: str, seconds: str) -> None:
+        self.timers.setdefault(name, []).append(float(seconds))
+
+    @_reads(r"TOTAL_PARAMS=(\d+)")
+    def _parameters(self, number: str) -> None:
+        self.parameters.add(int(number))
+
+    @_reads(r"(torch|deepspeed) (?:version|info) \.{2,} ([^\s,]+)", r"()git_hash=(\w+)")
+    def _version(self, package: str, version: str) -> None:
+        self.versions.setdefault(package or "megatron-deepspeed", version)

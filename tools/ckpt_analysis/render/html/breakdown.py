@@ -25,10 +25,11 @@ from ..phase_table import (
 from .colours import UNATTRIBUTED, colour
 from .content import Content, Plot, Table, missing, plot, table
 from .plots import bar, categories, layout, phase_bars
-from .run_data import RunData, three_ranks, title_of, wall_of
+from .run_data import RunData, title_of, wall_of
 
 _BACKGROUND = "in the background"
 _BLOCKING = "training waits"
+_REST_NS = (pl.col("wall_ns") - pl.col("covered_ns")).clip(lower_bound=0)  # of a rank that finished
 
 
 def draw(run: RunData) -> Content:
@@ -54,41 +55,33 @@ def draw(run: RunData) -> Content:
 
 def _stacked(run: RunData, stats: Stats) -> Plot:
     """Phases one after the other, on the slowest, the median and the fastest rank."""
-    ranks = three_ranks(run.tables.totals, stats.group)
+    ranks = run.three_ranks(stats)
     times = _times(run, stats, [rank for _, rank in ranks])
+    rest_ns = dict(run.totals_of(stats).select("rank", _REST_NS).iter_rows())
     lanes: list[str] = []
     series: dict[str, dict[str, float]] = {}
     for word, rank in ranks:
         mine = times.filter(pl.col("rank") == rank)
-        for background in (False, True):
-            part = mine.filter(pl.col("background") == background)
-            if background and part.is_empty():
-                continue
+        in_background = bool(mine["background"].any())
+        for background in (False, True)[: 1 + in_background]:
             lane = f"rank {rank} ({word})" + (f", {_BACKGROUND}" if background else "")
             lanes.append(lane)
+            part = mine.filter(pl.col("background") == background)
             for phase, busy_ns in part.select("phase", "busy_ns").iter_rows():
                 series.setdefault(phase, {})[lane] = busy_ns / 1e9
-        rest = _unattributed(run, stats.group, rank)
         # Beside a background that overlaps it, what is left over has no place in either row.
-        if rest is not None and not mine["background"].any():
-            series.setdefault(UNATTRIBUTED, {})[f"rank {rank} ({word})"] = rest
-    order = [name for name in [*_order(stats), UNATTRIBUTED] if name in series]
-    data = phase_bars(series, order, 4)
-    arranged = layout(
-        34 * len(lanes) + 130,
-        x="seconds (busy time)",
-        y="",
-        barmode="stack",
-        yaxis=categories(lanes),
-    )
+        if not in_background:
+            series.setdefault(UNATTRIBUTED, {})[lanes[-1]] = rest_ns[rank] / 1e9
+    data = phase_bars(series, [name for name in [*_order(stats), UNATTRIBUTED] if name in series], 4)
+    height = 34 * len(lanes) + 130
+    arranged = layout(height, x="seconds (busy time)", y="", barmode="stack", yaxis=categories(lanes))
     wall = wall_of(stats)
     description = (
         f"Stacked bars of the phases of {title_of(stats)} on {plural(len(ranks), 'rank')}; the slowest, rank "
         f"{wall.slowest_rank}, took {wall.max_s:.3f} s in all."
     )
-    return plot(
-        f"{title_of(stats)}: phases of the slowest, median and fastest rank", data, arranged, description
-    )
+    title = f"{title_of(stats)}: phases of the slowest, median and fastest rank"
+    return plot(title, data, arranged, description)
 
 
 def _times(run: RunData, stats: Stats, ranks: list[int]) -> pl.DataFrame:
@@ -100,19 +93,10 @@ def _times(run: RunData, stats: Stats, ranks: list[int]) -> pl.DataFrame:
         whole = phases.filter(pl.col("detail") == "")
         return whole.select("rank", PHASE_NAME, pl.lit(False).alias("background"), "busy_ns")
     spans = run.frames.spans.filter(here).with_columns(
-        pl.col("detail").cast(pl.String).fill_null("").alias("detail"),
-        (~pl.col("blocking")).alias("background"),
+        pl.col("detail").cast(pl.String).fill_null(""), (~pl.col("blocking")).alias("background")
     )
-    return busy(spans, ["rank", "phase", "detail", "background"]).select(
-        "rank", PHASE_NAME, "background", "busy_ns"
-    )
-
-
-def _unattributed(run: RunData, group: int, rank: int) -> float | None:
-    totals = run.tables.totals.filter((pl.col("group") == group) & (pl.col("rank") == rank))
-    if totals.is_empty() or totals["wall_ns"][0] is None:
-        return None
-    return max(0, totals["wall_ns"][0] - totals["covered_ns"][0]) / 1e9
+    parts = busy(spans, ["rank", "phase", "detail", "background"])
+    return parts.select("rank", PHASE_NAME, "background", "busy_ns")
 
 
 def _order(stats: Stats) -> list[str]:
@@ -167,29 +151,23 @@ def _spread(stats: Stats) -> Plot:
 
 def _marks(rows: list[tuple[str, PhaseStats]], digits: int) -> list[dict[str, Any]]:
     """The median of every phase, and at its end the slowest rank."""
-    names = [name for name, _ in rows]
+    both = {"type": "scatter", "y": [name for name, _ in rows], "hoverinfo": "skip"}
     median = {
-        "type": "scatter",
         "mode": "markers",
         "name": "median rank",
         "x": [entry.time.median_s for _, entry in rows],
-        "y": names,
         "marker": {"symbol": "line-ns", "size": 16, "line": {"width": 2.5, "color": "#111111"}},
-        "hoverinfo": "skip",
         "meta": "ink",
     }
     slowest = {
-        "type": "scatter",
         "mode": "text",
         "showlegend": False,
         "x": [entry.time.max_s for _, entry in rows],
-        "y": names,
         "text": [f"  {seconds(e.time.max_s, digits)} s, rank {e.time.slowest_rank}" for _, e in rows],
         "textposition": "middle right",
         "cliponaxis": False,
-        "hoverinfo": "skip",
     }
-    return [median, slowest]
+    return [both | median, both | slowest]
 
 
 def _hover(name: str, entry: PhaseStats, digits: int) -> str:

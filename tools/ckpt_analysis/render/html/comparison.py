@@ -13,7 +13,7 @@ from ....common.tables import Cell, Column, numbers
 from ...compare import results
 from ...compare.results import Comparison, MetricRow, SpeedUp, VariantFacts
 from ..comparison import MEDIAN, METHOD, METRIC, RATIO, TEST, Result, compared, interval_text, verdict_text
-from .content import Content, Plot, Table, plot, table
+from .content import Content, Figure, Plot, Table, plot, table
 from .plots import LINE, SECOND_LINE, THIRD_LINE, layout
 
 _COLOURS = (LINE, SECOND_LINE, THIRD_LINE, "#AA3377", "#999933", "#66CCEE", "#888888")
@@ -36,23 +36,15 @@ _SPEEDS = {
 _IN_SENTENCES = ("blocked_s", "load_s", "time_to_first_step_s", "restart_s")
 _IN_GRID = ("blocked_s", "durable_s", "load_s", "restart_s", _SHARE, "save_bytes")
 _FACTS = ("engine", "layout", "model", "ranks", "hosts")
-
-CAPTION = (
+_CAPTION = (
     "Medians over what each run did (every save, load, restart; the first save of a cycle is left out where the notes "
     "say so), with a line from the smallest to the largest. A speed-up is against the first run, A, with its 95 % "
     "interval where there are enough repeats for one; whether it exceeds the noise is its verdict. All numbers are "
     "those of `ckpt-analysis compare`."
 )
-TERMS = (
-    "speed-up",
-    "blocked share",
-    "blocked_s",
-    "durable_s",
-    "io_GBps",
-    "blocked_GBps",
-    "load_s",
-    "time_to_first_step_s",
-    "restart_s",
+_TERMS = (
+    *("speed-up", "blocked share", "blocked_s", "durable_s", "io_GBps", "blocked_GBps", "load_s"),
+    *("time_to_first_step_s", "restart_s"),
 )
 
 
@@ -114,14 +106,9 @@ def _values(title: str, names: dict[str, str], comparison: Comparison) -> Plot |
     data = []
     for index, variant in enumerate(comparison.variants):
         mine = {name: cell for name, row in rows.items() if (cell := row.cells[index]).values}
-        medians = [cell.median or 0.0 for cell in mine.values()]
-        points = _points(index, variant, list(mine), medians)
-        points["error_y"] |= {
-            "array": [max(cell.values) - at for cell, at in zip(mine.values(), medians, strict=True)],
-            "arrayminus": [at - min(cell.values) for cell, at in zip(mine.values(), medians, strict=True)],
-        }
-        texts = [f"{value:.3g}" for value in medians]
-        data.append(points | {"mode": "markers+text", "text": texts, "textposition": "top center"})
+        points = {name: (cell.median or 0.0, min(cell.values), max(cell.values)) for name, cell in mine.items()}
+        texts = {"text": [f"{at:.3g}" for at, _, _ in points.values()], "textposition": "top center"}
+        data.append(_points(index, variant, points) | {"mode": "markers+text"} | texts)
     arranged = _arranged(rows, next(iter(rows.values())).unit)
     arranged["yaxis"] |= _room_for_labels(rows)
     measured = ", ".join(row.name for row in rows.values())
@@ -141,18 +128,15 @@ def _speed_ups(comparison: Comparison) -> Plot | None:
     data = []
     for index, variant in list(enumerate(comparison.variants))[1:]:
         gains = {title: gain for title, row in rows.items() if (gain := row.speed_up(row.cells[index]))}
-        points = _points(index, variant, list(gains), [gain.times for gain in gains.values()])
-        points["error_y"] |= {
-            "array": [(gain.high or gain.times) - gain.times for gain in gains.values()],
-            "arrayminus": [gain.times - (gain.low or gain.times) for gain in gains.values()],
-        }
         verdicts = [verdict_text(rows[title], rows[title].cells[index]) for title in gains]
-        points["marker"]["symbol"] = [
+        points = {title: (gain.times, gain.low or gain.times, gain.high or gain.times) for title, gain in gains.items()}
+        drawn = _points(index, variant, points)
+        drawn["marker"]["symbol"] = [
             _symbol(index) + ("" if verdict.startswith(results.DIFFERS) else "-open") for verdict in verdicts
         ]
         hover = "%{x}: %{y:.3g} times, %{text}<extra>%{fullData.name}</extra>"
-        data.append(points | {"text": verdicts, "hovertemplate": hover})
-    if not any(points["x"] for points in data):
+        data.append(drawn | {"text": verdicts, "hovertemplate": hover})
+    if not any(drawn["x"] for drawn in data):
         return None
     one = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1, "layer": "below"}
     arranged = _arranged(rows, "times as fast as A") | {
@@ -162,21 +146,19 @@ def _speed_ups(comparison: Comparison) -> Plot | None:
     return plot(title, data, arranged, f"{title}. Points of {len(rows)} metrics with their 95 % intervals.")
 
 
-def _points(index: int, variant: VariantFacts, x: list[str], y: list[float]) -> dict[str, Any]:
+def _points(index: int, variant: VariantFacts, points: dict[str, tuple[float, float, float]]) -> dict[str, Any]:
+    """The points of one run: category -> (value, lowest, highest)."""
     colour = _COLOURS[index % len(_COLOURS)]
     return {
         "type": "scatter",
         "mode": "markers",
         "name": name_of(variant),
-        "x": x,
-        "y": y,
-        "error_y": {"type": "data", "symmetric": False, "thickness": 1.5},
-        "marker": {
-            "color": colour,
-            "size": 10,
-            "symbol": _symbol(index),
-            "line": {"color": colour, "width": 2},
-        },
+        "x": list(points),
+        "y": [at for at, _, _ in points.values()],
+        "error_y": {"type": "data", "symmetric": False, "thickness": 1.5}
+        | {"array": [high - at for at, _, high in points.values()]}
+        | {"arrayminus": [at - low for at, low, _ in points.values()]},
+        "marker": {"color": colour, "size": 10, "symbol": _symbol(index), "line": {"color": colour, "width": 2}},
         "hovertemplate": "%{x}: %{y:.4g}<extra>%{fullData.name}</extra>",
     }
 
@@ -199,83 +181,71 @@ def _shares(comparison: Comparison) -> Plot | None:
     if row is None:
         return None
     known = {index: cell.median for index, cell in enumerate(row.cells) if cell.median is not None}
-    names = [name_of(comparison.variants[index]) for index in known]
-    data = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "x": [100 * share for share in known.values()],
-            "y": names,
-            "marker": {"color": [_COLOURS[index % len(_COLOURS)] for index in known]},
-            "text": [percent(share) for share in known.values()],
-            "textposition": "auto",
-            "insidetextanchor": "end",
-            "hoverinfo": "skip",
-        }
-    ]
-    arranged = layout(
-        110 + 34 * len(known),
-        x="% of the training time",
-        y="",
-        xaxis={"rangemode": "tozero"},
-        yaxis={"type": "category", "autorange": "reversed"},
-    )
+    bars = {
+        "type": "bar",
+        "orientation": "h",
+        "x": [100 * share for share in known.values()],
+        "y": [name_of(comparison.variants[index]) for index in known],
+        "marker": {"color": [_COLOURS[index % len(_COLOURS)] for index in known]},
+        "text": [percent(share) for share in known.values()],
+        "textposition": "auto",
+        "insidetextanchor": "end",
+        "hoverinfo": "skip",
+    }
+    axes = {"xaxis": {"rangemode": "tozero"}, "yaxis": {"type": "category", "autorange": "reversed"}}
+    arranged = layout(110 + 34 * len(known), x="% of the training time", y="", **axes)
     title = "Training time that saves block: less is better"
-    return plot(title, data, arranged, f"{title}. A bar for each of {len(known)} runs.")
+    return plot(title, [bars], arranged, f"{title}. A bar for each of {len(known)} runs.")
 
 
 def _runs(comparison: Comparison) -> Table:
     """What each run was: engine, layout, model, checkpoint, and whatever else is not the same in all."""
     facts = [*_FACTS, *(name for name in comparison.differing if name not in _FACTS)]
 
-    def median(name: str) -> Callable[[int], float | None]:
-        row = comparison.row(name)
-        return lambda index: row.cells[index].median if row else None
+    def median(title: str, metric: str, show: Callable[[Any], str]) -> Column[int]:
+        row = comparison.row(metric)
+        return numbers(title, lambda index: row.cells[index].median if row else None, show)
+
+    def fact(name: str) -> Column[int]:
+        return Column(name, lambda index: variants[index].facts.get(name) or NOT_RECORDED)
 
     variants = comparison.variants
     columns: list[Column[int]] = [
         Column("run", lambda index: name_of(variants[index])),
         numbers("runs", lambda index: len(variants[index].directories)),
-        *(
-            Column(name, lambda index, name=name: variants[index].facts.get(name) or NOT_RECORDED)
-            for name in facts
-        ),
-        numbers(
-            "checkpoint", median("save_bytes"), lambda value: size(None if value is None else round(value))
-        ),
-        numbers("files", median("save_files"), partial(number, spec=".10g")),
-        numbers("training blocked", median(_SHARE), percent),
+        *map(fact, facts),
+        median("checkpoint", "save_bytes", lambda value: size(None if value is None else round(value))),
+        median("files", "save_files", partial(number, spec=".10g")),
+        median("training blocked", _SHARE, percent),
     ]
     return table("Runs compared", columns, range(len(variants)))
 
 
 def _grid(comparison: Comparison) -> list[Table]:
     """Metrics by model and layout, an engine a column; nothing unless engines and one of these vary."""
-    facts = [variant.facts for variant in comparison.variants]
-    engines = list(dict.fromkeys(of.get("engine") or NOT_RECORDED for of in facts))
-    places = list(dict.fromkeys((of.get("model"), of.get("layout")) for of in facts))
+    kept = ("model", "layout", "engine")
+    facts = [tuple(variant.facts.get(name) or NOT_RECORDED for name in kept) for variant in comparison.variants]
+    engines = list(dict.fromkeys(engine for *_, engine in facts))
+    places = list(dict.fromkeys(place[:2] for place in facts))
     if len(engines) < 2 or len(places) < 2:
         return []
-    rows = []
-    for row in (row for name in _IN_GRID if (row := comparison.row(name))):
-        for model, arrangement in places:
-            cells = [Cell(row.name), Cell(model or NOT_RECORDED), Cell(arrangement or NOT_RECORDED)]
-            for engine in engines:
-                wanted = (model, arrangement, engine)
-                cells.append(_grid_cell(comparison, row, wanted))
-            rows.append(cells)
+    rows = [
+        [*map(Cell, (row.name, *place)), *(_grid_cell(comparison, row, facts, (*place, engine)) for engine in engines)]
+        for name in _IN_GRID
+        if (row := comparison.row(name))
+        for place in places
+    ]
     header = ["metric", "model", "layout", *engines]
     return [Table("Engines by model and layout: medians, and the speed-up over A", header, rows)]
 
 
-def _grid_cell(comparison: Comparison, row: MetricRow, wanted: tuple[str | None, str | None, str]) -> Cell:
-    """All variants of this model, layout and engine: more than one if they differ in something else."""
+def _grid_cell(
+    comparison: Comparison, row: MetricRow, facts: list[tuple[str, ...]], wanted: tuple[str, ...]
+) -> Cell:
+    """All variants whose `facts` are those wanted: more than one if they differ in something else."""
     texts, medians = [], []
-    for variant, cell in zip(comparison.variants, row.cells, strict=True):
-        of = variant.facts
-        if (of.get("model"), of.get("layout"), of.get("engine") or NOT_RECORDED) != wanted:
-            continue
-        if cell.median is not None:
+    for variant, cell, of_variant in zip(comparison.variants, row.cells, facts, strict=True):
+        if of_variant == wanted and cell.median is not None:
             gain = row.speed_up(cell)
             times = f", {gain.times:.3g}×" if gain else ""
             texts.append(f"{_value(row, cell.median)} ({variant.label}{times})")
@@ -295,10 +265,7 @@ _DIFFERENCES: tuple[Column[Result], ...] = (
     MEDIAN,
     RATIO,
     numbers("speed-up", lambda r: gain.times if (gain := _gain(r)) else None, partial(number, spec=".3f")),
-    Column(
-        "its 95 % interval",
-        lambda r: interval_text(gain.low, gain.high) if (gain := _gain(r)) else NOT_RECORDED,
-    ),
+    Column("its 95 % interval", lambda r: interval_text(g.low, g.high) if (g := _gain(r)) else NOT_RECORDED),
     *TEST,
 )
 
@@ -311,3 +278,6 @@ def _differences(comparison: Comparison) -> Table:
     """A row per metric and run after the first, with the numbers and verdicts that `ckpt-analysis compare` prints."""
     caption = f"Which differences exceed the noise; ratios are to A, n counts {comparison.repeats}"
     return table(caption, _DIFFERENCES, compared(comparison, headline_only=True))
+
+
+FIGURE = Figure("comparison", "Comparison", "The runs side by side", draw, _CAPTION, _TERMS)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ....common.tables import Cell, Column, Item, titles
-
-if TYPE_CHECKING:
-    from .run_data import RunData
 
 
 @dataclass(frozen=True)
@@ -59,12 +56,15 @@ class Content:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of the report. `caption` defines its metric; `terms` are definitions that it links to."""
+    """A figure of the report. `make` takes the RunData of a run, or the Comparison of several.
+
+    `caption` defines its metric; `terms` are definitions that it links to.
+    """
 
     name: str
     section: str
     title: str
-    make: Callable[[RunData], Content]
+    make: Callable[[Any], Content]
     caption: str
     terms: tuple[str, ...]
 

@@ -30,20 +30,11 @@ class _Panel:
     names: tuple[str, ...]
 
 
+_OF_DEVICE = ("device_allocated_bytes", "device_reserved_bytes", "gpu_memory_used_bytes")
 _LEVELS = (
     _Panel("Memory of a process", "GB, highest rank", 1e9, ("rss_bytes",)),
-    _Panel(
-        "Memory of a device",
-        "GB, highest rank",
-        1e9,
-        ("device_allocated_bytes", "device_reserved_bytes", "gpu_memory_used_bytes"),
-    ),
-    _Panel(
-        "Page cache of a host",
-        "GB, highest rank",
-        1e9,
-        ("page_cache_bytes", "dirty_bytes", "writeback_bytes"),
-    ),
+    _Panel("Memory of a device", "GB, highest rank", 1e9, _OF_DEVICE),
+    _Panel("Page cache of a host", "GB, highest rank", 1e9, ("page_cache_bytes", "dirty_bytes", "writeback_bytes")),
     _Panel("Device in use", "%, highest rank", 1.0, ("gpu_utilization_percent",)),
     _Panel("PCIe of a device", "GB/s, highest rank", 1e9, ("pcie_tx_bytes_per_s", "pcie_rx_bytes_per_s")),
 )
@@ -77,25 +68,10 @@ def draw(run: RunData) -> Content:
 
 def _labels(run: RunData) -> pl.DataFrame:
     """group, label, order of the operations that were probed."""
-    return (
-        run.frames.operations.group_by("group")
-        .agg(
-            pl.col("operation").first().cast(pl.String),
-            pl.col("cycle").first(),
-            pl.col("tag").drop_nulls().first(),
-            pl.col("start_ns").min().alias("order"),
-        )
-        .with_columns(
-            pl.concat_str(
-                pl.col("operation"),
-                pl.col("tag"),
-                pl.concat_str(pl.lit("cycle "), pl.col("cycle")),
-                separator="<br>",
-                ignore_nulls=True,
-            ).alias("label")
-        )
-        .select("group", "label", "order")
-    )
+    operation, tag = pl.col("operation").first().cast(pl.String), pl.col("tag").drop_nulls().first()
+    cycle = pl.concat_str(pl.lit("cycle "), pl.col("cycle").first())
+    label = pl.concat_str(operation, tag, cycle, separator="<br>", ignore_nulls=True)
+    return run.frames.operations.group_by("group").agg(label=label, order=pl.col("start_ns").min())
 
 
 def _moments(run: RunData) -> pl.DataFrame:
@@ -113,15 +89,14 @@ def _levels(panel: _Panel, moments: pl.DataFrame, known: list[str]) -> Plot:
     shown = moments.tail(_MOST_MOMENTS)
     labels = shown["label"].to_list()
     x = list(range(len(labels)))
+    names = [name for name in panel.names if name in known]
     data = []
-    for name, paint in zip((n for n in panel.names if n in known), _COLOURS, strict=False):
+    for name, paint in zip(names, _COLOURS, strict=False):
         y = (shown[name] / panel.scale).to_list()
         look = {"text": labels, "hovertemplate": f"%{{text}}<br>{name}: %{{y:.4g}}<extra></extra>"}
         data.append(line(name, paint, x=x, y=y, showlegend=True, **look))
     arranged = layout(300, x="", y=panel.axis, xaxis=_ticks(labels), yaxis={"rangemode": "tozero"})
-    description = (
-        f"Lines of {', '.join(n for n in panel.names if n in known)} at the ends of {len(x) // 2} operations."
-    )
+    description = f"Lines of {', '.join(names)} at the ends of {len(x) // 2} operations."
     return plot(panel.title, data, arranged, description)
 
 

@@ -14,7 +14,7 @@ from ...findings.evidence import Evidence
 from ...findings.rules import RULES
 from ...metrics.results import OperationStats
 from .content import Content, Plot, Table, missing, plot, table
-from .plots import layout
+from .plots import columns, layout
 from .run_data import RunData, title_of
 
 _MOST_POINTS = 3000
@@ -45,8 +45,7 @@ def draw(run: RunData) -> Content:
 
 def _files(run: RunData, stats: OperationStats, phase: str, detail: str) -> pl.DataFrame:
     """rank, file, bytes, took_s, fsync_s, kind of every file; took_s is the time in the phase, all details."""
-    spans = run.save_spans if stats is run.save else run.frames.spans.filter(pl.col("group") == stats.group)
-    named = spans.filter((pl.col("phase") == phase) & pl.col("file").is_not_null())
+    named = run.spans_of(stats).filter((pl.col("phase") == phase) & pl.col("file").is_not_null())
     moved = pl.col("detail") == detail
     files = named.group_by("rank", "file").agg(
         pl.col("bytes").filter(moved).sum(),
@@ -56,9 +55,7 @@ def _files(run: RunData, stats: OperationStats, phase: str, detail: str) -> pl.D
     kind = pl.lit(_KINDS[-1][0])
     for name, pattern, _, _ in reversed(_KINDS[:-1]):
         kind = pl.when(pl.col("file").str.contains(pattern)).then(pl.lit(name)).otherwise(kind)
-    return files.with_columns(kind.alias("kind")).sort(
-        "took_s", "rank", "file", descending=[True, False, False]
-    )
+    return files.with_columns(kind.alias("kind")).sort("took_s", "rank", "file", descending=[True, False, False])
 
 
 def _content(run: RunData, stats: OperationStats, files: pl.DataFrame) -> Content:
@@ -104,9 +101,7 @@ def _sizes(stats: OperationStats, files: pl.DataFrame) -> Plot:
     lead = num_bytes / pl.lit(10.0).pow(decade)
     step = 3 * decade + pl.when(lead < 2).then(0).when(lead < 5).then(1).otherwise(2)
     counts = files.with_columns(step.cast(pl.Int64).alias("step")).group_by("kind", "step").len()
-    steps = list(
-        range(counts.select(pl.col("step").min()).item(), counts.select(pl.col("step").max()).item() + 1)
-    )
+    steps = range(min(counts["step"]), max(counts["step"]) + 1)
     labels = [f"{_edge(step)}<br>to {_edge(step + 1)}" for step in steps]
     data: list[dict[str, Any]] = []
     for kind, _, paint, _ in _KINDS:
@@ -114,12 +109,9 @@ def _sizes(stats: OperationStats, files: pl.DataFrame) -> Plot:
         if mine:
             marker = {"color": paint, "line": {"width": 0.5, "color": "#777777"}}
             y = [mine.get(step, 0) for step in steps]
-            data.append(
-                {"type": "bar", "name": kind, "x": labels, "y": y, "marker": marker, "showlegend": True}
-            )
-    arranged = layout(
-        320, x="size of the file", y="files", barmode="stack", xaxis={"type": "category", "tickangle": 0}
-    )
+            data.append(columns(kind, paint, x=labels, y=y, marker=marker, showlegend=True))
+    xaxis = {"type": "category", "tickangle": 0}
+    arranged = layout(320, x="size of the file", y="files", barmode="stack", xaxis=xaxis)
     description = f"Histogram of the sizes of {files.height} files of {title_of(stats)}, by kind."
     return plot(f"{title_of(stats)}: sizes", data, arranged, description)
 
@@ -134,12 +126,8 @@ def _thinned(files: pl.DataFrame) -> pl.DataFrame:
     if files.height <= _MOST_POINTS:
         return files
     rest = files.slice(_SLOWEST_KEPT)
-    return pl.concat(
-        [
-            files.head(_SLOWEST_KEPT),
-            rest.gather_every(math.ceil(rest.height / (_MOST_POINTS - _SLOWEST_KEPT))),
-        ]
-    )
+    sample = rest.gather_every(math.ceil(rest.height / (_MOST_POINTS - _SLOWEST_KEPT)))
+    return pl.concat([files.head(_SLOWEST_KEPT), sample])
 
 
 def _times(stats: OperationStats, files: pl.DataFrame) -> Plot:

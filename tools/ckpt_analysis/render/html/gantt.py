@@ -9,10 +9,11 @@ import polars as pl
 
 from ....common.formatting import plural
 from ...metrics.phases import PHASE_NAME
+from ...metrics.results import OperationStats
 from .colours import STEP, colour
 from .content import Content, missing, plot
 from .plots import bar, layout
-from .run_data import RunData, three_ranks, title_of, wall_of
+from .run_data import RunData, title_of, wall_of
 
 _SHOW_ALL_UP_TO = 4  # ranks
 _MOST_BARS = 1500  # of a thread; more are drawn together where they are too close to be told apart
@@ -34,20 +35,19 @@ class _Bar:
 def draw(run: RunData) -> Content:
     """The shown save on at most four ranks."""
     save = run.save
-    if save is None or run.save_spans.is_empty():
-        return missing(
-            "No save was recorded span by span to its end on any rank, so there is no timeline of one."
-        )
-    ranks = [(f"rank {rank} ({word})", rank) for word, rank in three_ranks(run.tables.totals, save.group)]
-    present = sorted(run.save_spans["rank"].unique().to_list())
+    if save is None or (spans := run.spans_of(save)).is_empty():
+        return missing("No save was recorded span by span to its end on any rank, so there is no timeline of one.")
+    ranks = [(f"rank {rank} ({word})", rank) for word, rank in run.three_ranks(save)]
+    present = sorted(spans["rank"].unique())
     if len(present) <= _SHOW_ALL_UP_TO:
         ranks = [(f"rank {rank}", rank) for rank in present]
-    begin = run.save_spans.select(pl.col("operation_start_ns").min()).item()
+    begin = spans.select(pl.col("operation_start_ns").min()).item()
+    steps = _steps_and_save(run, save)
     lanes: list[str] = []
     bars: list[_Bar] = []
     merged = 0
     for name, rank in ranks:
-        mine = run.save_spans.filter(pl.col("rank") == rank).with_columns(pl.col("thread").cast(pl.String))
+        mine = spans.filter(pl.col("rank") == rank).with_columns(pl.col("thread").cast(pl.String))
         threads = mine.group_by("thread").agg(pl.col("blocking").any(), pl.col("start_ns").min())
         for thread, blocking, _ in threads.sort("blocking", "start_ns", descending=[True, False]).iter_rows():
             word = "training waits" if blocking else "background"
@@ -56,9 +56,7 @@ def draw(run: RunData) -> Content:
             merged += int(rows["merged"].sum())
             bars += _lane_bars(rows, len(lanes) - 1)
         lanes.append(f"{name}: training steps")
-        bars += _steps(run, rank, len(lanes) - 1)
-    data = _traces(bars, begin)
-    height = 30 * len(lanes) + 140
+        bars += _steps(steps.filter(pl.col("rank") == rank), len(lanes) - 1)
     y = {"tickmode": "array", "tickvals": list(range(len(lanes))), "ticktext": lanes}
     y |= {"range": [len(lanes) - 0.5, -0.5], "showgrid": False}
     wall = wall_of(save)
@@ -68,7 +66,7 @@ def draw(run: RunData) -> Content:
     )
     longest = max(one.end_s for one in bars if one.phase != STEP) - begin / 1e9
     arranged = layout(
-        height,
+        30 * len(lanes) + 140,
         x="seconds since the first rank began the save",
         y="",
         barmode="overlay",
@@ -76,10 +74,10 @@ def draw(run: RunData) -> Content:
         xaxis={"range": [-_MARGIN * longest, (1 + _MARGIN) * longest]},
         yaxis=y,
     )
-    notes = [_overlap(run)]
+    notes = [_overlap(steps, save)]
     if merged:
         notes.append(f"{merged} spans too short to be told apart were drawn as one with their neighbours.")
-    return Content([plot(title_of(save), data, arranged, description)], [], notes)
+    return Content([plot(title_of(save), _traces(bars, begin), arranged, description)], [], notes)
 
 
 def _thin(spans: pl.DataFrame, begin: int) -> pl.DataFrame:
@@ -87,10 +85,7 @@ def _thin(spans: pl.DataFrame, begin: int) -> pl.DataFrame:
 
     Only of very many: those of one phase whose gap is below a two-thousandth of the whole.
     """
-    ordered = spans.sort("start_ns", "end_ns").with_columns(
-        pl.lit(0).alias("merged"),
-        PHASE_NAME.alias("name"),
-    )
+    ordered = spans.sort("start_ns", "end_ns").with_columns(pl.lit(0).alias("merged"), PHASE_NAME.alias("name"))
     if ordered.height <= _MOST_BARS:
         return ordered
     least = (ordered.select(pl.col("end_ns").max()).item() - begin) // 2000
@@ -130,23 +125,20 @@ def _lane_bars(rows: pl.DataFrame, lane: int) -> list[_Bar]:
     return bars
 
 
-def _steps(run: RunData, rank: int, lane: int) -> list[_Bar]:
+def _steps(mine: pl.DataFrame, lane: int) -> list[_Bar]:
     """Training steps of a rank that overlap its part of the save, and those just before and after."""
-    mine = _steps_and_save(run).filter(pl.col("rank") == rank).sort("start_ns").with_row_index("row")
-    inside = mine.filter("during")["row"].to_list()
-    before = mine.filter(pl.col("end_ns") <= pl.col("from_ns"))["row"].to_list()[-_STEPS_AROUND:]
-    after = mine.filter(pl.col("start_ns") >= pl.col("until_ns"))["row"].to_list()[:_STEPS_AROUND]
+    mine = mine.sort("start_ns")
+    before = mine.filter(pl.col("end_ns") <= pl.col("from_ns")).tail(_STEPS_AROUND)
+    after = mine.filter(pl.col("start_ns") >= pl.col("until_ns")).head(_STEPS_AROUND)
     bars = []
-    for row in mine.filter(pl.col("row").is_in([*before, *inside, *after])).iter_rows(named=True):
+    for row in pl.concat([before, mine.filter("during"), after]).iter_rows(named=True):
         text = f"step {row['step']}: {(row['end_ns'] - row['start_ns']) / 1e9:.4f} s"
         bars.append(_Bar(lane, 0.0, 0.5, STEP, row["start_ns"] / 1e9, row["end_ns"] / 1e9, text))
     return bars
 
 
-def _steps_and_save(run: RunData) -> pl.DataFrame:
+def _steps_and_save(run: RunData, save: OperationStats) -> pl.DataFrame:
     """Iterations of the cycle of the save, with its window on the same rank and whether they overlap (`during`)."""
-    save = run.save
-    assert save is not None
     window = run.frames.operations.filter(pl.col("group") == save.group).select(
         "rank",
         pl.col("start_ns").alias("from_ns"),
@@ -159,29 +151,28 @@ def _steps_and_save(run: RunData) -> pl.DataFrame:
 
 def _traces(bars: list[_Bar], begin: int) -> list[dict[str, Any]]:
     """One trace per phase, so that the legend has each once."""
-    origin = begin / 1e9
-    traces = []
-    for phase in dict.fromkeys(one.phase for one in bars):
-        mine = [one for one in bars if one.phase == phase]
-        traces.append(
-            bar(
-                phase,
-                colour(phase),
-                x=[round(one.end_s - one.start_s, 7) for one in mine],
-                y=[round(one.lane + one.place, 4) for one in mine],
-                base=[round(one.start_s - origin, 7) for one in mine],
-                width=[round(one.height, 4) for one in mine],
-                hover=[one.text for one in mine],
-            )
+    of_phases: dict[str, list[_Bar]] = {}
+    for one in bars:
+        of_phases.setdefault(one.phase, []).append(one)
+    return [
+        bar(
+            phase,
+            colour(phase),
+            x=[round(one.end_s - one.start_s, 7) for one in mine],
+            y=[round(one.lane + one.place, 4) for one in mine],
+            base=[round(one.start_s - begin / 1e9, 7) for one in mine],
+            width=[round(one.height, 4) for one in mine],
+            hover=[one.text for one in mine],
         )
-    return traces
+        for phase, mine in of_phases.items()
+    ]
 
 
-def _overlap(run: RunData) -> str:
+def _overlap(steps: pl.DataFrame, save: OperationStats) -> str:
     """How much training went on while it was saved, in words."""
-    steps = _steps_and_save(run).filter("during")["step"].n_unique()
-    if not steps and run.save and run.save.drain_s:
+    during = steps.filter("during")["step"].n_unique()
+    if during:
+        return f"{plural(during, 'training step')} ran, in whole or in part, while it was saved."
+    if save.drain_s:
         return "No training step ran while it was saved: training was over, and its end waited for this save."
-    if not steps:
-        return "No training step ran while it was saved: training stood still until the save was complete."
-    return f"{plural(steps, 'training step')} ran, in whole or in part, while it was saved."
+    return "No training step ran while it was saved: training stood still until the save was complete."

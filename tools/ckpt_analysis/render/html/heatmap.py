@@ -27,40 +27,29 @@ def draw(run: RunData) -> Content:
     """A map for each of the shown save, load and start."""
     shown = [stats for stats in run.shown if stats.phases and run.has_ranks(stats)]
     if not shown:
-        return missing(
-            "No operation was recorded rank by rank and phase by phase, so ranks cannot be compared."
-        )
+        return missing("No operation was recorded rank by rank and phase by phase, so ranks cannot be compared.")
     slow = slow_ranks(run.tables.totals)
-    plots = [_map(run, stats, slow) for stats in shown]
-    notes = [_binned(stats.ranks) for stats in shown[:1] if stats.ranks > COLUMNS]
-    flagged = {row for stats in shown for row in _flagged(slow, stats)}
-    if not flagged:
+    flagged = [set(slow.filter(pl.col("group") == stats.group)["rank"]) for stats in shown]
+    plots = [_map(run, stats, ranks) for stats, ranks in zip(shown, flagged, strict=True)]
+    notes = []
+    if (ranks := shown[0].ranks) > COLUMNS:
+        notes.append(
+            f"The {ranks} ranks share {COLUMNS} columns: each cell is the worst of {-(-ranks // COLUMNS)} or fewer "
+            "neighbouring ranks, so no slow rank is lost. The tables name the slowest ranks one by one."
+        )
+    if not any(flagged):
         notes.append("No rank of the operations shown works much longer than the others.")
     return Content(plots, [_table(run, stats) for stats in shown], notes)
 
 
-def _binned(ranks: int) -> str:
-    return (
-        f"The {ranks} ranks share {COLUMNS} columns: each cell is the worst of {-(-ranks // COLUMNS)} or fewer "
-        "neighbouring ranks, so no slow rank is lost. The tables name the slowest ranks one by one."
-    )
-
-
-def _flagged(slow: pl.DataFrame, stats: Stats) -> list[int]:
-    return slow.filter(pl.col("group") == stats.group)["rank"].to_list()
-
-
-def _map(run: RunData, stats: Stats, slow: pl.DataFrame) -> Plot:
+def _map(run: RunData, stats: Stats, flagged: set[int]) -> Plot:
     ranks = _ranks(run, stats)
     names = [name for name, _ in leaves(stats.phases)]
-    flagged = set(_flagged(slow, stats))
     variants = [
-        Variant(word, *arranged(ranks.sort(order), names, flagged, order[0]))
-        for word, order in _ORDERS.items()
+        Variant(word, *arranged(ranks.sort(order), names, flagged, order[0])) for word, order in _ORDERS.items()
     ]
-    marked = (
-        f"; marked as slower than the others: rank {', '.join(map(str, sorted(flagged)))}" if flagged else ""
-    )
+    named = ", ".join(map(str, sorted(flagged)))
+    marked = f"; marked as slower than the others: rank {named}" if flagged else ""
     description = f"Map of {ranks.height} ranks and {len(names)} phases of {title_of(stats)}{marked}."
     return Plot(f"{title_of(stats)}: {plural(ranks.height, 'rank')}", variants, description)
 
@@ -68,19 +57,14 @@ def _map(run: RunData, stats: Stats, slow: pl.DataFrame) -> Plot:
 def _ranks(run: RunData, stats: Stats) -> pl.DataFrame:
     """A row per rank: its place, and a column of seconds per phase."""
     places = run.places.filter(pl.col("cycle") == stats.cycle)
-    table = (
-        run.tables.totals.filter(pl.col("group") == stats.group)
-        .select("rank")
-        .join(places, on="rank", how="left", maintain_order="left")
-    )
+    table = run.totals_of(stats).select("rank").join(places, on="rank", how="left", maintain_order="left")
     mine = run.tables.phases.filter(pl.col("group") == stats.group)
     for name, _ in leaves(stats.phases):
         phase, _, detail = name.partition("/")
         part = mine.filter((pl.col("phase") == phase) & (pl.col("detail") == detail))
         column = part.select("rank", (pl.col("busy_ns") / 1e9).alias(name))
         table = table.join(column, on="rank", how="left", maintain_order="left")
-        table = table.with_columns(pl.col(name).fill_null(0.0))
-    return table
+    return table.with_columns(pl.col(name).fill_null(0.0) for name, _ in leaves(stats.phases))
 
 
 def arranged(
@@ -152,10 +136,8 @@ def _label(row: dict[str, Any], per_column: int) -> str:
 def _ticks(groups: Sequence[Any], labels: list[str], group_by: str) -> dict[str, list[str]]:
     """A tick where a host or a stage begins; of very many every n-th. Few ranks have a tick each."""
     if len(labels) <= 16:
-        return {
-            "tickvals": labels,
-            "ticktext": [label.split(" (")[0].removeprefix("rank ") for label in labels],
-        }
+        shown = [label.split(" (")[0].removeprefix("rank ") for label in labels]
+        return {"tickvals": labels, "ticktext": shown}
     first = [i for i, group in enumerate(groups) if not i or groups[i - 1] != group]
     first = first[:: -(-len(first) // _TICKS)]
     word = "" if group_by == "host" else f"{group_by} "
@@ -170,15 +152,13 @@ _COLUMNS: tuple[Column[dict[str, Any]], ...] = (
     numbers("over the median s", lambda row: row["own_ns"] / 1e9 - row["median_s"], "{:+.3f}".format),
     Column("wall s", lambda row: seconds(row["wall_ns"] / 1e9), lambda row: row["wall_ns"]),
     Column("phase above its median most", lambda row: row["phase"] or ""),
-    numbers(
-        "there s", lambda row: ((row["ranks_ns"] or 0) - (row["median_ns"] or 0)) / 1e9, "{:+.3f}".format
-    ),
+    numbers("there s", lambda row: ((row["ranks_ns"] or 0) - (row["median_ns"] or 0)) / 1e9, "{:+.3f}".format),
 )
 
 
 def _table(run: RunData, stats: Stats) -> Table:
     """The ranks that worked longest."""
-    totals = run.tables.totals.filter((pl.col("group") == stats.group) & pl.col("wall_ns").is_not_null())
+    totals = run.totals_of(stats).drop_nulls("wall_ns")
     median_s = (totals.select(pl.col("own_ns").median()).item() or 0) / 1e9
     worst = totals.sort("own_ns", "rank", descending=[True, False]).head(_WORST)
     worst = worst.with_columns(pl.lit(median_s, pl.Float64).alias("median_s"))

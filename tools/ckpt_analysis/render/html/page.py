@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from ...compare.variants import Variant
 from ...report import Analysis, Report
 from ..answer import answer
 from . import comparison
-from .content import Content, Plot
+from .content import Content, Figure, Plot
 from .definitions import DEFINITIONS
 from .figures import FIGURES
 from .run_data import choose
@@ -26,30 +25,14 @@ _TEMPLATES = Path(__file__).parent / "templates"
 _MOST_PROBLEMS = 200  # shown; a torn directory of ten thousand files has one each
 
 
-@dataclass(frozen=True)
-class Block:
-    """One figure, as the template takes it."""
-
-    name: str
-    section: str
-    title: str
-    caption: str
-    terms: tuple[str, ...]
-    content: Content
-
-
 def run_page(analysis: Analysis, checkpoint: str | None = None) -> str:
     """The HTML report of one run. `checkpoint`: tag of the save that is shown in detail.
 
     Raises CouldNotRunError if there is no such save, or plotly is not installed.
     """
     run = choose(analysis, checkpoint)
-    blocks = [
-        Block(figure.name, figure.section, figure.title, figure.caption, figure.terms, figure.make(run))
-        for figure in FIGURES
-    ]
     title = f"Checkpoint and restart report: run {analysis.report.run_id}"
-    return _render(title, [_first_page(analysis.report, "")], blocks)
+    return _render(title, [_first_page(analysis.report, "")], [(figure, figure.make(run)) for figure in FIGURES])
 
 
 def comparison_page(compared: Comparison, variants: list[Variant]) -> str:
@@ -57,20 +40,13 @@ def comparison_page(compared: Comparison, variants: list[Variant]) -> str:
 
     Raises CouldNotRunError if plotly is not installed.
     """
-    block = Block(
-        "comparison",
-        "Comparison",
-        "The runs side by side",
-        comparison.CAPTION,
-        comparison.TERMS,
-        comparison.draw(compared),
-    )
     first_pages = []
     for facts, variant in zip(compared.variants, variants, strict=True):
         for index, report in enumerate(variant.reports, start=1):
             repeat = f", run {index} of {len(variant.reports)}" if len(variant.reports) > 1 else ""
             first_pages.append(_first_page(report, f"{comparison.name_of(facts)}{repeat}"))
-    return _render(f"Comparison of {len(first_pages)} runs", first_pages, [block])
+    content = comparison.FIGURE.make(compared)
+    return _render(f"Comparison of {len(first_pages)} runs", first_pages, [(comparison.FIGURE, content)])
 
 
 def _first_page(report: Report, name: str) -> dict[str, Any]:
@@ -114,7 +90,7 @@ def _facts(report: Report) -> list[tuple[str, str]]:
     ]
 
 
-def _render(title: str, first_pages: list[dict[str, Any]], blocks: list[Block]) -> str:
+def _render(title: str, first_pages: list[dict[str, Any]], figures: list[tuple[Figure, Content]]) -> str:
     import jinja2
     from markupsafe import Markup
 
@@ -128,12 +104,12 @@ def _render(title: str, first_pages: list[dict[str, Any]], blocks: list[Block]) 
     environment.filters["anchor"] = _anchor
     environment.filters["marked"] = _marked
     environment.filters["unit"] = _unit
-    plots = [(f"plot-{b.name}-{i}", one) for b in blocks for i, one in enumerate(b.content.plots)]
-    used = list(dict.fromkeys(term for block in blocks for term in block.terms))
+    plots = {f"plot-{f.name}-{i}": one for f, content in figures for i, one in enumerate(content.plots)}
+    used = {term for figure, _ in figures for term in figure.terms}
     return environment.get_template("report.html.j2").render(
         title=title,
         first_pages=first_pages,
-        blocks=blocks,
+        figures=figures,
         definitions=[(term, DEFINITIONS[term]) for term in sorted(used, key=str.lower)],
         plots=Markup(_plots_json(plots)),
         style=Markup((_TEMPLATES / "report.css").read_text(encoding="utf-8")),
@@ -142,15 +118,9 @@ def _render(title: str, first_pages: list[dict[str, Any]], blocks: list[Block]) 
     )
 
 
-def _plots_json(plots: list[tuple[str, Plot]]) -> str:
+def _plots_json(plots: dict[str, Plot]) -> str:
     """All plots as JSON that may stand in a script element: `<` is written so that no tag can begin in it."""
-    content = {
-        name: [
-            {"label": variant.label, "data": variant.data, "layout": variant.layout}
-            for variant in one.variants
-        ]
-        for name, one in plots
-    }
+    content = {name: [vars(variant) for variant in one.variants] for name, one in plots.items()}
     text = json.dumps(content, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 

@@ -43,7 +43,7 @@ def categories(names: Sequence[str]) -> dict[str, Any]:
 
 
 def bar(
-    name: str, colour: str, *, x: Sequence[Any], y: Sequence[Any], hover: Sequence[str], **more: Any
+    name: str, colour: str, *, x: Iterable[Any], y: Iterable[Any], hover: Iterable[str], **more: Any
 ) -> dict[str, Any]:
     """Horizontal bars of one colour; `hover` is the text of each."""
     marker = {"color": colour, "line": {"width": 0.5, "color": "rgba(90,90,90,0.7)"}} | more.pop("marker", {})
@@ -75,12 +75,12 @@ def phase_bars(
     ]
 
 
-def columns(name: str, colour: str, *, x: Sequence[Any], y: Sequence[Any], **more: Any) -> dict[str, Any]:
+def columns(name: str, colour: str, *, x: Iterable[Any], y: Iterable[Any], **more: Any) -> dict[str, Any]:
     """Vertical bars of one colour."""
     return {"type": "bar", "name": name, "x": list(x), "y": list(y), "marker": {"color": colour}} | more
 
 
-def line(name: str, colour: str, *, x: Sequence[Any], y: Sequence[Any], **more: Any) -> dict[str, Any]:
+def line(name: str, colour: str, *, x: Iterable[Any], y: Iterable[Any], **more: Any) -> dict[str, Any]:
     """A line with markers."""
     look = {"mode": "lines+markers", "line": {"color": colour, "width": 2}, "marker": {"size": 6}}
     return {"type": "scatter", "name": name, "x": list(x), "y": list(y)} | look | more

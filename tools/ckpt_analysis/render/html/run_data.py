@@ -44,10 +44,12 @@ class RunData:
     def tables(self) -> RankTables:
         return self.analysis.tables
 
-    @cached_property
-    def save_spans(self) -> pl.DataFrame:
-        """Spans of the save that is shown; empty without one."""
-        return self.frames.spans.filter(pl.col("group") == (self.save.group if self.save else -1))
+    def spans_of(self, stats: Stats) -> pl.DataFrame:
+        return self.frames.spans.filter(pl.col("group") == stats.group)
+
+    def totals_of(self, stats: Stats) -> pl.DataFrame:
+        """The rows of `tables.totals`: one per rank."""
+        return self.tables.totals.filter(pl.col("group") == stats.group)
 
     @cached_property
     def places(self) -> pl.DataFrame:
@@ -63,7 +65,17 @@ class RunData:
 
     def has_ranks(self, stats: Stats) -> bool:
         """Whether anything is known rank by rank: not of runs that left no trace of their ranks."""
-        return not self.tables.totals.filter(pl.col("group") == stats.group).is_empty()
+        return not self.totals_of(stats).is_empty()
+
+    def three_ranks(self, stats: Stats) -> list[tuple[str, int]]:
+        """The slowest, the median and the fastest rank by wall time, each with that word; of few ranks fewer."""
+        finished = self.totals_of(stats).drop_nulls("wall_ns")
+        ranks = finished.sort("wall_ns", "rank", descending=[True, False])["rank"].to_list()
+        found: dict[int, str] = {}
+        for word, index in (("slowest", 0), ("median", len(ranks) // 2), ("fastest", len(ranks) - 1)):
+            if ranks:
+                found.setdefault(ranks[index], word)
+        return [(word, rank) for rank, word in found.items()]
 
     def host_of(self, cycle: int, rank: int) -> str:
         rows = self.analysis.hosts.filter((pl.col("cycle") == cycle) & (pl.col("rank") == rank))
@@ -100,13 +112,10 @@ def spread_over_saves(
     values: pl.DataFrame, value: pl.Expr, saves: list[OperationStats]
 ) -> tuple[list[float | None], list[float | None], list[float | None]]:
     """(lowest, median, highest) `value` of each save over the rows of its `group` in `values`."""
-    table = values.group_by("group").agg(
-        value.min().alias("low"), value.median().alias("median"), value.max().alias("high")
-    )
-    by_group = {row["group"]: row for row in table.iter_rows(named=True)}
-    rows = [by_group.get(save.group, {}) for save in saves]
-    low, median, high = ([row.get(name) for row in rows] for name in ("low", "median", "high"))
-    return low, median, high
+    table = values.group_by("group").agg(value.min().alias("low"), value.median(), value.max().alias("high"))
+    found = {group: spread for group, *spread in table.iter_rows()}
+    low, median, high = zip(*(found.get(save.group, [None] * 3) for save in saves), strict=True)
+    return list(low), list(median), list(high)
 
 
 def title_of(stats: Stats) -> str:
@@ -121,12 +130,10 @@ def wall_of(stats: Stats) -> Spread:
     return stats.wall
 
 
-def three_ranks(totals: pl.DataFrame, group: int) -> list[tuple[str, int]]:
-    """The slowest, the median and the fastest rank by wall time, each with that word; of few ranks fewer."""
-    finished = totals.filter((pl.col("group") == group) & pl.col("wall_ns").is_not_null())
-    ranks = finished.sort("wall_ns", "rank", descending=[True, False])["rank"].to_list()
-    found: dict[int, str] = {}
-    for word, index in (("slowest", 0), ("median", len(ranks) // 2), ("fastest", len(ranks) - 1)):
-        if ranks:
-            found.setdefault(ranks[index], word)
-    return [(word, rank) for rank, word in found.items()]
+def worst_of_neighbours(rows: pl.DataFrame, most: int, value: pl.Expr) -> tuple[pl.DataFrame, int]:
+    """(`rows`, or of very many the row with the largest `value` of so many neighbours; how many these are)."""
+    per_point = -(-rows.height // most)
+    if per_point <= 1:
+        return rows, 1
+    groups = rows.with_row_index("row").group_by(pl.col("row") // per_point, maintain_order=True)
+    return groups.agg(pl.all().exclude("row").get(value.arg_max())).drop("row"), per_point

@@ -10,7 +10,7 @@ from ....common.formatting import NOT_RECORDED, plural
 from ....common.tables import Column, numbers, times
 from .content import Content, Plot, Table, missing, plot, table
 from .plots import BAND, LINE, MARK, layout, line, vertical
-from .run_data import RunData
+from .run_data import RunData, worst_of_neighbours
 
 _MOST_POINTS = 4000  # per line
 _MOST_BANDS = 300
@@ -19,9 +19,9 @@ _MOST_BANDS = 300
 def draw(run: RunData) -> Content:
     """Time of every step on its slowest rank, with the saves, and steps during saves against the others."""
     steps = _steps(run)
-    if steps.is_empty() and run.report.steps:
-        return Content([_times_alone(run)], [], ["Which steps ran beside a save is not recorded."])
     if steps.is_empty():
+        if run.report.steps:
+            return Content([_times_alone(run)], [], ["Which steps ran beside a save is not recorded."])
         return missing("No training step was recorded.")
     notes, by_cause = _interference(steps)
     if steps.group_by("cycle").len().filter(pl.col("len") > _MOST_POINTS).height:
@@ -55,9 +55,8 @@ def _steps(run: RunData) -> pl.DataFrame:
 def _times_alone(run: RunData) -> Plot:
     """Step times of a run of which nothing else is known about steps (an imported log)."""
     steps = run.report.steps[-_MOST_POINTS:]
-    data = [
-        line("step time", LINE, x=[s.step for s in steps], y=[s.seconds for s in steps], marker={"size": 5})
-    ]
+    times_s = [step.seconds for step in steps]
+    data = [line("step time", LINE, x=[step.step for step in steps], y=times_s, marker={"size": 5})]
     arranged = layout(320, x="training step", y="seconds", yaxis={"rangemode": "tozero"})
     return plot("Step time", data, arranged, f"Line of the time of {len(steps)} training steps.")
 
@@ -68,9 +67,7 @@ def _with_saves(run: RunData) -> pl.DataFrame:
     Each rank's own records are compared, on its own clock.
     """
     saves = run.frames.operations.filter((pl.col("operation") == "save") & pl.col("end_ns").is_not_null())
-    saves = saves.select(
-        "cycle", "rank", pl.col("start_ns").alias("from_ns"), pl.col("end_ns").alias("until_ns")
-    )
+    saves = saves.select("cycle", "rank", from_ns="start_ns", until_ns="end_ns")
     iterations = run.frames.iterations.select("cycle", "rank", "step", "start_ns", "end_ns").sort("end_ns")
     under_way = (pl.col("from_ns") < pl.col("end_ns")) & (pl.col("until_ns") > pl.col("start_ns"))
     return iterations.join_asof(
@@ -88,16 +85,8 @@ def _plot(run: RunData, steps: pl.DataFrame) -> Plot:
     dashes = ("solid", "dot", "dash", "dashdot")
     for index, cycle in enumerate(sorted(steps["cycle"].unique())):
         mine = steps.filter(pl.col("cycle") == cycle)
-        every = -(-mine.height // _MOST_POINTS)
-        mine = (
-            mine.with_row_index("row")
-            .group_by(pl.col("row") // every, maintain_order=True)
-            .agg(pl.all().exclude("row").get(pl.col("slowest_s").arg_max()))
-        )
-        look = {
-            "line": {"color": LINE, "width": 1.5, "dash": dashes[index % len(dashes)]},
-            "marker": {"size": 5},
-        }
+        mine, _ = worst_of_neighbours(mine, _MOST_POINTS, pl.col("slowest_s"))
+        dashed = {"color": LINE, "width": 1.5, "dash": dashes[index % len(dashes)]}
         text = [
             f"step {row['step']}, cycle {cycle}: slowest rank {row['slowest']} {row['slowest_s']:.4f} s, median "
             f"{row['median_s']:.4f} s{', during a save' if row['during'] else ''}"
@@ -105,7 +94,7 @@ def _plot(run: RunData, steps: pl.DataFrame) -> Plot:
         ]
         hover = {"text": text, "hovertemplate": "%{text}<extra></extra>"}
         x, y = mine["step"].to_list(), [round(value, 6) for value in mine["slowest_s"]]
-        data.append(line(f"cycle {cycle}, slowest rank", LINE, x=x, y=y, **look, **hover))
+        data.append(line(f"cycle {cycle}, slowest rank", LINE, x=x, y=y, line=dashed, marker={"size": 5}, **hover))
         during = mine.filter("during")
         data.append(
             line(
@@ -141,17 +130,17 @@ def _interference(steps: pl.DataFrame) -> tuple[list[str], Table]:
     ]
     by_cause = table("Training steps by what went on beside them", _COLUMNS, parts)
     if during.is_empty():
-        return [
-            "No training step ran during a save: saves blocked training until they were complete."
-        ], by_cause
-    if quiet.is_empty():
-        return ["Every step ran during a save, so there is none to compare with."], by_cause
-    slow, median = (float(str(part["slowest_s"].median())) for part in (during, quiet))
-    ratio = f"{slow / median:.2f} times" if median else NOT_RECORDED
-    return [
-        f"{plural(during.height, 'step')} during saves took {slow:.4f} s in the median, {ratio} the {median:.4f} s of "
-        f"the {quiet.height} others: what background saving costs beside blocked time."
-    ], by_cause
+        note = "No training step ran during a save: saves blocked training until they were complete."
+    elif quiet.is_empty():
+        note = "Every step ran during a save, so there is none to compare with."
+    else:
+        slow, median = (float(str(part["slowest_s"].median())) for part in (during, quiet))
+        ratio = f"{slow / median:.2f} times" if median else NOT_RECORDED
+        note = (
+            f"{plural(during.height, 'step')} during saves took {slow:.4f} s in the median, {ratio} the {median:.4f} s "
+            f"of the {quiet.height} others: what background saving costs beside blocked time."
+        )
+    return [note], by_cause
 
 
 def _float(value: object) -> float | None:

@@ -11,14 +11,15 @@ from ....common.formatting import plural, rate, seconds, size
 from ....common.tables import Column, numbers, times
 from ...metrics.results import OperationStats
 from .content import Content, Plot, Table, missing, plot, table
-from .plots import FILLED, LINE, MARK, SECOND_LINE, THIRD_LINE, layout, line
-from .run_data import RunData, spread_over_saves, title_of
+from .plots import FILLED, LINE, MARK, SECOND_LINE, THIRD_LINE, columns, layout, line
+from .run_data import RunData, spread_over_saves, title_of, worst_of_neighbours
 
 _LEAST_FOR_TREND = 6  # saves; of fewer a slope is noise
 _TREND_SHOWN = 0.1  # change over the run, as a share, from which a trend is put into words
 _OUTLIER_Z = 3.5  # of the modified z-score: Iglewicz and Hoaglin, "How to Detect and Handle Outliers", 1993
 _MOST_HOSTS = 40
 _MOST_RANKS = 2048
+_SQUARES = {"marker": {"symbol": "square", "size": 7}}
 
 
 def draw(run: RunData) -> Content:
@@ -88,23 +89,17 @@ def _over_saves(saves: list[OperationStats], y: str, **more: Any) -> dict[str, A
 
 def _blocked(saves: list[OperationStats]) -> Plot:
     """How long each save blocked training."""
-    y = [save.blocked_s for save in saves]
-    data = [line("blocked_s", SECOND_LINE, x=_names(saves), y=y, marker={"symbol": "square", "size": 7})]
+    data = [line("blocked_s", SECOND_LINE, x=_names(saves), y=[save.blocked_s for save in saves], **_SQUARES)]
     description = f"Line of the time that each of {len(saves)} saves blocked training."
     return plot("Training blocked, over the saves", data, _over_saves(saves, "seconds"), description)
 
 
 def _total(saves: list[OperationStats]) -> Plot:
-    names = _names(saves)
+    names, io = _names(saves), [save.io_GBps for save in saves]
+    blocked = [save.blocked_GBps for save in saves]
     data = [
-        line("io_GBps: to storage", LINE, x=names, y=[save.io_GBps for save in saves]),
-        line(
-            "blocked_GBps: as training sees it",
-            SECOND_LINE,
-            x=names,
-            y=[save.blocked_GBps for save in saves],
-            marker={"symbol": "square", "size": 7},
-        ),
+        line("io_GBps: to storage", LINE, x=names, y=io),
+        line("blocked_GBps: as training sees it", SECOND_LINE, x=names, y=blocked, **_SQUARES),
     ]
     last = saves[-1]
     description = (
@@ -124,32 +119,19 @@ def _spread(saves: list[OperationStats], speeds: pl.DataFrame, unit: str) -> Plo
         line(f"slowest {unit}", MARK, x=names, y=low, **FILLED, **thin),
         line(f"median {unit}", LINE, x=names, y=median),
     ]
-    description = (
-        f"Lines of the slowest, the median and the fastest {unit}'s own write throughput in each save."
-    )
+    description = f"Lines of the slowest, the median and the fastest {unit}'s own write throughput in each save."
     return plot(f"Per {unit}, over the saves", data, _over_saves(saves, f"GB/s of one {unit}"), description)
 
 
 def _ranks(save: OperationStats, mine: pl.DataFrame) -> Plot:
     """Every rank of one save; of very many, the slowest of neighbours."""
-    per_point = -(-mine.height // _MOST_RANKS)
-    points = (
-        mine.sort("rank")
-        .with_row_index("row")
-        .group_by(pl.col("row") // per_point, maintain_order=True)
-        .agg(pl.all().exclude("row").get(pl.col("io_GBps").fill_null(float("inf")).arg_min()))
-    )
+    slowness = -pl.col("io_GBps").fill_null(float("inf"))
+    points, per_point = worst_of_neighbours(mine.sort("rank"), _MOST_RANKS, slowness)
     look = {"mode": "markers", "hovertemplate": "rank %{x}: %{y:.4g} GB/s<extra></extra>"}
-    x = points["rank"].to_list()
+    squares = look | {"marker": {"symbol": "square", "size": 6}}
     data = [
-        line("io_GBps", LINE, x=x, y=points["io_GBps"].to_list(), **look),
-        line(
-            "blocked_GBps",
-            SECOND_LINE,
-            x=x,
-            y=points["blocked_GBps"].to_list(),
-            **look | {"marker": {"symbol": "square", "size": 6}},
-        ),
+        line("io_GBps", LINE, x=points["rank"], y=points["io_GBps"], **look),
+        line("blocked_GBps", SECOND_LINE, x=points["rank"], y=points["blocked_GBps"], **squares),
     ]
     few = f" (the slowest of every {per_point} neighbours)" if per_point > 1 else ""
     description = f"Write throughput of each rank of {title_of(save)}{few}."
@@ -174,16 +156,8 @@ def _hosts(run: RunData, ranks: pl.DataFrame) -> pl.DataFrame:
 def _host_plot(save: OperationStats, hosts: pl.DataFrame) -> Plot:
     shown = hosts.head(_MOST_HOSTS)
     few = f" (the {_MOST_HOSTS} slowest of {hosts.height})" if hosts.height > _MOST_HOSTS else ""
-    data = [
-        {
-            "type": "bar",
-            "x": shown["host"].to_list(),
-            "y": shown["io_GBps"].to_list(),
-            "name": "io_GBps",
-            "marker": {"color": LINE},
-            "hovertemplate": "%{x}: %{y:.4g} GB/s<extra></extra>",
-        }
-    ]
+    hover = "%{x}: %{y:.4g} GB/s<extra></extra>"
+    data = [columns("io_GBps", LINE, x=shown["host"], y=shown["io_GBps"], hovertemplate=hover)]
     arranged = layout(300, x=f"host{few}", y="GB/s of one host", xaxis={"type": "category"})
     description = f"Write throughput of each host in {title_of(save)}{few}; {shown['host'][0]} is slowest."
     return plot(f"{title_of(save)}: host by host", data, arranged, description)
@@ -192,11 +166,8 @@ def _host_plot(save: OperationStats, hosts: pl.DataFrame) -> Plot:
 def _trend(saves: list[OperationStats]) -> list[str]:
     """Sentences on throughput that rises or falls: by the median of all pairwise slopes (Theil 1950, Sen 1968)."""
     sentences = []
-    for name, values in (
-        ("io_GBps", [save.io_GBps for save in saves]),
-        ("blocked_GBps", [save.blocked_GBps for save in saves]),
-    ):
-        points = [(i, value) for i, value in enumerate(values) if value is not None]
+    for name in ("io_GBps", "blocked_GBps"):
+        points = [(i, value) for i, save in enumerate(saves) if (value := getattr(save, name)) is not None]
         if len(points) < _LEAST_FOR_TREND:
             continue
         points = points[-400:]  # enough, and the pairs are squared
@@ -212,22 +183,15 @@ def _trend(saves: list[OperationStats]) -> list[str]:
 
 def _outliers(saves: list[OperationStats]) -> list[str]:
     """Saves that blocked training for unusually long, by the modified z-score."""
-    known = [save for save in saves if save.blocked_s is not None]
-    times = [save.blocked_s or 0.0 for save in known]
+    known = [(save, save.blocked_s) for save in saves if save.blocked_s is not None]
     if len(known) < _LEAST_FOR_TREND:
         return []
-    median = statistics.median(times)
-    deviation = statistics.median(abs(value - median) for value in times)
-    if not deviation:
-        return []
-    far = [
-        save
-        for save, value in zip(known, times, strict=True)
-        if 0.6745 * (value - median) / deviation > _OUTLIER_Z
-    ]
+    median = statistics.median(blocked_s for _, blocked_s in known)
+    deviation = statistics.median(abs(blocked_s - median) for _, blocked_s in known)
+    far = [(save, took) for save, took in known if deviation and 0.6745 * (took - median) / deviation > _OUTLIER_Z]
     if not far:
         return []
-    named = ", ".join(f"{save.tag} ({seconds(save.blocked_s)} s)" for save in far[:5])
+    named = ", ".join(f"{save.tag} ({seconds(took)} s)" for save, took in far[:5])
     return [f"{plural(len(far), 'outlier')}: blocked for long against the median of {median:.3f} s: {named}."]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import polars as pl
@@ -13,7 +14,7 @@ from ...metrics.failures import failure_of
 from ...metrics.restart_parts import ORDER, OUTSIDE, parts_of
 from ...metrics.results import FailureTimes, StartStats
 from .colours import colour
-from .content import Content, Plot, Table, missing, plot, table
+from .content import Content, Plot, missing, plot, table
 from .plots import bar, categories, layout, phase_bars, vertical
 from .run_data import RunData, title_of
 
@@ -22,20 +23,38 @@ _MOST_STARTS = 40  # beside one another
 _LATE = 0.75  # of the plot's width
 
 
+@dataclass(frozen=True)
+class _Row:
+    """One phase: its bars on the path, (begin, end, rank), and where it lies on all ranks. Times are in s."""
+
+    phase: str
+    bars: list[tuple[float, float, int | None]] = field(default_factory=list)
+    within: tuple[float, float] | None = None
+
+    @property
+    def label(self) -> str:
+        ranks = sorted({rank for _, _, rank in self.bars if rank is not None})
+        return self.phase + (f" (rank {', '.join(map(str, ranks[:3]))})" if ranks else "")
+
+    @property
+    def took(self) -> float:
+        return sum(end - begin for begin, end, _ in self.bars)
+
+    @property
+    def end(self) -> float:
+        return max(end for _, end, _ in self.bars)
+
+
 def draw(run: RunData) -> Content:
     """The newest restart in full, and all starts of the run side by side."""
     if run.start is None:
-        return missing(
-            "No start-up was recorded to the end of its first step, so there is no restart to show."
-        )
+        return missing("No start-up was recorded to the end of its first step, so there is no restart to show.")
+    starts = run.report.starts
+    by_start = table(f"All starts of the run ({plural(len(starts), 'start')})", _COLUMNS, starts)
     windows = start_windows(run.frames, run.start.group)
     path = critical_path(windows)
     if not path:
-        return Content(
-            [],
-            [_table(run.report.starts)],
-            ["The start was not recorded phase by phase, so only its length is known."],
-        )
+        return Content([], [by_start], ["The start was not recorded phase by phase, so only its length is known."])
     failure = failure_of(run.frames.events, run.start.cycle - 1) if run.start.is_restart else None
     origin = failure.injected_ns if failure else path[0].start_ns
     rows = _failure_rows(failure.times, path[0], origin) if failure else []
@@ -51,84 +70,69 @@ def draw(run: RunData) -> Content:
     elif windows.filter(pl.col("phase") == "caught_up").height:
         rows.append(_caught_up_row(windows, origin))
     plots = [_plot(rows, run.start)]
-    if len(run.report.starts) > 1:
-        plots.append(_side_by_side(run.report.starts[-_MOST_STARTS:]))
-    return Content(plots, [_table(run.report.starts)], notes)
+    if len(starts) > 1:
+        plots.append(_side_by_side(starts[-_MOST_STARTS:]))
+    return Content(plots, [by_start], notes)
 
 
-def _failure_rows(times: FailureTimes, first: Segment, origin: int) -> list[dict[str, Any]]:
+def _failure_rows(times: FailureTimes, first: Segment, origin: int) -> list[_Row]:
     """What happened outside of the training's processes; the last ends where the path's first rank began."""
-    moments = zip(OUTSIDE[:3], (times.detected_s, times.stopped_s, times.relaunched_s), strict=True)
-    rows: list[dict[str, Any]] = []
+    began_s = (first.start_ns - origin) / 1e9
+    moments = (times.detected_s, times.stopped_s, times.relaunched_s, began_s)
+    rows: list[_Row] = []
     before = 0.0
-    for name, moment in moments:
+    for name, moment in zip(OUTSIDE, moments, strict=True):
         if moment is not None:
-            rows.append({"phase": name, "bars": [(before, moment, None)], "range": None})
+            rows.append(_Row(name, [(before, moment, None)]))
             before = moment
-    rows.append(
-        {"phase": "launcher", "bars": [(before, (first.start_ns - origin) / 1e9, None)], "range": None}
-    )
     return rows
 
 
-def _path_rows(path: list[Segment], windows: pl.DataFrame, origin: int) -> list[dict[str, Any]]:
+def _path_rows(path: list[Segment], windows: pl.DataFrame, origin: int) -> list[_Row]:
     """A row per phase on the path, by when it comes first, with the range over all ranks."""
-    ranges = {
-        phase: (first, last)
-        for phase, first, last in windows.group_by("phase")
-        .agg(pl.col("start_ns").min(), pl.col("end_ns").max())
-        .iter_rows()
-    }
-    rows: dict[str, dict[str, Any]] = {}
-    for segment in path:
-        span = ranges.get(segment.phase)
-        within = ((span[0] - origin) / 1e9, (span[1] - origin) / 1e9) if span else None
-        row = rows.setdefault(segment.phase, {"phase": segment.phase, "bars": [], "range": within})
-        start, end = (segment.start_ns - origin) / 1e9, (segment.end_ns - origin) / 1e9
-        row["bars"].append((start, end, segment.rank))
-    return sorted(rows.values(), key=lambda row: row["phase"] == UNNAMED)  # last; else by their begin
+    ranges = windows.group_by("phase").agg(pl.col("start_ns").min(), pl.col("end_ns").max())
+    within = {phase: ((first - origin) / 1e9, (last - origin) / 1e9) for phase, first, last in ranges.iter_rows()}
+    rows: dict[str, _Row] = {}
+    for part in path:
+        row = rows.setdefault(part.phase, _Row(part.phase, within=within.get(part.phase)))
+        row.bars.append(((part.start_ns - origin) / 1e9, (part.end_ns - origin) / 1e9, part.rank))
+    return sorted(rows.values(), key=lambda row: row.phase == UNNAMED)  # last; else by their begin
 
 
-def _caught_up_row(windows: pl.DataFrame, origin: int) -> dict[str, Any]:
+def _caught_up_row(windows: pl.DataFrame, origin: int) -> _Row:
     last = windows.filter(pl.col("phase") == "caught_up").sort("end_ns", "rank").row(-1, named=True)
-    start, end = (last["start_ns"] - origin) / 1e9, (last["end_ns"] - origin) / 1e9
-    return {"phase": "caught_up", "bars": [(start, end, last["rank"])], "range": None}
+    return _Row("caught_up", [((last["start_ns"] - origin) / 1e9, (last["end_ns"] - origin) / 1e9, last["rank"])])
 
 
-def _plot(rows: list[dict[str, Any]], start: StartStats) -> Plot:
-    data: list[dict[str, Any]] = []
-    ranged = [row for row in rows if row["range"]]
-    data.append(
+def _plot(rows: list[_Row], start: StartStats) -> Plot:
+    ranges = [(row.phase, row.label, *row.within) for row in rows if row.within]
+    data = [
         bar(
             "all ranks: first begin to last end",
             "rgba(128,128,128,0.25)",
-            x=[row["range"][1] - row["range"][0] for row in ranged],
-            y=[_label(row) for row in ranged],
-            base=[row["range"][0] for row in ranged],
-            hover=[
-                f"{row['phase']}: all ranks, {row['range'][0]:.3f} s to {row['range'][1]:.3f} s"
-                for row in ranged
-            ],
+            x=[last - first for _, _, first, last in ranges],
+            y=[label for _, label, _, _ in ranges],
+            base=[first for _, _, first, _ in ranges],
+            hover=[f"{phase}: all ranks, {first:.3f} s to {last:.3f} s" for phase, _, first, last in ranges],
             marker={"line": {"width": 0}},
             width=0.86,
         )
-    )
-    for row in rows:
-        data.append(
-            bar(
-                row["phase"],
-                colour(row["phase"]),
-                x=[end - begin for begin, end, _ in row["bars"]],
-                y=[_label(row)] * len(row["bars"]),
-                base=[begin for begin, _, _ in row["bars"]],
-                hover=[_hover(row["phase"], *one) for one in row["bars"]],
-                width=0.5,
-                showlegend=False,
-            )
+    ]
+    data += [
+        bar(
+            row.phase,
+            colour(row.phase),
+            x=[end - begin for begin, end, _ in row.bars],
+            y=[row.label] * len(row.bars),
+            base=[begin for begin, _, _ in row.bars],
+            hover=[_hover(row.phase, *one) for one in row.bars],
+            width=0.5,
+            showlegend=False,
         )
-    end = max(end for row in rows for _, end, _ in row["bars"])
+        for row in rows
+    ]
+    end = max(row.end for row in rows)
     data += [_lengths(rows, end, late) for late in (False, True)]
-    order = [_label(row) for row in rows]
     origin = "the failure" if start.restart_s is not None else "the start of the first process on the path"
     arranged = layout(
         _ROW * len(rows) + 110,
@@ -136,50 +140,36 @@ def _plot(rows: list[dict[str, Any]], start: StartStats) -> Plot:
         y="",
         barmode="overlay",
         xaxis={"range": [0, end * 1.02]},
-        yaxis=categories(order),
-        **_first_step_mark(start, rows),
+        yaxis=categories([row.label for row in rows]),
+        **_first_step_mark(rows),
     )
-    longest = max(rows, key=lambda row: sum(end - begin for begin, end, _ in row["bars"]))
+    longest = max(rows, key=lambda row: row.took)
     description = (
         f"Waterfall of {title_of(start)}: {len(rows)} phases in a row from {origin}; the longest is "
-        f"{longest['phase']}. The table below has the numbers."
+        f"{longest.phase}. The table below has the numbers."
     )
     return plot(title_of(start), data, arranged, description)
 
 
-def _lengths(rows: list[dict[str, Any]], end: float, late: bool) -> dict[str, Any]:
+def _lengths(rows: list[_Row], end: float, late: bool) -> dict[str, Any]:
     """The duration of each row, next to its bars: to their left if they lie `late` in the plot."""
     x, y, text = [], [], []
     for row in rows:
-        begin = min(begin for begin, _, _ in row["bars"])
-        last = max(end for _, end, _ in row["bars"])
-        if (last > _LATE * end) != late:
-            continue
-        x.append(min(begin, row["range"][0] if row["range"] else begin) if late else last)
-        y.append(_label(row))
-        text.append(f" {sum(end - begin for begin, end, _ in row['bars']):.3f} s ")
+        if (row.end > _LATE * end) == late:
+            begins = [begin for begin, *_ in (*row.bars, *([row.within] if row.within else []))]
+            x.append(min(begins) if late else row.end)
+            y.append(row.label)
+            text.append(f" {row.took:.3f} s ")
     place = {"type": "scatter", "mode": "text", "x": x, "y": y, "text": text, "showlegend": False}
     return place | {"textposition": f"middle {'left' if late else 'right'}", "hoverinfo": "skip"}
 
 
-def _first_step_mark(start: StartStats, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _first_step_mark(rows: list[_Row]) -> dict[str, Any]:
     """A dotted line at the end of the last first step."""
-    done = max(end for row in rows if row["phase"] == "first_step" for _, end, _ in row["bars"])
+    done = max(row.end for row in rows if row.phase == "first_step")
     mark = vertical(done, line={"color": "#228833", "width": 1.5, "dash": "dot"})
-    place = {
-        "x": done,
-        "y": 1.0,
-        "yref": "paper",
-        "xanchor": "right",
-        "yanchor": "bottom",
-        "showarrow": False,
-    }
+    place = {"x": done, "y": 1.0, "yref": "paper", "xanchor": "right", "yanchor": "bottom", "showarrow": False}
     return {"shapes": [mark], "annotations": [place | {"text": f"first step done: {done:.3f} s"}]}
-
-
-def _label(row: dict[str, Any]) -> str:
-    ranks = sorted({rank for _, _, rank in row["bars"] if rank is not None})
-    return row["phase"] + (f" (rank {', '.join(map(str, ranks[:3]))})" if ranks else "")
 
 
 def _hover(phase: str, begin: float, end: float, rank: int | None) -> str:
@@ -204,13 +194,8 @@ def _side_by_side(starts: list[StartStats]) -> Plot:
             series.setdefault(name, {})[title_of(start)] = took
     data = phase_bars(series, sorted(series, key=ORDER.index), 3)
     titles = [title_of(start) for start in starts]
-    arranged = layout(
-        34 * len(titles) + 150,
-        x="seconds, on the critical rank",
-        y="",
-        barmode="stack",
-        yaxis=categories(titles),
-    )
+    height = 34 * len(titles) + 150
+    arranged = layout(height, x="seconds, on the critical rank", y="", barmode="stack", yaxis=categories(titles))
     description = f"Stacked bars of the phases of {plural(len(starts), 'start')}, each on its critical rank."
     return plot("All starts, phase by phase", data, arranged, description)
 
@@ -232,7 +217,3 @@ _COLUMNS: tuple[Column[StartStats], ...] = (
     times("lost work s", lambda start: start.lost_work_s, 3),
     times("caught up s", lambda s: s.failure_to_caught_up_s if s.failure else s.caught_up_s, 3),
 )
-
-
-def _table(starts: list[StartStats]) -> Table:
-    return table(f"All starts of the run ({plural(len(starts), 'start')})", _COLUMNS, starts)

@@ -17,7 +17,7 @@ from tools.ckpt_analysis.compare.metrics import collect
 from tools.ckpt_analysis.imported.file import write_run
 from tools.ckpt_analysis.imported.importer import import_log
 from tools.ckpt_analysis.imported.to_report import to_report
-from tools.ckpt_analysis.render.html.comparison import CAPTION, TERMS
+from tools.ckpt_analysis.render.html.comparison import FIGURE
 from tools.ckpt_analysis.render.html.definitions import DEFINITIONS
 
 TORCH_MS = [1000.0, 505.0, 510.0, 515.0, 520.0, 525.0]
@@ -142,7 +142,7 @@ def test_the_figure_shows_the_numbers_and_verdicts_of_compare(
     assert (
         "B lazy-pp1: blocked_s 4 times as fast as A (3.8" in said and "differs: better; saves block " in said
     )
-    assert set(TERMS) <= set(DEFINITIONS) and any(p.text.startswith(CAPTION[:40]) for p in page.all("p"))
+    assert set(FIGURE.terms) <= set(DEFINITIONS) and any(p.text.startswith(FIGURE.caption[:40]) for p in page.all("p"))
 
     shares = [cell["median"] for cell in of_study["blocked_share"]["cells"]]
     (bars,) = plot_titled(page, "Training time that saves block")
