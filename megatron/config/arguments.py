@@ -32,9 +32,9 @@ from megatron.config.deepspeed_config import (
     check_engine_stanza,
     file_precision,
     flag_values,
-    load_deepspeed_file,
     name_source,
 )
+from megatron.config.deepspeed_file import load_deepspeed_file
 from megatron.config.flags import FlagSpec, on_off, spec_of
 from megatron.config.unsupported_flags import NO_EFFECT, NO_EFFECT_VALUES, UNSUPPORTED
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from megatron.config.errors import refuse
 
@@ -58,26 +59,19 @@ def batch_sizes(ramp: tuple[int, ...], global_batch_size: int, step: int) -> Bat
     """
     if not ramp:
         return BatchSizes(global_batch_size, global_batch_size)
+    refuse_ramp = functools.partial(refuse, "--rampup-batch-size", ramp)
     if len(ramp) != 3:
-        refuse(
-            "--rampup-batch-size",
-            ramp,
-            "give three numbers: first batch size, increment, samples of the ramp",
-        )
+        refuse_ramp("give three numbers: first batch size, increment, samples of the ramp")
     start, increment, ramp_samples = ramp
     if start < 1 or increment < 1 or ramp_samples < 0:
-        refuse("--rampup-batch-size", ramp, "the first two must be at least 1, the third at least 0")
+        refuse_ramp("the first two must be at least 1, the third at least 0")
     if start > global_batch_size or (global_batch_size - start) % increment:
-        refuse(
-            "--rampup-batch-size",
-            ramp,
+        refuse_ramp(
             f"steps of {increment} do not lead from {start} to --global-batch-size {global_batch_size}; change one of "
-            "the three",
+            "the three"
         )
     if start % step or (start != global_batch_size and increment % step):
-        refuse(
-            "--rampup-batch-size",
-            ramp,
-            f"first size and increment must be multiples of --micro-batch-size x data-parallel size = {step}",
+        refuse_ramp(
+            f"first size and increment must be multiples of --micro-batch-size x data-parallel size = {step}"
         )
     return BatchSizes(global_batch_size, start, increment, ramp_samples)

@@ -5,60 +5,54 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from megatron.config.errors import ConfigError, refuse, require_at_least, require_one_of, require_positive
-from megatron.config.flags import flag, flag_name
-
-_NEED_SAVE = ("keep_last", "no_save_optim", "no_save_rng", "take_over", "allow_other_checkpoints")
-_NEED_LOAD = (
-    "load_tag",
-    "no_load_optim",
-    "no_load_rng",
-    "no_load_lr_state",
-    "finetune",
-    "reset_iteration",
-    "universal_checkpoint",
-    "exit_on_missing_checkpoint",
-    "allow_start_over",
-    "prefetch_on_start",
-)
+from megatron.config.errors import ConfigError, refuse
+from megatron.config.flags import FlagGroup, flag, flag_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(FlagGroup):
     """Checkpointing: saving, loading, verifying."""
 
     save: str | None = flag(None, "directory to save checkpoints to")
-    save_interval: int | None = flag(None, "iterations between saves; needed with --save")
-    keep_last: int | None = flag(None, "keep only this many newest checkpoints (default: all)")
-    take_over: bool = flag(
-        False, "save to --save although another live launch saves there: that launch stops saving and ends"
+    save_interval: int | None = flag(None, "iterations between saves; needed with --save", least=1)
+    keep_last: int | None = flag(
+        None, "keep only this many newest checkpoints (default: all)", least=1, needs="save"
     )
-    no_save_optim: bool = flag(False, "save no optimizer state")
-    no_save_rng: bool = flag(False, "save no random-number state")
+    take_over: bool = flag(
+        False,
+        "save to --save although another live launch saves there: that launch stops saving and ends",
+        needs="save",
+    )
+    no_save_optim: bool = flag(False, "save no optimizer state", needs="save")
+    no_save_rng: bool = flag(False, "save no random-number state", needs="save")
     load: str | None = flag(
         None, "directory to load a checkpoint from; if it has none, training starts from iteration 0"
     )
     load_tag: str | None = flag(
-        None, "which checkpoint of --load to load, such as global_step5 (default: the newest complete one)"
+        None,
+        "which checkpoint of --load to load, such as global_step5 (default: the newest complete one)",
+        needs="load",
     )
-    no_load_optim: bool = flag(False, "restore no optimizer state")
-    no_load_rng: bool = flag(False, "restore no random-number state")
-    no_load_lr_state: bool = flag(False, "restore no schedule state")
-    finetune: bool = flag(False, "restore weights only and start from iteration 0")
+    no_load_optim: bool = flag(False, "restore no optimizer state", needs="load")
+    no_load_rng: bool = flag(False, "restore no random-number state", needs="load")
+    no_load_lr_state: bool = flag(False, "restore no schedule state", needs="load")
+    finetune: bool = flag(False, "restore weights only and start from iteration 0", needs="load")
     reset_iteration: bool = flag(
         False,
         "restore weights, optimizer and random state, but count iterations and samples from 0; the schedule continues "
         "from the checkpoint unless --no-load-lr-state is given",
+        needs="load",
     )
     exit_on_missing_checkpoint: bool = flag(
-        False, "stop if --load holds no checkpoint, instead of starting from iteration 0"
+        False, "stop if --load holds no checkpoint, instead of starting from iteration 0", needs="load"
     )
     allow_start_over: bool = flag(
         False,
         "start from iteration 0 if every checkpoint in --load is damaged, or `latest` names a missing one",
+        needs="load",
     )
     allow_other_checkpoints: bool = flag(
-        False, "save into a --save that holds checkpoints which this run does not resume from"
+        False, "save into a --save that holds checkpoints which this run does not resume from", needs="save"
     )
     checkpoint_engine: str = flag(
         "torch", "how checkpoint files are written; an unknown name lists the engines"
@@ -72,8 +66,11 @@ class CheckpointConfig:
         None,
         "host memory that an asynchronous save may use, GiB per rank (default: the size of the rank's "
         "checkpoint, at most half of its share of the free memory)",
+        above=0,
     )
-    io_threads: int | None = flag(None, "threads that write or read files (default: the engine's own)")
+    io_threads: int | None = flag(
+        None, "threads that write or read files (default: the engine's own)", least=1
+    )
     io_block_size: float = flag(8.0, "size of one read or write of an I/O thread, MiB; engine lazy")
     direct_io: str = flag(
         "auto",
@@ -82,12 +79,16 @@ class CheckpointConfig:
         choices=("auto", "on", "off"),
     )
     prefetch_on_start: bool = flag(
-        False, "read the rank's part of the checkpoint into the page cache while the process starts"
+        False,
+        "read the rank's part of the checkpoint into the page cache while the process starts",
+        needs="load",
     )
     prefetch_limit: float | None = flag(
         None,
         "page cache that --prefetch-on-start may fill, GiB per rank (default: half of the rank's share of the free "
         "memory)",
+        above=0,
+        needs="prefetch_on_start",
     )
     checksum: str = flag(
         "crc32",
@@ -103,6 +104,7 @@ class CheckpointConfig:
     universal_checkpoint: bool = flag(
         False,
         "the same as --redistribute universal: the checkpoint in --load is converted first, not by hand",
+        needs="load",
     )
     redistribute: str = flag(
         "direct",
@@ -113,52 +115,29 @@ class CheckpointConfig:
     verify_restored_state: bool = flag(
         False, "record a hash of every tensor when saving, and compare them after loading"
     )
-    library_options: tuple[
-        tuple[str, Any], ...
-    ] = ()  # for the engine's library, of a --deepspeed_config stanza
+    # For the engine's library, of a --deepspeed_config stanza.
+    library_options: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
-        for owner, names in (("save", _NEED_SAVE), ("load", _NEED_LOAD)):
-            for name in names:
-                if getattr(self, owner) is None and getattr(self, name) not in (None, False):
-                    raise ConfigError(
-                        f"{flag_name(name)} does nothing without --{owner} DIR: add it or drop the flag"
-                    )
+        self.check_values()
         for name in ("save", "load"):
             if getattr(self, name) == "":
                 refuse("--" + name, "''", "is empty; give a directory")
         if self.save is not None and self.save_interval is None:
-            refuse("--save", self.save, "add --save-interval N")
-        require_at_least("--save-interval", self.save_interval, 1)
-        require_at_least("--keep-last", self.keep_last, 1)
-        require_one_of("--checkpoint-durability", self.checkpoint_durability, ("fsync", "none"))
-        require_positive("--host-cache-size", self.host_cache_size)
-        require_at_least("--io-threads", self.io_threads, 1)
+            self.refuse("save", "add --save-interval N")
         if self.io_block_size <= 0 or (self.io_block_size * 256) % 1:
-            refuse("--io-block-size", self.io_block_size, "must be a multiple of 4 KiB (0.00390625)")
-        require_one_of("--direct-io", self.direct_io, ("auto", "on", "off"))
-        self._check_prefetch()
-        require_one_of("--checksum", self.checksum, ("crc32", "none"))
-        require_one_of("--checkpoint-verify", self.verify_checkpoint, ("checksum", "size"))
-        require_one_of("--redistribute", self.redistribute, ("direct", "universal"))
-        if self.universal_checkpoint:
-            object.__setattr__(self, "redistribute", "universal")
-        if self.redistribute == "universal":
-            self._check_universal()
-        if self.load_tag is not None and ("/" in self.load_tag or self.load_tag in ("", ".", "..")):
-            refuse("--load-tag", self.load_tag, "must name one directory inside --load, as global_step5")
-
-    def _check_prefetch(self) -> None:
-        require_positive("--prefetch-limit", self.prefetch_limit)
-        if self.prefetch_limit is not None and not self.prefetch_on_start:
-            refuse(
-                "--prefetch-limit", self.prefetch_limit, "does nothing without --prefetch-on-start; add it"
-            )
+            self.refuse("io_block_size", "must be a multiple of 4 KiB (0.00390625)")
         if self.prefetch_on_start and self.direct_io == "on":
             raise ConfigError(
                 "--prefetch-on-start reads into the page cache, and --direct-io on reads around it: drop one of "
                 "them, or use --direct-io auto"
             )
+        if self.universal_checkpoint:
+            object.__setattr__(self, "redistribute", "universal")
+        if self.redistribute == "universal":
+            self._check_universal()
+        if self.load_tag is not None and ("/" in self.load_tag or self.load_tag in ("", ".", "..")):
+            self.refuse("load_tag", "must name one directory inside --load, as global_step5")
 
     def _check_universal(self) -> None:
         if self.load is None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
-from megatron.config.errors import ConfigError, refuse
+from megatron.config.errors import ConfigError
 from megatron.config.flags import flag_name
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
@@ -57,11 +57,8 @@ class Config:
             self._fill("trace", restart_trace_dir=lambda: os.path.join(save, "restart_trace"))
         self._check_divisible()
         if self.training.log_optimizer_states_to_tensorboard and self.optimizer.optimizer != "adam":
-            refuse(
-                "--optimizer",
-                self.optimizer.optimizer,
-                "--log-optimizer-states-to-tensorboard writes Adam's moments; drop it",
-            )
+            why = "--log-optimizer-states-to-tensorboard writes Adam's moments; drop it"
+            self.optimizer.refuse("optimizer", why)
         self._check_stages()
         object.__setattr__(self, "notes", tuple(dict.fromkeys((*self.notes, *self._own_notes()))))
 
@@ -91,56 +88,39 @@ class Config:
             iterations = filled.batch_sizes.iterations(filled.train_samples)
             # A filled-in value may come back here through dataclasses.replace.
             if old.train_iters not in (None, iterations):
-                refuse(
-                    "--train-iters",
-                    old.train_iters,
-                    f"--train-samples {old.train_samples} is given; drop one of them",
-                )
+                old.refuse("train_iters", f"--train-samples {old.train_samples} is given; drop one of them")
             if iterations == 0:
-                refuse("--train-samples", filled.train_samples, "is less than the first batch; raise it")
+                old.refuse("train_samples", "is less than the first batch; raise it")
             filled = dataclasses.replace(filled, train_iters=iterations)
         object.__setattr__(self, "training", filled)
 
     def _check_counted_in_iterations(self) -> None:
         for name in ("lr_decay_samples", "lr_warmup_samples"):
             if getattr(self.optimizer, name):
-                refuse(
-                    flag_name(name),
-                    getattr(self.optimizer, name),
-                    "needs --train-samples instead of --train-iters",
-                )
+                self.optimizer.refuse(name, "needs --train-samples instead of --train-iters")
         if self.training.rampup_batch_size:
-            refuse(
-                "--rampup-batch-size",
-                self.training.rampup_batch_size,
-                "needs --train-samples instead of --train-iters, since the iterations differ in size",
-            )
+            why = "needs --train-samples instead of --train-iters, since the iterations differ in size"
+            self.training.refuse("rampup_batch_size", why)
 
     def _check_counted_in_samples(self) -> None:
         optimizer, train_samples = self.optimizer, self.training.train_samples
         for name in ("lr_decay_iters", "lr_warmup_iters"):
             if getattr(optimizer, name):
-                refuse(
-                    flag_name(name),
-                    getattr(optimizer, name),
-                    f"--train-samples {train_samples} is given; use {flag_name(name).replace('iters', 'samples')}",
-                )
+                instead = flag_name(name).replace("iters", "samples")
+                optimizer.refuse(name, f"--train-samples {train_samples} is given; use {instead}")
         decay = optimizer.lr_decay_samples or train_samples
         if optimizer.lr_warmup_samples >= (decay or 0):
-            refuse(
-                "--lr-warmup-samples",
-                optimizer.lr_warmup_samples,
+            optimizer.refuse(
+                "lr_warmup_samples",
                 f"must be less than the {decay} samples of the decay (--lr-decay-samples, by default --train-samples)",
             )
 
     def _check_divisible(self) -> None:
         tp = self.parallel.tensor_model_parallel_size
         for name in ("num_attention_heads", "num_key_value_heads", "ffn_hidden_size"):
-            value = getattr(self.model, name)
-            if value % tp:
-                refuse(
-                    flag_name(name),
-                    value,
+            if getattr(self.model, name) % tp:
+                self.model.refuse(
+                    name,
                     f"not divisible by --tensor-model-parallel-size {tp}; "
                     "use a multiple of it, or a TP that divides it",
                 )
@@ -148,9 +128,8 @@ class Config:
     def _check_stages(self) -> None:
         pp = self.parallel.pipeline_model_parallel_size
         if self.model.num_layers < pp:
-            refuse(
-                "--num-layers",
-                self.model.num_layers,
+            self.model.refuse(
+                "num_layers",
                 f"is less than --pipeline-model-parallel-size {pp}, so a stage would have no layer; "
                 f"use at most {self.model.num_layers} stages",
             )

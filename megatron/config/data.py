@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from megatron.config.errors import ConfigError, refuse, require_at_least, require_one_of
-from megatron.config.flags import flag, flag_name
+from megatron.config.errors import ConfigError, refuse
+from megatron.config.flags import FlagGroup, flag, flag_name
 
 TOKENIZER_TYPES = ("GPT2BPETokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "NullTokenizer")
 DATA_IMPLS = ("mmap", "infer")
@@ -67,7 +67,7 @@ def parse_blend(flag_shown: str, values: tuple[str, ...]) -> list[tuple[float, s
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(FlagGroup):
     """Data: datasets and tokenizer."""
 
     data_path: tuple[str, ...] = flag(
@@ -88,7 +88,7 @@ class DataConfig:
     train_shuffle_idx_path: str | None = flag(
         None, "shuffle-idx file of the training set: the order of its samples"
     )
-    num_workers: int = flag(2, "data-loading processes per rank; 0: load in the training process")
+    num_workers: int = flag(2, "data-loading processes per rank; 0: load in the training process", least=0)
     eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens")
     tokenizer_type: str | None = flag(
         None,
@@ -101,18 +101,19 @@ class DataConfig:
     vocab_size: int | None = flag(
         None,
         "number of tokens of NullTokenizer, without its end-of-document token; checked against other tokenizers",
+        least=1,
     )
 
     def __post_init__(self) -> None:
+        self.check_values()
         for name in _PATH_FIELDS:
             object.__setattr__(self, name, tuple(getattr(self, name)))
             self.blend(name)
         self._check_paths()
         self._check_index_files()
-        require_one_of("--data-impl", self.data_impl, DATA_IMPLS)
-        require_at_least("--num-workers", self.num_workers, 0)
-        require_at_least("--vocab-size", self.vocab_size, 1)
-        self._check_tokenizer()
+        for name in _TOKENIZER_FILES.get(self.tokenizer_type or "", ()):
+            if getattr(self, name) is None:
+                self.refuse("tokenizer_type", f"needs {flag_name(name)}")
 
     def blend(self, name: str) -> list[tuple[float, str]]:
         """(weight, path prefix) of each dataset of the field `name` ("data_path", "train_data_path", ...)."""
@@ -133,12 +134,12 @@ class DataConfig:
         separate = [name for name in _PATH_FIELDS[1:] if getattr(self, name)]
         if self.data_path and separate:
             raise ConfigError(
-                f"--data-path and --{separate[0].replace('_', '-')} exclude each other: give one of them"
+                f"--data-path and {flag_name(separate[0])} exclude each other: give one of them"
             )
         if separate and not self.train_data_path:
-            raise ConfigError(f"--{separate[0].replace('_', '-')} needs --train-data-path beside it")
+            raise ConfigError(f"{flag_name(separate[0])} needs --train-data-path beside it")
         if separate and self.split != DEFAULT_SPLIT:
-            refuse("--split", self.split, "cuts --data-path and does nothing with --train-data-path; drop it")
+            self.refuse("split", "cuts --data-path and does nothing with --train-data-path; drop it")
 
     @property
     def train_index_files(self) -> tuple[str, str, str] | None:
@@ -158,19 +159,9 @@ class DataConfig:
                 f"{flag_name(given[0])} describes one dataset, and several are blended: drop it"
             )
 
-    def _check_tokenizer(self) -> None:
-        if self.tokenizer_type is None:
-            return
-        require_one_of("--tokenizer-type", self.tokenizer_type, TOKENIZER_TYPES)
-        for name in _TOKENIZER_FILES[self.tokenizer_type]:
-            if getattr(self, name) is None:
-                refuse("--tokenizer-type", self.tokenizer_type, f"needs {flag_name(name)}")
-
     @property
     def unread_tokenizer_files(self) -> list[str]:
         """Tokenizer file flags that were given though the tokenizer does not read them."""
-        if self.tokenizer_type is None:
-            return []
-        read = _TOKENIZER_FILES[self.tokenizer_type]
         names = ("tokenizer_model", "vocab_file", "merge_file")
+        read = _TOKENIZER_FILES.get(self.tokenizer_type or "", names)
         return [flag_name(n) for n in names if n not in read and getattr(self, n) is not None]

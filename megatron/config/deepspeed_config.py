@@ -7,8 +7,9 @@ megatron.config.deepspeed_keys says what becomes of each.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from megatron.config import Config, ConfigError
@@ -16,46 +17,62 @@ from megatron.config.deepspeed_file import engine_stanzas, get, load_deepspeed_f
 from megatron.config.deepspeed_keys import KEYS, Names, Passes
 from megatron.config.flags import flag_name
 
-__all__ = [
-    "build_deepspeed_config",
-    "check_engine_stanza",
-    "file_precision",
-    "flag_values",
-    "load_deepspeed_file",
-    "name_source",
-]
-
 _STEPS_PER_PRINT = 2**31 - 1  # DeepSpeed's own step lines would double the training log
 _MIB, _PAGE = 1 << 20, 4096
-# Key -> argparse destination of the flag that takes its value as it is.
-_FLAGS = {
-    "train_batch_size": "global_batch_size",
-    "train_micro_batch_size_per_gpu": "micro_batch_size",
-    "gradient_clipping": "clip_grad",
-    "zero_optimization.stage": "zero_stage",
-    "datastates_ckpt.host_cache_size": "host_cache_size",
-    "aio.intra_op_parallelism": "io_threads",
-}
-_FP16_NUMBERS = {
-    "fp16.loss_scale_window": "loss_scale_window",
-    "fp16.hysteresis": "hysteresis",
-    "fp16.min_loss_scale": "min_loss_scale",
-}
-# Flags that only switch something on.
-_SWITCHES = {
-    "activation_checkpointing.partition_activations": "partition_activations",
-    "activation_checkpointing.contiguous_memory_optimization": "contigious_checkpointing",
-    "activation_checkpointing.cpu_checkpointing": "checkpoint_in_cpu",
-    "activation_checkpointing.synchronize_checkpoint_boundary": "synchronize_each_layer",
-    "activation_checkpointing.profile": "profile_backward",
-}
-_OTHER_FLAGS = {
-    "fp16.loss_scale": "loss_scale",
-    "fp16.initial_scale_power": "initial_loss_scale",
-    "aio.block_size": "io_block_size",
-    "checkpoint.writer.type": "direct_io",
-}
 _WRITERS = {"fast": "on", "python": "off"}  # checkpoint.writer.type -> --direct-io
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _if_true(value: bool) -> bool | None:
+    return value or None
+
+
+class _Link(NamedTuple):
+    """A key that says what the flag of field `dest` says.
+
+    `of_file` makes the flag's value of the file's (None: it says nothing); `in_file` does the reverse.
+    """
+
+    dest: str
+    of_file: Callable[[Any], Any] = _same
+    in_file: Callable[[Any], Any] = _same
+
+
+_LINKS = {
+    "train_batch_size": _Link("global_batch_size"),
+    "train_micro_batch_size_per_gpu": _Link("micro_batch_size"),
+    "gradient_clipping": _Link("clip_grad"),
+    "zero_optimization.stage": _Link("zero_stage"),
+}
+_FP16_LINKS = {
+    "fp16.loss_scale": _Link(
+        "loss_scale", lambda scale: float(scale) or None, lambda scale: scale or 0
+    ),  # 0: dynamic
+    "fp16.initial_scale_power": _Link(
+        "initial_loss_scale", lambda power: 2.0**power, lambda scale: int(math.log2(scale))
+    ),
+    "fp16.loss_scale_window": _Link("loss_scale_window", in_file=int),
+    "fp16.hysteresis": _Link("hysteresis"),
+    "fp16.min_loss_scale": _Link("min_loss_scale", in_file=int),
+}
+# Of flags that only switch something on.
+_SWITCHES = {
+    "activation_checkpointing.partition_activations": _Link("partition_activations", _if_true),
+    "activation_checkpointing.contiguous_memory_optimization": _Link("contigious_checkpointing", _if_true),
+    "activation_checkpointing.cpu_checkpointing": _Link("checkpoint_in_cpu", _if_true),
+    "activation_checkpointing.synchronize_checkpoint_boundary": _Link("synchronize_each_layer", _if_true),
+    "activation_checkpointing.profile": _Link("profile_backward", _if_true),
+}
+_ENGINE_LINKS = {
+    "datastates_ckpt.host_cache_size": _Link("host_cache_size"),
+    "aio.intra_op_parallelism": _Link("io_threads"),
+    "aio.block_size": _Link("io_block_size", lambda size: size / _MIB, lambda size: int(size * _MIB)),
+}
+_WRITER_LINK = {"checkpoint.writer.type": _Link("direct_io", _WRITERS.__getitem__)}
+_ALL_LINKS = _LINKS | _FP16_LINKS | _SWITCHES | _ENGINE_LINKS | _WRITER_LINK
 # What a stanza says to its engine's library and no flag does.
 _LIBRARY_OPTIONS = {
     "datastates_ckpt.engine_type": "engine_type",
@@ -92,50 +109,25 @@ def flag_values(raw: dict[str, Any], params_dtype: str) -> dict[str, Any]:
 
     "auto" values are left out, and so are those of an fp16 section that `params_dtype` does not use.
     """
-    fp16 = params_dtype == "fp16"
     values: dict[str, Any] = {}
-    for key, dest in (_FLAGS | _FP16_NUMBERS if fp16 else _FLAGS).items():
-        if _given(raw, key) is not None:
-            values[dest] = _given(raw, key)
+    for key, link in _ALL_LINKS.items():
+        given = _given(raw, key)
+        value = None if given is None else link.of_file(given)
+        if value is not None and (params_dtype == "fp16" or key not in _FP16_LINKS):
+            values[link.dest] = value
     if get(raw, "data_types.grad_accum_dtype") == "fp32":
         values["accumulate_allreduce_grads_in_fp32"] = True
-    if fp16:
-        scale = _given(raw, "fp16.loss_scale")
-        if scale:  # 0 is DeepSpeed's word for a dynamic scale
-            values["loss_scale"] = float(scale)
-        power = _given(raw, "fp16.initial_scale_power")
-        if power is not None:
-            values["initial_loss_scale"] = 2.0**power
-    return (
-        values
-        | {dest: True for key, dest in _SWITCHES.items() if get(raw, key) is True}
-        | _engine_values(raw)
-    )
-
-
-def _engine_values(raw: dict[str, Any]) -> dict[str, Any]:
-    """What the stanzas say of the checkpoint engine: argparse destination -> value."""
-    values: dict[str, Any] = {}
     for engine in engine_stanzas(raw).values():  # one at most
         values["checkpoint_engine"] = engine
-    writer = _given(raw, "checkpoint.writer.type")
-    if writer is not None:
-        values["direct_io"] = _WRITERS[writer]
-    block = _given(raw, "aio.block_size")
-    if block is not None:
-        values["io_block_size"] = block / _MIB
-    options = {
-        name: _given(raw, key) for key, name in _LIBRARY_OPTIONS.items() if _given(raw, key) is not None
-    }
-    if options:
-        values["library_options"] = tuple(options.items())
-    return values
+    options = {name: _given(raw, key) for key, name in _LIBRARY_OPTIONS.items()}
+    options = {name: value for name, value in options.items() if value is not None}
+    return values | ({"library_options": tuple(options.items())} if options else {})
 
 
 def name_source(error: ConfigError, dests: Collection[str], path: str) -> ConfigError:
     """The error about a flag, with the key of the file where that gave the flag its value; `dests` are such flags."""
-    for key, dest in (_FLAGS | _FP16_NUMBERS | _SWITCHES | _OTHER_FLAGS).items():
-        if dest in dests and str(error).startswith(flag_name(dest)):
+    for key, link in _ALL_LINKS.items():
+        if link.dest in dests and str(error).startswith(flag_name(link.dest)):
             return ConfigError(f"{error} ({key} in --deepspeed_config {path} says it)")
     return error
 
@@ -158,11 +150,7 @@ def check_engine_stanza(config: Config) -> None:
             f"--deepspeed_config {path}: aio is for DeepSpeed's checkpoint writer, and --checkpoint-engine is "
             f"{checkpoint.checkpoint_engine}; use --checkpoint-engine fastpersist, or drop the section"
         )
-    for leaf in (
-        _Leaf("datastates_ckpt.host_cache_size", checkpoint.host_cache_size, "--host-cache-size"),
-        _Leaf("aio.intra_op_parallelism", checkpoint.io_threads, "--io-threads"),
-        _Leaf("aio.block_size", int(checkpoint.io_block_size * _MIB), "--io-block-size"),
-    ):
+    for leaf in _linked(_ENGINE_LINKS, checkpoint):
         _check_agrees(raw, leaf, path)
     unit, buffer = 2 * _PAGE * (checkpoint.io_threads or 1), _given(raw, "checkpoint.writer.io_buffer_size")
     if buffer is not None and buffer % unit:
@@ -245,42 +233,28 @@ def _leaves(config: Config) -> list[_Leaf]:
     training, model = config.training, config.model
     precision_flag = f"--{model.params_dtype}" if model.bf16 or model.fp16 else "the fp32 run"
     batches = "--global-batch-size / (--micro-batch-size x data-parallel size)"
+    grad_dtype = "fp32" if training.accumulate_allreduce_grads_in_fp32 else model.params_dtype
     leaves = [
-        _Leaf("train_batch_size", training.global_batch_size, "--global-batch-size"),
-        _Leaf("train_micro_batch_size_per_gpu", training.micro_batch_size, "--micro-batch-size"),
+        *_linked(_LINKS, training, config.parallel, config.optimizer),
         _Leaf("gradient_accumulation_steps", training.num_micro_batches, batches),
-        _Leaf("zero_optimization.stage", config.parallel.zero_stage, "--zero-stage"),
-        _Leaf("gradient_clipping", config.optimizer.clip_grad, "--clip-grad"),
-        _Leaf("data_types.grad_accum_dtype", _grad_accum_dtype(config), precision_flag),
+        _Leaf("data_types.grad_accum_dtype", grad_dtype, precision_flag),
         _Leaf("data_types.param_dtype", model.params_dtype, precision_flag, True),
         _Leaf("activation_checkpointing.number_checkpoints", model.num_layers, "--num-layers", True),
-    ]
-    leaves += [
-        _Leaf(key, getattr(config.parallel, dest), flag_name(dest), True) for key, dest in _SWITCHES.items()
+        *(leaf._replace(only_if_present=True) for leaf in _linked(_SWITCHES, config.parallel)),
     ]
     for precision in ("bf16", "fp16"):
         on = model.params_dtype == precision
         shown = f"--{precision}" if on else f"the run's {model.params_dtype}"
         leaves.append(_Leaf(f"{precision}.enabled", on, shown, only_if_present=not on))
-    if model.fp16:
-        leaves += _loss_scale_leaves(config)
-    return leaves
+    return leaves + (_linked(_FP16_LINKS, training) if model.fp16 else [])
 
 
-def _loss_scale_leaves(config: Config) -> list[_Leaf]:
-    training = config.training
-    power = int(math.log2(training.initial_loss_scale))
-    return [
-        _Leaf("fp16.loss_scale", training.loss_scale or 0, "--loss-scale"),
-        _Leaf("fp16.initial_scale_power", power, "--initial-loss-scale"),
-        _Leaf("fp16.loss_scale_window", int(training.loss_scale_window), "--loss-scale-window"),
-        _Leaf("fp16.hysteresis", training.hysteresis, "--hysteresis"),
-        _Leaf("fp16.min_loss_scale", int(training.min_loss_scale), "--min-loss-scale"),
-    ]
-
-
-def _grad_accum_dtype(config: Config) -> str:
-    return "fp32" if config.training.accumulate_allreduce_grads_in_fp32 else config.model.params_dtype
+def _linked(links: dict[str, _Link], *groups: Any) -> list[_Leaf]:
+    """The leaves of these links, with values of the groups of flags that hold them."""
+    values: dict[str, Any] = {}
+    for group in groups:
+        values |= {field.name: getattr(group, field.name) for field in dataclasses.fields(group)}
+    return [_Leaf(key, link.in_file(values[link.dest]), flag_name(link.dest)) for key, link in links.items()]
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:

@@ -89,9 +89,7 @@ _STAGE_3 = "it is for ZeRO stage 3, and checkpoints are made of ZeRO-1 shards"
 _STAGE_2 = "it is for ZeRO stage 2, and checkpoints are made of ZeRO-1 shards"
 _NO_OFFLOAD = "leave states on their device; nothing is offloaded here"
 _LOSS = "gradients are the mean over the global batch"
-_LOADER = "this program has its own data loader, and its batches are complete"
 _MASTER = "master weights and moments are fp32"
-_COMPILE = "the model is not compiled"
 _PARTITION = "the model is cut into stages by --pipeline-model-parallel-size"
 _RECOMPUTE = "use --checkpoint-activations, which says how stages recompute"
 _OTHER_TRACE = "the restart trace (--save, --restart-trace-dir) records the bytes and the time of every write"
@@ -101,75 +99,46 @@ _NO_TIMER = (
 _OWN_SAVE = "checkpoints are written by this program's engines, not by DeepSpeed's save_checkpoint"
 _IO_FLAGS = "of the async_io operator --io-threads and --io-block-size can be set"
 _BOARD = "use --tensorboard-dir, or the section tensorboard or csv_monitor"
-_TP = "use --tensor-model-parallel-size"
-_MOE = "train a dense model; this fork has no experts"
-_PRECISION = "use --bf16 or --fp16"
-_CURRICULUM_KEYS = (
-    "enabled",
-    "curriculum_type",
-    "min_difficulty",
-    "max_difficulty",
-    "schedule_type",
-    "schedule_config.total_curriculum_step",
-    "schedule_config.difficulty_step",
-    "schedule_config.root_degree",
-    "schedule_config.difficulty",
-    "schedule_config.max_step",
-)
-_HYBRID_ENGINE_KEYS = (
-    "enabled",
-    "max_out_tokens",
-    "inference_tp_size",
-    "release_inference_cache",
-    "pin_parameters",
-    "tp_gather_partition_size",
-    "enable_cuda_graph",
-)
-_COMET_KEYS = (
-    "enabled",
-    "samples_log_interval",
-    "project",
-    "workspace",
-    "api_key",
-    "experiment_name",
-    "experiment_key",
-    "online",
-    "mode",
-)
-_PARAM_KEYS = ("buffer_size", "max_in_cpu")
-_OPTIMIZER_KEYS = (
-    "pipeline_read",
-    "pipeline_write",
-    "fast_init",
-    "ratio",
-    "super_offload",
-    "cpuadam_cores_perc",
-)
-_OFFLOAD_KEYS = ("device", "nvme_path", "buffer_count", "pin_memory")
+_AS_IT_IS = "train the model as it is"
+_NOT_READ = "DeepSpeed reads it and does nothing with it"
+_STEADY = "train with one sequence length; every batch has the same shape"
+_OFFLOAD_KEYS = "device nvme_path buffer_count pin_memory "
 _DEVICE_NONE = ("device", "none")
+_DTYPE = Kind("str", choices=("fp32", "fp16", "bf16"))
+
+
+def _all(names: str, rule: Rule) -> dict[str, Rule]:
+    return dict.fromkeys(names.split(), rule)
+
+
+def _inert(why: str, **defaults: Any) -> dict[str, Rule]:
+    return {name: Inert(default, why) for name, default in defaults.items()}
+
+
+def _off(instead: str, keys: str = "", off: tuple[str, Any] = ("enabled", False)) -> Off:
+    return Off(instead, tuple(keys.split()), off)
+
 
 _TOP: dict[str, Rule] = {
-    "train_batch_size": Settled(COUNT),
-    "train_micro_batch_size_per_gpu": Settled(COUNT),
-    "gradient_accumulation_steps": Settled(COUNT),
+    **_all("train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps", Settled(COUNT)),
     "gradient_clipping": Settled(Kind("number", least=0)),
     "steps_per_print": Passes(COUNT),
-    "wall_clock_breakdown": Passes(BOOL),
-    "memory_breakdown": Passes(BOOL),
-    "dump_state": Passes(BOOL),
-    "disable_python_gc": Passes(BOOL),
+    **_all("wall_clock_breakdown memory_breakdown dump_state disable_python_gc", Passes(BOOL)),
+    **_all("zero_allow_untested_optimizer prescale_gradients", Passes(BOOL)),
     "log_level": Passes(Kind("str", choices=("debug", "info", "warning", "error", "critical"))),
-    "zero_allow_untested_optimizer": Passes(BOOL),
-    "prescale_gradients": Passes(BOOL),
-    "communication_data_type": Passes(Kind("str", choices=("fp32", "fp16", "bf16"))),
-    "gradient_predivide_factor": Inert(1.0, _LOSS),
-    "gradient_allreduce_op": Inert("mean", _LOSS),
+    "communication_data_type": Passes(_DTYPE),
+    **_inert(_LOSS, gradient_predivide_factor=1.0, gradient_allreduce_op="mean"),
     "managed_gradient_accumulation": Inert(True, "the pipeline schedule accumulates"),
-    "disable_allgather": Inert(False, "DeepSpeed reads it and does nothing with it"),
+    "disable_allgather": Inert(False, _NOT_READ),
     "zero_force_ds_cpu_optimizer": Inert(True, "nothing is offloaded here"),
-    "seq_parallel_communication_data_type": Inert("fp32", "sequences are not split over ranks"),
-    "sequence_parallel_size": Inert(1, "sequences are not split over ranks"),
-    "dataloader_drop_last": Inert(False, _LOADER),
+    **_inert(
+        "sequences are not split over ranks",
+        seq_parallel_communication_data_type="fp32",
+        sequence_parallel_size=1,
+    ),
+    "dataloader_drop_last": Inert(
+        False, "this program has its own data loader, and its batches are complete"
+    ),
     "use_data_before_expert_parallelism": Inert(False, "there are no experts here"),
     "data_parallel_size": Refused("start as many processes as TP x PP x DP"),
     "vocabulary_size": Refused("use --vocab-size or the tokenizer's files"),
@@ -178,43 +147,42 @@ _TOP: dict[str, Rule] = {
     "scheduler": Refused("use --lr-decay-style and the other --lr flags"),
     "max_train_batch_size": Refused("use --global-batch-size"),
     "async_ckpt_config": Refused("use --checkpoint-engine lazy, or another that saves in the background"),
-    "tensor_parallel": Refused(_TP),
-    "expert_parallel": Refused(_MOE),
-    "weight_quantization": Refused("train the model as it is"),
-    "nebula": Off(
+    "tensor_parallel": Refused("use --tensor-model-parallel-size"),
+    "expert_parallel": Refused("train a dense model; this fork has no experts"),
+    "weight_quantization": Refused(_AS_IT_IS),
+    "nebula": _off(
         "use --checkpoint-engine NAME",
-        (
-            "enabled",
-            "persistent_storage_path",
-            "persistent_time_interval",
-            "num_of_version_in_retention",
-            "enable_nebula_load",
-            "load_path",
-        ),
+        "enabled persistent_storage_path persistent_time_interval num_of_version_in_retention "
+        "enable_nebula_load load_path",
     ),
-    "datastates": Off("use --checkpoint-engine datastates", ("enabled",)),
-    "amp": Off(_PRECISION, ("enabled", "opt_level")),
-    "torch_autocast": Off(_PRECISION, ("enabled", "dtype", "lower_precision_safe_modules")),
-    "curriculum_learning": Off(
-        "train with one sequence length; every batch has the same shape", _CURRICULUM_KEYS
+    "datastates": _off("use --checkpoint-engine datastates", "enabled"),
+    "amp": _off("use --bf16 or --fp16", "enabled opt_level"),
+    "torch_autocast": _off("use --bf16 or --fp16", "enabled dtype lower_precision_safe_modules"),
+    "curriculum_learning": _off(
+        _STEADY,
+        "enabled curriculum_type min_difficulty max_difficulty schedule_type "
+        "schedule_config.total_curriculum_step schedule_config.difficulty_step schedule_config.root_degree "
+        "schedule_config.difficulty schedule_config.max_step",
     ),
-    "data_efficiency": Off(
-        "train with one sequence length; every batch has the same shape", ("enabled", "seed")
+    "data_efficiency": _off(_STEADY, "enabled seed"),
+    **_all("compression_training quantize_training eigenvalue", _off(_AS_IT_IS, "enabled")),
+    "progressive_layer_drop": _off("train all layers", "enabled theta gamma"),
+    "sparse_attention": _off("use --use-flash-attn or the default attention", "enabled mode"),
+    "sparse_gradients": _off("leave gradients dense"),
+    "graph_harvesting": _off("leave it out"),
+    "elasticity": _off("use --global-batch-size and --micro-batch-size", "enabled"),
+    "autotuning": _off("measure with tools.restart_speed", "enabled"),
+    "hybrid_engine": _off(
+        "train without generating",
+        "enabled max_out_tokens inference_tp_size release_inference_cache pin_parameters "
+        "tp_gather_partition_size enable_cuda_graph",
     ),
-    "compression_training": Off("train the model as it is", ("enabled",)),
-    "quantize_training": Off("train the model as it is", ("enabled",)),
-    "progressive_layer_drop": Off("train all layers", ("enabled", "theta", "gamma")),
-    "eigenvalue": Off("train the model as it is", ("enabled",)),
-    "sparse_attention": Off("use --use-flash-attn or the default attention", ("enabled", "mode")),
-    "sparse_gradients": Off("leave gradients dense"),
-    "graph_harvesting": Off("leave it out"),
-    "elasticity": Off("use --global-batch-size and --micro-batch-size", ("enabled",)),
-    "autotuning": Off("measure with tools.restart_speed", ("enabled",)),
-    "hybrid_engine": Off("train without generating", _HYBRID_ENGINE_KEYS),
-    "wandb": Off(_BOARD, ("enabled", "group", "team", "project")),
-    "comet": Off(_BOARD, _COMET_KEYS),
-    "none_ckpt": Names("none", as_object=False),
-    "none_ckpt_config": Names("none", as_object=False),
+    "wandb": _off(_BOARD, "enabled group team project"),
+    "comet": _off(
+        _BOARD,
+        "enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode",
+    ),
+    **_all("none_ckpt none_ckpt_config", Names("none", as_object=False)),
     "torchsnapshot_ckpt": Names("torchsnapshot"),
     "datastates_ckpt": Names("datastates", as_bool=False),
 }
@@ -254,10 +222,7 @@ _SECTIONS: dict[str, dict[str, Rule]] = {
     "aio": {
         "block_size": Settled(Kind("int", least=4096, multiple=4096)),
         "intra_op_parallelism": Settled(COUNT),
-        "queue_depth": Inert(8, _IO_FLAGS),
-        "single_submit": Inert(False, _IO_FLAGS),
-        "overlap_events": Inert(True, _IO_FLAGS),
-        "use_gds": Inert(False, _IO_FLAGS),
+        **_inert(_IO_FLAGS, queue_depth=8, single_submit=False, overlap_events=True, use_gds=False),
     },
     "zero_optimization": {
         "stage": Settled(Kind("int", least=0)),
@@ -266,7 +231,7 @@ _SECTIONS: dict[str, dict[str, Rule]] = {
         "round_robin_gradients": Passes(BOOL, False),
         "parameter_alignment": Passes(BOOL, False),
         "allgather_bucket_size": Inert(_BUCKET, "torch gathers a partition in one call, whatever its size"),
-        "allgather_partitions": Inert(True, "DeepSpeed reads it and does nothing with it"),
+        "allgather_partitions": Inert(True, _NOT_READ),
         "reduce_scatter": Inert(True, "at stage 1 both settings add up the same buckets"),
         "contiguous_gradients": Inert(
             True, "without it DeepSpeed's ZeRO-1 copies gradients another way, untried here"
@@ -277,28 +242,32 @@ _SECTIONS: dict[str, dict[str, Rule]] = {
         "elastic_checkpoint": Inert(False, "a checkpoint loads onto another DP as it is; see --redistribute"),
         "ignore_unused_parameters": Inert(True, _STAGE_2),
         "legacy_stage1": Inert(False, "DeepSpeed has dropped it"),
-        "offload_param": Off(_NO_OFFLOAD, _OFFLOAD_KEYS + _PARAM_KEYS, _DEVICE_NONE),
-        "offload_optimizer": Off(_NO_OFFLOAD, _OFFLOAD_KEYS + _OPTIMIZER_KEYS, _DEVICE_NONE),
-        "cpu_offload": Refused(_NO_OFFLOAD),
-        "cpu_offload_param": Refused(_NO_OFFLOAD),
-        "cpu_offload_use_pin_memory": Refused(_NO_OFFLOAD),
-        "zenflow": Refused(_NO_OFFLOAD),
-        "leaf_module": Refused("leave it out: " + _STAGE_3),
-        "sub_group_size": Inert(1_000_000_000, _STAGE_3),
-        "zero_hpz_partition_size": Inert(1, _STAGE_3),
-        "zero_quantized_weights": Inert(False, _STAGE_3),
-        "zero_quantized_nontrainable_weights": Inert(False, _STAGE_3),
-        "zero_quantized_gradients": Inert(False, _STAGE_3),
-        "memory_efficient_linear": Inert(True, _STAGE_3),
-        "pipeline_loading_checkpoint": Inert(False, _STAGE_3),
-        "override_module_apply": Inert(True, _STAGE_3),
-        "log_trace_cache_warnings": Inert(False, _STAGE_3),
-        "enable_sanity_checks": Inert(False, _STAGE_3),
-        "save_muon_momentum_buffer_in_memory": Inert(False, _STAGE_3),
-        "mics_shard_size": Refused("leave it out: " + _STAGE_3),
-        "mics_hierarchical_params_gather": Refused("leave it out: " + _STAGE_3),
-        "zeropp_loco_param": Refused("leave it out: " + _STAGE_3),
-        "stage3_gather_fp16_weights_on_model_save": Inert(False, _STAGE_3),
+        "offload_param": _off(_NO_OFFLOAD, _OFFLOAD_KEYS + "buffer_size max_in_cpu", _DEVICE_NONE),
+        "offload_optimizer": _off(
+            _NO_OFFLOAD,
+            _OFFLOAD_KEYS + "pipeline_read pipeline_write fast_init ratio super_offload cpuadam_cores_perc",
+            _DEVICE_NONE,
+        ),
+        **_all("cpu_offload cpu_offload_param cpu_offload_use_pin_memory zenflow", Refused(_NO_OFFLOAD)),
+        **_all(
+            "leaf_module mics_shard_size mics_hierarchical_params_gather zeropp_loco_param",
+            Refused("leave it out: " + _STAGE_3),
+        ),
+        **_inert(
+            _STAGE_3,
+            sub_group_size=1_000_000_000,
+            zero_hpz_partition_size=1,
+            zero_quantized_weights=False,
+            zero_quantized_nontrainable_weights=False,
+            zero_quantized_gradients=False,
+            memory_efficient_linear=True,
+            pipeline_loading_checkpoint=False,
+            override_module_apply=True,
+            log_trace_cache_warnings=False,
+            enable_sanity_checks=False,
+            save_muon_momentum_buffer_in_memory=False,
+            stage3_gather_fp16_weights_on_model_save=False,
+        ),
         **{
             prefix + name: Inert(default, _STAGE_3)
             for prefix in ("", "stage3_")
@@ -319,88 +288,70 @@ _SECTIONS: dict[str, dict[str, Rule]] = {
         "enabled": Settled(BOOL),
         "immediate_grad_update": Passes(BOOL),
         "check_grad_overflow": Inert(True, "BF16_Optimizer, which trains bf16, looks for no overflow"),
-        "bf16_master_weights_and_grads": Inert(False, _MASTER),
-        "bf16_optimizer_states": Inert(False, _MASTER),
+        **_inert(_MASTER, bf16_master_weights_and_grads=False, bf16_optimizer_states=False),
     },
     "fp16": {
         "enabled": Settled(BOOL),
         "loss_scale": Settled(Kind("number", least=0)),
         "initial_scale_power": Settled(Kind("int", least=0, most=127)),  # 2^128 is no fp32 number
-        "loss_scale_window": Settled(COUNT),
-        "hysteresis": Settled(COUNT),
-        "min_loss_scale": Settled(COUNT),
+        **_all("loss_scale_window hysteresis min_loss_scale", Settled(COUNT)),
         "consecutive_hysteresis": Passes(BOOL),
         "auto_cast": Inert(False, "inputs are token numbers, which must not become floating-point"),
         "fp16_master_weights_and_grads": Inert(False, _MASTER),
     },
     "data_types": {
-        "grad_accum_dtype": Settled(Kind("str", choices=("fp32", "fp16", "bf16"))),
-        "param_dtype": Settled(Kind("str", choices=("fp32", "fp16", "bf16"))),
+        **_all("grad_accum_dtype param_dtype", Settled(_DTYPE)),
         "buffer_dtype": Inert(None, "the model keeps its buffers in fp32"),
         "keep_in_fp32_modules": Inert("auto", "parameters have the run's precision"),
     },
     "activation_checkpointing": {
-        "partition_activations": Settled(BOOL),
-        "contiguous_memory_optimization": Settled(BOOL),
-        "cpu_checkpointing": Settled(BOOL),
+        **_all("partition_activations contiguous_memory_optimization cpu_checkpointing", Settled(BOOL)),
+        **_all("synchronize_checkpoint_boundary profile", Settled(BOOL)),
         "number_checkpoints": Settled(COUNT),
-        "synchronize_checkpoint_boundary": Settled(BOOL),
-        "profile": Settled(BOOL),
     },
     "pipeline": {
-        "stages": Inert("auto", _PARTITION),
-        "partition": Inert("best", _PARTITION),
+        **_inert(_PARTITION, stages="auto", partition="best"),
         "seed_layers": Inert(False, "use --seed; every layer has its own random numbers"),
-        "activation_checkpoint_interval": Inert(0, _RECOMPUTE),
-        "use_reentrant": Inert(True, _RECOMPUTE),
+        **_inert(_RECOMPUTE, activation_checkpoint_interval=0, use_reentrant=True),
         "pipe_partitioned": Inert(True, "TP ranks send activations to the next stage in parts"),
         "grad_partitioned": Inert(True, "TP ranks send gradients to the stage before in parts"),
     },
     "flops_profiler": {
-        "enabled": Passes(BOOL),
-        "profile_step": Passes(COUNT),
+        **_all("enabled detailed", Passes(BOOL)),
+        **_all("profile_step top_modules", Passes(COUNT)),
         "recompute_fwd_factor": Inert(0.0, "the profile is of the forward pass"),
         "module_depth": Passes(Kind("int", least=-1)),
-        "top_modules": Passes(COUNT),
-        "detailed": Passes(BOOL),
         "output_file": Passes(STR),
     },
     "comms_logger": {
-        "enabled": Passes(BOOL),
-        "verbose": Passes(BOOL),
-        "prof_all": Passes(BOOL),
+        **_all("enabled verbose prof_all debug", Passes(BOOL)),
         "prof_ops": Passes(Kind("names")),
-        "debug": Passes(BOOL),
     },
-    **{
-        name: {"enabled": Passes(BOOL), "output_path": Passes(STR), "job_name": Passes(STR)}
-        for name in ("tensorboard", "csv_monitor")
-    },
+    "tensorboard": {"enabled": Passes(BOOL), **_all("output_path job_name", Passes(STR))},
+    "csv_monitor": {"enabled": Passes(BOOL), **_all("output_path job_name", Passes(STR))},
     "timers": {"throughput": Section()},
-    "timers.throughput": {"enabled": Inert(True, _NO_TIMER), "synchronized": Inert(True, _NO_TIMER)},
-    "compile": {
-        name: Inert(default, _COMPILE)
-        for name, default in {
-            "deepcompile": False,
-            "autoep_non_moe": False,
-            "free_activation": False,
-            "free_activation_threshold": 10_485_760,
-            "offload_activation": False,
-            "offload_activation_pin_memory": True,
-            "offload_opt_states": False,
-            "double_buffer": True,
-            "symmetric_memory": False,
-            "debug_log": False,
-            "offload_parameters": False,
-            "sync_before_reduce": False,
-            "sync_after_reduce": False,
-            "sync_before_allgather": False,
-            "sync_after_allgather": False,
-            "keep_int_input_tensors": True,
-            "keep_all_input_tensors": False,
-            "passes": None,
-        }.items()
-    },
+    "timers.throughput": _inert(_NO_TIMER, enabled=True, synchronized=True),
+    "compile": _inert(
+        "the model is not compiled",
+        deepcompile=False,
+        autoep_non_moe=False,
+        free_activation=False,
+        free_activation_threshold=10_485_760,
+        offload_activation=False,
+        offload_activation_pin_memory=True,
+        offload_opt_states=False,
+        double_buffer=True,
+        symmetric_memory=False,
+        debug_log=False,
+        offload_parameters=False,
+        sync_before_reduce=False,
+        sync_after_reduce=False,
+        sync_before_allgather=False,
+        sync_after_allgather=False,
+        keep_int_input_tensors=True,
+        keep_all_input_tensors=False,
+        passes=None,
+    ),
 }
 
 KEYS: dict[str, Rule] = {name: Section() for name in _SECTIONS} | _TOP

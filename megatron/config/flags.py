@@ -10,15 +10,35 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
+
+from megatron.config.errors import ConfigError, refuse
 
 _KEY = "flag"
 REQUIRED: Any = dataclasses.MISSING
 
 
+class Bounds(NamedTuple):
+    """What a number may be: at least `least`, more than `above`, less than `below`; None: no such bound."""
+
+    least: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def check(self, shown: str, value: float) -> None:
+        """Raise ConfigError about the flag `shown` unless `value`, which may be NaN, is within."""
+        least, above, below = self
+        if below is not None and not (value >= (least or 0) and value < below):
+            refuse(shown, value, f"must be in [{least or 0}, {below})")
+        if least is not None and not value >= least:
+            refuse(shown, value, f"must be at least {least}")
+        if above is not None and not value > above:
+            refuse(shown, value, f"must be greater than {above}")
+
+
 class FlagSpec(NamedTuple):
     """One command-line flag: its spellings, help, the parser of its value (None for a switch), and the
-    constant a switch stores."""
+    constant a switch stores. `needs`: the field without which it does nothing."""
 
     names: tuple[str, ...]
     help: str
@@ -26,6 +46,8 @@ class FlagSpec(NamedTuple):
     choices: tuple[str, ...] | None
     const: bool | None
     many: bool
+    bounds: Bounds
+    needs: str | None
 
 
 _VALUE_TYPES: dict[str, Callable[[str], Any]] = {
@@ -44,12 +66,18 @@ def flag(
     names: tuple[str, ...] = (),
     choices: tuple[str, ...] | None = None,
     parse: Callable[[str], Any] | None = None,
+    least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    needs: str | None = None,
 ) -> Any:
     """A dataclass field set by a flag. Without `names` the flag is the field's name with dashes.
 
-    A bool field without `parse` is a switch that stores the opposite of its default.
+    A bool field without `parse` is a switch that stores the opposite of its default. FlagGroup checks `choices`, the
+    bounds (see Bounds) and `needs` (see FlagSpec).
     """
-    return dataclasses.field(default=default, metadata={_KEY: (names, help, choices, parse)})
+    declared = (names, help, choices, parse, Bounds(least, above, below), needs)
+    return dataclasses.field(default=default, metadata={_KEY: declared})
 
 
 def on_off(text: str) -> bool:
@@ -66,14 +94,38 @@ def spec_of(field: dataclasses.Field[Any]) -> FlagSpec | None:
     """The flag that sets `field`, or None when no flag does."""
     if _KEY not in field.metadata:
         return None
-    names, help_text, choices, parse = field.metadata[_KEY]
+    names, help_text, choices, parse, bounds, needs = field.metadata[_KEY]
     names = names or (flag_name(field.name),)
     kind = str(field.type).removesuffix(" | None")
     if kind == "bool" and parse is None:
-        return FlagSpec(names, help_text, None, None, not field.default, False)
-    return FlagSpec(names, help_text, parse or _VALUE_TYPES[kind], choices, None, kind.startswith("tuple"))
+        return FlagSpec(names, help_text, None, None, not field.default, False, bounds, needs)
+    many = kind.startswith("tuple")
+    return FlagSpec(names, help_text, parse or _VALUE_TYPES[kind], choices, None, many, bounds, needs)
 
 
 def flag_name(dest: str) -> str:
     """The customary spelling of a flag from its argparse destination."""
     return "--" + dest.replace("_", "-")
+
+
+class FlagGroup:
+    """Base of the dataclasses whose fields `flag` declares."""
+
+    def check_values(self: Any) -> None:
+        """Raise ConfigError for a value that its declaration excludes. A value of None is none."""
+        for field in dataclasses.fields(self):
+            spec, value = spec_of(field), getattr(self, field.name)
+            if spec is None or value is None:
+                continue
+            if spec.choices and value not in spec.choices:
+                refuse(spec.names[0], value, f"choose one of {', '.join(spec.choices)}")
+            if spec.needs and value is not False and getattr(self, spec.needs) in (None, False):
+                needed = flag_name(spec.needs) + (" DIR" if getattr(self, spec.needs) is None else "")
+                raise ConfigError(f"{spec.names[0]} does nothing without {needed}: add it or drop the flag")
+            if isinstance(value, int | float):
+                spec.bounds.check(spec.names[0], value)
+
+    def refuse(self: Any, name: str, why: str) -> NoReturn:
+        """Raise ConfigError "<flag> <value>: <why>" about the field `name`."""
+        spec = next(spec_of(field) for field in dataclasses.fields(self) if field.name == name)
+        refuse(spec.names[0] if spec else flag_name(name), getattr(self, name), why)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.config.errors import ConfigError, refuse, require_at_least, require_one_of, require_positive
-from megatron.config.flags import REQUIRED, flag, flag_name
+from megatron.config.errors import ConfigError, require_one_of
+from megatron.config.flags import REQUIRED, FlagGroup, flag
 
 PARAMS_DTYPES = ("bf16", "fp16", "fp32")
-RECOMPUTE_GRANULARITIES = ("full", "selective")
 
 
 def default_ffn_hidden_size(hidden_size: int, swiglu: bool) -> int:
@@ -28,29 +27,33 @@ def padded_vocab_size(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(FlagGroup):
     """Model: sizes and variants of the GPT."""
 
-    num_layers: int = flag(REQUIRED, "number of transformer layers")
-    hidden_size: int = flag(REQUIRED, "width of the residual stream")
+    num_layers: int = flag(REQUIRED, "number of transformer layers", least=1)
+    hidden_size: int = flag(REQUIRED, "width of the residual stream", least=1)
     ffn_hidden_size: int = flag(
-        None, "width of the MLP (default: 4h; with --swiglu 8/3 h, down to a multiple of 64)"
+        None, "width of the MLP (default: 4h; with --swiglu 8/3 h, down to a multiple of 64)", least=1
     )
-    num_attention_heads: int = flag(REQUIRED, "number of query heads")
-    num_key_value_heads: int = flag(None, "number of key/value heads (default: as many as query heads)")
-    kv_channels: int = flag(None, "size of one attention head (default: hidden size / attention heads)")
-    seq_length: int = flag(REQUIRED, "tokens per sample")
+    num_attention_heads: int = flag(REQUIRED, "number of query heads", least=1)
+    num_key_value_heads: int = flag(
+        None, "number of key/value heads (default: as many as query heads)", least=1
+    )
+    kv_channels: int = flag(
+        None, "size of one attention head (default: hidden size / attention heads)", least=1
+    )
+    seq_length: int = flag(REQUIRED, "tokens per sample", least=1)
     max_position_embeddings: int = flag(None, "rows of the position table (default: --seq-length)")
     use_rotary_position_embeddings: bool = flag(False, "rotary instead of learned position embeddings")
     rotary_percent: float = flag(1.0, "part of each head that is rotated, in (0, 1]")
     rope_theta: int = flag(
-        10000, "base of the rotary frequencies", names=("--rotary-position-embeddings-theta",)
+        10000, "base of the rotary frequencies", names=("--rotary-position-embeddings-theta",), least=1
     )
     add_position_embedding: bool = flag(
         True, "no learned position embeddings; implied by rotary ones", names=("--no-position-embedding",)
     )
     normalization: str = flag("layernorm", "kind of normalization", choices=("layernorm", "rmsnorm"))
-    layernorm_epsilon: float = flag(1e-5, "epsilon of the normalization, of either kind")
+    layernorm_epsilon: float = flag(1e-5, "epsilon of the normalization, of either kind", above=0)
     swiglu: bool = flag(False, "gated SiLU in the MLP instead of GELU")
     bias_gelu_fusion: bool = flag(
         True,
@@ -60,17 +63,21 @@ class ModelConfig:
     )
     untie_embeddings_and_output_weights: bool = flag(False, "separate weights for the LM head")
     add_bias_linear: bool = flag(True, "no biases in linear layers", names=("--disable-bias-linear",))
-    attention_dropout: float = flag(0.1, "dropout of the attention probabilities")
-    hidden_dropout: float = flag(0.1, "dropout of the embeddings and of each residual branch")
-    init_method_std: float = flag(0.02, "standard deviation of the initial weights")
-    make_vocab_size_divisible_by: int = flag(128, "the vocabulary is padded to a multiple of this times TP")
+    attention_dropout: float = flag(0.1, "dropout of the attention probabilities", below=1)
+    hidden_dropout: float = flag(0.1, "dropout of the embeddings and of each residual branch", below=1)
+    init_method_std: float = flag(0.02, "standard deviation of the initial weights", above=0)
+    make_vocab_size_divisible_by: int = flag(
+        128, "the vocabulary is padded to a multiple of this times TP", least=1
+    )
     checkpoint_activations: bool = flag(False, "recompute activations in the backward pass")
-    checkpoint_num_layers: int = flag(1, "layers per recomputed chunk; needs --checkpoint-activations")
+    checkpoint_num_layers: int = flag(
+        1, "layers per recomputed chunk; needs --checkpoint-activations", least=1
+    )
     recompute_granularity: str | None = flag(
         None,
         "full: as --checkpoint-activations; selective: nothing to do, since attention keeps no score matrix",
         names=("--recompute-granularity", "--activations-checkpoint-granularity"),
-        choices=RECOMPUTE_GRANULARITIES,
+        choices=("full", "selective"),
     )
     recompute_activations: bool = flag(False, "as --recompute-granularity selective")
     recompute_method: str | None = flag(
@@ -83,17 +90,22 @@ class ModelConfig:
         None,
         "as --checkpoint-num-layers, with --recompute-granularity full",
         names=("--recompute-num-layers", "--activations-checkpoint-num-layers"),
+        least=1,
     )
     params_dtype: str = "fp32"  # from --bf16 and --fp16, which exclude each other
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
-            require_at_least(flag_name(name), getattr(self, name), 1)
+        self.check_values()
         self._fill_defaults()
+        self.check_values()  # those that were filled in
         self._resolve_recomputation()
-        self._check_sizes()
+        if self.num_attention_heads % self.num_key_value_heads:
+            heads = self.num_attention_heads
+            self.refuse("num_key_value_heads", f"must divide --num-attention-heads {heads}")
+        if self.checkpoint_num_layers > 1 and not self.checkpoint_activations:
+            self.refuse("checkpoint_num_layers", "add --checkpoint-activations")
         self._check_positions()
-        self._check_numerics()
+        require_one_of("params_dtype", self.params_dtype, PARAMS_DTYPES)
 
     @property
     def bf16(self) -> bool:
@@ -115,12 +127,9 @@ class ModelConfig:
 
     def _fill_defaults(self) -> None:
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
-            refuse(
-                "--hidden-size",
-                self.hidden_size,
-                f"not divisible by --num-attention-heads {self.num_attention_heads}; "
-                "change one or give --kv-channels",
-            )
+            heads = self.num_attention_heads
+            why = f"not divisible by --num-attention-heads {heads}; change one or give --kv-channels"
+            self.refuse("hidden_size", why)
         defaults = {
             "ffn_hidden_size": default_ffn_hidden_size(self.hidden_size, self.swiglu),
             "num_key_value_heads": self.num_attention_heads,
@@ -141,72 +150,32 @@ class ModelConfig:
             raise ConfigError(
                 "--recompute-activations is --recompute-granularity selective, and full is given: drop one of them"
             )
-        if self.recompute_granularity is not None:
-            require_one_of("--recompute-granularity", self.recompute_granularity, RECOMPUTE_GRANULARITIES)
-        if self.recompute_method is not None:
-            require_one_of("--recompute-method", self.recompute_method, ("uniform",))
         if self.recompute_granularity == "selective" or self.recompute_activations:
             if self.recompute_method is not None:
-                refuse("--recompute-method", self.recompute_method, "is for --recompute-granularity full")
+                self.refuse("recompute_method", "is for --recompute-granularity full")
         elif self.recompute_granularity == "full" or self.recompute_method is not None:
             object.__setattr__(self, "checkpoint_activations", True)
         if self.recompute_num_layers is None:
             return
-        require_at_least("--recompute-num-layers", self.recompute_num_layers, 1)
         if not self.checkpoint_activations:
-            refuse("--recompute-num-layers", self.recompute_num_layers, "add --recompute-granularity full")
+            self.refuse("recompute_num_layers", "add --recompute-granularity full")
         if self.checkpoint_num_layers not in (1, self.recompute_num_layers):
-            refuse(
-                "--recompute-num-layers",
-                self.recompute_num_layers,
-                f"--checkpoint-num-layers {self.checkpoint_num_layers} says otherwise; drop one of them",
-            )
+            other = f"--checkpoint-num-layers {self.checkpoint_num_layers}"
+            self.refuse("recompute_num_layers", f"{other} says otherwise; drop one of them")
         object.__setattr__(self, "checkpoint_num_layers", self.recompute_num_layers)
-
-    def _check_sizes(self) -> None:
-        for name in ("ffn_hidden_size", "num_key_value_heads", "kv_channels", "make_vocab_size_divisible_by"):
-            require_at_least(flag_name(name), getattr(self, name), 1)
-        if self.num_attention_heads % self.num_key_value_heads:
-            refuse(
-                "--num-key-value-heads",
-                self.num_key_value_heads,
-                f"must divide --num-attention-heads {self.num_attention_heads}",
-            )
-        require_at_least("--checkpoint-num-layers", self.checkpoint_num_layers, 1)
-        if self.checkpoint_num_layers > 1 and not self.checkpoint_activations:
-            refuse("--checkpoint-num-layers", self.checkpoint_num_layers, "add --checkpoint-activations")
 
     def _check_positions(self) -> None:
         if self.max_position_embeddings < self.seq_length:
-            refuse(
-                "--max-position-embeddings",
-                self.max_position_embeddings,
-                f"is less than --seq-length {self.seq_length}; raise it or shorten the samples",
-            )
+            why = f"is less than --seq-length {self.seq_length}; raise it or shorten the samples"
+            self.refuse("max_position_embeddings", why)
         if not 0.0 < self.rotary_percent <= 1.0:
-            refuse("--rotary-percent", self.rotary_percent, "must be in (0, 1]")
-        require_at_least("--rotary-position-embeddings-theta", self.rope_theta, 1)
+            self.refuse("rotary_percent", "must be in (0, 1]")
         if not self.use_rotary_position_embeddings:
-            if self.rotary_percent != 1.0:
-                refuse("--rotary-percent", self.rotary_percent, "add --use-rotary-position-embeddings")
-            if self.rope_theta != 10000:
-                refuse(
-                    "--rotary-position-embeddings-theta",
-                    self.rope_theta,
-                    "add --use-rotary-position-embeddings",
-                )
+            for name, default in (("rotary_percent", 1.0), ("rope_theta", 10000)):
+                if getattr(self, name) != default:
+                    self.refuse(name, "add --use-rotary-position-embeddings")
         elif self.rotary_dim < 2 or self.rotary_dim % 2:
             raise ConfigError(
                 f"--rotary-percent {self.rotary_percent} of --kv-channels {self.kv_channels} rotates "
                 f"{self.rotary_dim} channels: rotary embeddings need an even number, at least 2; change one"
             )
-
-    def _check_numerics(self) -> None:
-        require_one_of("params_dtype", self.params_dtype, PARAMS_DTYPES)
-        require_one_of("--normalization", self.normalization, ("layernorm", "rmsnorm"))
-        require_positive("--layernorm-epsilon", self.layernorm_epsilon)
-        require_positive("--init-method-std", self.init_method_std)
-        for name in ("attention_dropout", "hidden_dropout"):
-            value = getattr(self, name)
-            if not 0.0 <= value < 1.0:
-                refuse(flag_name(name), value, "must be in [0, 1)")

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.config.errors import ConfigError, refuse, require_at_least, require_one_of
-from megatron.config.flags import flag, flag_name
-
-_UNSUPPORTED_BACKENDS = ("ccl", "hccl")
-_ACTIVATION_FLAGS = (
-    "partition_activations",
-    "contigious_checkpointing",
-    "checkpoint_in_cpu",
-    "synchronize_each_layer",
-    "profile_backward",
-)
+from megatron.config.errors import ConfigError, refuse, require_at_least
+from megatron.config.flags import FlagGroup, flag
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
+class ParallelConfig(FlagGroup):
     """Parallelism: layout of the processes, DeepSpeed and ZeRO."""
 
-    tensor_model_parallel_size: int = flag(1, "ranks that share each layer (TP)")
-    pipeline_model_parallel_size: int = flag(1, "pipeline stages (PP)")
+    tensor_model_parallel_size: int = flag(1, "ranks that share each layer (TP)", least=1)
+    pipeline_model_parallel_size: int = flag(1, "pipeline stages (PP)", least=1)
     distributed_backend: str | None = flag(
-        None, "torch.distributed backend: nccl or gloo (default: nccl where CUDA is there, else gloo)"
+        None,
+        "torch.distributed backend: nccl or gloo (default: nccl where CUDA is there, else gloo)",
+        choices=("nccl", "gloo"),
     )
     distributed_timeout_minutes: float = flag(
         10, "how long an operation of any process group may wait for the other ranks; 0.5: half a minute"
@@ -47,51 +40,60 @@ class ParallelConfig:
     deepspeed_activation_checkpointing: bool = flag(
         False, "recompute through DeepSpeed's activation checkpointing; needs --checkpoint-activations"
     )
-    partition_activations: bool = flag(False, "split saved activations over the TP ranks")
-    contigious_checkpointing: bool = flag(
-        False, "keep split activations in one buffer; needs --partition-activations"
+    partition_activations: bool = flag(
+        False, "split saved activations over the TP ranks", needs="deepspeed_activation_checkpointing"
     )
-    checkpoint_in_cpu: bool = flag(False, "keep saved activations in host memory")
-    synchronize_each_layer: bool = flag(False, "synchronize the device around each recomputed layer")
-    profile_backward: bool = flag(False, "time the backward pass of each recomputed layer")
+    contigious_checkpointing: bool = flag(
+        False,
+        "keep split activations in one buffer; needs --partition-activations",
+        needs="partition_activations",
+    )
+    checkpoint_in_cpu: bool = flag(
+        False, "keep saved activations in host memory", needs="partition_activations"
+    )
+    synchronize_each_layer: bool = flag(
+        False,
+        "synchronize the device around each recomputed layer",
+        needs="deepspeed_activation_checkpointing",
+    )
+    profile_backward: bool = flag(
+        False, "time the backward pass of each recomputed layer", needs="deepspeed_activation_checkpointing"
+    )
     local_rank: int = flag(
-        0, "index of this process on its node; launchers give it", names=("--local-rank", "--local_rank")
+        0,
+        "index of this process on its node; launchers give it",
+        names=("--local-rank", "--local_rank"),
+        least=0,
     )
     zero_stage_asked: int = 1  # before 0 and 2 became 1
     world_size: int = 1  # WORLD_SIZE
     rank: int = 0  # RANK
 
     def __post_init__(self) -> None:
-        require_at_least("--tensor-model-parallel-size", self.tensor_model_parallel_size, 1)
-        require_at_least("--pipeline-model-parallel-size", self.pipeline_model_parallel_size, 1)
-        self._check_timeout()
-        require_at_least("--local-rank", self.local_rank, 0)
+        self.check_values()
+        if not 0.01 <= self.distributed_timeout_minutes <= 525600:
+            why = "must be from 0.01, which is 0.6 s, to 525600, which is a year"
+            self.refuse("distributed_timeout_minutes", why)
         require_at_least("WORLD_SIZE", self.world_size, 1)
         if not 0 <= self.rank < self.world_size:
             refuse("RANK", self.rank, f"must be in [0, WORLD_SIZE {self.world_size})")
         self._check_layout()
-        self._check_backend()
         self._resolve_zero_stage()
-        self._check_activation_flags()
+        if self.partition_activations and self.tensor_model_parallel_size == 1:
+            raise ConfigError(
+                "--partition-activations splits over the TP ranks, and --tensor-model-parallel-size is 1: "
+                "drop it or raise TP"
+            )
 
     @property
     def data_parallel_size(self) -> int:
         """Replicas of the model: world size / (TP x PP)."""
         return self.world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)
 
-    def _check_timeout(self) -> None:
-        if not 0.01 <= self.distributed_timeout_minutes <= 525600:
-            refuse(
-                "--distributed-timeout-minutes",
-                self.distributed_timeout_minutes,
-                "must be from 0.01, which is 0.6 s, to 525600, which is a year",
-            )
-
     def _resolve_zero_stage(self) -> None:
         if self.zero_stage not in (0, 1, 2):
-            refuse(
-                "--zero-stage",
-                self.zero_stage,
+            self.refuse(
+                "zero_stage",
                 "checkpoints are made of ZeRO-1 shards, and stages 2 and 3 do not run with pipelines; "
                 "use --zero-stage 1",
             )
@@ -110,29 +112,4 @@ class ParallelConfig:
                 f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} = {tp * pp} does "
                 f"not divide the world size {self.world_size}: start a multiple of {tp * pp} processes, or "
                 "change TP or PP"
-            )
-
-    def _check_backend(self) -> None:
-        if self.distributed_backend is None:
-            return
-        if self.distributed_backend in _UNSUPPORTED_BACKENDS:
-            refuse("--distributed-backend", self.distributed_backend, "not supported; use nccl or gloo")
-        require_one_of("--distributed-backend", self.distributed_backend, ("nccl", "gloo"))
-
-    def _check_activation_flags(self) -> None:
-        for name in _ACTIVATION_FLAGS:
-            if getattr(self, name) and not self.deepspeed_activation_checkpointing:
-                raise ConfigError(
-                    f"{flag_name(name)} does nothing without --deepspeed-activation-checkpointing: "
-                    "add that flag or drop this one"
-                )
-        for name in ("contigious_checkpointing", "checkpoint_in_cpu"):
-            if getattr(self, name) and not self.partition_activations:
-                raise ConfigError(
-                    f"{flag_name(name)} works on split activations: add --partition-activations"
-                )
-        if self.partition_activations and self.tensor_model_parallel_size == 1:
-            raise ConfigError(
-                "--partition-activations splits over the TP ranks, and --tensor-model-parallel-size is 1: "
-                "drop it or raise TP"
             )

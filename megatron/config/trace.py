@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.config.errors import refuse
-from megatron.config.flags import flag, on_off
+from megatron.config.flags import FlagGroup, flag, on_off
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TraceConfig:
+class TraceConfig(FlagGroup):
     """Restart trace: recording where saves and restarts spend their time."""
 
     restart_trace: bool = flag(
@@ -36,8 +36,4 @@ class TraceConfig:
         if self.restart_trace_dir == "":
             refuse("--restart-trace-dir", "''", "is empty; give a directory")
         if not self.restart_trace and self.restart_trace_dir is not None:
-            refuse(
-                "--restart-trace-dir",
-                self.restart_trace_dir,
-                "does nothing with --restart-trace off; drop one of them",
-            )
+            self.refuse("restart_trace_dir", "does nothing with --restart-trace off; drop one of them")

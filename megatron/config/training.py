@@ -6,88 +6,76 @@ import dataclasses
 import math
 
 from megatron.config.batch_ramp import BatchSizes, batch_sizes
-from megatron.config.errors import ConfigError, refuse, require_at_least, require_one_of, require_positive
-from megatron.config.flags import REQUIRED, flag, flag_name
+from megatron.config.flags import REQUIRED, FlagGroup, flag
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
-_TENSORBOARD_SWITCHES = {
-    "log_timers_to_tensorboard": "--log-timers-to-tensorboard",
-    "log_batch_size_to_tensorboard": "--log-batch-size-to-tensorboard",
-    "log_validation_ppl_to_tensorboard": "--log-validation-ppl-to-tensorboard",
-    "log_memory_to_tensorboard": "--log-memory-to-tensorboard",
-    "log_world_size_to_tensorboard": "--log-world-size-to-tensorboard",
-    "log_optimizer_states_to_tensorboard": "--log-optimizer-states-to-tensorboard",
-}
-_AT_LEAST_ONE = [
-    "micro_batch_size",
-    "global_batch_size",
-    "train_iters",
-    "train_samples",
-    "train_tokens",
-    "log_interval",
-    "exit_interval",
-    "seed",
-    "hysteresis",
-    "tensorboard_log_interval",
-    "tensorboard_queue_size",
-]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
+class TrainingConfig(FlagGroup):
     """Training: batch sizes, length, evaluation, logging."""
 
-    micro_batch_size: int = flag(REQUIRED, "samples per rank in one forward pass")
-    global_batch_size: int = flag(None, "samples per iteration over all ranks (default: micro batch x DP)")
+    micro_batch_size: int = flag(REQUIRED, "samples per rank in one forward pass", least=1)
+    global_batch_size: int = flag(
+        None, "samples per iteration over all ranks (default: micro batch x DP)", least=1
+    )
     rampup_batch_size: tuple[int, ...] = flag(
         (),
         "START INCREMENT SAMPLES: the global batch grows from START to --global-batch-size in steps of INCREMENT, over "
         "SAMPLES samples; needs --train-samples",
     )
     train_iters: int = flag(
-        None, "iterations to train for, over all restarts (default: derived from --train-samples)"
+        None, "iterations to train for, over all restarts (default: derived from --train-samples)", least=1
     )
     train_samples: int | None = flag(
         None,
         "samples to train on, over all restarts, instead of --train-iters; an incomplete last batch is dropped",
+        least=1,
     )
     train_tokens: int | None = flag(
         None,
         "stop, and save, after so many tokens; --train-iters or --train-samples may stop the run earlier",
+        least=1,
     )
-    seed: int = flag(1234, "seed of initialization, dropout and data order")
+    seed: int = flag(1234, "seed of initialization, dropout and data order", least=1)
     data_parallel_random_init: bool = flag(
         False,
         "seed each DP rank differently (by 10 x its rank); DeepSpeed still broadcasts the weights of rank 0",
     )
-    log_interval: int = flag(100, "iterations between log lines")
+    log_interval: int = flag(100, "iterations between log lines", least=1)
     log_level: str = flag("info", "lowest severity that is logged", choices=LOG_LEVELS)
-    exit_interval: int | None = flag(None, "stop, and save, when the iteration is divisible by this")
-    exit_duration_in_mins: float | None = flag(None, "stop, and save, after this many minutes")
+    exit_interval: int | None = flag(None, "stop, and save, when the iteration is divisible by this", least=1)
+    exit_duration_in_mins: float | None = flag(None, "stop, and save, after this many minutes", above=0)
     exit_signal_handler: bool = flag(False, "on SIGTERM save a checkpoint and stop")
     allow_injected_faults: bool = flag(
         False,
         "for the restart drill: SIGRTMIN+1 raises an exception in this process, SIGRTMIN+2 a device error",
     )
-    eval_interval: int = flag(1000, "iterations between evaluations; 0: none while training")
-    eval_iters: int = flag(100, "batches of one evaluation; 0: no evaluation")
+    eval_interval: int = flag(1000, "iterations between evaluations; 0: none while training", least=0)
+    eval_iters: int = flag(100, "batches of one evaluation; 0: no evaluation", least=0)
     accumulate_allreduce_grads_in_fp32: bool = flag(
         False, "accumulate and reduce gradients in fp32; always so with --bf16 and ZeRO-1"
     )
-    loss_scale: float | None = flag(None, "static loss scale of --fp16 (default: dynamic)")
-    initial_loss_scale: float = flag(2.0**16, "first dynamic loss scale of --fp16, a power of two")
-    min_loss_scale: float = flag(1.0, "smallest dynamic loss scale of --fp16")
-    loss_scale_window: float = flag(1000.0, "iterations without overflow after which the loss scale doubles")
-    hysteresis: int = flag(2, "overflows after which the loss scale is halved")
+    loss_scale: float | None = flag(None, "static loss scale of --fp16 (default: dynamic)", above=0)
+    initial_loss_scale: float = flag(2.0**16, "first dynamic loss scale of --fp16, a power of two", above=0)
+    min_loss_scale: float = flag(1.0, "smallest dynamic loss scale of --fp16", least=1)
+    loss_scale_window: float = flag(
+        1000.0, "iterations without overflow after which the loss scale doubles", least=1
+    )
+    hysteresis: int = flag(2, "overflows after which the loss scale is halved", least=1)
     tensorboard_dir: str | None = flag(None, "directory for TensorBoard event files (default: none written)")
-    tensorboard_log_interval: int = flag(1, "iterations between TensorBoard points")
-    tensorboard_queue_size: int = flag(1000, "TensorBoard points held before they are flushed")
+    tensorboard_log_interval: int = flag(1, "iterations between TensorBoard points", least=1)
+    tensorboard_queue_size: int = flag(1000, "TensorBoard points held before they are flushed", least=1)
     log_params_norm: bool = flag(False, "log the L2 norm of all parameters, each counted once")
     log_num_zeros_in_grad: bool = flag(
         False, "log how many elements of the reduced gradient are zero, each parameter counted once"
     )
-    log_timers_to_tensorboard: bool = flag(False, "write the time per iteration to TensorBoard")
-    log_batch_size_to_tensorboard: bool = flag(False, "write the batch size to TensorBoard")
+    log_timers_to_tensorboard: bool = flag(
+        False, "write the time per iteration to TensorBoard", needs="tensorboard_dir"
+    )
+    log_batch_size_to_tensorboard: bool = flag(
+        False, "write the batch size to TensorBoard", needs="tensorboard_dir"
+    )
     log_learning_rate_to_tensorboard: bool = flag(
         True,
         "no learning rate in TensorBoard",
@@ -96,25 +84,37 @@ class TrainingConfig:
     log_loss_scale_to_tensorboard: bool = flag(
         True, "no loss scale in TensorBoard", names=("--no-log-loss-scale-to-tensorboard",)
     )
-    log_validation_ppl_to_tensorboard: bool = flag(False, "write the validation perplexity to TensorBoard")
-    log_memory_to_tensorboard: bool = flag(False, "write accelerator memory to TensorBoard")
-    log_world_size_to_tensorboard: bool = flag(False, "write the world size to TensorBoard")
+    log_validation_ppl_to_tensorboard: bool = flag(
+        False, "write the validation perplexity to TensorBoard", needs="tensorboard_dir"
+    )
+    log_memory_to_tensorboard: bool = flag(
+        False, "write accelerator memory to TensorBoard", needs="tensorboard_dir"
+    )
+    log_world_size_to_tensorboard: bool = flag(
+        False, "write the world size to TensorBoard", needs="tensorboard_dir"
+    )
     log_optimizer_states_to_tensorboard: bool = flag(
-        False, "write norms and largest elements of Adam's moments and of the master weights to TensorBoard"
+        False,
+        "write norms and largest elements of Adam's moments and of the master weights to TensorBoard",
+        needs="tensorboard_dir",
     )
     data_parallel_size: int = 1  # copied here by Config, for num_micro_batches
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rampup_batch_size", tuple(self.rampup_batch_size))
-        for name in _AT_LEAST_ONE:
-            require_at_least(flag_name(name), getattr(self, name), 1)
-        require_positive("--exit-duration-in-mins", self.exit_duration_in_mins)
-        require_at_least("--eval-interval", self.eval_interval, 0)
-        require_at_least("--eval-iters", self.eval_iters, 0)
-        require_one_of("--log-level", self.log_level, LOG_LEVELS)
-        self._check_batch()
-        self._check_loss_scale()
-        self._check_tensorboard()
+        self.check_values()
+        step = self.micro_batch_size * self.data_parallel_size
+        if self.global_batch_size is not None and self.global_batch_size % step:
+            self.refuse(
+                "global_batch_size",
+                f"not divisible by --micro-batch-size {self.micro_batch_size} x data-parallel size "
+                f"{self.data_parallel_size} = {step}; use a multiple of {step}",
+            )
+        if not math.log2(self.initial_loss_scale).is_integer() or self.initial_loss_scale < 1:
+            self.refuse("initial_loss_scale", "must be a power of two, at least 1")
+        for name in ("min_loss_scale", "loss_scale_window"):
+            if not float(getattr(self, name)).is_integer():
+                self.refuse(name, "DeepSpeed takes a whole number")
 
     @property
     def batch_sizes(self) -> BatchSizes:
@@ -126,31 +126,3 @@ class TrainingConfig:
     def num_micro_batches(self) -> int:
         """Micro batches that each data-parallel rank runs per iteration, after a ramp; valid inside a Config."""
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
-
-    def _check_batch(self) -> None:
-        step = self.micro_batch_size * self.data_parallel_size
-        if self.global_batch_size is not None and self.global_batch_size % step:
-            refuse(
-                "--global-batch-size",
-                self.global_batch_size,
-                f"not divisible by --micro-batch-size {self.micro_batch_size} x data-parallel size "
-                f"{self.data_parallel_size} = {step}; use a multiple of {step}",
-            )
-
-    def _check_loss_scale(self) -> None:
-        require_positive("--loss-scale", self.loss_scale)
-        require_positive("--initial-loss-scale", self.initial_loss_scale)
-        require_at_least("--min-loss-scale", self.min_loss_scale, 1)
-        require_at_least("--loss-scale-window", self.loss_scale_window, 1)
-        if not math.log2(self.initial_loss_scale).is_integer() or self.initial_loss_scale < 1:
-            refuse("--initial-loss-scale", self.initial_loss_scale, "must be a power of two, at least 1")
-        for name in ("min_loss_scale", "loss_scale_window"):
-            if not float(getattr(self, name)).is_integer():
-                refuse(flag_name(name), getattr(self, name), "DeepSpeed takes a whole number")
-
-    def _check_tensorboard(self) -> None:
-        if self.tensorboard_dir is not None:
-            return
-        for name, shown in _TENSORBOARD_SWITCHES.items():
-            if getattr(self, name):
-                raise ConfigError(f"{shown} needs --tensorboard-dir DIR: add it or drop the flag")

@@ -14,7 +14,8 @@ import pytest
 
 from megatron.config import Config, ConfigError
 from megatron.config.arguments import config_from_args, parse_args
-from megatron.config.deepspeed_config import build_deepspeed_config, load_deepspeed_file
+from megatron.config.deepspeed_config import build_deepspeed_config
+from megatron.config.deepspeed_file import load_deepspeed_file
 
 BASE = """
 --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --train-iters 10 --lr 1e-3

@@ -38,7 +38,7 @@ REFUSALS = [
     ("--universal-checkpoint", 1, "--universal-checkpoint does nothing without --load DIR"),
     ("--train-doc-idx-path d --train-sample-idx-path s", 1, "needs --train-shuffle-idx-path beside it"),
     ("--optimizer sgd --log-optimizer-states-to-tensorboard --tensorboard-dir /t", 1, "writes Adam's moments; drop"),
-    ("--log-optimizer-states-to-tensorboard", 1, "needs --tensorboard-dir"),
+    ("--log-optimizer-states-to-tensorboard", 1, "does nothing without --tensorboard-dir DIR"),
 ]  # fmt: skip
 
 
