@@ -46,6 +46,10 @@ class EngineUnavailableError(ValueError):
     """The engine is known, but this machine lacks a package or a device that it needs."""
 
 
+# torch's, which is not imported for them, and the one of megatron.startup.injected_faults.
+_OF_THE_PROCESS = ("OutOfMemoryError", "AcceleratorError", "InjectedFault")
+
+
 @contextmanager
 def damaged_files() -> Iterator[None]:
     """Within it, what megatron.fileio finds wrong with a file is raised as CheckpointDamagedError."""
@@ -60,7 +64,7 @@ def reading(path: Path, kind: str = "") -> Iterator[None]:
     """Within it, a file of a checkpoint is read: whatever that raises is damage to `path`, which is to be a `kind`.
 
     What a damaged file makes of a parser is beyond listing. These keep their meaning: CheckpointError and OSError,
-    which name a file themselves; a flag or a package that is wrong; and want of memory.
+    which name a file themselves; a flag or a package that is wrong; and what is the process's (`is_of_the_process`).
     Raises CheckpointDamagedError in place of any other Exception.
     """
     try:
@@ -69,14 +73,17 @@ def reading(path: Path, kind: str = "") -> Iterator[None]:
     except (CheckpointError, OSError, MemoryError, ConfigError, UnknownEngineError, EngineUnavailableError):
         raise
     except Exception as exc:
-        if _is_want_of_memory(exc):
+        if is_of_the_process(exc):
             raise
         what = f" as {kind}" if kind else ""
         raise CheckpointDamagedError(f"{path}: cannot be read{what} ({type(exc).__name__}: {exc})") from exc
 
 
-def _is_want_of_memory(exc: Exception) -> bool:
-    """torch has no MemoryError: on a device it raises a class of its own, on the host a plain RuntimeError."""
+def is_of_the_process(exc: BaseException) -> bool:
+    """Whether an error while a file is read says nothing of the file: want of memory, a failed device, a drill's fault.
+
+    torch has no MemoryError: on a device it raises a class of its own, on the host a plain RuntimeError.
+    """
     return isinstance(exc, RuntimeError) and (
-        type(exc).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: " in str(exc)
+        type(exc).__name__ in _OF_THE_PROCESS or "DefaultCPUAllocator: " in str(exc)
     )

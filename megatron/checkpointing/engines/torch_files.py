@@ -12,7 +12,7 @@ import torch
 
 from megatron.checkpointing.engines import unpickling
 from megatron.checkpointing.engines.base import EngineOptions, SavedCheckpoint, SavedFile, check_size
-from megatron.checkpointing.engines.errors import CheckpointDamagedError, reading
+from megatron.checkpointing.engines.errors import CheckpointDamagedError, is_of_the_process, reading
 from megatron.checkpointing.engines.file_loads import report_load
 from megatron.fileio.timed_files import TimedReader, Timeline
 from megatron.fileio.zip_records import ALGORITHM, Record, directory_checksum, read_records
@@ -169,6 +169,8 @@ def _load_known_classes(path: Path, file: Any, device: str = "cpu") -> Any:
                 f"{path}: holds a class that is not on the allow-list, or a damaged pickle ({exc})"
             ) from exc
         except Exception as exc:  # a damaged pickle can make the unpickler raise anything
+            if is_of_the_process(exc):
+                raise
             finish()
             raise CheckpointDamagedError(
                 f"{path}: cannot be read as a torch.save file ({type(exc).__name__}: {exc})"

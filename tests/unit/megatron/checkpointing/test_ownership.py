@@ -371,7 +371,8 @@ def test_what_a_killed_process_left_is_removed_by_the_next_launch(tmp_path: Path
     claim(tmp_path).release()
     for name, age_s in ((".probe_old", 3600), (".probe_young", -3600), ("note.txt", 3600)):
         (tmp_path / ".generations" / name).touch()
-        os.utime(tmp_path / ".generations" / name, (time.time() - age_s,) * 2)
+        modified = time.time() - age_s
+        os.utime(tmp_path / ".generations" / name, (modified, modified))
     claim(tmp_path).release()
     left = {path.name for path in (tmp_path / ".generations").iterdir()}
     assert left == {"00000002", "lock", "note.txt", ".probe_young"}

@@ -31,6 +31,7 @@ from megatron.checkpointing.engines.errors import (
 )
 from megatron.checkpointing.engines.registry import create_engine
 from megatron.config import ConfigError
+from megatron.startup.injected_faults import InjectedFault
 from restart_trace.recorder import untraced_operation
 from tests.unit.hostile import NO_FILES, altered, no_longer_than
 from tests.unit.megatron.checkpointing.engines import datastates_files
@@ -367,6 +368,7 @@ def test_what_is_no_file(
     [
         CheckpointMismatchError("another shape"), EngineUnavailableError("no package"), ConfigError("--flag"),
         MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), OSError(5, "Input/output error"),
+        torch.AcceleratorError("CUDA error: device-side assert triggered"), InjectedFault("by a drill"),
         RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory"),
         KeyboardInterrupt(),
     ],
@@ -376,6 +378,21 @@ def test_what_is_no_damage_keeps_its_meaning(error: BaseException) -> None:
     with pytest.raises(type(error)) as caught, reading(Path("file")):
         raise error
     assert caught.value is error
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_a_device_that_fails_in_a_load_is_no_damage(
+    kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a good checkpoint would be passed over. No device fails here on demand: torch.load stands in for it."""
+    files = saved_by("torch", tmp_path)
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise kind("CUDA error")
+
+    monkeypatch.setattr(torch, "load", fail)
+    with pytest.raises(kind):
+        outcome("torch", tmp_path, files)
 
 
 @pytest.mark.parametrize(
