@@ -33,8 +33,9 @@ after the other, zeros up to a multiple of 2 x DP elements, then cut into DP par
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -49,7 +50,6 @@ NestPath = tuple[Any, ...]  # keys from the top of a state down to a tensor
 
 _MASTERS = ("optimizer_state_dict", "single_partition_of_fp32_groups")
 _BASE = ("optimizer_state_dict", "base_optimizer_state")
-_ALIGNMENT = 2  # elements, times DP: DeepSpeed's nccl_start_alignment_factor
 
 
 @dataclass(frozen=True)
@@ -85,18 +85,6 @@ def weight_placement(name: str, part: ParameterSlice, vocab_size: int) -> JsonOb
     if part.vocabulary:
         placed["unpadded"] = vocab_size
     return placed
-
-
-def flat_partition(
-    parameters: Iterable[tuple[str, ParameterSlice]], dp_rank: int, dp_size: int
-) -> FlatPartition:
-    """The partition of `dp_rank` of a group of `parameters`, flattened in this order as DeepSpeed does by default."""
-    table, offset = [], 0
-    for name, part in parameters:
-        table.append(FlatParameter(name, part, offset))
-        offset += math.prod(part.local_shape)
-    size = -(-offset // (_ALIGNMENT * dp_size)) * _ALIGNMENT
-    return FlatPartition(table, dp_rank * size, size)
 
 
 def fragments(partition: FlatPartition, vocab_size: int) -> list[JsonObject]:
@@ -215,18 +203,15 @@ def _layer_placements(
     unknown = [key for key in file.state if key not in params]
     if unknown:
         raise ValueError(f"{file.name}: {', '.join(unknown)}: no parameter, so where it belongs is unknown")
-    placed: dict[NestPath, JsonObject] = {}
-    for key in file.state:
-        name = name_of[id(params[key])]
-        placed[(key,)] = weight_placement(name, slice_of(params[key], name), vocab_size)
-    return placed
+    named = [(key, name_of[id(params[key])]) for key in file.state]
+    return {(key,): weight_placement(name, slice_of(params[key], name), vocab_size) for key, name in named}
 
 
 def _partitions(optimizer: Any, name_of: Mapping[int, str], dp_rank: int) -> list[FlatPartition]:
     """The flat groups of DeepSpeed's optimizer, of which there are two classes: bf16, and all else."""
     if hasattr(optimizer, "bf16_groups"):
         groups = optimizer.bf16_groups
-        offsets = [_offsets(group) for group in groups]
+        offsets = [[0, *accumulate(param.numel() for param in group)][:-1] for group in groups]
         sizes = [partitions[dp_rank].numel() for partitions in optimizer.bf16_partitioned_groups]
     else:  # its order and offsets differ from the default with round_robin_gradients and parameter_alignment
         groups = optimizer.round_robin_bit16_groups
@@ -234,17 +219,7 @@ def _partitions(optimizer: Any, name_of: Mapping[int, str], dp_rank: int) -> lis
         sizes = optimizer.partition_size
     found = []
     for params, starts, size in zip(groups, offsets, sizes, strict=True):
-        table = []
-        for param, offset in zip(params, starts, strict=True):
-            name = name_of[id(param)]
-            table.append(FlatParameter(name, slice_of(param, name), offset))
+        named = [(name_of[id(param)], param, start) for param, start in zip(params, starts, strict=True)]
+        table = [FlatParameter(name, slice_of(param, name), start) for name, param, start in named]
         found.append(FlatPartition(table, dp_rank * size, size))
-    return found
-
-
-def _offsets(params: Iterable[torch.Tensor]) -> list[int]:
-    found, offset = [], 0
-    for param in params:
-        found.append(offset)
-        offset += param.numel()
     return found

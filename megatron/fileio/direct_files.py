@@ -7,6 +7,7 @@ Where a file system refuses, `auto` falls back to buffered I/O and says so once 
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import mmap
 import os
@@ -37,9 +38,7 @@ def aligned_memory(size: int) -> memoryview:
     view of it is gone.
     """
     length = max(align_up(size), ALIGNMENT)
-    room = (
-        _HUGE_PAGE if length >= _HUGE_PAGE else 0
-    )  # what lies before a huge page's boundary is in small ones
+    room = _HUGE_PAGE if length >= _HUGE_PAGE else 0  # what lies before its boundary is in small ones
     memory = mmap.mmap(-1, length + room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     start = -np.frombuffer(memory, dtype=np.uint8).ctypes.data % _HUGE_PAGE if room else 0
@@ -72,22 +71,16 @@ def open_direct(path: Path, flags: int, mode: str) -> tuple[int, bool]:
 def refuse_direct(path: Path, mode: str) -> None:
     """The file system of `path` does not take direct transfers: say so once, or raise DirectIOError."""
     if mode == "on":
-        raise DirectIOError(
-            errno.EINVAL,
-            "the file system refuses O_DIRECT: use --direct-io auto or off, or another directory",
-            str(path),
-        )
-    if path.parent.parent not in _told:
-        _told.add(path.parent.parent)
-        logger.warning(
-            "%s: the file system refuses O_DIRECT; --direct-io auto: buffered I/O instead", path.parent.parent
-        )
+        fix = "use --direct-io auto or off, or another directory"
+        raise DirectIOError(errno.EINVAL, f"the file system refuses O_DIRECT: {fix}", str(path))
+    root = path.parent.parent
+    if root not in _told:
+        _told.add(root)
+        logger.warning("%s: the file system refuses O_DIRECT; --direct-io auto: buffered I/O instead", root)
 
 
 def make_buffered(fd: int) -> None:
     """Take O_DIRECT off an open descriptor."""
-    import fcntl
-
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
 
 

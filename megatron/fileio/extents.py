@@ -75,26 +75,16 @@ def file_plan(
         start, to, length = np.broadcast_arrays(*(np.atleast_1d(np.asarray(p, np.int64)) for p in places))
         for column, values in zip(columns, (start, to, length, np.full(len(start), target)), strict=True):
             column.append(values)
-    file_offset, target_offset, num_bytes, targets = (
-        np.concatenate(column) if column else np.empty(0, np.int64) for column in columns
-    )
-    return _cut(FilePlan(path, file_offset, target_offset, num_bytes, targets, block, gap))
+    joined = [np.concatenate(column or [np.empty(0, np.int64)]) for column in columns]
+    return _cut(FilePlan(path, *joined, block=block, gap=gap))
 
 
 def with_checks(plan: FilePlan, starts: Array, lengths: Array) -> FilePlan:
     """The same plan, and these bytes are to be read, if they are not, and verified."""
     nowhere = np.zeros(len(starts), dtype=np.int64)
-    return _cut(
-        FilePlan(
-            plan.path,
-            np.concatenate((plan.file_offset, starts)),
-            np.concatenate((plan.target_offset, nowhere)),
-            np.concatenate((plan.num_bytes, lengths)),
-            np.concatenate((plan.target, nowhere + _CHECK)),
-            plan.block,
-            plan.gap,
-        )
-    )
+    pairs = (plan.file_offset, starts), (plan.target_offset, nowhere), (plan.num_bytes, lengths)
+    columns = [np.concatenate(pair) for pair in (*pairs, (plan.target, nowhere + _CHECK))]
+    return _cut(FilePlan(plan.path, *columns, block=plan.block, gap=plan.gap))
 
 
 def _cut(plan: FilePlan) -> FilePlan:
@@ -109,15 +99,8 @@ def _cut(plan: FilePlan) -> FilePlan:
     stop = np.minimum(offset[of] + length[of], (cell + 1) * plan.block)
     moved = plan.target_offset[kept][of] + start - offset[of]
     order = np.argsort(start, kind="stable")
-    return FilePlan(
-        plan.path,
-        start[order],
-        moved[order],
-        (stop - start)[order],
-        plan.target[kept][of][order],
-        plan.block,
-        plan.gap,
-    )
+    columns = [column[order] for column in (start, moved, stop - start, plan.target[kept][of])]
+    return FilePlan(plan.path, *columns, block=plan.block, gap=plan.gap)
 
 
 def bounds(plan: FilePlan) -> tuple[Array, Array, Array]:

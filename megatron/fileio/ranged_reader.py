@@ -100,12 +100,7 @@ def read_ranges(
     """
     if targets.device.type == "cuda":
         torch.cuda.synchronize(targets.device)  # what is still to be done to them, such as filling them
-    mapped: list[Extent] = []
-    others: list[Extent] = []
-    for extent in extents:
-        through_cache = files[extent.path].only_mapped or targets.mapping(extent) is not None
-        (mapped if through_cache else others).append(extent)
-    return _Pool(mapped, others, files, targets).run(threads, label, op)
+    return _Pool(extents, files, targets).run(threads, label, op)
 
 
 def open_all(file_bytes: Mapping[Path, int], direct_io: str, stack: ExitStack) -> dict[Path, OpenFile]:
@@ -119,16 +114,13 @@ def open_all(file_bytes: Mapping[Path, int], direct_io: str, stack: ExitStack) -
 class _Pool:
     """Threads that share extents: equal parts of what passes through the page cache, the others as they come."""
 
-    def __init__(
-        self,
-        mapped: Sequence[Extent],
-        others: Sequence[Extent],
-        files: Mapping[Path, OpenFile],
-        targets: Targets,
-    ) -> None:
-        self._mapped = mapped
-        self._others = others
-        self._queue = iter(others)
+    def __init__(self, extents: Sequence[Extent], files: Mapping[Path, OpenFile], targets: Targets) -> None:
+        self._mapped: list[Extent] = []
+        self._others: list[Extent] = []
+        for extent in extents:
+            through_cache = files[extent.path].only_mapped or targets.mapping(extent) is not None
+            (self._mapped if through_cache else self._others).append(extent)
+        self._queue = iter(self._others)
         self._files = files
         self._targets = targets
         self._lock = threading.Lock()
@@ -137,15 +129,11 @@ class _Pool:
     def run(self, count: int | None, label: Label, op: Operation) -> Read:
         count = count or (_DIRECT_THREADS if self._others else _MAPPING_THREADS)
         readers = [_ReadingThread(self._files, self._targets) for _ in range(count)]
-        threads = [
-            threading.Thread(
-                target=self._work, args=(reader, i, count, label, op), name=f"{label.threads}-{i}"
-            )
-            for i, reader in enumerate(readers)
-        ]
         started: list[threading.Thread] = []
         try:
-            for thread in threads:
+            for i, reader in enumerate(readers):
+                arguments = (reader, i, count, label, op)
+                thread = threading.Thread(target=self._work, args=arguments, name=f"{label.threads}-{i}")
                 thread.start()
                 started.append(thread)
         except BaseException as exc:
@@ -241,13 +229,10 @@ class _ReadingThread:
     def _verify(self, extent: Extent, view: memoryview, start: int, began: int) -> int:
         """Count the time since `began` as reading; take the checksums of `view`, read at `start`. Returns now."""
         read = self._took("read", began)
-        if not extent.checks:
-            return read
         for at, length in extent.checks:
-            self.checksums.append(
-                range_checksum(extent.path.name, at, view[at - start : at - start + length])
-            )
-        return self._took("verify", read)
+            part = view[at - start : at - start + length]
+            self.checksums.append(range_checksum(extent.path.name, at, part))
+        return self._took("verify", read) if extent.checks else read
 
     def _copy(
         self, extent: Extent, block: np.ndarray[Any, Any], start: int, pinned: torch.Tensor | None = None

@@ -89,17 +89,13 @@ class _RawFile(io.FileIO):
 class TimedWriter(io.BufferedWriter):
     """A new file; small pieces (headers, padding) are joined with what follows.
 
-    `timeline` gets "write" and, with `checksum`, "checksum". What was written can be read back through `fd`.
+    `timeline` gets "write" and, with `checksum`, "checksum". What was written can be read back through `fileno()`.
     Raises FileExistsError if the file exists: overwriting would hide a name used twice.
     """
 
     def __init__(self, path: Path, timeline: Timeline, checksum: bool = False) -> None:
         self._file = _RawFile(path, timeline, checksum)
         super().__init__(self._file, _SMALL_WRITE)
-
-    @property
-    def fd(self) -> int:
-        return self._file.fileno()
 
     @property
     def num_bytes(self) -> int:

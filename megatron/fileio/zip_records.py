@@ -2,13 +2,12 @@
 
 torch.save writes a zip archive of stored (uncompressed) records whose central directory holds the CRC-32 of
 each. The checksum of such a file here is the CRC-32 of that directory: through it, of every byte of every
-record. (ZIP: APPNOTE.TXT 6.3.10, sections 4.3.7, 4.3.12, 4.3.14, 4.3.16; ZIP64 as Python's zipfile reads it.)
+record. (ZIP: APPNOTE.TXT 6.3.10, sections 4.3.7 and 4.3.12; the ends of the archive as Python's zipfile reads them.)
 """
 
 from __future__ import annotations
 
 import errno
-import os
 import struct
 import zipfile
 from collections.abc import Iterator
@@ -21,10 +20,6 @@ from megatron.fileio.checksums import CheckedBytes, crc32
 
 ALGORITHM = "zip-directory-crc32"
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
-_END = struct.Struct("<4s4H2IH")
-_END64 = struct.Struct("<4sQ2H2I4Q")
-_LOCATOR_SIZE = 20
-_TAIL = _END64.size + _LOCATOR_SIZE + _END.size
 
 
 @dataclass
@@ -44,33 +39,15 @@ class Record:
 
 def directory_checksum(path: Path) -> str:
     """ "zip-directory-crc32:xxxxxxxx" of a zip archive. Raises zipfile.BadZipFile if it is none."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return open_directory_checksum(fd)
-    finally:
-        os.close(fd)
+    with path.open("rb") as file:
+        return open_directory_checksum(file.fileno())
 
 
 def open_directory_checksum(fd: int) -> str:
     """As directory_checksum, of an open file; reads its last few kilobytes only."""
-    size = os.fstat(fd).st_size
-    start = _directory_start(os.pread(fd, _TAIL, max(0, size - _TAIL)))
-    if start > size:
-        raise zipfile.BadZipFile("the central directory lies beyond the end of the file")
-    return f"{ALGORITHM}:{crc32(os.pread(fd, size - start, start)):08x}"
-
-
-def _directory_start(tail: bytes) -> int:
-    """Offset of the central directory, from the end records (4.3.14 to 4.3.16; torch leaves no comment)."""
-    end = tail[-_END.size :]
-    if len(end) < _END.size or end[:4] != b"PK\x05\x06":
-        raise zipfile.BadZipFile("there is no end-of-directory record at the end of the file")
-    locator = tail[-_END.size - _LOCATOR_SIZE : -_END.size]
-    if locator[:4] != b"PK\x06\x07":
-        return _END.unpack(end)[6]
-    if len(tail) < _TAIL or tail[:4] != b"PK\x06\x06":
-        raise zipfile.BadZipFile("the ZIP64 end-of-directory record is damaged")
-    return _END64.unpack(tail[: _END64.size])[9]
+    with _bad_zip_only(), open(fd, "rb", closefd=False) as file, zipfile.ZipFile(file) as archive:
+        file.seek(archive.start_dir)
+        return f"{ALGORITHM}:{crc32(file.read()):08x}"
 
 
 def read_records(file: BinaryIO) -> list[Record]:

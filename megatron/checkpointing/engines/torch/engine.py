@@ -38,11 +38,11 @@ class TorchEngine(ReadsTorchFiles, CheckpointEngine):
         try:
             write_state(state, writer)
             del state  # giving a host copy back to the system takes time, too
-            checksum = open_directory_checksum(writer.fd)  # a few kB, still in the page cache
+            checksum = open_directory_checksum(writer.fileno())  # a few kB, still in the page cache
             report_writing(op.add, file.name, opened, now_ns(), timeline.total("write"), writer.num_bytes)
             if self.options.fsync:
                 with op.span("flush", "fsync", file=file.name) as span:
-                    os.fsync(writer.fd)
+                    os.fsync(writer.fileno())
                     span.bytes = writer.num_bytes
         finally:
             writer.close()

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from megatron.checkpointing.shard_metadata import (
     FlatParameter,
     FlatPartition,
-    flat_partition,
     fragments,
     optimizer_placements,
     shard_placement,
@@ -34,6 +33,7 @@ from megatron.model.transformer import ParallelTransformerLayerPipe
 from megatron.parallel.parameter_slice import ParameterSlice, slice_of
 from megatron.parallel.placement import Placement
 from megatron.parallel.topology import TensorParallelGroup
+from tests.flat_partitions import flat_partition
 from tests.placement_reader import Reader
 
 VOCAB = 500

@@ -79,7 +79,7 @@ def test_position_and_content_are_known_while_it_is_written(tmp_path: Path) -> N
         writer.write(b"d" * 100_000)
         assert writer.tell() == 100_003
         writer.flush()
-        assert os.pread(writer.fd, 5, 0) == b"abcdd" and writer.num_bytes == 100_003
+        assert os.pread(writer.fileno(), 5, 0) == b"abcdd" and writer.num_bytes == 100_003
     assert writer.crc == zlib.crc32(b"abc" + b"d" * 100_000) and timeline.total("checksum") > 0
 
 

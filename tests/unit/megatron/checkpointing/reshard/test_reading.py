@@ -28,9 +28,10 @@ from megatron.checkpointing.reshard.runs import (
 )
 from megatron.checkpointing.reshard.sources import SourceIndex
 from megatron.checkpointing.reshard.targets import Target, Transfer, plan
-from megatron.checkpointing.shard_metadata import flat_partition, fragments, shard_placement, weight_placement
+from megatron.checkpointing.shard_metadata import fragments, shard_placement, weight_placement
 from megatron.parallel.parameter_slice import ParameterSlice
 from restart_trace.recorder import untraced_operation
+from tests.flat_partitions import flat_partition
 
 VOCABULARY = 9
 # name -> full shape, dimension split over TP, matrices fused along it, whether it counts tokens

@@ -23,11 +23,12 @@ from megatron.checkpointing.reshard.reading import Reading
 from megatron.checkpointing.reshard.sources import WEIGHT, SourceIndex
 from megatron.checkpointing.reshard.targets import Target, plan
 from megatron.checkpointing.reshard.torch_shards import TorchShards
-from megatron.checkpointing.shard_metadata import flat_partition, fragments, shard_placement, weight_placement
+from megatron.checkpointing.shard_metadata import fragments, shard_placement, weight_placement
 from megatron.parallel.control_plane import ControlPlane
 from megatron.parallel.parameter_slice import ParameterSlice
 from megatron.parallel.topology import Layout
 from restart_trace.recorder import untraced_operation
+from tests.flat_partitions import flat_partition
 from tests.placement_reader import Reader, bits
 from tests.upstream_files import (
     GOLDEN,
