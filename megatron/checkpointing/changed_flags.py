@@ -61,7 +61,8 @@ _ORDER = "training continues at sample {sample} of the new order: some samples m
 _FILES = Decision(Kind.DATA, f"unless these are the same files at another path, {_ORDER}")
 _EVALUATED = Decision(
     Kind.DATA,
-    "unless these are the same files at another path, losses before and after are of different samples",
+    "unless these are the same files at another path, evaluation losses before and after come from different data and "
+    "cannot be compared",
 )
 _PLACE = Decision(
     Kind.FREE,
@@ -214,7 +215,9 @@ _DATA = {
         f"other documents are in the training set, so {_ORDER}, and samples of the training set may appear in "
         "validation or test",
     ),
-    "eod_mask_loss": Decision(Kind.APPLIED, "losses before and after are of different tokens"),
+    "eod_mask_loss": Decision(
+        Kind.APPLIED, "losses before and after are means over different tokens and cannot be compared"
+    ),
     **dict.fromkeys(
         ("data_impl", "data_cache_path", "num_workers"),
         Decision(Kind.FREE, "the samples and their order stay"),
