@@ -63,16 +63,11 @@ def train_valid_test_datasets_provider(request: DataRequest) -> SplitDatasets:
 
     data, model, training = request.config.data, request.config.model, request.config.training
     return build_train_valid_test_datasets(
-        data_path=list(data.data_path) or None,
-        train_data_path=list(data.train_data_path) or None,
-        valid_data_path=list(data.valid_data_path) or None,
-        test_data_path=list(data.test_data_path) or None,
-        splits_string=data.split,
+        data,
         train_valid_test_num_samples=request.indexed_samples,
         required_num_samples=request.needed_samples,
         seq_length=model.seq_length,
         seed=training.seed,
-        data_cache_path=data.data_cache_path,
         train_dataset=dataset_of_files(data.train_index_files),
         is_builder=request.is_builder,
         agree=request.agree,

@@ -70,7 +70,7 @@ _MEANINGS: dict[Kind, dict[str, str]] = {
         "the new limit applies from here": "clip_grad",
         "the new value applies from here; the moments are restored unchanged":
             "adam_beta1 adam_beta2 adam_eps sgd_momentum",
-        "losses before and after are of different tokens": "eod_mask_loss",
+        "losses before and after are means over different tokens and cannot be compared": "eod_mask_loss",
     },
     Kind.MODEL: {
         "the new value applies, and the model no longer computes the function that the weights were trained for":
@@ -85,7 +85,8 @@ _MEANINGS: dict[Kind, dict[str, str]] = {
         f"samples are shuffled anew, so {_ORDER}": "seed",
         f"unless these are the same files at another path, {_ORDER}":
             "data_path train_data_path train_doc_idx_path train_sample_idx_path train_shuffle_idx_path",
-        "unless these are the same files at another path, losses before and after are of different samples":
+        "unless these are the same files at another path, evaluation losses before and after come from different data "
+        "and cannot be compared":
             "valid_data_path test_data_path",
         f"other documents are in the training set, so {_ORDER}, and samples of the training set may appear in "
         "validation or test": "split",

@@ -10,17 +10,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron.config import DataConfig
 from megatron.data.blendable_dataset import BlendableDataset
 from megatron.data.index_cache import ArraySpec, IndexCache, IndexCacheError
 from megatron.data.indexed_dataset import IndexedDatasetError, MMapIndexedDataset, data_file_path
-from megatron.data.sample_index import (
-    EpochPlan,
-    build_index,
-    doc_idx_dtype,
-    plan_epochs,
-    shuffle_idx_dtype,
-)
-from megatron.data.splits import SPLIT_NAMES, blended_num_samples, parse_data_path, parse_split, split_ranges
+from megatron.data.sample_index import EpochPlan, build_index, doc_idx_dtype, plan_epochs, shuffle_idx_dtype
+from megatron.data.splits import SPLIT_NAMES, blended_num_samples, split_ranges
 
 logger = logging.getLogger(__name__)
 
@@ -204,19 +199,14 @@ SplitDatasets = tuple[SplitDataset | None, SplitDataset | None, SplitDataset | N
 
 
 def build_train_valid_test_datasets(
+    data: DataConfig,
     *,
-    data_path: list[str] | None,
-    train_data_path: list[str] | None = None,
-    valid_data_path: list[str] | None = None,
-    test_data_path: list[str] | None = None,
-    splits_string: str,
     train_valid_test_num_samples: tuple[int, int, int],
     seq_length: int,
     seed: int,
-    data_cache_path: str | None,
     is_builder: bool,
     agree: Callable[[Exception | None], None],
-    required_num_samples: tuple[int, int, int] | None = None,
+    required_num_samples: tuple[int, int, int] = (0, 0, 0),
     train_dataset: Callable[..., GPTDataset] = GPTDataset,
 ) -> SplitDatasets:
     """Build the datasets of the three splits; None for a split without samples (0 samples, or a share of 0).
@@ -228,12 +218,11 @@ def build_train_valid_test_datasets(
     it. One builder is enough where all nodes share the cache directory, else one per node.
 
     Args:
-        data_path: ``[PREFIX]`` or ``[WEIGHT, PREFIX, ...]``, divided by ``splits_string``; or None, and one such
-        list for each split, of which all documents are used.
+        data: ``--data-path`` is divided by ``--split``; of the paths of one split all documents are used.
         train_valid_test_num_samples: samples of each split that decide its order. A resumed run passes those
-        of the run's first start (see GPTDataset), whatever its iterations are now.
+            of the run's first start (see GPTDataset), whatever its iterations are now.
         required_num_samples: samples that will be read, where more than those: their index is then built
-        ahead, too. data_cache_path: directory for index files; None for ``index-cache`` beside each dataset.
+            ahead, too.
         train_dataset: makes the training set(s) of the arguments of GPTDataset.
 
     Raises ValueError (IndexedDatasetError, IndexCacheError) naming flag or file.
@@ -241,16 +230,11 @@ def build_train_valid_test_datasets(
     error: Exception | None = None
     datasets: list[SplitDataset | None] = [None, None, None]
     try:
-        sources = _sources(data_path, (train_data_path, valid_data_path, test_data_path), splits_string)
-        planner = _Planner(splits_string, seq_length, seed, data_cache_path, train_dataset)
-        for split, (source, num_samples) in enumerate(
-            zip(sources, train_valid_test_num_samples, strict=True)
-        ):
-            if source is not None and num_samples > 0:
-                datasets[split] = planner.plan(split, source, num_samples, whole=data_path is None)
+        planner = _Planner(data, seq_length, seed, train_dataset)
+        datasets = [planner.plan(split, train_valid_test_num_samples[split]) for split in range(3)]
         if is_builder:
             planner.warn_of_trailing_tokens()
-            for dataset, required in zip(datasets, required_num_samples or (0, 0, 0), strict=True):
+            for dataset, required in zip(datasets, required_num_samples, strict=True):
                 if dataset is not None:
                     dataset.build_index(required)
     except Exception as caught:  # every error must reach the other processes, which wait in agree()
@@ -264,59 +248,38 @@ def build_train_valid_test_datasets(
     return datasets[0], datasets[1], datasets[2]
 
 
-_Source = tuple[list[str], list[float] | None]
-
-
-def _sources(
-    data_path: list[str] | None, split_paths: tuple[list[str] | None, ...], splits_string: str
-) -> list[_Source | None]:
-    """Prefixes and weights for each split; None for a split without data."""
-    flags = ("--train-data-path", "--valid-data-path", "--test-data-path")
-    given = [flag for flag, path in zip(flags, split_paths, strict=True) if path]
-    if data_path and given:
-        raise ValueError(f"--data-path and {given[0]} exclude each other: leave one of them out")
-    if data_path:
-        source = parse_data_path("--data-path", data_path)
-        return [source if share > 0 else None for share in parse_split(splits_string)]
-    if not given:
-        raise ValueError(
-            "--data-path is missing: give the common path of the .bin and .idx files, without the suffix"
-        )
-    return [
-        parse_data_path(flag, path) if path else None for flag, path in zip(flags, split_paths, strict=True)
-    ]
-
-
 class _Planner:
     """Opens each token file once and makes the datasets, without building their indices."""
 
     def __init__(
-        self,
-        splits_string: str,
-        seq_length: int,
-        seed: int,
-        data_cache_path: str | None,
-        train_dataset: Callable[..., GPTDataset],
+        self, data: DataConfig, seq_length: int, seed: int, train_dataset: Callable[..., GPTDataset]
     ) -> None:
-        self.train_dataset = train_dataset
-        self.splits_string = splits_string
+        if not data.prefixes:
+            raise ValueError(
+                "--data-path is missing: give the common path of the .bin and .idx files, without the suffix"
+            )
+        self.data = data
         self.seq_length = seq_length
         self.seed = seed
-        self.data_cache_path = data_cache_path
+        self.train_dataset = train_dataset
         self.opened: dict[str, MMapIndexedDataset] = {}
 
-    def plan(self, split: int, source: _Source, num_samples: int, whole: bool) -> SplitDataset:
-        prefixes, weights = source
-        if weights is None:
-            return self._plan_one(split, prefixes[0], num_samples, whole)
+    def plan(self, split: int, num_samples: int) -> SplitDataset | None:
+        if num_samples == 0 or (self.data.data_path and self.data.split_fractions[split] == 0):
+            return None
+        flag = "data_path" if self.data.data_path else f"{SPLIT_NAMES[split]}_data_path"
+        blend = self.data.blend(flag)
+        if not blend:
+            return None
+        if len(getattr(self.data, flag)) == 1:  # a prefix alone
+            return self._plan_one(split, blend[0][1], num_samples)
+        weights = [weight for weight, _ in blend]
         shares = blended_num_samples(weights, num_samples)
         parts = [
-            self._plan_one(split, prefix, share, whole)
-            for prefix, share in zip(prefixes, shares, strict=True)
+            self._plan_one(split, prefix, share) for (_, prefix), share in zip(blend, shares, strict=True)
         ]
-        return BlendableDataset(
-            parts, weights, sum(shares), IndexCache.beside(prefixes[0], self.data_cache_path)
-        )
+        cache = IndexCache.beside(blend[0][1], self.data.data_cache_path)
+        return BlendableDataset(parts, weights, sum(shares), cache)
 
     def warn_of_trailing_tokens(self) -> None:
         for prefix, indexed in self.opened.items():
@@ -329,17 +292,18 @@ class _Planner:
                     indexed.num_trailing_tokens,
                 )
 
-    def _plan_one(self, split: int, prefix: str, num_samples: int, whole: bool) -> GPTDataset:
+    def _plan_one(self, split: int, prefix: str, num_samples: int) -> GPTDataset:
         if prefix not in self.opened:
             self.opened[prefix] = MMapIndexedDataset(prefix)
         indexed = self.opened[prefix]
-        name = SPLIT_NAMES[split]
-        documents = (0, len(indexed)) if whole else split_ranges(self.splits_string, len(indexed))[split]
+        name, documents = SPLIT_NAMES[split], (0, len(indexed))
+        if self.data.data_path:
+            documents = split_ranges(self.data.split_fractions, len(indexed))[split]
         if documents[0] >= documents[1]:
             raise ValueError(
-                f"--split {self.splits_string}: leaves no document for {name} out of the {len(indexed)} of "
+                f"--split {self.data.split}: leaves no document for {name} out of the {len(indexed)} of "
                 f"{prefix}: give {name} a larger share or a share of 0, or use a larger corpus"
             )
-        cache = IndexCache.beside(prefix, self.data_cache_path)
+        cache = IndexCache.beside(prefix, self.data.data_cache_path)
         make = self.train_dataset if split == 0 else GPTDataset
         return make(name, indexed, documents, num_samples, self.seq_length, self.seed, cache)

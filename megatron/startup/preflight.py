@@ -7,16 +7,16 @@ instead of a start-up.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import mmap
 import os
 import stat
 import struct
-from collections.abc import Callable
 from pathlib import Path
 
 from megatron.checkpointing.manifest import read_latest
 from megatron.config import CheckpointConfig, Config, ConfigError, DataConfig
-from restart_trace.strict_json import StrictJsonError, parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +27,13 @@ _IDX_MAGIC = b"MMIDIDX\x00\x00"
 _LEGACY_MAGIC = b"TNTIDX\x00\x00"
 _TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}  # dtype code -> bytes; 6 and 7 are floating point
 _FULL_CHECK_SEQUENCES = 1 << 16
-_EOD = "<|endoftext|>"
 _PROBE_BYTES = 4096
 
 
-def check_inputs(config: Config) -> None:
+def check_inputs(config: Config) -> tuple[int, int]:
     """Check datasets, tokenizer files, the --load directory and the directories that will be written to.
+
+    Returns what check_tokenizer does.
 
     Creates the directories that will be written to. Rank 0 logs a warning when --load holds no checkpoint and
     the run will start from iteration 0.
@@ -42,7 +43,7 @@ def check_inputs(config: Config) -> None:
     for flag, prefix in config.data.prefixes:
         check_dataset(flag, prefix)
     first = config.parallel.rank == 0
-    check_tokenizer(config.data)
+    tokenizer = check_tokenizer(config.data)
     check_load(config.checkpoint, warn=first)
     for flag, directory in (
         ("--save", config.checkpoint.save),
@@ -54,6 +55,7 @@ def check_inputs(config: Config) -> None:
             # A synchronisation only where one was asked for: the trace must not add any.
             durable = flag == "--save" and config.checkpoint.checkpoint_durability == "fsync"
             check_writable(flag, directory, sync=first and durable)
+    return tokenizer
 
 
 def check_dataset(flag: str, prefix: str) -> None:
@@ -69,9 +71,9 @@ def check_dataset(flag: str, prefix: str) -> None:
     idx_bytes, bin_bytes = (_file_size(flag, path, _dataset_hint(prefix)) for path in (idx, data))
     try:
         with open(idx, "rb") as stream:
-            header = stream.read(_IDX_HEADER.size)
-            sequences, documents, token_bytes = _check_header(flag, idx, header, idx_bytes)
-            needed = _check_index(flag, idx, stream.read, stream.seek, (sequences, documents, token_bytes))
+            shape = _check_header(flag, idx, stream.read(_IDX_HEADER.size), idx_bytes)
+            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                needed = _check_index(flag, idx, content, *shape)
     except OSError as error:
         raise ConfigError(f"{flag} {prefix}: cannot read {idx}: {error.strerror}") from error
     if bin_bytes < needed:
@@ -109,44 +111,26 @@ def _check_header(flag: str, idx: str, header: bytes, size: int) -> tuple[int, i
 
 
 def _check_index(
-    flag: str,
-    idx: str,
-    read: Callable[[int], bytes],
-    seek: Callable[[int], int],
-    shape: tuple[int, int, int],
+    flag: str, idx: str, content: mmap.mmap, sequences: int, documents: int, token_bytes: int
 ) -> int:
     """The bytes that the .bin file must have; checks that lengths, offsets and documents fit together.
 
     Every entry of a small index is checked, the first and last ones of a large one.
     """
-    sequences, documents, token_bytes = shape
-
-    def values(start: int, kind: str, first: int, count: int) -> tuple[int, ...]:
-        width = struct.calcsize("<" + kind)
-        seek(start + first * width)
-        return struct.unpack(f"<{count}{kind}", read(count * width))
-
-    lengths_at = _IDX_HEADER.size
-    offsets_at = lengths_at + 4 * sequences
+    offsets_at = _IDX_HEADER.size + 4 * sequences
     documents_at = offsets_at + 8 * sequences
     checked = min(sequences, _FULL_CHECK_SEQUENCES)
-    lengths, offsets = values(lengths_at, "i", 0, checked), values(offsets_at, "q", 0, checked)
-    expected, sound = 0, min(lengths) >= 0
-    for length, offset in zip(lengths, offsets, strict=True):
-        sound = sound and offset == expected
-        expected += length * token_bytes
-    last_length, last_offset = (
-        values(lengths_at, "i", sequences - 1, 1)[0],
-        values(offsets_at, "q", sequences - 1, 1)[0],
-    )
-    first_document, last_document = (
-        values(documents_at, "q", 0, 1)[0],
-        values(documents_at, "q", documents - 1, 1)[0],
-    )
-    sound = (
-        sound and last_length >= 0 and last_offset >= 0 and (first_document, last_document) == (0, sequences)
-    )
-    if not sound:
+    lengths = struct.unpack_from(f"<{checked}i", content, _IDX_HEADER.size)
+    offsets = struct.unpack_from(f"<{checked}q", content, offsets_at)
+    (last_length,) = struct.unpack_from("<i", content, offsets_at - 4)
+    last_offset, first_document = struct.unpack_from("<2q", content, documents_at - 8)
+    (last_document,) = struct.unpack_from("<q", content, documents_at + 8 * (documents - 1))
+    ends = itertools.accumulate((length * token_bytes for length in lengths[:-1]), initial=0)
+    if (
+        min(*lengths, last_length, last_offset) < 0
+        or offsets != tuple(ends)
+        or (first_document, last_document) != (0, sequences)
+    ):
         raise ConfigError(
             f"{flag}: {idx} is damaged: its lengths, offsets and documents do not fit together; "
             "copy it again or preprocess again"
@@ -154,39 +138,25 @@ def _check_index(
     return last_offset + last_length * token_bytes
 
 
-def check_tokenizer(data: DataConfig) -> None:
-    """Check that the tokenizer's files are there and of the right kind, and --vocab-size against them.
+def check_tokenizer(data: DataConfig) -> tuple[int, int]:
+    """Size and end-of-document id of the tokenizer; checks its files, and --vocab-size against them.
 
-    Raises: ConfigError naming flag, file and fix.
+    Raises: ConfigError or TokenizerError naming flag, file and fix.
     """
-    size = None
-    if data.tokenizer_type == "GPT2BPETokenizer" and data.vocab_file and data.merge_file:
-        size = _check_vocab(data.vocab_file)
+    from megatron.tokenizer import tokenizer_info
+
+    size, eod = tokenizer_info(
+        data.tokenizer_type or "",
+        tokenizer_model=data.tokenizer_model,
+        vocab_file=data.vocab_file,
+        merge_file=data.merge_file,
+        vocab_size=data.vocab_size,
+    )
+    if data.merge_file and data.tokenizer_type == "GPT2BPETokenizer":
         _check_merges(data.merge_file)
-    elif (
-        data.tokenizer_type in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer")
-        and data.tokenizer_model
-    ):
-        size = _check_sentencepiece(data.tokenizer_model)
-    if size is not None and data.vocab_size is not None and data.vocab_size != size:
-        raise ConfigError(
-            f"--vocab-size {data.vocab_size}: the tokenizer has {size} tokens; drop the flag or correct it"
-        )
-
-
-def _check_vocab(path: str) -> int:
-    """The number of tokens of a GPT-2 vocab.json."""
-    content = _read("--vocab-file", path)
-    wanted = f"it must be a JSON object from token to number that contains {_EOD}; give GPT-2's vocab.json"
-    try:
-        vocab = parse_json(content)
-    except StrictJsonError as error:
-        raise ConfigError(f"--vocab-file {path}: not JSON ({error}); {wanted}") from error
-    if not isinstance(vocab, dict) or not all(type(number) is int for number in vocab.values()):
-        raise ConfigError(f"--vocab-file {path}: {wanted}")
-    if _EOD not in vocab:
-        raise ConfigError(f"--vocab-file {path}: has no {_EOD}; {wanted}")
-    return len(vocab)
+    if data.tokenizer_type != "NullTokenizer" and data.vocab_size not in (None, size):
+        data.refuse("vocab_size", f"the tokenizer has {size} tokens; drop the flag or correct it")
+    return size, eod
 
 
 def _check_merges(path: str) -> None:
@@ -205,50 +175,6 @@ def _check_merges(path: str) -> None:
         merges += 1
     if merges == 0:
         raise ConfigError(f"--merge-file {path}: holds no merges; {wanted}")
-
-
-def _check_sentencepiece(path: str) -> int:
-    """The number of pieces of a SentencePiece model.
-
-    A model is a protobuf ModelProto whose fields at the top level are all length-delimited: 1 piece
-    (repeated), 2 trainer, 3 normalizer, 4 self-test, 5 denormalizer, 200 and up extensions
-    (https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto).
-    """
-    data = _read("--tokenizer-model", path)
-    pieces, position = 0, 0
-    try:
-        while position < len(data):
-            key, position = _varint(data, position)
-            field, wire_type = key >> 3, key & 7
-            if wire_type != 2 or not (1 <= field <= 5 or field >= 200):
-                raise ValueError(f"unexpected field {field} of wire type {wire_type}")
-            length, position = _varint(data, position)
-            position += length
-            pieces += field == 1
-        if position > len(data):
-            raise ValueError(f"truncated: {position - len(data)} bytes are missing")
-        if pieces == 0:
-            raise ValueError("no pieces in it")
-    except ValueError as error:
-        raise ConfigError(
-            f"--tokenizer-model {path}: not a complete SentencePiece model ({error}); give a tokenizer.model "
-            "file, or --tokenizer-type GPT2BPETokenizer for vocab.json and merges.txt"
-        ) from error
-    return pieces
-
-
-def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """(value, next position) of the protobuf varint at `position`."""
-    value = shift = 0
-    while True:
-        if position >= len(data) or shift > 63:
-            raise ValueError("truncated or no protobuf")
-        byte = data[position]
-        value |= (byte & 0x7F) << shift
-        position += 1
-        if byte < 0x80:
-            return value, position
-        shift += 7
 
 
 def check_load(checkpoint: CheckpointConfig, *, warn: bool = True) -> None:

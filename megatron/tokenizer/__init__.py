@@ -1,19 +1,7 @@
 """Tokenizers by --tokenizer-type."""
 
-from megatron.tokenizer.tokenizer import (
-    TOKENIZER_TYPES,
-    Tokenizer,
-    TokenizerError,
-    build_tokenizer,
-    tokenizer_info,
-    vocab_size_with_padding,
-)
+from megatron.config.data import TOKENIZER_TYPES
+from megatron.tokenizer.errors import TokenizerError
+from megatron.tokenizer.tokenizer import Tokenizer, build_tokenizer, tokenizer_info
 
-__all__ = [
-    "TOKENIZER_TYPES",
-    "Tokenizer",
-    "TokenizerError",
-    "build_tokenizer",
-    "tokenizer_info",
-    "vocab_size_with_padding",
-]
+__all__ = ["TOKENIZER_TYPES", "Tokenizer", "TokenizerError", "build_tokenizer", "tokenizer_info"]

@@ -51,7 +51,7 @@ def read_vocab(vocab_file: str) -> tuple[int, int]:
     try:
         with open(vocab_file, encoding="utf-8") as file:
             vocab = json.load(file)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TokenizerError(
             f"--vocab-file {vocab_file}: {error}: give a vocab.json (token to id)"
         ) from error

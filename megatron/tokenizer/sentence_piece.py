@@ -94,5 +94,6 @@ def _load(model_file: str):
         return sentencepiece.SentencePieceProcessor(model_file=model_file)
     except (RuntimeError, OSError) as error:
         raise TokenizerError(
-            f"--tokenizer-model {model_file}: {error}: give a SentencePiece .model file"
+            f"--tokenizer-model {model_file}: not a complete SentencePiece model ({error}); give a tokenizer.model "
+            "file, or --tokenizer-type GPT2BPETokenizer for vocab.json and merges.txt"
         ) from error

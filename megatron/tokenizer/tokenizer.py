@@ -5,18 +5,8 @@ from __future__ import annotations
 import os
 from typing import Protocol
 
+from megatron.config.data import TOKENIZER_TYPES
 from megatron.tokenizer.errors import TokenizerError
-
-__all__ = [
-    "TOKENIZER_TYPES",
-    "Tokenizer",
-    "TokenizerError",
-    "build_tokenizer",
-    "tokenizer_info",
-    "vocab_size_with_padding",
-]
-
-TOKENIZER_TYPES = ("GPT2BPETokenizer", "GPTSentencePieceTokenizer", "SentencePieceTokenizer", "NullTokenizer")
 
 
 class Tokenizer(Protocol):
@@ -96,19 +86,6 @@ def tokenizer_info(
         vocab_size=vocab_size,
     )
     return tokenizer.vocab_size, tokenizer.eod
-
-
-def vocab_size_with_padding(
-    vocab_size: int, make_vocab_size_divisible_by: int, tensor_model_parallel_size: int
-) -> int:
-    """``vocab_size`` rounded up to a multiple of the product of the other two."""
-    if vocab_size < 1 or make_vocab_size_divisible_by < 1 or tensor_model_parallel_size < 1:
-        raise ValueError(
-            f"vocabulary size {vocab_size}, --make-vocab-size-divisible-by {make_vocab_size_divisible_by} "
-            f"and --tensor-model-parallel-size {tensor_model_parallel_size} must be at least 1"
-        )
-    multiple = make_vocab_size_divisible_by * tensor_model_parallel_size
-    return -(-vocab_size // multiple) * multiple
 
 
 class NullTokenizer:

@@ -141,19 +141,10 @@ def _check_before_imports(config: Config) -> _Vocabulary:
     from megatron.checkpointing.directories import check_save
     from megatron.checkpointing.engines.registry import check_engine_name
     from megatron.startup.preflight import check_inputs
-    from megatron.tokenizer import tokenizer_info
 
     check_engine_name(config.checkpoint.checkpoint_engine)
     check_save(config.checkpoint, warn=config.parallel.rank == 0)
-    check_inputs(config)
-    data = config.data
-    vocab_size, eod = tokenizer_info(
-        data.tokenizer_type or "",
-        tokenizer_model=data.tokenizer_model,
-        vocab_file=data.vocab_file,
-        merge_file=data.merge_file,
-        vocab_size=data.vocab_size,
-    )
+    vocab_size, eod = check_inputs(config)
     return _Vocabulary(vocab_size, check_newest(config, _layout(config), vocab_size), eod)
 
 

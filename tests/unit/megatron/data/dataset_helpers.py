@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron.config import DataConfig
 from megatron.data.gpt_dataset import GPTDataset, build_train_valid_test_datasets
 from megatron.data.indexed_dataset import MMapIndexedDataset, MMapIndexedDatasetBuilder
 
@@ -26,9 +28,10 @@ def alone(error: Exception | None) -> None:
 
 
 def build(**changes: Any) -> Any:
+    """The datasets of `changes` to these arguments, those of DataConfig among them."""
     arguments: dict[str, Any] = {
         "data_path": [CORPUS],
-        "splits_string": "100,0,0",
+        "split": "100,0,0",
         "train_valid_test_num_samples": (80, 0, 0),
         "seq_length": 64,
         "seed": 1234,
@@ -36,7 +39,10 @@ def build(**changes: Any) -> Any:
         "is_builder": True,
         "agree": alone,
     }
-    return build_train_valid_test_datasets(**{**arguments, **changes})
+    arguments |= changes
+    of_data = {field.name for field in dataclasses.fields(DataConfig)} & arguments.keys()
+    data = DataConfig(**{name: arguments.pop(name) for name in of_data})
+    return build_train_valid_test_datasets(data, **arguments)
 
 
 def dataset_of(directory: Path, lengths: list[int], name: str = "d") -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import pickle
 import time
@@ -15,19 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.config.data import parse_blend
 from megatron.data import blendable_dataset
 from megatron.data.blendable_dataset import BlendableDataset, blending_indices, rank_within
-from megatron.data.gpt_dataset import build_train_valid_test_datasets
 from megatron.data.index_cache import IndexCache
-from megatron.data.splits import blended_num_samples, parse_data_path
+from megatron.data.splits import blended_num_samples
+from tests.unit.megatron.data.dataset_helpers import CORPUS, GOLDEN, build, sha256
 
-GOLDEN = Path(__file__).resolve().parents[3] / "golden"
-CORPUS = str(GOLDEN / "upstream_run" / "data" / "corpus_text_document")
 RECORDED: dict[str, Any] = json.loads((GOLDEN / "upstream_data" / "sample_order.json").read_text())
-
-
-def sha256(values: npt.NDArray[Any]) -> str:
-    return hashlib.sha256(np.ascontiguousarray(values, dtype="<i8").tobytes()).hexdigest()
 
 
 class Endless:
@@ -77,15 +71,13 @@ def test_choice_equals_upstreams(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("case", RECORDED["blend"], ids=lambda case: "-".join(case["weights"]))
 def test_blended_samples_equal_upstreams(tmp_path: Path, case: dict[str, Any]) -> None:
     first, second = case["weights"]
-    train, valid, test = build_train_valid_test_datasets(
+    train, valid, test = build(
         data_path=[first, CORPUS, second, CORPUS],
-        splits_string=case["split"],
+        split=case["split"],
         train_valid_test_num_samples=tuple(case["num_samples"]),
         seq_length=case["seq_length"],
         seed=case["seed"],
         data_cache_path=str(tmp_path),
-        is_builder=True,
-        agree=lambda error: None,
     )
     assert train is not None and valid is not None and test is None
     assert [len(train), len(valid)] == case["lengths"]
@@ -144,8 +136,7 @@ def test_parts_are_built_for_what_will_be_read() -> None:
 
 
 def test_shares_and_the_half_percent_more() -> None:
-    prefixes, weights = parse_data_path("--data-path", ["1", "a", "3", " b "])
-    assert (prefixes, weights) == (["a", "b"], [0.25, 0.75])
+    assert parse_blend("--data-path", ("1", "a", "3", " b ")) == [(0.25, "a"), (0.75, "b")]
     assert blended_num_samples([0.25, 0.75], 1000) == [252, 754]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from megatron.config.data import DEFAULT_SPLIT
 from megatron.data.indexed_dataset import IndexedDatasetError, MMapIndexedDatasetBuilder
 from megatron.data.sample_index import build_sample_idx, plan_epochs
 from megatron.data.splits import split_ranges
@@ -33,7 +35,7 @@ def _recorded_data_stay_as_they_are() -> Iterator[None]:
 @pytest.mark.parametrize("case", RECORDED["index"], ids=lambda case: f"{case['name']}-{case['num_samples']}")
 def test_index_and_samples_equal_upstreams(tmp_path: Path, case: dict[str, Any]) -> None:
     datasets = build(
-        splits_string=case["split"],
+        split=case["split"],
         train_valid_test_num_samples=tuple(case["num_samples"]),
         seq_length=case["seq_length"],
         seed=case["seed"],
@@ -187,7 +189,8 @@ def test_negative_samples_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_split_ranges(split: str, documents: int, ranges: list[tuple[int, int]]) -> None:
-    assert split_ranges(split, documents) == ranges
+    shares = [float(part) for part in re.split("[,/]", split)]
+    assert split_ranges([share / sum(shares) for share in shares] + [0.0] * (3 - len(shares)), documents) == ranges
 
 
 @settings(max_examples=300, deadline=None)
@@ -196,7 +199,7 @@ def test_split_ranges(split: str, documents: int, ranges: list[tuple[int, int]])
     documents=st.integers(1, 5000),
 )
 def test_split_ranges_hold_every_document_once(shares: list[float], documents: int) -> None:
-    ranges = split_ranges(",".join(map(str, shares)), documents)
+    ranges = split_ranges([share / sum(shares) for share in shares], documents)
     covered = [document for start, stop in ranges for document in range(start, stop)]
     assert covered == list(range(documents))
 
@@ -205,8 +208,8 @@ def test_split_ranges_hold_every_document_once(shares: list[float], documents: i
     "split", ["", "a,b", "1,,1", "-1,2,0", "0,0,0", "1,2,3,4", "nan,1,1", "inf,1,1", "9;1"]
 )
 def test_a_malformed_split_is_refused(split: str) -> None:
-    with pytest.raises(ValueError, match=r"--split .*969,30,1"):
-        build(splits_string=split)
+    with pytest.raises(ValueError, match=r"--split "):
+        build(split=split)
 
 
 def test_too_few_documents_for_a_split(tmp_path: Path) -> None:
@@ -214,9 +217,9 @@ def test_too_few_documents_for_a_split(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"--split 969,30,1: leaves no document for valid out of the 3 of .*/d:"
     ):
-        build(data_path=[prefix], splits_string="969,30,1", train_valid_test_num_samples=(4, 4, 4))
+        build(data_path=[prefix], split="969,30,1", train_valid_test_num_samples=(4, 4, 4))
     train, valid, test = build(
-        data_path=[prefix], splits_string="969,30,1", train_valid_test_num_samples=(4, 0, 0)
+        data_path=[prefix], split="969,30,1", train_valid_test_num_samples=(4, 0, 0)
     )
     assert len(train) >= 4 and valid is None and test is None
 
@@ -230,13 +233,12 @@ def test_an_empty_dataset_is_refused(tmp_path: Path, lengths: list[int]) -> None
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data_path": None}, "--data-path is missing"),
         ({"data_path": []}, "--data-path is missing"),
         ({"train_data_path": [CORPUS]}, "--data-path and --train-data-path exclude each other"),
-        ({"data_path": ["0.5", CORPUS, "0.5"]}, "--data-path .*WEIGHT PREFIX pairs"),
-        ({"data_path": [CORPUS, "0.5"]}, "--data-path: .*weight > 0 must stand"),
-        ({"data_path": ["0", CORPUS, "1", CORPUS]}, "--data-path: '0' is where a weight > 0"),
-        ({"data_path": ["nan", CORPUS]}, "--data-path: 'nan'"),
+        ({"data_path": ["0.5", CORPUS, "0.5"]}, "--data-path .*pairs of a weight and a path prefix"),
+        ({"data_path": [CORPUS, "0.5"]}, "--data-path .*expected a weight before 0.5"),
+        ({"data_path": ["0", CORPUS, "1", CORPUS]}, "--data-path .*the weight 0 .*must be positive"),
+        ({"data_path": ["nan", CORPUS]}, "--data-path .*the weight nan .*must be positive"),
         ({"seq_length": 0}, "seq_length 0"),
         ({"seed": -1}, "seed -1"),
     ],
@@ -256,10 +258,10 @@ def test_data_that_are_no_tokens_are_refused(tmp_path: Path) -> None:
 
 def test_data_of_their_own_for_each_split(tmp_path: Path) -> None:
     train, valid, test = build(
-        data_path=None,
+        data_path=[],
         train_data_path=[dataset_of(tmp_path, [40] * 5, "a")],
         valid_data_path=["1", dataset_of(tmp_path, [30] * 2, "b"), "3", dataset_of(tmp_path, [20] * 4, "c")],
-        splits_string="not looked at",
+        split=DEFAULT_SPLIT,
         train_valid_test_num_samples=(6, 4, 4),
         seq_length=10,
         data_cache_path=str(tmp_path / "cache"),
@@ -274,6 +276,6 @@ def test_tokens_outside_of_the_index_are_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        build(splits_string="90,10,0", train_valid_test_num_samples=(8, 8, 0), data_cache_path=str(tmp_path))
+        build(split="90,10,0", train_valid_test_num_samples=(8, 8, 0), data_cache_path=str(tmp_path))
     (message,) = (record.getMessage() for record in caplog.records)
     assert "corpus_text_document.bin holds 400 tokens more" in message and "--document-sizes exact" in message

@@ -19,7 +19,6 @@ from megatron.tokenizer import (
     TokenizerError,
     build_tokenizer,
     tokenizer_info,
-    vocab_size_with_padding,
 )
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -269,17 +268,3 @@ def test_null_tokenizer_refuses_other_text(text: str) -> None:
 def test_null_tokenizer_needs_a_size(vocab_size: int | None) -> None:
     with pytest.raises(TokenizerError, match=f"--vocab-size {vocab_size}"):
         build_tokenizer("NullTokenizer", vocab_size=vocab_size)
-
-
-@pytest.mark.parametrize(
-    ("vocab_size", "divisible_by", "tp", "padded"),
-    [(50257, 128, 1, 50304), (50257, 128, 4, 50688), (500, 128, 2, 512), (512, 128, 4, 512), (1, 1, 1, 1)],
-)
-def test_padding(vocab_size: int, divisible_by: int, tp: int, padded: int) -> None:
-    assert vocab_size_with_padding(vocab_size, divisible_by, tp) == padded
-
-
-@pytest.mark.parametrize("arguments", [(0, 128, 1), (10, 0, 1), (10, 128, 0)])
-def test_padding_refuses_sizes_below_one(arguments: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="--make-vocab-size-divisible-by"):
-        vocab_size_with_padding(*arguments)
