@@ -35,7 +35,6 @@ from pathlib import Path
 from typing import ClassVar
 
 from megatron.checkpointing.engines.base import (
-    CheckpointEngine,
     EngineOptions,
     FileState,
     PendingSave,
@@ -46,7 +45,7 @@ from megatron.checkpointing.engines.errors import CheckpointSaveError
 from megatron.checkpointing.engines.fastpersist.process import Reply, Request
 from megatron.checkpointing.engines.fastpersist.snapshot import Capture, SharedMemory
 from megatron.checkpointing.engines.fastpersist.writer import WriterNotice, choose_writer
-from megatron.checkpointing.engines.torch_files import ReadsTorchFiles
+from megatron.checkpointing.engines.torch_files import TorchFilesEngine
 from restart_trace.recorder import Operation
 
 logger = logging.getLogger(__name__)
@@ -54,12 +53,11 @@ logger = logging.getLogger(__name__)
 _END_S = 5.0  # for a process that was told to end
 
 
-class FastPersistDecoupledEngine(ReadsTorchFiles, CheckpointEngine):
+class FastPersistDecoupledEngine(TorchFilesEngine):
     """Files and loading are those of engine `fastpersist`, and so are its options; see the module for the rest."""
 
     name = "fastpersist-decoupled"
     asynchronous: ClassVar[bool] = True
-    redistributable: ClassVar[bool] = True
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)

@@ -43,14 +43,13 @@ _FALLOC_FL_KEEP_SIZE = 1  # linux/falloc.h
 
 @dataclass(frozen=True)
 class WriterChoice:
-    """Type for DeepSpeed's configuration ("python" or "fast"), the class that this stands for, and why."""
+    """Type for DeepSpeed's configuration ("python" or "fast"), and why."""
 
     type: str
-    class_name: str
     reason: str
 
     def __str__(self) -> str:
-        return f"DeepSpeed's {self.class_name}: {self.reason}"
+        return f"DeepSpeed's {'FastFileWriter' if self.type == 'fast' else 'PyFileWriter'}: {self.reason}"
 
 
 def choose_writer(direct_io: str) -> WriterChoice:
@@ -60,20 +59,16 @@ def choose_writer(direct_io: str) -> WriterChoice:
     if it is `on` and something is missing.
     """
     if direct_io == "off":
-        return _python("--direct-io off")
+        return WriterChoice("python", "--direct-io off")
     missing = _missing_for_fast()
     if missing is None:
-        return WriterChoice("fast", "FastFileWriter", "its async_io operator is there")
+        return WriterChoice("fast", "its async_io operator is there")
     if direct_io == "on":
         raise EngineUnavailableError(
             f"--direct-io on: DeepSpeed's FastFileWriter cannot be used: {missing}; "
             "see to that, or leave the flag at auto"
         )
-    return _python(missing)
-
-
-def _python(reason: str) -> WriterChoice:
-    return WriterChoice("python", "PyFileWriter", reason)
+    return WriterChoice("python", missing)
 
 
 def _missing_for_fast() -> str | None:
@@ -174,7 +169,7 @@ class StateWriter:
         if self.choose().type == "fast" and not _takes_direct_io(path):
             if self._options.direct_io == "on":
                 raise OSError(errno.EINVAL, "--direct-io on, but the file system refuses O_DIRECT", str(path))
-            self._choice, self._factory = _python("the file system refuses O_DIRECT"), None
+            self._choice, self._factory = WriterChoice("python", "the file system refuses O_DIRECT"), None
         if self._factory is None:
             self._factory = _factory(self.choose().type, self._options)
         if self.choose().type == "fast":

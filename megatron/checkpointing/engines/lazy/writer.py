@@ -23,23 +23,13 @@ import torch
 
 from megatron.checkpointing.engines.base import EngineOptions, PendingSave, SavedFile, note_saved
 from megatron.checkpointing.engines.lazy import format as lazy_format
-from megatron.checkpointing.engines.lazy.host_cache import HostCache, gather
+from megatron.checkpointing.engines.lazy.host_cache import HostCache, Piece, gather
 from megatron.fileio import direct_files
 from megatron.fileio.checksums import RangeChecksum, by_file, combine, range_checksum
 from megatron.fileio.files import with_name
 from megatron.fileio.host_buffers import Buffer
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Bytes [start, stop) of a tensor, which lie at `offset` within a block."""
-
-    tensor: str
-    start: int
-    stop: int
-    offset: int
 
 
 @dataclass
