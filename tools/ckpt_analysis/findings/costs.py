@@ -12,17 +12,13 @@ from .rule import Observation, Thresholds
 
 def fsync_dominates(e: Evidence, limits: Thresholds) -> list[Observation]:
     """Saves in which training waits for fsync most of the time that its ranks work."""
-    return _worst_share(
-        e, limits, [("save", "flush", "fsync")], "fsync takes {share} of the work of a {kind}"
-    )
+    return _worst_share(e, limits, [("save", "flush", "fsync")], "fsync takes {share} of the work of a {kind}")
 
 
 def serialization_bound(e: Evidence, limits: Thresholds) -> list[Observation]:
     """Saves and loads that turn objects into bytes, or back, for most of the time that training waits."""
     where = [("save", "serialize", None), ("load", "load", "deserialize")]
-    return _worst_share(
-        e, limits, where, "{phase} takes {share} of the work of a {kind}: it is not the storage"
-    )
+    return _worst_share(e, limits, where, "{phase} takes {share} of the work of a {kind}: it is not the storage")
 
 
 def _worst_share(
