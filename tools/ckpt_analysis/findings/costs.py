@@ -34,10 +34,9 @@ def _worst_share(
             # What goes on in the background costs training nothing here.
             if other != kind or part is None or part.blocking == "none" or stats.group not in shares:
                 continue
-            share, took_s = shares[stats.group], median_of(part.time)
+            share, took_s, name = shares[stats.group], median_of(part.time), detail or phase
             if share < limits["share"] or took_s < limits["least_s"]:
                 continue
-            name = detail or phase
             observation = Observation(
                 title=title.format(share=f"{100 * share:.0f} %", kind=kind, phase=name),
                 evidence=f"{name_of(kind, stats)}: {name} takes the median rank {seconds(took_s)} s, the "
