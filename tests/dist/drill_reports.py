@@ -28,7 +28,7 @@ _MANIFEST = "manifest.json"  # written by the commit: in no engine's bytes (docs
 
 
 def report_of(out: Path) -> Report:
-    return analyse(load_trace(out / "trace"))
+    return analyse(load_trace(out / "trace")).report
 
 
 def assert_report_agrees(out: Path) -> None:

@@ -118,17 +118,9 @@ def without_ranks(report: Report) -> Analysis:
     return Analysis(report, frames, tables, hosts, probe_values(frames))
 
 
-def analyse(trace: Trace, *, per_rank: bool = False, frames: Frames | None = None) -> Report:
-    """Run every analysis on a trace. Numbers rank by rank are included for small runs, or if asked for.
-
-    `frames` are those of the trace, if the caller has made them already.
-    """
-    return analyse_fully(trace, per_rank=per_rank, frames=frames).report
-
-
-def analyse_fully(trace: Trace, *, per_rank: bool = False, frames: Frames | None = None) -> Analysis:
-    """As `analyse`, with the frames of ranks and spans beside the report."""
-    frames = frames or make_frames(trace)
+def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
+    """Run every analysis on a trace. Numbers rank by rank are included for small runs, or if asked for."""
+    frames = make_frames(trace)
     cycles, found = describe_cycles(trace, frames)
     problems = [*trace.problems, *found]
     per_rank = per_rank or max(info.expected for info in cycles) <= PER_RANK_UP_TO

@@ -15,14 +15,8 @@ def make_parser(
     prog: str, description: str, epilog: str | None = None, *, allow_abbrev: bool = True
 ) -> argparse.ArgumentParser:
     """A parser whose description and epilog (examples, exit statuses) keep their lines."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(
-        prog=prog,
-        description=description,
-        epilog=epilog,
-        formatter_class=formatter,
-        allow_abbrev=allow_abbrev,
-    )
+    kept = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": allow_abbrev}
+    return argparse.ArgumentParser(prog, description=description, epilog=epilog, **kept)
 
 
 def require_at_least(

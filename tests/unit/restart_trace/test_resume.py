@@ -97,7 +97,7 @@ def test_a_killed_and_resumed_run_is_understood(tmp_path: Path) -> None:
     assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
     whole = time.monotonic() - injected
 
-    report = to_dict(analyse(load_trace(tmp_path)))
+    report = to_dict(analyse(load_trace(tmp_path)).report)
     kinds = {problem["kind"] for problem in report["problems"]}
     assert kinds - {"low_coverage"} == {
         "unfinished_operation"

@@ -10,7 +10,7 @@ from ...common.formatting import percent
 from ..common.problems import Problem, number_list
 from ..model.frame import Frames
 from .lost_work import repeated_losses
-from .results import OperationStats, StartStats
+from .results import OperationStats, StartStats, Stats
 
 COVERAGE_PROMISED = 0.98
 _COVERAGE_FROM_S = 1.0  # a shorter operation's gaps are microseconds of Python between its spans
@@ -27,27 +27,25 @@ def check_operations(frames: Frames) -> list[Problem]:
     for rows in suspects.sort("group", "rank").partition_by("group", maintain_order=True):
         cycle, operation = rows["cycle"][0], rows["operation"][0]
         name = _name(rows)
+        labels = {"cycle": cycle, "operation": operation}
         failed = rows.filter(pl.col("outcome") == "failed")
         if not failed.is_empty():
             ranks = failed["rank"].to_list()
             reasons = failed["error"].drop_nulls().unique(maintain_order=True).to_list()
             message = f"{name} failed on {_ranks(ranks, rows.height)}: {'; '.join(reasons[:3])}"
-            data = {"cycle": cycle, "operation": operation, "ranks": ranks, "reasons": reasons}
-            problems.append(Problem("failed_operation", message, data))
+            problems.append(Problem("failed_operation", message, labels | {"ranks": ranks, "reasons": reasons}))
         unfinished = rows.filter(pl.col("outcome") == "unfinished")
         if not unfinished.is_empty():
             problems.append(_unfinished(frames, unfinished, name, rows.height))
         absent = sorted(present[cycle] - set(rows["rank"]))
         if absent:
             message = f"{name} has no record from {_ranks(absent, len(present[cycle]))}"
-            data = {"cycle": cycle, "operation": operation, "ranks": absent}
-            problems.append(Problem("ranks_without_operation", message, data))
-        if rows["tag"].drop_nulls().n_unique() > 1:
-            values = sorted(rows["tag"].drop_nulls().unique())
-            message = f"{name}: ranks disagree on the tag: {', '.join(values)}"
-            problems.append(
-                Problem("ranks_disagree", message, {"cycle": cycle, "field": "tag", "values": values})
-            )
+            problems.append(Problem("ranks_without_operation", message, labels | {"ranks": absent}))
+        tags = sorted(rows["tag"].drop_nulls().unique())
+        if len(tags) > 1:
+            message = f"{name}: ranks disagree on the tag: {', '.join(tags)}"
+            data = {"cycle": cycle, "field": "tag", "values": tags}
+            problems.append(Problem("ranks_disagree", message, data))
     return problems
 
 
@@ -76,8 +74,8 @@ def _unfinished(frames: Frames, unfinished: pl.DataFrame, name: str, ranks: int)
     without = sorted(set(unfinished["rank"]) - set(last["rank"]))
     if without:
         phases["none"] = without
-    order = sorted(phases, key=lambda phase: phases[phase])
-    seen = "; ".join(f"{phase} (rank {number_list(phases[phase])})" for phase in order)
+    in_order = sorted(phases.items(), key=lambda item: item[1])
+    seen = "; ".join(f"{phase} (rank {number_list(on_ranks)})" for phase, on_ranks in in_order)
     data = {
         "cycle": unfinished["cycle"][0],
         "operation": unfinished["operation"][0],
@@ -115,16 +113,9 @@ def check_results(
     problems: list[Problem] = []
     for stats in [*saves, *loads]:
         name = f"{stats.operation} {stats.tag or ''} of cycle {stats.cycle}".replace("  ", " ")
-        problems += _bytes(stats, name)
-        if stats.wall:
-            problems += _coverage(
-                name, stats.cycle, stats.wall.max_s, stats.coverage_min, stats.coverage_rank
-            )
+        problems += _bytes(stats, name) + _coverage(stats, name)
     for start in starts:
-        if start.wall:
-            wall_s = start.wall.max_s
-            name = f"start-up of cycle {start.cycle}"
-            problems += _coverage(name, start.cycle, wall_s, start.coverage_min, start.coverage_rank)
+        problems += _coverage(start, f"start-up of cycle {start.cycle}")
     return problems
 
 
@@ -144,9 +135,8 @@ def check_losses(frames: Frames, layouts: dict[int, dict[str, int]]) -> list[Pro
             f"cycle {cycle}: {differing.height} of {repeated.height} steps trained again gave another loss "
             f"than before (step {step}: {loss!r}, before {before!r}): the restart was not exact"
         )
-        problems.append(
-            Problem("losses_differ", message, {"cycle": cycle, "steps": differing["step"].to_list()})
-        )
+        data = {"cycle": cycle, "steps": differing["step"].to_list()}
+        problems.append(Problem("losses_differ", message, data))
     return problems
 
 
@@ -160,19 +150,19 @@ def _bytes(stats: OperationStats, name: str) -> list[Problem]:
     if not written or stats.bytes in (written, written + committed):
         return []
     message = f"{name}: its ranks count {stats.bytes} bytes, their flush/write spans {written}"
-    return [
-        Problem("bytes_disagree", message, {"cycle": stats.cycle, "bytes": stats.bytes, "in_spans": written})
-    ]
+    data = {"cycle": stats.cycle, "bytes": stats.bytes, "in_spans": written}
+    return [Problem("bytes_disagree", message, data)]
 
 
-def _coverage(name: str, cycle: int, wall_s: float, share: float | None, rank: int | None) -> list[Problem]:
-    if share is None or share >= COVERAGE_PROMISED or wall_s < _COVERAGE_FROM_S:
+def _coverage(stats: Stats, name: str) -> list[Problem]:
+    share, rank = stats.coverage_min, stats.coverage_rank
+    if share is None or share >= COVERAGE_PROMISED or not stats.wall or stats.wall.max_s < _COVERAGE_FROM_S:
         return []
     message = (
         f"{name}: named phases account for {percent(share)} of the wall time on rank "
         f"{rank}; at least {percent(COVERAGE_PROMISED)} is promised"
     )
-    return [Problem("low_coverage", message, {"cycle": cycle, "rank": rank, "coverage": share})]
+    return [Problem("low_coverage", message, {"cycle": stats.cycle, "rank": rank, "coverage": share})]
 
 
 def _name(rows: pl.DataFrame) -> str:

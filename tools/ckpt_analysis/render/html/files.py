@@ -75,8 +75,7 @@ def _warnings(run: RunData, stats: OperationStats, files: pl.DataFrame) -> list[
     notes = [f"{title_of(stats)}: {plural(files.height, 'file')}, {size(total)}."]
     rule = next(rule for rule in RULES if rule.check is small_files)
     if stats.operation == "save":
-        a = run.analysis
-        evidence = Evidence([stats], [], [], a.frames, a.tables, a.hosts, a.probes)
+        evidence = Evidence([stats], [], [], run.frames, run.tables, run.hosts, run.probes)
         notes += [
             f"Many small files: {seen.title}. {rule.advice}"
             for seen in small_files(evidence, rule.thresholds)

@@ -98,8 +98,8 @@ def saves_of(trace: Report, count: int, factor: float = 1.0) -> list[OperationSt
 
 def test_ranks_are_no_repeats(tmp_path: Path) -> None:
     """A trace of 8 ranks with two saves and one restart is too few to tell, however many ranks there are."""
-    trace = analyse(load_trace(write_trace(tmp_path / "a")))
-    slower = analyse(load_trace(write_trace(tmp_path / "b", Options(background_flush=True))))
+    trace = analyse(load_trace(write_trace(tmp_path / "a"))).report
+    slower = analyse(load_trace(write_trace(tmp_path / "b", Options(background_flush=True)))).report
     comparison = compare_runs([trace, slower])
     assert len(cell(comparison, "blocked_s", 0).values) == 2
     assert cell(comparison, "blocked_s").verdict == "too few repeats to tell"
@@ -139,7 +139,7 @@ def test_repeated_runs_count_once_each(tmp_path: Path) -> None:
 
 
 def test_a_metric_that_one_run_lacks_is_not_recorded(tmp_path: Path) -> None:
-    trace = analyse(load_trace(write_trace(tmp_path / "a")))
+    trace = analyse(load_trace(write_trace(tmp_path / "a"))).report
     comparison = compare_runs([trace, report(LogOptions(), tmp_path, "b")])
     lacking = cell(comparison, "durable_s")
     assert (lacking.verdict, lacking.ratio, lacking.values) == ("not recorded", None, [])
@@ -151,7 +151,7 @@ def test_a_metric_that_one_run_lacks_is_not_recorded(tmp_path: Path) -> None:
 
 def test_every_metric_is_documented(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "comparing.md").read_text()
-    trace = analyse(load_trace(write_trace(tmp_path / "a")))
+    trace = analyse(load_trace(write_trace(tmp_path / "a"))).report
     names = {*collect(trace), *collect(report(LogOptions(), tmp_path, "b"))}
     named = {name for name in names if "." not in name}
     assert {name for name in named if f"`{name}`" not in text} == set()

@@ -35,7 +35,7 @@ def test_the_p_value_of_few_repeats_is_exact(first: list[int], second: list[int]
         return
     a, b = [float(value) for value in first], [float(value) for value in second]
     found = difference(a, b)
-    if found.enough:
+    if can_tell(len(a), len(b)):
         assert found.p_value == pytest.approx(exact_p(a, b), abs=1e-9)
 
 

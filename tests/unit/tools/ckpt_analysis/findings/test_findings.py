@@ -33,7 +33,7 @@ def findings(
         log.process()
         make(log)
         dump(file_of(directory, rank, 0), log.records)
-    return [found for found in analyse(load_trace(directory)).findings if found.rule == rule]
+    return [found for found in analyse(load_trace(directory)).report.findings if found.rule == rule]
 
 
 def save(
@@ -277,7 +277,7 @@ def test_findings_are_in_json_and_terminal_costliest_first(tmp_path: Path) -> No
         save(log, 3000 if log.rank == SLOW else 1000, 0 if log.rank == SLOW else 2000, detail="fsync")
 
     findings(tmp_path, "", make)
-    report = analyse(load_trace(tmp_path))
+    report = analyse(load_trace(tmp_path)).report
     content = to_dict(report)["findings"]
     assert [found["rule"] for found in content] == ["fsync_dominates", "straggling_rank", "barrier_skew"]
     assert [found["cost_s"] for found in content] == pytest.approx([3.0, 2.0, 2.0])
@@ -289,7 +289,7 @@ def test_findings_are_in_json_and_terminal_costliest_first(tmp_path: Path) -> No
 def test_planted_stragglers_are_found(tmp_path: Path) -> None:
     plants = ("straggler-rank", "straggler-host", "barrier-skew")
     truth = write_run(tmp_path / "run", Shape(ranks=64, saves=4, plants=frozenset(plants)))["planted"]
-    found = analyse(load_trace(tmp_path / "run")).findings
+    found = analyse(load_trace(tmp_path / "run")).report.findings
     ranks = {(f.data["operation"], f.data["rank"]) for f in found if f.rule == "straggling_rank"}
     assert ranks == {("save", truth["straggler-rank"])}
     hosts = [f for f in found if f.rule == "straggling_host"]

@@ -212,7 +212,7 @@ def test_two_runs_in_one_directory(tmp_path: Path, sound: dict[str, Any]) -> Non
     report = result(tmp_path)
     assert problem(report, "mixed_runs")["data"] == {"analysed": "ffffffffffff", "left_out": [RUN_ID]}
     assert report["run_id"] == "ffffffffffff"
-    asked = to_dict(analyse(load_trace(tmp_path, RUN_ID)))
+    asked = to_dict(analyse(load_trace(tmp_path, RUN_ID)).report)
     assert asked["saves"] == sound["saves"]
     with pytest.raises(LogDirectoryError, match="--run-id nope: no such run"):
         load_trace(tmp_path, "nope")

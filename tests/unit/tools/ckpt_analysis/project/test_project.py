@@ -185,7 +185,7 @@ def test_costs_that_cannot_be(costs: tuple[float, float, float]) -> None:
 
 
 def test_inputs_are_the_medians_of_the_run(tmp_path: Path) -> None:
-    report = analyse(load_trace(write_trace(tmp_path)))
+    report = analyse(load_trace(write_trace(tmp_path))).report
     inputs = gather(report, Given())
     assert [entry.source for entry in inputs.listed] == ["measured"] * 5
     assert inputs.blocked_s.value == pytest.approx(0.380) and inputs.durable_s.value == pytest.approx(
@@ -202,7 +202,7 @@ def test_inputs_are_the_medians_of_the_run(tmp_path: Path) -> None:
 
 
 def test_what_stands_in_for_a_number_is_said(tmp_path: Path) -> None:
-    fast = analyse(load_trace(write_trace(tmp_path / "a", Options(durable=False, supervisor=False))))
+    fast = analyse(load_trace(write_trace(tmp_path / "a", Options(durable=False, supervisor=False)))).report
     inputs = gather(fast, Given(durable_s=None))
     assert "not synchronised to storage" in inputs.durable_s.note
     assert "to notice the failure and to launch again is not in it" in inputs.restart_s.note

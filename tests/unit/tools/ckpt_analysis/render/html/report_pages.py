@@ -12,11 +12,11 @@ from tools.ckpt_analysis.compare.comparison import compare_variants
 from tools.ckpt_analysis.compare.variants import Variant
 from tools.ckpt_analysis.ingest.load import load_trace
 from tools.ckpt_analysis.render.html.page import comparison_page, run_page
-from tools.ckpt_analysis.report import Analysis, Report, analyse_fully
+from tools.ckpt_analysis.report import Analysis, Report, analyse
 
 
 def analysis_of(directory: Path) -> Analysis:
-    return analyse_fully(load_trace(directory))
+    return analyse(load_trace(directory))
 
 
 def page_of(directory: Path) -> str:
