@@ -90,6 +90,11 @@ class ParallelConfig(FlagGroup):
         """Replicas of the model: world size / (TP x PP)."""
         return self.world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """(TP, PP, DP)."""
+        return self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.data_parallel_size
+
     def _resolve_zero_stage(self) -> None:
         if self.zero_stage not in (0, 1, 2):
             self.refuse(

@@ -6,7 +6,7 @@ import logging
 import math
 from typing import Any
 
-from megatron.config import ConfigError, OptimizerConfig
+from megatron.config import ConfigError, OptimizerConfig, TrainingConfig
 
 _STATE_NAMES = [
     "max_lr",
@@ -52,12 +52,11 @@ class OptimizerParamScheduler:
         self,
         optimizer: Any,
         config: OptimizerConfig,
-        *,
-        train_iters: int,
-        global_batch_size: int,
+        training: TrainingConfig,
         seq_length: int,
-        train_samples: int | None = None,
     ) -> None:
+        train_iters, train_samples = training.train_iters, training.train_samples
+        global_batch_size = training.global_batch_size
         self.optimizer = optimizer
         self.increment = global_batch_size
         self.seq_length = seq_length

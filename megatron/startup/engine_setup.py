@@ -20,14 +20,7 @@ def build_engine(config: Config, model: Any, batch_fn: Callable[[Any], Any]) -> 
     import deepspeed
 
     optimizer = build_optimizer(model, config.optimizer)
-    scheduler = OptimizerParamScheduler(
-        optimizer,
-        config.optimizer,
-        train_iters=config.training.train_iters,
-        global_batch_size=config.training.global_batch_size,
-        seq_length=config.model.seq_length,
-        train_samples=config.training.train_samples,
-    )
+    scheduler = OptimizerParamScheduler(optimizer, config.optimizer, config.training, config.model.seq_length)
     engine: Any
     engine, *_ = deepspeed.initialize(
         model=model,

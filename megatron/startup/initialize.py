@@ -118,11 +118,7 @@ def initialize_megatron(config: Config, startup: Startup, *, commits_in_backgrou
     import torch
 
     parallel = config.parallel
-    layout = Layout(
-        tp=parallel.tensor_model_parallel_size,
-        pp=parallel.pipeline_model_parallel_size,
-        dp=parallel.data_parallel_size,
-    )
+    layout = Layout(*parallel.sizes)
     device_type = accelerator()
     on_cuda = device_type.device_name() == "cuda"
     backend = parallel.distributed_backend or ("nccl" if on_cuda else "gloo")

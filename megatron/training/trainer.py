@@ -79,7 +79,7 @@ def pretrain(
         vocabulary = _check_before_imports(config)
         ownership = _claim_save_directory(config)
         recorder, startup = _open_trace(config, entered_ns)
-        prefetch = start_prefetch(config, _layout(config))
+        prefetch = start_prefetch(config, Layout(*config.parallel.sizes))
     except (CheckpointError, ConfigError, OSError, ValueError) as error:
         exit_with(error, rank, every_rank_sees_it=False)
     with startup.phase("imports"):
@@ -145,7 +145,7 @@ def _check_before_imports(config: Config) -> _Vocabulary:
     check_engine_name(config.checkpoint.checkpoint_engine)
     check_save(config.checkpoint, warn=config.parallel.rank == 0)
     vocab_size, eod = check_inputs(config)
-    return _Vocabulary(vocab_size, check_newest(config, _layout(config), vocab_size), eod)
+    return _Vocabulary(vocab_size, check_newest(config, Layout(*config.parallel.sizes), vocab_size), eod)
 
 
 def _claim_save_directory(config: Config) -> Ownership | None:
@@ -175,17 +175,8 @@ def _claim_save_directory(config: Config) -> Ownership | None:
     return None
 
 
-def _layout(config: Config) -> Layout:
-    parallel = config.parallel
-    return Layout(
-        tp=parallel.tensor_model_parallel_size,
-        pp=parallel.pipeline_model_parallel_size,
-        dp=parallel.data_parallel_size,
-    )
-
-
 def _open_trace(config: Config, entered_ns: int) -> tuple[Recorder, Startup]:
-    parallel, layout = config.parallel, _layout(config)
+    parallel, layout = config.parallel, Layout(*config.parallel.sizes)
     directory = config.trace.restart_trace_dir if config.trace.restart_trace else None
     trace_dir = Path(directory) if directory else None
     identity = RankIdentity(
@@ -193,7 +184,7 @@ def _open_trace(config: Config, entered_ns: int) -> tuple[Recorder, Startup]:
         world_size=parallel.world_size,
         local_rank=parallel.local_rank,
         coordinates=layout.coordinates(parallel.rank),
-        layout=(layout.tp, layout.pp, layout.dp),
+        layout=parallel.sizes,
     )
     try:
         recorder, cycle = open_rank_trace(

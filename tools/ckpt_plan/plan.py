@@ -14,7 +14,7 @@ from megatron.checkpointing.state import Progress
 from megatron.config import Config, ConfigError
 from megatron.parallel.topology import Coordinates, Layout
 
-from .kinds import KINDS, METADATA, TENSOR_KINDS, tensor_bytes_by_kind
+from .kinds import KINDS, METADATA, tensor_bytes_by_kind
 from .memory import device_bytes, host_bytes
 from .presets import Planned
 from .rank_state import first_save, planned_files
@@ -104,19 +104,15 @@ def make_plan(
     planned = (config, layout, vocab_sizes)
     progress = progress or first_save(config)
     # Ranks of one stage one after the other, as their model is made once.
-    order = sorted(range(layout.world_size), key=lambda rank: _model_first(layout.coordinates(rank)))
     made = {}
-    for rank in order:
+    for at in sorted(map(layout.coordinates, range(layout.world_size)), key=lambda at: (at.pp, at.tp, at.dp)):
+        rank = layout.rank(*at)
         made[rank] = _plan_rank(planned, engine, progress, rank)
         report(len(made), layout.world_size)
     ranks = tuple(made[rank][0] for rank in range(layout.world_size))
     saved = [made[rank][1] for rank in range(layout.world_size)]
     commit_files = () if engine in (UPSTREAM, "none") else _commit_files(planned, engine, progress, saved)
     return Plan(engine, layout, config, vocab_sizes, progress, ranks, commit_files)
-
-
-def _model_first(at: Coordinates) -> tuple[int, int, int]:
-    return at.pp, at.tp, at.dp
 
 
 def _plan_rank(
@@ -133,14 +129,10 @@ def _plan_rank(
     stage = stage_on_meta(config.model, vocab_sizes[1], layout, at.tp if placements else 0, at.pp)
     device = device_bytes(config, sum(param.numel() for param in stage.parameters()), kinds)
     total = sum(file.num_bytes for file in saved)
-    by_kind = kinds | {METADATA: total - _tensors(kinds)} if saved else {kind: 0 for kind in KINDS}
+    by_kind = kinds | {METADATA: total - sum(kinds.values())} if saved else dict.fromkeys(KINDS, 0)
     files = tuple(PlannedFile(file.name, file.num_bytes, rank) for file in saved)
     host = host_bytes("torch" if engine == UPSTREAM else engine, config, states)
     return RankPlan(rank, at, files, by_kind, device, host), saved
-
-
-def _tensors(kinds: dict[str, int]) -> int:
-    return sum(kinds[kind] for kind in TENSOR_KINDS)
 
 
 def _commit_files(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from ..common.page_cache import COLD, WARM
@@ -47,11 +48,7 @@ def analyse(
         else None,
         "repeat": request.repeat,
         "cold_asked": request.cold,
-        "steps": {
-            "total_s": request.steps.total_s,
-            "step_s": request.steps.step_s,
-            "work": request.steps.work,
-        },
+        "steps": asdict(request.steps),
         "options": request.options,
         "machine": machine,
         "engines": {name: engine_figures(samples, name, total) for name in request.engines},

@@ -73,7 +73,7 @@ def run_saves(ctx: RankContext) -> dict[str, Any]:
         samples.append(dataclasses.replace(sample, warmup=not counts))
         if not counts and ctx.process == 0:
             shutil.rmtree(directory.path / names.tag_of(step))
-    fingerprint_file(ctx.notes, ctx.process).write_text(json.dumps(saved))
+    fingerprint_file(ctx.task.notes, ctx.process).write_text(json.dumps(saved))
     engine.close()
     return {
         "saves": [asdict(sample) for sample in samples],

@@ -14,7 +14,6 @@ from megatron.checkpointing.engines.base import FileState
 
 from ..common.tensor_trees import map_tensors, tensors_of
 from .plan import ReplayError
-from .shares import size_of
 
 _SHARD, _MASTERS = "optimizer_state_dict", "single_partition_of_fp32_groups"  # of DeepSpeed's shards
 _PATTERN_BYTES = 4 << 20
@@ -66,11 +65,11 @@ def _fill_flat(planned: list[torch.Tensor], source: _Bits, made: dict[int, torch
     for tensor in planned:
         if id(tensor) not in starts:
             starts[id(tensor)] = total
-            total += -(-size_of(tensor) // _ALIGNMENT) * _ALIGNMENT
+            total += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
     flat = source.memory(total)
     for tensor in planned:
         start = starts[id(tensor)]
-        made[id(tensor)] = _as(flat[start : start + size_of(tensor)], tensor)
+        made[id(tensor)] = _as(flat[start : start + tensor.nbytes], tensor)
 
 
 def _as(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -100,7 +99,7 @@ class _Bits:
         return memory
 
     def tensor(self, like: torch.Tensor) -> torch.Tensor:
-        memory = self.memory(size_of(like))
+        memory = self.memory(like.nbytes)
         return _as(memory.bitwise_and_(1) if like.dtype == torch.bool else memory, like)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -153,35 +154,39 @@ def sizes_of(args: argparse.Namespace) -> commands.Sizes:
 
 def plan_of(args: argparse.Namespace, training: list[str]) -> Plan:
     """The plan of a command line. Raises DrillError for what cannot be, before anything is launched."""
-    out = args.out.absolute()
-    checkpoints = out / "checkpoints" if args.checkpoints is None else args.checkpoints.absolute()
-    if checkpoints.is_dir() and any(checkpoints.iterdir()):
-        raise DrillError(f"--checkpoints {checkpoints}: is not empty; give a new directory")
+    base = base_plan(args, training)
+    if base.checkpoints.is_dir() and any(base.checkpoints.iterdir()):
+        raise DrillError(f"--checkpoints {base.checkpoints}: is not empty; give a new directory")
     strikes = intended(args.fault, args.at, args.cycles)
-    command = commands.completed(training, checkpoints, out / "trace", args.checkpoint_engine)
-    if args.supervisor == TORCHRUN:
-        command = commands.with_restarts(command, len(strikes))
-        if args.fault == "sigterm" and "--exit-signal-handler" in command:
-            raise DrillError(
-                "--fault sigterm --supervisor torchrun: with --exit-signal-handler the ranks save and end well, so the "
-                "agent has nothing to restart; use --supervisor relaunch, or drop the flag"
-            )
-    else:
-        command = commands.without_restarts(command)
+    command = commands.completed(training, base.checkpoints, base.trace_dir, args.checkpoint_engine)
+    command = commands.supervised(command, args.supervisor, len(strikes))
+    if args.supervisor == TORCHRUN and args.fault == "sigterm" and "--exit-signal-handler" in command:
+        raise DrillError(
+            "--fault sigterm --supervisor torchrun: with --exit-signal-handler the ranks save and end well, so the "
+            "agent has nothing to restart; use --supervisor relaunch, or drop the flag"
+        )
     commands.configuration(command)
     sizes = sizes_of(args)
+    resumed = commands.on_layout(command, sizes) if sizes.given else command
+    return replace(
+        base, command=command, resumed_command=resumed, strikes=strikes, supervisor=args.supervisor,
+        cold_cache=args.cold_cache,
+    )  # fmt: skip
+
+
+def base_plan(args: argparse.Namespace, training: list[str]) -> Plan:
+    """What the options say that `add_run_options` adds."""
+    out = args.out.absolute()
     return Plan(
-        command=command,
-        resumed_command=commands.on_layout(command, sizes) if sizes.given else command,
-        strikes=strikes,
-        supervisor=args.supervisor,
+        command=training,
+        resumed_command=training,
+        strikes=(),
+        supervisor=RELAUNCH,
         out=out,
-        trace_dir=out / "trace",
-        checkpoints=checkpoints,
+        checkpoints=out / "checkpoints" if args.checkpoints is None else args.checkpoints.absolute(),
         limit_s=args.time_limit,
         hang_limit_s=args.hang_limit,
         echo=not args.quiet,
-        cold_cache=args.cold_cache,
         disk_limit_bytes=int(args.disk_limit * GIB),
     )
 

@@ -27,11 +27,13 @@ import psutil
 from megatron.checkpointing.commit import discover
 from megatron.processes.free_port import free_port
 
+from ..common.escaping import markdown as escaped
+from ..common.tables import markdown_table
 from . import command as commands
 from .cli import COULD_NOT_RUN, NOT_VERIFIED, VERIFIED, catch_stop_signals, check_out
 from .facts import facts_of
 from .launch import DrillError, Launch
-from .moments import TraceTail
+from .moments import TraceTail, stage_begun_by
 from .plan import say
 from .preset import expanded
 
@@ -74,13 +76,11 @@ class Course:
         self, training: list[str], engine: str, out: Path, rng: random.Random, limit_s: float
     ) -> None:
         self.tally = Tally(engine)
-        self._training, self._engine, self._out, self._rng, self._limit_s = (
-            training,
-            engine,
-            out,
-            rng,
-            limit_s,
-        )
+        self._training = training
+        self._engine = engine
+        self._out = out
+        self._rng = rng
+        self._limit_s = limit_s
         self._save, self._trace = out / "checkpoints", out / "trace"
         self._command = commands.completed(training, self._save, self._trace, engine)
         self._all: list[Launch] = []
@@ -123,7 +123,10 @@ class Course:
             return successor
         current.send(signal.SIGKILL, self._victims(current, action))
         if action == "writer":  # the training may go on, without saving or with another writer
-            self._expect_refusal_or_end(current)
+            if current.exit_code is None:
+                second = self._start()
+                second.wait(self._limit_s)
+                second.clean_up()
             current.kill(Launch.everything)
         return self._start_until_accepted()
 
@@ -139,9 +142,8 @@ class Course:
         if kill == "launcher":
             return launch.launcher()
         if kill == "all":
-            return (
-                self._rng.sample(everything, len(everything)) if (everything := launch.everything()) else []
-            )
+            everything = launch.everything()
+            return self._rng.sample(everything, len(everything))
         if kill == "rank-0":
             return ranks[:1]
         if kill == "writer":
@@ -189,12 +191,6 @@ class Course:
         self.tally.refused += 1
         second.wait_until_gone(self._limit_s)
 
-    def _expect_refusal_or_end(self, current: Launch) -> None:
-        if current.exit_code is None:
-            second = self._start()
-            second.wait(self._limit_s)
-            second.clean_up()
-
     def _await_commits(self, launch: Launch, number: int) -> None:
         before = len(self._committed())
         deadline = time.monotonic() + self._limit_s
@@ -218,9 +214,7 @@ class Course:
             self._tails.append(TraceTail(self._trace, cycle))
         for cycle, tail in enumerate(self._tails):
             for record in tail.new_records():
-                if (record["type"], record.get("operation")) == ("operation_end", "save") and record[
-                    "outcome"
-                ] == "ok":
+                if stage_begun_by(record) == "after-commit":
                     self._commits.append((cycle, record["step"]))
         return self._commits
 
@@ -269,24 +263,15 @@ def _on_free_port(command: list[str]) -> list[str]:
 def markdown(tallies: list[Tally], elapsed_s: float) -> str:
     """The results as a table."""
     actions = (*KILLS, BESIDE, TAKE_OVER)
-    lines = [
-        "| engine | "
-        + " | ".join(actions)
-        + " | launches | refused | steps | committed | lost | other losses | |",
-        "|---" * (len(actions) + 8) + "|",
-    ]
+    figures = ("launches", "refused", "steps", "committed", "lost", "other losses")
+    rows = []
     for tally in tallies:
-        counts = [str(tally.rounds[action]) for action in actions]
-        figures = (
-            tally.launches,
-            tally.refused,
-            tally.steps,
-            tally.committed,
-            len(tally.lost),
-            tally.different_losses,
-        )
+        counts = [tally.rounds[action] for action in actions]
+        counts += [tally.launches, tally.refused, tally.steps, tally.committed]
+        counts += [len(tally.lost), tally.different_losses]
         verdict = "verified" if tally.sound else "NOT VERIFIED: " + "; ".join([*tally.lost, *tally.wrong][:3])
-        lines.append(" | ".join([f"| {tally.engine}", *counts, *map(str, figures), verdict]) + " |")
+        rows.append([tally.engine, *map(str, counts), escaped(verdict)])
+    lines = markdown_table(("engine", *actions, *figures, ""), rows)
     rounds = sum(tally.rounds.total() for tally in tallies)
     return "\n".join([*lines, "", f"{rounds} rounds in {elapsed_s / 60:.1f} minutes.", ""])
 

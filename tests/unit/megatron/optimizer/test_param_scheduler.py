@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config import ConfigError, OptimizerConfig
+from megatron.config import ConfigError, OptimizerConfig, TrainingConfig
 from megatron.optimizer.param_scheduler import OptimizerParamScheduler
 
 # What upstream's class answered for the same settings, at some of the iterations.
@@ -29,9 +29,8 @@ def optimizer() -> torch.optim.Optimizer:
 
 def scheduler(**settings: Any) -> OptimizerParamScheduler:
     config = OptimizerConfig(**({"lr": LR, "min_lr": MIN_LR, "lr_decay_iters": TRAIN_ITERS} | settings))
-    return OptimizerParamScheduler(
-        optimizer(), config, train_iters=TRAIN_ITERS, global_batch_size=BATCH, seq_length=16
-    )
+    training = TrainingConfig(micro_batch_size=1, train_iters=TRAIN_ITERS, global_batch_size=BATCH)
+    return OptimizerParamScheduler(optimizer(), config, training, 16)
 
 
 def settings_of(case: dict[str, Any]) -> dict[str, Any]:
@@ -155,14 +154,13 @@ TOKENS = json.loads(
 def token_schedule(case: dict[str, Any]) -> OptimizerParamScheduler:
     settings = dict(case["settings"])
     train_samples = settings.pop("train_samples", None)
-    return OptimizerParamScheduler(
-        optimizer(),
-        OptimizerConfig(**settings),
+    training = TrainingConfig(
+        micro_batch_size=1,
         train_iters=TOKENS["train_iters"],
         global_batch_size=TOKENS["global_batch_size"],
-        seq_length=TOKENS["seq_length"],
         train_samples=train_samples,
     )
+    return OptimizerParamScheduler(optimizer(), OptimizerConfig(**settings), training, TOKENS["seq_length"])
 
 
 @pytest.mark.parametrize("resume_at", [None, 1, 7, 20])
