@@ -101,6 +101,7 @@ def rank_fields(
     cycle: int,
     engine_asked: str | None = None,
     durability: str | None = None,
+    instrument: str = "trainer",
 ) -> dict[str, Any]:
     """The first record of a rank's file, but for its version and type."""
     tp, pp, dp = identity.coordinates
@@ -113,6 +114,7 @@ def rank_fields(
         "pp": pp,
         "dp": dp,
         "role": "rank",
+        "instrument": instrument,
         "world_size": identity.world_size,
         "layout": dict(zip(("tp", "pp", "dp"), identity.layout, strict=True)),
         **given(asked),

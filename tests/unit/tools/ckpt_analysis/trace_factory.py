@@ -116,6 +116,7 @@ class RankLog:
             rank=self.rank,
             **place,
             role=role,
+            instrument="trainer",
             host=f"node{self.host()}",
             boot_id=f"boot-{self.host()}",
             pid=1000 + self.rank,

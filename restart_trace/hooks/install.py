@@ -1,0 +1,54 @@
+"""Puts the hooks in: into modules that are imported already, and into the others as they come."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+from restart_trace.clock import now_ns
+from restart_trace.hooks import agent, clients, deepspeed_engine, distributed, serialization, steps
+from restart_trace.hooks.imports import ImportWatcher
+from restart_trace.hooks.session import DIRECTORY_VARIABLE, Session
+
+
+def _hook_deepspeed(session: Session, deepspeed: ModuleType) -> None:
+    deepspeed_engine.hook(session, deepspeed)
+    steps.hook(session, deepspeed)
+
+
+# Modules and what puts the hooks into them. torch imports torch.distributed, and deepspeed its engines.
+_HOOKED: dict[str, Callable[[Session, ModuleType], None]] = {
+    "torch": serialization.hook,
+    "torch.distributed": distributed.hook,
+    "deepspeed.comm.torch": distributed.hook_deepspeed,
+    "deepspeed": _hook_deepspeed,
+    "accelerate.accelerator": clients.hook_accelerate,
+    "transformers.trainer": clients.hook_transformers,
+    "safetensors.torch": clients.hook_safetensors,
+    "torch.distributed.elastic.agent.server.local_elastic_agent": agent.hook,
+}
+_session: Session | None = None
+
+
+def install(trace_dir: str | os.PathLike[str] | None = None) -> None:
+    """Trace this process if it is, or becomes, a rank. Call it before torch is imported: what is over is not seen.
+
+    `trace_dir`: where the trace goes; by default RESTART_TRACE_HOOKS_DIR, or else `restart-trace` in the working
+    directory. A second call changes nothing.
+    """
+    global _session
+    if _session is not None:
+        return
+    directory = trace_dir or os.environ.get(DIRECTORY_VARIABLE) or "restart-trace"
+    session = _session = Session(Path(directory).absolute(), now_ns())
+    watched = {name: partial(hook, session) for name, hook in _HOOKED.items()}
+    watcher = ImportWatcher(watched, frozenset({"torch"}), session.open_if_rank, session.imported)
+    sys.meta_path.insert(0, watcher)  # type: ignore[arg-type]
+    for name in _HOOKED:
+        if name in sys.modules:
+            session.open_if_rank()
+            watched[name](sys.modules[name])
