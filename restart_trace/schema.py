@@ -99,6 +99,7 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
         "host": Field("str", True, "host name"),
         "boot_id": Field("str", True, "kernel boot id: equal boot ids share one monotonic clock"),
         "pid": Field("int", True, "process id"),
+        "cores": Field("str", False, "cores that the process may run on, as the kernel lists them: 0-3,8"),
         "world_size": Field("int", True, "number of ranks"),
         "layout": _LAYOUT,
         "process_start_ns": Field("int", True, "start of the process on the monotonic clock, ns"),

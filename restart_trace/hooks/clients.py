@@ -21,6 +21,17 @@ def hook_transformers(session: Session, module: ModuleType) -> None:
     wrap(module.Trainer, "_save_checkpoint", _around(session, "save"))
 
 
+def hook_models(session: Session, module: ModuleType) -> None:
+    """Hook transformers.modeling_utils: a model that begins with weights from files."""
+
+    @contextmanager
+    def model_build(call: Call) -> Iterator[None]:
+        with session.startup_phase("model_build"):
+            yield
+
+    wrap(module.PreTrainedModel, "from_pretrained", model_build)
+
+
 def hook_safetensors(session: Session, module: ModuleType) -> None:
     """Hook safetensors.torch, by which they write weights: each file by one call."""
 

@@ -113,7 +113,8 @@ class DeepSpeedHooks:
             if running is None or running.opaque:
                 yield
                 return
-            running.between(None)
+            if running.kind == "load":  # what it does between its parts belongs to this one call, too
+                running.between(name)
             with running.phase(name):
                 yield
 
@@ -170,13 +171,12 @@ def hook(session: Session, deepspeed: ModuleType) -> None:
 def _runtime(engine: Any) -> dict[str, Any]:
     """Fields of the runtime record: what DeepSpeed has built."""
     import torch.distributed as dist
-    from deepspeed.accelerator import get_accelerator
 
     optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
     return given({
         "engine_used": type(engine.checkpoint_engine).__name__,
         "optimizer": None if optimizer is None else type(optimizer).__name__,
-        "accelerator": get_accelerator().device_name(),
+        "accelerator": engine.device.type,
         "backend": dist.get_backend(),
         "parameters": sum(parameter.numel() for parameter in engine.module.parameters()),
     })  # fmt: skip

@@ -80,7 +80,8 @@ def wrap(owner: Any, name: str, around: Around) -> None:
 
     The caller says what is lost where a version of a library has no such function: here nothing is.
     """
-    original = vars(owner).get(name)
+    found = vars(owner).get(name)
+    original = found.__func__ if isinstance(found, classmethod) else found
     if not callable(original) or getattr(original, "_restart_trace_hook", None) is not None:
         return
     signature = functools.cache(lambda: inspect.signature(original))
@@ -101,4 +102,4 @@ def wrap(owner: Any, name: str, around: Around) -> None:
         return call.result
 
     hooked._restart_trace_hook = hook  # type: ignore[attr-defined]
-    setattr(owner, name, hooked)
+    setattr(owner, name, classmethod(hooked) if isinstance(found, classmethod) else hooked)

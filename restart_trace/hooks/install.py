@@ -28,6 +28,7 @@ _HOOKED: dict[str, Callable[[Session, ModuleType], None]] = {
     "deepspeed": _hook_deepspeed,
     "accelerate.accelerator": clients.hook_accelerate,
     "transformers.trainer": clients.hook_transformers,
+    "transformers.modeling_utils": clients.hook_models,
     "safetensors.torch": clients.hook_safetensors,
     "torch.distributed.elastic.agent.server.local_elastic_agent": agent.hook,
 }

@@ -13,6 +13,7 @@ from ...findings.costs import small_files
 from ...findings.evidence import Evidence
 from ...findings.rules import RULES
 from ...metrics.results import OperationStats
+from ...model.run_info import crowded_hosts
 from .content import Content, Plot, Table, missing, plot, table
 from .plots import layout
 from .run_data import RunData, title_of
@@ -79,7 +80,7 @@ def _warnings(run: RunData, stats: OperationStats, files: pl.DataFrame) -> list[
     rule = next(rule for rule in RULES if rule.check is small_files)
     if stats.operation == "save":
         a = run.analysis
-        evidence = Evidence([stats], [], [], a.frames, a.tables, a.hosts, a.probes)
+        evidence = Evidence([stats], [], [], a.frames, a.tables, a.hosts, a.probes, crowded_hosts([]), True)
         notes += [
             f"Many small files: {seen.title}. {rule.advice}"
             for seen in small_files(evidence, rule.thresholds)
