@@ -21,6 +21,19 @@ def hook_transformers(session: Session, module: ModuleType) -> None:
     wrap(module.Trainer, "_save_checkpoint", _around(session, "save"))
 
 
+def hook_function(session: Session, kind: str, name: str, module: ModuleType) -> None:
+    """Hook a function that saves or loads, as `kind` says: `name` in `module`, such as "Trainer.save".
+
+    Raises AttributeError if there is none.
+    """
+    *path, last = name.split(".")
+    owner: object = module
+    for part in path:
+        owner = getattr(owner, part)
+    getattr(owner, last)
+    wrap(owner, last, _around(session, kind))
+
+
 def hook_models(session: Session, module: ModuleType) -> None:
     """Hook transformers.modeling_utils: a model that begins with weights from files."""
 

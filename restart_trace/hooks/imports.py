@@ -11,7 +11,8 @@ import importlib.util
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class ImportWatcher:
-    """A finder of sys.meta_path. `watched`: name of a module -> what is called with it once it is imported.
+    """A finder of sys.meta_path. `watched`: name of a module -> what are called with it once it is imported.
 
     `began` is called with the name of a module of `announced` before it is imported; `imported` with the times (ns) of
     an import that no other import caused.
@@ -29,7 +30,7 @@ class ImportWatcher:
 
     def __init__(
         self,
-        watched: dict[str, Callable[[ModuleType], None]],
+        watched: Mapping[str, Sequence[Callable[[ModuleType], None]]],
         announced: frozenset[str],
         began: Callable[[], None],
         imported: Callable[[int, int], None],
@@ -62,6 +63,11 @@ class ImportWatcher:
             self._watch(spec.loader, name, start_ns, first)
         return spec
 
+    def imported_already(self, module: ModuleType) -> None:
+        """Do what is to be done with a module once it is imported."""
+        for action in self._watched.get(module.__name__, ()):
+            self._guarded(partial(action, module))
+
     def _watch(self, loader: Any, name: str, start_ns: int, first: bool) -> None:
         """Have this one loader, which is of this one module, tell when it is done."""
         if isinstance(loader, type):  # built-in and frozen modules share theirs, and take no time
@@ -79,8 +85,7 @@ class ImportWatcher:
                     self._outermost = None
                     end_ns = now_ns()
                     self._guarded(lambda: self._imported(start_ns, end_ns))
-            if name in self._watched:
-                self._guarded(lambda: self._watched[name](module))
+            self.imported_already(module)
 
         loader.exec_module = exec_module
 

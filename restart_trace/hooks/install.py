@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +12,7 @@ from types import ModuleType
 from restart_trace.clock import now_ns
 from restart_trace.hooks import agent, clients, deepspeed_engine, distributed, serialization, steps
 from restart_trace.hooks.imports import ImportWatcher
-from restart_trace.hooks.session import DIRECTORY_VARIABLE, Session
+from restart_trace.hooks.session import DIRECTORY_VARIABLE, FUNCTION_VARIABLES, Session
 
 
 def _hook_deepspeed(session: Session, deepspeed: ModuleType) -> None:
@@ -35,21 +35,33 @@ _HOOKED: dict[str, Callable[[Session, ModuleType], None]] = {
 _session: Session | None = None
 
 
-def install(trace_dir: str | os.PathLike[str] | None = None) -> None:
+def install(
+    trace_dir: str | os.PathLike[str] | None = None, *, saves: Sequence[str] = (), loads: Sequence[str] = ()
+) -> None:
     """Trace this process if it is, or becomes, a rank. Call it before torch is imported: what is over is not seen.
 
     `trace_dir`: where the trace goes; by default RESTART_TRACE_HOOKS_DIR, or else `restart-trace` in the working
-    directory. A second call changes nothing.
+    directory. `saves` and `loads` name further functions that save or load a checkpoint, as "mypackage.module:Class.f";
+    by default those of RESTART_TRACE_HOOKS_SAVES and RESTART_TRACE_HOOKS_LOADS. A second call changes nothing.
+    Raises ValueError for a name without a colon.
     """
     global _session
     if _session is not None:
         return
     directory = trace_dir or os.environ.get(DIRECTORY_VARIABLE) or "restart-trace"
     session = _session = Session(Path(directory).absolute(), now_ns())
-    watched = {name: partial(hook, session) for name, hook in _HOOKED.items()}
+    watched: dict[str, list[Callable[[ModuleType], None]]] = {
+        name: [partial(hook, session)] for name, hook in _HOOKED.items()
+    }
+    for kind, given in (("save", saves), ("load", loads)):
+        for function in given or os.environ.get(FUNCTION_VARIABLES[kind], "").split():
+            module, colon, name = function.partition(":")
+            if not colon:
+                raise ValueError(f"{function}: names no function; give mypackage.module:f or mypackage.module:Class.f")
+            watched.setdefault(module, []).append(partial(clients.hook_function, session, kind, name))
     watcher = ImportWatcher(watched, frozenset({"torch"}), session.open_if_rank, session.imported)
     sys.meta_path.insert(0, watcher)  # type: ignore[arg-type]
-    for name in _HOOKED:
+    for name in watched:
         if name in sys.modules:
             session.open_if_rank()
-            watched[name](sys.modules[name])
+            watcher.imported_already(sys.modules[name])

@@ -24,6 +24,8 @@ from restart_trace.sink import JsonlSink
 from restart_trace.startup import Startup
 
 DIRECTORY_VARIABLE = "RESTART_TRACE_HOOKS_DIR"  # what is traced into; unset: nothing is
+# Functions besides DeepSpeed's that save or load a checkpoint, separated by blanks.
+FUNCTION_VARIABLES = {"save": "RESTART_TRACE_HOOKS_SAVES", "load": "RESTART_TRACE_HOOKS_LOADS"}
 _RANK_PID_VARIABLE = "RESTART_TRACE_HOOKS_PID"  # of the rank that this process is, or descends from
 _SHORT_IMPORT_NS = 100_000  # is not worth a record
 

@@ -25,7 +25,8 @@ for until in (steps, steps + 1):
     set_seed(1)
     arguments = TrainingArguments(
         output_dir="checkpoints", max_steps=until, save_steps=steps, per_device_train_batch_size=1, bf16=True,
-        use_cpu=True, deepspeed=copy.deepcopy(config), logging_steps=1, report_to=[], disable_tqdm=True, dataloader_num_workers=0,
+        use_cpu=True, deepspeed=copy.deepcopy(config), logging_steps=1, report_to=[],
+        disable_tqdm=True,
     )  # fmt: skip
     shape = {"vocab_size": 64, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=4))
