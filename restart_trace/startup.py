@@ -75,7 +75,10 @@ class Startup:
         cycle: int,
         entered_ns: int,
         preload: Preload | None = None,
+        *,
+        opened_ns: int | None = None,
     ) -> None:
+        """`opened_ns`: where `process_start` ends, if that was before now."""
         self._recorder = recorder
         started = clock.process_start_ns()
         own_ns = entered_ns if started is None else started
@@ -86,9 +89,14 @@ class Startup:
             self._operation.add("process_start", None, preload.started_ns, preload.imports_ns)
             self._operation.add("imports", None, preload.imports_ns, preload.done_ns)
             own_ns = preload.done_ns
-        self._operation.add("process_start", None, own_ns, clock.now_ns())
+        self._operation.add("process_start", None, own_ns, opened_ns or clock.now_ns())
         self._first_step_end_ns = 0
         self._op = self._operation
+
+    @property
+    def operation(self) -> Operation | None:
+        """The start-up as an operation; None once the first iteration has ended it."""
+        return self._operation
 
     def phase(self, name: str) -> AbstractContextManager[SpanHandle]:
         """Measure one phase of the start-up."""

@@ -54,6 +54,7 @@ class RankLines:
             "rank": self.rank,
             **(shape.coordinates(self.rank) if is_rank else {"tp": -1, "pp": -1, "dp": -1}),
             "role": role,
+            "instrument": "trainer",
             "host": f"node{self.host:04d}",
             "boot_id": f"boot-{self.host:04d}",
             "pid": 1000 + self.rank,

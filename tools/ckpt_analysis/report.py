@@ -20,7 +20,7 @@ from .metrics.starts import measure_starts, start_times
 from .model.frame import Frames, make_frames, no_frames
 from .model.model_info import describe_model
 from .model.probe_values import probe_values
-from .model.run_info import CycleInfo, describe_cycles, layout_text
+from .model.run_info import CycleInfo, crowded_hosts, describe_cycles, is_ours, layout_text
 
 if TYPE_CHECKING:
     from .model.imported_run import ImportedRun
@@ -145,7 +145,11 @@ def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
         loads=loads,
         starts=starts,
         problems=by_severity(problems),
-        findings=find(Evidence(saves, loads, starts, frames, tables, hosts, probes)),
+        findings=find(
+            Evidence(
+                saves, loads, starts, frames, tables, hosts, probes, crowded_hosts(trace.ranks), is_ours(trace.ranks)
+            )
+        ),
         steps=step_times(frames.iterations),
         training=training_times(frames.iterations),
         model=describe_model(trace, frames),

@@ -103,9 +103,9 @@ def _circumstances(
         "repeated_steps": repeated.height,
         "equal_losses": repeated.filter(pl.col("loss") == pl.col("loss_before")).height,
         "down_s": _seconds(last_records.get(newest), startups["start_ns"].min()),
-        "restart_s": _seconds(failure and failure.injected_ns, startups["end_ns"].max()),
+        "restart_s": _seconds(failure and failure.began_ns, startups["end_ns"].max()),
         "caught_up_s": _seconds(0, (times["end_ns"] - times["start_ns"]).max()),
-        "failure_to_caught_up_s": _seconds(failure and failure.injected_ns, times["end_ns"].max()),
+        "failure_to_caught_up_s": _seconds(failure and failure.began_ns, times["end_ns"].max()),
         "failure": failure and failure.times,
     }
 

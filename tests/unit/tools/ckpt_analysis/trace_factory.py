@@ -77,6 +77,8 @@ class Options:
     reject_newest: bool = False
     run_id: str = RUN_ID
     version: int = SCHEMA_VERSION
+    instrument: str = "trainer"
+    cores: str = ""  # that every rank may run on, as the kernel lists them
     wall_ns: int = START_WALL_NS
 
 
@@ -116,6 +118,8 @@ class RankLog:
             rank=self.rank,
             **place,
             role=role,
+            instrument=self.options.instrument,
+            cores=self.options.cores,
             host=f"node{self.host()}",
             boot_id=f"boot-{self.host()}",
             pid=1000 + self.rank,

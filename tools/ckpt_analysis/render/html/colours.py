@@ -18,6 +18,8 @@ _COLOURS = {
     "flush": "#CC6677",
     "write": "#CC6677",
     "fsync": "#AA4499",
+    "tag_validation": "#BBBBBB",
+    "engine_call": "#332288",
     "barrier": "#999999",
     "commit": "#117733",
     "manifest": "#117733",

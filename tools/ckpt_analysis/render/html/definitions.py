@@ -46,8 +46,8 @@ DEFINITIONS: dict[str, str] = {
     "operation, over its wall time",
     "time_to_first_step_s": "start of the process (in the OS; of `megatron.launch`, where that imported "
     "everything for this start) to the end of its `first_step` span, of the slowest rank",
-    "restart_s": "last `injected` event of the cycle before to the end of the last rank's `first_step`; "
-    "null without a supervisor's record",
+    "restart_s": "last `injected` event of the cycle before (the first `detected` one if nobody injected it) to the "
+    "end of the last rank's `first_step`; null without a supervisor's record",
     "caught_up_s": "start of the process to the end of its `caught_up` span (the iteration reached before "
     "the failure is passed again), of the slowest rank; null until then",
     "lost_steps": "`reached_step - resumed_step`, not below 0; null for a launch",

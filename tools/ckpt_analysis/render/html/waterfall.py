@@ -56,7 +56,7 @@ def draw(run: RunData) -> Content:
     if not path:
         return Content([], [by_start], ["The start was not recorded phase by phase, so only its length is known."])
     failure = failure_of(run.frames.events, run.start.cycle - 1) if run.start.is_restart else None
-    origin = failure.injected_ns if failure else path[0].start_ns
+    origin = failure.began_ns if failure else path[0].start_ns
     rows = _failure_rows(failure.times, path[0], origin) if failure else []
     rows += _path_rows(path, windows, origin)
     notes = [_ranks_on_path(path)]

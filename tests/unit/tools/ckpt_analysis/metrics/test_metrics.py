@@ -311,9 +311,12 @@ def test_the_last_injected_fault_is_the_one_that_ended_the_cycle() -> None:
         orient="row",
     )
     failure = failure_of(events, 0)
-    assert failure is not None and failure.injected_ns == 50 * MS
+    assert failure is not None and failure.began_ns == 50 * MS
     assert (failure.times.fault, failure.times.detected_s) == ("sigkill", 0.03)
     assert failure_of(events, 2) is None
+    seen = failure_of(events.filter(pl.col("phase") == "detected"), 0)  # nobody injected it
+    assert seen is not None and seen.began_ns == 20 * MS
+    assert (seen.times.fault, seen.times.detected_s) == (None, 0)
 
 
 def keys_of(value: Any) -> set[str]:
