@@ -97,7 +97,7 @@ def _read(file: TraceFile, reading: Reading) -> FileText | None:
         reading.problems.append(Problem("wrong_file_name", message, data))
         return None
     content = _whole_lines(name, content, reading)
-    # Hooks learn the rank's place after the first record; to look for it in every trace would cost a tenth of its reading.
+    # Hooks learn the rank's place after the first record; to look for it in every trace would take time.
     place = content.rfind(_COORDINATES) if process["instrument"] == "hooks" else -1
     if place >= 0:
         process = placed(process, content[place + 1 : content.index(b"\n", place + 1)])

@@ -319,7 +319,7 @@ def test_a_job_traced_by_hooks_is_advised_no_flag_of_ours(tmp_path: Path) -> Non
     for instrument, ours in (("trainer", True), ("hooks", False)):
         directory = tmp_path / instrument
         findings(directory, "", make, options=Options(instrument=instrument))
-        advice = {found.rule: found.advice for found in analyse(load_trace(directory)).findings}
+        advice = {found.rule: found.advice for found in analyse(load_trace(directory)).report.findings}
         assert {"fsync_dominates", "cold_imports", "barrier_skew", "straggling_rank"} >= advice.keys() > {
             "cold_imports", "barrier_skew",
         }  # fmt: skip
