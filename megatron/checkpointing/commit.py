@@ -97,9 +97,8 @@ def write_atomically(path: Path, text: str, fsync: bool) -> None:
 def _write_beside(path: Path, text: str, fsync: bool) -> Path:
     """Write what is to replace `path` into a temporary file next to it; returns that file."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(
-        missing_ok=True
-    )  # of a save that was killed; and a FIFO or a link must not be written to
+    # One may be left of a save that was killed; and a FIFO or a link must not be written to.
+    temporary.unlink(missing_ok=True)
     with temporary.open("x") as file:
         file.write(text)
         file.flush()
