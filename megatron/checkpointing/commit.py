@@ -89,17 +89,14 @@ class Candidate:
     manifest: Manifest | None
 
 
-def write_atomically(path: Path, text: str, fsync: bool) -> None:
-    """Replace `path` by `text` so that a reader, or a crash, sees the old or the new content whole."""
-    os.replace(_write_beside(path, text, fsync), path)
-
-
 def _write_beside(path: Path, text: str, fsync: bool) -> Path:
-    """Write what is to replace `path` into a temporary file next to it; returns that file."""
+    """Write what is to replace `path` into a temporary file next to it; returns that file.
+
+    Renamed to `path`, it is seen by a reader, or after a crash, whole or not at all.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(
-        missing_ok=True
-    )  # of a save that was killed; and a FIFO or a link must not be written to
+    # One may be left of a save that was killed; and a FIFO or a link must not be written to.
+    temporary.unlink(missing_ok=True)
     with temporary.open("x") as file:
         file.write(text)
         file.flush()
@@ -125,7 +122,7 @@ def write_manifest(directory: Path, manifest: Manifest, fsync: bool) -> None:
     """Make the files in `directory` a whole checkpoint. Raises ValueError for a manifest that no load would take."""
     text = manifest.to_json()
     Manifest.from_json(text)
-    write_atomically(directory / names.MANIFEST, text, fsync)
+    os.replace(_write_beside(directory / names.MANIFEST, text, fsync), directory / names.MANIFEST)
     if fsync:
         sync_directory(directory)
 

@@ -50,9 +50,8 @@ class Checkpointer:
         self.writer = CheckpointWriter(
             context.checkpoint_engine, context.control, context.recorder, identity, attempt, commit_control
         )
-        self.background = (
-            self.writer.background
-        )  # the asynchronous saves; `finished` here tells which are over
+        # The asynchronous saves; `finished` of this class tells which are over.
+        self.background = self.writer.background
 
     def save(self, engine: Any, progress: Progress) -> None:
         """Save the state after iteration `progress.iteration`; collective.

@@ -96,10 +96,8 @@ def tensor_records(path: Path) -> dict[int, Record]:
 
 def record_in_file(tensor: torch.Tensor) -> int:
     """First byte of the record of a tensor of `read_values` in its file."""
-    start: Any = (
-        tensor.untyped_storage()._checkpoint_offset
-    )  # torch.load(map_location="meta"), torch 2.7 and later
-    return start
+    storage: Any = tensor.untyped_storage()  # of torch.load(map_location="meta"), torch 2.7 and later
+    return storage._checkpoint_offset
 
 
 def position_in_file(tensor: torch.Tensor) -> int:

@@ -40,31 +40,25 @@ class FlatGroup:
     tensors: Sequence[PlacedTensor]  # "master" and the moments, by name; of their placements only "numel"
 
 
+@dataclass
 class TorchShards:
-    """The tensors of a checkpoint that hold parts of some parameters."""
+    """The tensors of a checkpoint that hold parts of some parameters.
 
-    def __init__(
-        self,
-        reader: CheckpointEngine,
-        directory: Path,
-        manifest: Manifest,
-        parts: Mapping[str, ParameterSlice],
-        vocab_size: int,
-        heads_interleaved: bool,
-        op: Operation,
-    ) -> None:
-        """`parts`: parameters that are needed, as they are split here. `vocab_size`: the tokenizer's.
+    `parts`: parameters that are needed, as they are split here. `vocab_size`: the tokenizer's. `heads_interleaved`: the
+    rows of fused QKV lie head by head (megatron.checkpointing.foreign).
+    """
 
-        `heads_interleaved`: the rows of fused QKV lie head by head (megatron.checkpointing.foreign).
-        """
-        self._reader = reader
-        self._checkpoint = SavedCheckpoint(directory, manifest.files)
-        self._manifest = manifest
-        self._layout = Layout(**manifest.layout)
-        self._parts = parts
-        self._vocab_size = vocab_size
-        self._heads_interleaved = heads_interleaved
-        self._op = op
+    reader: CheckpointEngine
+    directory: Path
+    manifest: Manifest
+    parts: Mapping[str, ParameterSlice]
+    vocab_size: int
+    heads_interleaved: bool
+    op: Operation
+
+    def __post_init__(self) -> None:
+        self._checkpoint = SavedCheckpoint(self.directory, self.manifest.files)
+        self._layout = Layout(**self.manifest.layout)
 
     def flat_groups(self, ranks: Iterable[int], params_dtype: str) -> list[FlatGroup]:
         """What the files of some of the ranks that saved them say of their shards."""
@@ -84,7 +78,7 @@ class TorchShards:
             for name, offset, numel in group.fragments:
                 key = group.at.pp, group.at.tp, name
                 start, begun[key] = begun[key], begun[key] + numel
-                if name in self._parts and numel:
+                if name in self.parts and numel:
                     held.append(self._fragment(name, group.at.tp, start, numel) | {"offset": offset})
             if held:
                 held.sort(key=lambda fragment: fragment["offset"])
@@ -93,7 +87,7 @@ class TorchShards:
                     for tensor in group.tensors
                 ]
         for (pp, tp, name), numel in begun.items():
-            if name in self._parts:
+            if name in self.parts:
                 self._check_numel(name, pp, tp, numel)
         return found
 
@@ -101,7 +95,7 @@ class TorchShards:
         wanted = math.prod(self._old_part(name, tp).local_shape)
         if numel != wanted:
             first = names.optimizer_file(
-                self._layout, Coordinates(tp, pp, 0), self._manifest.model["params_dtype"]
+                self._layout, Coordinates(tp, pp, 0), self.manifest.model["params_dtype"]
             )
             raise CheckpointDamagedError(
                 f"{self._checkpoint.path(first)}: it and its data-parallel replicas have {numel} elements of {name}, "
@@ -115,9 +109,9 @@ class TorchShards:
     def _placement(self, name: str, tp_rank: int) -> dict[str, Any]:
         """Placement of the part of a parameter that a TP rank of the old layout held."""
         part = self._old_part(name, tp_rank)
-        placement = weight_placement(name, part, self._vocab_size)
-        if self._heads_interleaved and ".query_key_value." in name:
-            placement["ranges"] = interleaved_ranges(part, self._manifest.model["num_key_value_heads"])
+        placement = weight_placement(name, part, self.vocab_size)
+        if self.heads_interleaved and ".query_key_value." in name:
+            placement["ranges"] = interleaved_ranges(part, self.manifest.model["num_key_value_heads"])
         return placement
 
     def weights(self, layers: Mapping[int, Mapping[str, str]]) -> list[PlacedTensor]:
@@ -135,10 +129,10 @@ class TorchShards:
 
     def _records(self, path: Path) -> Mapping[int, Record]:
         """By first byte; none if checksums are not to be verified."""
-        return tensor_records(path) if self._reader.options.verify_checksums else {}
+        return tensor_records(path) if self.reader.options.verify_checksums else {}
 
     def _load(self, path: Path) -> Any:
-        return self._reader.load_values(path.name, self._checkpoint, self._op)
+        return self.reader.load_values(path.name, self._checkpoint, self.op)
 
     def _of_shard(self, path: Path, at: Coordinates) -> Iterator[FlatGroup]:
         shard = _shard_of(path, self._load(path))
@@ -160,9 +154,9 @@ class TorchShards:
 
     def _old_part(self, name: str, tp_rank: int) -> ParameterSlice:
         """The part of a parameter that a TP rank of the old layout held."""
-        part = self._parts[name]
+        part = self.parts[name]
         if part.vocabulary:  # padded so that TP divides it
-            padded = self._manifest.model["padded_vocab_size"]
+            padded = self.manifest.model["padded_vocab_size"]
             part = replace(part, shape=(padded, *part.shape[1:]), blocks=(padded,), tp_rank=0, tp_size=1)
         return replace(part, tp_rank=tp_rank, tp_size=self._layout.tp)
 

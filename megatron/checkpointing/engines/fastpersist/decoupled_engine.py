@@ -30,6 +30,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import ClassVar
@@ -104,28 +105,26 @@ class FastPersistDecoupledEngine(TorchFilesEngine):
         self._process = self._memory = None
 
 
+@dataclass
 class _DecoupledSave(PendingSave):
-    def __init__(
-        self, process: WriterProcess, notice: WriterNotice, options: EngineOptions, op: Operation
-    ) -> None:
-        self._process = process
-        self._notice = notice
-        self._options = options
-        self._op = op
+    process: WriterProcess
+    notice: WriterNotice
+    options: EngineOptions
+    op: Operation
 
     def release_state(self) -> None:
         """The snapshot was taken when the save began."""
 
     def wait(self) -> list[SavedFile]:
         """Raises CheckpointSaveError, with its exit code, if the process has died."""
-        reply = self._process.receive()
+        reply = self.process.receive()
         for arguments, labels in reply.spans:
-            self._op.add(*arguments, **labels, blocking=False)
+            self.op.add(*arguments, **labels, blocking=False)
         if reply.failure is not None:
             raise reply.failure
         if reply.saved:
-            self._notice.give(reply.writer, self._op)
-        return note_saved(reply.saved, self._options, self._op)
+            self.notice.give(reply.writer, self.op)
+        return note_saved(reply.saved, self.options, self.op)
 
 
 class WriterProcess:

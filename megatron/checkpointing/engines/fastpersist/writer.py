@@ -90,20 +90,20 @@ def _missing_for_fast() -> str | None:
     return None
 
 
+@dataclass
 class WriterNotice:
     """Says in the log of rank 0 and in every rank's trace which writer it is, and again if it becomes another."""
 
-    def __init__(self, engine_name: str, rank: int) -> None:
-        self._engine_name = engine_name
-        self._rank = rank
-        self._said = ""
+    engine_name: str
+    rank: int
+    said: str = ""
 
     def give(self, text: str, op: Operation) -> None:
-        if text == self._said:
+        if text == self.said:
             return
-        self._said = text
-        if self._rank == 0:
-            logger.info("checkpoint engine %s writes through %s", self._engine_name, text)
+        self.said = text
+        if self.rank == 0:
+            logger.info("checkpoint engine %s writes through %s", self.engine_name, text)
         op.event(WRITER_EVENT, text)
 
 

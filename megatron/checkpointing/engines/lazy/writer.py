@@ -333,18 +333,18 @@ class LazySave(PendingSave):
         self._cache.wake()
 
 
+@dataclass
 class _Descriptor:
     """The file being written. Direct transfers are padded to whole sectors: `_finish` cuts the last one off."""
 
-    def __init__(self, fd: int, direct: bool, path: Path, mode: str) -> None:
-        self.fd = fd
-        self._direct = direct
-        self._path = path
-        self._mode = mode
+    fd: int
+    direct: bool
+    path: Path
+    mode: str  # of --direct-io
 
     def write(self, buffer: memoryview, length: int, position: int) -> None:
         """Write the first `length` bytes of `buffer`, which is aligned, at `position`."""
-        if self._direct:
+        if self.direct:
             try:
                 direct_files.write_all(self.fd, buffer[: direct_files.align_up(length)], position)
                 return
@@ -352,8 +352,8 @@ class _Descriptor:
                 # Some file systems let O_DIRECT be opened and refuse the transfer.
                 if exc.errno != errno.EINVAL:
                     raise
-            direct_files.refuse_direct(self._path, self._mode)
-            self._direct = False
+            direct_files.refuse_direct(self.path, self.mode)
+            self.direct = False
             direct_files.make_buffered(self.fd)
         direct_files.write_all(self.fd, buffer[:length], position)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import errno
 import logging
 import os
@@ -140,9 +141,8 @@ def test_what_could_not_be_loaded_is_not_saved(engine: CheckpointEngine, tmp_pat
 def test_the_writer_is_named_once_in_log_and_trace(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, engines: dict[str, CheckpointEngine]
 ) -> None:
-    for name, engine in engines.items():
-        engine._notice._said = ""  # type: ignore[attr-defined]
-        with caplog.at_level(logging.INFO):
+    for name, used in engines.items():
+        with caplog.at_level(logging.INFO), contextlib.closing(type(used)(used.options)) as engine:
             saved = [save(engine, tmp_path / f"{name}{number}") for number in range(2)]
         logged = [message for message in caplog.messages if message.startswith(f"checkpoint engine {name} ")]
         assert len(logged) == 1 and PY_FILE_WRITER in logged[0]
