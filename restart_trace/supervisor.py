@@ -48,9 +48,7 @@ class SupervisorTrace:
             raise ValueError(f"{self._trace_dir}: no run has been traced here yet, so none can have failed")
         no_place = {"rank": -1, "tp": -1, "pp": -1, "dp": -1}
         launched = {"role": "supervisor", "world_size": 0, "layout": {"tp": 0, "pp": 0, "dp": 0}}
-        return (
-            {"run_id": newest[1]["run_id"], "cycle": cycle} | no_place | launched | process_fields(os.environ)
-        )
+        return {"run_id": newest[1]["run_id"], "cycle": cycle} | no_place | launched | process_fields(os.environ)
 
 
 @contextmanager

@@ -26,9 +26,7 @@ def make_parser(
     return argparse.ArgumentParser(prog, description=description, epilog=epilog, **kept)
 
 
-def require_at_least(
-    parser: argparse.ArgumentParser, arguments: argparse.Namespace, least: float, *names: str
-) -> None:
+def require_at_least(parser: argparse.ArgumentParser, arguments: argparse.Namespace, least: float, *names: str) -> None:
     """Exit with status 2 and a message if one of these arguments is given and below `least` (argparse)."""
     for name in names:
         value = getattr(arguments, name)

@@ -19,9 +19,7 @@ _UNEVEN = (
     "(another TP x PP x DP split, or an engine with one file per rank such as --checkpoint-engine lazy)."
 )
 
-_LATE_LOAD = (
-    "Speed up the rank that is waited for (see Barriers and Ranks): no engine loads in the background."
-)
+_LATE_LOAD = "Speed up the rank that is waited for (see Barriers and Ranks): no engine loads in the background."
 
 
 def straggling_ranks(e: Evidence, limits: Thresholds) -> list[Observation]:
@@ -43,8 +41,7 @@ def straggling_ranks(e: Evidence, limits: Thresholds) -> list[Observation]:
         text += f"; it moved {moved:.1f} times the median rank's bytes" if moved else ""
         found.append(
             Observation(
-                title=f"Rank {rank} on {row['host']} is slower than the others in "
-                + _how_often(e, rows, operation),
+                title=f"Rank {rank} on {row['host']} is slower than the others in " + _how_often(e, rows, operation),
                 evidence=text,
                 cost_s=row["excess_ns"] / 1e9,
                 data={"operation": operation, "rank": rank, "host": row["host"], "phase": phase}
