@@ -150,7 +150,5 @@ def open_rank_trace(
         return untraced_recorder(), 0
     run_id, cycle = cycles.claim_cycle(trace_dir, cycles.launch_key(env), identity.rank)
     sink = JsonlSink(trace_dir / RANK_FILE_PATTERN.format(rank=identity.rank, cycle=cycle))
-    process = rank_fields(
-        identity, env, run_id=run_id, cycle=cycle, engine_asked=engine_asked, durability=durability
-    )
+    process = rank_fields(identity, env, run_id=run_id, cycle=cycle, engine_asked=engine_asked, durability=durability)
     return Recorder(sink, process, make_probe(identity.local_rank) if probes else None), cycle

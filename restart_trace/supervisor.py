@@ -48,15 +48,9 @@ class SupervisorTrace:
         if newest is None:
             raise ValueError(f"{self._trace_dir}: no run has been traced here yet, so none can have failed")
         no_place = {"rank": -1, "tp": -1, "pp": -1, "dp": -1}
-        launched = {
-            "role": "supervisor",
-            "instrument": self._instrument,
-            "world_size": 0,
-            "layout": {"tp": 0, "pp": 0, "dp": 0},
-        }
-        return (
-            {"run_id": newest[1]["run_id"], "cycle": cycle} | no_place | launched | process_fields(os.environ)
-        )
+        launched = {"role": "supervisor", "instrument": self._instrument, "world_size": 0}
+        launched["layout"] = {"tp": 0, "pp": 0, "dp": 0}
+        return {"run_id": newest[1]["run_id"], "cycle": cycle} | no_place | launched | process_fields(os.environ)
 
 
 @contextmanager

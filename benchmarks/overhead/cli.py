@@ -18,8 +18,8 @@ from benchmarks.common.ranks import MeasurementError
 from benchmarks.overhead.launch import measure
 from benchmarks.overhead.plan import FAMILIES, Request
 from benchmarks.overhead.report import analyse, render
+from tools.common.cli import parse_bytes
 from tools.common.machine import filesystem_of, machine
-from tools.common.sizes import parse_bytes
 
 OK, COULD_NOT_RUN = 0, 2
 _MEMORY_DIRECTORY = Path("/dev/shm")

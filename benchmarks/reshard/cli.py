@@ -15,8 +15,8 @@ from benchmarks.common.ranks import MeasurementError
 from benchmarks.reshard.launch import measure
 from benchmarks.reshard.plan import TARGETS, Request
 from benchmarks.reshard.report import analyse, render
+from tools.common.cli import parse_bytes
 from tools.common.machine import filesystem_of, machine
-from tools.common.sizes import parse_bytes
 
 Layout = tuple[int, int, int]  # TP, PP, DP
 

@@ -133,9 +133,7 @@ def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
     problems += check_losses(frames, {info.cycle: info.layout for info in cycles})
     tables, probes = rank_tables(save_times, load_times, of_starts), probe_values(frames)
     hosts = pl.DataFrame(
-        [(process["cycle"], process["rank"], process["host"]) for process in trace.ranks],
-        schema=_HOSTS,
-        orient="row",
+        [(process["cycle"], process["rank"], process["host"]) for process in trace.ranks], schema=_HOSTS, orient="row"
     )
     report = Report(
         directory=trace.directory,

@@ -14,9 +14,7 @@ from megatron.config import CheckpointConfig
 from megatron.config.flags import spec_of
 from megatron.parallel.topology import Layout
 
-from ..common.cli import make_parser, require_at_least
-from ..common.ranks import parse_rank_ranges
-from ..common.sizes import parse_bytes
+from ..common.cli import make_parser, parse_bytes, parse_rank_ranges, require_at_least
 from .plan import ReplayError, Request, Share, Steps
 
 ALL = "all"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ...common.cli import OK
-from ...common.ranks import parse_rank_ranges
+from ...common.cli import OK, parse_rank_ranges
 from ..common.errors import CouldNotRunError
 from .common import add_logdir, output_file, progress_of, read_trace
 

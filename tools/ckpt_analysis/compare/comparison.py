@@ -57,8 +57,7 @@ def compare_variants(variants: list[Variant], *, keep_first: bool = False) -> Co
     collected = [[collect(report) for report in variant.reports] for variant in variants]
     names = list(dict.fromkeys(name for runs in collected for samples in runs for name in samples))
     rows = [
-        _row([[run[name] for run in runs if name in run] for runs in collected], keep_first, by_run)
-        for name in names
+        _row([[run[name] for run in runs if name in run] for runs in collected], keep_first, by_run) for name in names
     ]
     repeats = "runs" if by_run else "operations"
     return Comparison(facts, _differing(facts), repeats, rows, _notes(variants, facts, rows, by_run))

@@ -23,9 +23,7 @@ _UNEVEN_ELSEWHERE = (
     '"checkpoint": {"parallel_write": {"pipeline_stage": true}} does so with the layers of a pipeline).'
 )
 
-_LATE_LOAD = (
-    "Speed up the rank that is waited for (see Barriers and Ranks): no engine loads in the background."
-)
+_LATE_LOAD = "Speed up the rank that is waited for (see Barriers and Ranks): no engine loads in the background."
 
 
 def straggling_ranks(e: Evidence, limits: Thresholds) -> list[Observation]:
@@ -49,8 +47,7 @@ def straggling_ranks(e: Evidence, limits: Thresholds) -> list[Observation]:
         uneven = moved is not None and moved >= _EXPLAINED * row["own_ns"] / row["median_ns"]
         found.append(
             Observation(
-                title=f"Rank {rank} on {row['host']} is slower than the others in "
-                + _how_often(e, rows, operation),
+                title=f"Rank {rank} on {row['host']} is slower than the others in " + _how_often(e, rows, operation),
                 evidence=text,
                 cost_s=row["excess_ns"] / 1e9,
                 data={"operation": operation, "rank": rank, "host": row["host"], "phase": phase}

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from ..model.imported_run import Listing
-from .sizes import size_range
 
 # permissions, links, owner, group, size, month, day, time or year, name
 _LS = re.compile(
@@ -16,6 +15,9 @@ _LS = re.compile(
 )
 _DU = re.compile(r"^(?P<size>\d+(?:\.\d)?[KMGTPE]?)\t(?P<path>\S+)$")
 _CHECKPOINT_FILE = re.compile(r"(?:model|optim)_states|\.pt\b|\.safetensors\b|\.distcp\b|^zero_|^layer_|^mp_rank_")
+
+_SIZE = re.compile(r"^(\d+)(?:\.(\d))?([KMGTPE]?)$")
+_UNITS = "KMGTPE"
 
 
 @dataclass
@@ -87,3 +89,23 @@ def _minute(text: str) -> tuple[int, int, int, int] | None:
 
 def _key(moment: datetime) -> tuple[int, int, int, int]:
     return moment.month, moment.day, moment.hour, moment.minute
+
+
+def size_range(text: str) -> tuple[int, int]:
+    """(low, high) of the bytes that `text` stands for, such as "8.8G": both ends possible.
+
+    GNU coreutils round up with -h, to a tenth below ten units and to a whole unit above (units of 1024). A plain
+    number is exact. Raises ValueError if `text` is no such size.
+    """
+    match = _SIZE.match(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a size as `ls -lh` or `du -h` prints it")
+    whole, tenth, unit = match.groups()
+    if not unit:
+        return int(whole), int(whole)
+    scale = 1024 ** (_UNITS.index(unit) + 1)
+    tenths = 10 * int(whole) + int(tenth or 0)
+    step_tenths = 1 if tenth else 10
+    high = tenths * scale // 10
+    low = (tenths - step_tenths) * scale // 10 + 1
+    return max(0, low), high

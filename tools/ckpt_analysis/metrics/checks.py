@@ -106,9 +106,7 @@ def check_events(frames: Frames) -> list[Problem]:
     return problems
 
 
-def check_results(
-    saves: list[OperationStats], loads: list[OperationStats], starts: list[StartStats]
-) -> list[Problem]:
+def check_results(saves: list[OperationStats], loads: list[OperationStats], starts: list[StartStats]) -> list[Problem]:
     """Numbers that contradict each other or explain too little."""
     problems: list[Problem] = []
     for stats in [*saves, *loads]:

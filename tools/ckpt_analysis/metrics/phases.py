@@ -32,18 +32,14 @@ def phase_seconds(phase_spans: pl.DataFrame, detail_spans: pl.DataFrame) -> pl.D
     return pl.concat([whole.select(columns), parts.select(columns)])
 
 
-def spread_over_ranks(
-    values: pl.DataFrame, members: pl.DataFrame, key: list[str]
-) -> dict[tuple[Any, ...], Spread]:
+def spread_over_ranks(values: pl.DataFrame, members: pl.DataFrame, key: list[str]) -> dict[tuple[Any, ...], Spread]:
     """Spread of `busy_ns` per `key` (whose first column is "group") over all ranks of the group.
 
     `members` holds group, rank and critical (the rank of the group to quote separately, or null). A rank
     without a value spent no time: it counts as 0.
     """
     groups = members.group_by("group").agg(
-        pl.len().cast(pl.Int64).alias("members"),
-        pl.col("rank").min().alias("lowest"),
-        pl.col("critical").first(),
+        pl.len().cast(pl.Int64).alias("members"), pl.col("rank").min().alias("lowest"), pl.col("critical").first()
     )
     slowest = pl.col("busy_ns") == pl.col("busy_ns").max()
     table = values.group_by(key).agg(

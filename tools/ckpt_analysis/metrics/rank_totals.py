@@ -134,6 +134,5 @@ def lowest_coverage(totals: pl.DataFrame) -> dict[int, tuple[float, int]]:
         .agg(pl.all().sort_by("rank").first())
     )
     return {
-        row["group"]: (coverage(row["covered_ns"], row["wall_ns"]), row["rank"])
-        for row in lowest.iter_rows(named=True)
+        row["group"]: (coverage(row["covered_ns"], row["wall_ns"]), row["rank"]) for row in lowest.iter_rows(named=True)
     }

@@ -41,7 +41,5 @@ def parse_positives(flag: str, text: str) -> list[float]:
 def _count(flag: str, text: str, part: str) -> int:
     part = part.strip()
     if not (part.isascii() and part.isdigit() and int(part) >= 1):
-        raise CouldNotRunError(
-            f"{flag} {text}: {part!r} is no number from 1; give some as 8,64 or 8..1024 (doubling)"
-        )
+        raise CouldNotRunError(f"{flag} {text}: {part!r} is no number from 1; give some as 8,64 or 8..1024 (doubling)")
     return int(part)

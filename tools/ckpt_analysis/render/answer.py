@@ -104,7 +104,5 @@ def _largest(phases: list[PhaseStats], wall_s: float) -> str:
     if not largest or wall_s <= 0:
         return ""
     digits = digits_for(wall_s)
-    parts = [
-        f"{name} took {seconds(time_s, digits)} s ({100 * time_s / wall_s:.0f} %)" for time_s, name in largest
-    ]
+    parts = [f"{name} took {seconds(time_s, digits)} s ({100 * time_s / wall_s:.0f} %)" for time_s, name in largest]
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

@@ -22,10 +22,10 @@ from .phase_table import (
     time_columns,
     volume_columns,
 )
-from .rank_table import rank_lines
 
 _WIDTH = 100
 _BAR = 40  # columns that a restart is drawn in
+_Coordinates = dict[int, tuple[int, int, int]]  # rank -> (tp, pp, dp)
 _SAVES: tuple[Column[OperationStats], ...] = (
     Column("save", lambda save: save.tag or "?"),
     Column("cycle", lambda save: str(save.cycle)),
@@ -109,7 +109,7 @@ def _findings(findings: list[Finding], style: Style) -> list[str]:
     return lines
 
 
-def _start(start: StartStats, coordinates: dict[int, tuple[int, int, int]], style: Style) -> list[str]:
+def _start(start: StartStats, coordinates: _Coordinates, style: Style) -> list[str]:
     first = start.wall
     what = "Restart" if start.is_restart else "Launch"
     lines = [style.heading(f"{what} of cycle {start.cycle} ({plural(start.ranks, 'rank')})")]
@@ -136,7 +136,7 @@ def _start(start: StartStats, coordinates: dict[int, tuple[int, int, int]], styl
     if start.restart_s is not None:
         lines += [*_waterfall(start, start.restart_s, style), ""]
     lines += _phase_lines(start, "to first step", style)
-    return lines + rank_lines(start.per_rank, start.phases, coordinates, style)
+    return lines + _rank_lines(start, coordinates, style)
 
 
 def _waterfall(start: StartStats, whole_s: float, style: Style) -> list[str]:
@@ -155,7 +155,7 @@ def _waterfall(start: StartStats, whole_s: float, style: Style) -> list[str]:
     return [*text_table(header, rows, style), f"  {percent(accounted)} of {seconds(whole_s)} s accounted for"]
 
 
-def _operation(stats: OperationStats, coordinates: dict[int, tuple[int, int, int]], style: Style) -> list[str]:
+def _operation(stats: OperationStats, coordinates: _Coordinates, style: Style) -> list[str]:
     title = f"{stats.operation.capitalize()} {stats.tag or '(no checkpoint)'} in cycle {stats.cycle}"
     outcome = "" if stats.outcome == "ok" else f": {stats.outcome.upper()}"
     ran = f"{plural(stats.ranks, 'rank')}, {stats.engine or 'engine not recorded'}"
@@ -176,7 +176,7 @@ def _operation(stats: OperationStats, coordinates: dict[int, tuple[int, int, int
     lines.append("  " + ", ".join(facts))
     lines.append(f"  coverage {_coverage(stats)}")
     lines += _phase_lines(stats, f"whole {stats.operation}", style)
-    return lines + rank_lines(stats.per_rank, stats.phases, coordinates, style)
+    return lines + _rank_lines(stats, coordinates, style)
 
 
 def _coverage(stats: Stats) -> str:
@@ -204,6 +204,23 @@ def _phase_lines(stats: Stats, whole: str, style: Style) -> list[str]:
     lines += [PhaseLine("unattributed", stats.unattributed)] if stats.unattributed else []
     lines += [PhaseLine(whole, wall)] if wall else []
     return text_table(titles(columns), texts(columns, lines), style) if lines else ["  no phases recorded"]
+
+
+def _rank_lines(stats: Stats, coordinates: _Coordinates, style: Style) -> list[str]:
+    """A row per rank, a column per phase, in seconds; none if the numbers rank by rank were not made."""
+    if not stats.per_rank or not stats.phases:
+        return []
+    digits = digits_for(max((rank.wall_s or 0.0) for rank in stats.per_rank))
+    names = [phase.name for phase in stats.phases]
+    header = ("rank (tp,pp,dp)", *names, "unattrib.", "whole", "coverage")
+    rows = []
+    for rank in stats.per_rank:
+        place = coordinates.get(rank.rank)
+        label = f"{rank.rank} ({','.join(map(str, place))})" if place else str(rank.rank)
+        took = [seconds(rank.phases.get(name, 0.0), digits) for name in names]
+        rest = seconds(rank.unattributed_s, digits)
+        rows.append((label, *took, rest, seconds(rank.wall_s, digits), percent(rank.coverage)))
+    return ["", *text_table(header, rows, style)]
 
 
 def _hints(report: Report, show_all: bool) -> list[str]:

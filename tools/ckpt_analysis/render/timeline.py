@@ -115,9 +115,7 @@ def _meta(name: str, rank: int, track: int, arguments: dict[str, object]) -> str
     return json.dumps({"name": name, "ph": "M", "pid": rank, "tid": track, "args": arguments})
 
 
-def _span_events(
-    spans: pl.DataFrame, operations: pl.DataFrame, tracks: dict[str, int], zero: int
-) -> pl.Series:
+def _span_events(spans: pl.DataFrame, operations: pl.DataFrame, tracks: dict[str, int], zero: int) -> pl.Series:
     """Complete events, whose duration is the window; `busy_ns` is the time spent in the phase."""
     tags = operations.select("cycle", "rank", "op_id", "tag")
     rows = spans.join(tags, on=["cycle", "rank", "op_id"], how="left", maintain_order="left")

@@ -56,7 +56,3 @@ _COLOURS = {
 def colour(phase: str) -> str:
     """Colour of a phase, or of "phase/detail" by its detail. Raises KeyError for an unknown one."""
     return _COLOURS[phase.rpartition("/")[2]]
-
-
-def known() -> set[str]:
-    return set(_COLOURS)

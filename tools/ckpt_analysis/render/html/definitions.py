@@ -26,8 +26,7 @@ DEFINITIONS: dict[str, str] = {
     "others waited, and were waited for.",
     "skew": "of a barrier: longest less shortest wait of a rank; the longest wait, where ranks that have no "
     "span of it were waited for. No clocks of different hosts are compared.",
-    "step during a save": "a training step of which a save of the same rank was under way for some part, on "
-    "any rank.",
+    "step during a save": "a training step of which a save of the same rank was under way for some part, on any rank.",
     "probes": "samples that each rank takes of itself, its host and its device just before an operation "
     "begins and just after it ended. Nothing is sampled in between.",
     "blocked_s": "saves only: union of the blocking spans but those of `drain_s`, of the rank where it is "
@@ -40,8 +39,7 @@ DEFINITIONS: dict[str, str] = {
     "bytes of `load`/`read` over the slowest rank's `read`. Through the page cache unless the engine goes "
     "around it",
     "blocked_GBps": "saves only: `bytes` over `blocked_s`",
-    "unattributed_s": "wall time less covered time, of the rank where it is largest. Never spread over the "
-    "phases",
+    "unattributed_s": "wall time less covered time, of the rank where it is largest. Never spread over the phases",
     "coverage_min": "lowest coverage of a finished rank. Coverage: busy time of all its spans, cut to the "
     "operation, over its wall time",
     "time_to_first_step_s": "start of the process (in the OS; of `megatron.launch`, where that imported "

@@ -52,8 +52,7 @@ def draw(run: RunData) -> Content:
     known = [name for name in NAMES if probes[name].count()]
     if not known:
         return missing(
-            "No probes were recorded: the run was traced with --restart-trace-probes off, or by a tool that "
-            "has none."
+            "No probes were recorded: the run was traced with --restart-trace-probes off, or by a tool that has none."
         )
     moments = _moments(run)
     plots = [_levels(panel, moments, known) for panel in _LEVELS if set(panel.names) & set(known)]

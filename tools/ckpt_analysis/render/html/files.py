@@ -78,13 +78,8 @@ def _warnings(run: RunData, stats: OperationStats, files: pl.DataFrame) -> list[
     if stats.operation == "save":
         crowded = crowded_hosts([])
         evidence = Evidence([stats], [], [], run.frames, run.tables, run.hosts, run.probes, crowded, True)
-        notes += [
-            f"Many small files: {seen.title}. {rule.advice}"
-            for seen in small_files(evidence, rule.thresholds)
-        ]
-    per_rank = (
-        files.group_by("rank").agg(pl.col("bytes").sum()).sort("bytes", "rank", descending=[True, False])
-    )
+        notes += [f"Many small files: {seen.title}. {rule.advice}" for seen in small_files(evidence, rule.thresholds)]
+    per_rank = files.group_by("rank").agg(pl.col("bytes").sum()).sort("bytes", "rank", descending=[True, False])
     most_rank, most = per_rank.row(0)
     mean = total / stats.ranks
     if mean and most > _SKEW * mean:

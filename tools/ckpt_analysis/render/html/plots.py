@@ -59,9 +59,7 @@ def bar(
     } | more
 
 
-def phase_bars(
-    series: Mapping[str, Mapping[str, float]], phases: Iterable[str], digits: int
-) -> list[dict[str, Any]]:
+def phase_bars(series: Mapping[str, Mapping[str, float]], phases: Iterable[str], digits: int) -> list[dict[str, Any]]:
     """Horizontal bars of each phase in its colour; `series`: phase -> lane -> seconds."""
     return [
         bar(

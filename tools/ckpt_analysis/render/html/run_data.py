@@ -39,11 +39,7 @@ class RunData(Analysis):
     @cached_property
     def places(self) -> pl.DataFrame:
         """cycle, rank, host, tp, pp, dp."""
-        rows = [
-            (info.cycle, rank, *place)
-            for info in self.report.cycles
-            for rank, place in info.coordinates.items()
-        ]
+        rows = [(info.cycle, rank, *place) for info in self.report.cycles for rank, place in info.coordinates.items()]
         schema: dict[str, type[pl.DataType]] = dict.fromkeys(("cycle", "rank", "tp", "pp", "dp"), pl.Int64)
         table = pl.DataFrame(rows, schema=schema, orient="row")
         return table.join(self.hosts, on=["cycle", "rank"], how="left")
@@ -78,9 +74,7 @@ def choose(analysis: Analysis, checkpoint: str | None = None) -> RunData:
         saves = [save for save in saves if save.tag == checkpoint]
         if not saves:
             tags = ", ".join(dict.fromkeys(save.tag or "?" for save in report.saves)) or "none"
-            raise CouldNotRunError(
-                f"--checkpoint {checkpoint}: no save with this tag ended on any rank; saves: {tags}"
-            )
+            raise CouldNotRunError(f"--checkpoint {checkpoint}: no save with this tag ended on any rank; saves: {tags}")
     loads = [load for load in report.loads if load.wall]
     starts = [start for start in report.starts if start.wall]
     restarts = [start for start in starts if start.is_restart]

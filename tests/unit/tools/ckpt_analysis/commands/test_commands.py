@@ -22,7 +22,7 @@ from tools.ckpt_analysis.ingest.load import load_trace
 from tools.ckpt_analysis.model.frame import Frames, make_frames
 from tools.ckpt_analysis.render.summary_rows import CSV_COLUMNS
 from tools.ckpt_analysis.render.tidy import TABLES, tidy
-from tools.common.ranks import parse_rank_ranges
+from tools.common.cli import parse_rank_ranges
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.unit.tools.ckpt_analysis.upstream_log_factory import LogOptions, upstream_log
 from tools.ckpt_analysis.imported.fastpersist import FileStatistics, parse_statistics
+from tools.ckpt_analysis.imported.listing import size_range
 from tools.ckpt_analysis.imported.reader import LogReader
-from tools.ckpt_analysis.imported.sizes import size_range
 from tools.ckpt_plan.listing import human_size
 
 
