@@ -100,9 +100,7 @@ class Encoder:
         self.dtype = best_fitting_dtype(self.tokenizer.vocab_size)
 
     def encode(self, chunk: Chunk) -> Result:
-        tokens: dict[str, list[int]] = {key: [] for key in self.settings.json_keys}
-        sizes: dict[str, list[int]] = {key: [] for key in self.settings.json_keys}
-        counts: dict[str, list[int]] = {key: [] for key in self.settings.json_keys}
+        tokens, sizes, counts = ({key: [] for key in self.settings.json_keys} for _ in range(3))
         blank = 0
         for number, line in enumerate(chunk.lines, chunk.first_line):
             if not line.strip():
