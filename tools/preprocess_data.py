@@ -25,6 +25,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +42,7 @@ logger = logging.getLogger("preprocess_data")
 _CHUNK_BYTES = 1 << 20
 _CHUNK_LINES = 1000
 _CHUNKS_PER_WORKER = 4
+_TOKENIZER_OPTIONS = ("tokenizer_model", "vocab_file", "merge_file", "vocab_size")
 
 
 class PreprocessError(ValueError):
@@ -56,19 +58,10 @@ class Settings:
     append_eod: bool
     exact_sizes: bool
     tokenizer_type: str
-    tokenizer_model: str | None
-    vocab_file: str | None
-    merge_file: str | None
-    vocab_size: int
+    tokenizer_options: dict[str, Any]  # of build_tokenizer
 
     def tokenizer(self) -> Tokenizer:
-        return build_tokenizer(
-            self.tokenizer_type,
-            tokenizer_model=self.tokenizer_model,
-            vocab_file=self.vocab_file,
-            merge_file=self.merge_file,
-            vocab_size=self.vocab_size,
-        )
+        return build_tokenizer(self.tokenizer_type, **self.tokenizer_options)
 
 
 @dataclass(frozen=True)
@@ -107,9 +100,7 @@ class Encoder:
         self.dtype = best_fitting_dtype(self.tokenizer.vocab_size)
 
     def encode(self, chunk: Chunk) -> Result:
-        tokens: dict[str, list[int]] = {key: [] for key in self.settings.json_keys}
-        sizes: dict[str, list[int]] = {key: [] for key in self.settings.json_keys}
-        counts: dict[str, list[int]] = {key: [] for key in self.settings.json_keys}
+        tokens, sizes, counts = ({key: [] for key in self.settings.json_keys} for _ in range(3))
         blank = 0
         for number, line in enumerate(chunk.lines, chunk.first_line):
             if not line.strip():
@@ -361,10 +352,7 @@ def main(argv: list[str] | None = None) -> int:
         append_eod=arguments.append_eod,
         exact_sizes=arguments.document_sizes == "exact",
         tokenizer_type=arguments.tokenizer_type,
-        tokenizer_model=arguments.tokenizer_model,
-        vocab_file=arguments.vocab_file,
-        merge_file=arguments.merge_file,
-        vocab_size=arguments.vocab_size,
+        tokenizer_options={name: getattr(arguments, name) for name in _TOKENIZER_OPTIONS},
     )
     # A polite end unwinds like an error, so that temporary files are removed.
     previous = signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))

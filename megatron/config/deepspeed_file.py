@@ -199,13 +199,13 @@ def _stanza(key: str, value: Any, rule: Names, path: str) -> dict[str, Any] | No
 
 
 def _typed(key: str, value: Any, kind: Kind, path: str) -> Any:
-    if kind.name == "bool":
-        if not isinstance(value, bool):
-            _refuse(path, key, f"is {shown(value)}; use true or false")
-        return value
-    if kind.name == "names":
-        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-            _refuse(path, key, f"is {shown(value)}; it must be a list of strings")
+    if kind.name == "bool" and not isinstance(value, bool):
+        _refuse(path, key, f"is {shown(value)}; use true or false")
+    if kind.name == "names" and not (
+        isinstance(value, list) and all(isinstance(name, str) for name in value)
+    ):
+        _refuse(path, key, f"is {shown(value)}; it must be a list of strings")
+    if kind.name in ("bool", "names"):
         return value
     if kind.name == "str":
         if not isinstance(value, str):

@@ -49,11 +49,7 @@ class OptimizerParamScheduler:
     """
 
     def __init__(
-        self,
-        optimizer: Any,
-        config: OptimizerConfig,
-        training: TrainingConfig,
-        seq_length: int,
+        self, optimizer: Any, config: OptimizerConfig, training: TrainingConfig, seq_length: int
     ) -> None:
         train_iters, train_samples = training.train_iters, training.train_samples
         global_batch_size = training.global_batch_size

@@ -18,7 +18,7 @@ from .kinds import KINDS, METADATA, tensor_bytes_by_kind
 from .memory import device_bytes, host_bytes
 from .presets import Planned
 from .rank_state import first_save, planned_files
-from .sizes import planned_sizes, sizer, with_placements
+from .sizes import sizer, with_placements
 from .stage import stage_on_meta
 from .upstream import upstream_sizes
 
@@ -122,9 +122,7 @@ def _plan_rank(
     at = layout.coordinates(rank)
     placements = engine != UPSTREAM and with_placements(engine)
     states = planned_files(config, layout, at, vocab_sizes, progress, with_placements=placements)
-    saved = (
-        upstream_sizes(states, config) if engine == UPSTREAM else planned_sizes(engine, states, rank, config)
-    )
+    saved = upstream_sizes(states, config) if engine == UPSTREAM else sizer(engine)(states, rank, config)
     kinds = tensor_bytes_by_kind(states)
     stage = stage_on_meta(config.model, vocab_sizes[1], layout, at.tp if placements else 0, at.pp)
     device = device_bytes(config, sum(param.numel() for param in stage.parameters()), kinds)
