@@ -22,6 +22,7 @@ esac
 examples_deepspeed/restart_bench/setup_env.sh
 [[ ${CI:-} != true ]] || tests/install_system_packages.sh
 bin=${VENV_DIR:-$PWD/.venv}/bin
+unset PYTHONDONTWRITEBYTECODE # the tests start hundreds of processes, each of which would compile our modules anew
 workers=${TEST_WORKERS:-$(nproc)}
 ((workers <= 4)) || [[ -n ${TEST_WORKERS:-} ]] || workers=4
 

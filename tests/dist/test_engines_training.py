@@ -152,8 +152,8 @@ class Job:
         assert "passed over" not in run.output, run.output[-4000:]
         return run
 
-    def finish(self, step: int, engine: str | None = None) -> Run:
-        run = self.start("--exit-interval", str(step), engine=engine)
+    def finish(self, step: int, engine: str | None = None, **options: Any) -> Run:
+        run = self.start("--exit-interval", str(step), engine=engine, **options)
         assert run.ok, f"{self.engine}: {run.exit_codes}:\n{run.output[-6000:]}"
         return run
 
@@ -238,7 +238,7 @@ def test_every_engine_goes_on_from_a_checkpoint_of_another(
     wrote: list[str] = []
     for step, engine in enumerate((*ENGINES, ENGINES[0]), start=1):
         began = time.monotonic()
-        job.finish(step, engine)
+        job.finish(step, engine, forked_writers=False)
         manifest = Manifest.from_json((job.save / f"global_step{step}" / "manifest.json").read_text())
         wrote.append(manifest.engine)
         print(f"{engine}: step {step} in {time.monotonic() - began:.1f} s")

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from megatron.parallel.topology import Layout
+from tests.dist.forked_writers import FORKED_WRITERS
 from tests.dist.harness import Run, Zygote, losses
 
 SINGLE = Layout(tp=1, pp=1, dp=1)
@@ -44,11 +45,18 @@ class Launcher:
         layout: Layout,
         *flags: str | Path,
         during: Callable[[list[int]], None] | None = None,
+        env: Mapping[str, str] | None = None,
+        forked_writers: bool = True,
         **options: Any,
     ) -> Run:
-        """Launch pretrain_gpt.py (or `script`) on all ranks of `layout` and return when they have ended."""
+        """Launch pretrain_gpt.py (or `script`) on all ranks of `layout` and return when they have ended.
+
+        `forked_writers` saves the imports of the processes that engine fastpersist-decoupled starts.
+        """
         argv = [*self.dataset, *parallel(layout), *map(str, flags)]
-        return self.zygote.run(argv, layout.world_size, self.directory / "logs", during=during, **options)
+        environment = ({FORKED_WRITERS: "1"} if forked_writers else {}) | dict(env or {})
+        logs = self.directory / "logs"
+        return self.zygote.run(argv, layout.world_size, logs, env=environment, during=during, **options)
 
     def train(self, layout: Layout, *flags: str | Path, **options: Any) -> Run:
         """`run` that must succeed."""

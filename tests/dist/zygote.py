@@ -54,10 +54,13 @@ def run_rank(request: dict[str, Any], environment: dict[str, str]) -> int:
     sys.stdout = os.fdopen(1, "w", buffering=1)
     sys.stderr = os.fdopen(2, "w", buffering=1)
     import megatron.config.arguments
+    from tests.dist import forked_writers
 
     sys.argv = ["pretrain_gpt.py", *request["argv"]]
     if not request.get("launcher"):  # which would kill the others before rank 0 has told its error
         megatron.config.arguments.OTHER_RANKS_WAIT_S = 0.2
+    if forked_writers.FORKED_WRITERS in os.environ:
+        forked_writers.install()
     try:
         runpy.run_path(request.get("script") or str(ROOT / "pretrain_gpt.py"), run_name="__main__")
     except SystemExit as exit_:
@@ -91,6 +94,7 @@ def serve() -> None:
 
     import_for_forks()
     import megatron.checkpointing.engines.dcp.engine  # noqa: F401  half a second of each rank that uses it
+    import tests.dist.forked_writers  # noqa: F401
 
     for name in sys.argv[1:]:
         importlib.import_module(name)
