@@ -15,6 +15,8 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+_installed: list[tuple[Any, str, Any, Any]] = []  # owner, name, what it had, what it has
+
 Around = Callable[["Call"], AbstractContextManager[Any]]
 
 
@@ -102,4 +104,12 @@ def wrap(owner: Any, name: str, around: Around) -> None:
         return call.result
 
     hooked._restart_trace_hook = hook  # type: ignore[attr-defined]
-    setattr(owner, name, classmethod(hooked) if isinstance(found, classmethod) else hooked)
+    replacement = classmethod(hooked) if isinstance(found, classmethod) else hooked
+    setattr(owner, name, replacement)
+    _installed.append((owner, name, found, replacement))
+
+
+def put(hooks: bool) -> None:
+    """Give every hooked function back what it was, or its hook again: to measure what hooks cost."""
+    for owner, name, original, replacement in _installed:
+        setattr(owner, name, replacement if hooks else original)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +16,8 @@ import pytest
 
 from restart_trace.reading import read_records
 from restart_trace.schema import check_record
-from tests.dist.harness import Run, Zygote, records
+from tests.dist.harness import HANGS_S, LLAMA_STYLE, ROOT, Run, Zygote, records
+from tests.dist.tiny_runs import NO_DROPOUT
 from tools.ckpt_analysis.ingest.load import load_trace
 from tools.ckpt_analysis.report import Report, analyse
 
@@ -177,3 +181,86 @@ def test_a_hook_that_raises_switches_itself_off_and_says_so_once(clients: Zygote
         assert said == ["torch.serialization.save", "torch.serialization.load"]  # two hooks, each once
     ended = [r for r in records(tmp_path / "trace") if r["type"] == "operation_end"]
     assert sorted(r["operation"] for r in ended) == sorted(["load", "load", "save", "startup"] * RANKS)
+
+
+def test_exit_codes_are_the_jobs_own(clients: Zygote, tmp_path: Path) -> None:
+    traced = run_client(clients, "ordinary", tmp_path / "traced", tmp_path / "trace", FAIL_AT="1/0")
+    assert traced.exit_codes == [7] * RANKS
+    assert {r["step"] for r in records(tmp_path / "trace") if r["type"] == "iteration"} == {1}
+
+
+OWN = [
+    "--num-layers", "4", "--hidden-size", "512", "--num-attention-heads", "8", "--seq-length", "256", "--bf16",
+    "--micro-batch-size", "2", "--global-batch-size", "4", "--lr", "1e-3", "--save-interval", "3", "--train-iters", "6",
+    "--tensor-model-parallel-size", "2", *LLAMA_STYLE, *NO_DROPOUT,
+]  # fmt: skip
+
+
+def test_our_own_trainer_seen_by_hooks_agrees_with_its_own_trace(
+    zygote: Zygote, dataset: list[str], tmp_path: Path
+) -> None:
+    """Of a run and its resumption, all ranks added up: saves, loads, iterations, and the time to the first step.
+
+    Both instruments watch the same run. They begin and end at different lines, so that the shorter an operation, the
+    more they differ; benchmarks/hooks shows by how much.
+    """
+    save, trace_dir = tmp_path / "save", tmp_path / "hooks"
+    env = {
+        "RESTART_TRACE_HOOKS_SAVES": "megatron.checkpointing.manager:Checkpointer.save",
+        "RESTART_TRACE_HOOKS_LOADS": "megatron.checkpointing.manager:Checkpointer.load",
+    }
+    words = [str(tmp_path), str(trace_dir), str(ROOT / "pretrain_gpt.py"), *dataset, *OWN]
+    for more in (["--exit-interval", "3"], ["--load", str(save)]):
+        run = zygote.run(
+            [*words, "--save", str(save), *more], RANKS, tmp_path / "logs", env=env, script=str(SCRIPTS / "hooked.py")
+        )
+        assert run.ok, run.output[-3000:]
+    own, seen = records(save / "restart_trace"), records(trace_dir)
+    place = {(r["rank"], r["tp"], r["pp"], r["dp"]) for r in seen if r["type"] == "operation_end"}
+    assert place >= {(0, 0, 0, 0), (1, 1, 0, 0)}
+    ratios = agreement(own, seen)
+    assert ratios.keys() == {"save", "load", "startup", "iteration"}
+    assert all(0.9 < ratio < 1.1 for ratio in ratios.values()), ratios
+
+
+def agreement(own: list[dict[str, Any]], seen: list[dict[str, Any]]) -> dict[str, float]:
+    """Kind of operation, or "iteration" -> time that hooks saw over time in the trainer's own trace."""
+
+    def total_ns(trace: list[dict[str, Any]]) -> dict[str, int]:
+        totals: dict[str, int] = {}
+        for r in trace:
+            if r["type"] in ("operation_end", "iteration"):
+                name = r.get("operation", "iteration")
+                totals[name] = totals.get(name, 0) + r["end_ns"] - r["start_ns"]
+        return totals
+
+    mine, theirs = total_ns(own), total_ns(seen)
+    return {name: theirs[name] / mine[name] for name in mine if name in theirs}
+
+
+@pytest.mark.slow
+def test_a_job_under_torchrun_is_traced_over_its_restart(tmp_path: Path) -> None:
+    """The command of the guide: the first launch fails at step 3, the second goes on from step 2."""
+    command = [
+        str(Path(sys.executable).with_name("restart-trace")), "run", "--trace-dir", "trace", "--",
+        str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", str(RANKS),
+        "--max-restarts", "1", str(SCRIPTS / "plain_deepspeed.py"), "ordinary", "4",
+    ]  # fmt: skip
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment = kept | {
+        "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "LOCAL_SIZE": str(RANKS),
+        "FAIL_AT": "3/0",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else restarted ranks may find the addresses of dead ones
+    }  # fmt: skip
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS_S
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = analyse(load_trace(tmp_path / "trace"))
+    first, second = report.starts
+    assert (first.is_restart, second.is_restart) == (False, True)
+    assert (second.resumed_step, second.reached_step, second.lost_steps) == (2, 3, 1)
+    assert second.failure is not None and second.failure.fault is None
+    moments = [0.0, second.failure.stopped_s, second.failure.relaunched_s, second.restart_s]
+    assert moments == sorted(moments, key=lambda moment: moment or 0.0) and None not in moments
+    assert [phase.name for phase in second.phases][:3] == ["process_start", "imports", "rendezvous"]
