@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -151,15 +151,6 @@ def reached_iteration(trace_dir: Path, rank: int, cycle: int) -> int | None:
     return None
 
 
-def _step_in(line: bytes) -> int | None:
-    """The step of an iteration record; None if the line is damaged."""
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, KeyError, RecursionError):
-        return None
-    return step if type(step) is int else None
-
-
 def _last_iteration(path: Path) -> int | None:
     """Step of the last whole iteration record. The spans of a large save may lie between it and the end."""
     size = path.stat().st_size
@@ -170,9 +161,9 @@ def _last_iteration(path: Path) -> int | None:
             lines = file.read().splitlines()
         for line in reversed(lines):
             if b'"type":"iteration"' in line and line.endswith(b"}") and line.startswith(b"{"):
-                step = _step_in(line)
-                if step is not None:
-                    return step
+                with suppress(ValueError, KeyError, RecursionError):  # a damaged line
+                    if type(step := json.loads(line)["step"]) is int:
+                        return step
         if tail >= size:
             return None
         tail *= 8

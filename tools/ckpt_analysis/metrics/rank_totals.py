@@ -7,7 +7,7 @@ from typing import Any
 import polars as pl
 
 from ..common.intervals import busy, clip, pieces
-from .phases import coverage, phase_stats, rank_stats, spread_over_ranks
+from .phases import phase_stats, rank_stats, spread_over_ranks
 from .results import Spread
 from .volumes import Volumes
 
@@ -131,8 +131,6 @@ def lowest_coverage(totals: pl.DataFrame) -> dict[int, tuple[float, int]]:
         .with_columns(share)
         .filter(pl.col("share") == pl.col("share").min().over("group"))
         .group_by("group")
-        .agg(pl.all().sort_by("rank").first())
+        .agg(pl.col("share", "rank").sort_by("rank").first())
     )
-    return {
-        row["group"]: (coverage(row["covered_ns"], row["wall_ns"]), row["rank"]) for row in lowest.iter_rows(named=True)
-    }
+    return {group: (share, rank) for group, share, rank in lowest.iter_rows()}

@@ -55,9 +55,9 @@ def gather(report: Report | None, given: Given) -> Inputs:
 
     Raises CouldNotRunError naming the flag, if a number is neither measured nor given, or cannot be.
     """
-    num_bytes = _bytes(report)
+    blocked, num_bytes = _median_of_saves(report, "blocked_s", "blocked_s, slowest rank"), _bytes(report)
     inputs = Inputs(
-        blocked_s=_one("blocked_s", "s", given.blocked_s, "--blocked-seconds", _blocked(report)),
+        blocked_s=_one("blocked_s", "s", given.blocked_s, "--blocked-seconds", blocked),
         durable_s=_one("durable_s", "s", given.durable_s, "--durable-seconds", _durable(report)),
         restart_s=_one("restart_s", "s", given.restart_s, "--restart-seconds", _restart(report)),
         step_s=_one("step_s", "s", given.step_s, "--step-seconds", _step(report)),
@@ -85,10 +85,6 @@ def _median_of_saves(report: Report | None, name: str, remark: str) -> tuple[flo
     saves = report.complete_saves if report else []
     values = [value for save in saves if (value := getattr(save, name)) is not None]
     return (median(values), f"median of {len(values)} saves ({remark})") if values else None
-
-
-def _blocked(report: Report | None) -> tuple[float, str] | None:
-    return _median_of_saves(report, "blocked_s", "blocked_s, slowest rank")
 
 
 def _durable(report: Report | None) -> tuple[float, str] | None:
