@@ -31,7 +31,7 @@ def test_the_table_says_what_is_seen(rows: list[str], name: str, tmp_path: Path)
 
 def test_the_table_has_every_engine_and_no_other(rows: list[str]) -> None:
     assert "\n".join(rows[:2]) == capabilities.header()
-    assert [line.split("`")[1] for line in rows[2:]] == list(all_engines())
+    assert [line.split("`")[1] for line in rows[2:]] == list(all_engines()), f"to record the table again: {HINT}"
     for name in EXCEPTIONS:
         assert capabilities.row(name, capabilities.exception_row(name)) in rows
 
@@ -56,4 +56,5 @@ def test_the_options_are_those_of_the_command_line() -> None:
                 else str(real_default)
             )
     lines = re.findall(r"^\| (`[a-z].*?) \|", options, re.MULTILINE)
-    assert {name for line in lines for name in line.split("`")[1::2]} == set(all_engines())
+    named = {name for line in lines for name in line.split("`")[1::2]}
+    assert named == set(all_engines()), "docs/engines.md, Options: a row for each engine"

@@ -156,4 +156,4 @@ def test_only_an_asynchronous_engine_writes_behind_the_back_of_training(
     files = pending.wait()
     writes = [span for span in trace.records.spans("flush", "write") if span.get("bytes")]
     assert {span["blocking"] for span in writes} == ({False} if engine.asynchronous else {True})
-    assert sum(span["bytes"] for span in writes) == sum(file.num_bytes for file in files) >= 4 * MIB
+    assert sum(span["bytes"] for span in writes) == sum(file.num_bytes for file in files)

@@ -133,17 +133,17 @@ def test_a_directory_in_the_place_of_a_file(target: Target) -> None:
 
 
 def test_files_of_two_checkpoints_mixed_up(subject: Subject, tmp_path: Path) -> None:
-    """Every file as long as the right one, but of another step."""
+    """Every file as long as the manifest says, but of another step."""
     one = subject.save({FIRST: {"weight": torch.zeros(500), "step": 1}}, tmp_path / "one")
     other = subject.save({FIRST: {"weight": torch.ones(500), "step": 2}}, tmp_path / "other")
-    assert [file.num_bytes for file in one.files] == [file.num_bytes for file in other.files]
     for file, its_like in zip(one.files, other.files, strict=True):  # some engines give files random names
         path = one.directory / file.name
         stranger = (other.directory / its_like.name).read_bytes()
         if stranger == path.read_bytes():
             continue
+        manifest = resized(one.manifest, file.name, len(stranger))  # an engine that compresses: sizes differ
         with damaged(path, stranger), pytest.raises((CheckpointDamagedError, OSError), match=path.name):
-            subject.load([FIRST], one)
+            subject.load([FIRST], one, manifest=manifest)
 
 
 # ---------------------------------------------------------------- pickles
