@@ -46,7 +46,7 @@ class Pair:
         return self.directory / "trace"
 
     def report(self) -> Report:
-        return analyse(load_trace(self.trace_dir))
+        return analyse(load_trace(self.trace_dir)).report
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +256,7 @@ def test_a_job_under_torchrun_is_traced_over_its_restart(tmp_path: Path) -> None
         command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS_S
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    report = analyse(load_trace(tmp_path / "trace"))
+    report = analyse(load_trace(tmp_path / "trace")).report
     first, second = report.starts
     assert (first.is_restart, second.is_restart) == (False, True)
     assert (second.resumed_step, second.reached_step, second.lost_steps) == (2, 3, 1)

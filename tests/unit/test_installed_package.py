@@ -107,7 +107,7 @@ def test_type_checkers_may_use_our_annotations(wheel: Path) -> None:
 
 def test_every_console_script_answers(wheel: Path, installed: Path, tmp_path: Path) -> None:
     scripts = console_scripts(wheel)
-    assert set(scripts) == {"ckpt-analysis", "megatron-preprocess-data"}
+    assert set(scripts) == {"ckpt-analysis", "megatron-preprocess-data", "restart-trace"}
     for name in scripts:
         assert "usage:" in run(installed / "bin" / name, "--help", cwd=tmp_path)
 
