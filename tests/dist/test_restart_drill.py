@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.dist.drill_reports import LEAST_ACCOUNTED, assert_report_agrees
-from tests.dist.harness import HANGS_S, LLAMA_STYLE, ROOT, wait_for
+from tests.dist.harness import HANGS_S, LLAMA_STYLE, ROOT, records, wait_for
 from tests.dist.hold import held_environment
 from tests.dist.own_shm import in_own_shm, left_in_shm
 from tests.dist.storage import small_disk
@@ -115,7 +115,7 @@ class Sample:
 def sample(tmp_path_factory: pytest.TempPathFactory, dataset: list[str]) -> Sample:
     """The full one: python -m tools.restart_drill.matrix --out DIR; see docs/restart_drill.md."""
     out = tmp_path_factory.mktemp("sample") / "matrix"
-    command = [*TORCHRUN, str(ROOT / "pretrain_gpt.py"), *dataset, *WITHOUT_HANDLER, "--train-iters", "150"]
+    command = [*TORCHRUN, str(ROOT / "pretrain_gpt.py"), *dataset, *WITHOUT_HANDLER, "--train-iters", "60"]
     options = ["--sample", "3", "--seed", "38", "--quiet", "--time-limit", str(HANGS_S), "--hang-limit", "4"]
     done = run(out, "tools.restart_drill.matrix", "--out", str(out), *options, "--", *command, held=ALWAYS)
     return Sample(out, done)
@@ -141,16 +141,22 @@ def cycles(done: subprocess.CompletedProcess[str], out: Path) -> list[dict[str, 
     return found
 
 
+def imports_s(out: Path, launch: int) -> float:
+    """How long the first imports on rank 0 of a launch took: those of the launcher that forks it."""
+    spans = [r for r in records(out / "trace", cycle=launch, rank=0) if r["type"] == "span"]
+    return next(r["duration_ns"] for r in spans if r["phase"] == "imports") / 1e9
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "moment", "engine", "options", "launcher"),
+    ("fault", "moment", "engine", "options"),
     [
-        ("sigkill-all", "mid-save-write", "lazy", ["--cycles", "2"], FORK),
+        ("sigkill-all", "mid-save-write", "lazy", ["--cycles", "2"]),
         # A commit may win against the fault; then no iteration is repeated, and only a reference run can tell.
-        ("sigkill-node", "mid-save-commit", "lazy", [], FORK),
-        ("sigkill-one", "mid-save-before-commit", "torch", [], TORCHRUN),
-        ("sigstop", "mid-step", "lazy", ["--hang-limit", "4"], FORK),
-        ("sigterm", "random:3", "torch", [], FORK),
+        ("sigkill-node", "mid-save-commit", "lazy", []),
+        ("sigkill-one", "mid-save-before-commit", "torch", []),
+        ("sigstop", "mid-step", "lazy", ["--hang-limit", "4"]),
+        ("sigterm", "random:3", "torch", []),
     ],
 )
 def test_every_cycle_is_verified_and_accounted_for(
@@ -161,21 +167,22 @@ def test_every_cycle_is_verified_and_accounted_for(
     moment: str,
     engine: str,
     options: list[str],
-    launcher: list[str],
 ) -> None:
     out = tmp_path / "drill"
     options = [*options, *sample.reference, "--checkpoint-engine", engine]
     strikes = 2 if "--cycles" in options else 1
-    training = ("--train-iters", "60")
-    done = drill(out, dataset, fault, moment, *options, training=training, strikes=strikes, launcher=launcher)
+    done = drill(out, dataset, fault, moment, *options, strikes=strikes)
     found = cycles(done, out)
     assert len(found) == strikes
-    for cycle in found:
+    for number, cycle in enumerate(found):
         assert (cycle["fault"], cycle["moment"]) == (fault, moment)
         assert (cycle["losses"], cycle["state_hashes"], cycle["cache"]) == ("identical", "equal", "warm")
         # Saves are five steps apart; beside one of engine lazy training goes on until the next is due.
         at_most = 10 if engine == "lazy" else 5
         assert cycle["resumed_step"] == cycle["expected_step"] and cycle["lost_steps"] <= at_most
+        assert cycle["phases"]["imports"] >= imports_s(out, number + 1) > 0, "the launcher's imports have vanished"
+        if fault == "sigkill-all":
+            assert (cycle["processes"], cycle["exit_code"]) == (2, 1)
         if fault == "sigstop":
             assert cycle["phases"]["detect"] >= 4.0
         if fault == "sigterm":
