@@ -38,7 +38,8 @@ def main() -> None:
         "train_batch_size": plan["ranks"], "zero_optimization": {"stage": 1}, "bf16": {"enabled": True},
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
     }  # fmt: skip
-    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))
+    parameters: Any = list(model.parameters())  # annotated as a Module in DeepSpeed
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=parameters)
     row = torch.randn(1, width, dtype=torch.bfloat16)
 
     def step() -> None:

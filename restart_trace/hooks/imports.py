@@ -52,10 +52,10 @@ class ImportWatcher:
         if not first and name not in self._watched and name not in self._announced:
             return None
         start_ns = now_ns()
-        if name in self._announced:
-            self._guarded(self._began)
-        self._looking = True
+        self._looking = True  # what is imported meanwhile is not the program's import
         try:
+            if name in self._announced:
+                self._guarded(self._began)
             spec = _find_among_others(self, name, path, target)
         finally:
             self._looking = False
@@ -75,7 +75,7 @@ class ImportWatcher:
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            del loader.exec_module  # the class's own again
+            vars(loader).pop("exec_module", None)  # the class's own again
             if first:
                 self._outermost = name
             try:

@@ -67,7 +67,8 @@ class Timeline:
 
     def interrupted(self, phase: str, start_ns: int, end_ns: int) -> None:
         """What is open was interrupted by `phase`, which has just ended."""
-        if start_ns >= self._since_ns:
+        start_ns = max(start_ns, self._since_ns)  # phases within it have been recorded
+        if end_ns > start_ns:
             self._cut(at_ns=start_ns)
             self.operation.add(phase, None, start_ns, end_ns)
             self._since_ns = end_ns

@@ -100,6 +100,15 @@ def test_no_common_name_is_taken_in_site_packages(wheel: Path) -> None:
     assert names <= {"megatron", TOOLS, "pretrain_gpt.py", "restart_trace"}
 
 
+def test_a_job_is_traced_by_the_installed_command(installed: Path, tmp_path: Path) -> None:
+    """What it puts in front of the job is in the wheel."""
+    (tmp_path / "torch.py").write_text("class serialization: save = load = _open_zipfile_writer = len\n")
+    (tmp_path / "train.py").write_text("import torch\n")
+    command = (installed / "bin" / "restart-trace", "run", "--", installed / "bin" / "python", "train.py")
+    run(*command, cwd=tmp_path, RANK="0", WORLD_SIZE="1")
+    assert (tmp_path / "restart-trace" / "rank_00000_cycle_000.jsonl").exists()
+
+
 def test_type_checkers_may_use_our_annotations(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         assert {"megatron/py.typed", "restart_trace/py.typed"} <= set(archive.namelist())
