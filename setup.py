@@ -73,8 +73,12 @@ setup(
     python_requires=">=3.10,<3.13",
     packages=PACKAGES,
     package_dir=PACKAGE_DIR,
-    package_data={REPORT: ["templates/*"], "megatron": ["py.typed"], "restart_trace": ["py.typed"],
-                  "restart_trace.hooks": ["site/*.py"]},
+    package_data={
+        REPORT: ["templates/*"],
+        "megatron": ["py.typed"],
+        "restart_trace": ["py.typed"],
+        "restart_trace.hooks": ["site/*.py"],
+    },
     py_modules=["pretrain_gpt"],
     install_requires=INSTALL_REQUIRES,
     extras_require={

@@ -270,9 +270,7 @@ def _check_value(name: str, json_type: str, value: Any) -> str | None:
 
 def _fault(json_type: str, value: Any, name: str) -> str | None:
     """What is wrong with one value; None if nothing is. `name`: whose range an int must be in."""
-    if not isinstance(value, _PYTHON_TYPES[json_type]) or (
-        isinstance(value, bool) and json_type in ("int", "float")
-    ):
+    if not isinstance(value, _PYTHON_TYPES[json_type]) or (isinstance(value, bool) and json_type in ("int", "float")):
         return f"is not {json_type}: {value!r}"
     if json_type == "int" and not int_range(name)[0] <= value <= int_range(name)[1]:
         return f"is out of range: {value}"

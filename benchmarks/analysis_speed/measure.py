@@ -54,9 +54,7 @@ def measure(directory: Path, divide: int, repeat: int, *, with_pandas: bool, wit
         if with_pandas and full_ranks == SIZES[0][0]:
             rows.append(_pandas(logs, size, taken))
     growth = cold[1] / cold[0] * SIZES[0][1] / SIZES[1][1]
-    rows.append(
-        Row("time per span, large over small logs", f"{growth:.2f}", f"< {_GROWTH}", growth < _GROWTH)
-    )
+    rows.append(Row("time per span, large over small logs", f"{growth:.2f}", f"< {_GROWTH}", growth < _GROWTH))
     return [*rows, _timed("--help", [run(_TOOL, "--help") for _ in range(repeat)], _HELP_S)]
 
 

@@ -104,9 +104,7 @@ def _restart(variant: str, setting: Setting, place: Path, limit_s: float) -> flo
 def _checked(restart_s: float, resumed: int) -> float:
     """`restart_s`, if the restart was one. Raises MeasurementError if it did not go on from the checkpoint."""
     if resumed != SAVE_INTERVAL + 1:
-        raise MeasurementError(
-            f"it went on with iteration {resumed}, not from its checkpoint of {SAVE_INTERVAL}"
-        )
+        raise MeasurementError(f"it went on with iteration {resumed}, not from its checkpoint of {SAVE_INTERVAL}")
     return restart_s
 
 

@@ -45,9 +45,7 @@ def measure(place: Path, ranks: int, request: Request, progress: Callable[[str],
         output = str(notes / "samples.jsonl")
         plan = Plan(**asdict(request), ranks=ranks, directory=str(directory), output=output)
         (notes / "plan.json").write_text(json.dumps(asdict(plan)))
-        run_ranks(
-            Path(__file__).with_name("rank.py"), ranks, notes, _tell_of(request.rounds, notes, progress)
-        )
+        run_ranks(Path(__file__).with_name("rank.py"), ranks, notes, _tell_of(request.rounds, notes, progress))
         _read_samples(notes / "samples.jsonl", found)
     return found
 

@@ -40,9 +40,7 @@ def parse_layout(text: str) -> Layout:
     """TP, PP and DP in "4,1,2". Raises argparse.ArgumentTypeError for anything else but the layouts of TARGETS."""
     known = {",".join(map(str, target)): target for target in TARGETS}
     if text not in known:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no layout of this benchmark; choose of {' '.join(known)}"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is no layout of this benchmark; choose of {' '.join(known)}")
     return known[text]
 
 
@@ -76,9 +74,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default="cold",
         help="page cache before each load (default: cold)",
     )
-    parser.add_argument(
-        "--format", choices=("table", "json"), default="table", help="output (default: table)"
-    )
+    parser.add_argument("--format", choices=("table", "json"), default="table", help="output (default: table)")
     arguments = parser.parse_args(argv)
     if arguments.repeat < 1:
         parser.error(f"--repeat {arguments.repeat}: must be at least 1")
@@ -95,9 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         free, needed = shutil.disk_usage(place).free, int(arguments.bytes * _ROOM)
         if free < needed:
-            raise OSError(
-                f"--dir {place}: {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB needed; give another"
-            )
+            raise OSError(f"--dir {place}: {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB needed; give another")
         found = measure(place, request, lambda text: print(text, file=sys.stderr))
     except (OSError, MeasurementError) as exc:
         print(f"redistribute_bench: {exc}", file=sys.stderr)

@@ -86,9 +86,7 @@ class RankLines:
             self._probe(op, "end", us)
         self.write("operation_end", f'{op}"end_ns":{self.ns(us)},"outcome":"ok"{facts}')
 
-    def span(
-        self, op: str, what: str, start: int, window: int, busy: int | None = None, thread: str = ""
-    ) -> int:
+    def span(self, op: str, what: str, start: int, window: int, busy: int | None = None, thread: str = "") -> int:
         """A span of phase, detail, file and bytes `what`; returns its end. A `thread` is in the background."""
         begin, end = self.ns(start), self.ns(start + window)
         shorter = f',"duration_ns":{busy * 1000}' if busy is not None and busy != window else ""

@@ -64,6 +64,4 @@ def _verdict(found: Sequence[Any], conclude: Callable[[list[Any]], Any]) -> Any:
     if not errors:
         return _attempt(lambda: conclude(list(found)), 0)[0]
     refusals = [error for error in errors if not isinstance(error, CheckpointRejectedError)]
-    return (
-        refusals[0] if refusals else CheckpointRejectedError(*(why for error in errors for why in error.args))
-    )
+    return refusals[0] if refusals else CheckpointRejectedError(*(why for error in errors for why in error.args))

@@ -114,9 +114,7 @@ def shard_placement(kind: str, held: list[JsonObject], numel: int) -> JsonObject
     """
     end = held[-1]["offset"] + held[-1]["numel"] if held else 0
     if end > numel:
-        raise ValueError(
-            f"{kind}: a flat tensor of {numel} elements cannot hold fragments up to element {end}"
-        )
+        raise ValueError(f"{kind}: a flat tensor of {numel} elements cannot hold fragments up to element {end}")
     covered = sum(fragment["numel"] for fragment in held)
     return {"kind": kind, "fragments": held, "padding": numel - covered}
 

@@ -15,9 +15,7 @@ class CheckpointConfig(FlagGroup):
 
     save: str | None = flag(None, "directory to save checkpoints to")
     save_interval: int | None = flag(None, "iterations between saves; needed with --save", least=1)
-    keep_last: int | None = flag(
-        None, "keep only this many newest checkpoints (default: all)", least=1, needs="save"
-    )
+    keep_last: int | None = flag(None, "keep only this many newest checkpoints (default: all)", least=1, needs="save")
     take_over: bool = flag(
         False,
         "save to --save although another live launch saves there: that launch stops saving and ends",
@@ -54,9 +52,7 @@ class CheckpointConfig(FlagGroup):
     allow_other_checkpoints: bool = flag(
         False, "save into a --save that holds checkpoints which this run does not resume from", needs="save"
     )
-    checkpoint_engine: str = flag(
-        "torch", "how checkpoint files are written; an unknown name lists the engines"
-    )
+    checkpoint_engine: str = flag("torch", "how checkpoint files are written; an unknown name lists the engines")
     checkpoint_durability: str = flag(
         "fsync",
         "fsync: a committed checkpoint survives a power loss; none: as upstream",
@@ -68,14 +64,11 @@ class CheckpointConfig(FlagGroup):
         "checkpoint, at most half of its share of the free memory)",
         above=0,
     )
-    io_threads: int | None = flag(
-        None, "threads that write or read files (default: the engine's own)", least=1
-    )
+    io_threads: int | None = flag(None, "threads that write or read files (default: the engine's own)", least=1)
     io_block_size: float = flag(8.0, "size of one read or write of an I/O thread, MiB; engine lazy")
     direct_io: str = flag(
         "auto",
-        "bypass the page cache: auto falls back to buffered I/O, and logs it, if the file system refuses; "
-        "engine lazy",
+        "bypass the page cache: auto falls back to buffered I/O, and logs it, if the file system refuses; engine lazy",
         choices=("auto", "on", "off"),
     )
     prefetch_on_start: bool = flag(

@@ -93,9 +93,7 @@ _MASTER = "master weights and moments are fp32"
 _PARTITION = "the model is cut into stages by --pipeline-model-parallel-size"
 _RECOMPUTE = "use --checkpoint-activations, which says how stages recompute"
 _OTHER_TRACE = "the restart trace (--save, --restart-trace-dir) records the bytes and the time of every write"
-_NO_TIMER = (
-    "under pipelines nothing reads that timer; the training log has samples, tokens and TFLOPs per second"
-)
+_NO_TIMER = "under pipelines nothing reads that timer; the training log has samples, tokens and TFLOPs per second"
 _OWN_SAVE = "checkpoints are written by this program's engines, not by DeepSpeed's save_checkpoint"
 _IO_FLAGS = "of the async_io operator --io-threads and --io-block-size can be set"
 _BOARD = "use --tensorboard-dir, or the section tensorboard or csv_monitor"
@@ -136,9 +134,7 @@ _TOP: dict[str, Rule] = {
         seq_parallel_communication_data_type="fp32",
         sequence_parallel_size=1,
     ),
-    "dataloader_drop_last": Inert(
-        False, "this program has its own data loader, and its batches are complete"
-    ),
+    "dataloader_drop_last": Inert(False, "this program has its own data loader, and its batches are complete"),
     "use_data_before_expert_parallelism": Inert(False, "there are no experts here"),
     "data_parallel_size": Refused("start as many processes as TP x PP x DP"),
     "vocabulary_size": Refused("use --vocab-size or the tokenizer's files"),
@@ -202,9 +198,7 @@ _SECTIONS: dict[str, dict[str, Rule]] = {
     "checkpoint": {
         "writer": Names("fastpersist", as_bool=False),
         "checkpoint_serialization": Inert(True, "files are torch.save's zip files"),
-        "tag_validation": Inert(
-            "Fail", "the ranks agree on each checkpoint, its name included, before its commit"
-        ),
+        "tag_validation": Inert("Fail", "the ranks agree on each checkpoint, its name included, before its commit"),
         "use_node_local_storage": Inert(False, _OWN_SAVE),
         "parallel_write": Section(),
         "load_universal": Refused("another layout needs no conversion; --redistribute universal makes one"),
@@ -233,9 +227,7 @@ _SECTIONS: dict[str, dict[str, Rule]] = {
         "allgather_bucket_size": Inert(_BUCKET, "torch gathers a partition in one call, whatever its size"),
         "allgather_partitions": Inert(True, _NOT_READ),
         "reduce_scatter": Inert(True, "at stage 1 both settings add up the same buckets"),
-        "contiguous_gradients": Inert(
-            True, "without it DeepSpeed's ZeRO-1 copies gradients another way, untried here"
-        ),
+        "contiguous_gradients": Inert(True, "without it DeepSpeed's ZeRO-1 copies gradients another way, untried here"),
         "overlap_comm": Inert(False, "pipelines reduce gradients after their last backward pass"),
         "compute_grad_norm": Inert(True, "the training log and --clip-grad need the norm"),
         "load_from_fp32_weights": Inert(True, "a checkpoint restores its fp32 master weights"),

@@ -20,9 +20,7 @@ class OptimizerConfig(FlagGroup):
     lr: float = flag(REQUIRED, "peak learning rate", above=0)
     min_lr: float = flag(0.0, "learning rate at the end of the decay", least=0)
     lr_decay_style: str = flag("linear", "shape of the decay", choices=LR_DECAY_STYLES)
-    lr_decay_iters: int = flag(
-        None, "iterations after which --min-lr is reached (default: --train-iters)", least=1
-    )
+    lr_decay_iters: int = flag(None, "iterations after which --min-lr is reached (default: --train-iters)", least=1)
     lr_decay_samples: int | None = flag(
         None,
         "samples after which --min-lr is reached, with --train-samples (default: --train-samples)",

@@ -48,9 +48,7 @@ class ParallelConfig(FlagGroup):
         "keep split activations in one buffer; needs --partition-activations",
         needs="partition_activations",
     )
-    checkpoint_in_cpu: bool = flag(
-        False, "keep saved activations in host memory", needs="partition_activations"
-    )
+    checkpoint_in_cpu: bool = flag(False, "keep saved activations in host memory", needs="partition_activations")
     synchronize_each_layer: bool = flag(
         False,
         "synchronize the device around each recomputed layer",

@@ -16,9 +16,7 @@ class TrainingConfig(FlagGroup):
     """Training: batch sizes, length, evaluation, logging."""
 
     micro_batch_size: int = flag(REQUIRED, "samples per rank in one forward pass", least=1)
-    global_batch_size: int = flag(
-        None, "samples per iteration over all ranks (default: micro batch x DP)", least=1
-    )
+    global_batch_size: int = flag(None, "samples per iteration over all ranks (default: micro batch x DP)", least=1)
     rampup_batch_size: tuple[int, ...] = flag(
         (),
         "START INCREMENT SAMPLES: the global batch grows from START to --global-batch-size in steps of INCREMENT, over "
@@ -59,9 +57,7 @@ class TrainingConfig(FlagGroup):
     loss_scale: float | None = flag(None, "static loss scale of --fp16 (default: dynamic)", above=0)
     initial_loss_scale: float = flag(2.0**16, "first dynamic loss scale of --fp16, a power of two", above=0)
     min_loss_scale: float = flag(1.0, "smallest dynamic loss scale of --fp16", least=1)
-    loss_scale_window: float = flag(
-        1000.0, "iterations without overflow after which the loss scale doubles", least=1
-    )
+    loss_scale_window: float = flag(1000.0, "iterations without overflow after which the loss scale doubles", least=1)
     hysteresis: int = flag(2, "overflows after which the loss scale is halved", least=1)
     tensorboard_dir: str | None = flag(None, "directory for TensorBoard event files (default: none written)")
     tensorboard_log_interval: int = flag(1, "iterations between TensorBoard points", least=1)
@@ -73,9 +69,7 @@ class TrainingConfig(FlagGroup):
     log_timers_to_tensorboard: bool = flag(
         False, "write the time per iteration to TensorBoard", needs="tensorboard_dir"
     )
-    log_batch_size_to_tensorboard: bool = flag(
-        False, "write the batch size to TensorBoard", needs="tensorboard_dir"
-    )
+    log_batch_size_to_tensorboard: bool = flag(False, "write the batch size to TensorBoard", needs="tensorboard_dir")
     log_learning_rate_to_tensorboard: bool = flag(
         True,
         "no learning rate in TensorBoard",
@@ -87,12 +81,8 @@ class TrainingConfig(FlagGroup):
     log_validation_ppl_to_tensorboard: bool = flag(
         False, "write the validation perplexity to TensorBoard", needs="tensorboard_dir"
     )
-    log_memory_to_tensorboard: bool = flag(
-        False, "write accelerator memory to TensorBoard", needs="tensorboard_dir"
-    )
-    log_world_size_to_tensorboard: bool = flag(
-        False, "write the world size to TensorBoard", needs="tensorboard_dir"
-    )
+    log_memory_to_tensorboard: bool = flag(False, "write accelerator memory to TensorBoard", needs="tensorboard_dir")
+    log_world_size_to_tensorboard: bool = flag(False, "write the world size to TensorBoard", needs="tensorboard_dir")
     log_optimizer_states_to_tensorboard: bool = flag(
         False,
         "write norms and largest elements of Adam's moments and of the master weights to TensorBoard",

@@ -49,11 +49,7 @@ class BlendableDataset:
         size: int,
         cache: IndexCache | None = None,
     ) -> None:
-        if (
-            not datasets
-            or len(datasets) != len(weights)
-            or not all(0 < weight < np.inf for weight in weights)
-        ):
+        if not datasets or len(datasets) != len(weights) or not all(0 < weight < np.inf for weight in weights):
             raise ValueError(
                 f"--data-path: {len(datasets)} datasets with weights {list(weights)}: give each a weight > 0"
             )

@@ -105,10 +105,7 @@ def read_ranges(
 
 def open_all(file_bytes: Mapping[Path, int], direct_io: str, stack: ExitStack) -> dict[Path, OpenFile]:
     """Files of those sizes, open until `stack` is left. Raises DamagedFileError if one has another size."""
-    return {
-        path: stack.enter_context(closing(OpenFile(path, size, direct_io)))
-        for path, size in file_bytes.items()
-    }
+    return {path: stack.enter_context(closing(OpenFile(path, size, direct_io))) for path, size in file_bytes.items()}
 
 
 class _Pool:

@@ -48,9 +48,7 @@ class OptimizerParamScheduler:
     step was skipped or not, as upstream. Decay styles: constant, linear, cosine, inverse-square-root.
     """
 
-    def __init__(
-        self, optimizer: Any, config: OptimizerConfig, training: TrainingConfig, seq_length: int
-    ) -> None:
+    def __init__(self, optimizer: Any, config: OptimizerConfig, training: TrainingConfig, seq_length: int) -> None:
         train_iters, train_samples = training.train_iters, training.train_samples
         global_batch_size = training.global_batch_size
         self.optimizer = optimizer

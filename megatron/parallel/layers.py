@@ -63,9 +63,7 @@ class RowParallelLinear(DrawnLayer):
     Input [..., input_size / TP], split; output [..., output_size], replicated.
     """
 
-    def __init__(
-        self, input_size: int, output_size: int, *, bias: bool, init_std: float, place: Placement
-    ) -> None:
+    def __init__(self, input_size: int, output_size: int, *, bias: bool, init_std: float, place: Placement) -> None:
         super().__init__(init_std)
         self.tp = place.tp
         self.weight = place.parameter(output_size, input_size, dim=1)
@@ -82,9 +80,7 @@ class VocabParallelEmbedding(DrawnLayer):
     Input ids [b, s]; output [b, s, hidden], replicated.
     """
 
-    def __init__(
-        self, padded_vocab_size: int, hidden_size: int, *, init_std: float, place: Placement
-    ) -> None:
+    def __init__(self, padded_vocab_size: int, hidden_size: int, *, init_std: float, place: Placement) -> None:
         super().__init__(init_std)
         self.tp = place.tp
         self.weight = place.parameter(padded_vocab_size, hidden_size, dim=0, vocabulary=True)

@@ -55,11 +55,7 @@ def report_flops(engine: Any) -> None:
     last micro-batch and its stage.
     """
     step = engine.global_steps - 1
-    if (
-        not engine.flops_profiler_enabled()
-        or step != engine.flops_profiler_profile_step()
-        or engine.global_rank
-    ):
+    if not engine.flops_profiler_enabled() or step != engine.flops_profiler_profile_step() or engine.global_rank:
         return
     profiler = engine.flops_profiler
     if not profiler.started:  # a profile_step that was skipped over by a resume

@@ -95,9 +95,7 @@ class NullTokenizer:
 
     def __init__(self, vocab_size: int | None) -> None:
         if vocab_size is None or vocab_size < 1:
-            raise TokenizerError(
-                f"--vocab-size {vocab_size}: NullTokenizer needs the number of ids, 1 or more"
-            )
+            raise TokenizerError(f"--vocab-size {vocab_size}: NullTokenizer needs the number of ids, 1 or more")
         self.eod = vocab_size
         self.vocab_size = vocab_size + 1
 

@@ -225,9 +225,7 @@ def _set_up(
     from megatron.training.log import TrainingLog
     from megatron.training.statistics import TrainingStatistics
 
-    runtime = initialize_megatron(
-        config, startup, commits_in_background=_saves_in_background(config, startup)
-    )
+    runtime = initialize_megatron(config, startup, commits_in_background=_saves_in_background(config, startup))
     control = ControlPlane(runtime.rank, runtime.layout.world_size, runtime.control_group)
     with phase_apart_from_communicators(startup, "model_build", group_timeout(config)), printed_as_debug():
         model = providers.model(config, vocabulary.padded, runtime)
@@ -236,16 +234,12 @@ def _set_up(
     eod = vocabulary.eod if config.data.eod_mask_loss else None
     with phase_apart_from_communicators(startup, "engine_init", group_timeout(config)), printed_as_debug():
         engine = build_engine(config, model, functools.partial(providers.batch_fn, eod_token=eod))
-        checkpointer = build_checkpointer(
-            config, runtime, control, recorder, ownership, vocabulary[:2], prefetch
-        )
+        checkpointer = build_checkpointer(config, runtime, control, recorder, ownership, vocabulary[:2], prefetch)
     what_runs = _record_what_runs(checkpointer, engine, runtime, config, recorder, vocabulary.padded)
     _mark_ranges(recorder, config, runtime.device)
     progress = _restore_or_begin(checkpointer, engine, startup)
     with startup.phase("data_build"):
-        data = build_data_iterators(
-            providers.datasets, config, control, runtime.layout, runtime.coordinates, progress
-        )
+        data = build_data_iterators(providers.datasets, config, control, runtime.layout, runtime.coordinates, progress)
     with startup.phase("imports"):
         log = TrainingLog(config, vocabulary.padded)  # imports TensorBoard where it is asked for
     logger.info("%s", what_runs)

@@ -64,9 +64,7 @@ class Session:
         process = rank_fields(identity, os.environ, run_id=run_id, cycle=cycle, instrument="hooks")
         self.recorder = Recorder(sink, process)
         installed_ns = self._installed_ns
-        self.startup = Startup(
-            self.recorder, self.trace_dir, rank, cycle, installed_ns, opened_ns=installed_ns
-        )
+        self.startup = Startup(self.recorder, self.trace_dir, rank, cycle, installed_ns, opened_ns=installed_ns)
         assert self.startup.operation is not None
         self._starting = Timeline(self.startup.operation)
         for start_ns, end_ns in self._imports:

@@ -145,9 +145,7 @@ class Subject:
         **options: Any,
     ) -> dict[str, Any]:
         expected = saved.manifest if manifest is None else manifest
-        return self.engine(**options).load(
-            names, SavedCheckpoint(saved.directory, expected), traced("load").op
-        )
+        return self.engine(**options).load(names, SavedCheckpoint(saved.directory, expected), traced("load").op)
 
     def close(self) -> None:
         while self._engines:

@@ -40,9 +40,7 @@ def test_the_options_are_those_of_the_command_line() -> None:
     """Flags, choices and defaults of the table, and a line for every engine that they reach."""
     document = (ROOT / "docs" / "engines.md").read_text()
     options = document.partition("\n## Options\n")[2].partition("\n## ")[0]
-    specs = {
-        spec.names[0]: (spec, field.default) for field in fields(CheckpointConfig) if (spec := spec_of(field))
-    }
+    specs = {spec.names[0]: (spec, field.default) for field in fields(CheckpointConfig) if (spec := spec_of(field))}
     rows = re.findall(r"^\| `(--\S+?)(?: (\S+))?` \| (.*?) \|", options, re.MULTILINE)
     assert len(rows) == 8
     for name, values, default in rows:
@@ -50,11 +48,7 @@ def test_the_options_are_those_of_the_command_line() -> None:
         if spec.choices:
             assert values == r"\|".join(spec.choices)
         if real_default is not None:
-            assert (
-                default.strip("`") == f"{real_default:g}"
-                if isinstance(real_default, float)
-                else str(real_default)
-            )
+            assert default.strip("`") == f"{real_default:g}" if isinstance(real_default, float) else str(real_default)
     lines = re.findall(r"^\| (`[a-z].*?) \|", options, re.MULTILINE)
     named = {name for line in lines for name in line.split("`")[1::2]}
     assert named == set(all_engines()), "docs/engines.md, Options: a row for each engine"

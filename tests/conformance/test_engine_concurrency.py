@@ -65,10 +65,7 @@ def save_while_training(subject: Subject, states: dict[str, Any], directory: Pat
 def test_training_on_does_not_show(subject: Subject, directory: Path) -> None:
     states = {MODEL: changing_state(), SHARD: changing_state(8)}
     saved = save_while_training(subject, states, directory)
-    assert (
-        differences(subject.load([MODEL, SHARD], saved), {MODEL: changing_state(), SHARD: changing_state(8)})
-        == []
-    )
+    assert differences(subject.load([MODEL, SHARD], saved), {MODEL: changing_state(), SHARD: changing_state(8)}) == []
 
 
 def test_training_on_does_not_show_in_large_tensors(subject: Subject, directory: Path) -> None:
@@ -146,9 +143,7 @@ def test_loading_between_saves(subject: Subject, tmp_path: Path) -> None:
     assert differences(loaded[SHARD], STATES["every dtype"]()) == []
 
 
-def test_only_an_asynchronous_engine_writes_behind_the_back_of_training(
-    subject: Subject, directory: Path
-) -> None:
+def test_only_an_asynchronous_engine_writes_behind_the_back_of_training(subject: Subject, directory: Path) -> None:
     trace = traced("save")
     engine = subject.engine()
     pending = engine.begin_save(file_states({SHARD: changing_state(4)}), directory, trace.op)

@@ -50,9 +50,7 @@ class Target:
     def outcome(self, path: Path, content: bytes, named: str | None = None, **options: Any) -> str:
         """What loading comes to with that content in a file; `named` is what an error must name."""
         with damaged(path, content):
-            return outcome(
-                self.subject, states(), self.saved, damaged=path.name if named is None else named, **options
-            )
+            return outcome(self.subject, states(), self.saved, damaged=path.name if named is None else named, **options)
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +101,7 @@ def test_a_file_that_was_short_all_along(target: Target, verify: bool) -> None:
             manifest = resized(target.saved.manifest, name, size)
             named = path.name if verify else ""  # the parser that stumbles may know no more than the state
             found = target.outcome(path, content[:size], named, manifest=manifest, verify_checksums=verify)
-            assert found == REFUSED or (not verify and size == len(content) - 1), (
-                f"{path.name} with {size} bytes"
-            )
+            assert found == REFUSED or (not verify and size == len(content) - 1), f"{path.name} with {size} bytes"
 
 
 def test_a_missing_file(target: Target) -> None:

@@ -72,9 +72,7 @@ class Model:
     ) -> Path:
         """Train until `iterations` are done, from the checkpoint in `load`; the directory that it saved to."""
         save = self.launcher.directory / name
-        resume = (
-            ["--load", str(self.launcher.directory / load), "--exit-on-missing-checkpoint"] if load else []
-        )
+        resume = ["--load", str(self.launcher.directory / load), "--exit-on-missing-checkpoint"] if load else []
         saves = [
             *saving(save, SAVED)[:-1],
             "--checkpoint-engine",

@@ -196,10 +196,7 @@ def test_load_without_a_checkpoint(inputs: Inputs, launcher: Launcher) -> None:
         "to start from iteration 0"
     )
     run = launcher.train(Layout(tp=1, pp=1, dp=1), "--load", absent)
-    assert (
-        f"--load {absent}: no checkpoint there (correct the path): training starts from iteration 0"
-        in run.output
-    )
+    assert f"--load {absent}: no checkpoint there (correct the path): training starts from iteration 0" in run.output
     assert "iteration        1/" in run.output
 
 
@@ -252,9 +249,7 @@ def test_checkpoint_of_another_shape_or_layout(inputs: Inputs, launcher: Launche
     upstream = GOLDEN.parent
     run = launcher.run(Layout(tp=2, pp=1, dp=2), "--load", upstream, launcher=True)
     found = one_error(run.output, run.exit_codes)
-    assert found.startswith(
-        f"{upstream / 'global_step5'}: another model: num_layers is 4 in the checkpoint and 2 here"
-    )
+    assert found.startswith(f"{upstream / 'global_step5'}: another model: num_layers is 4 in the checkpoint and 2 here")
 
 
 def one_error(output: str, exit_codes: list[int]) -> str:
@@ -278,9 +273,7 @@ def test_error_that_one_rank_alone_can_see(launcher: Launcher) -> None:
     environment = {"ABSENT_ON_RANK_1": str(launcher.directory / "absent")}
     run = launcher.run(Layout(tp=2, pp=1, dp=1), script=str(script), env=environment, launcher=True)
     assert run.exit_codes[1] == USAGE_ERROR and run.exit_codes[0] != 0
-    assert re.match(
-        r"error on rank 1, \S+: --data-path: .*absent\.idx: No such file or directory", run.log(1)
-    )
+    assert re.match(r"error on rank 1, \S+: --data-path: .*absent\.idx: No such file or directory", run.log(1))
     assert "error" not in run.log(0)
 
 

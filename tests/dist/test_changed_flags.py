@@ -157,8 +157,7 @@ def test_schedule_that_begins_anew(launcher: Launcher, saved: Path) -> None:
     out = launcher.directory / "out"
     launcher.train(SINGLE, *RUN, *saving(out, 1)[:-1], "--load", saved, "--no-load-lr-state", "--exit-interval", "3")
     masters = [
-        shard_of(where)["single_partition_of_fp32_groups"]
-        for where in (saved / "global_step2", out / "global_step3")
+        shard_of(where)["single_partition_of_fp32_groups"] for where in (saved / "global_step2", out / "global_step3")
     ]
     assert all(torch.equal(before, after) for before, after in zip(*masters, strict=True))
 

@@ -92,9 +92,7 @@ def with_plugins(tmp_path: Path) -> dict[str, str]:
     site = tmp_path / "site"
     (site / "plugins-1.dist-info").mkdir(parents=True)
     (site / "plugin_engines.py").write_text(PLUGINS)
-    (site / "plugins-1.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: plugins\nVersion: 1\n"
-    )
+    (site / "plugins-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: plugins\nVersion: 1\n")
     (site / "plugins-1.dist-info" / "entry_points.txt").write_text(
         "[megatron.checkpoint_engines]\nfaulty = plugin_engines:Faulty\ntorn = plugin_engines:Torn\n"
     )
@@ -231,9 +229,7 @@ def test_all_engines_that_can_run_here_and_why_the_others_do_not(tmp_path: Path)
         (["--engine", "torch", "--small-tensor-bytes", "900TiB", "--small-tensors", "1"], "GB free"),
     ],
 )
-def test_what_cannot_be_done_is_said_before_anything_is_written(
-    tmp_path: Path, argv: list[str], message: str
-) -> None:
+def test_what_cannot_be_done_is_said_before_anything_is_written(tmp_path: Path, argv: list[str], message: str) -> None:
     what = [] if "--model" in argv or "--small-tensors" in argv else SMALL
     done = replay([*what, *argv], tmp_path)
     assert done.returncode == 2

@@ -132,9 +132,7 @@ def test_nothing_whole_is_left(launcher: Launcher, save: Path, trained: Path) ->
     errors = [line for line in run.output.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert errors[0].startswith(f"error: --load {save}: no checkpoint there is whole: ")
-    assert all(
-        f"{save / f'global_step{step}' / SHARD_OF_RANK_0} has " in errors[0] for step in range(1, STEPS + 1)
-    )
+    assert all(f"{save / f'global_step{step}' / SHARD_OF_RANK_0} has " in errors[0] for step in range(1, STEPS + 1))
     assert "--allow-start-over" in errors[0]
     assert losses(launcher.directory / "trace") == {}
 
@@ -218,9 +216,7 @@ def test_verify_size_computes_no_checksum(launcher: Launcher, save: Path) -> Non
     shutil.rmtree(launcher.directory / "trace")
     assert resume(launcher, save, "--checkpoint-verify", "size", "--exit-interval", "10").ok
     assert loaded_steps(launcher) == [STEPS] * 2
-    spans = [
-        r for r in records(launcher.directory / "trace") if r["type"] == "span" and r["operation"] == "load"
-    ]
+    spans = [r for r in records(launcher.directory / "trace") if r["type"] == "span" and r["operation"] == "load"]
     verifying = [r["duration_ns"] for r in spans if r.get("detail") == "verify"]
     assert verifying and max(verifying) < 1_000_000
 

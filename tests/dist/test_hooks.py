@@ -62,9 +62,7 @@ def run_client(zygote: Zygote, name: str, directory: Path, trace_dir: Path | Non
     directory.mkdir(parents=True)
     words = [str(directory), str(trace_dir or "-"), str(SCRIPTS / script), *arguments]
     environment = {"LOCAL_SIZE": str(RANKS), **env}
-    return zygote.run(
-        words, RANKS, directory.parent / "logs", env=environment, script=str(SCRIPTS / "hooked.py")
-    )
+    return zygote.run(words, RANKS, directory.parent / "logs", env=environment, script=str(SCRIPTS / "hooked.py"))
 
 
 @pytest.fixture(scope="module", params=CLIENTS)
@@ -252,9 +250,7 @@ def test_a_job_under_torchrun_is_traced_over_its_restart(tmp_path: Path) -> None
         "FAIL_AT": "3/0",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else restarted ranks may find the addresses of dead ones
     }  # fmt: skip
-    done = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS_S
-    )
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 0, done.stderr[-3000:]
     report = analyse(load_trace(tmp_path / "trace")).report
     first, second = report.starts

@@ -92,9 +92,7 @@ def test_from_a_checkpoint_of_engine_fastpersist(model: Model, engine: str, old:
     assert_same(assembled(model.moved(old, new, engine)), expected)
 
 
-@pytest.mark.skipif(
-    "REDISTRIBUTE_ALL" not in os.environ, reason="takes 10 minutes; set REDISTRIBUTE_ALL to run it"
-)
+@pytest.mark.skipif("REDISTRIBUTE_ALL" not in os.environ, reason="takes 10 minutes; set REDISTRIBUTE_ALL to run it")
 @pytest.mark.parametrize("old", LAYOUTS, ids=shown)
 def test_every_layout_from_every_other(model: Model, old: Layout) -> None:
     expected = assembled(model.launcher.directory / model.saved(old))
@@ -119,17 +117,11 @@ def test_training_goes_on_as_if_nothing_had_changed(model: Model, old: Layout, n
     tolerance = 2e-2 if model.style == "llama" else 2e-5
     for step, loss in after.items():
         assert loss == pytest.approx(before[step], rel=tolerance)
-    spans = [
-        r
-        for r in records(resumed / "restart_trace", rank=0)
-        if r["type"] == "span" and r["operation"] == "load"
-    ]
+    spans = [r for r in records(resumed / "restart_trace", rank=0) if r["type"] == "span" and r["operation"] == "load"]
     phases = {(r["phase"], r.get("detail")) for r in spans}
     assert {("load", "read"), ("load", "verify"), ("redistribute", "reshard")} <= phases
     ways = {way for phase, way in phases if phase == "redistribute"}
-    assert ("broadcast" in ways) == (new.dp > 1) and ("all_gather" in ways) == (new.dp == 1), (
-        "and the trace says which"
-    )
+    assert ("broadcast" in ways) == (new.dp > 1) and ("all_gather" in ways) == (new.dp == 1), "and the trace says which"
 
 
 def test_weights_are_those_that_deepspeed_gathers(model: Model) -> None:
@@ -154,11 +146,7 @@ def test_weights_alone(model: Model) -> None:
         elif kind == "master":
             assert torch.equal(values, expected["weight", name].float())
     # Both DP replicas hold all weights; between them they read each once, with little beside it.
-    ends = [
-        r
-        for r in records(save / "restart_trace")
-        if r["type"] == "operation_end" and r["operation"] == "load"
-    ]
+    ends = [r for r in records(save / "restart_trace") if r["type"] == "operation_end" and r["operation"] == "load"]
     read = [end["bytes"] for end in ends]
     weights = sum(values.nbytes for (kind, _), values in expected.items() if kind == "weight")
     assert len(read) == 2 and max(read) < 0.8 * sum(read) and weights <= sum(read)

@@ -41,9 +41,7 @@ ALWAYS = 1000  # a matrix ends the last launch of a course itself
 
 
 def environment(out: Path) -> dict[str, str]:
-    kept = {
-        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return kept | {"OMP_NUM_THREADS": "1", MARK: str(out)}
 
 
@@ -205,9 +203,7 @@ def test_a_restart_is_struck_itself(tmp_path: Path, dataset: list[str], sample: 
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_named_and_the_previous_one_resumed(
-    tmp_path: Path, dataset: list[str]
-) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_resumed(tmp_path: Path, dataset: list[str]) -> None:
     out = tmp_path / "drill"
     options = ["--checkpoint-engine", "lazy", "--no-reference", "--cold-cache"]
     (cycle,) = cycles(drill(out, dataset, "bitflip", "after-commit", *options), out)
@@ -215,10 +211,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_resumed(
     damaged = Path(cycle["damaged"])
     assert damaged.is_relative_to(out / "checkpoints") and damaged.parent.name == "global_step10"
     assert (cycle["expected_step"], cycle["resumed_step"]) == (5, 5)
-    assert (
-        f"checkpoint passed over: rank {damaged.stem[-1]}: {damaged}: "
-        in (out / "logs/cycle_001.log").read_text()
-    )
+    assert f"checkpoint passed over: rank {damaged.stem[-1]}: {damaged}: " in (out / "logs/cycle_001.log").read_text()
     assert cycle["cache"] in ("cold", "warm") and cycle["phases"]["drill"] > 0
 
 
@@ -291,17 +284,13 @@ def test_what_cannot_be_drilled_is_said(tmp_path: Path, dataset: list[str], samp
     """Before anything is launched."""
 
     def refused(name: str, *options: str, fault: str = "sigkill-all", training: tuple[str, ...] = ()) -> str:
-        done = drill(
-            tmp_path / name, dataset, fault, "mid-step", *options, training=training, launcher=TORCHRUN
-        )
+        done = drill(tmp_path / name, dataset, fault, "mid-step", *options, training=training, launcher=TORCHRUN)
         assert done.returncode == 2 and not (tmp_path / name / "logs" / "cycle_000.log").exists()
         return done.stderr
 
     assert "--hidden-size 65" in refused("a", training=("--hidden-size", "65"))
     assert "--resume-tp 3 --resume-pp 1 --resume-dp 2: " in refused("b", "--resume-tp", "3")
-    assert "with --exit-signal-handler the ranks save" in refused(
-        "c", "--supervisor", "torchrun", fault="sigterm"
-    )
+    assert "with --exit-signal-handler the ranks save" in refused("c", "--supervisor", "torchrun", fault="sigterm")
     assert "is on the same file system as" in refused("d", fault="disk-full")
     told = refused("f", *sample.reference, training=("--seed", "7"))
     assert f"--reference {sample.out}: is of another training: --seed 1234 there, and 7 here" in told

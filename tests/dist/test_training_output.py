@@ -48,9 +48,7 @@ def test_iteration_lines_evaluation_and_tensorboard(launcher: Launcher, tmp_path
     ]
     recorded = losses(trace, rank=1)
     assert [float(line[4]) for line in lines] == pytest.approx([recorded[n] for n in (1, 2, 3, 4)], rel=1e-6)
-    assert (
-        float(lines[0][3]) == 5e-4
-    )  # as upstream, what the next iteration will use: half-way through 2 of warm-up
+    assert float(lines[0][3]) == 5e-4  # as upstream, what the next iteration will use: half-way through 2 of warm-up
     assert not ITERATION.search(run.log(rank=0))
 
     found = re.findall(
@@ -65,9 +63,7 @@ def test_iteration_lines_evaluation_and_tensorboard(launcher: Launcher, tmp_path
     events = EventAccumulator(str(board)).Reload()
     points = {point.step: point.value for point in events.Scalars("lm-loss-training/lm loss")}
     assert points == pytest.approx(recorded)
-    assert {"learning-rate/learning-rate", "lm-loss-validation/lm loss validation ppl"} <= set(
-        events.Tags()["scalars"]
-    )
+    assert {"learning-rate/learning-rate", "lm-loss-validation/lm loss validation ppl"} <= set(events.Tags()["scalars"])
 
 
 def test_log_interval_averages(launcher: Launcher, tmp_path: Path) -> None:
@@ -169,9 +165,7 @@ def test_launchers(dataset: list[str], tmp_path: Path, launch: list[str] | None)
     ]
     flags[flags.index("--lr-warmup-iters") + 1] = "1"
     # Ranks started by the test runner's own launcher, if any, are not ours
-    environment = {
-        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
-    }
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
     environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
         [*command, *flags], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300

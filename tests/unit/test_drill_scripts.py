@@ -99,9 +99,7 @@ def test_srun_gives_every_task_its_rank(tmp_path: Path) -> None:
     """Through COMMAND_TO, as the drill gets the command."""
     told, program = tmp_path / "command", tmp_path / "python"
     (tmp_path / "srun").write_text(SRUN)
-    program.write_text(
-        '#!/usr/bin/env bash\necho "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR" >"$NOTES/rank_$RANK"\n'
-    )
+    program.write_text('#!/usr/bin/env bash\necho "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR" >"$NOTES/rank_$RANK"\n')
     for path in (program, tmp_path / "srun"):
         path.chmod(0o755)
     done = run_script(

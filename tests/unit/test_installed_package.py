@@ -23,9 +23,7 @@ LEFT_OUT = (".*", "build", "dist", "*.egg-info", "runs", "__pycache__", "tests",
 
 def clean() -> dict[str, str]:
     """This environment without what leads a process to the checkout."""
-    return {
-        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))
-    }
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
 
 
 def run(*words: object, cwd: Path, **environment: str) -> str:
@@ -127,9 +125,7 @@ def test_the_installed_analysis_reads_a_trace_and_writes_a_page(installed: Path,
     found = json.loads(run(installed / "bin" / "ckpt-analysis", trace, *words, cwd=tmp_path))
     assert found["saves"] and found["restarts"]
     assert "<html" in page.read_text()[:1000]
-    run(
-        installed / "bin" / "ckpt-analysis", "validate", trace, "--no-cache", cwd=tmp_path
-    )  # in processes of its own
+    run(installed / "bin" / "ckpt-analysis", "validate", trace, "--no-cache", cwd=tmp_path)  # in processes of its own
 
 
 @pytest.mark.parametrize("tool", ["ckpt_analysis", "ckpt_plan", "restart_drill"])

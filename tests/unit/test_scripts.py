@@ -46,9 +46,7 @@ def test_no_script_is_forgotten() -> None:
     assert {path.name for path in BENCH.glob("run_*.sh")} == {*SCRIPTS, TINY}
 
 
-@pytest.mark.parametrize(
-    "path", sorted(BENCH.rglob("*.sh")) + [ROOT / "run_tests.sh", ROOT / ".ci" / "run"], ids=str
-)
+@pytest.mark.parametrize("path", sorted(BENCH.rglob("*.sh")) + [ROOT / "run_tests.sh", ROOT / ".ci" / "run"], ids=str)
 def test_scripts_are_valid_bash(path: Path) -> None:
     subprocess.run(["bash", "-n", str(path)], check=True, timeout=300)
     if path.name.startswith("run") or path.name == "setup_env.sh":

@@ -115,9 +115,7 @@ def make_plan(
     return Plan(engine, layout, config, vocab_sizes, progress, ranks, commit_files)
 
 
-def _plan_rank(
-    planned: Planned, engine: str, progress: Progress, rank: int
-) -> tuple[RankPlan, list[SavedFile]]:
+def _plan_rank(planned: Planned, engine: str, progress: Progress, rank: int) -> tuple[RankPlan, list[SavedFile]]:
     config, layout, vocab_sizes = planned
     at = layout.coordinates(rank)
     placements = engine != UPSTREAM and with_placements(engine)

@@ -93,9 +93,7 @@ def _ask_scripts(model: str, tp: int, pp: int, dp: int) -> list[str]:
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except FileNotFoundError:
-        raise ConfigError(
-            f"--model {model}: presets are shell scripts, and bash is not here; install it"
-        ) from None
+        raise ConfigError(f"--model {model}: presets are shell scripts, and bash is not here; install it") from None
     if done.returncode != 0:
         raise ConfigError(f"--model {model}: {BENCH_DIR / 'common.sh'} failed: {done.stderr.strip()}")
     return done.stdout.split("\0")[:-1]

@@ -112,9 +112,7 @@ class _Engine:
     _get_buffer_names = DeepSpeedEngine._get_buffer_names
     _get_zero_param_shapes = DeepSpeedEngine._get_zero_param_shapes
 
-    def __init__(
-        self, config: Config, layout: Layout, at: Coordinates, stage: StageOnMeta, progress: Progress
-    ) -> None:
+    def __init__(self, config: Config, layout: Layout, at: Coordinates, stage: StageOnMeta, progress: Progress) -> None:
         self.module = stage
         self.config = build_deepspeed_config(config)
         self.optimizer = build_shard(self.module, config, layout, at, self.config, progress.iteration)

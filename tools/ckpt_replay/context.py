@@ -62,9 +62,7 @@ class RankContext:
 
     def create_engine(self) -> CheckpointEngine:
         """The engine of this task, as the trainer makes it."""
-        engine = create_engine(
-            self.engine_name, engine_options(CheckpointConfig(**self.request.options), self.process)
-        )
+        engine = create_engine(self.engine_name, engine_options(CheckpointConfig(**self.request.options), self.process))
         self.recorder.write(
             "runtime",
             engine_used=type(engine).__name__,
@@ -87,9 +85,7 @@ def joined(task: Task) -> Iterator[RankContext]:
     )
     _tell_deepspeed()
     commit_group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
-    device = (
-        torch.device("cuda", local_rank % torch.cuda.device_count()) if _has_cuda() else torch.device("cpu")
-    )
+    device = torch.device("cuda", local_rank % torch.cuda.device_count()) if _has_cuda() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     rank = request.share.ranks[process]

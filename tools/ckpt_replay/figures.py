@@ -28,9 +28,7 @@ def summary(values: Sequence[float]) -> dict[str, Any] | None:
     }
 
 
-def analyse(
-    request: Request, samples: Samples, left_out: dict[str, str], machine: dict[str, Any]
-) -> dict[str, Any]:
+def analyse(request: Request, samples: Samples, left_out: dict[str, str], machine: dict[str, Any]) -> dict[str, Any]:
     """The figures of a replay; docs/ckpt_replay.md explains the keys."""
     sizes = _sizes(samples)
     total = sum(size for size, _ in sizes)
@@ -43,9 +41,7 @@ def analyse(
         "small_tensors": request.share.small_tensors,
         "bytes_per_rank": max((size for size, _ in sizes), default=0),
         "bytes_of_ranks": [size for size, _ in sizes],
-        "limited": {"limit_bytes": request.share.limit_bytes, "full_bytes_per_rank": full}
-        if limited
-        else None,
+        "limited": {"limit_bytes": request.share.limit_bytes, "full_bytes_per_rank": full} if limited else None,
         "repeat": request.repeat,
         "cold_asked": request.cold,
         "steps": asdict(request.steps),

@@ -64,9 +64,7 @@ def run_loads(ctx: RankContext) -> dict[str, Any]:
     for again in (False,) if cold else (False, True):
         ctx.wait_for_all()
         share = page_cache.fill(paths)
-        if (
-            cold
-        ):  # out again: files that were written around the page cache leave free memory as the others do
+        if cold:  # out again: files that were written around the page cache leave free memory as the others do
             share = page_cache.drop(paths)
         ctx.wait_for_all()
         samples.append(loader.load(again, share))
@@ -81,17 +79,13 @@ def _no_room_to_be_warm(ctx: RankContext, paths: list[Path], state_bytes: int) -
     free = psutil.virtual_memory().available
     reason = None
     if free and needed > free:
-        reason = (
-            f"files and state need {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are available"
-        )
+        reason = f"files and state need {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are available"
     failed = ctx.control.agree(reason)
     return failed[0][1] if failed else None
 
 
 class _Loader:
-    def __init__(
-        self, ctx: RankContext, engine: CheckpointEngine, directory: Path, planned: list[FileState]
-    ) -> None:
+    def __init__(self, ctx: RankContext, engine: CheckpointEngine, directory: Path, planned: list[FileState]) -> None:
         self.engine = engine
         self._ctx = ctx
         self._directory = directory
@@ -110,9 +104,7 @@ class _Loader:
             self._ctx.recorder.operation("load", tag=manifest.tag, step=manifest.step, engine=name) as op,
         ):
             start = now_ns()
-            states = self.engine.load_into(
-                self._live, SavedCheckpoint(self._directory, self._manifest.files), op
-            )
+            states = self.engine.load_into(self._live, SavedCheckpoint(self._directory, self._manifest.files), op)
             if self._ctx.device.type != "cpu":
                 states = self._to_device(states, op)
             end = now_ns()

@@ -59,12 +59,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="ranks of that layout (default: 0; under torchrun all)",
     )
     what.add_argument("--vocab-size", type=int, metavar="N", help="of the tokenizer (default: the preset's)")
-    what.add_argument(
-        "--limit-bytes", type=parse_bytes, metavar="SIZE", help="shrink a rank's tensors to this in all"
-    )
-    what.add_argument(
-        "--small-tensors", type=int, metavar="N", help="N small tensors a rank, instead of a model"
-    )
+    what.add_argument("--limit-bytes", type=parse_bytes, metavar="SIZE", help="shrink a rank's tensors to this in all")
+    what.add_argument("--small-tensors", type=int, metavar="N", help="N small tensors a rank, instead of a model")
     what.add_argument(
         "--small-tensor-bytes", type=parse_bytes, default="16KiB", metavar="SIZE", help="(default: 16KiB)"
     )
@@ -102,9 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
     out.add_argument("--format", choices=("table", "json"), default="table", help="(default: table)")
     out.add_argument("--output", type=Path, metavar="FILE", help="write the JSON here, too")
     out.add_argument("--targets", action="store_true", help="judge the performance targets of engine lazy")
-    out.add_argument(
-        "--trace-dir", type=Path, metavar="DIR", help="leave a restart trace for tools.ckpt_analysis"
-    )
+    out.add_argument("--trace-dir", type=Path, metavar="DIR", help="leave a restart trace for tools.ckpt_analysis")
     out.add_argument("--keep", action="store_true", help="leave the last checkpoint of each engine in DIR")
     engine = parser.add_argument_group("engine options, as the trainer's")
     for field in dataclasses.fields(CheckpointConfig):
@@ -128,9 +122,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.steps_between < 0 or arguments.step_seconds <= 0:
         parser.error("--steps-between must be at least 0 and --step-seconds above 0")
     if arguments.targets and importlib.util.find_spec(TARGETS.partition(".")[0]) is None:
-        parser.error(
-            "--targets: the package `benchmarks`, which judges, is in a checkout alone; run it in one"
-        )
+        parser.error("--targets: the package `benchmarks`, which judges, is in a checkout alone; run it in one")
     return arguments
 
 
@@ -153,16 +145,12 @@ def request_from(arguments: argparse.Namespace, world_size: int | None) -> Reque
     if ranks is None:
         ranks = tuple(range(world_size or 1))
     if world_size is not None and len(ranks) != world_size:
-        raise ReplayError(
-            f"--ranks names {len(ranks)} ranks, and the launcher started {world_size} processes"
-        )
+        raise ReplayError(f"--ranks names {len(ranks)} ranks, and the launcher started {world_size} processes")
     if arguments.small_tensors is not None:
         layout = Layout(1, 1, max(ranks) + 1)
     outside = [rank for rank in ranks if rank >= layout.world_size]
     if outside:
-        raise ReplayError(
-            f"--ranks: rank {outside[0]} is outside the layout {layout} of {layout.world_size} ranks"
-        )
+        raise ReplayError(f"--ranks: rank {outside[0]} is outside the layout {layout} of {layout.world_size} ranks")
     options = {name: getattr(arguments, name) for name in _ENGINE_FLAGS}
     CheckpointConfig(**options)  # checks the values
     share = Share(

@@ -56,9 +56,7 @@ def run_saves(ctx: RankContext) -> dict[str, Any]:
     engine = ctx.create_engine()
     engine.check_can_save()
     share = ctx.request.share
-    identity = CheckpointIdentity(
-        dict(zip(("tp", "pp", "dp"), share.layout, strict=True)), {"replayed": share.model}
-    )
+    identity = CheckpointIdentity(dict(zip(("tp", "pp", "dp"), share.layout, strict=True)), {"replayed": share.model})
     writer = CheckpointWriter(engine, ctx.control, ctx.recorder, identity, ctx.attempt, ctx.commit_control)
     directory = SaveDirectory(Path(ctx.task.directory))
     count = ctx.request.warmup_saves + 1

@@ -58,9 +58,7 @@ def _one_object_per_memory(files: list[FileState]) -> list[FileState]:
 
 
 def _small_tensors(count: int, size: int, rank: int) -> list[FileState]:
-    tensors = {
-        f"tensor_{i:05d}": torch.empty(size // 4, dtype=torch.float32, device="meta") for i in range(count)
-    }
+    tensors = {f"tensor_{i:05d}": torch.empty(size // 4, dtype=torch.float32, device="meta") for i in range(count)}
     return [FileState(f"small_tensors_rank_{rank:05d}.pt", {"tensors": tensors})]
 
 

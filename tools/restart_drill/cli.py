@@ -77,21 +77,15 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Options that a matrix of drills has, too."""
-    parser.add_argument(
-        "--out", type=Path, required=True, help="new directory for everything that the drill leaves"
-    )
+    parser.add_argument("--out", type=Path, required=True, help="new directory for everything that the drill leaves")
     parser.add_argument(
         "--checkpoints", type=Path, metavar="DIR",
         help="where checkpoints go, if not below --out: on the storage that is to be drilled",
     )  # fmt: skip
     parser.add_argument("--disk-limit", type=float, default=4.0, metavar="GIB",
                         help="largest file system that disk-full may fill (4)")  # fmt: skip
-    parser.add_argument(
-        "--time-limit", type=float, default=300.0, help="seconds for each launch and moment (300)"
-    )
-    parser.add_argument(
-        "--hang-limit", type=float, default=30.0, help="seconds without an iteration: a hang (30)"
-    )
+    parser.add_argument("--time-limit", type=float, default=300.0, help="seconds for each launch and moment (300)")
+    parser.add_argument("--hang-limit", type=float, default=30.0, help="seconds without an iteration: a hang (30)")
     parser.add_argument(
         "--reference", type=Path, metavar="DIR",
         help="--out of a drill or a matrix whose run without a fault is to be compared with, too, instead of another",

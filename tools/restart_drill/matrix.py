@@ -153,9 +153,7 @@ def content_of(plan: Plan, done: list[Strike], reference: Reference) -> dict[str
     if not done:
         return {"cycles": []}
     tolerance = tolerance_of(plan.command)
-    content = describe(
-        done, plan.supervisor, analysed(plan.trace_dir), facts_of(plan.trace_dir), reference, tolerance
-    )
+    content = describe(done, plan.supervisor, analysed(plan.trace_dir), facts_of(plan.trace_dir), reference, tolerance)
     (plan.out / "drill.json").write_text(json.dumps(content, indent=1) + "\n")
     return content
 
@@ -206,9 +204,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sample", type=int, metavar="N", help="only N cells, drawn at random (all)")
     parser.add_argument("--seed", type=int, default=1, help="of the sample (1)")
     for name, values in (("supervisors", SUPERVISORS), ("engines", ENGINES)):
-        parser.add_argument(
-            f"--{name}", default=",".join(values), help=f"separated by commas ({','.join(values)})"
-        )
+        parser.add_argument(f"--{name}", default=",".join(values), help=f"separated by commas ({','.join(values)})")
     parser.set_defaults(hang_limit=5.0)
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv if "--" in argv else [*argv, "--", _PRESET])

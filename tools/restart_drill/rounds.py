@@ -72,9 +72,7 @@ class Tally:
 class Course:
     """Rounds with one engine over one directory."""
 
-    def __init__(
-        self, training: list[str], engine: str, out: Path, rng: random.Random, limit_s: float
-    ) -> None:
+    def __init__(self, training: list[str], engine: str, out: Path, rng: random.Random, limit_s: float) -> None:
         self.tally = Tally(engine)
         self._training = training
         self._engine = engine
@@ -173,9 +171,7 @@ class Course:
             if launch.exit_code is None:
                 return launch
             if not self._was_refused(launch):
-                raise DrillError(
-                    f"a launch ended with exit code {launch.exit_code}; see {self._log_of(launch)}"
-                )
+                raise DrillError(f"a launch ended with exit code {launch.exit_code}; see {self._log_of(launch)}")
             self.tally.refused += 1
 
     def _was_refused(self, launch: Launch) -> bool:
@@ -196,17 +192,13 @@ class Course:
         deadline = time.monotonic() + self._limit_s
         while len(self._committed()) < before + number:
             if launch.exit_code is not None:
-                raise DrillError(
-                    f"a launch ended with exit code {launch.exit_code}; see {self._log_of(launch)}"
-                )
+                raise DrillError(f"a launch ended with exit code {launch.exit_code}; see {self._log_of(launch)}")
             self._check_deadline(deadline, launch)
             time.sleep(0.02)
 
     def _check_deadline(self, deadline: float, launch: Launch) -> None:
         if time.monotonic() > deadline:
-            raise DrillError(
-                f"no checkpoint was committed for {self._limit_s:g} s; see {self._log_of(launch)}"
-            )
+            raise DrillError(f"no checkpoint was committed for {self._limit_s:g} s; see {self._log_of(launch)}")
 
     def _committed(self) -> list[tuple[int, int]]:
         """(cycle, step) of every save of which rank 0 was told that it is committed."""
@@ -243,14 +235,10 @@ class Course:
         self._all.append(launch)
         code = launch.wait(self._limit_s + self.tally.steps)
         if code != 0:
-            raise DrillError(
-                f"the run without a fault ended with exit code {code}; see {self._out / 'reference.log'}"
-            )
+            raise DrillError(f"the run without a fault ended with exit code {code}; see {self._out / 'reference.log'}")
         expected = facts_of(reference)[0].losses
         for facts in cycles.values():
-            self.tally.different_losses += sum(
-                expected.get(step) != loss for step, loss in facts.losses.items()
-            )
+            self.tally.different_losses += sum(expected.get(step) != loss for step, loss in facts.losses.items())
 
 
 def _on_free_port(command: list[str]) -> list[str]:
@@ -281,26 +269,16 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         prog="restart_drill.rounds",
         description="Kill launches and start others at once or beside them, over and over: is a checkpoint ever lost?",
     )
-    parser.add_argument(
-        "--out", type=Path, required=True, help="new directory for everything that this leaves"
-    )
+    parser.add_argument("--out", type=Path, required=True, help="new directory for everything that this leaves")
     parser.add_argument("--rounds", type=int, default=300, help="over all engines (300)")
     parser.add_argument("--seed", type=int, default=1, help="of what is drawn (1)")
-    parser.add_argument(
-        "--engines", default=",".join(ENGINES), help=f"separated by commas ({','.join(ENGINES)})"
-    )
-    parser.add_argument(
-        "--time-limit", type=float, default=300.0, help="seconds for each launch and commit (300)"
-    )
-    parser.add_argument(
-        "command", nargs="*", help="after --: the training command (a tiny model on two ranks)"
-    )
+    parser.add_argument("--engines", default=",".join(ENGINES), help=f"separated by commas ({','.join(ENGINES)})")
+    parser.add_argument("--time-limit", type=float, default=300.0, help="seconds for each launch and commit (300)")
+    parser.add_argument("command", nargs="*", help="after --: the training command (a tiny model on two ranks)")
     args = parser.parse_args(argv)
     args.engines = tuple(args.engines.split(","))
     if args.rounds < len(args.engines):
-        parser.error(
-            f"--rounds {args.rounds}: must be at least 1 for each of the {len(args.engines)} engines"
-        )
+        parser.error(f"--rounds {args.rounds}: must be at least 1 for each of the {len(args.engines)} engines")
     check_out(parser, args.out)
     return args
 
@@ -323,9 +301,7 @@ def main(argv: list[str] | None = None) -> int:
             rounds = args.rounds // len(args.engines) + (i < args.rounds % len(args.engines))
             say(f"{rounds} rounds with engine {engine}")
             rng = random.Random(f"{args.seed}/{engine}")
-            tallies.append(
-                Course(training, engine, args.out.absolute() / engine, rng, args.time_limit).run(rounds)
-            )
+            tallies.append(Course(training, engine, args.out.absolute() / engine, rng, args.time_limit).run(rounds))
             # After each engine: what was measured by then is kept, whatever becomes of the next one.
             (args.out / "rounds.md").write_text(markdown(tallies, time.monotonic() - begin))
     except (DrillError, OSError) as error:

@@ -39,9 +39,7 @@ def strike(supervisor: Supervisor, cycle: int, intent: Intent) -> Struck:
     plan, launch, trace = supervisor.plan, supervisor.launch, supervisor.trace
     commits = commits_needed(intent.fault, cycle == 0)
     iteration = wait_for(intent.moment, launch, plan.trace_dir, cycle, commits, plan.limit_s)
-    launch.await_ranks(
-        plan.trace_dir, cycle, plan.limit_s, supervisor.has_failed
-    )  # in a start they come one by one
+    launch.await_ranks(plan.trace_dir, cycle, plan.limit_s, supervisor.has_failed)  # in a start they come one by one
     if supervisor.has_failed():
         raise DrillError(
             f"the training ended before {intent.fault} could strike at {intent.moment.text}; let it train longer"

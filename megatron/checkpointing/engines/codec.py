@@ -52,11 +52,7 @@ CLASSES = {
     )
 } | {"megatron.core.enums.ModelType": ("megatron.checkpointing.engines.unpickling", "ModelType")}
 
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype)
-}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 ARRAY_KINDS = "biufcSUmM"  # kinds of NumPy types whose elements are plain bytes, without references
 _INT64 = 1 << 63
 _ANY_TEXT = ("utf-32-le", "surrogatepass")  # arguments of str.encode: lone surrogates, too
@@ -321,9 +317,7 @@ class _Decoder:
             )
         values = [self.decode(item) for item in value["values"]]
         if len(values) != len(fields):
-            raise SkeletonError(
-                f"the namedtuple {value['namedtuple']!r} has {len(values)} values: it is damaged"
-            )
+            raise SkeletonError(f"the namedtuple {value['namedtuple']!r} has {len(values)} values: it is damaged")
         return tuple.__new__(kind, values)  # not kind(...): a class may have a __new__ of its own
 
 
@@ -359,7 +353,5 @@ def _array_of(data: bytearray, type_name: str, shape: list[int], order: str) -> 
     if dtype.kind not in ARRAY_KINDS:
         raise SkeletonError(f"the checkpoint holds an array of {type_name!r}, which may not be loaded")
     if len(data) != math.prod(shape) * dtype.itemsize:
-        raise SkeletonError(
-            f"an array of {type_name!r} and shape {shape} has {len(data)} bytes: it is damaged"
-        )
+        raise SkeletonError(f"an array of {type_name!r} and shape {shape} has {len(data)} bytes: it is damaged")
     return np.ndarray(tuple(shape), dtype, data, order="F" if order == "F" else "C")

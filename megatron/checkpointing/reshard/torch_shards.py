@@ -94,9 +94,7 @@ class TorchShards:
     def _check_numel(self, name: str, pp: int, tp: int, numel: int) -> None:
         wanted = math.prod(self._old_part(name, tp).local_shape)
         if numel != wanted:
-            first = names.optimizer_file(
-                self._layout, Coordinates(tp, pp, 0), self.manifest.model["params_dtype"]
-            )
+            first = names.optimizer_file(self._layout, Coordinates(tp, pp, 0), self.manifest.model["params_dtype"])
             raise CheckpointDamagedError(
                 f"{self._checkpoint.path(first)}: it and its data-parallel replicas have {numel} elements of {name}, "
                 f"which has {wanted} there"
@@ -147,9 +145,7 @@ class TorchShards:
             ]
             # DeepSpeed takes the padding of the last partition off the masters, and leaves that of the moments.
             if any(tensor.placement["numel"] < master.numel() for tensor in tensors):
-                raise CheckpointDamagedError(
-                    f"{path}: the moments of group {group} are shorter than its masters"
-                )
+                raise CheckpointDamagedError(f"{path}: the moments of group {group} are shorter than its masters")
             yield FlatGroup(path, at, group, fragments, tensors)
 
     def _old_part(self, name: str, tp_rank: int) -> ParameterSlice:
@@ -182,11 +178,7 @@ def _shard_of(path: Path, state: Mapping[str, Any]) -> Mapping[str, Any]:
     needed = ("single_partition_of_fp32_groups", "param_slice_mappings", "base_optimizer_state")
     lacking = [name for name in needed if name not in shard]
     if lacking or isinstance(shard["base_optimizer_state"], list):
-        why = (
-            f"has no {', '.join(lacking)}"
-            if lacking
-            else "was saved with zero_optimization.elastic_checkpoint"
-        )
+        why = f"has no {', '.join(lacking)}" if lacking else "was saved with zero_optimization.elastic_checkpoint"
         raise CheckpointMismatchError(
             f"{path}: {why}, and only a shard of ZeRO stage 1 that says where each parameter lies in it can be loaded "
             "onto another layout; save the checkpoint so, or give --no-load-optim"

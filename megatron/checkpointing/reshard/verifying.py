@@ -38,9 +38,7 @@ def to_verify(shares: Sequence[Share], rank: int) -> dict[str, Runs]:
         needed_by = _lowest_that_needs(shares, file)
         checked = _bytes_of(record for record, _ in needed_by.values())
         own = intersect(checked, subtract(mine, merged(lower)))
-        rest = subtract(
-            _bytes_of(record for record, lowest in needed_by.values() if lowest == rank), merged(everybody)
-        )
+        rest = subtract(_bytes_of(record for record, lowest in needed_by.values() if lowest == rank), merged(everybody))
         starts = np.concatenate((own.source, rest.full))
         found[file] = make_runs(starts, starts, np.concatenate((own.length, rest.length)))
     return found

@@ -74,9 +74,7 @@ def key_under_another_parent(env: dict[str, str]) -> str:
     """launch_key as another launcher's child computes it."""
     path = {"PATH": os.environ["PATH"]}
     command = ["sh", "-c", f"'{sys.executable}' -c '{OTHER_PARENT}'; true"]
-    return subprocess.run(
-        command, cwd=ROOT, env=path | env, capture_output=True, text=True, timeout=300
-    ).stdout.strip()
+    return subprocess.run(command, cwd=ROOT, env=path | env, capture_output=True, text=True, timeout=300).stdout.strip()
 
 
 @pytest.mark.parametrize(
@@ -171,9 +169,7 @@ def test_process_record(tmp_path: Path) -> None:
         "NCCL_DEBUG": "INFO",
         "AWS_SECRET_KEY": "s3",
     }
-    recorder, cycle = open_rank_trace(
-        tmp_path, identity, env, engine_asked="torch", durability="none", probes=False
-    )
+    recorder, cycle = open_rank_trace(tmp_path, identity, env, engine_asked="torch", durability="none", probes=False)
     recorder.close()
     record = read_process(tmp_path / "rank_00005_cycle_000.jsonl")
     assert cycle == 0 and record["pid"] == os.getpid()
@@ -184,9 +180,7 @@ def test_process_record(tmp_path: Path) -> None:
 
 
 def test_environment_is_allow_listed() -> None:
-    assert environment({"HF_TOKEN": "x", "WANDB_API_KEY": "x", "HOME": "/", "MASTER_ADDR": "h"}) == {
-        "MASTER_ADDR": "h"
-    }
+    assert environment({"HF_TOKEN": "x", "WANDB_API_KEY": "x", "HOME": "/", "MASTER_ADDR": "h"}) == {"MASTER_ADDR": "h"}
     assert {"python", "kernel", "torch"} <= set(versions())
 
 
@@ -259,12 +253,8 @@ def test_startup_from_the_start_of_the_process(tmp_path: Path) -> None:
         iterations = {record["step"]: record for record in records if record["type"] == "iteration"}
         tick = 20_000_000  # a process may seem to start a clock tick before it did
         assert before - tick <= begin["start_ns"] <= spans["imports"]["start_ns"]
-        assert (
-            begin["start_ns"] == read_process(path)["process_start_ns"] == spans["process_start"]["start_ns"]
-        )
-        assert (
-            spans["process_start"]["duration_ns"] > 100_000_000
-        )  # the interpreter and what came before the trace
+        assert begin["start_ns"] == read_process(path)["process_start_ns"] == spans["process_start"]["start_ns"]
+        assert spans["process_start"]["duration_ns"] > 100_000_000  # the interpreter and what came before the trace
         assert spans["imports"]["duration_ns"] >= 50_000_000
         assert spans["first_step"]["end_ns"] == iterations[steps[0]]["end_ns"] <= end["end_ns"]
         if cycle == 0:
@@ -377,9 +367,7 @@ def test_ranks_in_wrappers_are_one_launch(tmp_path: Path, outside: dict[str, str
             env = os.environ | {{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}}
             subprocess.run({words!r}, env=env, check=True)
     """
-    ours = {
-        name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    }
+    ours = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     env = ours | outside  # as a container may have them, of its node
     command = [sys.executable, "-c", textwrap.dedent(starter)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)

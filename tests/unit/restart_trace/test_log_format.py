@@ -36,9 +36,7 @@ def documented_fields(heading: str) -> dict[str, tuple[str, bool]]:
 
 
 def schema_fields(record_type: str) -> dict[str, tuple[str, bool]]:
-    return {
-        name: (field.json_type, field.required) for name, field in schema.RECORD_FIELDS[record_type].items()
-    }
+    return {name: (field.json_type, field.required) for name, field in schema.RECORD_FIELDS[record_type].items()}
 
 
 def fingerprint() -> dict[str, Any]:
@@ -47,9 +45,7 @@ def fingerprint() -> dict[str, Any]:
         "version": schema.SCHEMA_VERSION,
         "files": [schema.RANK_FILE_PATTERN, schema.SUPERVISOR_FILE_PATTERN, schema.CYCLE_FILE_PATTERN],
         "phases": {operation: {p: list(d) for p, d in ps.items()} for operation, ps in schema.PHASES.items()},
-        "records": {
-            t: {n: list(f) for n, f in sorted(schema_fields(t).items())} for t in schema.RECORD_FIELDS
-        },
+        "records": {t: {n: list(f) for n, f in sorted(schema_fields(t).items())} for t in schema.RECORD_FIELDS},
     }
 
 
@@ -70,9 +66,7 @@ def test_every_phase_is_documented_and_every_documented_phase_exists() -> None:
         names = tuple(re.findall(r"`(\w+)`", details))
         documented.setdefault(operation.strip("`"), {})[phase.strip("`")] = names
     assert documented == schema.PHASES
-    assert [list(phases) for phases in documented.values()] == [
-        list(phases) for phases in schema.PHASES.values()
-    ]
+    assert [list(phases) for phases in documented.values()] == [list(phases) for phases in schema.PHASES.values()]
 
 
 def test_version_and_file_names_are_stated() -> None:

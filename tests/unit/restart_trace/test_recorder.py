@@ -137,9 +137,7 @@ def test_threads_share_a_file(trace: tuple[Recorder, Path]) -> None:
 
 def test_off_records_nothing_and_costs_next_to_nothing(tmp_path: Path) -> None:
     identity = RankIdentity(0, 1, 0, (0, 0, 0), (1, 1, 1))
-    recorder, cycle = open_rank_trace(
-        None, identity, {}, engine_asked="torch", durability="fsync", probes=True
-    )
+    recorder, cycle = open_rank_trace(None, identity, {}, engine_asked="torch", durability="fsync", probes=True)
     assert not recorder.enabled and cycle == 0
     startup = Startup(recorder, None, 0, 0, time.monotonic_ns())
     with startup.phase("imports"):
@@ -229,12 +227,8 @@ def test_full_disk_loses_records_but_not_the_training(tmp_path: Path) -> None:
     assert told["detail"] == "3 records before this one could not be written"
 
 
-@pytest.mark.parametrize(
-    "missing", [1, 40]
-)  # bytes that the disk does not take; 1: all but the end of the line
-def test_what_is_owed_is_written_once_however_much_of_it_a_full_disk_took(
-    tmp_path: Path, missing: int
-) -> None:
+@pytest.mark.parametrize("missing", [1, 40])  # bytes that the disk does not take; 1: all but the end of the line
+def test_what_is_owed_is_written_once_however_much_of_it_a_full_disk_took(tmp_path: Path, missing: int) -> None:
     code = """
         import resource, signal, sys
         from pathlib import Path

@@ -99,9 +99,7 @@ def test_a_killed_and_resumed_run_is_understood(tmp_path: Path) -> None:
 
     report = to_dict(analyse(load_trace(tmp_path)).report)
     kinds = {problem["kind"] for problem in report["problems"]}
-    assert kinds - {"low_coverage"} == {
-        "unfinished_operation"
-    }  # a loaded machine gets between two spans of a few ms
+    assert kinds - {"low_coverage"} == {"unfinished_operation"}  # a loaded machine gets between two spans of a few ms
     assert report["problems"][0]["data"]["last_phases"] == {"collect": [0, 1]}
     assert [(save["tag"], save["outcome"]) for save in report["saves"]] == [
         ("global_step5", "ok"),

@@ -112,9 +112,7 @@ def test_bad_settings_are_named(
 @pytest.mark.slow
 def test_the_default_corpus_is_quick(tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(
-        [sys.executable, "-m", "tools.build_corpus", "--output-dir", str(tmp_path)], cwd=ROOT, check=True
-    )
+    subprocess.run([sys.executable, "-m", "tools.build_corpus", "--output-dir", str(tmp_path)], cwd=ROOT, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime - before.ru_utime < 60  # seconds of processor time; some 10
     assert 3_000_000 < (tmp_path / "corpus.jsonl").stat().st_size < 5_000_000

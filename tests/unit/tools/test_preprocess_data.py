@@ -149,9 +149,7 @@ def test_each_key_gets_a_dataset(tmp_path: Path) -> None:
 
 
 def test_many_chunks_keep_the_order_with_any_number_of_workers(tmp_path: Path) -> None:
-    path = corpus(
-        tmp_path, [{"text": " ".join(str((i * 7 + k) % 100) for k in range(i % 9))} for i in range(9000)]
-    )
+    path = corpus(tmp_path, [{"text": " ".join(str((i * 7 + k) % 100) for k in range(i % 9))} for i in range(9000)])
     for workers in (1, 3):
         done = run(["--input", path, *NULL, "--output-prefix", tmp_path / str(workers), "--workers", workers])
         assert done.returncode == 0, done.stderr
@@ -171,9 +169,7 @@ def test_gpt2_bpe_end_to_end(tmp_path: Path) -> None:
     from tokenizers import ByteLevelBPETokenizer
 
     trained = ByteLevelBPETokenizer(add_prefix_space=False)
-    trained.train_from_iterator(
-        [Path(__file__).read_text()], vocab_size=300, special_tokens=["<|endoftext|>"]
-    )
+    trained.train_from_iterator([Path(__file__).read_text()], vocab_size=300, special_tokens=["<|endoftext|>"])
     trained.save_model(str(tmp_path))
     files: dict[str, Any] = {
         "vocab_file": str(tmp_path / "vocab.json"),

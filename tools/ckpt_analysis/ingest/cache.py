@@ -126,9 +126,7 @@ def _state(file: TraceFile) -> dict[str, Any]:
     }
 
 
-def _write(
-    draft: Path, files: list[TraceFile], records: Records, heads: list[Head], problems: list[Problem]
-) -> None:
+def _write(draft: Path, files: list[TraceFile], records: Records, heads: list[Head], problems: list[Problem]) -> None:
     for name, table in records.tables.items():
         write_table(table, draft / f"{name}.parquet", "parquet", compression="lz4", statistics=False)
     places = {file: place for place, file in enumerate(files)}

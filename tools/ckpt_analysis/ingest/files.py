@@ -81,9 +81,7 @@ def _read(file: TraceFile, reading: Reading) -> FileText | None:
     end = content.find(b"\n") + 1 or len(content)
     process, faults = process_record(content[:end], file)
     if process is None:
-        message = (
-            f"{name}: line 1: {faults[0]}: nothing says which process the file is of, and it was left out"
-        )
+        message = f"{name}: line 1: {faults[0]}: nothing says which process the file is of, and it was left out"
         reading.problems.append(Problem("no_process_record", message, {"file": name}))
         return None
     version = other_version(process)

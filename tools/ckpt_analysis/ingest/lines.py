@@ -98,9 +98,7 @@ class LineReader:
     def _line(self, number: int, record: dict[str, Any] | None, faults: list[str]) -> Line:
         if self._current is self._first:
             return Line(number, record, faults)
-        return Line(
-            number, None, faults or ["is of a second process: a file belongs to one"], self._current.record
-        )
+        return Line(number, None, faults or ["is of a second process: a file belongs to one"], self._current.record)
 
     def unfinished(self) -> Iterator[str]:
         """Operations without an end, each as a sentence."""

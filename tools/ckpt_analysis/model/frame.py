@@ -69,12 +69,8 @@ def no_frames() -> Frames:
     kind = {"group": pl.UInt32, "operation": pl.String}
     operation = kind | who | {"op_id": pl.Int64, "tag": pl.String, "step": pl.Int64, "engine": pl.String}
     operation |= window | {"outcome": pl.String, "bytes": pl.Int64, "num_files": pl.Int64}
-    span = (
-        {"op": pl.UInt32} | kind | who | {"op_id": pl.Int64, "phase": NAME, "detail": NAME, "file": pl.String}
-    )
-    span |= (
-        {"bytes": pl.Int64} | window | {"duration_ns": pl.Int64, "thread": pl.String, "blocking": pl.Boolean}
-    )
+    span = {"op": pl.UInt32} | kind | who | {"op_id": pl.Int64, "phase": NAME, "detail": NAME, "file": pl.String}
+    span |= {"bytes": pl.Int64} | window | {"duration_ns": pl.Int64, "thread": pl.String, "blocking": pl.Boolean}
     span |= {"error": pl.String, "operation_start_ns": pl.Int64, "operation_end_ns": pl.Int64}
     event = {
         "operation": pl.String,

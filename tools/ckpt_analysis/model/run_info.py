@@ -89,9 +89,7 @@ def _cycle_problems(
         values = sorted({str(process.get(name)) for process in processes})
         if len(values) > 1:
             message = f"cycle {cycle}: ranks disagree on {name}: {', '.join(values)}"
-            problems.append(
-                Problem("ranks_disagree", message, {"cycle": cycle, "field": name, "values": values})
-            )
+            problems.append(Problem("ranks_disagree", message, {"cycle": cycle, "field": name, "values": values}))
     if len(engines) > 1:
         message = f"cycle {cycle}: ranks ran different checkpoint engines: {', '.join(engines)}"
         data = {"cycle": cycle, "field": "engine_used", "values": engines}

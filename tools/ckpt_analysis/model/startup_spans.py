@@ -56,9 +56,7 @@ def loads_inside(frames: Frames, startups: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def startup_spans(
-    frames: Frames, startups: pl.DataFrame, loads: pl.DataFrame
-) -> tuple[pl.DataFrame, pl.DataFrame]:
+def startup_spans(frames: Frames, startups: pl.DataFrame, loads: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """(spans to sum per phase, spans of the loads within) of all start-ups; both have its group and window."""
     window = startups.select(
         *_PLACE,

@@ -110,9 +110,7 @@ class DataStatesEngine(CheckpointEngine):
             raise OSError(errno.ENOSPC, f"{needed} bytes do not fit into {free}", str(directory))
         if self._library is None:
             self._library = open_library(self._cache_bytes, self.options.rank, dict(self.options.library))
-            logger.info(
-                "DataStates through %s, host cache %.3g GiB", self._library.api, self._cache_bytes / GIB
-            )
+            logger.info("DataStates through %s, host cache %.3g GiB", self._library.api, self._cache_bytes / GIB)
         return self._library
 
     def _load_file(self, path: Path, expected: SavedFile | None, op: Operation) -> Any:
@@ -317,11 +315,7 @@ def _path_to(state: Any, tensor: torch.Tensor) -> list[str] | None:
     if state is tensor:
         return []
     items = (
-        state.items()
-        if isinstance(state, Mapping)
-        else enumerate(state)
-        if isinstance(state, (list, tuple))
-        else ()
+        state.items() if isinstance(state, Mapping) else enumerate(state) if isinstance(state, (list, tuple)) else ()
     )
     for key, value in items:
         found = _path_to(value, tensor)

@@ -165,9 +165,7 @@ def _parse(path: Path, file: RawIOBase, size: int) -> Header:
             raise _short(path, size, begin + length, " in its header alone")
     if ALIGNMENT <= number < 1 << 62 and number >= size:
         raise _short(path, size, number, " before its header")
-    raise CheckpointDamagedError(
-        f"{path}: not a DataStates file: it has no header, or one that was not written whole"
-    )
+    raise CheckpointDamagedError(f"{path}: not a DataStates file: it has no header, or one that was not written whole")
 
 
 def _read(file: Any, begin: int, length: int) -> bytes:

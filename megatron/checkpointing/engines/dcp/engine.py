@@ -77,8 +77,7 @@ class DcpEngine(StateDirectoryEngine):
     def _load_state(self, root: Path, files: Mapping[str, SavedFile], timeline: Timeline) -> Any:
         reader = Reader(root, files, self.options.verify_checksums, timeline)
         content: dict[str, Any] = {
-            name: torch.empty(item.size, dtype=item.properties.dtype)
-            for name, item in reader.tensors().items()
+            name: torch.empty(item.size, dtype=item.properties.dtype) for name, item in reader.tensors().items()
         }
         try:
             load(content, storage_reader=reader, no_dist=True)
@@ -161,9 +160,7 @@ class _PendingSaves(PendingSave):
         end = now_ns()
         spent = writer.timeline.shares(["stage"], start, end)
         size = total_bytes(list(content.values()))
-        self.op.add(
-            "device_to_host", None, start, end, duration_ns=spent["stage"], file=file.name, num_bytes=size
-        )
+        self.op.add("device_to_host", None, start, end, duration_ns=spent["stage"], file=file.name, num_bytes=size)
         self.op.add("serialize", None, start, end, duration_ns=spent[""], file=file.name)
 
     def release_state(self) -> None:
@@ -188,9 +185,7 @@ class _PendingSaves(PendingSave):
 
 def _for_library(state: Any) -> dict[str, Any]:
     skeleton, tensors = codec.split(state)
-    return {_SKELETON: pack(skeleton)} | {
-        _TENSORS + name: tensor.detach() for name, tensor in tensors.items()
-    }
+    return {_SKELETON: pack(skeleton)} | {_TENSORS + name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def _saved_files(name: str, writer: Writer) -> list[SavedFile]:
@@ -207,6 +202,4 @@ def _report_writing(op: Operation, name: str, writer: Writer, start: int, end: i
     size = sum(file.num_bytes for file in writer.written.values())
     op.add("serialize", None, *window, duration_ns=spent[""], file=name, blocking=blocking)
     for detail in ("write", "fsync") if writer.sync_files else ("write",):
-        op.add(
-            "flush", detail, *window, duration_ns=spent[detail], file=name, num_bytes=size, blocking=blocking
-        )
+        op.add("flush", detail, *window, duration_ns=spent[detail], file=name, num_bytes=size, blocking=blocking)

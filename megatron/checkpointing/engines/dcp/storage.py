@@ -116,9 +116,7 @@ class _WritingFiles(filesystem.FileSystem):
 class Writer(filesystem.FileSystemWriter):
     """Writes one state. `slots` admits as many writers at a time as it counts: each has threads of its own."""
 
-    def __init__(
-        self, root: Path, options: EngineOptions, failure: Failure, slots: threading.Semaphore
-    ) -> None:
+    def __init__(self, root: Path, options: EngineOptions, failure: Failure, slots: threading.Semaphore) -> None:
         super().__init__(root, sync_files=options.fsync, thread_count=options.io_threads or 1)
         self.timeline = Timeline()
         self.started_ns = self.ended_ns = 0  # of writing

@@ -121,9 +121,7 @@ class StateWriter:
             self._choice = choose_writer(self._options.direct_io)
         return self._choice
 
-    def write(
-        self, state: Any, staging: Staging, path: Path, name: str, add: Callable[..., None]
-    ) -> SavedFile:
+    def write(self, state: Any, staging: Staging, path: Path, name: str, add: Callable[..., None]) -> SavedFile:
         """Write `state`, which stage_on_host gave with `staging`, to the new file `path`, called `name`.
 
         Records `serialize` and `flush` by `add`: Operation's, or one that keeps them for it. Raises OSError naming the
@@ -190,9 +188,7 @@ def _factory(writer_type: str, options: EngineOptions) -> Any:
     buffer_bytes = buffer_bytes // unit * unit
     writer = {"type": writer_type, "io_buffer_size": buffer_bytes, "io_buffer_double": True}
     aio = {"block_size": options.io_block_bytes, "intra_op_parallelism": threads}
-    alone = DataParallelWriterConfig(
-        world_size=1, rank=0, global_rank=options.rank, local_rank=0, pure_dp=False
-    )
+    alone = DataParallelWriterConfig(world_size=1, rank=0, global_rank=options.rank, local_rank=0, pure_dp=False)
     return CheckpointWriterFactory(
         get_checkpoint_writer_config({"writer": writer}), get_aio_config({"aio": aio}), alone
     )

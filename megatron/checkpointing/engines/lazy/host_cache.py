@@ -57,9 +57,7 @@ class HostCache:
     `io_threads` of them are kept back for the I/O threads, which so never wait for one another's.
     """
 
-    def __init__(
-        self, block_bytes: int, io_threads: int, limit_bytes: int | None, local_world_size: int
-    ) -> None:
+    def __init__(self, block_bytes: int, io_threads: int, limit_bytes: int | None, local_world_size: int) -> None:
         """Raises ConfigError if `limit_bytes` is too little to work with."""
         self.block_bytes = block_bytes
         self.io_threads = io_threads

@@ -48,8 +48,7 @@ def cut_into_blocks(contents: lazy_format.Contents, block_bytes: int) -> list[Bl
     """The data of a file as blocks of `block_bytes`, the last one shorter, with the pieces that fill them."""
     total = contents.data_bytes
     blocks = [
-        Block(contents.data_start + start, min(block_bytes, total - start))
-        for start in range(0, total, block_bytes)
+        Block(contents.data_start + start, min(block_bytes, total - start)) for start in range(0, total, block_bytes)
     ]
     for entry in contents.entries.values():
         position = entry.start
@@ -123,9 +122,7 @@ class LazySave(PendingSave):
             self._condition.wait_for(self._all_gathered)
         if self._stream is not None:
             self._stream.synchronize()
-        self._op.add(
-            "device_to_host", None, started, now_ns(), file=self._path.name, num_bytes=clock.gathered_bytes
-        )
+        self._op.add("device_to_host", None, started, now_ns(), file=self._path.name, num_bytes=clock.gathered_bytes)
 
     def wait(self) -> list[SavedFile]:
         self._main.join()

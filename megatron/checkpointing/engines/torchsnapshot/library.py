@@ -156,9 +156,7 @@ class _Consumer(BufferConsumer):
 
 
 @contextlib.contextmanager
-def writing(
-    storage: StoragePlugin, execution: Execution, buffers: Buffers, free_bytes: int
-) -> Iterator[None]:
+def writing(storage: StoragePlugin, execution: Execution, buffers: Buffers, free_bytes: int) -> Iterator[None]:
     """Within it, Snapshot.async_take on this thread is rank-local and writes through `storage`.
 
     `free_bytes`: of the budget, what this snapshot may use.
@@ -200,14 +198,10 @@ def reading(storage: StoragePlugin, execution: Execution, budget: int) -> Iterat
 
 
 @contextlib.contextmanager
-def _substituted(
-    storage: StoragePlugin, functions: dict[str, Any], variables: dict[str, int]
-) -> Iterator[None]:
+def _substituted(storage: StoragePlugin, functions: dict[str, Any], variables: dict[str, int]) -> Iterator[None]:
     loops: list[asyncio.AbstractEventLoop] = []
 
-    def our_storage(
-        url_path: str, event_loop: asyncio.AbstractEventLoop, storage_options: Any = None
-    ) -> StoragePlugin:
+    def our_storage(url_path: str, event_loop: asyncio.AbstractEventLoop, storage_options: Any = None) -> StoragePlugin:
         loops.append(event_loop)
         return storage
 

@@ -1,7 +1,7 @@
 # type: ignore  (as users write it: DeepSpeed and Transformers are not annotated throughout)
 """A training loop with Accelerate and DeepSpeed, as its documentation shows it; it knows nothing of being traced.
 
-    torchrun ... accelerate_loop.py STEPS
+torchrun ... accelerate_loop.py STEPS
 """
 
 import sys

@@ -50,9 +50,7 @@ def flip_lowest_bit(tensor: torch.Tensor) -> None:
 CHANGES = {
     "weight/weight": lambda other: flip_lowest_bit(other.module.weight),
     "master/0": lambda other: flip_lowest_bit(other.optimizer.state["single_partition_of_fp32_groups"][0]),
-    "optimizer/0/exp_avg": lambda other: moments_of(other)[
-        "exp_avg"
-    ].neg_(),  # 0.0 becomes -0.0: equal, other bits
+    "optimizer/0/exp_avg": lambda other: moments_of(other)["exp_avg"].neg_(),  # 0.0 becomes -0.0: equal, other bits
     "optimizer/0/step": lambda other: moments_of(other).pop("step"),
     "optimizer/0/new": lambda other: moments_of(other).update(new=torch.ones(1)),
 }

@@ -266,9 +266,7 @@ def test_an_owner_goes_on_after_its_directory_was_emptied(
     assert newest_owner(tmp_path) == held.owner and "was emptied" in caplog.text
 
 
-def test_a_file_that_is_being_written_is_not_another_launch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_being_written_is_not_another_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other ranks may read what rank 0 has created and not filled yet, on a slow machine for longer than they wait."""
     held = claim(tmp_path, "mine")
     file = tmp_path / ".generations" / "00000001"
@@ -313,9 +311,7 @@ def test_a_file_that_is_listed_and_not_there_is_looked_for_a_while(tmp_path: Pat
     looked: list[int] = []
     found = ownership._generations
     with pytest.MonkeyPatch.context() as counted:
-        counted.setattr(
-            ownership, "_now_on", lambda save_dir: looked.append(len(found(save_dir))) or time.sleep(0.01)
-        )
+        counted.setattr(ownership, "_now_on", lambda save_dir: looked.append(len(found(save_dir))) or time.sleep(0.01))
         owner = newest_owner(tmp_path)
     assert owner is not None and (owner.generation, owner.launch_id) == (9, "unknown")
     assert 1 <= len(looked) <= 50
@@ -427,9 +423,7 @@ def test_ranks_in_wrappers_know_their_own_launch(tmp_path: Path, restarts: str) 
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == "0\n"
         other = os.environ | launch | {"RANK": "1", "TORCHELASTIC_RESTART_COUNT": restarts}
-        ended = subprocess.run(
-            words, cwd=ROOT, env=other, stdin=subprocess.DEVNULL, capture_output=True, text=True
-        )
+        ended = subprocess.run(words, cwd=ROOT, env=other, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         assert ended.stdout == "1\n", ended.stderr
         process.communicate()
 
@@ -450,7 +444,5 @@ def test_what_cannot_be_claimed_is_named(tmp_path: Path, rank: int, made: Callab
         checkpoint=SimpleNamespace(save=str(tmp_path), take_over=False),
         parallel=SimpleNamespace(rank=rank, local_rank=rank),
     )
-    with pytest.raises(
-        ConfigError, match=rf"^--save {tmp_path}: cannot be claimed: .*\.generations: .*another --save"
-    ):
+    with pytest.raises(ConfigError, match=rf"^--save {tmp_path}: cannot be claimed: .*\.generations: .*another --save"):
         _claim_save_directory(config)  # type: ignore[arg-type]

@@ -92,9 +92,7 @@ def forget(path: Path) -> None:
 def share(path: Path, start: int = 0, stop: int | None = None) -> float:
     """Share of a file's pages in the page cache."""
     with path.open("rb") as file:
-        return ResidentPages(file.fileno()).share(
-            start // 4096 * 4096, path.stat().st_size if stop is None else stop
-        )
+        return ResidentPages(file.fileno()).share(start // 4096 * 4096, path.stat().st_size if stop is None else stop)
 
 
 def wait_until_idle(prefetch: Prefetch) -> None:
@@ -153,9 +151,7 @@ def test_a_rank_reads_its_own_part_and_its_load_nothing_again(tmp_path: Path, na
     spans = finish(prefetch, directory, tmp_path / "trace.jsonl", load)
     assert storage_reads() - before < MIB, "the load has read from storage again"
     ahead = [span for span in spans if not span["blocking"]]
-    assert {(span["phase"], span["detail"], span["thread"]) for span in ahead} == {
-        ("load", "read", "prefetch")
-    }
+    assert {(span["phase"], span["detail"], span["thread"]) for span in ahead} == {("load", "read", "prefetch")}
     mine = MIB * 4 + 2 * MIB * 4  # weights and shard
     assert mine <= sum(span["bytes"] for span in ahead) < mine + 2 * MIB
     # What was read ahead is counted once: what the load says it has read is the little that was not.
@@ -192,9 +188,7 @@ def test_another_checkpoint_is_loaded_than_was_read_ahead(tmp_path: Path) -> Non
     older = tmp_path / "older"
     os.rename(directory, older)
     engine = create_engine("torch", EngineOptions(rank=1))
-    spans = finish(
-        prefetch, older, tmp_path / "trace.jsonl", lambda op: check_loaded(engine, older, saved, op)
-    )
+    spans = finish(prefetch, older, tmp_path / "trace.jsonl", lambda op: check_loaded(engine, older, saved, op))
     blocking = sum(span["bytes"] for span in spans if span["blocking"] and "bytes" in span)
     assert blocking == sum(saved[name].num_bytes for name in (LAYER, COMMON_STATE, shard(1)))
 

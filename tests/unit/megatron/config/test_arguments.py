@@ -76,9 +76,7 @@ def test_study_command_line_means_what_it_says() -> None:
     assert (config.optimizer.lr_decay_iters, config.optimizer.warmup_iters) == (15, 1)
     assert config.data.split_fractions == (0.949, 0.05, 0.001)
     assert config.checkpoint.load_tag == "global_step5"
-    assert (
-        config.checkpoint.no_save_optim and config.checkpoint.no_load_optim and config.checkpoint.no_load_rng
-    )
+    assert config.checkpoint.no_save_optim and config.checkpoint.no_load_optim and config.checkpoint.no_load_rng
     assert config.trace.restart_trace_dir == "/ckpt/restart_trace"
     texts = [note.text for note in config.notes]
     assert any(text.startswith("--no-query-key-layer-scaling: no effect") for text in texts)
@@ -336,9 +334,7 @@ def test_groups_are_frozen() -> None:
 
 def test_replacing_a_group_keeps_the_checks() -> None:
     config = small()
-    again = dataclasses.replace(
-        config, checkpoint=dataclasses.replace(config.checkpoint, save="/s", save_interval=1)
-    )
+    again = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, save="/s", save_interval=1))
     assert again.trace.restart_trace_dir == "/s/restart_trace"
     with pytest.raises(ConfigError, match="--num-layers 4"):
         dataclasses.replace(
@@ -365,9 +361,7 @@ def test_only_rank_0_speaks(rank: int, expected: str, capsys: pytest.CaptureFixt
 
 def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     base = {"PATH": os.environ.get("PATH", ""), "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-c", code], env=base | env, capture_output=True, text=True, timeout=300
-    )
+    return subprocess.run([sys.executable, "-c", code], env=base | env, capture_output=True, text=True, timeout=300)
 
 
 def test_parse_or_exit_in_a_real_process() -> None:

@@ -199,9 +199,7 @@ CONFLICTS = [
 
 
 @pytest.mark.parametrize(("content", "flags", "message"), CONFLICTS, ids=[row[2] for row in CONFLICTS])
-def test_conflict_names_file_and_both_values(
-    tmp_path: Path, content: dict[str, Any], flags: str, message: str
-) -> None:
+def test_conflict_names_file_and_both_values(tmp_path: Path, content: dict[str, Any], flags: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         with_file(tmp_path, content, BATCH + flags)
     assert message in str(caught.value)

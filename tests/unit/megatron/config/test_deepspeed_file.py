@@ -135,9 +135,7 @@ STANZAS: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("stanza", "engine", "options"), STANZAS, ids=[json.dumps(row[0]) for row in STANZAS]
-)
+@pytest.mark.parametrize(("stanza", "engine", "options"), STANZAS, ids=[json.dumps(row[0]) for row in STANZAS])
 def test_the_stanza_names_the_engine(
     tmp_path: Path, stanza: dict[str, Any], engine: str, options: dict[str, Any]
 ) -> None:
@@ -146,9 +144,7 @@ def test_the_stanza_names_the_engine(
         assert config.checkpoint.checkpoint_engine == engine
         assert {name: getattr(config.checkpoint, name) for name in options} == options
         plain = with_file(tmp_path, STUDY, "")
-        assert build_deepspeed_config(config) == build_deepspeed_config(
-            plain
-        )  # DeepSpeed starts none of its own
+        assert build_deepspeed_config(config) == build_deepspeed_config(plain)  # DeepSpeed starts none of its own
 
 
 @pytest.mark.parametrize(
@@ -275,7 +271,5 @@ def test_ends_with_2_before_torch_is_imported(tmp_path: Path) -> None:
 def test_flag_error_names_the_key_that_gave_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         with_file(tmp_path, {"train_batch_size": 7}, "--micro-batch-size 2")
-    assert f"(train_batch_size in --deepspeed_config {tmp_path / 'ds_config.json'} says it)" in str(
-        caught.value
-    )
+    assert f"(train_batch_size in --deepspeed_config {tmp_path / 'ds_config.json'} says it)" in str(caught.value)
     assert isinstance(configure(BATCH), Config)

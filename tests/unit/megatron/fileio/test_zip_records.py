@@ -86,9 +86,7 @@ def test_other_files_are_no_archives(tmp_path: Path, content: bytes) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None, max_examples=400
 )
 @given(st.data())
-def test_any_damage_is_a_bad_zip_file_or_leaves_the_records_in_the_file(
-    saved: Path, data: st.DataObject
-) -> None:
+def test_any_damage_is_a_bad_zip_file_or_leaves_the_records_in_the_file(saved: Path, data: st.DataObject) -> None:
     """zipfile itself raises half a dozen other exceptions for damaged headers."""
     content = bytearray(saved.read_bytes())
     with zipfile.ZipFile(saved) as archive:

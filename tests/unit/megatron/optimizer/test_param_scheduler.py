@@ -14,12 +14,8 @@ from megatron.config import ConfigError, OptimizerConfig, TrainingConfig
 from megatron.optimizer.param_scheduler import OptimizerParamScheduler
 
 # What upstream's class answered for the same settings, at some of the iterations.
-GOLDEN = json.loads(
-    (Path(__file__).resolve().parents[3] / "golden" / "upstream_param_schedules.json").read_text()
-)
-LR, MIN_LR, TRAIN_ITERS, BATCH = (
-    GOLDEN[name] for name in ("lr", "min_lr", "train_iters", "global_batch_size")
-)
+GOLDEN = json.loads((Path(__file__).resolve().parents[3] / "golden" / "upstream_param_schedules.json").read_text())
+LR, MIN_LR, TRAIN_ITERS, BATCH = (GOLDEN[name] for name in ("lr", "min_lr", "train_iters", "global_batch_size"))
 
 
 def optimizer() -> torch.optim.Optimizer:
@@ -41,9 +37,7 @@ def settings_of(case: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-@pytest.mark.parametrize(
-    "case", GOLDEN["cases"], ids=lambda case: "-".join(map(str, settings_of(case).values()))
-)
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: "-".join(map(str, settings_of(case).values())))
 def test_every_value_is_upstreams(case: dict[str, Any]) -> None:
     schedule = scheduler(**settings_of(case))
     groups = schedule.optimizer.param_groups
@@ -146,9 +140,7 @@ def test_state_of_an_older_kind_without_every_name() -> None:
 
 # Upstream's class, stepped over `batches` samples in turn; the iterations in `skipped` had an overflow, so that
 # DeepSpeed did not step it, though their tokens count. `lr` is that of each iteration, `state` the last.
-TOKENS = json.loads(
-    (Path(__file__).resolve().parents[3] / "golden" / "upstream_token_schedules.json").read_text()
-)
+TOKENS = json.loads((Path(__file__).resolve().parents[3] / "golden" / "upstream_token_schedules.json").read_text())
 
 
 def token_schedule(case: dict[str, Any]) -> OptimizerParamScheduler:

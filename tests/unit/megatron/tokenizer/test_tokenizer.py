@@ -125,9 +125,7 @@ def test_bpe_size_comes_without_the_library(bpe_files: dict[str, Any]) -> None:
         ('{"<|endoftext|>": "0"}', "ids are not 0 to 0"),
     ],
 )
-def test_a_bad_vocab_file_is_named(
-    tmp_path: Path, bpe_files: dict[str, Any], vocab: str, message: str
-) -> None:
+def test_a_bad_vocab_file_is_named(tmp_path: Path, bpe_files: dict[str, Any], vocab: str, message: str) -> None:
     (tmp_path / "vocab.json").write_text(vocab)
     for load in (build_tokenizer, tokenizer_info):
         with pytest.raises(TokenizerError, match=message.replace("|", r"\|")):
@@ -153,9 +151,7 @@ def test_a_vocabulary_without_all_bytes_is_refused(tmp_path: Path) -> None:
 def test_a_bad_merge_file_is_named(tmp_path: Path, bpe_files: dict[str, Any], merges: str) -> None:
     (tmp_path / "merges.txt").write_text(merges)
     with pytest.raises(TokenizerError, match=r"--merge-file .*merges.txt: .*belongs to --vocab-file"):
-        build_tokenizer(
-            "GPT2BPETokenizer", vocab_file=bpe_files["vocab_file"], merge_file=str(tmp_path / "merges.txt")
-        )
+        build_tokenizer("GPT2BPETokenizer", vocab_file=bpe_files["vocab_file"], merge_file=str(tmp_path / "merges.txt"))
 
 
 # --- SentencePiece ---
@@ -237,9 +233,7 @@ def test_missing_files_are_named(
 @pytest.mark.parametrize("load", [build_tokenizer, tokenizer_info])
 @pytest.mark.parametrize("tokenizer_type", ["HFTokenizer", "BertWordPieceCase", ""])
 def test_other_types_are_refused(load: Any, tokenizer_type: str) -> None:
-    with pytest.raises(
-        TokenizerError, match=f"--tokenizer-type {tokenizer_type}: use one of .*NullTokenizer"
-    ):
+    with pytest.raises(TokenizerError, match=f"--tokenizer-type {tokenizer_type}: use one of .*NullTokenizer"):
         load(tokenizer_type)
 
 

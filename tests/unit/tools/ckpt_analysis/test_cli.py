@@ -18,9 +18,7 @@ from tools.ckpt_analysis.cli import COMMANDS, main
 
 def run_cli(*arguments: str, cwd: Path = ROOT, module: bool = True) -> subprocess.CompletedProcess[str]:
     start = ["-m", "tools.ckpt_analysis"] if module else [str(ROOT / "tools" / "ckpt_analysis")]
-    return subprocess.run(
-        [sys.executable, *start, *arguments], cwd=cwd, capture_output=True, text=True, timeout=300
-    )
+    return subprocess.run([sys.executable, *start, *arguments], cwd=cwd, capture_output=True, text=True, timeout=300)
 
 
 def test_both_ways_to_run_it(tmp_path: Path) -> None:
@@ -155,6 +153,6 @@ def test_never_imports_torch_and_of_the_project_only_two_small_modules(tmp_path:
         "print(sorted(m for m in sys.modules if m.split('.')[0] in ours))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.stdout.splitlines()[-1] == str(
-        ["restart_trace", "restart_trace.regular", "restart_trace.schema"]
-    ), done.stderr
+    assert done.stdout.splitlines()[-1] == str(["restart_trace", "restart_trace.regular", "restart_trace.schema"]), (
+        done.stderr
+    )

@@ -98,9 +98,7 @@ def test_a_launcher_must_start_as_many_processes_as_ranks_are_named() -> None:
         request_from(arguments, 3)
 
 
-@pytest.mark.parametrize(
-    "argv", [[], ["--model", "7b", "--small-tensors", "3"], ["--model", "7b", "--repeat", "0"]]
-)
+@pytest.mark.parametrize("argv", [[], ["--model", "7b", "--small-tensors", "3"], ["--model", "7b", "--repeat", "0"]])
 def test_a_wrong_command_line_ends_with_status_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         parse_arguments([*argv, "--dir", "."])
@@ -252,9 +250,7 @@ def test_interference_compares_what_ran_meanwhile_with_the_rest() -> None:
 
 
 @pytest.mark.parametrize("flag", ["--dir", "--trace-dir"])
-def test_a_directory_below_none_is_not_made(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str
-) -> None:
+def test_a_directory_below_none_is_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str) -> None:
     missing = tmp_path / "mistyped" / "deeper"
     others = ["--dir", str(tmp_path)] if flag == "--trace-dir" else []
     assert main(["--small-tensors", "3", *others, flag, str(missing)]) == COULD_NOT_RUN

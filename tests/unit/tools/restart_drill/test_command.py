@@ -120,9 +120,7 @@ def test_a_layout_that_does_not_fit(command: list[str], sizes: Sizes, message: s
         commands.on_layout(command, sizes)
 
 
-def test_a_layout_that_this_machine_has_too_few_gpus_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layout_that_this_machine_has_too_few_gpus_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """nvidia-smi is a stand-in: a machine with GPUs cannot be had here."""
     smi = tmp_path / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho 'GPU 0: A'\necho 'GPU 1: A'\n")

@@ -95,9 +95,7 @@ def test_the_largest_file_of_the_newest_checkpoint_is_damaged(fault: str, tmp_pa
     assert checkpoints.damage(fault) == newest / "large.pt"
     after = (newest / "large.pt").read_bytes()
     assert (
-        after == before[:200]
-        if fault == "truncate"
-        else sum(a != b for a, b in zip(after, before, strict=True)) == 1
+        after == before[:200] if fault == "truncate" else sum(a != b for a, b in zip(after, before, strict=True)) == 1
     )
     assert checkpoints.newest_step() == 5
 
@@ -144,9 +142,7 @@ def test_a_disk_is_full_and_free_again(tmp_path: Path) -> None:
         assert sorted(path.name for path in disk.iterdir()) == ["more", "room"]
         (disk / "more").write_bytes(bytes(4 << 20))
 
-        with pytest.raises(
-            DrillError, match="--fault disk-full: .* and only one of at most 0.00195 GiB is filled"
-        ):
+        with pytest.raises(DrillError, match="--fault disk-full: .* and only one of at most 0.00195 GiB is filled"):
             check_disk(disk, tmp_path, GIB // 512)
 
 
@@ -156,7 +152,5 @@ def assert_full(disk: Path) -> None:
 
 
 def test_the_disk_of_the_trace_is_not_filled(tmp_path: Path) -> None:
-    with pytest.raises(
-        DrillError, match="is on the same file system as .*; give --checkpoints DIR on a small one"
-    ):
+    with pytest.raises(DrillError, match="is on the same file system as .*; give --checkpoints DIR on a small one"):
         check_disk(tmp_path, tmp_path, 1 << 60)

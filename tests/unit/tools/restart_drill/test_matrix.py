@@ -46,10 +46,7 @@ def test_a_course_that_strikes_a_restart_first_has_one() -> None:
     assert [intent.moment.text for intent in strikes_of([step, load])] == ["mid-step", "mid-load"]
 
 
-COURSE = [
-    Cell("relaunch", "lazy", fault, "mid-step")
-    for fault in ("sigstop", "sigterm", "exception", "sigkill-all")
-]
+COURSE = [Cell("relaunch", "lazy", fault, "mid-step") for fault in ("sigstop", "sigterm", "exception", "sigkill-all")]
 
 
 def run(
@@ -140,8 +137,5 @@ def test_the_reference_run_of_another_matrix(
     argv = ["--sample", "2", "--reference", str(earlier), "--"]
     assert matrix.main(["--out", str(tmp_path / "out"), *argv, *TRAINING]) == matrix.VERIFIED
     assert [reference.directory for reference in seen] == [earlier / "reference"]
-    assert (
-        matrix.main(["--out", str(tmp_path / "other"), *argv, *TRAINING, "--seed", "7"])
-        == matrix.COULD_NOT_RUN
-    )
+    assert matrix.main(["--out", str(tmp_path / "other"), *argv, *TRAINING, "--seed", "7"]) == matrix.COULD_NOT_RUN
     assert len(seen) == 1 and "--seed 1234 there, and 7 here" in capsys.readouterr().err

@@ -23,9 +23,7 @@ def cycle(steps: range, resumed: int | None = None, layout: tuple[int, int, int]
     return CycleFacts(world_size=2, layout=layout, losses=losses, resumed=ranks, hashed=set(ranks))
 
 
-def verdict(
-    cycles: dict[int, CycleFacts], reference: CycleFacts | None = REFERENCE, strike: Strike = STRIKE
-) -> Any:
+def verdict(cycles: dict[int, CycleFacts], reference: CycleFacts | None = REFERENCE, strike: Strike = STRIKE) -> Any:
     return judge(strike, cycles, check_losses(cycles, reference, 1e-2))
 
 

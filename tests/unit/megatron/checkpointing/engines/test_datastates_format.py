@@ -192,9 +192,7 @@ class Poison:
 def test_poisoned_pickle_is_not_run(tmp_path: Path, layout: str) -> None:
     touched = tmp_path / "touched"
     write(tmp_path / NAME, layout, {"w": torch.ones(3), "args": Poison(str(touched))})
-    with pytest.raises(
-        CheckpointDamagedError, match=r"subprocess\.check_call, which is not on the allow-list"
-    ):
+    with pytest.raises(CheckpointDamagedError, match=r"subprocess\.check_call, which is not on the allow-list"):
         load(tmp_path)
     assert not touched.exists()
     pickle.loads(pickle.dumps(Poison(str(touched))))
@@ -269,9 +267,7 @@ def test_sparse_tensor_is_refused() -> None:
 
 
 leaves = st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False) | st.binary()
-dense = st.builds(
-    random_tensor, st.sampled_from(DTYPES), st.integers(0, 5), st.integers(0, 5), seed=st.integers(0, 99)
-)
+dense = st.builds(random_tensor, st.sampled_from(DTYPES), st.integers(0, 5), st.integers(0, 5), seed=st.integers(0, 99))
 keys = st.integers() | st.text()
 states = st.recursive(
     leaves | dense,

@@ -92,9 +92,7 @@ def test_two_saves_one_after_the_other(engine: CheckpointEngine, tmp_path: Path)
         assert torch.equal(load(engine, one)["a"], torch.full((n,), float(n)))
 
 
-def test_tensors_of_one_storage_are_written_once_and_views_alone(
-    engine: CheckpointEngine, tmp_path: Path
-) -> None:
+def test_tensors_of_one_storage_are_written_once_and_views_alone(engine: CheckpointEngine, tmp_path: Path) -> None:
     tied = torch.arange(100_000.0)
     content = {"a": tied, "b": tied, "matrix": tied.view(10, 10_000), "part": tied[5:8]}
     saved = save(engine, tmp_path, content=content)
@@ -171,9 +169,7 @@ def test_it_is_this_class_of_deepspeed_that_writes(tmp_path: Path, monkeypatch: 
 def test_a_writer_that_cannot_be_had_is_an_error_if_asked_for(name: str, tmp_path: Path) -> None:
     create_engine(name, EngineOptions()).check_can_save()
     engine = create_engine(name, EngineOptions(direct_io="on"))
-    with pytest.raises(
-        EngineUnavailableError, match="--direct-io on: DeepSpeed's FastFileWriter cannot be used"
-    ):
+    with pytest.raises(EngineUnavailableError, match="--direct-io on: DeepSpeed's FastFileWriter cannot be used"):
         engine.check_can_save()
     with pytest.raises(EngineUnavailableError, match="--direct-io on"):
         save(engine, tmp_path)
@@ -189,11 +185,7 @@ def test_phases_of_a_save(engine: CheckpointEngine, tmp_path: Path) -> None:
     spans = saved.traced.records.spans()
     phases = {(r["phase"], r.get("detail")) for r in spans}
     assert phases == {("device_to_host", None), ("serialize", None), ("flush", "write")}
-    assert (
-        saved.traced.records.bytes("flush", "write")
-        == saved.files[0].num_bytes
-        == (tmp_path / NAME).stat().st_size
-    )
+    assert saved.traced.records.bytes("flush", "write") == saved.files[0].num_bytes == (tmp_path / NAME).stat().st_size
     assert {r["blocking"] for r in saved.traced.records.spans("flush")} == {not engine.asynchronous}
     op = saved.traced.op
     assert (op.bytes, op.num_files, op.durable) == (saved.files[0].num_bytes, 1, False)

@@ -182,8 +182,6 @@ def test_the_engine_has_no_unpickler() -> None:
     for path in modules:
         for node in ast.walk(ast.parse(path.read_text())):
             imported = [a.name for a in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
-            assert not {"pickle", "dill", "cloudpickle", "marshal", "shelve", "unpickling"} & set(imported), (
-                path
-            )
+            assert not {"pickle", "dill", "cloudpickle", "marshal", "shelve", "unpickling"} & set(imported), path
             if isinstance(node, ast.Attribute):
                 assert ast.unparse(node) not in ("torch.load", "torch.save", "numpy.load", "np.load"), path

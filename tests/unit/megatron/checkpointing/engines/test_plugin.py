@@ -47,9 +47,7 @@ def python(
     return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=300)
 
 
-def train(
-    installed: Path | None, save: Path, engine: str, *more: str | Path
-) -> subprocess.CompletedProcess[str]:
+def train(installed: Path | None, save: Path, engine: str, *more: str | Path) -> subprocess.CompletedProcess[str]:
     for name in ("corpus_text_document.bin", "corpus_text_document.idx"):
         shutil.copy(DATA / name, save.parent / name)
     flags = [*TRAINING, *data_flags(save.parent / "corpus_text_document", DATA / "tokenizer.model")]

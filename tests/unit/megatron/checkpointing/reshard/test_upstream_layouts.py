@@ -52,9 +52,7 @@ OP = untraced_operation()
 TIED = "tied_modules.embed.word_embeddings.weight"
 
 
-def surveyed(
-    directory: Path, model: UpstreamModel, with_optimizer: bool = True
-) -> tuple[Candidate, ForeignCheckpoint]:
+def surveyed(directory: Path, model: UpstreamModel, with_optimizer: bool = True) -> tuple[Candidate, ForeignCheckpoint]:
     found = Candidate(directory, directory.name, 5, None)
     reader = TorchEngine(EngineOptions())
     return with_manifest(found, reader, model.vocab, with_optimizer, ControlPlane(0, 1), OP)
@@ -176,8 +174,7 @@ def test_weights_alone(tmp_path: Path, by_heads: bool) -> None:
         layers.setdefault(int(number), {})[key] = name
     index = SourceIndex(shards.weights(layers))
     targets = [
-        Target(torch.empty(p.local_shape), WEIGHT, weight_placement(n, p, GROUPED.vocab))
-        for n, p in parts.items()
+        Target(torch.empty(p.local_shape), WEIGHT, weight_placement(n, p, GROUPED.vocab)) for n, p in parts.items()
     ]
     sizes = {directory / name: file.num_bytes for name, file in manifest.files.items()}
     reading = Reading(plan(targets, index), sizes, "off", 1)
@@ -217,9 +214,7 @@ def test_a_missing_or_truncated_file_is_named(checkpoint: Path, name: str) -> No
         path.write_bytes(content[:size])
         assert f"{path}: not a complete torch.save file" in refusal(checkpoint, CheckpointRejectedError)
     path.unlink()
-    assert f"{path} is missing (1 of the 26 files of TP2 PP2 DP2 are)" in refusal(
-        checkpoint, CheckpointRejectedError
-    )
+    assert f"{path} is missing (1 of the 26 files of TP2 PP2 DP2 are)" in refusal(checkpoint, CheckpointRejectedError)
     path.mkdir()
     assert f"{path} is missing" in refusal(checkpoint, CheckpointRejectedError)
 

@@ -191,9 +191,7 @@ def test_nothing_that_can_be_analysed(
     assert [path.name for path in tmp_path.iterdir()] == ["logs"]
 
 
-def test_validate_lists_what_nothing_can_be_made_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_validate_lists_what_nothing_can_be_made_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file_of(tmp_path, 0, 0).write_bytes(b"")
     file_of(tmp_path, 1, 0).write_bytes(DEEP + b"\n")
     assert main(["validate", str(tmp_path)]) == 1

@@ -88,9 +88,7 @@ def test_summary_tables(run: Path, capsys: pytest.CaptureFixture[str], style: st
             assert set(lines[1]) == set("| -:")
 
 
-def test_summary_of_many_saves_shows_the_phases_of_the_last(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_summary_of_many_saves_shows_the_phases_of_the_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "run", Shape(ranks=2, saves=9))
     short = output(capsys, "summary", str(tmp_path / "run"))
     assert short.count("flush/fsync") == 1
@@ -186,21 +184,15 @@ def test_timeline_background_threads_have_tracks_of_their_own(run: Path, tmp_pat
         ),
     ],
 )
-def test_timeline_cut_down(
-    run: Path, frames: Frames, tmp_path: Path, flags: list[str], keep: pl.Expr
-) -> None:
+def test_timeline_cut_down(run: Path, frames: Frames, tmp_path: Path, flags: list[str], keep: pl.Expr) -> None:
     main(["timeline", str(run), "-o", str(tmp_path / "t.json"), "--quiet", *flags])
     expected = frames.spans.filter(keep)
     assert 0 < expected.height < frames.spans.height
     assert spans_of(events_of(tmp_path / "t.json")) == expected_spans(expected)
 
 
-def test_timeline_of_one_checkpoint_has_the_steps_beside_it(
-    run: Path, frames: Frames, tmp_path: Path
-) -> None:
-    main(
-        ["timeline", str(run), "-o", str(tmp_path / "t.json"), "--quiet", "--checkpoint", "2", "--ranks", "0"]
-    )
+def test_timeline_of_one_checkpoint_has_the_steps_beside_it(run: Path, frames: Frames, tmp_path: Path) -> None:
+    main(["timeline", str(run), "-o", str(tmp_path / "t.json"), "--quiet", "--checkpoint", "2", "--ranks", "0"])
     steps = [e["name"] for e in events_of(tmp_path / "t.json") if e.get("cat") == "iteration"]
     assert steps and set(steps) <= {"step 3", "step 4"}
 
@@ -213,9 +205,7 @@ def test_timeline_writes_any_text_as_json(tmp_path: Path) -> None:
     log.event("save", "notice", 'with "quotes"')
     dump(file_of(tmp_path, 0, 0), log.records)
     assert main(["timeline", str(tmp_path), "-o", str(tmp_path / "t.json"), "--quiet"]) == 0
-    span = next(
-        e for e in events_of(tmp_path / "t.json") if e["name"] == "serialize" and "error" in e["args"]
-    )
+    span = next(e for e in events_of(tmp_path / "t.json") if e["name"] == "serialize" and "error" in e["args"])
     assert span["args"]["tag"] == 'a "quoted" tag' and span["args"]["file"] == "dir\\name\t.pt"
     assert span["args"]["error"] == 'OSError: "x"\n'
 

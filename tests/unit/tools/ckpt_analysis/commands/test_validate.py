@@ -24,14 +24,10 @@ def test_validate_finds_nothing_in_a_sound_run(tmp_path: Path, capsys: pytest.Ca
     run = tmp_path / "run"
     write_run(run, Shape(ranks=16, saves=4, asynchronous=True))
     text = output(capsys, "validate", str(run))
-    assert text.splitlines() == [
-        f"{run}: 33 files, {text.split(' files, ')[1].split()[0]} records: no problems"
-    ]
+    assert text.splitlines() == [f"{run}: 33 files, {text.split(' files, ')[1].split()[0]} records: no problems"]
 
 
-def test_ranks_that_are_a_share_of_their_layout_are_sound(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_that_are_a_share_of_their_layout_are_sound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """tools.ckpt_replay plays a few ranks of a large layout."""
     run = write_trace(tmp_path / "run")
     for path in run.glob("rank_*"):
@@ -119,9 +115,7 @@ def test_validate_tells_of_killed_operations(tmp_path: Path, capsys: pytest.Capt
     assert "rank_00004_cycle_001.jsonl: save 2 has no operation_end" in text
 
 
-def test_validate_in_several_processes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
+def test_validate_in_several_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setattr("tools.ckpt_analysis.commands.validate.PROCESSES_FROM_BYTES", 0)
     write_trace(tmp_path)
     set_of("span", surprise=1)(file_of(tmp_path, 3, 0))

@@ -62,14 +62,12 @@ def test_it_does_not_see_differences_in_noise() -> None:
     """Of many comparisons of like with like about one in twenty may be called different (fixed seed)."""
     generator = np.random.default_rng(7)
     called = sum(
-        (difference(list(generator.lognormal(0, 0.3, 8)), list(generator.lognormal(0, 0.3, 8))).p_value or 1)
-        < ALPHA
+        (difference(list(generator.lognormal(0, 0.3, 8)), list(generator.lognormal(0, 0.3, 8))).p_value or 1) < ALPHA
         for _ in range(200)
     )
     assert called <= 20  # 10 expected at most; 20 are exceeded once in a thousand
     slower = [
-        difference(list(generator.lognormal(0, 0.1, 12)), list(generator.lognormal(0.5, 0.1, 12)))
-        for _ in range(20)
+        difference(list(generator.lognormal(0, 0.1, 12)), list(generator.lognormal(0.5, 0.1, 12))) for _ in range(20)
     ]
     assert all(found.p_value is not None and found.p_value < ALPHA for found in slower)
 

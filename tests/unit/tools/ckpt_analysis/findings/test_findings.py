@@ -40,9 +40,7 @@ def findings(
     return [found for found in analyse(load_trace(directory)).report.findings if found.rule == rule]
 
 
-def save(
-    log: RankLog, work_ms: float, wait_ms: float = 0, *, detail: str = "write", num_bytes: int = 1000
-) -> None:
+def save(log: RankLog, work_ms: float, wait_ms: float = 0, *, detail: str = "write", num_bytes: int = 1000) -> None:
     """A save that only writes (or synchronises), and then waits."""
     op = log.begin("save", "TorchCheckpointEngine", tag="global_step5", step=5)
     op.span("flush", detail, work_ms, file="global_step5/a.pt", bytes=num_bytes)
@@ -134,9 +132,7 @@ def test_a_rank_that_comes_late_is_said_to(tmp_path: Path) -> None:
         save(log, 300, 900 - late_ms)
 
     (found,) = findings(tmp_path, "barrier_skew", make)
-    assert (
-        "rank 5 waits least, so it was waited for: it began 0.900 s after the median rank" in found.evidence
-    )
+    assert "rank 5 waits least, so it was waited for: it began 0.900 s after the median rank" in found.evidence
 
 
 def test_barriers_in_the_background_cost_training_nothing(tmp_path: Path) -> None:
@@ -172,9 +168,7 @@ def test_fsync_dominates(tmp_path: Path, write_ms: float, fsync_ms: float, met: 
         ("load", (("load", "deserialize"), ("load", "read"))),
     ],
 )
-@pytest.mark.parametrize(
-    ("objects_ms", "bytes_ms", "met"), [(500, 500, True), (499, 500, False), (99, 50, False)]
-)
+@pytest.mark.parametrize(("objects_ms", "bytes_ms", "met"), [(500, 500, True), (499, 500, False), (99, 50, False)])
 def test_serialization_bound(
     tmp_path: Path,
     operation: str,
@@ -350,9 +344,7 @@ def test_planted_stragglers_are_found(tmp_path: Path) -> None:
     assert ranks == {("save", truth["straggler-rank"])}
     hosts = {(data["operation"], data["host"]) for rule, data in cases if rule == "straggling_host"}
     assert hosts == {("load", f"node{truth['straggler-host']:04}")}
-    waited_for = {
-        data["waited_for"] for rule, data in cases if rule == "barrier_skew" and data["operation"] == "save"
-    }
+    waited_for = {data["waited_for"] for rule, data in cases if rule == "barrier_skew" and data["operation"] == "save"}
     assert waited_for == {truth["barrier-skew"]}
 
 

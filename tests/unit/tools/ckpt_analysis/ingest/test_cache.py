@@ -119,9 +119,7 @@ def test_a_run_that_is_still_writing_is_not_kept(trace: Path, capsys: pytest.Cap
     assert "still being written" in capsys.readouterr().err
 
 
-def test_both_runs_of_a_directory_come_from_one_entry(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_runs_of_a_directory_come_from_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = write_trace(tmp_path / "trace")
     process, *records = rank_log(Options(run_id="ffffffffffff"), 0, 0).records
     dump(file_of(directory, 0, 2), [process | {"cycle": 2}, *records])
@@ -132,9 +130,7 @@ def test_both_runs_of_a_directory_come_from_one_entry(
 
 
 @pytest.mark.parametrize("damage", [b"", b"not Parquet", None])
-def test_a_damaged_entry_is_made_anew(
-    trace: Path, capsys: pytest.CaptureFixture[str], damage: bytes | None
-) -> None:
+def test_a_damaged_entry_is_made_anew(trace: Path, capsys: pytest.CaptureFixture[str], damage: bytes | None) -> None:
     expected = report(trace)
     (entry,) = entries(trace / DIRECTORY)
     if damage is None:

@@ -82,9 +82,7 @@ def test_a_last_line_that_lacks_only_its_newline_is_read(tmp_path: Path, sound: 
         (b"{}\n", "unknown record type"),
     ],
 )
-def test_a_bad_line_costs_one_line(
-    tmp_path: Path, garbage: bytes, reason: str, sound: dict[str, Any]
-) -> None:
+def test_a_bad_line_costs_one_line(tmp_path: Path, garbage: bytes, reason: str, sound: dict[str, Any]) -> None:
     write_trace(tmp_path)
     path = file_of(tmp_path, 4, 0)
     lines = path.read_bytes().splitlines(keepends=True)
@@ -156,9 +154,7 @@ def test_no_process_record(tmp_path: Path) -> None:
         ({"rank": "6"}, "invalid_record"),
     ],
 )
-def test_a_second_process_in_one_file(
-    tmp_path: Path, sound: dict[str, Any], other: dict[str, Any], kind: str
-) -> None:
+def test_a_second_process_in_one_file(tmp_path: Path, sound: dict[str, Any], other: dict[str, Any], kind: str) -> None:
     write_trace(tmp_path)
     path = file_of(tmp_path, 6, 1)
     records = [json.loads(line) for line in path.read_text().splitlines()]

@@ -283,9 +283,7 @@ def test_the_same_tag_saved_twice_is_two_saves(tmp_path: Path) -> None:
 def test_lost_steps_look_back_past_a_cycle_without_iterations(tmp_path: Path) -> None:
     write_trace(tmp_path)
     for rank in range(RANKS):
-        moved = [
-            json.loads(line) | {"cycle": 2} for line in file_of(tmp_path, rank, 1).read_text().splitlines()
-        ]
+        moved = [json.loads(line) | {"cycle": 2} for line in file_of(tmp_path, rank, 1).read_text().splitlines()]
         dump(file_of(tmp_path, rank, 2), moved)
         dump(file_of(tmp_path, rank, 1), [record | {"cycle": 1} for record in moved[:3]])
     restart = result(tmp_path)["restarts"][-1]

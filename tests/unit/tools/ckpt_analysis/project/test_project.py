@@ -145,9 +145,7 @@ TIMES = st.floats(0.01, 5000)
 
 @settings(deadline=None, derandomize=True)
 @given(TIMES, TIMES, st.floats(0, 5000), st.floats(10, 1e7), TIMES)
-def test_shares_add_up(
-    blocked_s: float, durable_s: float, restart_s: float, mtbf_s: float, work_s: float
-) -> None:
+def test_shares_add_up(blocked_s: float, durable_s: float, restart_s: float, mtbf_s: float, work_s: float) -> None:
     found = outcome(Costs(blocked_s, durable_s, restart_s), mtbf_s, work_s)
     shares = (found.ettr, found.saving_share, found.lost_share, found.restart_share)
     assert sum(shares) == pytest.approx(1) and all(-1e-9 <= share <= 1 for share in shares)
@@ -188,9 +186,7 @@ def test_inputs_are_the_medians_of_the_run(tmp_path: Path) -> None:
     report = analyse(load_trace(write_trace(tmp_path))).report
     inputs = gather(report, Given())
     assert [entry.source for entry in inputs.listed] == ["measured"] * 5
-    assert inputs.blocked_s.value == pytest.approx(0.380) and inputs.durable_s.value == pytest.approx(
-        0.380, abs=0.002
-    )
+    assert inputs.blocked_s.value == pytest.approx(0.380) and inputs.durable_s.value == pytest.approx(0.380, abs=0.002)
     assert inputs.restart_s.value == report.restarts[0].restart_s
     assert inputs.durable_s.note == "median of 2 saves (durable_s)"
     assert inputs.step_s.value == pytest.approx(1.1 * ITERATION_MS / 1000)  # rank 4 is the slowest

@@ -66,11 +66,7 @@ class Page(HTMLParser):
 
     def all(self, tag: str, **attributes: str) -> list[Element]:
         wanted = {name.rstrip("_"): value for name, value in attributes.items()}
-        return [
-            e
-            for e in self.elements
-            if e.tag == tag and all(e.attributes.get(k) == v for k, v in wanted.items())
-        ]
+        return [e for e in self.elements if e.tag == tag and all(e.attributes.get(k) == v for k, v in wanted.items())]
 
     def plots(self) -> dict[str, list[dict[str, Any]]]:
         (script,) = self.all("script", id="plots")

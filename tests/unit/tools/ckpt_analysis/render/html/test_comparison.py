@@ -133,15 +133,11 @@ def test_the_figure_shows_the_numbers_and_verdicts_of_compare(
         assert trace["y"][at] == pytest.approx(times_as_fast) == pytest.approx(1 / cell["ratio"])
         assert trace["y"][at] + trace["error_y"]["array"][at] == pytest.approx(1 / cell["ratio_low"])
         assert trace["y"][at] - trace["error_y"]["arrayminus"][at] == pytest.approx(1 / cell["ratio_high"])
-        assert trace["text"][at].startswith("differs: ") and not trace["marker"]["symbol"][at].endswith(
-            "open"
-        )
+        assert trace["text"][at].startswith("differs: ") and not trace["marker"]["symbol"][at].endswith("open")
         launch = trace["x"].index("launch:<br>process to<br>first step")
         assert trace["text"][launch] == "equal" and trace["marker"]["symbol"][launch].endswith("open")
     said = " ".join(p.text for p in page.all("p"))
-    assert (
-        "B lazy-pp1: blocked_s 4 times as fast as A (3.8" in said and "differs: better; saves block " in said
-    )
+    assert "B lazy-pp1: blocked_s 4 times as fast as A (3.8" in said and "differs: better; saves block " in said
     assert set(FIGURE.terms) <= set(DEFINITIONS) and any(p.text.startswith(FIGURE.caption[:40]) for p in page.all("p"))
 
     shares = [cell["median"] for cell in of_study["blocked_share"]["cells"]]

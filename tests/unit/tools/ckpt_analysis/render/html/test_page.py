@@ -184,9 +184,7 @@ def test_a_run_of_which_only_the_longest_times_are_known(trace: Path) -> None:
     analysis = without_ranks(report)
     page = Page(run_page(analysis))
     assert {name.rpartition("-")[0] for name in page.plots()} == {"plot-throughput", "plot-steps"}
-    assert "Hosts" in [dt.text for dt in page.all("dt")] and "not recorded" in [
-        dd.text for dd in page.all("dd")
-    ]
+    assert "Hosts" in [dt.text for dt in page.all("dt")] and "not recorded" in [dd.text for dd in page.all("dd")]
     words = " ".join(p.text for p in page.all("p"))
     assert "no phases are recorded, only the whole" in words and "Ranks and hosts are not recorded" in words
     assert "plot-comparison-0" in Page(page_comparing(a=[report], b=[report])).plots()
@@ -199,9 +197,7 @@ def test_definitions_are_those_of_the_documentation() -> None:
     assert {term for figure in FIGURES for term in figure.terms} <= set(DEFINITIONS)
 
 
-def test_checkpoint_that_is_shown_can_be_chosen(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_checkpoint_that_is_shown_can_be_chosen(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert choose(analysis_of(trace)).save.tag == "global_step10"  # type: ignore[union-attr]
     assert main(["report", str(trace), "-o", str(tmp_path / "a.html"), "--checkpoint", "global_step5"]) == 0
     assert "Save global_step5, cycle 0: phases" in (tmp_path / "a.html").read_text()
@@ -230,9 +226,7 @@ def test_the_save_at_the_end_of_training_is_shown_only_if_there_is_no_other(tmp_
     assert "training was over, and its end waited for this save" in timeline.notes[0]
 
 
-def test_output_goes_to_a_directory_or_a_file(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_output_goes_to_a_directory_or_a_file(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     before = sorted(trace.iterdir())
     assert main([str(trace)]) == 0
     assert sorted(trace.iterdir()) == before  # nothing is written that was not asked for
