@@ -57,15 +57,14 @@ def test_a_walk_in_fp16(half_precision: Model) -> None:
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [
-        (Layout(2, 2, 2), Layout(1, 4, 1)),
-        (Layout(1, 2, 4), Layout(4, 1, 2)),
-        (Layout(4, 2, 1), Layout(2, 1, 2)),
-    ],
+    [(Layout(1, 2, 4), Layout(4, 1, 2)), (Layout(4, 2, 1), Layout(2, 1, 2))],
     ids=shown,
 )
 def test_from_a_checkpoint_of_engine_torch(model: Model, old: Layout, new: Layout) -> None:
-    """Which keeps no placements. Saved by torch there, by lazy here, so that the test can read it."""
+    """Which keeps no placements. Saved by torch there, by lazy here, so that the test can read it.
+
+    From TP2 PP2 DP2: test_redistribute_universal.py.
+    """
     same = assembled(model.moved(old, old, "torch"))
     assert_same(assembled(model.moved(old, new, "torch")), same)
     weights = model.moved(old, new, "torch", "--no-load-optim")
@@ -77,12 +76,8 @@ def test_from_a_checkpoint_of_engine_torch(model: Model, old: Layout, new: Layou
 @pytest.mark.parametrize(
     ("engine", "old", "new"),
     [
-        ("fastpersist", Layout(2, 2, 2), Layout(1, 4, 1)),
-        (
-            "fastpersist-decoupled",
-            Layout(2, 1, 1),
-            Layout(1, 2, 1),
-        ),  # a process that imports torch for each old rank
+        ("fastpersist", Layout(2, 1, 2), Layout(1, 2, 1)),
+        ("fastpersist-decoupled", Layout(2, 1, 1), Layout(1, 2, 1)),
     ],
     ids=lambda value: value if isinstance(value, str) else shown(value),
 )

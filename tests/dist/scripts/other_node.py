@@ -7,6 +7,9 @@ import runpy
 import sys
 from pathlib import Path
 
+from megatron.config import arguments
+
+arguments.OTHER_RANKS_WAIT_S = 0.2  # for rank 0 to tell the error, which it never will
 if os.environ["RANK"] == "1":
     sys.argv += ["--data-path", os.environ["ABSENT_ON_RANK_1"]]
 
