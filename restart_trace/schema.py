@@ -137,12 +137,7 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
     },
     # What becomes known of an operation while it runs.
     "operation_label": _TYPE
-    | {
-        "op": Field("int", True, "number of the operation"),
-        "tag": _TAG,
-        "step": _STEP,
-        "engine": _ENGINE,
-    },
+    | {"op": Field("int", True, "number of the operation"), "tag": _TAG, "step": _STEP, "engine": _ENGINE},
     "span": _TYPE
     | {
         "op": Field("int", True, "number of the operation"),

@@ -187,12 +187,7 @@ def arguments(model: UpstreamModel, layout: Layout, dtype: str, by_heads: bool) 
 
 
 def write_upstream(
-    directory: Path,
-    model: UpstreamModel,
-    state: State,
-    layout: Layout,
-    dtype: str = "bf16",
-    by_heads: bool = False,
+    directory: Path, model: UpstreamModel, state: State, layout: Layout, dtype: str = "bf16", by_heads: bool = False
 ) -> Path:
     """A checkpoint as upstream saves it after iteration 5; `by_heads`: one before December 2024."""
     directory.mkdir(parents=True)
@@ -207,11 +202,7 @@ def write_upstream(
                 local[kind]["tied_modules.embed.position_embeddings.weight"] = torch.full((5, model.hidden), 7.0)
         _write_shards(directory, local, layout, pp, tp, dtype)
         _write_layers(directory, model, local["master"], pp, tp, dtype)
-        common = {
-            "args": arguments(model, layout, dtype, by_heads),
-            "dp_world_size": layout.dp,
-            "module": None,
-        }
+        common = {"args": arguments(model, layout, dtype, by_heads), "dp_world_size": layout.dp, "module": None}
         common |= {"iteration": 5, "global_steps": 5, "global_samples": 20, "skipped_steps": 0}
         common |= {"param_shapes": [{n: t.shape for n, t in local["master"].items()}]}
         common |= {"universal_checkpoint_info": {"original_vocab_size": model.vocab}}

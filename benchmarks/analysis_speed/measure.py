@@ -142,10 +142,7 @@ def compare(naive: list[dict[str, Any]], saves: list[dict[str, Any]]) -> str:
     if [(save["cycle"], save["tag"]) for save in naive] != [(save["cycle"], save["tag"]) for save in saves]:
         return "not the same saves"
     for plain, save in zip(naive, saves, strict=True):
-        pairs = [
-            ("bytes", plain["bytes"], save["bytes"]),
-            ("blocked_s", plain["blocked_s"], save["blocked_s"]),
-        ]
+        pairs = [("bytes", plain["bytes"], save["bytes"]), ("blocked_s", plain["blocked_s"], save["blocked_s"])]
         pairs += _pairs("wall", plain["wall"], save["wall"])
         for phase, spread in plain["phases"].items():
             pairs += _pairs(phase, spread, save["phases"][phase])

@@ -47,10 +47,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--dp", type=int, default=2, metavar="N", help="replicas of TP2 PP2 (default: 2)")
     parser.add_argument(
-        "--engine",
-        default="torch",
-        metavar="NAME",
-        help="checkpoint engine of the demonstration (default: torch)",
+        "--engine", default="torch", metavar="NAME", help="checkpoint engine of the demonstration (default: torch)"
     )
     parser.add_argument("--dir", type=Path, metavar="DIR", help="where to work (default: that for temporary files)")
     parser.add_argument(

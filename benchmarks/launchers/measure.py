@@ -14,13 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.launchers.variants import (
-    SAVE_INTERVAL,
-    MeasurementError,
-    Setting,
-    command,
-    restarts_in_place,
-)
+from benchmarks.launchers.variants import SAVE_INTERVAL, MeasurementError, Setting, command, restarts_in_place
 from megatron.processes.rendezvous_store import PROCESS_NAME
 from restart_trace.clock import now_ns
 from tools.restart_drill.launch import DrillError, Launch, launched

@@ -38,10 +38,7 @@ def measure(place: Path, ranks: int, request: Request, progress: Callable[[str],
     Raises MeasurementError if a rank fails, OSError if `place` cannot be written.
     """
     found = Measurement(str(place), filesystem_of(place), ranks)
-    with (
-        own_directory(place, _PREFIX) as directory,
-        own_directory(Path(tempfile.gettempdir()), _PREFIX) as notes,
-    ):
+    with own_directory(place, _PREFIX) as directory, own_directory(Path(tempfile.gettempdir()), _PREFIX) as notes:
         output = str(notes / "samples.jsonl")
         plan = Plan(**asdict(request), ranks=ranks, directory=str(directory), output=output)
         (notes / "plan.json").write_text(json.dumps(asdict(plan)))

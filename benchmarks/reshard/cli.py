@@ -54,11 +54,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--bytes",
-        type=parse_bytes,
-        default="1.1GiB",
-        metavar="SIZE",
-        help="of a checkpoint, about (default: 1.1GiB)",
+        "--bytes", type=parse_bytes, default="1.1GiB", metavar="SIZE", help="of a checkpoint, about (default: 1.1GiB)"
     )
     parser.add_argument("--repeat", type=int, default=5, metavar="N", help="rounds (default: 5)")
     parser.add_argument(
@@ -69,10 +65,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="layouts that load (default: 1,4,1 and 4,1,2)",
     )  # fmt: skip
     parser.add_argument(
-        "--cache",
-        choices=("cold", "warm"),
-        default="cold",
-        help="page cache before each load (default: cold)",
+        "--cache", choices=("cold", "warm"), default="cold", help="page cache before each load (default: cold)"
     )
     parser.add_argument("--format", choices=("table", "json"), default="table", help="output (default: table)")
     arguments = parser.parse_args(argv)

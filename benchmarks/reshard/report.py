@@ -41,14 +41,7 @@ def analyse(measurement: Measurement) -> dict[str, Any]:
 def _ratio(seconds: dict[str, list[float]], above: str, below: str, target: float, at_least: bool) -> dict[str, Any]:
     found = ratio_of_medians(seconds[above], [seconds[below]])
     met = found.value >= target if at_least else found.value <= target
-    return {
-        "of": above,
-        "to": below,
-        "ratio": asdict(found),
-        "target": target,
-        "at_least": at_least,
-        "met": met,
-    }
+    return {"of": above, "to": below, "ratio": asdict(found), "target": target, "at_least": at_least, "met": met}
 
 
 def _page_cache(measurement: Measurement) -> str:

@@ -6,15 +6,7 @@ import json
 
 from benchmarks.synthetic_traces.schedule import engine_ready, loop_start
 from benchmarks.synthetic_traces.shape import RANKS_PER_HOST
-from benchmarks.synthetic_traces.times import (
-    COMMIT_US,
-    STARTUP_PHASES,
-    TAIL_US,
-    Cycle,
-    Save,
-    Times,
-    late,
-)
+from benchmarks.synthetic_traces.times import COMMIT_US, STARTUP_PHASES, TAIL_US, Cycle, Save, Times, late
 from restart_trace.schema import SCHEMA_VERSION
 
 RUN_ID = "5eed5eed5eed"

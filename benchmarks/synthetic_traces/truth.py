@@ -14,16 +14,7 @@ from benchmarks.synthetic_traces.lines import ENGINE, RUN_ID
 from benchmarks.synthetic_traces.plants import problems_of
 from benchmarks.synthetic_traces.schedule import BEFORE_LOOP_US, engine_ready, loop_start
 from benchmarks.synthetic_traces.shape import Shape
-from benchmarks.synthetic_traces.times import (
-    COMMIT_US,
-    GAP_US,
-    STARTUP_PHASES,
-    TAIL_US,
-    Cycle,
-    Save,
-    Times,
-    late,
-)
+from benchmarks.synthetic_traces.times import COMMIT_US, GAP_US, STARTUP_PHASES, TAIL_US, Cycle, Save, Times, late
 
 US = 1e6
 PerRank = Mapping[int, int]  # rank -> us; a rank that is not in it spent no time
@@ -224,11 +215,7 @@ def _load_phases(
     moved = {"read": num_bytes, "verify": num_bytes}
     details = {
         name: _phase(
-            values,
-            ranks,
-            critical,
-            num_bytes=moved.get(name),
-            files=None if name == "host_to_device" else files,
+            values, ranks, critical, num_bytes=moved.get(name), files=None if name == "host_to_device" else files
         )
         for name, values in took.items()
     }

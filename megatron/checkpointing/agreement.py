@@ -21,10 +21,7 @@ class CheckpointRejectedError(CheckpointDamagedError):
 
 
 def together(
-    control: ControlPlane,
-    op: Operation,
-    work: Callable[[], Any],
-    conclude: Callable[[list[Any]], Any] = list,
+    control: ControlPlane, op: Operation, work: Callable[[], Any], conclude: Callable[[list[Any]], Any] = list
 ) -> Any:
     """Take a step on every rank: `work()` on each, then on rank 0 `conclude(results by rank)`, which every rank gets.
 

@@ -252,11 +252,7 @@ def progress_of(common: Mapping[str, Any]) -> Progress:
 
 
 def samples_of_run(
-    train_iters: int,
-    eval_interval: int,
-    eval_iters: int,
-    global_batch_size: int,
-    train_samples: int | None = None,
+    train_iters: int, eval_interval: int, eval_iters: int, global_batch_size: int, train_samples: int | None = None
 ) -> tuple[int, int, int]:
     """(train, valid, test) samples that a run of this length reads; upstream's count, also of --train-samples."""
     evaluations = train_iters // eval_interval + 1 if eval_interval else 1

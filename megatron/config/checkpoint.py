@@ -54,9 +54,7 @@ class CheckpointConfig(FlagGroup):
     )
     checkpoint_engine: str = flag("torch", "how checkpoint files are written; an unknown name lists the engines")
     checkpoint_durability: str = flag(
-        "fsync",
-        "fsync: a committed checkpoint survives a power loss; none: as upstream",
-        choices=("fsync", "none"),
+        "fsync", "fsync: a committed checkpoint survives a power loss; none: as upstream", choices=("fsync", "none")
     )
     host_cache_size: float | None = flag(
         None,
@@ -72,9 +70,7 @@ class CheckpointConfig(FlagGroup):
         choices=("auto", "on", "off"),
     )
     prefetch_on_start: bool = flag(
-        False,
-        "read the rank's part of the checkpoint into the page cache while the process starts",
-        needs="load",
+        False, "read the rank's part of the checkpoint into the page cache while the process starts", needs="load"
     )
     prefetch_limit: float | None = flag(
         None,
@@ -84,9 +80,7 @@ class CheckpointConfig(FlagGroup):
         needs="prefetch_on_start",
     )
     checksum: str = flag(
-        "crc32",
-        "checksum to compute while saving, if the file format has none of its own",
-        choices=("crc32", "none"),
+        "crc32", "checksum to compute while saving, if the file format has none of its own", choices=("crc32", "none")
     )
     verify_checkpoint: str = flag(
         "checksum",

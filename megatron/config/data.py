@@ -58,11 +58,7 @@ def parse_blend(flag_shown: str, values: tuple[str, ...]) -> list[tuple[float, s
         except ValueError:
             refuse(flag_shown, values, f"expected a weight before {prefix}, got {weight_text}")
         if not math.isfinite(weight) or weight <= 0:
-            refuse(
-                flag_shown,
-                values,
-                f"the weight {weight_text} of {prefix} must be positive; or drop that dataset",
-            )
+            refuse(flag_shown, values, f"the weight {weight_text} of {prefix} must be positive; or drop that dataset")
         pairs.append((weight, prefix.strip()))
     # Added one by one, unlike sum() from Python 3.12 on: the blend follows the last bit of these, as upstream's.
     total = functools.reduce(operator.add, (weight for weight, _ in pairs))

@@ -258,11 +258,7 @@ def _check_together(tree: dict[str, Any], path: str) -> None:
     if get(tree, "comms_logger.prof_ops") and get(tree, "comms_logger.prof_all") is not False:
         _refuse(path, "comms_logger.prof_ops", 'has no effect without "prof_all": false; give that, too')
     if get(tree, "checkpoint.writer.io_buffer_size") and get(tree, "checkpoint.writer.type") != "fast":
-        _refuse(
-            path,
-            "checkpoint.writer.io_buffer_size",
-            'is of the fast writer; give "type": "fast", too, or drop it',
-        )
+        _refuse(path, "checkpoint.writer.io_buffer_size", 'is of the fast writer; give "type": "fast", too, or drop it')
     named = engine_stanzas(tree)
     if len(named) > 1:
         both = " and ".join(f"{key} (engine {engine})" for key, engine in named.items())

@@ -130,9 +130,7 @@ _TOP: dict[str, Rule] = {
     "disable_allgather": Inert(False, _NOT_READ),
     "zero_force_ds_cpu_optimizer": Inert(True, "nothing is offloaded here"),
     **_inert(
-        "sequences are not split over ranks",
-        seq_parallel_communication_data_type="fp32",
-        sequence_parallel_size=1,
+        "sequences are not split over ranks", seq_parallel_communication_data_type="fp32", sequence_parallel_size=1
     ),
     "dataloader_drop_last": Inert(False, "this program has its own data loader, and its batches are complete"),
     "use_data_before_expert_parallelism": Inert(False, "there are no experts here"),
@@ -175,8 +173,7 @@ _TOP: dict[str, Rule] = {
     ),
     "wandb": _off(_BOARD, "enabled group team project"),
     "comet": _off(
-        _BOARD,
-        "enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode",
+        _BOARD, "enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode"
     ),
     **_all("none_ckpt none_ckpt_config", Names("none", as_object=False)),
     "torchsnapshot_ckpt": Names("torchsnapshot"),
@@ -315,10 +312,7 @@ _SECTIONS: dict[str, dict[str, Rule]] = {
         "module_depth": Passes(Kind("int", least=-1)),
         "output_file": Passes(STR),
     },
-    "comms_logger": {
-        **_all("enabled verbose prof_all debug", Passes(BOOL)),
-        "prof_ops": Passes(Kind("names")),
-    },
+    "comms_logger": {**_all("enabled verbose prof_all debug", Passes(BOOL)), "prof_ops": Passes(Kind("names"))},
     "tensorboard": {"enabled": Passes(BOOL), **_all("output_path job_name", Passes(STR))},
     "csv_monitor": {"enabled": Passes(BOOL), **_all("output_path job_name", Passes(STR))},
     "timers": {"throughput": Section()},

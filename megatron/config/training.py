@@ -31,14 +31,11 @@ class TrainingConfig(FlagGroup):
         least=1,
     )
     train_tokens: int | None = flag(
-        None,
-        "stop, and save, after so many tokens; --train-iters or --train-samples may stop the run earlier",
-        least=1,
+        None, "stop, and save, after so many tokens; --train-iters or --train-samples may stop the run earlier", least=1
     )
     seed: int = flag(1234, "seed of initialization, dropout and data order", least=1)
     data_parallel_random_init: bool = flag(
-        False,
-        "seed each DP rank differently (by 10 x its rank); DeepSpeed still broadcasts the weights of rank 0",
+        False, "seed each DP rank differently (by 10 x its rank); DeepSpeed still broadcasts the weights of rank 0"
     )
     log_interval: int = flag(100, "iterations between log lines", least=1)
     log_level: str = flag("info", "lowest severity that is logged", choices=LOG_LEVELS)
@@ -46,8 +43,7 @@ class TrainingConfig(FlagGroup):
     exit_duration_in_mins: float | None = flag(None, "stop, and save, after this many minutes", above=0)
     exit_signal_handler: bool = flag(False, "on SIGTERM save a checkpoint and stop")
     allow_injected_faults: bool = flag(
-        False,
-        "for the restart drill: SIGRTMIN+1 raises an exception in this process, SIGRTMIN+2 a device error",
+        False, "for the restart drill: SIGRTMIN+1 raises an exception in this process, SIGRTMIN+2 a device error"
     )
     eval_interval: int = flag(1000, "iterations between evaluations; 0: none while training", least=0)
     eval_iters: int = flag(100, "batches of one evaluation; 0: no evaluation", least=0)

@@ -43,11 +43,7 @@ class BlendableDataset:
     """
 
     def __init__(
-        self,
-        datasets: Sequence[SampleSource],
-        weights: Sequence[float],
-        size: int,
-        cache: IndexCache | None = None,
+        self, datasets: Sequence[SampleSource], weights: Sequence[float], size: int, cache: IndexCache | None = None
     ) -> None:
         if not datasets or len(datasets) != len(weights) or not all(0 < weight < np.inf for weight in weights):
             raise ValueError(

@@ -205,9 +205,7 @@ def _check_ranges(num_sequences: int) -> list[tuple[int, int]]:
     return [(start, start + block) for start in starts]
 
 
-def _map_index(
-    path: str,
-) -> tuple[np.dtype[Any], npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _map_index(path: str) -> tuple[np.dtype[Any], npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Data type, sizes, pointers and document index of a checked .idx file, the arrays mapped from it."""
     num_bytes = os.path.getsize(path)
     with open(path, "rb") as file:

@@ -185,11 +185,7 @@ class _ReadingThread:
             self._staging.finish()  # after an error, too: the copies under way must not outlive their targets
             self._took("copy", began)
             ended = now_ns()
-            for kind, phase, detail in (
-                ("read", "load", "read"),
-                ("verify", "load", "verify"),
-                ("copy", *label.copy),
-            ):
+            for kind, phase, detail in (("read", "load", "read"), ("verify", "load", "verify"), ("copy", *label.copy)):
                 if self._times[kind]:
                     moved = self.num_bytes if kind == "read" else None
                     op.add(phase, detail, started, ended, duration_ns=self._times[kind], num_bytes=moved)

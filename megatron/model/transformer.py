@@ -45,11 +45,7 @@ class ParallelAttention(nn.Module):
             place=place,
         )
         self.dense = RowParallelLinear(
-            query_size,
-            config.hidden_size,
-            bias=config.add_bias_linear,
-            init_std=output_layer_std(config),
-            place=place,
+            query_size, config.hidden_size, bias=config.add_bias_linear, init_std=output_layer_std(config), place=place
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -93,11 +89,7 @@ class ParallelMLP(nn.Module):
             place=place,
         )
         self.dense_4h_to_h = RowParallelLinear(
-            ffn,
-            config.hidden_size,
-            bias=config.add_bias_linear,
-            init_std=output_layer_std(config),
-            place=place,
+            ffn, config.hidden_size, bias=config.add_bias_linear, init_std=output_layer_std(config), place=place
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

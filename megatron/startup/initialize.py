@@ -132,11 +132,7 @@ def initialize_megatron(config: Config, startup: Startup, *, commits_in_backgrou
     timeout = group_timeout(config)
     with startup.phase("rendezvous"):
         deepspeed.init_distributed(
-            dist_backend=backend,
-            auto_mpi_discovery=False,
-            verbose=False,
-            timeout=timeout,
-            init_method=init_method(),
+            dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout, init_method=init_method()
         )
     with startup.phase("communicators"):
         control_group = None

@@ -47,13 +47,7 @@ class TrainingLog:
             )
 
     def iteration(
-        self,
-        engine: Any,
-        progress: Progress,
-        loss: float,
-        seconds: float,
-        skipped: bool,
-        statistics: Statistics,
+        self, engine: Any, progress: Progress, loss: float, seconds: float, skipped: bool, statistics: Statistics
     ) -> None:
         """Take one iteration; print the line if --log-interval says so."""
         self._seconds += seconds
@@ -116,11 +110,7 @@ class TrainingLog:
         for name, wanted, value in (
             ("learning-rate", training.log_learning_rate_to_tensorboard, engine.get_lr()[0]),
             ("batch-size", training.log_batch_size_to_tensorboard, engine.train_batch_size()),
-            (
-                "loss-scale",
-                training.log_loss_scale_to_tensorboard,
-                engine.optimizer.loss_scale if fp16 else None,
-            ),
+            ("loss-scale", training.log_loss_scale_to_tensorboard, engine.optimizer.loss_scale if fp16 else None),
             ("world-size", training.log_world_size_to_tensorboard, self._config.parallel.world_size),
             ("iteration-time", training.log_timers_to_tensorboard, seconds),
             ("grad-norm", True, engine.get_global_grad_norm()),
@@ -138,11 +128,7 @@ class TrainingLog:
     def _write(self, points: Mapping[str, float], progress: Progress) -> None:
         """Each point three times, as upstream: over iterations, over samples and over tokens."""
         samples = progress.consumed_train_samples
-        axes = {
-            "": progress.iteration,
-            " vs samples": samples,
-            " vs tokens": samples * self._config.model.seq_length,
-        }
+        axes = {"": progress.iteration, " vs samples": samples, " vs tokens": samples * self._config.model.seq_length}
         for name, value in points.items():
             for axis, position in axes.items():
                 self._writer.add_scalar(name + axis, value, position)

@@ -11,6 +11,7 @@ from types import ModuleType
 from restart_trace.cycles import newest_cycle
 from restart_trace.hooks.guard import Call, wrap
 from restart_trace.hooks.session import Session
+from restart_trace.process import versions
 from restart_trace.supervisor import SupervisorTrace, open_supervisor_trace
 
 
@@ -30,6 +31,7 @@ class Agent:
         self._failed = None
         self._started_wall_ns = time.time_ns()
         yield
+        versions()  # looks at installed packages, and is kept: the relaunch is not to wait for it
 
     @contextmanager
     def monitor(self, call: Call) -> Iterator[None]:

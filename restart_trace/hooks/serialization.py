@@ -97,8 +97,7 @@ class Serialization:
                 yield
             return
         watch = self._writing = _Watch()
-        with running.apart():
-            start = now_ns()
+        with running.apart() as start:
             try:
                 yield
             finally:
@@ -131,13 +130,12 @@ class Serialization:
                 yield
             return
         watch = _Watch()
-        with running.apart(), io.BufferedReader(_TimedFile(path, watch)) as file:
+        with running.apart() as start, io.BufferedReader(_TimedFile(path, watch)) as file:
             given = dict(call.kwargs)
             if "f" in given:
                 call.kwargs = given | {"f": file}
             else:
                 call.args = (file, *call.args[1:])
-            start = now_ns()
             yield
             end = now_ns()
             name, add = running.name_of(path), running.operation.add

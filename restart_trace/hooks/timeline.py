@@ -57,11 +57,11 @@ class Timeline:
             piece.phase, piece.detail = phase, detail
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """The body records its own spans, of a window of which several phases have their shares."""
+    def apart(self) -> Iterator[int]:
+        """The body records its own spans, shares of one window; yields the begin of that, ns."""
         self._cut()
         try:
-            yield
+            yield self._since_ns
         finally:
             self._since_ns = now_ns()
 

@@ -84,20 +84,8 @@ def test_host_cache_smaller_than_the_state(subject: Subject, directory: Path) ->
 
 def test_views_of_a_storage_that_changes(subject: Subject, directory: Path) -> None:
     base = torch.arange(1000.0)
-    state = {
-        "step": 1,
-        "history": [],
-        "nested": {},
-        "whole": base,
-        "part": base[10:20],
-        "t": base.view(10, 100).t(),
-    }
-    expected = {
-        **state,
-        "whole": base.clone(),
-        "part": base[10:20].clone(),
-        "t": base.view(10, 100).t().clone(),
-    }
+    state = {"step": 1, "history": [], "nested": {}, "whole": base, "part": base[10:20], "t": base.view(10, 100).t()}
+    expected = {**state, "whole": base.clone(), "part": base[10:20].clone(), "t": base.view(10, 100).t().clone()}
     saved = save_while_training(subject, {SHARD: state}, directory)
     assert differences(subject.load([SHARD], saved)[SHARD], expected | {"history": [], "nested": {}}) == []
 
@@ -125,11 +113,7 @@ def test_each_save_right_after_the_last(subject: Subject, tmp_path: Path) -> Non
             live[name].add_(1)
         saves.append(subject.save({SHARD: live}, tmp_path / str(step)))
     for step, saved in enumerate(saves):
-        expected = {
-            "weight": torch.full((300_000,), step + 1.0),
-            "small": torch.full((3,), step + 1.0),
-            "step": step,
-        }
+        expected = {"weight": torch.full((300_000,), step + 1.0), "small": torch.full((3,), step + 1.0), "step": step}
         assert differences(subject.load([SHARD], saved)[SHARD], expected) == []
 
 

@@ -29,11 +29,7 @@ def small_checkpoint() -> dict[str, Any]:
     return {
         LAYER: {"weight": tensor(torch.bfloat16, 5, 7), "bias": tensor(torch.bfloat16, 3)},
         MODEL: {"iteration": 5, "args": STATES["classes of DeepSpeed's state"]()["args"]},
-        SHARD: {
-            "master": [tensor(torch.float32, 1001)],
-            "step": torch.tensor(5.0),
-            "rng": STATES["random states"](),
-        },
+        SHARD: {"master": [tensor(torch.float32, 1001)], "step": torch.tensor(5.0), "rng": STATES["random states"]()},
     }
 
 
@@ -147,10 +143,7 @@ def test_no_files_at_all(subject: Subject, directory: Path) -> None:
     saved = subject.save({}, directory)
     assert {file.name: file.num_bytes for file in saved.files} == saved.on_disk()
     assert not any(file.holds(name) for file in saved.files for name in (LAYER, MODEL, SHARD))
-    assert (saved.traced.op.bytes, saved.traced.op.num_files) == (
-        sum(saved.on_disk().values()),
-        len(saved.files),
-    )
+    assert (saved.traced.op.bytes, saved.traced.op.num_files) == (sum(saved.on_disk().values()), len(saved.files))
 
 
 def test_another_object_reads_it(subject: Subject, directory: Path) -> None:

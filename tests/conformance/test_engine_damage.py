@@ -11,17 +11,7 @@ import pytest
 import torch
 
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
-from tests.conformance.damage import (
-    BOMB,
-    OTHER,
-    REFUSED,
-    damaged,
-    flipped,
-    outcome,
-    pickles,
-    positions,
-    resized,
-)
+from tests.conformance.damage import BOMB, OTHER, REFUSED, damaged, flipped, outcome, pickles, positions, resized
 from tests.conformance.states import tensor
 from tests.conformance.subjects import Saved, Subject
 

@@ -68,8 +68,7 @@ def test_training_goes_on_while_a_save_is_written_and_the_next_save_waits_for_it
     assert committed(save) == ["global_step4", "global_step6"]
     log = finished.log(0)
     assert re.search(
-        r"checkpoint of iteration 4 committed to \S+: training was blocked \d+\.\d+ s, durable after \d+\.\d+ s",
-        log,
+        r"checkpoint of iteration 4 committed to \S+: training was blocked \d+\.\d+ s, durable after \d+\.\d+ s", log
     )
     assert re.search(r"checkpoint of iteration 6 committed to", log) and "saved checkpoint" not in log
 
@@ -170,11 +169,7 @@ def test_save_that_failed_last_is_tried_again_at_the_end(launcher: Launcher) -> 
     env = {"SLOW_FAIL": json.dumps({"4": [1, 1]}), "SLOW_DELAY": "[0.0, 0.3]"}
     train(launcher, TWO, *TINY_RUN, "--train-iters", "4", *saving(save, 2), env=env)
     for rank in range(TWO.world_size):
-        assert [(e["step"], e["outcome"]) for e in save_ends(save, rank)] == [
-            (2, "ok"),
-            (4, "failed"),
-            (4, "ok"),
-        ]
+        assert [(e["step"], e["outcome"]) for e in save_ends(save, rank)] == [(2, "ok"), (4, "failed"), (4, "ok")]
     assert committed(save) == ["global_step2", "global_step4"]
 
 

@@ -293,15 +293,9 @@ def torchrun(flags: list[str], nproc: int) -> subprocess.CompletedProcess[str]:
 def test_one_message_under_torchrun(inputs: Inputs, kind: str) -> None:
     """All ranks meet the error, one tells; the launcher fails at once."""
     flags, message = {
-        "flag": (
-            ["--tensor-model-parallel-size", "3"],
-            "--tensor-model-parallel-size 3 x --pipeline-model-parallel",
-        ),
+        "flag": (["--tensor-model-parallel-size", "3"], "--tensor-model-parallel-size 3 x --pipeline-model-parallel"),
         "file": ([], f"--data-path: {inputs.path('.idx')} is truncated"),
-        "load": (
-            ["--load", "/absent", "--exit-on-missing-checkpoint"],
-            "--load /absent: no checkpoint there",
-        ),
+        "load": (["--load", "/absent", "--exit-on-missing-checkpoint"], "--load /absent: no checkpoint there"),
     }[kind]
     if kind == "file":
         truncate(inputs.path(".idx"))

@@ -12,16 +12,7 @@ import torch
 
 from megatron.parallel.topology import Layout
 from tests.dist.harness import LLAMA_STYLE, Zygote
-from tests.dist.tiny_runs import (
-    MODEL,
-    NO_DROPOUT,
-    SINGLE,
-    TRAINING,
-    Launcher,
-    load_file,
-    losses_of_ranks,
-    saving,
-)
+from tests.dist.tiny_runs import MODEL, NO_DROPOUT, SINGLE, TRAINING, Launcher, load_file, losses_of_ranks, saving
 
 RUN = [*MODEL, *LLAMA_STYLE, *TRAINING, *NO_DROPOUT, "--bf16", "--train-iters", "4"]
 REPLICAS = Layout(tp=1, pp=1, dp=2)

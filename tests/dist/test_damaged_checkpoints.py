@@ -235,17 +235,7 @@ def test_load_tag_is_taken_or_refused(launcher: Launcher, save: Path) -> None:
 
 def test_saved_without_optimizer_state(launcher: Launcher) -> None:
     save = launcher.directory / "bare"
-    flags = [
-        *MODEL,
-        *TRAINING,
-        "--save",
-        str(save),
-        "--save-interval",
-        "1",
-        "--no-save-optim",
-        "--exit-interval",
-        "2",
-    ]
+    flags = [*MODEL, *TRAINING, "--save", str(save), "--save-interval", "1", "--no-save-optim", "--exit-interval", "2"]
     launcher.train(TWO, *flags)
     run = resume(launcher, save)
     assert run.exit_codes[0] == 2
@@ -257,16 +247,7 @@ def test_saved_without_optimizer_state(launcher: Launcher) -> None:
 def test_engine_none_writes_nothing(launcher: Launcher, save: Path) -> None:
     """Training and its trace are as ever: this engine measures what is left when nothing is written."""
     empty = launcher.directory / "empty"
-    flags = [
-        "--save",
-        str(empty),
-        "--save-interval",
-        "2",
-        "--checkpoint-engine",
-        "none",
-        "--exit-interval",
-        "4",
-    ]
+    flags = ["--save", str(empty), "--save-interval", "2", "--checkpoint-engine", "none", "--exit-interval", "4"]
     launcher.train(TWO, *MODEL, *TRAINING, *flags)
     assert sorted(path.name for path in empty.iterdir()) == [".generations", "restart_trace"]
     for rank in range(TWO.world_size):
@@ -285,15 +266,7 @@ def test_engine_none_writes_nothing(launcher: Launcher, save: Path) -> None:
 def lazy_training(launcher: Launcher, *flags: str) -> Run:
     trace = str(launcher.directory / "trace")
     return launcher.run(
-        TWO,
-        *MODEL,
-        *TRAINING,
-        "--checkpoint-engine",
-        "lazy",
-        "--restart-trace-dir",
-        trace,
-        *flags,
-        launcher=True,
+        TWO, *MODEL, *TRAINING, "--checkpoint-engine", "lazy", "--restart-trace-dir", trace, *flags, launcher=True
     )
 
 

@@ -17,16 +17,7 @@ from megatron.parallel.topology import Layout
 from tests.conformance.subjects import engines_under_test
 from tests.dist.harness import HANGS_S, LLAMA_STYLE, Run, Zygote, kill_all, losses, records, wait_for
 from tests.dist.hold import HELD_TRAINING
-from tests.dist.tiny_runs import (
-    DROPOUT,
-    MODEL,
-    RECOMPUTE,
-    TRAINING,
-    Launcher,
-    hashes,
-    losses_of_ranks,
-    saving,
-)
+from tests.dist.tiny_runs import DROPOUT, MODEL, RECOMPUTE, TRAINING, Launcher, hashes, losses_of_ranks, saving
 
 ENGINES = engines_under_test()
 ALL_THREE = Layout(tp=2, pp=2, dp=2)

@@ -61,15 +61,7 @@ def train(launcher: Launcher, save: Path, actions: dict[int, str], *flags: str) 
     environment = {"DISTURB": json.dumps(actions)}
     trace = str(launcher.directory / "trace")
     return launcher.run(
-        TWO,
-        *MODEL,
-        *TRAINING,
-        *saving(save, 1),
-        "--restart-trace-dir",
-        trace,
-        *flags,
-        script=SCRIPT,
-        env=environment,
+        TWO, *MODEL, *TRAINING, *saving(save, 1), "--restart-trace-dir", trace, *flags, script=SCRIPT, env=environment
     )
 
 

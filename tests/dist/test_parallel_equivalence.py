@@ -158,17 +158,7 @@ def test_loss_falls(zygote: Zygote, dataset: list[str], tmp_path: Path, style: s
 
     Seen: 2.05 in the LLaMA style, 1.09 in the classic one.
     """
-    flags = [
-        "--micro-batch-size",
-        "8",
-        "--train-iters",
-        "60",
-        "--lr",
-        "4e-3",
-        "--lr-warmup-iters",
-        "5",
-        "--bf16",
-    ]
+    flags = ["--micro-batch-size", "8", "--train-iters", "60", "--lr", "4e-3", "--lr-warmup-iters", "5", "--bf16"]
     Launcher(zygote, dataset, tmp_path).train(
         SINGLE, *STYLES[style], *flags, "--lr-decay-style", "cosine", "--restart-trace-dir", tmp_path / "restart_trace"
     )  # fmt: skip

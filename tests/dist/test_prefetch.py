@@ -9,15 +9,7 @@ import pytest
 
 from megatron.parallel.topology import Layout
 from tests.dist.harness import LLAMA_STYLE, Zygote, records
-from tests.dist.tiny_runs import (
-    MODEL,
-    NO_DROPOUT,
-    TRAINING,
-    Launcher,
-    from_iteration,
-    losses_of_ranks,
-    saving,
-)
+from tests.dist.tiny_runs import MODEL, NO_DROPOUT, TRAINING, Launcher, from_iteration, losses_of_ranks, saving
 from tests.unit.megatron.checkpointing.test_prefetch import forget
 
 REPLICAS = Layout(tp=1, pp=1, dp=2)

@@ -26,10 +26,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 @pytest.fixture(scope="module", params=["llama", "classic"])
 def model(
-    request: pytest.FixtureRequest,
-    zygote: Zygote,
-    dataset: list[str],
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, zygote: Zygote, dataset: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> Model:
     launcher = Launcher(zygote, dataset, tmp_path_factory.mktemp(request.param))
     return Model(launcher, request.param)
@@ -56,9 +53,7 @@ def test_a_walk_in_fp16(half_precision: Model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
-    [(Layout(1, 2, 4), Layout(4, 1, 2)), (Layout(4, 2, 1), Layout(2, 1, 2))],
-    ids=shown,
+    ("old", "new"), [(Layout(1, 2, 4), Layout(4, 1, 2)), (Layout(4, 2, 1), Layout(2, 1, 2))], ids=shown
 )
 def test_from_a_checkpoint_of_engine_torch(model: Model, old: Layout, new: Layout) -> None:
     """Which keeps no placements. Saved by torch there, by lazy here, so that the test can read it.
@@ -75,10 +70,7 @@ def test_from_a_checkpoint_of_engine_torch(model: Model, old: Layout, new: Layou
 
 @pytest.mark.parametrize(
     ("engine", "old", "new"),
-    [
-        ("fastpersist", Layout(2, 1, 2), Layout(1, 2, 1)),
-        ("fastpersist-decoupled", Layout(2, 1, 1), Layout(1, 2, 1)),
-    ],
+    [("fastpersist", Layout(2, 1, 2), Layout(1, 2, 1)), ("fastpersist-decoupled", Layout(2, 1, 1), Layout(1, 2, 1))],
     ids=lambda value: value if isinstance(value, str) else shown(value),
 )
 def test_from_a_checkpoint_of_engine_fastpersist(model: Model, engine: str, old: Layout, new: Layout) -> None:
@@ -104,10 +96,7 @@ def test_training_goes_on_as_if_nothing_had_changed(model: Model, old: Layout, n
     name = f"goes_on_{shown(old)}"
     model.train(old, name, 5)
     resumed = model.train(new, f"{name}_elsewhere", 5, name, "--load-tag", f"global_step{SAVED}")
-    before, after = (
-        losses(model.launcher.directory / name / "restart_trace"),
-        losses(resumed / "restart_trace"),
-    )
+    before, after = (losses(model.launcher.directory / name / "restart_trace"), losses(resumed / "restart_trace"))
     assert sorted(after) == [3, 4, 5]
     tolerance = 2e-2 if model.style == "llama" else 2e-5
     for step, loss in after.items():

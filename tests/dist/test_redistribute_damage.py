@@ -30,10 +30,7 @@ LAYER = "layer_03-model_01-model_states.pt"
 
 @pytest.fixture(scope="module", params=["torch", "lazy"])
 def trained(
-    request: pytest.FixtureRequest,
-    zygote: Zygote,
-    dataset: list[str],
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, zygote: Zygote, dataset: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Model, Path]:
     """Checkpoints after the iterations 1 to STEPS."""
     launcher = Launcher(zygote, dataset, tmp_path_factory.mktemp(request.param))
@@ -137,10 +134,7 @@ def test_a_mismatch_that_some_ranks_see_ends_all(trained: tuple[Model, Path]) ->
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [
-        ("CheckpointMismatchError", "error: of rank 2 alone"),
-        ("KeyError", "error: rank 2: KeyError: 'of rank 2 alone'"),
-    ],
+    [("CheckpointMismatchError", "error: of rank 2 alone"), ("KeyError", "error: rank 2: KeyError: 'of rank 2 alone'")],
 )
 def test_an_error_of_one_rank_while_planning_ends_all(trained: tuple[Model, Path], kind: str, message: str) -> None:
     model, save = trained

@@ -13,14 +13,7 @@ from megatron.checkpointing.naming import TEMPORARY_PREFIX
 from megatron.checkpointing.reshard.universal import CONVERSION_EVENT
 from megatron.parallel.topology import Layout
 from tests.dist.harness import Zygote, losses, records
-from tests.dist.redistribute_runs import (
-    SAVED,
-    Model,
-    assembled,
-    assert_same,
-    rows_from,
-    shown,
-)
+from tests.dist.redistribute_runs import SAVED, Model, assembled, assert_same, rows_from, shown
 from tests.dist.test_damaged_checkpoints import flip_bit_in_record
 from tests.dist.tiny_runs import Launcher
 

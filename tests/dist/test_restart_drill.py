@@ -29,13 +29,7 @@ TRAINING = [
 ]  # fmt: skip
 WITHOUT_HANDLER = [flag for flag in TRAINING if flag != "--exit-signal-handler"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-FORK = [
-    sys.executable,
-    "-m",
-    "megatron.launch",
-    "--nproc-per-node",
-    "2",
-]  # imports once, where torchrun does thrice
+FORK = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2"]  # imports once, where torchrun does thrice
 MARK = "RESTART_DRILL_TEST"
 ALWAYS = 1000  # a matrix ends the last launch of a course itself
 
@@ -60,18 +54,7 @@ def drill(
     The ranks wait for each of its strikes: none may come too late.
     """
     command = [*launcher, str(ROOT / "pretrain_gpt.py"), *dataset, *TRAINING, *training]
-    argv = [
-        "--fault",
-        fault,
-        "--at",
-        moment,
-        "--out",
-        str(out),
-        "--quiet",
-        "--time-limit",
-        str(HANGS_S),
-        *options,
-    ]
+    argv = ["--fault", fault, "--at", moment, "--out", str(out), "--quiet", "--time-limit", str(HANGS_S), *options]
     return run(out, "tools.restart_drill", *argv, "--", *command, held=strikes)
 
 
@@ -158,13 +141,7 @@ def imports_s(out: Path, launch: int) -> float:
     ],
 )
 def test_every_cycle_is_verified_and_accounted_for(
-    tmp_path: Path,
-    dataset: list[str],
-    sample: Sample,
-    fault: str,
-    moment: str,
-    engine: str,
-    options: list[str],
+    tmp_path: Path, dataset: list[str], sample: Sample, fault: str, moment: str, engine: str, options: list[str]
 ) -> None:
     out = tmp_path / "drill"
     options = [*options, *sample.reference, "--checkpoint-engine", engine]
@@ -225,10 +202,7 @@ def test_the_agent_restarts_the_ranks_in_place(tmp_path: Path, dataset: list[str
     assert log.count("InjectedFault: an injected exception") >= 2
     assert [path.name for path in sorted((out / "logs").iterdir())] == ["cycle_000.log"]  # one launch
     for cycle in found:
-        assert cycle["exit_code"] is None and (cycle["losses"], cycle["state_hashes"]) == (
-            "identical",
-            "equal",
-        )
+        assert cycle["exit_code"] is None and (cycle["losses"], cycle["state_hashes"]) == ("identical", "equal")
 
 
 @pytest.mark.slow

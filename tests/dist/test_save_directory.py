@@ -62,12 +62,7 @@ def job(save: Path, dataset: Sequence[str], command: Sequence[str], *flags: str)
     log = save.with_name(f"log_{time.monotonic_ns()}")
     mark = log.name + str(save)
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    environment = kept | {
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "GLOO_SOCKET_IFNAME": "lo",
-        MARK: mark,
-    }
+    environment = kept | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", MARK: mark}
     argv = [*command, *dataset, *TRAINING, "--save", str(save), "--load", str(save), *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(argv, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)

@@ -68,14 +68,7 @@ def test_iteration_lines_evaluation_and_tensorboard(launcher: Launcher, tmp_path
 
 def test_log_interval_averages(launcher: Launcher, tmp_path: Path) -> None:
     run = launcher.train(
-        Layout(1, 1, 1),
-        *FLAGS,
-        "--train-iters",
-        "4",
-        "--log-interval",
-        "2",
-        "--restart-trace-dir",
-        tmp_path / "trace",
+        Layout(1, 1, 1), *FLAGS, "--train-iters", "4", "--log-interval", "2", "--restart-trace-dir", tmp_path / "trace"
     )
     lines = ITERATION.findall(run.log())
     assert [int(line[0]) for line in lines] == [2, 4]
@@ -86,16 +79,7 @@ def test_log_interval_averages(launcher: Launcher, tmp_path: Path) -> None:
 def test_exit_interval_saves_and_stops(launcher: Launcher, tmp_path: Path) -> None:
     save = tmp_path / "save"
     run = launcher.train(
-        Layout(1, 1, 1),
-        *FLAGS,
-        "--train-iters",
-        "9",
-        "--exit-interval",
-        "3",
-        "--save",
-        save,
-        "--save-interval",
-        "100",
+        Layout(1, 1, 1), *FLAGS, "--train-iters", "9", "--exit-interval", "3", "--save", save, "--save-interval", "100"
     )
     assert "stopping after iteration 3: --exit-interval 3" in run.log()
     assert (save / "latest").read_text() == "global_step3"
@@ -149,20 +133,8 @@ def test_trace_off_writes_no_trace_and_changes_no_digit(launcher: Launcher, tmp_
 )
 def test_launchers(dataset: list[str], tmp_path: Path, launch: list[str] | None) -> None:
     layout = Layout(tp=2, pp=1, dp=1) if launch else Layout(1, 1, 1)
-    command = [
-        sys.executable,
-        *([*launch, str(free_port())] if launch else []),
-        str(ROOT / "pretrain_gpt.py"),
-    ]
-    flags = [
-        *FLAGS,
-        "--train-iters",
-        "2",
-        "--restart-trace-dir",
-        str(tmp_path / "trace"),
-        *parallel(layout),
-        *dataset,
-    ]
+    command = [sys.executable, *([*launch, str(free_port())] if launch else []), str(ROOT / "pretrain_gpt.py")]
+    flags = [*FLAGS, "--train-iters", "2", "--restart-trace-dir", str(tmp_path / "trace"), *parallel(layout), *dataset]
     flags[flags.index("--lr-warmup-iters") + 1] = "1"
     # Ranks started by the test runner's own launcher, if any, are not ours
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}

@@ -255,11 +255,7 @@ class Payload:
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 @pytest.mark.parametrize(
     "name",
-    [
-        "layer_02-model_00-model_states.pt",
-        "mp_rank_00_model_states.pt",
-        "zero_pp_rank_0_mp_rank_00_optim_states.pt",
-    ],
+    ["layer_02-model_00-model_states.pt", "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"],
 )
 def test_poisoned_file_is_refused_unread(launcher: Launcher, small: Path, name: str, legacy: bool) -> None:
     load, marker = copied(small, launcher.directory / "load"), launcher.directory / "executed"
@@ -306,16 +302,7 @@ def test_another_tp_shards_the_fused_weights_rightly(launcher: Launcher, ours: P
     found = []
     for layout in (LAYOUT, SINGLE):
         trace = launcher.directory / f"trace_{layout.world_size}"
-        flags = [
-            "--load",
-            ours.parent,
-            "--load-tag",
-            ours.name,
-            "--restart-trace-dir",
-            trace,
-            "--exit-interval",
-            "8",
-        ]
+        flags = ["--load", ours.parent, "--load-tag", ours.name, "--restart-trace-dir", trace, "--exit-interval", "8"]
         launcher.train(layout, *UPSTREAM_ARGUMENTS, *flags)
         found.append(losses(trace))
     assert sorted(found[0]) == [6, 7, 8]

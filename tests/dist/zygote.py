@@ -44,9 +44,7 @@ def run_rank(request: dict[str, Any], environment: dict[str, str]) -> int:
     """In the forked process: become a rank. Returns the exit code."""
     os.environ.update(environment | request["env"])
     log = os.open(
-        Path(request["log_dir"]) / f"rank_{environment['RANK']}.log",
-        os.O_WRONLY | os.O_CREAT | os.O_APPEND,
-        0o644,
+        Path(request["log_dir"]) / f"rank_{environment['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
     )
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -8,11 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.unit.script_helpers import (
-    TINY,
-    run_script,
-    split_command,
-)
+from tests.unit.script_helpers import TINY, run_script, split_command
 
 
 def test_kill_resume_passes_its_arguments_on(tmp_path: Path) -> None:

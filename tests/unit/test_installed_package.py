@@ -28,12 +28,7 @@ def clean() -> dict[str, str]:
 
 def run(*words: object, cwd: Path, **environment: str) -> str:
     done = subprocess.run(
-        [str(word) for word in words],
-        cwd=cwd,
-        env=clean() | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
+        [str(word) for word in words], cwd=cwd, env=clean() | environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -62,16 +57,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(source: Path) -> Path:
-    build = (
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--no-build-isolation",
-        "-w",
-        source.parent,
-        source,
-    )
+    build = ("wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "-w", source.parent, source)
     run(sys.executable, "-m", "pip", *build, cwd=source.parent)
     (found,) = source.parent.glob("*.whl")
     return found
@@ -136,12 +122,7 @@ def test_tools_run_by_their_installed_name(installed: Path, tmp_path: Path, tool
 def test_targets_are_refused_where_there_are_no_benchmarks(installed: Path, tmp_path: Path) -> None:
     words = ("-m", f"{TOOLS}.ckpt_replay", "--small-tensors", "1", "--dir", ".", "--targets")
     done = subprocess.run(
-        [installed / "bin" / "python", *words],
-        cwd=tmp_path,
-        env=clean(),
-        capture_output=True,
-        text=True,
-        timeout=300,
+        [installed / "bin" / "python", *words], cwd=tmp_path, env=clean(), capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 2 and "--targets: the package `benchmarks`" in done.stderr
 
@@ -155,14 +136,7 @@ def test_an_editable_install_has_no_import_hook_and_the_same_scripts(source: Pat
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "ckpt_overhead",
-        "redistribute_bench",
-        "restart_speed",
-        "ckpt_analysis.bench",
-        "ckpt_analysis.synthetic",
-    ],
+    "name", ["ckpt_overhead", "redistribute_bench", "restart_speed", "ckpt_analysis.bench", "ckpt_analysis.synthetic"]
 )
 def test_former_names_of_benchmarks_lead_to_them(name: str) -> None:
     assert "usage: python -m benchmarks." in run(sys.executable, "-m", f"tools.{name}", "--help", cwd=ROOT)

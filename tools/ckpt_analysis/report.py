@@ -11,7 +11,14 @@ import polars as pl
 from .common.problems import NOTE, Problem, by_severity
 from .findings import Evidence, Finding, find
 from .ingest.load import Trace
-from .metrics.checks import check_events, check_losses, check_operations, check_results
+from .metrics.checks import (
+    COVERAGE_OF_HOOKS,
+    COVERAGE_PROMISED,
+    check_events,
+    check_losses,
+    check_operations,
+    check_results,
+)
 from .metrics.iterations import StepTime, TrainingTime, step_times, training_times
 from .metrics.operations import measure, rank_times
 from .metrics.rank_tables import RankTables, rank_tables
@@ -129,7 +136,8 @@ def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
     saves = measure(frames, "save", save_times, per_rank=per_rank)
     loads = measure(frames, "load", load_times, per_rank=per_rank)
     starts = measure_starts(frames, of_starts, per_rank=per_rank)
-    problems += check_operations(frames) + check_events(frames) + check_results(saves, loads, starts)
+    promised = COVERAGE_PROMISED if is_ours(trace.ranks) else COVERAGE_OF_HOOKS
+    problems += check_operations(frames) + check_events(frames) + check_results(saves, loads, starts, promised)
     problems += check_losses(frames, {info.cycle: info.layout for info in cycles})
     tables, probes = rank_tables(save_times, load_times, of_starts), probe_values(frames)
     hosts = pl.DataFrame(

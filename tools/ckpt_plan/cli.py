@@ -59,10 +59,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--zero", type=int, default=1, metavar="STAGE", help="ZeRO stage; 1 is the only one there is")
     parser.add_argument("--engine", metavar="NAME", help="engine that writes it (default: torch)")
     parser.add_argument(
-        "--vocab-size",
-        type=int,
-        metavar="N",
-        help="tokens of the tokenizer, before padding (default: the preset's)",
+        "--vocab-size", type=int, metavar="N", help="tokens of the tokenizer, before padding (default: the preset's)"
     )
     parser.add_argument("--iteration", type=int, metavar="N", help="iteration of the save (default: the first save)")
     parser.add_argument("--upstream", action="store_true", help="as upstream Megatron-DeepSpeed would write it")

@@ -135,12 +135,7 @@ class ZeroShard(_Shard):
 
 
 def build_shard(
-    model: torch.nn.Module,
-    config: Config,
-    layout: Layout,
-    at: Coordinates,
-    ds_config: Mapping[str, Any],
-    steps: int,
+    model: torch.nn.Module, config: Config, layout: Layout, at: Coordinates, ds_config: Mapping[str, Any], steps: int
 ) -> Bf16Shard | ZeroShard:
     """The shard of the rank at `at` after `steps` iterations.
 

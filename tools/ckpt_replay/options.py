@@ -53,10 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline-parallel size (default: 1)")
     what.add_argument("--dp", type=int, default=1, metavar="N", help="data-parallel size (default: 1)")
     what.add_argument(
-        "--ranks",
-        type=parse_ranks,
-        metavar="A-B,...",
-        help="ranks of that layout (default: 0; under torchrun all)",
+        "--ranks", type=parse_ranks, metavar="A-B,...", help="ranks of that layout (default: 0; under torchrun all)"
     )
     what.add_argument("--vocab-size", type=int, metavar="N", help="of the tokenizer (default: the preset's)")
     what.add_argument("--limit-bytes", type=parse_bytes, metavar="SIZE", help="shrink a rank's tensors to this in all")
@@ -70,29 +67,18 @@ def build_parser() -> argparse.ArgumentParser:
     how.add_argument("--repeat", type=int, default=3, metavar="N", help="(default: 3)")
     how.add_argument("--cold", action="store_true", help="also load with the page cache dropped")
     how.add_argument(
-        "--steps-between",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="train for S seconds after a save (default: 0)",
+        "--steps-between", type=float, default=0.0, metavar="S", help="train for S seconds after a save (default: 0)"
     )
     how.add_argument("--step-seconds", type=float, default=1.0, metavar="S", help="of a step (default: 1)")
     how.add_argument(
         "--step-work", choices=("matmul", "idle"), default="matmul", help="what a step does (default: matmul)"
     )
     how.add_argument(
-        "--warmup-saves",
-        type=int,
-        default=1,
-        metavar="N",
-        help="first saves of a process, told apart (default: 1)",
+        "--warmup-saves", type=int, default=1, metavar="N", help="first saves of a process, told apart (default: 1)"
     )
     how.add_argument("--no-storage", action="store_true", help="do not measure the storage itself")
     how.add_argument(
-        "--storage-bytes",
-        type=parse_bytes,
-        metavar="SIZE",
-        help="to measure it with (default: a rank's, at most 2GiB)",
+        "--storage-bytes", type=parse_bytes, metavar="SIZE", help="to measure it with (default: a rank's, at most 2GiB)"
     )
     out = parser.add_argument_group("output")
     out.add_argument("--format", choices=("table", "json"), default="table", help="(default: table)")

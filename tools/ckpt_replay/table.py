@@ -11,11 +11,7 @@ _WIDTH = 27
 
 def render(figures: dict[str, Any]) -> str:
     """The table: one line per engine, ratios below, the storage, then what has to be known of the figures."""
-    lines = [
-        *head(figures),
-        "",
-        _row("engine", [*(f"{title}, s" for title, _ in _COLUMNS), "peak memory, MiB (kept)"]),
-    ]
+    lines = [*head(figures), "", _row("engine", [*(f"{title}, s" for title, _ in _COLUMNS), "peak memory, MiB (kept)"])]
     for name, found in figures["engines"].items():
         cells = [_seconds(found[key]) for _, key in _COLUMNS]
         cells.append(_memory(found))

@@ -44,11 +44,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--fault", required=True, choices=FAULTS, help="what strikes")
     parser.add_argument(
-        "--at",
-        required=True,
-        type=_moment,
-        metavar="WHEN",
-        help=f"{', '.join(STAGES)}, iteration:N or random:SEED",
+        "--at", required=True, type=_moment, metavar="WHEN", help=f"{', '.join(STAGES)}, iteration:N or random:SEED"
     )
     parser.add_argument("--cycles", type=int, default=1, help="how often it strikes (1)")
     parser.add_argument(

@@ -37,10 +37,7 @@ class EngineEntry:
 
 _ENGINES = {
     "torch": EngineEntry(
-        f"{_PACKAGE}.torch.engine",
-        "TorchEngine",
-        "torch.save per file, as DeepSpeed's default",
-        redistributable=True,
+        f"{_PACKAGE}.torch.engine", "TorchEngine", "torch.save per file, as DeepSpeed's default", redistributable=True
     ),
     "lazy": EngineEntry(
         f"{_PACKAGE}.lazy.engine",
@@ -72,9 +69,7 @@ _ENGINES = {
         f"{_PACKAGE}.dcp.engine", "DcpAsyncEngine", "torch.distributed.checkpoint, written by a thread"
     ),
     "datastates": EngineEntry(
-        f"{_PACKAGE}.datastates.engine",
-        "DataStatesEngine",
-        "DataStates-LLM; needs its package and a CUDA device",
+        f"{_PACKAGE}.datastates.engine", "DataStatesEngine", "DataStates-LLM; needs its package and a CUDA device"
     ),
     "none": EngineEntry(f"{_PACKAGE}.none.engine", "NoneEngine", "writes nothing: measures what is left"),
 }

@@ -105,10 +105,7 @@ class DirectLoad(LayoutLoad):
             )
         found = _Survey()
         if rank == 0:
-            wanted = [
-                names.model_states_file(old, first),
-                *([optimizer_file] if self._with_optimizer else []),
-            ]
+            wanted = [names.model_states_file(old, first), *([optimizer_file] if self._with_optimizer else [])]
             with reading(self._directory):
                 found.values = [self._reader.load_values(name, self._checkpoint, self._op) for name in wanted]
         with self._op.span("discover"), reading(self._directory):

@@ -8,16 +8,7 @@ from typing import Any
 
 from megatron.checkpointing.engines.base import PlacedTensor
 from megatron.checkpointing.engines.errors import CheckpointMismatchError
-from megatron.checkpointing.reshard.runs import (
-    Copies,
-    Runs,
-    intersect,
-    make_runs,
-    part_runs,
-    parts_of,
-    subtract,
-    union,
-)
+from megatron.checkpointing.reshard.runs import Copies, Runs, intersect, make_runs, part_runs, parts_of, subtract, union
 
 Part = Mapping[str, Any]  # of a placement: a fragment, or the placement of a weight
 _Key = tuple[Any, ...]

@@ -50,10 +50,7 @@ def test_concurrent_ranks_agree_on_run_and_cycle(tmp_path: Path) -> None:
         assert int(cycle) == launch
         run_ids.add(run_id)
     assert len(run_ids) == 1
-    assert sorted(path.name for path in directory.glob("*cycle*.json")) == [
-        "cycle_000.json",
-        "cycle_001.json",
-    ]
+    assert sorted(path.name for path in directory.glob("*cycle*.json")) == ["cycle_000.json", "cycle_001.json"]
     assert list(directory.glob(".*")) == []  # no temporary file is left
 
 
@@ -82,10 +79,7 @@ def key_under_another_parent(env: dict[str, str]) -> str:
     [
         ({}, False),  # one node: the launcher process is part of the key
         ({"WORLD_SIZE": "16"}, True),  # two nodes of torchrun: their launchers differ
-        (
-            {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "", "LOCAL_SIZE": "8"},
-            True,
-        ),  # two of the deepspeed launcher
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "", "LOCAL_SIZE": "8"}, True),  # two of the deepspeed launcher
         ({"LOCAL_WORLD_SIZE": "", "LOCAL_SIZE": "8"}, False),
         ({"LOCAL_WORLD_SIZE": ""}, True),  # srun: nobody says how many share this node
         ({"RESTART_TRACE_LAUNCH_ID": "job7"}, True),
@@ -162,13 +156,7 @@ def test_processes_of_one_boot_share_the_clock() -> None:
 
 def test_process_record(tmp_path: Path) -> None:
     identity = RankIdentity(rank=5, world_size=8, local_rank=1, coordinates=(1, 1, 0), layout=(2, 2, 2))
-    env = {
-        "RANK": "5",
-        "WORLD_SIZE": "8",
-        "LOCAL_WORLD_SIZE": "8",
-        "NCCL_DEBUG": "INFO",
-        "AWS_SECRET_KEY": "s3",
-    }
+    env = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "NCCL_DEBUG": "INFO", "AWS_SECRET_KEY": "s3"}
     recorder, cycle = open_rank_trace(tmp_path, identity, env, engine_asked="torch", durability="none", probes=False)
     recorder.close()
     record = read_process(tmp_path / "rank_00005_cycle_000.jsonl")
@@ -202,12 +190,7 @@ def test_probes_surround_the_operation(tmp_path: Path) -> None:
     with recorder.operation("save"):
         (tmp_path / "data").write_bytes(b"x" * 1_000_000)
     begin, start, end, stop = read(path)
-    assert [r["type"] for r in (begin, start, end, stop)] == [
-        "operation_begin",
-        "probe",
-        "operation_end",
-        "probe",
-    ]
+    assert [r["type"] for r in (begin, start, end, stop)] == ["operation_begin", "probe", "operation_end", "probe"]
     assert (start["at"], stop["at"], start["op"], stop["op"]) == ("start", "end", 0, 0)
     assert start["time_ns"] <= begin["start_ns"] <= end["end_ns"] <= stop["time_ns"]
     assert start["values"]["rss_bytes"] > 1_000_000
@@ -302,15 +285,7 @@ def test_reached_iteration_of_another_layout(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "NCCL_AUTH_TOKEN",
-        "GLOO_SECRET",
-        "TORCHELASTIC_API_KEY",
-        "RESTART_TRACE_TOKEN",
-        "OMP_KEY",
-        "NCCL_COMM_ID",
-    ],
+    "name", ["NCCL_AUTH_TOKEN", "GLOO_SECRET", "TORCHELASTIC_API_KEY", "RESTART_TRACE_TOKEN", "OMP_KEY", "NCCL_COMM_ID"]
 )
 def test_a_variable_is_recorded_by_its_whole_name_alone(name: str) -> None:
     assert environment({name: "hunter2", "NCCL_DEBUG": "INFO"}) == {"NCCL_DEBUG": "INFO"}
@@ -328,10 +303,7 @@ def test_passwords_in_addresses_are_not_recorded() -> None:
         (["--wandb-api-key", "hunter2", "--lr", "1"], ["--wandb-api-key", "***", "--lr", "1"]),
         (["--hub-token=hunter2"], ["--hub-token=***"]),
         (["key=hunter2", "AWS_SECRET_ACCESS_KEY=hunter2"], ["key=***", "AWS_SECRET_ACCESS_KEY=***"]),
-        (
-            ["s3://me:hunter2@host/bucket", "https://hunter2@host"],
-            ["s3://me:***@host/bucket", "https://***@host"],
-        ),
+        (["s3://me:hunter2@host/bucket", "https://hunter2@host"], ["s3://me:***@host/bucket", "https://***@host"]),
         (["-c", "export DB_PASSWORD=hunter2; run"], ["-c", "export DB_PASSWORD=***; run"]),
         (["Authorization: Bearer hunter2"], ["Authorization: ***"]),
         (['{"api_key": "hunter2", "n": 1}'], ['{"api_key": "***", "n": 1}']),
@@ -354,9 +326,7 @@ print(claim_cycle(Path(sys.argv[1]), launch_key(os.environ), int(os.environ["RAN
 
 
 @pytest.mark.parametrize(
-    "outside",
-    [{}, {"RANK": "0"}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}],
-    ids=["none", "node", "single"],
+    "outside", [{}, {"RANK": "0"}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}], ids=["none", "node", "single"]
 )
 def test_ranks_in_wrappers_are_one_launch(tmp_path: Path, outside: dict[str, str]) -> None:
     """Each has another parent then; what started the wrappers is the same for all."""

@@ -109,11 +109,7 @@ def test_iterations_and_events(trace: tuple[Recorder, Path]) -> None:
     recorder.event("load", "checkpoint_rejected", "global_step8: truncated", 8)
     first, second, event = read(path)
     assert first["loss"] == 2.5 and "loss" not in second
-    assert (event["phase"], event["detail"], event["step"]) == (
-        "checkpoint_rejected",
-        "global_step8: truncated",
-        8,
-    )
+    assert (event["phase"], event["detail"], event["step"]) == ("checkpoint_rejected", "global_step8: truncated", 8)
     assert abs(event["wall_ns"] - time.time_ns()) < 60e9
 
 
@@ -295,10 +291,7 @@ def test_labels_and_the_number_of_lost_records_outlive_a_full_disk() -> None:
     op.label(tag="global_step5", step=5)
     recorder.iteration(1, 0, 1)
     recorder.iteration(2, 0, 1)
-    taken, sink.room = (
-        len(sink.taken),
-        2,
-    )  # for the label and one more, not for what says how many are missing
+    taken, sink.room = (len(sink.taken), 2)  # for the label and one more, not for what says how many are missing
     op.end()
     sink.has_room = True
     recorder.iteration(3, 0, 1)

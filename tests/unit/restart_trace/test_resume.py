@@ -32,10 +32,7 @@ def test_supervisor(tmp_path: Path) -> None:
 
 
 def test_supervisor_of_nothing(tmp_path: Path) -> None:
-    with (
-        open_supervisor_trace(tmp_path) as supervisor,
-        pytest.raises(ValueError, match="no run has been traced"),
-    ):
+    with open_supervisor_trace(tmp_path) as supervisor, pytest.raises(ValueError, match="no run has been traced"):
         supervisor.failure("injected", cycle=0)
 
 

@@ -84,10 +84,7 @@ def test_leaves_out_what_it_cannot_decode(tmp_path: Path) -> None:
     (tmp_path / "empty.py").write_bytes(b"\n")
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "skipped.py").write_text("y = 2\n")
-    assert sorted(build_corpus.read_documents(tmp_path, 1000)) == [
-        "# -*- coding: latin-1 -*-\ns = 'é'\n",
-        "x = 1\n",
-    ]
+    assert sorted(build_corpus.read_documents(tmp_path, 1000)) == ["# -*- coding: latin-1 -*-\ns = 'é'\n", "x = 1\n"]
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from .comparisons import HOST_LIMITS, RANK_LIMITS
-from .costs import (
-    cold_imports,
-    fsync_dominates,
-    serialization_bound,
-    small_files,
-    wait_previous,
-)
+from .costs import cold_imports, fsync_dominates, serialization_bound, small_files, wait_previous
 from .crowding import more_ranks_than_cores
 from .page_cache import page_cache_reads
 from .rule import Rule

@@ -40,11 +40,7 @@ class Trace:
 
 
 def load_trace(
-    directory: Path,
-    run_id: str | None = None,
-    *,
-    cache: Cache | None = None,
-    progress: Progress | None = None,
+    directory: Path, run_id: str | None = None, *, cache: Cache | None = None, progress: Progress | None = None
 ) -> Trace:
     """Read the run `run_id` in `directory`: the one launched last if it is None.
 

@@ -40,10 +40,7 @@ def loads_inside(frames: Frames, startups: pl.DataFrame) -> pl.DataFrame:
         .agg(pl.col("end_ns").max().alias("last_ns"))
     )
     windows = startups.select(
-        *_PLACE,
-        pl.col("group").alias("startup"),
-        pl.col("start_ns").alias("from_ns"),
-        pl.col("end_ns").alias("to_ns"),
+        *_PLACE, pl.col("group").alias("startup"), pl.col("start_ns").alias("from_ns"), pl.col("end_ns").alias("to_ns")
     )
     loads = frames.operations.filter(pl.col("operation") == "load").join(windows, on=_PLACE, how="inner")
     inside = (pl.col("start_ns") >= pl.col("from_ns")) & (

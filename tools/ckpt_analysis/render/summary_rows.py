@@ -7,17 +7,7 @@ from typing import Any, NamedTuple
 
 from ...common.escaping import markdown, shown
 from ...common.formatting import NOT_RECORDED, percent, rate, size
-from ...common.tables import (
-    Column,
-    Style,
-    csv_table,
-    markdown_table,
-    numbers,
-    text_table,
-    texts,
-    times,
-    titles,
-)
+from ...common.tables import Column, Style, csv_table, markdown_table, numbers, text_table, texts, times, titles
 from ..metrics.results import OperationStats, PhaseStats, Stats
 from ..report import Report
 from .phase_table import PhaseLine, phase_lines, time_columns, volume_columns

@@ -14,14 +14,7 @@ from ..metrics.results import OperationStats, Spread, StartStats, Stats
 from ..model.run_info import CycleInfo
 from ..report import Report
 from .answer import answer
-from .phase_table import (
-    PhaseLine,
-    blocking_column,
-    critical_columns,
-    phase_lines,
-    time_columns,
-    volume_columns,
-)
+from .phase_table import PhaseLine, blocking_column, critical_columns, phase_lines, time_columns, volume_columns
 
 _WIDTH = 100
 _BAR = 40  # columns that a restart is drawn in

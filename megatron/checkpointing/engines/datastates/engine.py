@@ -31,13 +31,7 @@ from megatron.checkpointing.engines.base import (
 )
 from megatron.checkpointing.engines.datastates import format as file_format
 from megatron.checkpointing.engines.datastates.library import GIB, Library, find_library, open_library
-from megatron.checkpointing.engines.datastates.state import (
-    Apart,
-    key_of,
-    pickled_of,
-    put_together,
-    take_apart,
-)
+from megatron.checkpointing.engines.datastates.state import Apart, key_of, pickled_of, put_together, take_apart
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.file_loads import checked_content, report_load
 from megatron.config import ConfigError

@@ -33,13 +33,7 @@ from megatron.checkpointing.engines.base import (
     refuse_duplicates,
 )
 from megatron.checkpointing.engines.dcp.storage import METADATA, Failure, Reader, Writer, cause_of
-from megatron.checkpointing.engines.state_files import (
-    StateDirectoryEngine,
-    finish_save,
-    pack,
-    total_bytes,
-    unpack,
-)
+from megatron.checkpointing.engines.state_files import StateDirectoryEngine, finish_save, pack, total_bytes, unpack
 from megatron.fileio.checksums import checksum_text
 from megatron.fileio.timed_files import Timeline
 from restart_trace.clock import now_ns

@@ -35,13 +35,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import ClassVar
 
-from megatron.checkpointing.engines.base import (
-    EngineOptions,
-    FileState,
-    PendingSave,
-    SavedFile,
-    note_saved,
-)
+from megatron.checkpointing.engines.base import EngineOptions, FileState, PendingSave, SavedFile, note_saved
 from megatron.checkpointing.engines.errors import CheckpointSaveError
 from megatron.checkpointing.engines.fastpersist.process import Reply, Request
 from megatron.checkpointing.engines.fastpersist.snapshot import Capture, SharedMemory

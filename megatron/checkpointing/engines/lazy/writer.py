@@ -75,12 +75,7 @@ class LazySave(PendingSave):
     """A save under way. The threads start at once; see the module for what they do."""
 
     def __init__(
-        self,
-        captured: lazy_format.Captured,
-        path: Path,
-        options: EngineOptions,
-        cache: HostCache,
-        op: Operation,
+        self, captured: lazy_format.Captured, path: Path, options: EngineOptions, cache: HostCache, op: Operation
     ) -> None:
         self._captured = captured
         self._path = path

@@ -23,13 +23,7 @@ from megatron.checkpointing.engines import codec
 from megatron.checkpointing.engines.base import EngineOptions, FileState, PendingSave, SavedFile
 from megatron.checkpointing.engines.codec import DTYPES
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
-from megatron.checkpointing.engines.state_files import (
-    StateDirectoryEngine,
-    finish_save,
-    pack,
-    total_bytes,
-    unpack,
-)
+from megatron.checkpointing.engines.state_files import StateDirectoryEngine, finish_save, pack, total_bytes, unpack
 from megatron.checkpointing.engines.torchsnapshot import library
 from megatron.checkpointing.engines.torchsnapshot.storage import ReadingStorage, WritingStorage
 from megatron.fileio.timed_files import Timeline

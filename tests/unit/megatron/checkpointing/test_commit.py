@@ -350,16 +350,10 @@ def test_nothing_there(tmp_path: Path) -> None:
     ("damage", "problem"),
     [
         (lambda d: (d / FILE).unlink(), "global_step2: {d}/" + FILE + " is missing"),
-        (
-            lambda d: (d / FILE).write_bytes(bytes(99)),
-            "global_step2: {d}/" + FILE + " has 99 bytes, 100 were saved",
-        ),
+        (lambda d: (d / FILE).write_bytes(bytes(99)), "global_step2: {d}/" + FILE + " has 99 bytes, 100 were saved"),
         (lambda d: (d / "manifest.json").write_text("{"), "{d}/manifest.json: cannot be used: "),
         (lambda d: (d / "manifest.json").write_bytes(b"\xff\xfe"), "{d}/manifest.json: cannot be used: "),
-        (
-            lambda d: (d / "manifest.json").unlink(),
-            "{d}/manifest.json is missing, so global_step2 may be incomplete",
-        ),
+        (lambda d: (d / "manifest.json").unlink(), "{d}/manifest.json is missing, so global_step2 may be incomplete"),
     ],
 )
 def test_damaged_checkpoint_is_named_and_the_older_one_offered(tmp_path: Path, damage: object, problem: str) -> None:

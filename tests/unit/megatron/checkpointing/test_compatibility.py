@@ -40,13 +40,7 @@ UPSTREAM = Path(__file__).resolve().parents[3] / "golden" / "upstream_run"
 
 
 def config(**model: Any) -> Config:
-    shape = {
-        "num_layers": 4,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "seq_length": 64,
-        "params_dtype": "bf16",
-    }
+    shape = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "params_dtype": "bf16"}
     return Config(
         model=ModelConfig(**(shape | model)),
         parallel=ParallelConfig(),
@@ -77,11 +71,7 @@ def test_same_model_and_layout_pass() -> None:
         ({"swiglu": True}, {}, "swiglu is True in the checkpoint and False here"),
         ({"params_dtype": "fp32"}, {}, "params_dtype is fp32 in the checkpoint and bf16 here"),
         ({}, {"normalization": "rmsnorm"}, "normalization is layernorm in the checkpoint and rmsnorm here"),
-        (
-            {"max_position_embeddings": 128},
-            {},
-            "max_position_embeddings is 128 in the checkpoint and 64 here",
-        ),
+        ({"max_position_embeddings": 128}, {}, "max_position_embeddings is 128 in the checkpoint and 64 here"),
     ],
 )
 def test_another_model(saved: dict[str, Any], here: dict[str, Any], difference: str) -> None:

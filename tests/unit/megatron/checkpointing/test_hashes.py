@@ -20,10 +20,7 @@ def engine() -> Any:
     torch.manual_seed(0)
     module = torch.nn.Linear(3, 2).to(torch.bfloat16)
     moments = {"exp_avg": torch.zeros(4), "exp_avg_sq": torch.ones(4), "step": torch.tensor(5.0), "lr": 1e-3}
-    state = {
-        "single_partition_of_fp32_groups": [torch.ones(4)],
-        "base_optimizer_state": {"state": {0: moments}},
-    }
+    state = {"single_partition_of_fp32_groups": [torch.ones(4)], "base_optimizer_state": {"state": {0: moments}}}
     return SimpleNamespace(module=module, optimizer=SimpleNamespace(state=state, state_dict=lambda: state))
 
 

@@ -39,11 +39,7 @@ sys.stdin.read()
 def other_launch(save: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that has claimed `save` and holds it until it is killed."""
     with subprocess.Popen(
-        [sys.executable, "-c", CLAIM, str(save)],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", CLAIM, str(save)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         try:
             assert process.stdout is not None
@@ -127,10 +123,7 @@ def test_an_owner_on_another_host_is_alive_while_its_heart_beats(
 ) -> None:
     with other_launch(tmp_path) as process:
         on_another_host(tmp_path)
-        with (
-            monkeypatch.context() as patience,
-            pytest.raises(SaveDirectoryInUseError, match="host elsewhere"),
-        ):
+        with monkeypatch.context() as patience, pytest.raises(SaveDirectoryInUseError, match="host elsewhere"):
             # Enough for a machine on which the other process seldom gets to run.
             patience.setattr(ownership, "PATIENCE_S", 120.0)
             patience.setattr(ownership, "_STALE_S", 120.0)
@@ -235,15 +228,7 @@ def test_a_holder_that_hangs_does_not_keep_a_successor_waiting(tmp_path: Path, h
 
 @pytest.mark.parametrize(
     "content",
-    [
-        "",
-        "{",
-        "[]",
-        "null",
-        '{"generation": 1}',
-        '{"generation": 1, "launch_id": "\\u001b[2J"}',
-        "[" * 100_000,
-    ],
+    ["", "{", "[]", "null", '{"generation": 1}', '{"generation": 1, "launch_id": "\\u001b[2J"}', "[" * 100_000],
 )
 def test_garbage_is_an_owner_that_is_not_known(tmp_path: Path, content: str) -> None:
     """Its number counts all the same, and it is as good as dead once its heart is silent."""
@@ -430,13 +415,7 @@ def test_ranks_in_wrappers_know_their_own_launch(tmp_path: Path, restarts: str) 
 
 @pytest.mark.parametrize(
     ("rank", "made"),
-    [
-        (0, Path.touch),
-        (0, os.mkfifo),
-        (0, lambda path: path.symlink_to("nowhere")),
-        (1, Path.touch),
-        (1, os.mkfifo),
-    ],
+    [(0, Path.touch), (0, os.mkfifo), (0, lambda path: path.symlink_to("nowhere")), (1, Path.touch), (1, os.mkfifo)],
 )
 def test_what_cannot_be_claimed_is_named(tmp_path: Path, rank: int, made: Callable[[Path], object]) -> None:
     made(tmp_path / ".generations")

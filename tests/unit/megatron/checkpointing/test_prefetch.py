@@ -12,13 +12,7 @@ import torch
 
 from megatron.checkpointing import naming as names
 from megatron.checkpointing.commit import Manifest, write_manifest
-from megatron.checkpointing.engines.base import (
-    CheckpointEngine,
-    EngineOptions,
-    FileState,
-    SavedCheckpoint,
-    SavedFile,
-)
+from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.registry import create_engine
 from megatron.checkpointing.prefetch import Prefetch
 from megatron.config import Config, ConfigError
@@ -200,11 +194,7 @@ def test_nothing_is_read_of_what_does_not_fit(tmp_path: Path) -> None:
     nothing = Prefetch(config("--load", str(tmp_path / "none"), "--prefetch-on-start"), TWO, 1, 1 << 40)
     (tmp_path / "global_step5" / shard(1)).unlink()
     missing = Prefetch(config(*flags), TWO, 1, 1 << 40)
-    for prefetch, why in (
-        (other, "another layout"),
-        (nothing, "none with a manifest"),
-        (missing, "No such file"),
-    ):
+    for prefetch, why in ((other, "another layout"), (nothing, "none with a manifest"), (missing, "No such file")):
         prefetch._thread.join(300)
         prefetch.close()
         assert why in prefetch._note and not prefetch._read

@@ -87,11 +87,7 @@ def test_defaults_are_upstreams() -> None:
     config = small()
     model, optimizer, training = config.model, config.optimizer, config.training
     assert (model.ffn_hidden_size, model.num_key_value_heads, model.kv_channels) == (256, 4, 16)
-    assert (model.max_position_embeddings, model.normalization, model.params_dtype) == (
-        64,
-        "layernorm",
-        "fp32",
-    )
+    assert (model.max_position_embeddings, model.normalization, model.params_dtype) == (64, "layernorm", "fp32")
     assert (model.attention_dropout, model.hidden_dropout, model.init_method_std) == (0.1, 0.1, 0.02)
     assert (optimizer.weight_decay, optimizer.clip_grad, optimizer.adam_beta2) == (0.01, 1.0, 0.999)
     assert (optimizer.lr_decay_style, optimizer.start_weight_decay) == ("linear", 0.01)
@@ -301,10 +297,7 @@ def test_single_process_without_a_launcher() -> None:
 def test_launcher_spellings_of_local_rank_and_deepspeed_config(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text("{}")
-    for rank_flag, config_flag in (
-        ("--local_rank=0", "--deepspeed_config"),
-        ("--local-rank 0", "--deepspeed-config"),
-    ):
+    for rank_flag, config_flag in (("--local_rank=0", "--deepspeed_config"), ("--local-rank 0", "--deepspeed-config")):
         assert small(f"{rank_flag} {config_flag} {file}").parallel.deepspeed_config == str(file)
 
 
@@ -338,8 +331,7 @@ def test_replacing_a_group_keeps_the_checks() -> None:
     assert again.trace.restart_trace_dir == "/s/restart_trace"
     with pytest.raises(ConfigError, match="--num-layers 4"):
         dataclasses.replace(
-            config,
-            parallel=dataclasses.replace(config.parallel, world_size=8, pipeline_model_parallel_size=8),
+            config, parallel=dataclasses.replace(config.parallel, world_size=8, pipeline_model_parallel_size=8)
         )
 
 

@@ -194,10 +194,7 @@ HOSTILE = [
     (b'{"gradient_clipping": -Infinity}', "-Infinity is no JSON number"),
     (b'{"gradient_clipping": 1e999}', "1e999 is more than a number can be"),
     (b'{"train_batch_size": ' + b"9" * 5000 + b"}", "not JSON (Exceeds the limit"),
-    (
-        b'{"train_batch_size": ' + b"9" * 400 + b"}",
-        "a number of more than 19 digits; it must be less than 2^63",
-    ),
+    (b'{"train_batch_size": ' + b"9" * 400 + b"}", "a number of more than 19 digits; it must be less than 2^63"),
     (b'{"gradient_clipping": 1.0}\xff', "not UTF-8 at byte 26"),
     (b'\xef\xbb\xbf{"gradient_clipping": 1.0}', "BOM"),
     (b'{\n  # a comment\n  "gradient_clipping": 1.0\n}', "the other liberties of Hjson"),
@@ -221,15 +218,7 @@ def test_no_configuration(tmp_path: Path, content: bytes, message: str) -> None:
 def test_deep_nest_under_any_key_is_one_error(tmp_path: Path) -> None:
     """Whatever the depth at which Python gives up."""
     for depth in (1, 50, 300, 900, 990, 1100):
-        for key in (
-            "unknown",
-            "seed",
-            "curriculum_learning",
-            "timers",
-            "none_ckpt",
-            "train_batch_size",
-            "stages",
-        ):
+        for key in ("unknown", "seed", "curriculum_learning", "timers", "none_ckpt", "train_batch_size", "stages"):
             nest = "[" * depth + "]" * depth
             with pytest.raises(ConfigError, match="--deepspeed_config"):
                 with_file(tmp_path, f'{{"{key}": {nest}}}')

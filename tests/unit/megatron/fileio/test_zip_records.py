@@ -55,10 +55,7 @@ def test_checksum_differs_with_one_bit_of_a_tensor(tmp_path: Path, saved: Path) 
 
 def test_zip64_archive(tmp_path: Path) -> None:
     path = tmp_path / "large.zip"
-    with (
-        zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive,
-        archive.open("data", "w", force_zip64=True) as file,
-    ):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive, archive.open("data", "w", force_zip64=True) as file:
         file.write(b"content")
     with path.open("rb") as stream:
         (record,) = read_records(stream)

@@ -28,13 +28,7 @@ from megatron.config import (
     ParallelConfig,
     TrainingConfig,
 )
-from megatron.startup.preflight import (
-    check_dataset,
-    check_inputs,
-    check_load,
-    check_tokenizer,
-    check_writable,
-)
+from megatron.startup.preflight import check_dataset, check_inputs, check_load, check_tokenizer, check_writable
 from tests.unit.hostile import fifo, no_longer_than
 from tests.unit.megatron.checkpointing.test_commit import manifest_of
 

@@ -66,19 +66,7 @@ def test_terminal_report(tmp_path: Path) -> None:
         assert f"\n{heading}" in done.stdout
     assert "\nSave global_step5" not in done.stdout
     row = next(line for line in done.stdout.splitlines() if re.match(r"\s+fsync ", line))
-    assert row.split() == [
-        "fsync",
-        "0.2400",
-        "5",
-        "0.0400",
-        "0.0400",
-        "0.2000",
-        "0.2400",
-        "36.0",
-        "MB",
-        "0.150",
-        "yes",
-    ]
+    assert row.split() == ["fsync", "0.2400", "5", "0.0400", "0.0400", "0.2000", "0.2400", "36.0", "MB", "0.150", "yes"]
     assert "\nSave global_step5" in run_cli("--all", str(trace)).stdout
 
 

@@ -149,10 +149,7 @@ def test_generator_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for arguments, message in (
         (["--plant", "gremlins"], "--plant gremlins: no such problem"),
         (["--ranks", "1"], "--ranks 1: needs at least 2"),
-        (
-            ["--ranks", "8", "--plant", "clock-offset"],
-            "--ranks 8: a host with a problem needs more than 8 ranks",
-        ),
+        (["--ranks", "8", "--plant", "clock-offset"], "--ranks 8: a host with a problem needs more than 8 ranks"),
     ):
         assert main([str(tmp_path / "other"), *arguments]) == 2
         assert message in capsys.readouterr().err and not (tmp_path / "other").exists()

@@ -123,12 +123,7 @@ def test_a_deepspeed_option_that_lays_shards_out_otherwise_is_refused(tmp_path: 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
 def test_sizes_are_those_of_torch_save(dtype: torch.dtype, tmp_path: Path) -> None:
     one = torch.empty(1001, 3, dtype=dtype, device="meta")
-    state = {
-        "a": one,
-        "b": [one, {"c": torch.empty(0, dtype=dtype, device="meta")}],
-        "d": (1, "x"),
-        "e": torch.ones(5),
-    }
+    state = {"a": one, "b": [one, {"c": torch.empty(0, dtype=dtype, device="meta")}], "d": (1, "x"), "e": torch.ones(5)}
     real = map_tensors(state, lambda t: torch.zeros(t.shape, dtype=t.dtype) if t.is_meta else t)
     real = stage_on_host(real, Staging())  # as engine torch does
     buffer = io.BytesIO()
@@ -242,12 +237,7 @@ def test_sizes_as_ls_shows_them(num_bytes: int, shown: str) -> None:
 
 
 def test_lines_that_are_no_listing_are_passed_over() -> None:
-    lines = [
-        "loss: 3.4",
-        "total 4K",
-        listing_line("12", "latest"),
-        "drwxr-xr-x 2 a b 4.0K Oct 1 2025 global_step5",
-    ]
+    lines = ["loss: 3.4", "total 4K", listing_line("12", "latest"), "drwxr-xr-x 2 a b 4.0K Oct 1 2025 global_step5"]
     text = "\n".join(lines)
     assert parse_listing(text) == {"latest": "12"}
     assert compare({"latest": 12}, {"latest": "12"}).agrees

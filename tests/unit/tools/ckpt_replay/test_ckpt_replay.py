@@ -61,18 +61,7 @@ def test_a_request_survives_being_told_to_the_ranks() -> None:
 
 
 def test_engine_options_are_the_trainers() -> None:
-    argv = [
-        "--small-tensors",
-        "3",
-        "--dir",
-        ".",
-        "--io-threads",
-        "3",
-        "--host-cache-size",
-        "0.5",
-        "--direct-io",
-        "off",
-    ]
+    argv = ["--small-tensors", "3", "--dir", ".", "--io-threads", "3", "--host-cache-size", "0.5", "--direct-io", "off"]
     options = request_from(parse_arguments(argv), None).options
     assert (options["io_threads"], options["host_cache_size"], options["direct_io"]) == (3, 0.5, "off")
     assert (options["checkpoint_durability"], options["checksum"]) == ("fsync", "crc32")
@@ -210,12 +199,7 @@ def test_a_file_gets_out_of_the_page_cache_and_in(path_on_disk: Path) -> None:
 
 
 def test_half_a_file_in_the_cache_is_neither_cold_nor_warm() -> None:
-    assert [page_cache.state_of(share) for share in (0.0, 0.5, 1.0, None)] == [
-        COLD,
-        "partly warm",
-        WARM,
-        "unknown",
-    ]
+    assert [page_cache.state_of(share) for share in (0.0, 0.5, 1.0, None)] == [COLD, "partly warm", WARM, "unknown"]
 
 
 def test_a_file_in_memory_is_never_called_cold() -> None:

@@ -26,13 +26,7 @@ def save(durable: float, blocked: float, warmup: bool = False) -> dict[str, Any]
 
 
 def load(seconds: float, cache: str, again: bool = False) -> dict[str, Any]:
-    return {
-        "again": again,
-        "load_s": seconds,
-        "first_write_s": 2 * seconds,
-        "cache": cache,
-        "resident_share": 0.0,
-    }
+    return {"again": again, "load_s": seconds, "first_write_s": 2 * seconds, "cache": cache, "resident_share": 0.0}
 
 
 def samples(lazy_durable: float = 1.0, cold_cache: str = COLD) -> Samples:
@@ -106,11 +100,7 @@ def test_the_table_has_ratios_against_torch_and_storage() -> None:
     row = next(line for line in text.split("times torch's speed")[1].splitlines() if line.startswith("  lazy"))
     assert row.split() == ["lazy", "800.00", "8.00", "4.00", "4.00"]
     share = text.split("of the best raw direct")[1]
-    assert next(line for line in share.splitlines() if line.startswith("  lazy")).split() == [
-        "lazy",
-        "91%",
-        "91%",
-    ]
+    assert next(line for line in share.splitlines() if line.startswith("  lazy")).split() == ["lazy", "91%", "91%"]
 
 
 BUSY = ", steps on the processors"

@@ -35,11 +35,7 @@ time.sleep(60)
     ("signum", "torch", "error"),
     [
         (EXCEPTION_SIGNAL, "", "megatron.startup.injected_faults.InjectedFault: an injected exception"),
-        (
-            DEVICE_ERROR_SIGNAL,
-            "",
-            "megatron.startup.injected_faults.InjectedFault: an injected device error, before",
-        ),
+        (DEVICE_ERROR_SIGNAL, "", "megatron.startup.injected_faults.InjectedFault: an injected device error, before"),
         (DEVICE_ERROR_SIGNAL, "with torch", "torch.AcceleratorError: an injected device error"),
     ],
 )

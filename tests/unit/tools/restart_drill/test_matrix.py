@@ -50,11 +50,7 @@ COURSE = [Cell("relaunch", "lazy", fault, "mid-step") for fault in ("sigstop", "
 
 
 def run(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    struck: int,
-    error: str | None,
-    unverified: tuple[int, ...] = (),
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, struck: int, error: str | None, unverified: tuple[int, ...] = ()
 ) -> list[Result]:
     """One course whose drill ends with `error` after `struck` strikes. The drill is a stand-in: what is looked at is
     what is made of its outcome."""

@@ -15,13 +15,7 @@ import pytest
 import torch
 
 from megatron.checkpointing.engines import unpickling
-from megatron.checkpointing.engines.base import (
-    CheckpointEngine,
-    EngineOptions,
-    FileState,
-    SavedCheckpoint,
-    SavedFile,
-)
+from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.codec import SkeletonError
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.registry import create_engine

@@ -17,13 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpointing.engines.base import (
-    CheckpointEngine,
-    EngineOptions,
-    FileState,
-    SavedCheckpoint,
-    SavedFile,
-)
+from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.datastates import engine as datastates_engine
 from megatron.checkpointing.engines.datastates import library as datastates_library
 from megatron.checkpointing.engines.datastates.engine import ROW_BYTES, _row_sum, row_sums

@@ -21,11 +21,7 @@ import pytest
 import torch
 
 from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState
-from megatron.checkpointing.engines.errors import (
-    CheckpointDamagedError,
-    CheckpointSaveError,
-    EngineUnavailableError,
-)
+from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointSaveError, EngineUnavailableError
 from megatron.checkpointing.engines.fastpersist import snapshot as fastpersist_snapshot
 from megatron.checkpointing.engines.fastpersist.decoupled_engine import FastPersistDecoupledEngine
 from megatron.checkpointing.engines.fastpersist.snapshot import SharedMemory
@@ -35,13 +31,7 @@ from restart_trace.recorder import untraced_operation
 from tests.conformance.compare import differences
 from tests.conformance.subjects import Saved, traced
 from tests.dist.storage import fill, small_disk
-from tests.unit.megatron.checkpointing.engines.fastpersist_helpers import (
-    NAME,
-    load,
-    save,
-    state,
-    without_launcher,
-)
+from tests.unit.megatron.checkpointing.engines.fastpersist_helpers import NAME, load, save, state, without_launcher
 from tests.unit.trace_helpers import ROOT, start_python
 
 BOTH = ("fastpersist", "fastpersist-decoupled")
@@ -216,16 +206,7 @@ def test_fsync_is_called_if_and_only_if_it_is_asked_for(tmp_path: Path) -> None:
                 engine.close()
     """
     account = tmp_path / "account"
-    command = [
-        "strace",
-        "-f",
-        "--seccomp-bpf",
-        "-y",
-        "-e",
-        "trace=fsync,fdatasync,sync,syncfs",
-        "-o",
-        str(account),
-    ]
+    command = ["strace", "-f", "--seccomp-bpf", "-y", "-e", "trace=fsync,fdatasync,sync,syncfs", "-o", str(account)]
     environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     code = textwrap.dedent(code)
     subprocess.run([*command, sys.executable, "-c", code], cwd=ROOT, env=environment, check=True, timeout=300)

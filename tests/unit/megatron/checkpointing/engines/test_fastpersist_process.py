@@ -16,9 +16,7 @@ import pytest
 import torch
 
 from megatron.checkpointing.engines.base import EngineOptions, FileState
-from megatron.checkpointing.engines.errors import (
-    CheckpointSaveError,
-)
+from megatron.checkpointing.engines.errors import CheckpointSaveError
 from megatron.checkpointing.engines.fastpersist.decoupled_engine import FastPersistDecoupledEngine
 from restart_trace.recorder import untraced_operation
 from tests.conformance.compare import differences

@@ -16,13 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.checkpointing.engines.base import (
-    CheckpointEngine,
-    EngineOptions,
-    FileState,
-    SavedCheckpoint,
-    SavedFile,
-)
+from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.errors import (
     CheckpointDamagedError,
     CheckpointMismatchError,
@@ -39,18 +33,12 @@ from tests.unit.megatron.checkpointing.engines import datastates_files
 NAME = "mp_rank_00_model_states.pt"
 TIMEOUT_S = 20.0
 MANY = settings(
-    max_examples=100,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 )
 
 
 def state() -> dict[str, Any]:
-    return {
-        "w": torch.arange(6, dtype=torch.float32).reshape(2, 3),
-        "half": torch.ones(3).bfloat16(),
-        "step": 3,
-    }
+    return {"w": torch.arange(6, dtype=torch.float32).reshape(2, 3), "half": torch.ones(3).bfloat16(), "step": 3}
 
 
 def saved_by(engine: str, directory: Path) -> dict[str, SavedFile]:

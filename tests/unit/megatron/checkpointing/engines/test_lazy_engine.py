@@ -147,10 +147,7 @@ def test_two_saves_one_after_the_other_use_the_same_memory(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [
-        ({"host_cache_bytes": 4 * BLOCK}, "--host-cache-size"),
-        ({"io_block_bytes": 5000}, "--io-block-size"),
-    ],
+    [({"host_cache_bytes": 4 * BLOCK}, "--host-cache-size"), ({"io_block_bytes": 5000}, "--io-block-size")],
 )
 def test_a_cache_too_small_to_work_with_is_refused(options: dict[str, int], says: str) -> None:
     with pytest.raises(ConfigError, match=says):

@@ -68,8 +68,7 @@ def test_the_safetensors_library_reads_every_tensor(tmp_path: Path) -> None:
 
 def test_data_begins_aligned_and_each_tensor_at_a_multiple_of_its_element_size(tmp_path: Path) -> None:
     saved = save(
-        tmp_path,
-        [FileState(NAME, state()), FileState("other.pt", {"odd": torch.zeros(3, dtype=torch.uint8)})],
+        tmp_path, [FileState(NAME, state()), FileState("other.pt", {"odd": torch.zeros(3, dtype=torch.uint8)})]
     )
     path = tmp_path / saved.name
     contents = lazy_format.decode(lazy_format.read_header(path), path)

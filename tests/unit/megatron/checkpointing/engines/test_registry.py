@@ -14,13 +14,7 @@ import pytest
 import torch
 
 from megatron.checkpointing.engines import registry
-from megatron.checkpointing.engines.base import (
-    CheckpointEngine,
-    EngineOptions,
-    FileState,
-    SavedCheckpoint,
-    SavedFile,
-)
+from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.errors import (
     CheckpointDamagedError,
     CheckpointError,
@@ -65,9 +59,7 @@ def test_engine_whose_package_is_not_installed_is_an_error(monkeypatch: pytest.M
     assert "use one of: torch, lazy" in str(caught.value)
 
 
-def test_package_that_an_engine_requires_is_missed_before_anything_is_imported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_package_that_an_engine_requires_is_missed_before_anything_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is refused is the name, at start-up, with the command that installs the package."""
     entry = registry.EngineEntry("module.never.imported", "Engine", "for this test", ("not_there",), "pip install it")
     monkeypatch.setitem(registry._ENGINES, "absent", entry)

@@ -15,13 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.checkpointing.engines.base import (
-    CheckpointEngine,
-    EngineOptions,
-    FileState,
-    SavedCheckpoint,
-    SavedFile,
-)
+from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.host_staging import Staging, stage_on_host
 from megatron.checkpointing.engines.registry import create_engine

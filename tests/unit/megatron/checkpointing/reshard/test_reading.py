@@ -17,15 +17,7 @@ from megatron.checkpointing.engines.errors import CheckpointDamagedError, Checkp
 from megatron.checkpointing.reshard.direct import spread
 from megatron.checkpointing.reshard.gathering import by_broadcasts
 from megatron.checkpointing.reshard.reading import Reading
-from megatron.checkpointing.reshard.runs import (
-    Runs,
-    intersect,
-    make_runs,
-    merged,
-    positions,
-    slice_runs,
-    subtract,
-)
+from megatron.checkpointing.reshard.runs import Runs, intersect, make_runs, merged, positions, slice_runs, subtract
 from megatron.checkpointing.reshard.sources import SourceIndex
 from megatron.checkpointing.reshard.targets import Target, Transfer, plan
 from megatron.checkpointing.shard_metadata import fragments, shard_placement, weight_placement
@@ -135,22 +127,14 @@ class Saved:
     def carry_out(self, transfers: list[Any]) -> None:
         data = {id(tensor): values.view(torch.uint8) for tensor, values in self.tensors}
         for transfer in transfers:
-            source, target = (
-                data[id(transfer.source)].reshape(-1),
-                transfer.target.reshape(-1).view(torch.uint8),
-            )
+            source, target = (data[id(transfer.source)].reshape(-1), transfer.target.reshape(-1).view(torch.uint8))
             rows = zip(transfer.file_offset, transfer.target_offset, transfer.num_bytes, strict=True)
             for a, b, n in rows:
                 target[b : b + n] = source[a : a + n]
 
 
 def new_rank(
-    tp: int,
-    dp: int,
-    t: int,
-    d: int,
-    padded: int,
-    with_values: dict[str, dict[str, torch.Tensor]] | None = None,
+    tp: int, dp: int, t: int, d: int, padded: int, with_values: dict[str, dict[str, torch.Tensor]] | None = None
 ) -> list[tuple[Target, torch.Tensor]]:
     """Tensors of a rank, with what they ought to hold where `with_values` (kind -> parameter -> full) says it."""
     parts = {name: part(name, t, tp, padded) for name in PARAMETERS}

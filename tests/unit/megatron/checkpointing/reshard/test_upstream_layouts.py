@@ -266,10 +266,7 @@ def test_files_of_two_saves(checkpoint: Path) -> None:
     [
         ({"args": None}, "no `args` in it, so it is not a Megatron-DeepSpeed checkpoint"),
         ({"args": {"num_layers": 4}}, "it lacks args.num_layers, "),
-        (
-            {"dp_world_size": None, "skipped_steps": None},
-            "it lacks dp_world_size, skipped_steps, which Megatron",
-        ),
+        ({"dp_world_size": None, "skipped_steps": None}, "it lacks dp_world_size, skipped_steps, which Megatron"),
         ({"module": {"some": torch.zeros(2)}}, "as upstream saves them with --no-pipeline-parallel"),
     ],
 )
@@ -353,8 +350,7 @@ def test_the_header_says_the_same_without_torch_and_runs_nothing(checkpoint: Pat
     del state["args"].model_type
     delattr(state["args"], SINCE_BLOCKS)
     torch.save(
-        state | {"poison": Payload(tmp_path / "marker"), "patch": Patch()},
-        checkpoint / "mp_rank_00_model_states.pt",
+        state | {"poison": Payload(tmp_path / "marker"), "patch": Patch()}, checkpoint / "mp_rank_00_model_states.pt"
     )
     older = describe(checkpoint, read_header(checkpoint))
     assert older.heads_interleaved and older.needs_rearranging and older.layout == SAVED

@@ -47,9 +47,7 @@ def some_shares(draw: st.DrawFn) -> tuple[list[CheckedBytes], list[Share]]:
 
 
 @given(some_shares())
-def test_every_byte_of_what_is_needed_is_verified_by_one_rank(
-    case: tuple[list[CheckedBytes], list[Share]],
-) -> None:
+def test_every_byte_of_what_is_needed_is_verified_by_one_rank(case: tuple[list[CheckedBytes], list[Share]]) -> None:
     _, shares = case
     needed = {record for found in shares for record in found.checked[FILE].values()}
     expected = sorted(byte for record in needed for byte in range(record.start, record.stop))
@@ -117,13 +115,7 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path: Path, direct_io: str) -> None
         return damage(shares, pieces, tmp_path)
 
     assert found() == []
-    for at, name in (
-        (1000, "1000"),
-        (11_000, "1000"),
-        (29_999, "1000"),
-        (30_000, "30000"),
-        (47_999, "30000"),
-    ):
+    for at, name in ((1000, "1000"), (11_000, "1000"), (29_999, "1000"), (30_000, "30000"), (47_999, "30000")):
         data[at] ^= 16
         assert found() == [f"{path}: tensor {name} does not have the checksum it was saved with"]
         data[at] ^= 16

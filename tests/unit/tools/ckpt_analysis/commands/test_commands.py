@@ -66,12 +66,7 @@ def test_summary_csv_has_every_operation_and_phase(run: Path, capsys: pytest.Cap
         expected = save["phases"]["flush"]["details"]["fsync"]
         assert float(fsync["median_s"]) == expected["median_s"] and fsync["blocking"] == "none"
         assert {row["phase"] for row in mine if row["phase"]} == set(save["phases"])
-    assert [row["operation"] for row in rows if not row["phase"]] == [
-        "launch",
-        "restart",
-        "load",
-        *["save"] * 4,
-    ]
+    assert [row["operation"] for row in rows if not row["phase"]] == ["launch", "restart", "load", *["save"] * 4]
 
 
 @pytest.mark.parametrize("style", ["table", "markdown"])
@@ -139,12 +134,7 @@ def test_timeline_events_are_the_spans(run: Path, frames: Frames, tmp_path: Path
         (ph, f"{rank}.{cycle}.{op}") for ph in "be"
         for rank, cycle, op in frames.operations.select("rank", "cycle", "op_id").iter_rows()
     )  # fmt: skip
-    assert [e["name"] for e in events if e.get("cat") == "event"] == [
-        "injected",
-        "detected",
-        "stopped",
-        "relaunched",
-    ]
+    assert [e["name"] for e in events if e.get("cat") == "event"] == ["injected", "detected", "stopped", "relaunched"]
 
 
 def test_timeline_times_are_exact_and_start_at_zero(run: Path, frames: Frames, tmp_path: Path) -> None:
@@ -178,10 +168,7 @@ def test_timeline_background_threads_have_tracks_of_their_own(run: Path, tmp_pat
         (["--ranks", "0-2,9"], pl.col("rank").is_in([0, 1, 2, 9])),
         (["--cycle", "1"], pl.col("cycle") == 1),
         (["--checkpoint", "global_step4"], pl.col("group").is_in([2, 4])),
-        (
-            ["--checkpoint", "4", "--cycle", "0", "--ranks", "3"],
-            (pl.col("rank") == 3) & (pl.col("group") == 2),
-        ),
+        (["--checkpoint", "4", "--cycle", "0", "--ranks", "3"], (pl.col("rank") == 3) & (pl.col("group") == 2)),
     ],
 )
 def test_timeline_cut_down(run: Path, frames: Frames, tmp_path: Path, flags: list[str], keep: pl.Expr) -> None:

@@ -124,10 +124,7 @@ def test_names_on_the_command_line(three: list[str], tmp_path: Path, capsys: pyt
     a, b, c = three
     assert main(["compare", "--format", "json", f"old={a}", f"new={b}", f"old={c}"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert [(side["name"], side["directories"]) for side in data["variants"]] == [
-        ("old", [a, c]),
-        ("new", [b]),
-    ]
+    assert [(side["name"], side["directories"]) for side in data["variants"]] == [("old", [a, c]), ("new", [b])]
     odd = tmp_path / "x=y"
     odd.symlink_to(a)
     assert main(["compare", "--format", "json", str(odd), b]) == 0

@@ -66,10 +66,7 @@ def without(kind: str, field: str) -> Any:
         (set_of("operation_end", end_ns=5), "before it starts"),
         (set_of("span", op=77), "span of operation 77, which has no operation_begin before this"),
         (set_of("process", v=7), "schema version 7, not 3"),
-        (
-            set_of("process", rank=5, tp=1, dp=0, pp=1),
-            "is of rank 5, cycle 0, which the name of the file is not",
-        ),
+        (set_of("process", rank=5, tp=1, dp=0, pp=1), "is of rank 5, cycle 0, which the name of the file is not"),
         (set_of("iteration", rank=5), "unknown field rank"),
         (without("operation_end", "outcome"), "missing field outcome"),
         (without("process", "argv"), "missing field argv"),

@@ -41,15 +41,7 @@ def test_the_p_value_of_few_repeats_is_exact(first: list[int], second: list[int]
 
 @pytest.mark.parametrize(
     ("first", "second", "enough"),
-    [
-        (1, 1, False),
-        (1, 100, False),
-        (2, 50, False),
-        (3, 3, False),
-        (3, 4, False),
-        (4, 4, True),
-        (3, 5, True),
-    ],
+    [(1, 1, False), (1, 100, False), (2, 50, False), (3, 3, False), (3, 4, False), (4, 4, True), (3, 5, True)],
 )
 def test_too_few_repeats_is_what_counting_says(first: int, second: int, enough: bool) -> None:
     assert can_tell(first, second) is enough

@@ -111,8 +111,7 @@ def test_ranks_of_a_slow_host_are_not_named_one_by_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("work_ms", "wait_ms", "met"),
-    [(1000, 1000, True), (1001, 999, False), (100, 100, True), (50, 99, False)],
+    ("work_ms", "wait_ms", "met"), [(1000, 1000, True), (1001, 999, False), (100, 100, True), (50, 99, False)]
 )
 def test_barrier_skew(tmp_path: Path, work_ms: float, wait_ms: float, met: bool) -> None:
     def make(log: RankLog) -> None:
@@ -163,19 +162,11 @@ def test_fsync_dominates(tmp_path: Path, write_ms: float, fsync_ms: float, met: 
 
 @pytest.mark.parametrize(
     ("operation", "phases"),
-    [
-        ("save", (("serialize", None), ("flush", "write"))),
-        ("load", (("load", "deserialize"), ("load", "read"))),
-    ],
+    [("save", (("serialize", None), ("flush", "write"))), ("load", (("load", "deserialize"), ("load", "read")))],
 )
 @pytest.mark.parametrize(("objects_ms", "bytes_ms", "met"), [(500, 500, True), (499, 500, False), (99, 50, False)])
 def test_serialization_bound(
-    tmp_path: Path,
-    operation: str,
-    phases: list[tuple[str, str | None]],
-    objects_ms: float,
-    bytes_ms: float,
-    met: bool,
+    tmp_path: Path, operation: str, phases: list[tuple[str, str | None]], objects_ms: float, bytes_ms: float, met: bool
 ) -> None:
     def make(log: RankLog) -> None:
         op = log.begin(operation, tag="global_step5", step=5)
@@ -206,8 +197,7 @@ def test_small_files(tmp_path: Path, files: int, small: int, met: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("imports_ms", "rest_ms", "met"),
-    [(4000, 6000, True), (3999, 6001, False), (1000, 500, True), (999, 500, False)],
+    ("imports_ms", "rest_ms", "met"), [(4000, 6000, True), (3999, 6001, False), (1000, 500, True), (999, 500, False)]
 )
 def test_cold_imports(tmp_path: Path, imports_ms: float, rest_ms: float, met: bool) -> None:
     def make(log: RankLog) -> None:
@@ -244,12 +234,7 @@ def test_wait_previous(tmp_path: Path, wait_ms: float, collect_ms: float, at_beg
 
 @pytest.mark.parametrize(
     ("fetched", "loaded", "met"),
-    [
-        (4_999_992, 10_000_000, True),
-        (5_000_000, 10_000_000, False),
-        (0, 9_999_992, False),
-        (None, 10_000_000, False),
-    ],
+    [(4_999_992, 10_000_000, True), (5_000_000, 10_000_000, False), (0, 9_999_992, False), (None, 10_000_000, False)],
 )
 def test_page_cache_reads(tmp_path: Path, fetched: int | None, loaded: int, met: bool) -> None:
     def make(log: RankLog) -> None:

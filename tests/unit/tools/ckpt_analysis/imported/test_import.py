@@ -50,11 +50,7 @@ def test_saves_are_those_of_the_timers(tmp_path: Path) -> None:
     assert (first["wall"]["min_s"], first["wall"]["spread_s"]) == pytest.approx((1.9995, 0.0005))
     cycle = report["cycles"][0]
     assert (cycle["layout"], cycle["expected"]) == ({"tp": 2, "pp": 1, "dp": 2}, 4)
-    assert cycle["versions"] == {
-        "torch": "2.9.0+cu130",
-        "deepspeed": "0.18.1+abc",
-        "megatron-deepspeed": "feed123",
-    }
+    assert cycle["versions"] == {"torch": "2.9.0+cu130", "deepspeed": "0.18.1+abc", "megatron-deepspeed": "feed123"}
 
 
 def test_what_the_log_does_not_say_is_null_and_named(tmp_path: Path) -> None:
@@ -81,12 +77,7 @@ def test_waits_for_files_block_training_too(tmp_path: Path) -> None:
 
 def test_a_save_that_was_cut_short_has_no_duration(tmp_path: Path) -> None:
     save = report_of(LogOptions(finish=False), tmp_path)["saves"][-1]
-    assert (save["outcome"], save["wall"], save["blocked_s"], save["finished_ranks"]) == (
-        "unfinished",
-        None,
-        None,
-        0,
-    )
+    assert (save["outcome"], save["wall"], save["blocked_s"], save["finished_ranks"]) == ("unfinished", None, None, 0)
 
 
 def test_the_first_step_and_what_led_to_it(tmp_path: Path) -> None:
@@ -180,11 +171,7 @@ def test_fastpersist_statistics_count_bytes(tmp_path: Path) -> None:
     assert [(save["outcome"], save["bytes"], save["wall"]) for save in report["saves"]] == [("ok", 4006, None)] * 2
     # Statistics of three ranks of four are not the bytes of the save.
     partial = imported(statistics_lines(3), tmp_path, world_size=4)
-    assert (partial.saves[0].bytes, partial.saves[0].num_files, partial.saves[0].completed) == (
-        None,
-        None,
-        False,
-    )
+    assert (partial.saves[0].bytes, partial.saves[0].num_files, partial.saves[0].completed) == (None, None, False)
 
 
 def test_the_statistics_are_those_that_deepspeed_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -337,10 +324,7 @@ class TestALogOfTheStudysSize:
     def test_torchsnapshot(self, tmp_path: Path) -> None:
         directories = study_listing().replace("-rw-r--r-- 1", "drwxr-xr-x 2").replace("Oct  1", "Mar  1")
         options = replace(
-            self.options,
-            engine="TorchSnapshot",
-            waits_s=[3.0, 3.1, 3.075694, 2.9],
-            listing=directories.splitlines(),
+            self.options, engine="TorchSnapshot", waits_s=[3.0, 3.1, 3.075694, 2.9], listing=directories.splitlines()
         )
         run = imported(upstream_log(options), tmp_path)
         assert (run.engine, len(run.saves)) == ("TorchSnapshot", 30)

@@ -10,15 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.tools.ckpt_analysis.analysis_helpers import file_of, kinds, problem, result
-from tests.unit.tools.ckpt_analysis.trace_factory import (
-    MS,
-    RANKS,
-    RUN_ID,
-    Options,
-    dump,
-    rank_log,
-    write_trace,
-)
+from tests.unit.tools.ckpt_analysis.trace_factory import MS, RANKS, RUN_ID, Options, dump, rank_log, write_trace
 from tools.ckpt_analysis.cli import main
 from tools.ckpt_analysis.ingest.discover import LogDirectoryError
 from tools.ckpt_analysis.ingest.load import load_trace
@@ -241,11 +233,7 @@ def test_rank_without_the_operation(tmp_path: Path) -> None:
     saves = {r["op"] for r in records if r.get("operation") == "save"}
     dump(path, [r for r in records if r.get("op") not in saves])
     report = result(tmp_path)
-    assert problem(report, "ranks_without_operation")["data"] == {
-        "cycle": 1,
-        "operation": "save",
-        "ranks": [1],
-    }
+    assert problem(report, "ranks_without_operation")["data"] == {"cycle": 1, "operation": "save", "ranks": [1]}
 
 
 def test_failed_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

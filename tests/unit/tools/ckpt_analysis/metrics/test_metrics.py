@@ -44,10 +44,7 @@ def test_a_sound_trace_has_no_problems(sound: dict[str, Any]) -> None:
 
 
 def test_save_numbers(sound: dict[str, Any]) -> None:
-    assert [(save["tag"], save["cycle"]) for save in sound["saves"]] == [
-        ("global_step5", 0),
-        ("global_step10", 1),
-    ]
+    assert [(save["tag"], save["cycle"]) for save in sound["saves"]] == [("global_step5", 0), ("global_step10", 1)]
     for save in sound["saves"]:
         assert save["engine"] == "TorchCheckpointEngine"
         assert save["outcome"] == "ok"
@@ -143,12 +140,7 @@ def test_restart_time_since_the_failure(sound: dict[str, Any]) -> None:
     injected = end_of_cycle_0 + 30
     assert restart["restart_s"] == pytest.approx((20_000 + 2 + 4456 - injected) / 1000, abs=1e-9)
     assert restart["failure_to_caught_up_s"] == pytest.approx((20_000 + 2 + 4656 - injected) / 1000, abs=1e-9)
-    assert restart["failure"] == {
-        "fault": "sigkill",
-        "detected_s": 0.5,
-        "stopped_s": 0.8,
-        "relaunched_s": 1.0,
-    }
+    assert restart["failure"] == {"fault": "sigkill", "detected_s": 0.5, "stopped_s": 0.8, "relaunched_s": 1.0}
 
 
 def test_first_launch_is_no_restart(sound: dict[str, Any]) -> None:

@@ -19,14 +19,7 @@ from tests.unit.tools.ckpt_analysis.trace_factory import ITERATION_MS, Options, 
 from tools.ckpt_analysis.cli import main
 from tools.ckpt_analysis.ingest.load import load_trace
 from tools.ckpt_analysis.project.inputs import Given, gather
-from tools.ckpt_analysis.project.model import (
-    Costs,
-    Outcome,
-    daly_work_s,
-    optimal_work_s,
-    outcome,
-    young_work_s,
-)
+from tools.ckpt_analysis.project.model import Costs, Outcome, daly_work_s, optimal_work_s, outcome, young_work_s
 from tools.ckpt_analysis.project.projection import project
 from tools.ckpt_analysis.project.ranges import parse_counts, parse_positives
 from tools.ckpt_analysis.report import analyse
@@ -244,10 +237,7 @@ FLAGS = {
 
 def command(**changed: str | None) -> list[str]:
     flags = FLAGS | {f"--{name.replace('_', '-')}": value for name, value in changed.items()}
-    return [
-        "project",
-        *(part for name, value in flags.items() if value is not None for part in (name, value)),
-    ]
+    return ["project", *(part for name, value in flags.items() if value is not None for part in (name, value))]
 
 
 def test_formats(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,8 +21,7 @@ CHROMIUM = next(
 )
 
 pytestmark = pytest.mark.skipif(
-    CHROMIUM is None,
-    reason="no Chromium here: install it with `apt-get install -y chromium` (Debian's package)",
+    CHROMIUM is None, reason="no Chromium here: install it with `apt-get install -y chromium` (Debian's package)"
 )
 
 

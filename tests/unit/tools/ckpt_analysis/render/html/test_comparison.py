@@ -39,10 +39,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         for engine, share in (("Torch", 1.0), ("Lazy", 0.25)):
             times = [share * took * pp for took in TORCH_MS]
             runs.append(
-                imported(
-                    base / f"{engine.lower()}-pp{pp}",
-                    LogOptions(engine=engine, pp=pp, dp=dp, save_ms=times),
-                )
+                imported(base / f"{engine.lower()}-pp{pp}", LogOptions(engine=engine, pp=pp, dp=dp, save_ms=times))
             )
     return runs
 
@@ -157,12 +154,7 @@ def test_the_page_has_runs_grid_and_verdicts(study_page: Page) -> None:
     verdicts = {(row[0], row[3]): row for row in rows_of(page, "Which differences exceed the noise")}
     assert verdicts["blocked_s", "B lazy-pp1"][-1] == "differs: better"
     assert verdicts["blocked_s", "B lazy-pp1"][5:7] == ["0.250", "4.000"]
-    assert verdicts["save_files", "B lazy-pp1"][6:] == [
-        "-",
-        "-",
-        "-",
-        "equal",
-    ]  # neither more nor less is better
+    assert verdicts["save_files", "B lazy-pp1"][6:] == ["-", "-", "-", "equal"]  # neither more nor less is better
 
 
 def test_the_checkpoint_of_a_trace_has_its_size(

@@ -126,8 +126,7 @@ def a_save_of_no_length(log: RankLog) -> None:
 
 
 @pytest.mark.parametrize(
-    "make",
-    [nothing, only_first_steps, only_an_unfinished_save, a_save_without_bytes_or_files, a_save_of_no_length],
+    "make", [nothing, only_first_steps, only_an_unfinished_save, a_save_without_bytes_or_files, a_save_of_no_length]
 )
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_what_was_not_recorded_is_a_sentence(tmp_path: Path, make: Any, ranks: int) -> None:
@@ -159,24 +158,13 @@ def test_a_run_of_which_only_the_longest_times_are_known(trace: Path) -> None:
     known = analysis_of(trace).report
     nobody: Any = None
     wall = Spread(15.0, nobody, 14.0, nobody, None)
-    bare: dict[str, Any] = {
-        "phases": [],
-        "per_rank": [],
-        "unattributed": None,
-        "group": NO_GROUP,
-        "io_GBps": None,
-    }
+    bare: dict[str, Any] = {"phases": [], "per_rank": [], "unattributed": None, "group": NO_GROUP, "io_GBps": None}
     report = replace(
         known,
         saves=[replace(save, wall=wall, **bare) for save in known.saves],
         loads=[],
         starts=[
-            replace(
-                start,
-                wall=wall,
-                failure=None,
-                **{k: v for k, v in bare.items() if k != "io_GBps"},
-            )
+            replace(start, wall=wall, failure=None, **{k: v for k, v in bare.items() if k != "io_GBps"})
             for start in known.starts
         ],
         cycles=[replace(info, coordinates={}, hosts=[]) for info in known.cycles],
