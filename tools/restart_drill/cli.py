@@ -38,15 +38,19 @@ exit status: 0 every cycle verified, 1 one was not, 2 the drill could not be car
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="restart_drill",
-        description="Strike a training job with a fault, launch it again, and prove that only time was lost.",
+        description="Inject a fault into a training, let it restart, and verify that nothing but time was lost.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--fault", required=True, choices=FAULTS, help="what strikes")
+    parser.add_argument("--fault", required=True, choices=FAULTS, help="what is injected: docs/restart_drill.md")
     parser.add_argument(
-        "--at", required=True, type=_moment, metavar="WHEN", help=f"{', '.join(STAGES)}, iteration:N or random:SEED"
+        "--at",
+        required=True,
+        type=_moment,
+        metavar="WHEN",
+        help=f"injection point: {', '.join(STAGES)}, iteration:N or random:SEED",
     )
-    parser.add_argument("--cycles", type=int, default=1, help="how often it strikes (1)")
+    parser.add_argument("--cycles", type=int, default=1, help="how often it is injected (1)")
     parser.add_argument(
         "--supervisor", choices=SUPERVISORS, default=RELAUNCH,
         help="who starts the ranks again: the drill the whole job, or torchrun's agent its ranks in place (relaunch)",
@@ -55,7 +59,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--checkpoint-engine", metavar="E", help="of the training (that of its command)")
     parser.add_argument("--cold-cache", action="store_true", help="drop the page cache before each relaunch")
     for name, what in (("tp", "tensor-parallel"), ("pp", "pipeline-parallel"), ("dp", "data-parallel")):
-        help_ = f"{what} size of the launches after the first strike (unchanged)"
+        help_ = f"{what} size of the launches after the first fault (unchanged)"
         parser.add_argument(f"--resume-{name}", type=_size, metavar="N", help=help_)
     parser.add_argument(
         "--no-reference", action="store_true",
@@ -80,7 +84,9 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--disk-limit", type=float, default=4.0, metavar="GIB",
                         help="largest file system that disk-full may fill (4)")  # fmt: skip
-    parser.add_argument("--time-limit", type=float, default=300.0, help="seconds for each launch and moment (300)")
+    parser.add_argument(
+        "--time-limit", type=float, default=300.0, help="seconds for each launch and injection point (300)"
+    )
     parser.add_argument("--hang-limit", type=float, default=30.0, help="seconds without an iteration: a hang (30)")
     parser.add_argument(
         "--reference", type=Path, metavar="DIR",
@@ -90,7 +96,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "command",
         nargs="+",
-        help="after --: the training command, without --save and --load, or a preset as tiny_tp2_pp2_dp2",
+        help="after --: the training command, without --save and --load, or a preset such as tiny_tp2_pp2_dp2",
     )
 
 

@@ -9,10 +9,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
+from megatron.checkpointing.engines.registry import ENTRY_POINT_GROUP
 from tests.dist.conftest import data_flags
 
 ROOT = Path(__file__).resolve().parents[5]
@@ -28,6 +30,8 @@ TRAINING = [
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory that pip has installed the example into."""
+    there = sorted(point.value for point in entry_points(group=ENTRY_POINT_GROUP))
+    assert not there, f"these tests need an environment without plug-ins: pip uninstall the packages of {there}"
     directory = tmp_path_factory.mktemp("plugin")
     shutil.copytree(EXAMPLE, directory / "source")  # a build leaves files beside its source
     target = directory / "installed"

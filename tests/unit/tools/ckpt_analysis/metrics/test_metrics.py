@@ -329,7 +329,7 @@ def test_every_key_and_kind_is_documented(sound: dict[str, Any]) -> None:
 
 
 def test_golden_trace_still_reads_the_same() -> None:
-    """A recorded trace of schema version 1 keeps its numbers, whatever the tool becomes."""
+    """A recorded trace keeps its numbers, whatever the tool becomes."""
     expected = json.loads((GOLDEN / "summary.json").read_text())
     assert result(GOLDEN / "restart_trace") == expected
 
