@@ -11,7 +11,7 @@ import torch
 
 from megatron.parallel.topology import Layout
 from tests.dist.harness import LLAMA_STYLE, Run
-from tests.dist.tiny_runs import NO_DROPOUT, Launcher, saving
+from tests.dist.tiny_runs import NO_DROPOUT, Launcher, buffered_saving
 from tests.placement_reader import Reader, bits
 
 # Sizes with few factors of two, so that flat groups need padding and partitions end within parameters.
@@ -67,7 +67,7 @@ class Model:
         """Train until `iterations` are done, from the checkpoint in `load`; the directory that it saved to."""
         save = self.launcher.directory / name
         resume = ["--load", str(self.launcher.directory / load), "--exit-on-missing-checkpoint"] if load else []
-        saves = [*saving(save, SAVED)[:-1], "--checkpoint-engine", engine]  # no hashes: they are of one layout
+        saves = [*buffered_saving(save, SAVED)[:-1], "--checkpoint-engine", engine]  # no hashes: they are of one layout
         iters = ["--train-iters", str(iterations)]
         self.run = self.launcher.train(layout, *self.flags, *saves, *iters, *resume, *flags)
         return save

@@ -1,5 +1,7 @@
 """A run that is resumed goes on as if nothing had happened: every loss and every stored bit is that of the run
 that was never interrupted. Dropout is on, so this holds for the random state of every rank too.
+
+After a SIGKILL of all ranks, and with every engine: test_engines_training.py.
 """
 
 from __future__ import annotations
@@ -16,8 +18,7 @@ import pytest
 import torch
 
 from megatron.parallel.topology import Layout
-from tests.dist.harness import LLAMA_STYLE, Run, Zygote, kill_all, losses, records, wait_for
-from tests.dist.hold import HELD_TRAINING
+from tests.dist.harness import LLAMA_STYLE, Run, Zygote, records
 from tests.dist.tiny_runs import (
     DROPOUT,
     MODEL,
@@ -27,11 +28,11 @@ from tests.dist.tiny_runs import (
     TRAINING,
     Launcher,
     assert_same_checkpoint,
+    buffered_saving,
     from_iteration,
     hashes,
     load_file,
     losses_of_ranks,
-    saving,
     sha256,
 )
 
@@ -64,7 +65,7 @@ def whole(zygote: Zygote, dataset: list[str], tmp_path_factory: pytest.TempPathF
     @functools.cache
     def train(layout: Layout, *flags: str) -> Path:
         save = launcher.directory / f"run_{next(number)}"
-        launcher.train(layout, *flags, *FIVE, *saving(save, 3))
+        launcher.train(layout, *flags, *FIVE, *buffered_saving(save, 3))
         return save
 
     return train
@@ -92,7 +93,7 @@ def test_resumed_run_equals_uninterrupted_one(launcher: Launcher, whole: Whole, 
     if layout == ALL_THREE:
         flags += WORKERS
     saved = whole(layout, *flags)
-    launcher.train(layout, *flags, *FIVE, *saving(resumed, 3), "--load", saved, *RESUME)
+    launcher.train(layout, *flags, *FIVE, *buffered_saving(resumed, 3), "--load", saved, *RESUME)
 
     expected = losses_of_ranks(saved, layout)
     assert [list(mine) for mine in expected] == [list(range(1, 6))] * layout.world_size
@@ -133,39 +134,19 @@ def test_restored_state_that_differs_is_refused(launcher: Launcher, whole: Whole
     path = load / "global_step3" / "tensor_hashes_rank_00001.json"
     recorded = json.loads(path.read_text())
     path.write_text(json.dumps(recorded | {"master/0": "0" * 64}))
-    finished = launcher.run(TENSOR_PARALLEL, *LLAMA, *FIVE, *saving(save, 3), "--load", load, *RESUME)
+    finished = launcher.run(TENSOR_PARALLEL, *LLAMA, *FIVE, *buffered_saving(save, 3), "--load", load, *RESUME)
     assert 0 not in finished.exit_codes
     assert f"{path}: restored state differs from what was saved in master/0" in finished.output
     assert not (save / "global_step5").exists()
-
-
-def test_sigkill_of_all_ranks(launcher: Launcher) -> None:
-    """Killed at no chosen instant after iteration 5; the same command again goes on exactly."""
-    whole, killed = launcher.directory / "whole", launcher.directory / "killed"
-    flags = [*LLAMA, "--bf16", "--train-iters", "60"]
-    launcher.train(ALL_THREE, *flags, *saving(whole, 4), "--exit-interval", "6")
-
-    def kill_after_five(pids: list[int]) -> None:
-        trace = killed / "restart_trace"
-        wait_for(lambda: 5 in losses(trace, rank=0), "iteration 5")
-        kill_all(pids)
-
-    held = {"HELD_CYCLES": "1", "HELD_AFTER": "5"}  # no further than that, however late the kill comes
-    run = launcher.run(ALL_THREE, *flags, *saving(killed, 4), during=kill_after_five, script=HELD_TRAINING, env=held)
-    assert run.exit_codes == [-9] * 8
-    launcher.train(ALL_THREE, *flags, *saving(killed, 4), "--load", killed, "--exit-interval", "6")
-    expected, again = losses_of_ranks(whole, ALL_THREE), losses_of_ranks(killed, ALL_THREE, cycle=1)
-    assert again == from_iteration(expected, 5)
-    before = losses_of_ranks(killed, ALL_THREE, cycle=0)[0]
-    assert {step: loss for step, loss in before.items() if step <= 6}.items() <= expected[0].items()
-    assert_same_checkpoint(whole / "global_step6", killed / "global_step6")
 
 
 def test_resumed_twice(launcher: Launcher, whole: Whole) -> None:
     parts = launcher.directory / "parts"
     flags = [*LLAMA, "--bf16"]
     for stop in ("2", "4", "5"):
-        launcher.train(TENSOR_PARALLEL, *flags, *FIVE, *saving(parts, 2), "--load", parts, "--exit-interval", stop)
+        launcher.train(
+            TENSOR_PARALLEL, *flags, *FIVE, *buffered_saving(parts, 2), "--load", parts, "--exit-interval", stop
+        )
     expected = losses_of_ranks(whole(TENSOR_PARALLEL, *flags), TENSOR_PARALLEL)
     for cycle, steps in enumerate(([1, 2], [3, 4], [5])):
         part = losses_of_ranks(parts, TENSOR_PARALLEL, cycle)
@@ -179,7 +160,7 @@ def test_classic_model_with_tied_embedding_over_stages(launcher: Launcher, whole
     resumed = launcher.directory / "resumed"
     flags = [*CLASSIC, *PRECISIONS[precision]]
     saved = whole(STAGES, *flags)
-    launcher.train(STAGES, *flags, *FIVE, *saving(resumed, 3), "--load", saved, *RESUME)
+    launcher.train(STAGES, *flags, *FIVE, *buffered_saving(resumed, 3), "--load", saved, *RESUME)
     assert losses_of_ranks(resumed, STAGES) == from_iteration(losses_of_ranks(saved, STAGES), 4)
     first, last = hashes(resumed / "global_step5", STAGES)
     embedding = "weight/tied_modules.embed.word_embeddings.weight"
@@ -192,7 +173,7 @@ def test_momentum_of_sgd(launcher: Launcher, whole: Whole) -> None:
     resumed = launcher.directory / "resumed"
     flags = [*LLAMA, "--optimizer", "sgd"]
     saved = whole(TENSOR_PARALLEL, *flags)
-    launcher.train(TENSOR_PARALLEL, *flags, *FIVE, *saving(resumed, 3), "--load", saved, *RESUME)
+    launcher.train(TENSOR_PARALLEL, *flags, *FIVE, *buffered_saving(resumed, 3), "--load", saved, *RESUME)
     expected = from_iteration(losses_of_ranks(saved, TENSOR_PARALLEL), 4)
     assert losses_of_ranks(resumed, TENSOR_PARALLEL) == expected
     assert "optimizer/0/momentum_buffer" in hashes(saved / "global_step3", TENSOR_PARALLEL)[0]
@@ -205,7 +186,7 @@ def test_ranks_with_random_streams_of_their_own(launcher: Launcher, whole: Whole
     resumed = launcher.directory / "resumed"
     flags = [*LLAMA, "--data-parallel-random-init"]
     saved = whole(layout, *flags)
-    launcher.train(layout, *flags, *FIVE, *saving(resumed, 3), "--load", saved, *RESUME)
+    launcher.train(layout, *flags, *FIVE, *buffered_saving(resumed, 3), "--load", saved, *RESUME)
     shards = [f"zero_pp_rank_{dp}_mp_rank_00_optim_states.pt" for dp in (0, 1)]
     states = [load_file(saved / "global_step3" / name)["rng_state"] for name in shards]
     assert not torch.equal(states[0]["torch_rng_state"], states[1]["torch_rng_state"])
@@ -243,7 +224,7 @@ def test_recomputing_activations_repeats_their_dropout(launcher: Launcher, whole
     """The recomputation draws the masks of the forward pass again, and leaves the random streams as they were."""
     without_it = launcher.directory / "without"
     stored = [flag for flag in LLAMA if flag not in RECOMPUTE]
-    launcher.train(TENSOR_PARALLEL, *stored, "--bf16", *FIVE, *saving(without_it, 5))
+    launcher.train(TENSOR_PARALLEL, *stored, "--bf16", *FIVE, *buffered_saving(without_it, 5))
     with_it = whole(TENSOR_PARALLEL, *LLAMA, "--bf16")
     assert losses_of_ranks(with_it, TENSOR_PARALLEL) == losses_of_ranks(without_it, TENSOR_PARALLEL)
     assert hashes(with_it / "global_step5", TENSOR_PARALLEL) == hashes(without_it / "global_step5", TENSOR_PARALLEL)
@@ -255,7 +236,7 @@ def test_other_train_iters_keep_the_data_order(launcher: Launcher, whole: Whole,
     flags = [*LLAMA, "--lr-decay-iters", "8"]
     saved = whole(SINGLE, *flags)
     launcher.train(
-        SINGLE, *flags, "--train-iters", iterations, *saving(resumed, 3), "--load", saved, *RESUME
+        SINGLE, *flags, "--train-iters", iterations, *buffered_saving(resumed, 3), "--load", saved, *RESUME
     )  # fmt: skip
     (expected,), (found,) = losses_of_ranks(saved, SINGLE), losses_of_ranks(resumed, SINGLE)
     assert list(found) == list(range(4, int(iterations) + 1))
@@ -268,7 +249,7 @@ def test_last_checkpoint_is_written_once(launcher: Launcher, whole: Whole) -> No
     assert [number_of_saves(save, step, rank) for step in (3, 5) for rank in (0, 1)] == [1, 1, 1, 1]
     before = (save / "global_step5").stat()
     # Nothing is left to train, so nothing to save.
-    again = launcher.train(TENSOR_PARALLEL, *LLAMA, *FIVE, *saving(save, 3), "--load", save)
+    again = launcher.train(TENSOR_PARALLEL, *LLAMA, *FIVE, *buffered_saving(save, 3), "--load", save)
     assert "resumed from iteration 5" in again.log(0)
     assert number_of_saves(save, 5) == 1
     after = (save / "global_step5").stat()
@@ -279,9 +260,9 @@ def test_evaluation_does_not_disturb(launcher: Launcher) -> None:
     plain, whole, resumed = (launcher.directory / name for name in ("plain", "whole", "resumed"))
     flags = [*LLAMA, "--bf16", "--train-iters", "4", "--split", "80,20,0", "--eval-iters", "2"]
     evaluating = [*flags, "--eval-interval", "2"]
-    launcher.train(STAGES, *flags, "--eval-interval", "0", *saving(plain, 3))
-    first = launcher.train(STAGES, *evaluating, *saving(whole, 3))
-    second = launcher.train(STAGES, *evaluating, *saving(resumed, 3), "--load", whole, *RESUME)
+    launcher.train(STAGES, *flags, "--eval-interval", "0", *buffered_saving(plain, 3))
+    first = launcher.train(STAGES, *evaluating, *buffered_saving(whole, 3))
+    second = launcher.train(STAGES, *evaluating, *buffered_saving(resumed, 3), "--load", whole, *RESUME)
     expected = losses_of_ranks(whole, STAGES)
     assert losses_of_ranks(plain, STAGES) == expected
     assert losses_of_ranks(resumed, STAGES) == from_iteration(expected, 4)
@@ -298,8 +279,8 @@ def test_fp16_loss_scale_goes_on(launcher: Launcher) -> None:
         *LLAMA, "--fp16", "--train-iters", "16", "--initial-loss-scale", str(2**28), "--hysteresis", "2",
         "--loss-scale-window", "3",
     ]  # fmt: skip
-    first = launcher.train(STAGES, *flags, *saving(whole, 8))
-    second = launcher.train(STAGES, *flags, *saving(resumed, 8), "--load", whole, "--load-tag", "global_step8")
+    first = launcher.train(STAGES, *flags, *buffered_saving(whole, 8))
+    second = launcher.train(STAGES, *flags, *buffered_saving(resumed, 8), "--load", whole, "--load-tag", "global_step8")
     scales = printed_by_iteration(first, "loss scale")
     skipped = printed_by_iteration(first, "number of skipped iterations")
     assert float(scales[8]) < 2**28
@@ -316,7 +297,7 @@ def test_no_load_optim(launcher: Launcher, whole: Whole) -> None:
     flags = [*LLAMA, "--bf16"]
     saved = whole(STAGES, *flags)
     launcher.train(
-        STAGES, *flags, *FIVE, *saving(resumed, 3)[:-1], "--load", saved, *RESUME, "--no-load-optim"
+        STAGES, *flags, *FIVE, *buffered_saving(resumed, 3)[:-1], "--load", saved, *RESUME, "--no-load-optim"
     )  # fmt: skip
     expected, found = losses_of_ranks(saved, STAGES)[0], losses_of_ranks(resumed, STAGES)[0]
     assert list(found) == [4, 5]
@@ -338,7 +319,7 @@ def test_no_load_rng(launcher: Launcher, whole: Whole) -> None:
     found = []
     for name in ("one", "two"):
         save = launcher.directory / name
-        launcher.train(STAGES, *flags, *FIVE, *saving(save, 3), "--load", saved, *RESUME, "--no-load-rng")
+        launcher.train(STAGES, *flags, *FIVE, *buffered_saving(save, 3), "--load", saved, *RESUME, "--no-load-rng")
         found.append(losses_of_ranks(save, STAGES)[0])
     expected = losses_of_ranks(saved, STAGES)[0]
     assert list(found[0]) == [4, 5]
@@ -351,7 +332,7 @@ def test_finetune_takes_the_weights_alone(launcher: Launcher, whole: Whole) -> N
     saved = whole(STAGES, *LLAMA, "--bf16")
     # With a learning rate that changes no bit of a bf16 weight, what is saved is what was loaded.
     slow = ["--lr", "1e-12", "--min-lr", "0", "--lr-warmup-iters", "0", "--train-iters", "2"]
-    launcher.train(STAGES, *LLAMA, "--bf16", *slow, *saving(tuned, 2)[:-1], "--load", saved, "--finetune")
+    launcher.train(STAGES, *LLAMA, "--bf16", *slow, *buffered_saving(tuned, 2)[:-1], "--load", saved, "--finetune")
     assert list(losses_of_ranks(tuned, STAGES)[0]) == [1, 2]
     for path in (saved / "global_step5").glob("layer_*.pt"):
         before, after = load_file(path), load_file(tuned / "global_step2" / path.name)
@@ -364,7 +345,7 @@ def test_finetune_takes_the_weights_alone(launcher: Launcher, whole: Whole) -> N
 def test_exit_on_missing_checkpoint(launcher: Launcher) -> None:
     nothing, save = launcher.directory / "nothing", launcher.directory / "run"
     nothing.mkdir()
-    flags = [*LLAMA, *FIVE, "--exit-interval", "1", *saving(save, 8), "--load", nothing]
+    flags = [*LLAMA, *FIVE, "--exit-interval", "1", *buffered_saving(save, 8), "--load", nothing]
     refused = launcher.run(SINGLE, *flags, "--exit-on-missing-checkpoint")
     assert refused.exit_codes == [2]
     assert f"--load {nothing}: no checkpoint there" in refused.output

@@ -20,7 +20,7 @@ import torch
 from megatron.checkpointing.naming import model_states_file
 from megatron.parallel.topology import Layout
 from tests.dist.harness import LLAMA_STYLE, Zygote
-from tests.dist.tiny_runs import NO_DROPOUT, PRECISIONS, SINGLE, Launcher, load_file, saving
+from tests.dist.tiny_runs import NO_DROPOUT, PRECISIONS, SINGLE, Launcher, buffered_saving, load_file
 from tests.placement_reader import Reader, bits, positions_of
 
 SCRIPT = Path(__file__).with_name("scripts") / "dump_placements.py"
@@ -101,7 +101,7 @@ def trained(zygote: Zygote, dataset: list[str], tmp_path_factory: pytest.TempPat
     def train(style: str, precision: str, layout: Layout) -> Trained:
         save = directory / f"{style}_{precision}_{layout}".replace(" ", "_")
         found = Trained(save, save.with_name(save.name + "_placements"), layout)
-        flags = [*STYLES[style], *TRAINING, *PRECISION_FLAGS[precision], *saving(save, 1)]
+        flags = [*STYLES[style], *TRAINING, *PRECISION_FLAGS[precision], *buffered_saving(save, 1)]
         dump = {"script": str(SCRIPT), "env": {"PLACEMENTS_OUT": str(found.placements)}}
         Launcher(zygote, dataset, directory).train(layout, *flags, **dump, launcher=True)
         return found

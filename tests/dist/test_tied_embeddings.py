@@ -14,10 +14,10 @@ from tests.dist.tiny_runs import (
     TRAINING,
     Launcher,
     assert_same_checkpoint,
+    buffered_saving,
     from_iteration,
     load_file,
     losses_of_ranks,
-    saving,
 )
 
 CLASSIC = [*MODEL, *TRAINING, *NO_DROPOUT]
@@ -33,8 +33,8 @@ def test_a_resume_is_exact_where_the_stages_round_differently(launcher: Launcher
     layout = Layout(tp=1, pp=2, dp=4)
     whole, resumed = launcher.directory / "whole", launcher.directory / "resumed"
     flags = [*CLASSIC, "--train-iters", "6"]
-    launcher.train(layout, *flags, *saving(whole, 3))
-    launcher.train(layout, *flags, *saving(resumed, 3), "--load", whole, "--load-tag", "global_step3")
+    launcher.train(layout, *flags, *buffered_saving(whole, 3))
+    launcher.train(layout, *flags, *buffered_saving(resumed, 3), "--load", whole, "--load-tag", "global_step3")
     assert losses_of_ranks(resumed, layout) == from_iteration(losses_of_ranks(whole, layout), 4)
     assert_same_checkpoint(whole / "global_step6", resumed / "global_step6")
 
@@ -45,10 +45,11 @@ def test_without_the_optimizer_the_last_stage_has_the_weights_too(launcher: Laun
     layout = Layout(tp=1, pp=2, dp=2)
     whole, resumed = launcher.directory / "whole", launcher.directory / "resumed"
     slow = ["--lr", "1e-12", "--min-lr", "0", "--lr-warmup-iters", "0", "--override-opt_param-scheduler"]
-    launcher.train(layout, *CLASSIC, "--train-iters", "4", *saving(whole, 2))
+    launcher.train(layout, *CLASSIC, "--train-iters", "4", *buffered_saving(whole, 2))
     iterations = "6" if without == "--no-load-optim" else "2"
     launcher.train(
-        layout, *CLASSIC, *slow, "--train-iters", iterations, *saving(resumed, 2)[:-1], "--load", whole, without
+        layout, *CLASSIC, *slow, "--train-iters", iterations, *buffered_saving(resumed, 2)[:-1], "--load", whole,
+        without,
     )  # fmt: skip
     for dp in range(layout.dp):
         name = f"zero_pp_rank_{dp}_mp_rank_01_optim_states.pt"

@@ -43,10 +43,10 @@ from tests.dist.tiny_runs import (
     SINGLE,
     TRAINING,
     Launcher,
+    buffered_saving,
     differences,
     load_file,
     losses_of_ranks,
-    saving,
     state_files,
 )
 from tests.upstream_files import SINCE_BLOCKS
@@ -95,7 +95,7 @@ def launcher(zygote: Zygote, dataset: list[str], tmp_path: Path) -> Launcher:
 def ours(zygote: Zygote, dataset: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Our checkpoint after iteration 5 of the run that upstream's is of."""
     save = tmp_path_factory.mktemp("ours") / "run"
-    flags = [*UPSTREAM_ARGUMENTS, *saving(save, 5), "--exit-interval", "5"]
+    flags = [*UPSTREAM_ARGUMENTS, *buffered_saving(save, 5), "--exit-interval", "5"]
     Launcher(zygote, dataset, save.parent).train(LAYOUT, *flags)
     return save / "global_step5"
 
@@ -104,7 +104,7 @@ def ours(zygote: Zygote, dataset: list[str], tmp_path_factory: pytest.TempPathFa
 def small(zygote: Zygote, dataset: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of one process as upstream would have written it: without manifest, and without our arguments."""
     save = tmp_path_factory.mktemp("small") / "run"
-    Launcher(zygote, dataset, save.parent).train(SINGLE, *SMALL, *saving(save, 8), "--exit-interval", "1")
+    Launcher(zygote, dataset, save.parent).train(SINGLE, *SMALL, *buffered_saving(save, 8), "--exit-interval", "1")
     (save / "global_step1" / "manifest.json").unlink()
     path = save / "global_step1" / "mp_rank_00_model_states.pt"
     state = load_file(path)
@@ -119,7 +119,7 @@ SMALL = [*MODEL, *LLAMA_STYLE, *TRAINING, *NO_DROPOUT, "--train-iters", "8"]
 
 def test_goes_on_with_upstreams_losses(launcher: Launcher) -> None:
     save = launcher.directory / "run"
-    run = launcher.train(LAYOUT, *UPSTREAM_ARGUMENTS, *saving(save, 5)[:-1], "--load", UPSTREAM)
+    run = launcher.train(LAYOUT, *UPSTREAM_ARGUMENTS, *buffered_saving(save, 5)[:-1], "--load", UPSTREAM)
     assert "resumed from iteration 5" in run.log(0)
     assert "continues with L2" in run.log(0)
     for found in losses_of_ranks(save, LAYOUT):
@@ -150,7 +150,7 @@ def sharpen(checkpoint: Path) -> None:
 def test_sharpened_model_goes_on_with_upstreams_losses(launcher: Launcher) -> None:
     load, save = copied(UPSTREAM, launcher.directory / "load"), launcher.directory / "run"
     sharpen(load / "global_step5")
-    launcher.train(LAYOUT, *UPSTREAM_ARGUMENTS, *saving(save, 5)[:-1], "--load", load)
+    launcher.train(LAYOUT, *UPSTREAM_ARGUMENTS, *buffered_saving(save, 5)[:-1], "--load", load)
     assert losses_of_ranks(save, LAYOUT)[0] == pytest.approx(SHARPENED_LOSSES, abs=SHARPENED_TOLERANCE)
 
 
@@ -284,7 +284,7 @@ def test_a_file_that_is_cut_off_ends_a_load_onto_another_layout(launcher: Launch
     load, save = copied(UPSTREAM, launcher.directory / "load"), launcher.directory / "save"
     path = load / "global_step5" / "bf16_zero_pp_rank_1_mp_rank_02_optim_states.pt"
     path.write_bytes(path.read_bytes()[:-100])
-    run = launcher.run(SINGLE, *UPSTREAM_ARGUMENTS, "--load", load, *saving(save, 5))
+    run = launcher.run(SINGLE, *UPSTREAM_ARGUMENTS, "--load", load, *buffered_saving(save, 5))
     assert run.exit_codes == [2]
     (error,) = [line for line in run.output.splitlines() if line.startswith("error:")]
     assert f"no checkpoint there is whole: rank 0: {path}: not a complete torch.save file" in error
@@ -318,7 +318,7 @@ def test_use_checkpoint_args_trains(launcher: Launcher, small: Path) -> None:
 def test_no_unneeded_package_is_imported(launcher: Launcher) -> None:
     """A run imports what setup.py asks for and what that asks for; upstream's run needs transformers and einops too."""
     script = Path(__file__).parent / "scripts" / "imported_packages.py"
-    run = launcher.train(SINGLE, *SMALL, *saving(launcher.directory / "run", 8), script=str(script))
+    run = launcher.train(SINGLE, *SMALL, *buffered_saving(launcher.directory / "run", 8), script=str(script))
     listed = re.search(r"installed packages: (.*)", run.output)
     assert listed
     imported = set(json.loads(listed[1]))

@@ -25,7 +25,7 @@ from tests.dist.test_upstream_compat import (
     copied,
     sharpen,
 )
-from tests.dist.tiny_runs import Launcher, saving
+from tests.dist.tiny_runs import Launcher, buffered_saving
 from tests.placement_reader import bits
 from tests.upstream_files import GOLDEN, SINCE_BLOCKS, assembled, interleaved, load_known
 
@@ -123,7 +123,7 @@ def test_every_bit_arrives_in_a_real_training(launcher: Launcher) -> None:
     """Loaded onto TP1 PP4 DP2 and saved again at once, with the model's own parameters for targets."""
     save = launcher.directory / "run"
     at_once = ["--train-iters", "5", "--checkpoint-engine", "lazy"]
-    launcher.train(Layout(1, 4, 2), *UPSTREAM_ARGUMENTS, *saving(save, 5)[:-1], "--load", UPSTREAM, *at_once)
+    launcher.train(Layout(1, 4, 2), *UPSTREAM_ARGUMENTS, *buffered_saving(save, 5)[:-1], "--load", UPSTREAM, *at_once)
     expected = assembled(GOLDEN, UPSTREAM / "global_step5", LAYOUT)
     reader = read(save, 5)
     for kind, of_kind in expected.items():

@@ -77,6 +77,11 @@ def saving(directory: Path, interval: int) -> list[str]:
     return ["--save", str(directory), "--save-interval", str(interval), "--verify-restored-state"]
 
 
+def buffered_saving(directory: Path, interval: int) -> list[str]:
+    """`saving` for tests that do not ask what outlives a power failure: no rank waits for the disk."""
+    return ["--checkpoint-durability", "none", *saving(directory, interval)]
+
+
 def losses_of_ranks(save: Path, layout: Layout, cycle: int | None = 0) -> list[dict[int, float]]:
     """Per rank: iteration -> loss with all its bits, of the run that saves to `save`."""
     found = [losses(save / "restart_trace", cycle, rank) for rank in range(layout.world_size)]
