@@ -1,8 +1,8 @@
 """The rendezvous of a launch, served by a process of its own that listens before the first rank exists.
 
 Where rank 0 serves the store (torch's `env://`), every other rank tries to connect until rank 0 has come so far. A
-TCPStore client that is refused waits 0.6 to 0.75 s before it tries again, which is most of the rendezvous of ranks
-that import nothing. Here the socket listens before the ranks are forked, so nobody is refused. torchrun's agent
+TCPStore client that is refused waits most of a second before it tries again (torch 2.13), which is most of the
+rendezvous of ranks that import nothing. Here the socket listens before the ranks are forked, so nobody is refused. torchrun's agent
 serves the store, too; its variable, TORCHELASTIC_USE_AGENT_STORE, tells torch that rank 0 is to connect as the others.
 """
 
