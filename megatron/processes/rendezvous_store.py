@@ -2,8 +2,9 @@
 
 Where rank 0 serves the store (torch's `env://`), every other rank tries to connect until rank 0 has come so far. A
 TCPStore client that is refused waits most of a second before it tries again (torch 2.13), which is most of the
-rendezvous of ranks that import nothing. Here the socket listens before the ranks are forked, so nobody is refused. torchrun's agent
-serves the store, too; its variable, TORCHELASTIC_USE_AGENT_STORE, tells torch that rank 0 is to connect as the others.
+rendezvous of ranks that import nothing. Here the socket listens before the ranks are forked, so nobody is refused.
+torchrun's agent serves the store, too; its variable, TORCHELASTIC_USE_AGENT_STORE, tells torch that rank 0 is to
+connect as the others.
 """
 
 from __future__ import annotations
