@@ -214,6 +214,7 @@ PROPERTY = settings(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("with_manifest", [True, False])
 @settings(PROPERTY, max_examples=500)
