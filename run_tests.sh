@@ -29,6 +29,7 @@ workers=${TEST_WORKERS:-$(nproc)}
 static_checks() {
     echo "== ruff"
     "$bin/ruff" check .
+    "$bin/ruff" format --check .
     echo "== import-linter"
     "$bin/lint-imports" --no-cache --no-logo
     echo "== pyright"

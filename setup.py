@@ -45,9 +45,11 @@ ANALYSIS = [
 ]
 TENSORBOARD = ["tensorboard>=2.15"]
 ENGINES = ["torchsnapshot==0.1.0"]
+CLIENTS = ["transformers>=5.0", "accelerate>=1.0"]  # trainers of others, which the tests of restart_trace.hooks trace
 DEV = [
     *ANALYSIS,
     *TENSORBOARD,
+    *CLIENTS,
     "pytest>=8.0",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.6",
@@ -71,17 +73,24 @@ setup(
     python_requires=">=3.10,<3.13",
     packages=PACKAGES,
     package_dir=PACKAGE_DIR,
-    package_data={REPORT: ["templates/*"], "megatron": ["py.typed"], "restart_trace": ["py.typed"]},
+    package_data={
+        REPORT: ["templates/*"],
+        "megatron": ["py.typed"],
+        "restart_trace": ["py.typed"],
+        "restart_trace.hooks": ["site/*.py"],
+    },
     py_modules=["pretrain_gpt"],
     install_requires=INSTALL_REQUIRES,
     extras_require={
         "analysis": ANALYSIS,
         "tensorboard": TENSORBOARD,
         "engines": ENGINES,
+        "clients": CLIENTS,
         "dev": DEV,
     },
     entry_points={
         "console_scripts": [
+            "restart-trace = restart_trace.run:main",
             f"ckpt-analysis = {INSTALLED_TOOLS}.ckpt_analysis.cli:main",
             f"megatron-preprocess-data = {INSTALLED_TOOLS}.preprocess_data:main",
         ]

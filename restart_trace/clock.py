@@ -25,15 +25,12 @@ class Anchor:
 
 def read_anchor() -> Anchor:
     """Read wall and monotonic clocks together; the tightest of three tries bounds the error, ns."""
-    best: Anchor | None = None
-    for _ in range(3):
-        before = time.monotonic_ns()
-        wall = time.time_ns()
-        after = time.monotonic_ns()
-        if best is None or after - before < best.error_ns:
-            best = Anchor(wall, (before + after) // 2, after - before)
-    assert best is not None
-    return best
+    return min((_read_once() for _ in range(3)), key=lambda anchor: anchor.error_ns)
+
+
+def _read_once() -> Anchor:
+    before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+    return Anchor(wall, (before + after) // 2, after - before)
 
 
 def boot_id() -> str:

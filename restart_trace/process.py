@@ -74,6 +74,15 @@ def environment(env: Mapping[str, str]) -> dict[str, str]:
     return {name: redact_text(value) for name, value in sorted(env.items()) if name in _ENVIRONMENT_NAMES}
 
 
+def cores() -> str | None:
+    """The cores that this process may run on, as the kernel lists them ("0-3,8"); None where it does not tell."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    return next((line.split()[1] for line in status.splitlines() if line.startswith("Cpus_allowed_list:")), None)
+
+
 def process_fields(env: Mapping[str, str]) -> dict[str, Any]:
     """What the first record of a file says about the process itself."""
     anchor = clock.read_anchor()
@@ -82,6 +91,7 @@ def process_fields(env: Mapping[str, str]) -> dict[str, Any]:
         "host": socket.gethostname(),
         "boot_id": clock.boot_id(),
         "pid": os.getpid(),
+        **given({"cores": cores()}),
         "process_start_ns": anchor.monotonic_ns if started is None else started,
         "process_start_source": "python" if started is None else "os",
         "wall_ns": anchor.wall_ns,
@@ -101,6 +111,7 @@ def rank_fields(
     cycle: int,
     engine_asked: str | None = None,
     durability: str | None = None,
+    instrument: str = "trainer",
 ) -> dict[str, Any]:
     """The first record of a rank's file, but for its version and type."""
     tp, pp, dp = identity.coordinates
@@ -113,6 +124,7 @@ def rank_fields(
         "pp": pp,
         "dp": dp,
         "role": "rank",
+        "instrument": instrument,
         "world_size": identity.world_size,
         "layout": dict(zip(("tp", "pp", "dp"), identity.layout, strict=True)),
         **given(asked),
@@ -138,7 +150,5 @@ def open_rank_trace(
         return untraced_recorder(), 0
     run_id, cycle = cycles.claim_cycle(trace_dir, cycles.launch_key(env), identity.rank)
     sink = JsonlSink(trace_dir / RANK_FILE_PATTERN.format(rank=identity.rank, cycle=cycle))
-    process = rank_fields(
-        identity, env, run_id=run_id, cycle=cycle, engine_asked=engine_asked, durability=durability
-    )
+    process = rank_fields(identity, env, run_id=run_id, cycle=cycle, engine_asked=engine_asked, durability=durability)
     return Recorder(sink, process, make_probe(identity.local_rank) if probes else None), cycle

@@ -35,6 +35,8 @@ class RecordContext:
         if kind == "process":
             self._identity = {name: record[name] for name in IDENTITY if name in record}
             return record
+        if kind == "coordinates":
+            self._identity |= {name: record[name] for name in IDENTITY if name in record}
         if "op" not in record:
             return self._identity | record
         operation = self._operations.setdefault(record["op"], {})

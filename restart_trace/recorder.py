@@ -59,14 +59,7 @@ class SpanHandle:
 class Operation:
     """One save, load or start-up in progress. Spans may be added from any thread."""
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        name: str,
-        op_id: int,
-        start_ns: int,
-        labels: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, recorder: Recorder, name: str, op_id: int, start_ns: int, labels: Mapping[str, Any]) -> None:
         self._recorder = recorder
         self._name = name
         self._op_id = op_id
@@ -109,9 +102,7 @@ class Operation:
             # Ranges are a stack per thread: a span that ends on another thread must not close a range of that one.
             if nvtx is not None and threading.get_ident() == thread:
                 nvtx.range_pop()
-            self.add(
-                phase, detail, start, end, file=file, num_bytes=handle.bytes, blocking=blocking, error=error
-            )
+            self.add(phase, detail, start, end, file=file, num_bytes=handle.bytes, blocking=blocking, error=error)
 
     def add(
         self,

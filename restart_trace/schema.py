@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 MAIN_THREAD = "MainThread"  # of a span that names no thread
 
@@ -27,9 +27,11 @@ PHASES: dict[str, dict[str, tuple[str, ...]]] = {
     "save": {
         "wait_previous": (),
         "collect": (),
+        "tag_validation": (),
         "device_to_host": (),
         "serialize": (),
         "flush": ("write", "fsync"),
+        "engine_call": (),
         "barrier": (),
         "commit": ("manifest", "publish", "prune"),
     },
@@ -37,6 +39,7 @@ PHASES: dict[str, dict[str, tuple[str, ...]]] = {
         "discover": (),
         "load": ("read", "verify", "deserialize", "host_to_device"),
         "redistribute": ("reshard", "broadcast", "all_gather"),
+        "engine_call": (),
         "barrier": (),
     },
     "startup": {
@@ -68,6 +71,18 @@ _TAG = Field("str", False, "checkpoint tag, such as global_step5")
 _STEP = Field("int", False, "training iteration the operation belongs to")
 _ENGINE = Field("str", False, "class name of the engine that carries the operation out")
 
+# Axes of a layout. Every rank has a place on the first three; on the others only where the job has them.
+AXES = ("tp", "pp", "dp", "cp", "ep", "fsdp")
+_LAYOUT = Field("object", True, "sizes of the parallel dimensions: tp, pp, dp, and cp, ep, fsdp if there are any")
+_PLACE = {
+    "tp": Field("int", True, "tensor-parallel coordinate; -1 for a supervisor"),
+    "pp": Field("int", True, "pipeline-parallel coordinate; -1 for a supervisor"),
+    "dp": Field("int", True, "data-parallel coordinate; -1 for a supervisor"),
+    "cp": Field("int", False, "context- or sequence-parallel coordinate"),
+    "ep": Field("int", False, "expert-parallel coordinate, of ranks that are data-parallel otherwise"),
+    "fsdp": Field("int", False, "coordinate among the ranks that share one set of weights"),
+}
+
 # Only the first record of a file says which process it is of, and only operation_begin and operation_label say what
 # an operation is; the others name it by its op. restart_trace.reading puts them together again.
 RECORD_FIELDS: dict[str, dict[str, Field]] = {
@@ -78,15 +93,15 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
         "run_id": Field("str", True, "the same for all ranks and all cycles (restarts) of one run"),
         "cycle": Field("int", True, "0 for the first launch of the run, then one more per relaunch"),
         "rank": Field("int", True, "global rank; -1 for a supervisor"),
-        "tp": Field("int", True, "tensor-parallel coordinate; -1 for a supervisor"),
-        "pp": Field("int", True, "pipeline-parallel coordinate; -1 for a supervisor"),
-        "dp": Field("int", True, "data-parallel coordinate; -1 for a supervisor"),
+        **_PLACE,
         "role": Field("str", True, "rank or supervisor"),
+        "instrument": Field("str", True, "trainer: this project's own code; hooks: restart_trace.hooks in another's"),
         "host": Field("str", True, "host name"),
         "boot_id": Field("str", True, "kernel boot id: equal boot ids share one monotonic clock"),
         "pid": Field("int", True, "process id"),
+        "cores": Field("str", False, "cores that the process may run on, as the kernel lists them: 0-3,8"),
         "world_size": Field("int", True, "number of ranks"),
-        "layout": Field("object", True, "{tp, pp, dp} sizes"),
+        "layout": _LAYOUT,
         "process_start_ns": Field("int", True, "start of the process on the monotonic clock, ns"),
         "process_start_source": Field("str", True, "os (10 ms resolution) or python (first line run)"),
         "wall_ns": Field("int", True, "clock anchor: Unix time, ns ..."),
@@ -98,11 +113,13 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
         "environment": Field("object", True, "allow-listed environment variables"),
         "argv": Field("list", True, "command line of the process"),
     },
+    # Where a rank stands, if that was not known when its process record was written.
+    "coordinates": _TYPE | _PLACE | {"layout": _LAYOUT},
     # Written once the heavy imports and the engine are there: what really runs.
     "runtime": _TYPE
     | {
         "engine_used": Field("str", True, "class name of the checkpoint engine that runs"),
-        "engine_asked": Field("str", True, "value of --checkpoint-engine"),
+        "engine_asked": Field("str", False, "value of --checkpoint-engine"),
         "optimizer": Field("str", False, "class name of the inner optimizer that runs"),
         "accelerator": Field("str", False, "device name, such as cpu or cuda"),
         "backend": Field("str", False, "torch.distributed backend"),
@@ -120,12 +137,7 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
     },
     # What becomes known of an operation while it runs.
     "operation_label": _TYPE
-    | {
-        "op": Field("int", True, "number of the operation"),
-        "tag": _TAG,
-        "step": _STEP,
-        "engine": _ENGINE,
-    },
+    | {"op": Field("int", True, "number of the operation"), "tag": _TAG, "step": _STEP, "engine": _ENGINE},
     "span": _TYPE
     | {
         "op": Field("int", True, "number of the operation"),
@@ -191,13 +203,14 @@ _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
 WORDS: dict[str, tuple[str, ...]] = {
     "operation": tuple(PHASES),
     "role": ("rank", "supervisor"),
+    "instrument": ("trainer", "hooks"),
     "outcome": ("ok", "failed"),
     "at": ("start", "end"),
 }
 # JSON type of what an object or a list holds.
 _ELEMENTS = {"layout": "int", "versions": "str", "environment": "str", "argv": "str", "values": "float"}
 # Names of fields without the bound -> what they are at most; -1 where a supervisor has no number.
-_MOST = {"cycle": 100_000, "rank": 10_000_000, "tp": 10_000_000, "pp": 10_000_000, "dp": 10_000_000}
+_MOST = {"cycle": 100_000} | dict.fromkeys(("rank", *AXES), 10_000_000)
 _NEGATIVE = {"rank", "tp", "pp", "dp"}
 
 
@@ -252,9 +265,7 @@ def _check_value(name: str, json_type: str, value: Any) -> str | None:
 
 def _fault(json_type: str, value: Any, name: str) -> str | None:
     """What is wrong with one value; None if nothing is. `name`: whose range an int must be in."""
-    if not isinstance(value, _PYTHON_TYPES[json_type]) or (
-        isinstance(value, bool) and json_type in ("int", "float")
-    ):
+    if not isinstance(value, _PYTHON_TYPES[json_type]) or (isinstance(value, bool) and json_type in ("int", "float")):
         return f"is not {json_type}: {value!r}"
     if json_type == "int" and not int_range(name)[0] <= value <= int_range(name)[1]:
         return f"is out of range: {value}"

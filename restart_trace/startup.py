@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,7 +75,10 @@ class Startup:
         cycle: int,
         entered_ns: int,
         preload: Preload | None = None,
+        *,
+        opened_ns: int | None = None,
     ) -> None:
+        """`opened_ns`: where `process_start` ends, if that was before now."""
         self._recorder = recorder
         started = clock.process_start_ns()
         own_ns = entered_ns if started is None else started
@@ -86,9 +89,14 @@ class Startup:
             self._operation.add("process_start", None, preload.started_ns, preload.imports_ns)
             self._operation.add("imports", None, preload.imports_ns, preload.done_ns)
             own_ns = preload.done_ns
-        self._operation.add("process_start", None, own_ns, clock.now_ns())
+        self._operation.add("process_start", None, own_ns, opened_ns or clock.now_ns())
         self._first_step_end_ns = 0
         self._op = self._operation
+
+    @property
+    def operation(self) -> Operation | None:
+        """The start-up as an operation; None once the first iteration has ended it."""
+        return self._operation
 
     def phase(self, name: str) -> AbstractContextManager[SpanHandle]:
         """Measure one phase of the start-up."""
@@ -143,15 +151,6 @@ def reached_iteration(trace_dir: Path, rank: int, cycle: int) -> int | None:
     return None
 
 
-def _step_in(line: bytes) -> int | None:
-    """The step of an iteration record; None if the line is damaged."""
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, KeyError, RecursionError):
-        return None
-    return step if type(step) is int else None
-
-
 def _last_iteration(path: Path) -> int | None:
     """Step of the last whole iteration record. The spans of a large save may lie between it and the end."""
     size = path.stat().st_size
@@ -162,9 +161,9 @@ def _last_iteration(path: Path) -> int | None:
             lines = file.read().splitlines()
         for line in reversed(lines):
             if b'"type":"iteration"' in line and line.endswith(b"}") and line.startswith(b"{"):
-                step = _step_in(line)
-                if step is not None:
-                    return step
+                with suppress(ValueError, KeyError, RecursionError):  # a damaged line
+                    if type(step := json.loads(line)["step"]) is int:
+                        return step
         if tail >= size:
             return None
         tail *= 8

@@ -19,7 +19,8 @@ from restart_trace.sink import JsonlSink
 class SupervisorTrace:
     """Writes what a supervisor did to a run and saw of it."""
 
-    def __init__(self, trace_dir: Path, sink: JsonlSink) -> None:
+    def __init__(self, trace_dir: Path, sink: JsonlSink, instrument: str) -> None:
+        self._instrument = instrument
         self._trace_dir = trace_dir
         self._sink = sink
         self._recorder: Recorder | None = None  # once the run is known
@@ -47,14 +48,13 @@ class SupervisorTrace:
         if newest is None:
             raise ValueError(f"{self._trace_dir}: no run has been traced here yet, so none can have failed")
         no_place = {"rank": -1, "tp": -1, "pp": -1, "dp": -1}
-        launched = {"role": "supervisor", "world_size": 0, "layout": {"tp": 0, "pp": 0, "dp": 0}}
-        return (
-            {"run_id": newest[1]["run_id"], "cycle": cycle} | no_place | launched | process_fields(os.environ)
-        )
+        launched = {"role": "supervisor", "instrument": self._instrument, "world_size": 0}
+        launched["layout"] = {"tp": 0, "pp": 0, "dp": 0}
+        return {"run_id": newest[1]["run_id"], "cycle": cycle} | no_place | launched | process_fields(os.environ)
 
 
 @contextmanager
-def open_supervisor_trace(trace_dir: str | Path) -> Iterator[SupervisorTrace]:
+def open_supervisor_trace(trace_dir: str | Path, instrument: str = "trainer") -> Iterator[SupervisorTrace]:
     """Open the next free `supervisor_NNN.jsonl` in `trace_dir`."""
     directory = Path(trace_dir)
     directory.mkdir(parents=True, exist_ok=True)
@@ -65,6 +65,6 @@ def open_supervisor_trace(trace_dir: str | Path) -> Iterator[SupervisorTrace]:
         except FileExistsError:
             continue
     try:
-        yield SupervisorTrace(directory, sink)
+        yield SupervisorTrace(directory, sink, instrument)
     finally:
         sink.close()

@@ -11,9 +11,7 @@ from megatron.parallel.parameter_slice import ParameterSlice
 _ALIGNMENT = 2  # elements, times DP: DeepSpeed's nccl_start_alignment_factor
 
 
-def flat_partition(
-    parameters: Iterable[tuple[str, ParameterSlice]], dp_rank: int, dp_size: int
-) -> FlatPartition:
+def flat_partition(parameters: Iterable[tuple[str, ParameterSlice]], dp_rank: int, dp_size: int) -> FlatPartition:
     """The partition of `dp_rank` of a group of `parameters`, flattened in this order as DeepSpeed does by default."""
     table, offset = [], 0
     for name, part in parameters:

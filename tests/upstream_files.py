@@ -166,10 +166,7 @@ def some_state(model: UpstreamModel) -> State:
     """Distinct values; those of tokens that are none are not zero."""
     names = {name: shape for stage in model.stages(1) for name, shape in stage.items()}
     generator = torch.Generator().manual_seed(3)
-    return {
-        kind: {name: torch.randn(shape, generator=generator) for name, shape in names.items()}
-        for kind in KINDS
-    }
+    return {kind: {name: torch.randn(shape, generator=generator) for name, shape in names.items()} for kind in KINDS}
 
 
 def arguments(model: UpstreamModel, layout: Layout, dtype: str, by_heads: bool) -> argparse.Namespace:
@@ -190,35 +187,22 @@ def arguments(model: UpstreamModel, layout: Layout, dtype: str, by_heads: bool) 
 
 
 def write_upstream(
-    directory: Path,
-    model: UpstreamModel,
-    state: State,
-    layout: Layout,
-    dtype: str = "bf16",
-    by_heads: bool = False,
+    directory: Path, model: UpstreamModel, state: State, layout: Layout, dtype: str = "bf16", by_heads: bool = False
 ) -> Path:
     """A checkpoint as upstream saves it after iteration 5; `by_heads`: one before December 2024."""
     directory.mkdir(parents=True)
     for pp, tp in itertools.product(range(layout.pp), range(layout.tp)):
         names = model.stages(layout.pp, spare=True)[pp]
-        local = {
-            kind: {n: local_of(model, n, state[kind][n], tp, layout.tp) for n in names} for kind in KINDS
-        }
+        local = {kind: {n: local_of(model, n, state[kind][n], tp, layout.tp) for n in names} for kind in KINDS}
         for kind, name in itertools.product(KINDS, names if by_heads else ()):
             if "query_key_value" in name:
                 local[kind][name] = interleaved(local[kind][name], model)
         if not model.llama and layout.pp > 1 and pp == layout.pp - 1:
             for kind in KINDS:  # no gradient has reached it since the start
-                local[kind]["tied_modules.embed.position_embeddings.weight"] = torch.full(
-                    (5, model.hidden), 7.0
-                )
+                local[kind]["tied_modules.embed.position_embeddings.weight"] = torch.full((5, model.hidden), 7.0)
         _write_shards(directory, local, layout, pp, tp, dtype)
         _write_layers(directory, model, local["master"], pp, tp, dtype)
-        common = {
-            "args": arguments(model, layout, dtype, by_heads),
-            "dp_world_size": layout.dp,
-            "module": None,
-        }
+        common = {"args": arguments(model, layout, dtype, by_heads), "dp_world_size": layout.dp, "module": None}
         common |= {"iteration": 5, "global_steps": 5, "global_samples": 20, "skipped_steps": 0}
         common |= {"param_shapes": [{n: t.shape for n, t in local["master"].items()}]}
         common |= {"universal_checkpoint_info": {"original_vocab_size": model.vocab}}
@@ -256,9 +240,7 @@ def _write_shards(directory: Path, local: State, layout: Layout, pp: int, tp: in
         torch.save({"optimizer_state_dict": shard | {"base_optimizer_state": base}}, directory / name)
 
 
-def _write_layers(
-    directory: Path, model: UpstreamModel, local: Tensors, pp: int, tp: int, dtype: str
-) -> None:
+def _write_layers(directory: Path, model: UpstreamModel, local: Tensors, pp: int, tp: int, dtype: str) -> None:
     weights = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     layers: dict[int, Tensors] = {}
     for name, tensor in local.items():

@@ -56,8 +56,7 @@ def source_files(source: Path) -> list[Path]:
         found += [Path(directory, name) for name in names if name.endswith(".py")]
     if not found:
         raise ValueError(
-            f"--source {source}: holds no .py files (a Python without its sources?); "
-            "name a directory that does"
+            f"--source {source}: holds no .py files (a Python without its sources?); name a directory that does"
         )
     return sorted(found, key=lambda path: _path_hash(path.relative_to(source)))
 
@@ -122,9 +121,7 @@ def train_tokenizer(documents: list[str], vocab_size: int, model_type: str) -> b
             minloglevel=2,
         )
     except (RuntimeError, OSError) as error:
-        raise ValueError(
-            f"--vocab-size {vocab_size}: no tokenizer of this size from this corpus: {error}"
-        ) from error
+        raise ValueError(f"--vocab-size {vocab_size}: no tokenizer of this size from this corpus: {error}") from error
     return model.getvalue()
 
 

@@ -78,9 +78,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output-prefix", required=True, help="path of the files without .bin and .idx")
     parser.add_argument("--tokens", type=int, required=True)
-    parser.add_argument(
-        "--vocab-size", type=int, required=True, help="ids beside the one that ends documents"
-    )
+    parser.add_argument("--vocab-size", type=int, required=True, help="ids beside the one that ends documents")
     parser.add_argument("--seed", type=int, default=1234)
     args = parser.parse_args(argv)
     for name in ("tokens", "vocab_size"):

@@ -25,6 +25,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +42,7 @@ logger = logging.getLogger("preprocess_data")
 _CHUNK_BYTES = 1 << 20
 _CHUNK_LINES = 1000
 _CHUNKS_PER_WORKER = 4
+_TOKENIZER_OPTIONS = ("tokenizer_model", "vocab_file", "merge_file", "vocab_size")
 
 
 class PreprocessError(ValueError):
@@ -56,19 +58,10 @@ class Settings:
     append_eod: bool
     exact_sizes: bool
     tokenizer_type: str
-    tokenizer_model: str | None
-    vocab_file: str | None
-    merge_file: str | None
-    vocab_size: int
+    tokenizer_options: dict[str, Any]  # of build_tokenizer
 
     def tokenizer(self) -> Tokenizer:
-        return build_tokenizer(
-            self.tokenizer_type,
-            tokenizer_model=self.tokenizer_model,
-            vocab_file=self.vocab_file,
-            merge_file=self.merge_file,
-            vocab_size=self.vocab_size,
-        )
+        return build_tokenizer(self.tokenizer_type, **self.tokenizer_options)
 
 
 @dataclass(frozen=True)
@@ -107,9 +100,7 @@ class Encoder:
         self.dtype = best_fitting_dtype(self.tokenizer.vocab_size)
 
     def encode(self, chunk: Chunk) -> Result:
-        tokens: dict[str, list[int]] = {key: [] for key in self.settings.json_keys}
-        sizes: dict[str, list[int]] = {key: [] for key in self.settings.json_keys}
-        counts: dict[str, list[int]] = {key: [] for key in self.settings.json_keys}
+        tokens, sizes, counts = ({key: [] for key in self.settings.json_keys} for _ in range(3))
         blank = 0
         for number, line in enumerate(chunk.lines, chunk.first_line):
             if not line.strip():
@@ -123,9 +114,7 @@ class Encoder:
                     counts[key].append(len(sizes[key]) - before)
             except (PreprocessError, TokenizerError) as error:
                 raise PreprocessError(f"{self.settings.input}, line {number}: {error}") from error
-        by_key = {
-            key: Encoded(np.array(tokens[key], dtype=self.dtype), sizes[key], counts[key]) for key in tokens
-        }
+        by_key = {key: Encoded(np.array(tokens[key], dtype=self.dtype), sizes[key], counts[key]) for key in tokens}
         num_bytes = sum(map(len, chunk.lines))
         return Result(len(chunk.lines) - blank, num_bytes, blank, by_key)
 
@@ -147,15 +136,11 @@ def _parse(line: bytes) -> dict[str, object]:
     try:
         document = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise PreprocessError(
-            f"not UTF-8 (byte {error.start} of the line): convert the file to UTF-8"
-        ) from error
+        raise PreprocessError(f"not UTF-8 (byte {error.start} of the line): convert the file to UTF-8") from error
     except (json.JSONDecodeError, RecursionError) as error:
         raise PreprocessError(f"not JSON: {error}: write one JSON object per line") from error
     if not isinstance(document, dict):
-        raise PreprocessError(
-            f"a JSON {type(document).__name__}, not an object: write one JSON object per line"
-        )
+        raise PreprocessError(f"a JSON {type(document).__name__}, not an object: write one JSON object per line")
     return document
 
 
@@ -168,9 +153,7 @@ def _texts(document: dict[str, object], key: str) -> list[str]:
         return [value]
     if isinstance(value, list) and all(isinstance(text, str) for text in value):
         return value
-    raise PreprocessError(
-        f"key {key!r} holds {type(value).__name__}: it must be a string or a list of strings"
-    )
+    raise PreprocessError(f"key {key!r} holds {type(value).__name__}: it must be a string or a list of strings")
 
 
 def read_chunks(path: str) -> Iterator[Chunk]:
@@ -271,9 +254,7 @@ def preprocess(settings: Settings, output_prefix: str, workers: int, log_interva
         _write_documents(settings, outputs, workers, log_interval)
         for key, output in outputs.items():
             if output.builder.num_tokens == 0:
-                raise PreprocessError(
-                    f"{settings.input}: key {key!r} holds no text in any line: nothing to train on"
-                )
+                raise PreprocessError(f"{settings.input}: key {key!r} holds no text in any line: nothing to train on")
             output.finalize()
         for output in outputs.values():
             output.publish()
@@ -307,18 +288,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="preprocess_data.py", description=(__doc__ or "").split("\n\n")[0])
     group = parser.add_argument_group("input data")
     group.add_argument("--input", required=True, help="JSON lines file, UTF-8")
-    group.add_argument(
-        "--json-keys", nargs="+", default=["text"], help="keys to make a dataset of, each its own"
-    )
+    group.add_argument("--json-keys", nargs="+", default=["text"], help="keys to make a dataset of, each its own")
     group = parser.add_argument_group("tokenizer")
     group.add_argument("--tokenizer-type", required=True, help=", ".join(TOKENIZER_TYPES))
     group.add_argument("--tokenizer-model", help="SentencePiece .model file")
     group.add_argument("--vocab-file", help="vocab.json of GPT2BPETokenizer")
     group.add_argument("--merge-file", help="merges.txt of GPT2BPETokenizer")
     group.add_argument("--vocab-size", type=int, default=786, help="number of ids of NullTokenizer (786)")
-    group.add_argument(
-        "--append-eod", action="store_true", help="end each document with the end-of-document token"
-    )
+    group.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     group = parser.add_argument_group("output data")
     group.add_argument("--output-prefix", required=True, help="files are PREFIX_KEY_document.bin and .idx")
     group.add_argument("--dataset-impl", choices=["mmap"], default="mmap", help="the file format")
@@ -332,12 +309,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     group = parser.add_argument_group("running")
     group.add_argument("--workers", type=int, default=1, help="processes that tokenize (1)")
     group.add_argument("--partitions", type=int, default=1, help="only 1: use --workers")
-    group.add_argument(
-        "--log-interval", type=int, default=1000, help="documents between progress lines (1000)"
-    )
-    group.add_argument(
-        "--split-sentences", action="store_true", help="not supported: GPT needs whole documents"
-    )
+    group.add_argument("--log-interval", type=int, default=1000, help="documents between progress lines (1000)")
+    group.add_argument("--split-sentences", action="store_true", help="not supported: GPT needs whole documents")
     arguments = parser.parse_args(argv)
     if arguments.partitions != 1:
         parser.error(f"--partitions {arguments.partitions}: not supported, use --workers")
@@ -361,10 +334,7 @@ def main(argv: list[str] | None = None) -> int:
         append_eod=arguments.append_eod,
         exact_sizes=arguments.document_sizes == "exact",
         tokenizer_type=arguments.tokenizer_type,
-        tokenizer_model=arguments.tokenizer_model,
-        vocab_file=arguments.vocab_file,
-        merge_file=arguments.merge_file,
-        vocab_size=arguments.vocab_size,
+        tokenizer_options={name: getattr(arguments, name) for name in _TOKENIZER_OPTIONS},
     )
     # A polite end unwinds like an error, so that temporary files are removed.
     previous = signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))

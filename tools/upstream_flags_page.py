@@ -38,9 +38,7 @@ Length and schedules work as in upstream:
 
 def page(upstream: Iterable[str]) -> str:
     """The page about the flags called `upstream`. Raises KeyError for one that has no answer."""
-    help_of = {
-        name: action.help or "" for action in build_parser()._actions for name in action.option_strings
-    }
+    help_of = {name: action.help or "" for action in build_parser()._actions for name in action.option_strings}
     names = sorted(set(upstream), key=str.lower)
     effect, none, refused = [], [], []
     for name in names:

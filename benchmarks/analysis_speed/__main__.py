@@ -42,12 +42,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directory", metavar="DIR", type=Path, help="where logs are made, and found again")
-    parser.add_argument(
-        "--divide", type=int, default=1, help="make logs this many times smaller (default: 1)"
-    )
-    parser.add_argument(
-        "--repeat", type=int, default=3, help="runs of each, of which the median counts (default: 3)"
-    )
+    parser.add_argument("--divide", type=int, default=1, help="make logs this many times smaller (default: 1)")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each, of which the median counts (default: 3)")
     parser.add_argument("--no-pandas", action="store_true", help="leave out the comparison")
     parser.add_argument("--no-html", action="store_true", help="leave out the HTML reports")
     return parser

@@ -54,9 +54,7 @@ def measure(directory: Path, divide: int, repeat: int, *, with_pandas: bool, wit
         if with_pandas and full_ranks == SIZES[0][0]:
             rows.append(_pandas(logs, size, taken))
     growth = cold[1] / cold[0] * SIZES[0][1] / SIZES[1][1]
-    rows.append(
-        Row("time per span, large over small logs", f"{growth:.2f}", f"< {_GROWTH}", growth < _GROWTH)
-    )
+    rows.append(Row("time per span, large over small logs", f"{growth:.2f}", f"< {_GROWTH}", growth < _GROWTH))
     return [*rows, _timed("--help", [run(_TOOL, "--help") for _ in range(repeat)], _HELP_S)]
 
 
@@ -144,10 +142,7 @@ def compare(naive: list[dict[str, Any]], saves: list[dict[str, Any]]) -> str:
     if [(save["cycle"], save["tag"]) for save in naive] != [(save["cycle"], save["tag"]) for save in saves]:
         return "not the same saves"
     for plain, save in zip(naive, saves, strict=True):
-        pairs = [
-            ("bytes", plain["bytes"], save["bytes"]),
-            ("blocked_s", plain["blocked_s"], save["blocked_s"]),
-        ]
+        pairs = [("bytes", plain["bytes"], save["bytes"]), ("blocked_s", plain["blocked_s"], save["blocked_s"])]
         pairs += _pairs("wall", plain["wall"], save["wall"])
         for phase, spread in plain["phases"].items():
             pairs += _pairs(phase, spread, save["phases"][phase])

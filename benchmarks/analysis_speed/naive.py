@@ -25,23 +25,13 @@ def summary(directory: Path) -> list[dict[str, Any]]:
     records = pd.concat(frames, ignore_index=True)
     begins = records[(records["type"] == "operation_begin") & (records["operation"] == "save")]
     begins = begins[[*_OPERATION, "tag", "start_ns"]]
-    spans = (
-        records[records["type"] == "span"]
-        .drop(columns="tag")
-        .merge(begins[[*_OPERATION, "tag"]], on=_OPERATION)
-    )
-    ends = (
-        records[records["type"] == "operation_end"]
-        .drop(columns=["tag", "start_ns"])
-        .merge(begins, on=_OPERATION)
-    )
+    spans = records[records["type"] == "span"].drop(columns="tag").merge(begins[[*_OPERATION, "tag"]], on=_OPERATION)
+    ends = records[records["type"] == "operation_end"].drop(columns=["tag", "start_ns"]).merge(begins, on=_OPERATION)
     ends["wall"] = (ends["end_ns"] - ends["start_ns"]) / 1e9
     spans["seconds"] = spans["duration_ns"].fillna(spans["end_ns"] - spans["start_ns"]) / 1e9
     whole = spans.groupby([*_KEY, "phase", "rank"])["seconds"].sum()
     parts = spans.groupby([*_KEY, "phase", "detail", "rank"])["seconds"].sum()
-    blocking = (
-        spans[spans["blocking"].isna()] if "blocking" in spans else spans
-    )  # false is all that is written
+    blocking = spans[spans["blocking"].isna()] if "blocking" in spans else spans  # false is all that is written
     blocked = blocking.groupby([*_KEY, "rank"])[["start_ns", "end_ns"]].apply(_union)
     saves = []
     for (cycle, tag), rows in ends.groupby(_KEY):

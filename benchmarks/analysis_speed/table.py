@@ -30,7 +30,5 @@ def table(rows: list[Row]) -> str:
         peak = "" if row.peak_bytes is None else f"{row.peak_bytes / (1 << 30):.2f} GiB"
         cpu = "" if row.cpu_s is None else f"{row.cpu_s:.1f} s"
         runs = ", ".join(f"{seconds:.2f}" for seconds in row.runs)
-        lines.append(
-            f"| {row.work} | {row.value} | {row.target} | {_MET[row.met]} | {cpu} | {peak} | {runs} |"
-        )
+        lines.append(f"| {row.work} | {row.value} | {row.target} | {_MET[row.met]} | {cpu} | {peak} | {runs} |")
     return "\n".join(lines)

@@ -43,9 +43,7 @@ def run_ranks(script: Path, ranks: int, notes: Path, poll: Callable[[], None]) -
     environment.setdefault("OMP_NUM_THREADS", "1")
     log = notes / "ranks.log"
     with log.open("wb") as output:
-        launcher = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
-        )
+        launcher = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
     try:
         while launcher.poll() is None:
             poll()
@@ -55,6 +53,4 @@ def run_ranks(script: Path, ranks: int, notes: Path, poll: Callable[[], None]) -
         launcher.wait()
     if launcher.returncode:
         text = log.read_text(errors="replace").strip()
-        raise MeasurementError(
-            f"the ranks ended with exit code {launcher.returncode}:\n{text[-_LAST_WORDS:]}"
-        )
+        raise MeasurementError(f"the ranks ended with exit code {launcher.returncode}:\n{text[-_LAST_WORDS:]}")

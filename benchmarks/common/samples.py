@@ -48,9 +48,7 @@ def median_of_ratios(numerators: Sequence[float], denominators: Sequence[Sequenc
 
     Slow changes of the machine's speed cancel within each round.
     """
-    per_round = [
-        value / statistics.fmean(below) for value, *below in zip(numerators, *denominators, strict=True)
-    ]
+    per_round = [value / statistics.fmean(below) for value, *below in zip(numerators, *denominators, strict=True)]
     return ratio_of_medians(per_round, [[1.0] * len(per_round)])
 
 

@@ -75,14 +75,10 @@ def build_from(config: Config, vocab_size: int) -> SavableState:
     from megatron.startup.engine_setup import build_engine
     from megatron.startup.logging_setup import printed_as_debug
 
-    runtime = initialize_megatron(
-        config, Startup(untraced_recorder(), None, config.parallel.rank, 0, now_ns())
-    )
+    runtime = initialize_megatron(config, Startup(untraced_recorder(), None, config.parallel.rank, 0, now_ns()))
     vocab = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, runtime.layout.tp)
     with printed_as_debug():
-        model = GPTModelPipe(
-            config.model, vocab, runtime.layout, runtime.coordinates.tp, runtime.device, _no_loss
-        )
+        model = GPTModelPipe(config.model, vocab, runtime.layout, runtime.coordinates.tp, runtime.device, _no_loss)
         engine = build_engine(config, model, lambda batch: batch)
     start_over(engine, config.training.seed)
     _fill_moments(engine)
@@ -122,7 +118,5 @@ def _no_loss(*_: Any) -> Any:
 
 def config_for(config: Config, directory: Path) -> Config:
     """`config` with saves to and loads from `directory`."""
-    checkpoint = dataclasses.replace(
-        config.checkpoint, save=str(directory), save_interval=1, load=str(directory)
-    )
+    checkpoint = dataclasses.replace(config.checkpoint, save=str(directory), save_interval=1, load=str(directory))
     return dataclasses.replace(config, checkpoint=checkpoint)

@@ -66,9 +66,7 @@ def _against_all(figures: dict[str, Any], measure: str, name: str) -> Target:
     best = min(known, key=lambda engine: known[engine])
     missing = sorted(set(others) - set(known))
     note = f" (without {', '.join(missing)}: not measured)" if missing else ""
-    return Target(
-        measure, wanted, f"{ours:.3f} s, {best} {known[best]:.3f} s", _verdict(ours < known[best]) + note
-    )
+    return Target(measure, wanted, f"{ours:.3f} s, {best} {known[best]:.3f} s", _verdict(ours < known[best]) + note)
 
 
 def _blocked(figures: dict[str, Any]) -> list[Target]:
@@ -107,9 +105,7 @@ def _cold(figures: dict[str, Any]) -> list[Target]:
         return []
     ours, torch = figures["engines"][OURS]["load_cold_GBps"], figures["engines"][BASELINE]["load_cold_GBps"]
     storage = figures["storage"]["read_direct_gbps"]
-    found = (
-        [_at_least("lazy cold load GB/s", 0.9, ours, storage, "the best raw direct read")] if storage else []
-    )
+    found = [_at_least("lazy cold load GB/s", 0.9, ours, storage, "the best raw direct read")] if storage else []
     if len(figures["ranks"]) == 1:
         found.append(_at_least("lazy cold load GB/s, 1 rank", 2, ours, torch, "torch.load"))
     return [*found, _against_all(figures, "lazy cold load", "load_cold_s")]

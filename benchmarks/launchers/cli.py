@@ -47,20 +47,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--dp", type=int, default=2, metavar="N", help="replicas of TP2 PP2 (default: 2)")
     parser.add_argument(
-        "--engine",
-        default="torch",
-        metavar="NAME",
-        help="checkpoint engine of the demonstration (default: torch)",
+        "--engine", default="torch", metavar="NAME", help="checkpoint engine of the demonstration (default: torch)"
     )
-    parser.add_argument(
-        "--dir", type=Path, metavar="DIR", help="where to work (default: that for temporary files)"
-    )
+    parser.add_argument("--dir", type=Path, metavar="DIR", help="where to work (default: that for temporary files)")
     parser.add_argument(
         "--time-limit", type=float, default=300.0, metavar="S", help="seconds for each launch (default: 300)"
     )
-    parser.add_argument(
-        "--format", choices=("table", "json"), default="table", help="output (default: table)"
-    )
+    parser.add_argument("--format", choices=("table", "json"), default="table", help="output (default: table)")
     arguments = parser.parse_args(argv)
     for name in ("repeat", "dp"):
         if getattr(arguments, name) < 1:
@@ -75,9 +68,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of the process) and return its exit status."""
     arguments = parse_arguments(argv)
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # so that nothing is left running
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing is left running
     before = machine()
     try:
         with tempfile.TemporaryDirectory(prefix="restart_speed_", dir=arguments.dir) as directory:
@@ -99,7 +90,5 @@ def _measure(arguments: argparse.Namespace, setting: Setting) -> dict[str, list[
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
             samples[name].append(sample(name, setting, arguments.time_limit))
-            print(
-                f"round {number + 1} of {arguments.repeat}: {name} {samples[name][-1]:.2f} s", file=sys.stderr
-            )
+            print(f"round {number + 1} of {arguments.repeat}: {name} {samples[name][-1]:.2f} s", file=sys.stderr)
     return samples

@@ -14,13 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.launchers.variants import (
-    SAVE_INTERVAL,
-    MeasurementError,
-    Setting,
-    command,
-    restarts_in_place,
-)
+from benchmarks.launchers.variants import SAVE_INTERVAL, MeasurementError, Setting, command, restarts_in_place
 from megatron.processes.rendezvous_store import PROCESS_NAME
 from restart_trace.clock import now_ns
 from tools.restart_drill.launch import DrillError, Launch, launched
@@ -104,9 +98,7 @@ def _restart(variant: str, setting: Setting, place: Path, limit_s: float) -> flo
 def _checked(restart_s: float, resumed: int) -> float:
     """`restart_s`, if the restart was one. Raises MeasurementError if it did not go on from the checkpoint."""
     if resumed != SAVE_INTERVAL + 1:
-        raise MeasurementError(
-            f"it went on with iteration {resumed}, not from its checkpoint of {SAVE_INTERVAL}"
-        )
+        raise MeasurementError(f"it went on with iteration {resumed}, not from its checkpoint of {SAVE_INTERVAL}")
     return restart_s
 
 

@@ -130,9 +130,7 @@ class Block(nn.Module):
 def _rotate(x: torch.Tensor) -> torch.Tensor:
     """Rotary positions of x [b, heads, s, d], halves paired (arXiv:2104.09864)."""
     half = x.shape[-1] // 2
-    angles = torch.outer(torch.arange(x.shape[-2]).float(), 10000.0 ** (-torch.arange(half) / half)).to(
-        x.device
-    )
+    angles = torch.outer(torch.arange(x.shape[-2]).float(), 10000.0 ** (-torch.arange(half) / half)).to(x.device)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -159,8 +157,7 @@ def build_model(args: Any, dp: int) -> PipelineModule:
     """The stage of this rank."""
     tp = args.tensor_parallel
     blocks = [
-        LayerSpec(Block, args.hidden_size, args.ffn_size, args.heads, args.kv_heads, tp)
-        for _ in range(args.layers)
+        LayerSpec(Block, args.hidden_size, args.ffn_size, args.heads, args.kv_heads, tp) for _ in range(args.layers)
     ]
     model = PipelineModule(
         layers=[
@@ -183,9 +180,7 @@ def build_model(args: Any, dp: int) -> PipelineModule:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", required=True, help="PREFIX.bin holds token ids, two bytes each")
-    parser.add_argument(
-        "--save", required=True, help="directory of the checkpoints; resumed from if there is one"
-    )
+    parser.add_argument("--save", required=True, help="directory of the checkpoints; resumed from if there is one")
     for name, default in (
         ("--tensor-parallel", 2), ("--pipeline-parallel", 2), ("--layers", 4), ("--hidden-size", 128),
         ("--ffn-size", 344), ("--heads", 4), ("--kv-heads", 2), ("--vocab-size", 4096), ("--seq-length", 128),

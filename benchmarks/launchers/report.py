@@ -12,9 +12,7 @@ from benchmarks.launchers.variants import BASELINE, PP, TP, VARIANTS, Setting
 TARGET = 0.7  # restart_s of the demonstration over that of the baseline, at most
 
 
-def analyse(
-    samples: Mapping[str, Sequence[float]], setting: Setting, machine: Mapping[str, Any]
-) -> dict[str, Any]:
+def analyse(samples: Mapping[str, Sequence[float]], setting: Setting, machine: Mapping[str, Any]) -> dict[str, Any]:
     """Medians, spreads and ratios to the baseline, and every sample, in seconds, by round."""
     medians = {name: statistics.median(values) for name, values in samples.items()}
     base = medians.get(BASELINE)
@@ -52,9 +50,7 @@ def render(found: Mapping[str, Any]) -> str:
         times = " ".join(f"{variant[key]:7.2f}s" for key in ("median_s", "min_s", "max_s"))
         verdict = ""
         if variant["ratio"] is not None and name != BASELINE:
-            verdict = (
-                f"  target {found['target']}: {'met' if variant['ratio'] <= found['target'] else 'MISSED'}"
-            )
+            verdict = f"  target {found['target']}: {'met' if variant['ratio'] <= found['target'] else 'MISSED'}"
         lines.append(f"  {name:14} {times} {ratio:>6}{verdict}")
     lines += [f"  {name}: {variant['what']}" for name, variant in found["variants"].items()]
     return "\n".join(lines)

@@ -18,8 +18,8 @@ from benchmarks.common.ranks import MeasurementError
 from benchmarks.overhead.launch import measure
 from benchmarks.overhead.plan import FAMILIES, Request
 from benchmarks.overhead.report import analyse, render
+from tools.common.cli import parse_bytes
 from tools.common.machine import filesystem_of, machine
-from tools.common.sizes import parse_bytes
 
 OK, COULD_NOT_RUN = 0, 2
 _MEMORY_DIRECTORY = Path("/dev/shm")
@@ -57,9 +57,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--bytes-per-rank", type=parse_bytes, default="1GiB", metavar="SIZE", help="(default: 1GiB)"
-    )
+    parser.add_argument("--bytes-per-rank", type=parse_bytes, default="1GiB", metavar="SIZE", help="(default: 1GiB)")
     parser.add_argument("--ranks", type=parse_ranks, default="1,2", metavar="N,...", help="(default: 1,2)")
     parser.add_argument("--repeat", type=int, default=24, metavar="N", help="rounds (default: 24)")
     parser.add_argument(
@@ -79,19 +77,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="before each sample wait, a minute at most, until no other process uses the processors",
     )
-    parser.add_argument(
-        "--cold", action="store_true", help="drop the page cache before each load; needs root"
-    )
-    parser.add_argument(
-        "--format", choices=("table", "json"), default="table", help="output (default: table)"
-    )
+    parser.add_argument("--cold", action="store_true", help="drop the page cache before each load; needs root")
+    parser.add_argument("--format", choices=("table", "json"), default="table", help="output (default: table)")
     arguments = parser.parse_args(argv)
     if arguments.repeat < 1:
         parser.error(f"--repeat {arguments.repeat}: must be at least 1")
     if arguments.cold and not os.access("/proc/sys/vm/drop_caches", os.W_OK):
-        parser.error(
-            "--cold: /proc/sys/vm/drop_caches cannot be written; run as root on Linux, or leave it out"
-        )
+        parser.error("--cold: /proc/sys/vm/drop_caches cannot be written; run as root on Linux, or leave it out")
     return arguments
 
 
@@ -106,9 +98,7 @@ def places(asked: list[Path] | None, needed: int) -> list[Path]:
     for place in found:
         free = shutil.disk_usage(place).free
         if free < needed:
-            raise OSError(
-                f"--dir {place}: {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB needed; give another"
-            )
+            raise OSError(f"--dir {place}: {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB needed; give another")
     return found
 
 

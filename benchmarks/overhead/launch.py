@@ -38,16 +38,11 @@ def measure(place: Path, ranks: int, request: Request, progress: Callable[[str],
     Raises MeasurementError if a rank fails, OSError if `place` cannot be written.
     """
     found = Measurement(str(place), filesystem_of(place), ranks)
-    with (
-        own_directory(place, _PREFIX) as directory,
-        own_directory(Path(tempfile.gettempdir()), _PREFIX) as notes,
-    ):
+    with own_directory(place, _PREFIX) as directory, own_directory(Path(tempfile.gettempdir()), _PREFIX) as notes:
         output = str(notes / "samples.jsonl")
         plan = Plan(**asdict(request), ranks=ranks, directory=str(directory), output=output)
         (notes / "plan.json").write_text(json.dumps(asdict(plan)))
-        run_ranks(
-            Path(__file__).with_name("rank.py"), ranks, notes, _tell_of(request.rounds, notes, progress)
-        )
+        run_ranks(Path(__file__).with_name("rank.py"), ranks, notes, _tell_of(request.rounds, notes, progress))
         _read_samples(notes / "samples.jsonl", found)
     return found
 

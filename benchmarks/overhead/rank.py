@@ -66,9 +66,7 @@ class Rounds:
                     sample = self._sample(family, variant, to_load)
                     gathered = self._control.gather(asdict(sample))
                     if round_number >= 0:
-                        self._tell(
-                            {"round": round_number, "family": family, "variant": variant, "ranks": gathered}
-                        )
+                        self._tell({"round": round_number, "family": family, "variant": variant, "ranks": gathered})
 
     def _sample(self, family: str, variant: str, to_load: Path) -> Sample:
         saves = family in ("save", "write")

@@ -117,9 +117,7 @@ def _comparison(family: str, found: dict[str, Any]) -> list[str]:
     lines.append(f"    {'noise':<16} {_percent(found['control_ratio'])}")
     if found["recorder_s"]:
         share = found["recorder_s"] / found["median_s"][FAMILIES[family][0]]
-        lines.append(
-            f"    {'in the recorder':<16} {found['recorder_s'] * 1e3:6.2f} ms = {share:.2%}, clocked directly"
-        )
+        lines.append(f"    {'in the recorder':<16} {found['recorder_s'] * 1e3:6.2f} ms = {share:.2%}, clocked directly")
     return lines
 
 

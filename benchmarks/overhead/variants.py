@@ -52,11 +52,7 @@ class Variants:
         place, control = state.context.place, state.context.control
         layout, at = place.layout, place.at
         identity = RankIdentity(
-            control.rank,
-            control.world_size,
-            control.rank,
-            (at.tp, at.pp, at.dp),
-            (layout.tp, layout.pp, layout.dp),
+            control.rank, control.world_size, control.rank, (at.tp, at.pp, at.dp), (layout.tp, layout.pp, layout.dp)
         )
         process = rank_fields(identity, os.environ, run_id="overhead", cycle=0)
         self.recorder = MeteredRecorder(JsonlSink(trace_file), process, make_probe(control.rank))

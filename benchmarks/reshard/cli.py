@@ -15,8 +15,8 @@ from benchmarks.common.ranks import MeasurementError
 from benchmarks.reshard.launch import measure
 from benchmarks.reshard.plan import TARGETS, Request
 from benchmarks.reshard.report import analyse, render
+from tools.common.cli import parse_bytes
 from tools.common.machine import filesystem_of, machine
-from tools.common.sizes import parse_bytes
 
 Layout = tuple[int, int, int]  # TP, PP, DP
 
@@ -40,9 +40,7 @@ def parse_layout(text: str) -> Layout:
     """TP, PP and DP in "4,1,2". Raises argparse.ArgumentTypeError for anything else but the layouts of TARGETS."""
     known = {",".join(map(str, target)): target for target in TARGETS}
     if text not in known:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no layout of this benchmark; choose of {' '.join(known)}"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is no layout of this benchmark; choose of {' '.join(known)}")
     return known[text]
 
 
@@ -56,11 +54,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--bytes",
-        type=parse_bytes,
-        default="1.1GiB",
-        metavar="SIZE",
-        help="of a checkpoint, about (default: 1.1GiB)",
+        "--bytes", type=parse_bytes, default="1.1GiB", metavar="SIZE", help="of a checkpoint, about (default: 1.1GiB)"
     )
     parser.add_argument("--repeat", type=int, default=5, metavar="N", help="rounds (default: 5)")
     parser.add_argument(
@@ -71,14 +65,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="layouts that load (default: 1,4,1 and 4,1,2)",
     )  # fmt: skip
     parser.add_argument(
-        "--cache",
-        choices=("cold", "warm"),
-        default="cold",
-        help="page cache before each load (default: cold)",
+        "--cache", choices=("cold", "warm"), default="cold", help="page cache before each load (default: cold)"
     )
-    parser.add_argument(
-        "--format", choices=("table", "json"), default="table", help="output (default: table)"
-    )
+    parser.add_argument("--format", choices=("table", "json"), default="table", help="output (default: table)")
     arguments = parser.parse_args(argv)
     if arguments.repeat < 1:
         parser.error(f"--repeat {arguments.repeat}: must be at least 1")
@@ -95,9 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         free, needed = shutil.disk_usage(place).free, int(arguments.bytes * _ROOM)
         if free < needed:
-            raise OSError(
-                f"--dir {place}: {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB needed; give another"
-            )
+            raise OSError(f"--dir {place}: {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB needed; give another")
         found = measure(place, request, lambda text: print(text, file=sys.stderr))
     except (OSError, MeasurementError) as exc:
         print(f"redistribute_bench: {exc}", file=sys.stderr)

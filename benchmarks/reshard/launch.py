@@ -44,11 +44,7 @@ def measure(place: Path, request: Request, progress: Callable[[str], None]) -> l
 
 
 def _measure_on(
-    target: tuple[int, int, int],
-    saved: Plan,
-    request: Request,
-    directory: Path,
-    progress: Callable[[str], None],
+    target: tuple[int, int, int], saved: Plan, request: Request, directory: Path, progress: Callable[[str], None]
 ) -> Measurement:
     output = directory / ("samples_" + "_".join(map(str, target)) + ".jsonl")
     plan = Plan(saved.hidden_size, target, str(directory), str(output), request.rounds, request.cold)

@@ -38,19 +38,10 @@ def analyse(measurement: Measurement) -> dict[str, Any]:
     }
 
 
-def _ratio(
-    seconds: dict[str, list[float]], above: str, below: str, target: float, at_least: bool
-) -> dict[str, Any]:
+def _ratio(seconds: dict[str, list[float]], above: str, below: str, target: float, at_least: bool) -> dict[str, Any]:
     found = ratio_of_medians(seconds[above], [seconds[below]])
     met = found.value >= target if at_least else found.value <= target
-    return {
-        "of": above,
-        "to": below,
-        "ratio": asdict(found),
-        "target": target,
-        "at_least": at_least,
-        "met": met,
-    }
+    return {"of": above, "to": below, "ratio": asdict(found), "target": target, "at_least": at_least, "met": met}
 
 
 def _page_cache(measurement: Measurement) -> str:
@@ -75,9 +66,7 @@ def _read_per_byte(measurement: Measurement, variant: str) -> float | None:
 
 def _phases(measurement: Measurement, variant: str) -> dict[str, float]:
     """Phase -> median over the rounds of the slowest rank's seconds."""
-    per_round = [
-        max(ranks, key=lambda rank: rank["wall_s"])["phases_s"] for ranks in measurement.samples[variant]
-    ]
+    per_round = [max(ranks, key=lambda rank: rank["wall_s"])["phases_s"] for ranks in measurement.samples[variant]]
     names = dict.fromkeys(name for phases in per_round for name in phases)
     return {name: statistics.median(phases.get(name, 0.0) for phases in per_round) for name in names}
 

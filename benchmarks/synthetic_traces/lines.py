@@ -6,15 +6,7 @@ import json
 
 from benchmarks.synthetic_traces.schedule import engine_ready, loop_start
 from benchmarks.synthetic_traces.shape import RANKS_PER_HOST
-from benchmarks.synthetic_traces.times import (
-    COMMIT_US,
-    STARTUP_PHASES,
-    TAIL_US,
-    Cycle,
-    Save,
-    Times,
-    late,
-)
+from benchmarks.synthetic_traces.times import COMMIT_US, STARTUP_PHASES, TAIL_US, Cycle, Save, Times, late
 from restart_trace.schema import SCHEMA_VERSION
 
 RUN_ID = "5eed5eed5eed"
@@ -54,6 +46,7 @@ class RankLines:
             "rank": self.rank,
             **(shape.coordinates(self.rank) if is_rank else {"tp": -1, "pp": -1, "dp": -1}),
             "role": role,
+            "instrument": "trainer",
             "host": f"node{self.host:04d}",
             "boot_id": f"boot-{self.host:04d}",
             "pid": 1000 + self.rank,
@@ -85,9 +78,7 @@ class RankLines:
             self._probe(op, "end", us)
         self.write("operation_end", f'{op}"end_ns":{self.ns(us)},"outcome":"ok"{facts}')
 
-    def span(
-        self, op: str, what: str, start: int, window: int, busy: int | None = None, thread: str = ""
-    ) -> int:
+    def span(self, op: str, what: str, start: int, window: int, busy: int | None = None, thread: str = "") -> int:
         """A span of phase, detail, file and bytes `what`; returns its end. A `thread` is in the background."""
         begin, end = self.ns(start), self.ns(start + window)
         shorter = f',"duration_ns":{busy * 1000}' if busy is not None and busy != window else ""

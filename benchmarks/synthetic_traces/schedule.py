@@ -45,9 +45,7 @@ def engine_ready(times: Times, cycle: Cycle, rank: int) -> int:
     return cycle.together + sum(times.startup(cycle.number, rank)[3:])
 
 
-def _cycle(
-    times: Times, number: int, begin: int, *, resumed: int, saves: int, until: int, index: int
-) -> Cycle:
+def _cycle(times: Times, number: int, begin: int, *, resumed: int, saves: int, until: int, index: int) -> Cycle:
     ranks = range(times.shape.ranks)
     arrivals = (begin + late(rank) + sum(times.startup(number, rank)[:2]) for rank in ranks)
     cycle = Cycle(
@@ -75,9 +73,7 @@ def _save(times: Times, cycle: Cycle, step: int, cursor: int, index: int, is_las
     shape = times.shape
     previous = cycle.saves[-1] if shape.asynchronous and cycle.saves else None
     finished = not (is_last and "unfinished-save" in shape.plants)
-    save = Save(
-        index, cycle.number, step, cursor, max_end(times, previous) if previous else 0, 0, finished, None
-    )
+    save = Save(index, cycle.number, step, cursor, max_end(times, previous) if previous else 0, 0, finished, None)
     parts = [times.save(save, rank) for rank in range(shape.ranks)]
     save.left = max(part.arrival for part in parts) + LEAVE_US
     if not shape.asynchronous:

@@ -45,9 +45,7 @@ class Shape:
         if unknown:
             raise ValueError(f"--plant {unknown[0]}: no such problem; there are {', '.join(PLANTS)}")
         if self.plants & {"clock-offset", "straggler-host"} and self.hosts < 2:
-            raise ValueError(
-                f"--ranks {self.ranks}: a host with a problem needs more than {RANKS_PER_HOST} ranks"
-            )
+            raise ValueError(f"--ranks {self.ranks}: a host with a problem needs more than {RANKS_PER_HOST} ranks")
 
     @property
     def hosts(self) -> int:

@@ -14,16 +14,7 @@ from benchmarks.synthetic_traces.lines import ENGINE, RUN_ID
 from benchmarks.synthetic_traces.plants import problems_of
 from benchmarks.synthetic_traces.schedule import BEFORE_LOOP_US, engine_ready, loop_start
 from benchmarks.synthetic_traces.shape import Shape
-from benchmarks.synthetic_traces.times import (
-    COMMIT_US,
-    GAP_US,
-    STARTUP_PHASES,
-    TAIL_US,
-    Cycle,
-    Save,
-    Times,
-    late,
-)
+from benchmarks.synthetic_traces.times import COMMIT_US, GAP_US, STARTUP_PHASES, TAIL_US, Cycle, Save, Times, late
 
 US = 1e6
 PerRank = Mapping[int, int]  # rank -> us; a rank that is not in it spent no time
@@ -184,9 +175,7 @@ def _agreed(times: Times, save: Save, ranks: list[int], critical: int | None, la
     barrier = {rank: save.left - times.save(save, rank).arrival for rank in ranks}
     for rank in ranks:
         barrier[rank] += save.over - save.left if rank else 0
-    details = {
-        detail: _phase({0: took}, ranks, critical, blocking=later) for detail, took in COMMIT_US.items()
-    }
+    details = {detail: _phase({0: took}, ranks, critical, blocking=later) for detail, took in COMMIT_US.items()}
     commit = {0: sum(COMMIT_US.values())}
     return {
         "barrier": _phase(barrier, ranks, critical, blocking=later),
@@ -226,11 +215,7 @@ def _load_phases(
     moved = {"read": num_bytes, "verify": num_bytes}
     details = {
         name: _phase(
-            values,
-            ranks,
-            critical,
-            num_bytes=moved.get(name),
-            files=None if name == "host_to_device" else files,
+            values, ranks, critical, num_bytes=moved.get(name), files=None if name == "host_to_device" else files
         )
         for name, values in took.items()
     }
@@ -240,9 +225,7 @@ def _load_phases(
     return {
         "discover": _phase({rank: part.discover for rank, part in parts.items()}, ranks, critical),
         "load": _phase(whole, ranks, critical, num_bytes=num_bytes, files=files, details=details),
-        "redistribute": _phase(
-            gather, ranks, critical, details={"all_gather": _phase(gather, ranks, critical)}
-        ),
+        "redistribute": _phase(gather, ranks, critical, details={"all_gather": _phase(gather, ranks, critical)}),
         "barrier": _phase(barrier, ranks, critical),
     }
 
@@ -278,9 +261,7 @@ def _start(times: Times, cycle: Cycle, ranks: list[int]) -> dict[str, Any]:
     }
 
 
-def _restart(
-    times: Times, cycles: list[Cycle], failure: dict[str, int], visible: list[list[int]]
-) -> dict[str, Any]:
+def _restart(times: Times, cycles: list[Cycle], failure: dict[str, int], visible: list[list[int]]) -> dict[str, Any]:
     before, after = cycles
     ranks = visible[1]
     reached = max(before.iterations, default=before.first_step)
@@ -307,8 +288,7 @@ def _restart(
         "failure_to_caught_up_s": (max(caught_up.values()) - failure["injected"]) / US,
         "failure": {"fault": "sigkill"}
         | {
-            f"{phase}_s": (failure[phase] - failure["injected"]) / US
-            for phase in ("detected", "stopped", "relaunched")
+            f"{phase}_s": (failure[phase] - failure["injected"]) / US for phase in ("detected", "stopped", "relaunched")
         },
     }
 
@@ -320,9 +300,7 @@ def _caught_up(times: Times, cycle: Cycle, rank: int) -> int:
     return cycle.iterations[step] + late(rank) + times.iteration(step, rank)
 
 
-def _loaded_phase(
-    times: Times, cycle: Cycle, ranks: list[int], loaded: PerRank, critical: int
-) -> dict[str, Any]:
+def _loaded_phase(times: Times, cycle: Cycle, ranks: list[int], loaded: PerRank, critical: int) -> dict[str, Any]:
     """The start-up's phase `load`: the load's wall time, with the load's own phases as details."""
     num_bytes = sum(times.bytes_per_file(rank) for rank in ranks) * times.shape.files
     own = _load_phases(times, cycle, ranks, critical, num_bytes, times.shape.files * len(ranks))

@@ -34,12 +34,7 @@ def write_run(directory: Path, shape: Shape) -> dict[str, Any]:
     times = Times(shape)
     cycles, failure = make_schedule(times)
     for cycle in cycles:
-        claim = {
-            "run_id": RUN_ID,
-            "cycle": cycle.number,
-            "launch_key": f"launch-{cycle.number}",
-            "wall_ns": 0,
-        }
+        claim = {"run_id": RUN_ID, "cycle": cycle.number, "launch_key": f"launch-{cycle.number}", "wall_ns": 0}
         name = CYCLE_FILE_PATTERN.format(cycle=cycle.number)
         (directory / name).write_text(json.dumps(claim) + "\n")
     _write_ranks(directory, shape, cycles)

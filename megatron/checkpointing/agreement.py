@@ -21,10 +21,7 @@ class CheckpointRejectedError(CheckpointDamagedError):
 
 
 def together(
-    control: ControlPlane,
-    op: Operation,
-    work: Callable[[], Any],
-    conclude: Callable[[list[Any]], Any] = list,
+    control: ControlPlane, op: Operation, work: Callable[[], Any], conclude: Callable[[list[Any]], Any] = list
 ) -> Any:
     """Take a step on every rank: `work()` on each, then on rank 0 `conclude(results by rank)`, which every rank gets.
 
@@ -64,6 +61,4 @@ def _verdict(found: Sequence[Any], conclude: Callable[[list[Any]], Any]) -> Any:
     if not errors:
         return _attempt(lambda: conclude(list(found)), 0)[0]
     refusals = [error for error in errors if not isinstance(error, CheckpointRejectedError)]
-    return (
-        refusals[0] if refusals else CheckpointRejectedError(*(why for error in errors for why in error.args))
-    )
+    return refusals[0] if refusals else CheckpointRejectedError(*(why for error in errors for why in error.args))

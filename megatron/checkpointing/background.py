@@ -30,12 +30,7 @@ class BackgroundSave:
     """
 
     def __init__(
-        self,
-        step: int,
-        op: Operation,
-        pending: PendingSave | None,
-        finish: Callable[[], str | None],
-        start_ns: int,
+        self, step: int, op: Operation, pending: PendingSave | None, finish: Callable[[], str | None], start_ns: int
     ) -> None:
         self.step = step
         self.error: str | None = None  # valid once the save is over

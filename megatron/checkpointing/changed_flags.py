@@ -179,9 +179,7 @@ def changes(saved: argparse.Namespace, mine: argparse.Namespace) -> list[str]:
         decision = DECISIONS[name]
         if decision.kind not in told or not hasattr(saved, name):
             continue
-        if not (_matters(name, saved) and _matters(name, mine)) or (
-            name in _OF_OPTIMIZER_STATE and mine.no_load_optim
-        ):
+        if not (_matters(name, saved) and _matters(name, mine)) or (name in _OF_OPTIMIZER_STATE and mine.no_load_optim):
             continue
         old, new = getattr(saved, name), getattr(mine, name)
         if _comparable(name, old) != _comparable(name, new):

@@ -89,17 +89,14 @@ class Candidate:
     manifest: Manifest | None
 
 
-def write_atomically(path: Path, text: str, fsync: bool) -> None:
-    """Replace `path` by `text` so that a reader, or a crash, sees the old or the new content whole."""
-    os.replace(_write_beside(path, text, fsync), path)
-
-
 def _write_beside(path: Path, text: str, fsync: bool) -> Path:
-    """Write what is to replace `path` into a temporary file next to it; returns that file."""
+    """Write what is to replace `path` into a temporary file next to it; returns that file.
+
+    Renamed to `path`, it is seen by a reader, or after a crash, whole or not at all.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(
-        missing_ok=True
-    )  # of a save that was killed; and a FIFO or a link must not be written to
+    # One may be left of a save that was killed; and a FIFO or a link must not be written to.
+    temporary.unlink(missing_ok=True)
     with temporary.open("x") as file:
         file.write(text)
         file.flush()
@@ -125,7 +122,7 @@ def write_manifest(directory: Path, manifest: Manifest, fsync: bool) -> None:
     """Make the files in `directory` a whole checkpoint. Raises ValueError for a manifest that no load would take."""
     text = manifest.to_json()
     Manifest.from_json(text)
-    write_atomically(directory / names.MANIFEST, text, fsync)
+    os.replace(_write_beside(directory / names.MANIFEST, text, fsync), directory / names.MANIFEST)
     if fsync:
         sync_directory(directory)
 
@@ -142,19 +139,14 @@ def publish(
     else may write there.
     """
     with _changing(owner):
-        _check_complete(temporary)
+        found = _inspect(temporary)
+        if not isinstance(found, Candidate):
+            raise FileNotFoundError(f"{temporary} is not complete: {found or f'it has no {names.MANIFEST}'}")
         return _publish(save_dir, temporary, tag, step, fsync)
 
 
 def _changing(owner: Ownership | None) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if owner is None else owner.exclusively()
-
-
-def _check_complete(temporary: Path) -> None:
-    """Raises OSError unless every file of the manifest in `temporary` is there and has its size."""
-    found = _inspect(temporary)
-    if not isinstance(found, Candidate):
-        raise FileNotFoundError(f"{temporary} is not complete: {found or f'it has no {names.MANIFEST}'}")
 
 
 def _publish(save_dir: Path, temporary: Path, tag: str, step: int, fsync: bool) -> list[str]:
@@ -261,10 +253,10 @@ def discover(load_dir: Path, load_tag: str | None) -> tuple[list[Candidate], lis
     only if `latest` (or `load_tag`) names it: then it is upstream's or DeepSpeed's. A `latest` that names nothing
     is something wrong, too. Raises OSError if the directory itself cannot be read.
     """
+    if not load_dir.is_dir():
+        return [], []
     candidates: list[Candidate] = []
     problems: list[tuple[str, str]] = []  # (tag, what is wrong)
-    if not load_dir.is_dir():
-        return candidates, []
     # Before the directories are: a job that saves meanwhile has published a checkpoint by the time `latest` names it.
     latest, unreadable = _read_latest(load_dir)
     directories = sorted(p for p in load_dir.iterdir() if p.is_dir() and not p.name.startswith("."))
@@ -273,9 +265,7 @@ def discover(load_dir: Path, load_tag: str | None) -> tuple[list[Candidate], lis
             found = _inspect(directory)
         except (OSError, ValueError) as exc:
             path = directory / names.MANIFEST
-            why = str(exc).removeprefix(f"{path}: ")
-            problems.append((directory.name, f"{path}: cannot be used: {why}"))
-            continue
+            found = f"{path}: cannot be used: " + str(exc).removeprefix(f"{path}: ")
         if isinstance(found, str):
             problems.append((directory.name, found))
         elif found is not None:
@@ -343,21 +333,25 @@ def _without_manifest(directories: Sequence[Path], candidates: Sequence[Candidat
     Older ones may be upstream's, which keeps no manifest, and are no concern of this load.
     """
     newest = max((c.step for c in candidates), default=-1)
-    found = []
-    for path in directories:
-        step = names.step_of(path.name)
-        if step is not None and step > newest and not os.path.lexists(path / names.MANIFEST):
-            found.append((path.name, f"{path / names.MANIFEST} is missing, so {path.name} may be incomplete"))
-    return found
+    return [
+        (path.name, f"{path / names.MANIFEST} is missing, so {path.name} may be incomplete")
+        for path in directories
+        if (step := names.step_of(path.name)) is not None
+        and step > newest
+        and not os.path.lexists(path / names.MANIFEST)
+    ]
 
 
 def _foreign(load_dir: Path, tag: str | None) -> list[Candidate]:
     """The checkpoint called `tag`, if upstream or DeepSpeed wrote it."""
-    if tag is None or not os.path.isdir(load_dir / tag) or os.path.lexists(load_dir / tag / names.MANIFEST):
-        return []
-    if not any((load_dir / tag).glob("mp_rank_*_model_states.pt")):
+    if tag is None or os.path.lexists(load_dir / tag / names.MANIFEST) or not is_upstreams(load_dir / tag):
         return []
     return [Candidate(load_dir / tag, tag, names.step_of(tag) or 0, None)]
+
+
+def is_upstreams(directory: Path) -> bool:
+    """Whether it has files of upstream's or DeepSpeed's; those of this program have the same names."""
+    return directory.is_dir() and any(directory.glob("mp_rank_*_model_states.pt"))
 
 
 def discard(temporary: Path) -> None:

@@ -53,36 +53,22 @@ def check_candidate(
     layout: Layout,
     padded_vocab_size: int,
     redistributable: bool | None = None,
+    foreign: ForeignCheckpoint | None = None,
 ) -> bool:
     """Whether the checkpoint was saved on another layout than `layout`, and is to be loaded onto it.
 
     So is one of upstream's whose shards are cut otherwise on the same layout, too. Raises CheckpointMismatchError
     naming every difference of shape, and a difference of layout unless the engine that saved it is `redistributable`
     (None: not known yet). A checkpoint without manifest is judged by the arguments in its mp_rank_00 file, as upstream
-    wrote them; if they are ours, its manifest is gone: CheckpointDamagedError.
+    wrote them (`foreign`, where they are known); if they are ours, its manifest is gone: CheckpointDamagedError.
     """
-    if candidate.manifest is None:
-        return _check(
-            candidate, _described(candidate, config), config, layout, padded_vocab_size, redistributable
-        )
-    return _check(candidate, None, config, layout, padded_vocab_size, redistributable)
-
-
-def _check(
-    candidate: Candidate,
-    foreign: ForeignCheckpoint | None,
-    config: Config,
-    layout: Layout,
-    padded_vocab_size: int,
-    redistributable: bool | None,
-) -> bool:
-    """`check_candidate`, with what the checkpoint says of itself if it is `foreign`."""
     mine = model_identity(config, padded_vocab_size)
-    if foreign is not None:
-        engine, theirs, their_layout = foreign_engine(config), foreign.model, foreign.layout
+    if candidate.manifest is not None:
+        engine, theirs = candidate.manifest.engine, candidate.manifest.model
+        their_layout = Layout(**candidate.manifest.layout)
     else:
-        manifest: Manifest = candidate.manifest  # pyright: ignore[reportAssignmentType]
-        engine, theirs, their_layout = manifest.engine, manifest.model, Layout(**manifest.layout)
+        foreign = foreign or _described(candidate, config)
+        engine, theirs, their_layout = foreign_engine(config), foreign.model, foreign.layout
     elsewhere = their_layout != layout or (foreign is not None and foreign.needs_rearranging)
     if elsewhere:
         del mine["padded_vocab_size"]  # TP pads it; the true size is checked parameter by parameter
@@ -93,10 +79,8 @@ def _check(
     ]
     if different:
         raise CheckpointMismatchError(
-            f"{candidate.directory}: another model: "
-            + "; ".join(different)
-            + "; give the flags of the run that "
-            "saved it, or another --load"
+            f"{candidate.directory}: another model: {'; '.join(different)}; give the flags of the run that saved it, "
+            "or another --load"
         )
     if elsewhere and redistributable is False:
         *others, last = redistributable_engines()
@@ -106,18 +90,14 @@ def _check(
             f"--tensor-model-parallel-size {their_layout.tp} --pipeline-model-parallel-size {their_layout.pp} on "
             f"{their_layout.world_size} ranks"
         )
-    if elsewhere and config.checkpoint.redistribute == "universal":
-        _check_universal(candidate.directory, engine)
-    return elsewhere
-
-
-def _check_universal(directory: Path, engine: str) -> None:
-    if engine not in _FILES_OF_TORCH:
+    universal = config.checkpoint.redistribute == "universal"
+    if elsewhere and universal and engine not in _FILES_OF_TORCH:
         *others, last = _FILES_OF_TORCH
         raise CheckpointMismatchError(
-            f"--redistribute universal: DeepSpeed converts files of torch.save, and {directory} was saved with "
-            f"--checkpoint-engine {engine}; drop the flag, or load a checkpoint of {', '.join(others)} or {last}"
+            f"--redistribute universal: DeepSpeed converts files of torch.save, and {candidate.directory} was saved "
+            f"with --checkpoint-engine {engine}; drop the flag, or load a checkpoint of {', '.join(others)} or {last}"
         )
+    return elsewhere
 
 
 def cannot_be_read(directory: Path, engine: str, why: str) -> CheckpointMismatchError:
@@ -150,18 +130,20 @@ def check_newest(config: Config, layout: Layout, vocab_size: int) -> int:
     found = found or newest_with_manifest(config)
     if found is None:
         return padded
-    engine = found.manifest.engine if found.manifest is not None else foreign_engine(config)
+    manifest = found.manifest
+    engine = manifest.engine if manifest is not None else foreign_engine(config)
     try:
         check_engine_name(engine)
     except (UnknownEngineError, EngineUnavailableError) as exc:
         raise cannot_be_read(found.directory, engine, str(exc)) from exc
-    model = (
-        found.manifest.model if found.manifest is not None else foreign.model if foreign is not None else {}
-    )
+    model = manifest.model if manifest is not None else foreign.model if foreign is not None else {}
     kept = model.get("padded_vocab_size")
-    if type(kept) is int and kept in _paddings(config, vocab_size) and kept % layout.tp == 0:
+    # Padded by any TP: a checkpoint with another number is one of another vocabulary.
+    multiple = config.model.make_vocab_size_divisible_by
+    by_any = {padded_vocab_size(vocab_size, multiple, tp) for tp in range(1, _LARGEST_TP + 1)}
+    if type(kept) is int and kept in by_any and kept % layout.tp == 0:
         padded = kept
-    _check(found, foreign, config, layout, padded, is_redistributable(engine))
+    check_candidate(found, config, layout, padded, is_redistributable(engine), foreign)
     return padded
 
 
@@ -180,15 +162,13 @@ def _named_without_manifest(config: Config) -> tuple[Candidate | None, ForeignCh
     directory = Path(options.load) / (tag or "")
     if tag is None or os.path.lexists(directory / names.MANIFEST):
         return None, None
-    state = read_header(directory)
-    if state is None:
-        return None, None
     try:
         with reading(directory / FIRST_FILE):
-            foreign = describe(directory, state)
+            state = read_header(directory)
+            foreign = describe(directory, state) if state is not None else None
     except CheckpointDamagedError:
         return None, None
-    return Candidate(directory, tag, foreign.step, None), foreign
+    return (Candidate(directory, tag, foreign.step, None), foreign) if foreign else (None, None)
 
 
 def newest_with_manifest(config: Config) -> Candidate | None:
@@ -207,14 +187,6 @@ def newest_with_manifest(config: Config) -> Candidate | None:
     return None
 
 
-def _paddings(config: Config, vocab_size: int) -> set[int]:
-    """What the vocabulary is padded to by any TP; a checkpoint with another number is one of another vocabulary."""
-    return {
-        padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, tp)
-        for tp in range(1, _LARGEST_TP + 1)
-    }
-
-
 def _tags_newest_first(load_dir: Path) -> list[str]:
     steps = {path.name: names.step_of(path.name) for path in load_dir.iterdir()}
     return sorted((tag for tag in steps if steps[tag] is not None), key=lambda tag: -(steps[tag] or 0))
@@ -223,7 +195,5 @@ def _tags_newest_first(load_dir: Path) -> list[str]:
 def _described(candidate: Candidate, config: Config) -> ForeignCheckpoint:
     reader = create_engine(foreign_engine(config), EngineOptions())
     with reading(candidate.directory / FIRST_FILE):  # it may hold anything
-        state = reader.load([FIRST_FILE], SavedCheckpoint(candidate.directory), untraced_operation())[
-            FIRST_FILE
-        ]
-        return describe(candidate.directory, state)
+        states = reader.load([FIRST_FILE], SavedCheckpoint(candidate.directory), untraced_operation())
+        return describe(candidate.directory, states[FIRST_FILE])

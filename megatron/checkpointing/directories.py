@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from megatron.checkpointing import naming as names
-from megatron.checkpointing.commit import Manifest
+from megatron.checkpointing.commit import Manifest, is_upstreams
 from megatron.checkpointing.manifest import read_latest
 from megatron.config import CheckpointConfig, ConfigError
 
@@ -75,7 +75,7 @@ def newest_tag(directory: Path) -> str | None:
         latest = read_latest(directory)
     except ValueError:
         latest = None
-    if latest is not None and (latest in tags or _is_upstreams(directory / latest)):
+    if latest is not None and (latest in tags or is_upstreams(directory / latest)):
         return latest
     return max(tags, key=lambda tag: (names.step_of(tag) or 0, tag), default=None)
 
@@ -88,10 +88,6 @@ def _resumes(options: CheckpointConfig) -> bool:
 
 def _is_checkpoint(entry: os.DirEntry[str]) -> bool:
     return not entry.name.startswith(".") and os.path.lexists(os.path.join(entry.path, names.MANIFEST))
-
-
-def _is_upstreams(directory: Path) -> bool:
-    return directory.is_dir() and any(directory.glob("mp_rank_*_model_states.pt"))
 
 
 def _origin_of(directory: Path) -> str | None:

@@ -98,9 +98,7 @@ def describe(directory: Path, state: Any) -> ForeignCheckpoint:
             "--load"
         )
     if hasattr(args, "indexed_samples"):  # upstream has no such argument
-        raise CheckpointDamagedError(
-            f"{directory / names.MANIFEST}: missing, so {directory.name} may be incomplete"
-        )
+        raise CheckpointDamagedError(f"{directory / names.MANIFEST}: missing, so {directory.name} may be incomplete")
     known = getattr(args, "__dict__", {})
     lacking = [name for name in _NEEDED_ARGS if name not in known]
     lacking_state = [name for name in _NEEDED_STATE if name not in state]

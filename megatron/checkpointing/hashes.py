@@ -32,15 +32,11 @@ def compare_hashes(engine: Any, path: Path) -> None:
             f"{path}: not there; --verify-restored-state needs a checkpoint that was saved with it"
         ) from None
     except (ValueError, NotRegularFileError) as exc:
-        raise CheckpointDamagedError(
-            f"{path}: not whole ({exc}), so the restored state cannot be compared"
-        ) from None
+        raise CheckpointDamagedError(f"{path}: not whole ({exc}), so the restored state cannot be compared") from None
     live = tensor_hashes(engine)
     wrong = sorted(name for name in saved.keys() | live.keys() if saved.get(name) != live.get(name))
     if wrong:
-        raise CheckpointDamagedError(
-            f"{path}: restored state differs from what was saved in " + ", ".join(wrong)
-        )
+        raise CheckpointDamagedError(f"{path}: restored state differs from what was saved in " + ", ".join(wrong))
 
 
 def _live_tensors(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:

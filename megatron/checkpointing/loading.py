@@ -73,9 +73,7 @@ def load_newest(ctx: RunContext, engine: Any) -> Progress | None:
                 reader.loads_are_over()
         if not problems:
             if options.load_tag is not None:
-                raise CheckpointNotFoundError(
-                    f"--load-tag {options.load_tag}: no such checkpoint in --load {load_dir}"
-                )
+                raise CheckpointNotFoundError(f"--load-tag {options.load_tag}: no such checkpoint in --load {load_dir}")
             return None
         if half_applied:
             raise CheckpointDamagedError(
@@ -135,9 +133,7 @@ def _load_candidate(
 
     def is_elsewhere() -> bool:
         with op.span("discover"):
-            return check_candidate(
-                candidate, ctx.config, place.layout, ctx.padded_vocab_size, reader.redistributable
-            )
+            return check_candidate(candidate, ctx.config, place.layout, ctx.padded_vocab_size, reader.redistributable)
 
     def read() -> None:
         with op.span("discover"):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpointing import naming as names
-from megatron.checkpointing.background import BackgroundSave, BackgroundSaves
+from megatron.checkpointing.background import BackgroundSave
 from megatron.checkpointing.compatibility import model_identity
 from megatron.checkpointing.context import RunContext
 from megatron.checkpointing.directories import loaded_from
@@ -40,7 +40,8 @@ class Checkpointer:
     ) -> None:
         self.context = context
         self._ownership = ownership
-        self._last_saved_step: int | None = None
+        # Iteration of the newest checkpoint in --save that is of this course of training, as far as is known.
+        self.last_saved_step: int | None = None
         identity = CheckpointIdentity(
             layout=context.place.layout.as_dict(),
             model=model_identity(context.config, context.padded_vocab_size),
@@ -49,16 +50,8 @@ class Checkpointer:
         self.writer = CheckpointWriter(
             context.checkpoint_engine, context.control, context.recorder, identity, attempt, commit_control
         )
-
-    @property
-    def background(self) -> BackgroundSaves:
-        """The asynchronous saves; `finished` of this class tells which are over."""
-        return self.writer.background
-
-    @property
-    def last_saved_step(self) -> int | None:
-        """Iteration of the newest checkpoint in --save that is of this course of training, as far as is known."""
-        return self._last_saved_step
+        # The asynchronous saves; `finished` of this class tells which are over.
+        self.background = self.writer.background
 
     def save(self, engine: Any, progress: Progress) -> None:
         """Save the state after iteration `progress.iteration`; collective.
@@ -80,14 +73,14 @@ class Checkpointer:
         directory = SaveDirectory(Path(options.save), self._ownership, options.keep_last)
         self.writer.save(directory, progress.iteration, collect, hashes)
         if not context.checkpoint_engine.asynchronous:
-            self._last_saved_step = progress.iteration
+            self.last_saved_step = progress.iteration
 
     def finished(self) -> list[BackgroundSave]:
         """The asynchronous saves that are over since the last call, oldest first. Waits for nothing."""
         ended = self.background.finished()
         for save in ended:
             if save.error is None:
-                self._last_saved_step = save.step
+                self.last_saved_step = save.step
         return ended
 
     def load(self, engine: Any) -> Progress | None:
@@ -99,7 +92,7 @@ class Checkpointer:
         progress = load_newest(self.context, engine)
         options = self.context.config.checkpoint
         if progress is not None and not (options.finetune or options.reset_iteration):
-            self._last_saved_step = progress.iteration if options.load == options.save else None
+            self.last_saved_step = progress.iteration if options.load == options.save else None
         return progress
 
 

@@ -96,9 +96,7 @@ class Ownership:
             _now_on(self.save_dir)
         newest = newest_owner(self.save_dir)
         if newest is None or newest.generation < self.generation:
-            logger.warning(
-                "--save %s: %s was emptied; going on as its owner", self.save_dir, mine.parent.name
-            )
+            logger.warning("--save %s: %s was emptied; going on as its owner", self.save_dir, mine.parent.name)
             _write(self.save_dir, self.owner)
         elif newest.generation > self.generation:
             raise SaveDirectorySupersededError(

@@ -14,9 +14,9 @@ import os
 import queue
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron.checkpointing import naming as names
 from megatron.checkpointing.compatibility import newest_with_manifest
@@ -24,7 +24,7 @@ from megatron.checkpointing.engines.base import SavedCheckpoint
 from megatron.config import Config
 from megatron.fileio.host_memory import available_memory
 from megatron.fileio.page_cache import ResidentPages
-from megatron.parallel.topology import Coordinates, Layout
+from megatron.parallel.topology import Layout
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
 from restart_trace.regular import open_regular
@@ -39,33 +39,28 @@ _MAX_HEADER = 100_000_000  # bytes; the safetensors library refuses more
 Stretch = tuple[int, int]  # bytes [start, stop) of a file
 
 
-@dataclass(frozen=True)
-class Prefetched:
-    """What was read of one file. `num_bytes` came from storage: what lay in the page cache before is not in it."""
-
-    path: Path
-    start_ns: int
-    end_ns: int
-    num_bytes: int
-
-
 class Prefetch:
     """Reads ahead for one rank, from when it is made. `also` may name more states; `hand_over` ends it."""
 
     def __init__(self, config: Config, layout: Layout, rank: int, limit_bytes: int) -> None:
         self._config = config
         self._layout = layout
-        self._at = layout.coordinates(rank)
+        at = layout.coordinates(rank)
         self._left = limit_bytes
         self._buffer = memoryview(mmap.mmap(-1, _BLOCK))
         self._wanted: queue.SimpleQueue[Sequence[str]] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._directory: Path | None = None
         self._note = ""
-        self._read: list[Prefetched] = []
+        # (file, begin and end in monotonic ns, bytes): from storage, without what lay in the page cache before.
+        self._read: list[tuple[str, int, int, int]] = []
         self._handed_over = False
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
-        self._wanted.put(_first_states(config, layout, self._at))
+        # What a rank knows that it reads before its model is built: all but, with engine torch, the layers.
+        with_optimizer = not (config.checkpoint.no_load_optim or config.checkpoint.finetune)
+        self._mine = names.optimizer_file(layout, at, config.model.params_dtype)
+        common = names.model_states_file(layout, at)
+        self._wanted.put([self._mine, common] if with_optimizer else [common])
         self._thread.start()
 
     def also(self, states: Sequence[str]) -> None:
@@ -78,13 +73,11 @@ class Prefetch:
             return
         self._handed_over = True
         with op.span("load", "read"):  # until the block that is being read is there
-            self._end()
-        for part in self._read:
-            op.add(
-                "load", "read", part.start_ns, part.end_ns, file=part.path.name, num_bytes=part.num_bytes,
-                blocking=False, thread=self._thread.name,
-            )  # fmt: skip
-        total = sum(part.num_bytes for part in self._read)
+            self.close()
+        labels: dict[str, Any] = {"blocking": False, "thread": self._thread.name}
+        for name, start, end, num_bytes in self._read:
+            op.add("load", "read", start, end, file=name, num_bytes=num_bytes, **labels)
+        total = sum(num_bytes for *_, num_bytes in self._read)
         if directory == self._directory:
             op.was_read_ahead(total)
         elif total:
@@ -95,10 +88,7 @@ class Prefetch:
         )  # fmt: skip
 
     def close(self) -> None:
-        """End without a load."""
-        self._end()
-
-    def _end(self) -> None:
+        """End, after the block that is being read."""
         self._stop.set()
         self._wanted.put(())
         self._thread.join()
@@ -120,22 +110,21 @@ class Prefetch:
 
     def _read_all(self, checkpoint: SavedCheckpoint) -> None:
         seen: set[str] = set()
-        mine = names.optimizer_file(self._layout, self._at, self._config.model.params_dtype)
         while not self._stop.is_set():
             for state in self._wanted.get():
                 for file in checkpoint.holding(state):
                     if file.name not in seen and not self._stop.is_set():
                         seen.add(file.name)
-                        self._read_file(checkpoint.path(file.name), mine)
+                        self._read_file(checkpoint.path(file.name))
 
-    def _read_file(self, path: Path, my_optimizer_file: str) -> None:
+    def _read_file(self, path: Path) -> None:
         start, count = now_ns(), 0
         fd = open_regular(path)
         try:
             resident = ResidentPages(fd)
             # Just what is asked for: the kernel's own reading ahead, megabytes of it, knows of no limit.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-            for at, length in _blocks(_stretches(fd, path, lambda state: _is_mine(state, my_optimizer_file))):
+            for at, length in _blocks(_stretches(fd, path, self._mine)):
                 missing = min(length, resident.missing_bytes(at, at + length))
                 if self._stop.is_set():
                     break
@@ -150,7 +139,7 @@ class Prefetch:
         finally:
             os.close(fd)
             if count:
-                self._read.append(Prefetched(path, start, now_ns(), count))
+                self._read.append((path.name, start, now_ns(), count))
 
 
 def start_prefetch(config: Config, layout: Layout) -> Prefetch | None:
@@ -166,21 +155,8 @@ def start_prefetch(config: Config, layout: Layout) -> Prefetch | None:
     return Prefetch(config, layout, config.parallel.rank, limit)
 
 
-def _first_states(config: Config, layout: Layout, at: Coordinates) -> list[str]:
-    """What a rank knows that it reads before its model is built: all but, with engine torch, the layers."""
-    states = [names.model_states_file(layout, at)]
-    if not (config.checkpoint.no_load_optim or config.checkpoint.finetune):
-        states.insert(0, names.optimizer_file(layout, at, config.model.params_dtype))
-    return states
-
-
-def _is_mine(state: str, my_optimizer_file: str) -> bool:
-    """Whether a state in a file that holds one of ours is ours, too: not if it is another rank's shard."""
-    return not state.endswith(_OPTIMIZER_SUFFIX) or state == my_optimizer_file
-
-
-def _stretches(fd: int, path: Path, wanted: Callable[[str], bool]) -> list[Stretch]:
-    """The parts of a file to read: of engine lazy's, the header and the tensors of `wanted` states; else all of it.
+def _stretches(fd: int, path: Path, my_optimizer_file: str) -> list[Stretch]:
+    """The parts of a file to read: of engine lazy's, the header and what is not another rank's shard; else all of it.
 
     Raises ValueError if the header is no header.
     """
@@ -194,7 +170,9 @@ def _stretches(fd: int, path: Path, wanted: Callable[[str], bool]) -> list[Stret
     found = [(0, begin)]
     entries = json.loads(os.pread(fd, length, 8))
     for name, entry in entries.items():
-        if name != "__metadata__" and wanted(name.partition("/")[0]):
+        state = name.partition("/")[0]
+        mine = not state.endswith(_OPTIMIZER_SUFFIX) or state == my_optimizer_file
+        if name != "__metadata__" and mine:
             start, stop = entry["data_offsets"]
             if not 0 <= start <= stop <= size - begin:
                 raise ValueError(f"{path}: its header tells of bytes {start} to {stop}")

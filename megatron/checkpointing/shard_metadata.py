@@ -114,9 +114,7 @@ def shard_placement(kind: str, held: list[JsonObject], numel: int) -> JsonObject
     """
     end = held[-1]["offset"] + held[-1]["numel"] if held else 0
     if end > numel:
-        raise ValueError(
-            f"{kind}: a flat tensor of {numel} elements cannot hold fragments up to element {end}"
-        )
+        raise ValueError(f"{kind}: a flat tensor of {numel} elements cannot hold fragments up to element {end}")
     covered = sum(fragment["numel"] for fragment in held)
     return {"kind": kind, "fragments": held, "padding": numel - covered}
 
@@ -165,50 +163,42 @@ def add_placements(engine: Any, place: RankPlace, vocab_size: int, files: list[F
     `vocab_size`: the true vocabulary, of the tokenizer. Raises ValueError naming a tensor whose parameter does not
     say how it is split.
     """
-    name_of = _names_of_parameters(engine)
+    name_of = names_of_parameters(engine)
     layers = {names.layer_file(number, place.at.tp): layer for number, layer in layer_modules(engine)}
     optimizer_file = names.optimizer_file(place.layout, place.at, place.params_dtype)
     placed = []
     for file in files:
         if file.name in layers:
-            found = _layer_placements(layers[file.name], file, name_of, vocab_size)
-            file = replace(file, placements=found)
+            found = layer_placements(file, layers[file.name], name_of, vocab_size)
+            file = replace(file, placements={(key,): placement for key, placement in found.items()})
         elif file.name == optimizer_file:
-            partitions = _partitions(engine.optimizer, name_of, place.at.dp)
+            partitions = flat_partitions(engine, place.at.dp)
             file = replace(file, placements=optimizer_placements(file.state, partitions, vocab_size))
         placed.append(file)
     return placed
 
 
-def layer_placements(engine: Any, layer: torch.nn.Module, vocab_size: int) -> dict[str, JsonObject]:
-    """Key of the state_dict of a pipeline layer -> placement. Raises ValueError as `add_placements`."""
-    file = FileState(type(layer).__name__, layer.state_dict())
-    found = _layer_placements(layer, file, _names_of_parameters(engine), vocab_size)
-    return {key: placement for (key,), placement in found.items()}
-
-
-def flat_partitions(engine: Any, dp_rank: int) -> list[FlatPartition]:
-    """The partitions of the flat groups of DeepSpeed's optimizer that `dp_rank` holds."""
-    return _partitions(engine.optimizer, _names_of_parameters(engine), dp_rank)
-
-
-def _names_of_parameters(engine: Any) -> dict[int, str]:
-    return {id(param): name for name, param in engine.module.named_parameters()}
-
-
-def _layer_placements(
-    layer: torch.nn.Module, file: FileState, name_of: Mapping[int, str], vocab_size: int
-) -> dict[NestPath, JsonObject]:
+def layer_placements(
+    file: FileState, layer: torch.nn.Module, name_of: Mapping[int, str], vocab_size: int
+) -> dict[str, JsonObject]:
+    """Key -> placement, for `file` with the state of a pipeline layer. Raises ValueError as `add_placements`."""
     params = dict(layer.named_parameters(remove_duplicate=False))
     unknown = [key for key in file.state if key not in params]
     if unknown:
         raise ValueError(f"{file.name}: {', '.join(unknown)}: no parameter, so where it belongs is unknown")
     named = [(key, name_of[id(params[key])]) for key in file.state]
-    return {(key,): weight_placement(name, slice_of(params[key], name), vocab_size) for key, name in named}
+    return {key: weight_placement(name, slice_of(params[key], name), vocab_size) for key, name in named}
 
 
-def _partitions(optimizer: Any, name_of: Mapping[int, str], dp_rank: int) -> list[FlatPartition]:
-    """The flat groups of DeepSpeed's optimizer, of which there are two classes: bf16, and all else."""
+def names_of_parameters(engine: Any) -> dict[int, str]:
+    """id of a live parameter -> its name."""
+    return {id(param): name for name, param in engine.module.named_parameters()}
+
+
+def flat_partitions(engine: Any, dp_rank: int) -> list[FlatPartition]:
+    """The partitions of the flat groups of DeepSpeed's optimizer that `dp_rank` holds."""
+    optimizer, name_of = engine.optimizer, names_of_parameters(engine)
+    # DeepSpeed has two classes of it: bf16, and all else.
     if hasattr(optimizer, "bf16_groups"):
         groups = optimizer.bf16_groups
         offsets = [[0, *accumulate(param.numel() for param in group)][:-1] for group in groups]

@@ -123,9 +123,7 @@ def client_state(config: Config, vocab_sizes: tuple[int, int], progress: Progres
     }
 
 
-def universal_checkpoint_info(
-    model: ModelConfig, tp: int, vocab_size: int, padded_vocab_size: int
-) -> dict[str, Any]:
+def universal_checkpoint_info(model: ModelConfig, tp: int, vocab_size: int, padded_vocab_size: int) -> dict[str, Any]:
     """Patterns by which DeepSpeed's universal checkpoint knows how each parameter is split over `tp` ranks.
 
     Version 0.4 of deepspeed/checkpoint (constants.py, ds_to_universal.py). Upstream's patterns split fused QKV as one
@@ -148,9 +146,7 @@ def universal_checkpoint_info(
     if model.add_position_embedding:
         replicated.append(r"(tied_modules.embed|\d+).position_embeddings.weight")
     linear_parts = ["weight", "bias"] if model.add_bias_linear else ["weight"]
-    query, kv = (
-        model.kv_channels * heads for heads in (model.num_attention_heads, model.num_key_value_heads)
-    )
+    query, kv = (model.kv_channels * heads for heads in (model.num_attention_heads, model.num_key_value_heads))
     fused = {rf"\d+.self_attention.query_key_value.{part}": (query, kv, kv) for part in linear_parts}
     return {
         "universal_checkpoint_version": 0.4,
@@ -174,9 +170,7 @@ def universal_checkpoint_info(
             }
             for pattern, sizes in fused.items()
         ],
-        "sub_param_shard_widths": {
-            pattern: [[size // tp] * tp for size in sizes] for pattern, sizes in fused.items()
-        },
+        "sub_param_shard_widths": {pattern: [[size // tp] * tp for size in sizes] for pattern, sizes in fused.items()},
     }
 
 
@@ -258,11 +252,7 @@ def progress_of(common: Mapping[str, Any]) -> Progress:
 
 
 def samples_of_run(
-    train_iters: int,
-    eval_interval: int,
-    eval_iters: int,
-    global_batch_size: int,
-    train_samples: int | None = None,
+    train_iters: int, eval_interval: int, eval_iters: int, global_batch_size: int, train_samples: int | None = None
 ) -> tuple[int, int, int]:
     """(train, valid, test) samples that a run of this length reads; upstream's count, also of --train-samples."""
     evaluations = train_iters // eval_interval + 1 if eval_interval else 1

@@ -158,9 +158,7 @@ class CheckpointWriter:
         self.background.begin(begun)
         begun.blocked_ns += now_ns() - save.start_ns
 
-    def _begin(
-        self, save: Save, collect: Callable[[], Sequence[FileState]], extra_files: Sequence[ExtraFile]
-    ) -> None:
+    def _begin(self, save: Save, collect: Callable[[], Sequence[FileState]], extra_files: Sequence[ExtraFile]) -> None:
         """Hand the files to the engine. A failure is kept: this rank tells it when all agree."""
         op = save.op
         try:

@@ -69,9 +69,7 @@ class _Parser(argparse.ArgumentParser):
 class _KeepNameAndValues(argparse.Action):
     """Appends (flag, its values...) to the list of the flags without an effect."""
 
-    def __call__(
-        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None
-    ) -> None:
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         kept = [*getattr(namespace, self.dest, ()), (self.option_strings[0], *values)]
         setattr(namespace, self.dest, kept)
 
@@ -93,9 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
             if spec is not None:
                 _add(group, field, spec)
         if cls is ModelConfig:
-            group.add_argument(
-                "--bf16", action="store_true", help="train in bfloat16, with fp32 master weights"
-            )
+            group.add_argument("--bf16", action="store_true", help="train in bfloat16, with fp32 master weights")
             group.add_argument("--fp16", action="store_true", help="train in float16, with loss scaling")
     group = parser.add_argument_group("accepted", "flags of upstream's scripts that have no effect here")
     for name, why in NO_EFFECT.items():
@@ -120,9 +116,7 @@ def _add(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], spec: Fl
     if field.default is dataclasses.MISSING:
         shown += " (required)"
     elif field.default not in (None, ()):
-        default = (
-            {True: "on", False: "off"}[field.default] if isinstance(field.default, bool) else field.default
-        )
+        default = {True: "on", False: "off"}[field.default] if isinstance(field.default, bool) else field.default
         shown += f" (default: {default})"
     group.add_argument(
         *spec.names,
@@ -141,11 +135,7 @@ def _metavar(field: dataclasses.Field[Any], spec: FlagSpec) -> str:
         return "{on,off}"
     if spec.parse in (int, float):
         return "N" if spec.parse is int else "X"
-    return (
-        "PATH"
-        if field.name.endswith(("_path", "_dir", "_file", "_model", "save", "load", "_config"))
-        else "NAME"
-    )
+    return "PATH" if field.name.endswith(("_path", "_dir", "_file", "_model", "save", "load", "_config")) else "NAME"
 
 
 def parse_args(argv: Sequence[str] | None = None, env: Mapping[str, str] = os.environ) -> argparse.Namespace:
@@ -176,9 +166,7 @@ def _explain_unknown(parser: argparse.ArgumentParser, rest: list[str]) -> str:
             lines.append(f"{name} is not supported: {UNSUPPORTED[name]}")
             continue
         near = difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.7)
-        lines.append(
-            f"unknown flag {name}: " + (f"did you mean {near[0]}?" if near else "--help lists all flags")
-        )
+        lines.append(f"unknown flag {name}: " + (f"did you mean {near[0]}?" if near else "--help lists all flags"))
     return "\n".join(lines)
 
 
@@ -311,9 +299,7 @@ def rank_of(env: Mapping[str, str]) -> int:
         return 0
 
 
-def exit_with(
-    error: Exception, rank: int, wait_s: float | None = None, *, every_rank_sees_it: bool = True
-) -> NoReturn:
+def exit_with(error: Exception, rank: int, wait_s: float | None = None, *, every_rank_sees_it: bool = True) -> NoReturn:
     """End the process with exit code 2; rank 0 prints the error, the others print nothing and end later.
 
     If the error may concern one node only (its files, its disk), another rank that still runs after the wait

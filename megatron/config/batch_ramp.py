@@ -71,7 +71,5 @@ def batch_sizes(ramp: tuple[int, ...], global_batch_size: int, step: int) -> Bat
             "the three"
         )
     if start % step or (start != global_batch_size and increment % step):
-        refuse_ramp(
-            f"first size and increment must be multiples of --micro-batch-size x data-parallel size = {step}"
-        )
+        refuse_ramp(f"first size and increment must be multiples of --micro-batch-size x data-parallel size = {step}")
     return BatchSizes(global_batch_size, start, increment, ramp_samples)

@@ -15,9 +15,7 @@ class CheckpointConfig(FlagGroup):
 
     save: str | None = flag(None, "directory to save checkpoints to")
     save_interval: int | None = flag(None, "iterations between saves; needed with --save", least=1)
-    keep_last: int | None = flag(
-        None, "keep only this many newest checkpoints (default: all)", least=1, needs="save"
-    )
+    keep_last: int | None = flag(None, "keep only this many newest checkpoints (default: all)", least=1, needs="save")
     take_over: bool = flag(
         False,
         "save to --save although another live launch saves there: that launch stops saving and ends",
@@ -54,13 +52,9 @@ class CheckpointConfig(FlagGroup):
     allow_other_checkpoints: bool = flag(
         False, "save into a --save that holds checkpoints which this run does not resume from", needs="save"
     )
-    checkpoint_engine: str = flag(
-        "torch", "how checkpoint files are written; an unknown name lists the engines"
-    )
+    checkpoint_engine: str = flag("torch", "how checkpoint files are written; an unknown name lists the engines")
     checkpoint_durability: str = flag(
-        "fsync",
-        "fsync: a committed checkpoint survives a power loss; none: as upstream",
-        choices=("fsync", "none"),
+        "fsync", "fsync: a committed checkpoint survives a power loss; none: as upstream", choices=("fsync", "none")
     )
     host_cache_size: float | None = flag(
         None,
@@ -68,20 +62,15 @@ class CheckpointConfig(FlagGroup):
         "checkpoint, at most half of its share of the free memory)",
         above=0,
     )
-    io_threads: int | None = flag(
-        None, "threads that write or read files (default: the engine's own)", least=1
-    )
+    io_threads: int | None = flag(None, "threads that write or read files (default: the engine's own)", least=1)
     io_block_size: float = flag(8.0, "size of one read or write of an I/O thread, MiB; engine lazy")
     direct_io: str = flag(
         "auto",
-        "bypass the page cache: auto falls back to buffered I/O, and logs it, if the file system refuses; "
-        "engine lazy",
+        "bypass the page cache: auto falls back to buffered I/O, and logs it, if the file system refuses; engine lazy",
         choices=("auto", "on", "off"),
     )
     prefetch_on_start: bool = flag(
-        False,
-        "read the rank's part of the checkpoint into the page cache while the process starts",
-        needs="load",
+        False, "read the rank's part of the checkpoint into the page cache while the process starts", needs="load"
     )
     prefetch_limit: float | None = flag(
         None,
@@ -91,9 +80,7 @@ class CheckpointConfig(FlagGroup):
         needs="prefetch_on_start",
     )
     checksum: str = flag(
-        "crc32",
-        "checksum to compute while saving, if the file format has none of its own",
-        choices=("crc32", "none"),
+        "crc32", "checksum to compute while saving, if the file format has none of its own", choices=("crc32", "none")
     )
     verify_checkpoint: str = flag(
         "checksum",

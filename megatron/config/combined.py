@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -26,6 +27,10 @@ class Note(NamedTuple):
 
     level: int
     text: str
+
+
+_info = functools.partial(Note, logging.INFO)
+_warning = functools.partial(Note, logging.WARNING)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,60 +144,39 @@ class Config:
                 "add --checkpoint-activations"
             )
 
+    def _own_notes(self) -> Iterator[Note]:
+        for shown in self.data.unread_tokenizer_files:
+            yield _warning(f"{shown} is not read by --tokenizer-type {self.data.tokenizer_type}")
+        yield from self._unused_loss_scale_flags()
+        yield from self._notes_of_layout()
+        if self.checkpoint.save is None and self.checkpoint.save_interval is not None:
+            yield _warning("--save-interval: no effect, no checkpoint is saved without --save DIR")
+        if self.model.recompute_granularity == "selective" or self.model.recompute_activations:
+            yield _info(
+                "--recompute-granularity selective: no effect, scaled_dot_product_attention recomputes its scores by "
+                "itself wherever its flash or memory-efficient kernel runs"
+            )
+        if self.trace.restart_trace and self.trace.restart_trace_dir is None:
+            yield _warning("no restart trace is written: neither --save nor --restart-trace-dir is given")
+
     def _unused_loss_scale_flags(self) -> Iterator[Note]:
         if self.model.fp16:
             return
-        defaults = {field.name: field.default for field in dataclasses.fields(TrainingConfig)}
-        for name in _FP16_FIELDS:
-            value = getattr(self.training, name)
-            if value != defaults[name]:
-                yield Note(
-                    logging.WARNING,
-                    f"{flag_name(name)} {value}: no effect, loss scaling is for --fp16, and this run is in "
-                    f"{self.model.params_dtype}",
+        for field in dataclasses.fields(TrainingConfig):
+            value = getattr(self.training, field.name)
+            if field.name in _FP16_FIELDS and value != field.default:
+                yield _warning(
+                    f"{flag_name(field.name)} {value}: no effect, loss scaling is for --fp16, and this run is in "
+                    f"{self.model.params_dtype}"
                 )
-
-    def _own_notes(self) -> list[Note]:
-        notes = [
-            Note(logging.WARNING, f"{shown} is not read by --tokenizer-type {self.data.tokenizer_type}")
-            for shown in self.data.unread_tokenizer_files
-        ]
-        notes += self._unused_loss_scale_flags()
-        notes += self._notes_of_layout()
-        if self.checkpoint.save is None and self.checkpoint.save_interval is not None:
-            notes.append(
-                Note(logging.WARNING, "--save-interval: no effect, no checkpoint is saved without --save DIR")
-            )
-        if self.model.recompute_granularity == "selective" or self.model.recompute_activations:
-            notes.append(
-                Note(
-                    logging.INFO,
-                    "--recompute-granularity selective: no effect, scaled_dot_product_attention recomputes its scores "
-                    "by itself wherever its flash or memory-efficient kernel runs",
-                )
-            )
-        if self.trace.restart_trace and self.trace.restart_trace_dir is None:
-            notes.append(
-                Note(
-                    logging.WARNING,
-                    "no restart trace is written: neither --save nor --restart-trace-dir is given",
-                )
-            )
-        return notes
 
     def _notes_of_layout(self) -> Iterator[Note]:
         asked = self.parallel.zero_stage_asked
         if asked == 0:
-            yield Note(
-                logging.INFO, "--zero-stage 0: ZeRO-1 is used, which computes the same and needs less memory"
-            )
+            yield _info("--zero-stage 0: ZeRO-1 is used, which computes the same and needs less memory")
         if asked == 2:
-            yield Note(
-                logging.WARNING,
-                "--zero-stage 2: ZeRO-1 is used, which computes the same but keeps the whole gradient on every rank",
+            yield _warning(
+                "--zero-stage 2: ZeRO-1 is used, which computes the same but keeps the whole gradient on every rank"
             )
         if self.parallel.no_pipeline_parallel:
-            yield Note(
-                logging.INFO,
-                "--no-pipeline-parallel: there is one stage, and DeepSpeed's pipeline engine runs it",
-            )
+            yield _info("--no-pipeline-parallel: there is one stage, and DeepSpeed's pipeline engine runs it")

@@ -58,11 +58,7 @@ def parse_blend(flag_shown: str, values: tuple[str, ...]) -> list[tuple[float, s
         except ValueError:
             refuse(flag_shown, values, f"expected a weight before {prefix}, got {weight_text}")
         if not math.isfinite(weight) or weight <= 0:
-            refuse(
-                flag_shown,
-                values,
-                f"the weight {weight_text} of {prefix} must be positive; or drop that dataset",
-            )
+            refuse(flag_shown, values, f"the weight {weight_text} of {prefix} must be positive; or drop that dataset")
         pairs.append((weight, prefix.strip()))
     # Added one by one, unlike sum() from Python 3.12 on: the blend follows the last bit of these, as upstream's.
     total = functools.reduce(operator.add, (weight for weight, _ in pairs))
@@ -80,17 +76,13 @@ class DataConfig(FlagGroup):
     valid_data_path: tuple[str, ...] = flag((), "validation dataset(s), with --train-data-path")
     test_data_path: tuple[str, ...] = flag((), "test dataset(s), with --train-data-path")
     split: str = flag(DEFAULT_SPLIT, "parts of --data-path for training, validation and test")
-    data_impl: str = flag(
-        "infer", "dataset format; mmap is the only one, and infer selects it", choices=DATA_IMPLS
-    )
+    data_impl: str = flag("infer", "dataset format; mmap is the only one, and infer selects it", choices=DATA_IMPLS)
     data_cache_path: str | None = flag(None, "directory for sample index files (default: beside the dataset)")
     train_doc_idx_path: str | None = flag(
         None, "doc-idx file of the training set, instead of building one; needs the next two flags"
     )
     train_sample_idx_path: str | None = flag(None, "sample-idx file of the training set")
-    train_shuffle_idx_path: str | None = flag(
-        None, "shuffle-idx file of the training set: the order of its samples"
-    )
+    train_shuffle_idx_path: str | None = flag(None, "shuffle-idx file of the training set: the order of its samples")
     num_workers: int = flag(2, "data-loading processes per rank; 0: load in the training process", least=0)
     eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens")
     tokenizer_type: str | None = flag(
@@ -136,9 +128,7 @@ class DataConfig(FlagGroup):
         parse_split(self.split)
         separate = [name for name in _PATH_FIELDS[1:] if getattr(self, name)]
         if self.data_path and separate:
-            raise ConfigError(
-                f"--data-path and {flag_name(separate[0])} exclude each other: give one of them"
-            )
+            raise ConfigError(f"--data-path and {flag_name(separate[0])} exclude each other: give one of them")
         if separate and not self.train_data_path:
             raise ConfigError(f"{flag_name(separate[0])} needs --train-data-path beside it")
         if separate and self.split != DEFAULT_SPLIT:
@@ -158,9 +148,7 @@ class DataConfig(FlagGroup):
                 f"{flag_name(given[0])} needs {flag_name(missing[0])} beside it: the three belong together"
             )
         if given and (len(self.data_path) > 1 or len(self.train_data_path) > 1):
-            raise ConfigError(
-                f"{flag_name(given[0])} describes one dataset, and several are blended: drop it"
-            )
+            raise ConfigError(f"{flag_name(given[0])} describes one dataset, and several are blended: drop it")
 
     @property
     def unread_tokenizer_files(self) -> list[str]:

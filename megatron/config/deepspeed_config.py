@@ -48,9 +48,7 @@ _LINKS = {
     "zero_optimization.stage": _Link("zero_stage"),
 }
 _FP16_LINKS = {
-    "fp16.loss_scale": _Link(
-        "loss_scale", lambda scale: float(scale) or None, lambda scale: scale or 0
-    ),  # 0: dynamic
+    "fp16.loss_scale": _Link("loss_scale", lambda scale: float(scale) or None, lambda scale: scale or 0),  # 0: dynamic
     "fp16.initial_scale_power": _Link(
         "initial_loss_scale", lambda power: 2.0**power, lambda scale: int(math.log2(scale))
     ),

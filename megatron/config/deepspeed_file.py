@@ -66,11 +66,7 @@ def shown(value: Any) -> str:
 
 def engine_stanzas(tree: dict[str, Any]) -> dict[str, str]:
     """Key of each stanza of a checked file that names a checkpoint engine -> that engine."""
-    found = {
-        key: rule.engine
-        for key, rule in KEYS.items()
-        if isinstance(rule, Names) and get(tree, key) is not None
-    }
+    found = {key: rule.engine for key, rule in KEYS.items() if isinstance(rule, Names) and get(tree, key) is not None}
     if get(tree, "checkpoint.writer.decoupled") is True:
         found["checkpoint.writer"] += "-decoupled"
     return found
@@ -99,9 +95,7 @@ def _parse(path: str) -> dict[str, Any]:
         where = path if path.isprintable() else ascii(path)
         raise ConfigError(f"--deepspeed_config {where}: {why}; give DeepSpeed's JSON file") from error
     if not isinstance(raw, dict):
-        raise ConfigError(
-            f"--deepspeed_config {path}: holds a JSON {type(raw).__name__}; it must be an object"
-        )
+        raise ConfigError(f"--deepspeed_config {path}: holds a JSON {type(raw).__name__}; it must be an object")
     return raw
 
 
@@ -166,9 +160,7 @@ def _leaves(tree: dict[str, Any]) -> list[str]:
             found.append(name)
             continue
         for inner, more in value.items():
-            found.append(
-                f"{name}.{inner}" + (f".{next(iter(more))}" if isinstance(more, dict) and more else "")
-            )
+            found.append(f"{name}.{inner}" + (f".{next(iter(more))}" if isinstance(more, dict) and more else ""))
     return found
 
 
@@ -199,13 +191,11 @@ def _stanza(key: str, value: Any, rule: Names, path: str) -> dict[str, Any] | No
 
 
 def _typed(key: str, value: Any, kind: Kind, path: str) -> Any:
-    if kind.name == "bool":
-        if not isinstance(value, bool):
-            _refuse(path, key, f"is {shown(value)}; use true or false")
-        return value
-    if kind.name == "names":
-        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-            _refuse(path, key, f"is {shown(value)}; it must be a list of strings")
+    if kind.name == "bool" and not isinstance(value, bool):
+        _refuse(path, key, f"is {shown(value)}; use true or false")
+    if kind.name == "names" and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
+        _refuse(path, key, f"is {shown(value)}; it must be a list of strings")
+    if kind.name in ("bool", "names"):
         return value
     if kind.name == "str":
         if not isinstance(value, str):
@@ -240,9 +230,7 @@ def _refuse_unknown(prefix: str, name: str, path: str, known: tuple[str, ...] = 
     """Suggests the nearest key of the same section, else one of that name in another."""
     if prefix + name in KEYS:
         outer, _, inner = name.rpartition(".")
-        _refuse(
-            path, f"unknown key {_name(prefix + name)}:", f"a dot names no section; put {inner} into {outer}"
-        )
+        _refuse(path, f"unknown key {_name(prefix + name)}:", f"a dot names no section; put {inner} into {outer}")
     beside = [key[len(prefix) :] for key in known or KEYS if key.startswith(prefix)]
     near = difflib.get_close_matches(name, [inner for inner in beside if "." not in inner], n=1, cutoff=0.7)
     near = [prefix + inner for inner in near]
@@ -270,11 +258,7 @@ def _check_together(tree: dict[str, Any], path: str) -> None:
     if get(tree, "comms_logger.prof_ops") and get(tree, "comms_logger.prof_all") is not False:
         _refuse(path, "comms_logger.prof_ops", 'has no effect without "prof_all": false; give that, too')
     if get(tree, "checkpoint.writer.io_buffer_size") and get(tree, "checkpoint.writer.type") != "fast":
-        _refuse(
-            path,
-            "checkpoint.writer.io_buffer_size",
-            'is of the fast writer; give "type": "fast", too, or drop it',
-        )
+        _refuse(path, "checkpoint.writer.io_buffer_size", 'is of the fast writer; give "type": "fast", too, or drop it')
     named = engine_stanzas(tree)
     if len(named) > 1:
         both = " and ".join(f"{key} (engine {engine})" for key, engine in named.items())

@@ -93,9 +93,7 @@ _MASTER = "master weights and moments are fp32"
 _PARTITION = "the model is cut into stages by --pipeline-model-parallel-size"
 _RECOMPUTE = "use --checkpoint-activations, which says how stages recompute"
 _OTHER_TRACE = "the restart trace (--save, --restart-trace-dir) records the bytes and the time of every write"
-_NO_TIMER = (
-    "under pipelines nothing reads that timer; the training log has samples, tokens and TFLOPs per second"
-)
+_NO_TIMER = "under pipelines nothing reads that timer; the training log has samples, tokens and TFLOPs per second"
 _OWN_SAVE = "checkpoints are written by this program's engines, not by DeepSpeed's save_checkpoint"
 _IO_FLAGS = "of the async_io operator --io-threads and --io-block-size can be set"
 _BOARD = "use --tensorboard-dir, or the section tensorboard or csv_monitor"
@@ -132,13 +130,9 @@ _TOP: dict[str, Rule] = {
     "disable_allgather": Inert(False, _NOT_READ),
     "zero_force_ds_cpu_optimizer": Inert(True, "nothing is offloaded here"),
     **_inert(
-        "sequences are not split over ranks",
-        seq_parallel_communication_data_type="fp32",
-        sequence_parallel_size=1,
+        "sequences are not split over ranks", seq_parallel_communication_data_type="fp32", sequence_parallel_size=1
     ),
-    "dataloader_drop_last": Inert(
-        False, "this program has its own data loader, and its batches are complete"
-    ),
+    "dataloader_drop_last": Inert(False, "this program has its own data loader, and its batches are complete"),
     "use_data_before_expert_parallelism": Inert(False, "there are no experts here"),
     "data_parallel_size": Refused("start as many processes as TP x PP x DP"),
     "vocabulary_size": Refused("use --vocab-size or the tokenizer's files"),
@@ -179,8 +173,7 @@ _TOP: dict[str, Rule] = {
     ),
     "wandb": _off(_BOARD, "enabled group team project"),
     "comet": _off(
-        _BOARD,
-        "enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode",
+        _BOARD, "enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode"
     ),
     **_all("none_ckpt none_ckpt_config", Names("none", as_object=False)),
     "torchsnapshot_ckpt": Names("torchsnapshot"),
@@ -202,9 +195,7 @@ _SECTIONS: dict[str, dict[str, Rule]] = {
     "checkpoint": {
         "writer": Names("fastpersist", as_bool=False),
         "checkpoint_serialization": Inert(True, "files are torch.save's zip files"),
-        "tag_validation": Inert(
-            "Fail", "the ranks agree on each checkpoint, its name included, before its commit"
-        ),
+        "tag_validation": Inert("Fail", "the ranks agree on each checkpoint, its name included, before its commit"),
         "use_node_local_storage": Inert(False, _OWN_SAVE),
         "parallel_write": Section(),
         "load_universal": Refused("another layout needs no conversion; --redistribute universal makes one"),
@@ -233,9 +224,7 @@ _SECTIONS: dict[str, dict[str, Rule]] = {
         "allgather_bucket_size": Inert(_BUCKET, "torch gathers a partition in one call, whatever its size"),
         "allgather_partitions": Inert(True, _NOT_READ),
         "reduce_scatter": Inert(True, "at stage 1 both settings add up the same buckets"),
-        "contiguous_gradients": Inert(
-            True, "without it DeepSpeed's ZeRO-1 copies gradients another way, untried here"
-        ),
+        "contiguous_gradients": Inert(True, "without it DeepSpeed's ZeRO-1 copies gradients another way, untried here"),
         "overlap_comm": Inert(False, "pipelines reduce gradients after their last backward pass"),
         "compute_grad_norm": Inert(True, "the training log and --clip-grad need the norm"),
         "load_from_fp32_weights": Inert(True, "a checkpoint restores its fp32 master weights"),
@@ -323,10 +312,7 @@ _SECTIONS: dict[str, dict[str, Rule]] = {
         "module_depth": Passes(Kind("int", least=-1)),
         "output_file": Passes(STR),
     },
-    "comms_logger": {
-        **_all("enabled verbose prof_all debug", Passes(BOOL)),
-        "prof_ops": Passes(Kind("names")),
-    },
+    "comms_logger": {**_all("enabled verbose prof_all debug", Passes(BOOL)), "prof_ops": Passes(Kind("names"))},
     "tensorboard": {"enabled": Passes(BOOL), **_all("output_path job_name", Passes(STR))},
     "csv_monitor": {"enabled": Passes(BOOL), **_all("output_path job_name", Passes(STR))},
     "timers": {"throughput": Section()},

@@ -21,12 +21,6 @@ def require_at_least(flag: str, value: float | None, least: float) -> None:
         refuse(flag, value, f"must be at least {least}")
 
 
-def require_positive(flag: str, value: float | None) -> None:
-    """Raise ConfigError unless `value` is None or greater than zero."""
-    if value is not None and not value > 0:
-        refuse(flag, value, "must be greater than 0")
-
-
 def require_one_of(flag: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise ConfigError unless `value` is one of `choices`."""
     if value not in choices:

@@ -121,7 +121,8 @@ class FlagGroup:
                 refuse(spec.names[0], value, f"choose one of {', '.join(spec.choices)}")
             if spec.needs and value is not False and getattr(self, spec.needs) in (None, False):
                 needed = flag_name(spec.needs) + (" DIR" if getattr(self, spec.needs) is None else "")
-                raise ConfigError(f"{spec.names[0]} does nothing without {needed}: add it or drop the flag")
+                given = spec.names[0] + ("" if value is True else f" {value}:")
+                raise ConfigError(f"{given} does nothing without {needed}: add it or drop the flag")
             if isinstance(value, int | float):
                 spec.bounds.check(spec.names[0], value)
 

@@ -15,9 +15,7 @@ def default_ffn_hidden_size(hidden_size: int, swiglu: bool) -> int:
     return int((4 * hidden_size * 2 / 3) / 64) * 64 if swiglu else 4 * hidden_size
 
 
-def padded_vocab_size(
-    vocab_size: int, make_vocab_size_divisible_by: int, tensor_model_parallel_size: int
-) -> int:
+def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tensor_model_parallel_size: int) -> int:
     """The smallest multiple of (make_vocab_size_divisible_by x TP) that holds `vocab_size` tokens.
 
     The result is divisible by the tensor parallel size by construction.
@@ -36,12 +34,8 @@ class ModelConfig(FlagGroup):
         None, "width of the MLP (default: 4h; with --swiglu 8/3 h, down to a multiple of 64)", least=1
     )
     num_attention_heads: int = flag(REQUIRED, "number of query heads", least=1)
-    num_key_value_heads: int = flag(
-        None, "number of key/value heads (default: as many as query heads)", least=1
-    )
-    kv_channels: int = flag(
-        None, "size of one attention head (default: hidden size / attention heads)", least=1
-    )
+    num_key_value_heads: int = flag(None, "number of key/value heads (default: as many as query heads)", least=1)
+    kv_channels: int = flag(None, "size of one attention head (default: hidden size / attention heads)", least=1)
     seq_length: int = flag(REQUIRED, "tokens per sample", least=1)
     max_position_embeddings: int = flag(None, "rows of the position table (default: --seq-length)")
     use_rotary_position_embeddings: bool = flag(False, "rotary instead of learned position embeddings")
@@ -66,13 +60,9 @@ class ModelConfig(FlagGroup):
     attention_dropout: float = flag(0.1, "dropout of the attention probabilities", below=1)
     hidden_dropout: float = flag(0.1, "dropout of the embeddings and of each residual branch", below=1)
     init_method_std: float = flag(0.02, "standard deviation of the initial weights", above=0)
-    make_vocab_size_divisible_by: int = flag(
-        128, "the vocabulary is padded to a multiple of this times TP", least=1
-    )
+    make_vocab_size_divisible_by: int = flag(128, "the vocabulary is padded to a multiple of this times TP", least=1)
     checkpoint_activations: bool = flag(False, "recompute activations in the backward pass")
-    checkpoint_num_layers: int = flag(
-        1, "layers per recomputed chunk; needs --checkpoint-activations", least=1
-    )
+    checkpoint_num_layers: int = flag(1, "layers per recomputed chunk; needs --checkpoint-activations", least=1)
     recompute_granularity: str | None = flag(
         None,
         "full: as --checkpoint-activations; selective: nothing to do, since attention keeps no score matrix",

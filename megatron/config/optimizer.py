@@ -20,13 +20,9 @@ class OptimizerConfig(FlagGroup):
     lr: float = flag(REQUIRED, "peak learning rate", above=0)
     min_lr: float = flag(0.0, "learning rate at the end of the decay", least=0)
     lr_decay_style: str = flag("linear", "shape of the decay", choices=LR_DECAY_STYLES)
-    lr_decay_iters: int = flag(
-        None, "iterations after which --min-lr is reached (default: --train-iters)", least=1
-    )
+    lr_decay_iters: int = flag(None, "iterations after which --min-lr is reached (default: --train-iters)", least=1)
     lr_decay_samples: int | None = flag(
-        None,
-        "samples after which --min-lr is reached, with --train-samples (default: --train-samples)",
-        least=1,
+        None, "samples after which --min-lr is reached, with --train-samples (default: --train-samples)", least=1
     )
     lr_decay_tokens: int | None = flag(
         None, "tokens after which --min-lr is reached, instead of iterations or samples", least=1
@@ -37,9 +33,7 @@ class OptimizerConfig(FlagGroup):
         None, "tokens of linear warm-up from zero, instead of iterations or samples", least=0
     )
     lr_warmup_fraction: float | None = flag(
-        None,
-        "warm-up as a fraction of the decay, instead of --lr-warmup-iters or --lr-warmup-samples",
-        below=1,
+        None, "warm-up as a fraction of the decay, instead of --lr-warmup-iters or --lr-warmup-samples", below=1
     )
     weight_decay: float = flag(0.01, "weight decay", least=0)
     start_weight_decay: float = flag(None, "weight decay at the start, with --weight-decay-incr-style")

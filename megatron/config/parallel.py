@@ -23,8 +23,7 @@ class ParallelConfig(FlagGroup):
         10, "how long an operation of any process group may wait for the other ranks; 0.5: half a minute"
     )
     no_pipeline_parallel: bool = flag(
-        False,
-        "no pipeline stages: --pipeline-model-parallel-size must be 1, and DeepSpeed's pipeline engine has one",
+        False, "no pipeline stages: --pipeline-model-parallel-size must be 1, and DeepSpeed's pipeline engine has one"
     )
     zero_stage: int = flag(
         1,
@@ -44,26 +43,17 @@ class ParallelConfig(FlagGroup):
         False, "split saved activations over the TP ranks", needs="deepspeed_activation_checkpointing"
     )
     contigious_checkpointing: bool = flag(
-        False,
-        "keep split activations in one buffer; needs --partition-activations",
-        needs="partition_activations",
+        False, "keep split activations in one buffer; needs --partition-activations", needs="partition_activations"
     )
-    checkpoint_in_cpu: bool = flag(
-        False, "keep saved activations in host memory", needs="partition_activations"
-    )
+    checkpoint_in_cpu: bool = flag(False, "keep saved activations in host memory", needs="partition_activations")
     synchronize_each_layer: bool = flag(
-        False,
-        "synchronize the device around each recomputed layer",
-        needs="deepspeed_activation_checkpointing",
+        False, "synchronize the device around each recomputed layer", needs="deepspeed_activation_checkpointing"
     )
     profile_backward: bool = flag(
         False, "time the backward pass of each recomputed layer", needs="deepspeed_activation_checkpointing"
     )
     local_rank: int = flag(
-        0,
-        "index of this process on its node; launchers give it",
-        names=("--local-rank", "--local_rank"),
-        least=0,
+        0, "index of this process on its node; launchers give it", names=("--local-rank", "--local_rank"), least=0
     )
     zero_stage_asked: int = 1  # before 0 and 2 became 1
     world_size: int = 1  # WORLD_SIZE
@@ -89,6 +79,11 @@ class ParallelConfig(FlagGroup):
     def data_parallel_size(self) -> int:
         """Replicas of the model: world size / (TP x PP)."""
         return self.world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """(TP, PP, DP)."""
+        return self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.data_parallel_size
 
     def _resolve_zero_stage(self) -> None:
         if self.zero_stage not in (0, 1, 2):

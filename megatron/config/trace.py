@@ -12,12 +12,9 @@ from megatron.config.flags import FlagGroup, flag, on_off
 class TraceConfig(FlagGroup):
     """Restart trace: recording where saves and restarts spend their time."""
 
-    restart_trace: bool = flag(
-        True, "record the phases of every save, load and start-up: on or off", parse=on_off
-    )
+    restart_trace: bool = flag(True, "record the phases of every save, load and start-up: on or off", parse=on_off)
     restart_trace_dir: str | None = flag(
-        None,
-        "directory of the trace files (default: restart_trace in --save; without either, none are written)",
+        None, "directory of the trace files (default: restart_trace in --save; without either, none are written)"
     )
     trace_probes: bool = flag(
         True,

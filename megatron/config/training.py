@@ -16,9 +16,7 @@ class TrainingConfig(FlagGroup):
     """Training: batch sizes, length, evaluation, logging."""
 
     micro_batch_size: int = flag(REQUIRED, "samples per rank in one forward pass", least=1)
-    global_batch_size: int = flag(
-        None, "samples per iteration over all ranks (default: micro batch x DP)", least=1
-    )
+    global_batch_size: int = flag(None, "samples per iteration over all ranks (default: micro batch x DP)", least=1)
     rampup_batch_size: tuple[int, ...] = flag(
         (),
         "START INCREMENT SAMPLES: the global batch grows from START to --global-batch-size in steps of INCREMENT, over "
@@ -33,14 +31,11 @@ class TrainingConfig(FlagGroup):
         least=1,
     )
     train_tokens: int | None = flag(
-        None,
-        "stop, and save, after so many tokens; --train-iters or --train-samples may stop the run earlier",
-        least=1,
+        None, "stop, and save, after so many tokens; --train-iters or --train-samples may stop the run earlier", least=1
     )
     seed: int = flag(1234, "seed of initialization, dropout and data order", least=1)
     data_parallel_random_init: bool = flag(
-        False,
-        "seed each DP rank differently (by 10 x its rank); DeepSpeed still broadcasts the weights of rank 0",
+        False, "seed each DP rank differently (by 10 x its rank); DeepSpeed still broadcasts the weights of rank 0"
     )
     log_interval: int = flag(100, "iterations between log lines", least=1)
     log_level: str = flag("info", "lowest severity that is logged", choices=LOG_LEVELS)
@@ -48,8 +43,7 @@ class TrainingConfig(FlagGroup):
     exit_duration_in_mins: float | None = flag(None, "stop, and save, after this many minutes", above=0)
     exit_signal_handler: bool = flag(False, "on SIGTERM save a checkpoint and stop")
     allow_injected_faults: bool = flag(
-        False,
-        "for the restart drill: SIGRTMIN+1 raises an exception in this process, SIGRTMIN+2 a device error",
+        False, "for the restart drill: SIGRTMIN+1 raises an exception in this process, SIGRTMIN+2 a device error"
     )
     eval_interval: int = flag(1000, "iterations between evaluations; 0: none while training", least=0)
     eval_iters: int = flag(100, "batches of one evaluation; 0: no evaluation", least=0)
@@ -59,9 +53,7 @@ class TrainingConfig(FlagGroup):
     loss_scale: float | None = flag(None, "static loss scale of --fp16 (default: dynamic)", above=0)
     initial_loss_scale: float = flag(2.0**16, "first dynamic loss scale of --fp16, a power of two", above=0)
     min_loss_scale: float = flag(1.0, "smallest dynamic loss scale of --fp16", least=1)
-    loss_scale_window: float = flag(
-        1000.0, "iterations without overflow after which the loss scale doubles", least=1
-    )
+    loss_scale_window: float = flag(1000.0, "iterations without overflow after which the loss scale doubles", least=1)
     hysteresis: int = flag(2, "overflows after which the loss scale is halved", least=1)
     tensorboard_dir: str | None = flag(None, "directory for TensorBoard event files (default: none written)")
     tensorboard_log_interval: int = flag(1, "iterations between TensorBoard points", least=1)
@@ -73,9 +65,7 @@ class TrainingConfig(FlagGroup):
     log_timers_to_tensorboard: bool = flag(
         False, "write the time per iteration to TensorBoard", needs="tensorboard_dir"
     )
-    log_batch_size_to_tensorboard: bool = flag(
-        False, "write the batch size to TensorBoard", needs="tensorboard_dir"
-    )
+    log_batch_size_to_tensorboard: bool = flag(False, "write the batch size to TensorBoard", needs="tensorboard_dir")
     log_learning_rate_to_tensorboard: bool = flag(
         True,
         "no learning rate in TensorBoard",
@@ -87,12 +77,8 @@ class TrainingConfig(FlagGroup):
     log_validation_ppl_to_tensorboard: bool = flag(
         False, "write the validation perplexity to TensorBoard", needs="tensorboard_dir"
     )
-    log_memory_to_tensorboard: bool = flag(
-        False, "write accelerator memory to TensorBoard", needs="tensorboard_dir"
-    )
-    log_world_size_to_tensorboard: bool = flag(
-        False, "write the world size to TensorBoard", needs="tensorboard_dir"
-    )
+    log_memory_to_tensorboard: bool = flag(False, "write accelerator memory to TensorBoard", needs="tensorboard_dir")
+    log_world_size_to_tensorboard: bool = flag(False, "write the world size to TensorBoard", needs="tensorboard_dir")
     log_optimizer_states_to_tensorboard: bool = flag(
         False,
         "write norms and largest elements of Adam's moments and of the master weights to TensorBoard",

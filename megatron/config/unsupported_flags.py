@@ -144,9 +144,7 @@ NO_EFFECT_VALUES: dict[str, InertValue] = {
     "--DDP-impl": InertValue(
         "gradients are reduced by DeepSpeed", ("local", "torch"), UNSUPPORTED["--use-distributed-optimizer"]
     ),
-    "--transformer-impl": InertValue(
-        "this program has its own layers", ("local",), UNSUPPORTED["--fp8-hybrid"]
-    ),
+    "--transformer-impl": InertValue("this program has its own layers", ("local",), UNSUPPORTED["--fp8-hybrid"]),
     "--timing-log-level": InertValue(
         "the restart trace records the time of every iteration, save and load; see --restart-trace-dir",
         ("0", "1", "2"),

@@ -43,17 +43,9 @@ class BlendableDataset:
     """
 
     def __init__(
-        self,
-        datasets: Sequence[SampleSource],
-        weights: Sequence[float],
-        size: int,
-        cache: IndexCache | None = None,
+        self, datasets: Sequence[SampleSource], weights: Sequence[float], size: int, cache: IndexCache | None = None
     ) -> None:
-        if (
-            not datasets
-            or len(datasets) != len(weights)
-            or not all(0 < weight < np.inf for weight in weights)
-        ):
+        if not datasets or len(datasets) != len(weights) or not all(0 < weight < np.inf for weight in weights):
             raise ValueError(
                 f"--data-path: {len(datasets)} datasets with weights {list(weights)}: give each a weight > 0"
             )

@@ -52,9 +52,7 @@ class GivenIndexDataset(GPTDataset):
         doc, sample, shuffle = (arrays[f"{name}_idx"] for name in IndexFiles._fields)
         start, stop = self.documents
         if num_samples is not None and num_samples > len(self):
-            self._refuse(
-                "shuffle", f"holds {len(self)} samples, and the run reads {num_samples}; train on fewer"
-            )
+            self._refuse("shuffle", f"holds {len(self)} samples, and the run reads {num_samples}; train on fewer")
         if len(doc) == 0 or int(doc.min()) < start or int(doc.max()) >= stop:
             self._refuse("doc", f"names documents that are not of this training set, [{start}, {stop})")
         if len(sample) < 2 or int(sample[:, 0].max()) >= len(doc) or int(sample.min()) < 0:
@@ -78,14 +76,8 @@ class GivenIndexDataset(GPTDataset):
             array = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, OSError, EOFError) as error:
             self._refuse(name, f"cannot be read: {error}")
-        if (
-            not isinstance(array, np.ndarray)
-            or array.dtype.kind not in "iu"
-            or array.ndim != _DIMENSIONS[name]
-        ):
-            self._refuse(
-                name, f"is no {name}-idx: expected whole numbers in {_DIMENSIONS[name]} dimension(s)"
-            )
+        if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu" or array.ndim != _DIMENSIONS[name]:
+            self._refuse(name, f"is no {name}-idx: expected whole numbers in {_DIMENSIONS[name]} dimension(s)")
         if name == "sample" and array.shape[1] != 2 or len(array) == 0:
             self._refuse(name, f"is no {name}-idx: its shape is {array.shape}")
         return array

@@ -135,9 +135,7 @@ class GPTDataset:
             return
         wanted = max(len(self), num_samples or 0)
         for block in range(-(-wanted // len(self))):
-            self.cache.ensure(
-                self._description(block), self._specs(), lambda block=block: self.build_block(block)
-            )
+            self.cache.ensure(self._description(block), self._specs(), lambda block=block: self.build_block(block))
 
     def load_index(self) -> None:
         """Map block 0, so that a missing index shows now. Raises IndexCacheError."""
@@ -251,9 +249,7 @@ def build_train_valid_test_datasets(
 class _Planner:
     """Opens each token file once and makes the datasets, without building their indices."""
 
-    def __init__(
-        self, data: DataConfig, seq_length: int, seed: int, train_dataset: Callable[..., GPTDataset]
-    ) -> None:
+    def __init__(self, data: DataConfig, seq_length: int, seed: int, train_dataset: Callable[..., GPTDataset]) -> None:
         if not data.prefixes:
             raise ValueError(
                 "--data-path is missing: give the common path of the .bin and .idx files, without the suffix"
@@ -275,9 +271,7 @@ class _Planner:
             return self._plan_one(split, blend[0][1], num_samples)
         weights = [weight for weight, _ in blend]
         shares = blended_num_samples(weights, num_samples)
-        parts = [
-            self._plan_one(split, prefix, share) for (_, prefix), share in zip(blend, shares, strict=True)
-        ]
+        parts = [self._plan_one(split, prefix, share) for (_, prefix), share in zip(blend, shares, strict=True)]
         cache = IndexCache.beside(blend[0][1], self.data.data_cache_path)
         return BlendableDataset(parts, weights, sum(shares), cache)
 

@@ -93,9 +93,7 @@ class IndexCache:
                 "set --data-cache-path to a directory that can be written and that all nodes share"
             ) from error
 
-    def load(
-        self, description: str, specs: Mapping[str, ArraySpec], wait_s: float = 10.0
-    ) -> dict[str, Array]:
+    def load(self, description: str, specs: Mapping[str, ArraySpec], wait_s: float = 10.0) -> dict[str, Array]:
         """Map the arrays of an entry (read-only).
 
         Waits up to ``wait_s`` seconds for the files: on a network file system what one node wrote may appear
@@ -133,9 +131,7 @@ def _map_entry(directory: Path, description: str, specs: Mapping[str, ArraySpec]
             return None  # missing or truncated: the caller builds it anew or reports it
         if not spec.fits(candidate):
             return None
-        arrays[name] = candidate.view(
-            np.ndarray
-        )  # plain views are several times faster to index than np.memmap
+        arrays[name] = candidate.view(np.ndarray)  # plain views are several times faster to index than np.memmap
     return arrays
 
 

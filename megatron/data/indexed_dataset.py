@@ -99,9 +99,7 @@ class MMapIndexedDataset:
             if not os.path.isfile(path):
                 raise IndexedDatasetError(_missing_message(self.path_prefix, path))
         self.dtype, self.sizes, self._pointers, self.doc_idx = _map_index(index_file_path(self.path_prefix))
-        self.num_tokens = (
-            int(self._pointers[-1]) // self.dtype.itemsize + int(self.sizes[-1]) if len(self) else 0
-        )
+        self.num_tokens = int(self._pointers[-1]) // self.dtype.itemsize + int(self.sizes[-1]) if len(self) else 0
         self._check_index()
         self._tokens = self._map_tokens()
 
@@ -118,9 +116,7 @@ class MMapIndexedDataset:
             pointers = self._pointers[start : stop + 1]
             sizes = self.sizes[start:stop].astype(np.int64)
             distances = np.diff(pointers)
-            bad = np.flatnonzero(
-                (sizes[: len(distances)] * self.dtype.itemsize != distances) | (distances < 0)
-            )
+            bad = np.flatnonzero((sizes[: len(distances)] * self.dtype.itemsize != distances) | (distances < 0))
             first_wrong = start == 0 and pointers[0] != 0
             if first_wrong or len(bad) or sizes[-1] < 0:
                 where = start + (int(bad[0]) if len(bad) else 0)
@@ -209,26 +205,20 @@ def _check_ranges(num_sequences: int) -> list[tuple[int, int]]:
     return [(start, start + block) for start in starts]
 
 
-def _map_index(
-    path: str,
-) -> tuple[np.dtype[Any], npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _map_index(path: str) -> tuple[np.dtype[Any], npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Data type, sizes, pointers and document index of a checked .idx file, the arrays mapped from it."""
     num_bytes = os.path.getsize(path)
     with open(path, "rb") as file:
         header = file.read(_HEADER.size)
     if header[: len(_MAGIC)] != _MAGIC:
-        raise IndexedDatasetError(
-            f"{path}: not an index of the mmap format (it starts with {header[:9]!r}): {_REMAKE}"
-        )
+        raise IndexedDatasetError(f"{path}: not an index of the mmap format (it starts with {header[:9]!r}): {_REMAKE}")
     if len(header) < _HEADER.size:
         raise IndexedDatasetError(f"{path}: truncated: {num_bytes} bytes end inside the header: {_REMAKE}")
     _, version, code, num_sequences, num_doc_idx = _HEADER.unpack(header)
     if version != _VERSION:
         raise IndexedDatasetError(f"{path}: format version {version}, supported is {_VERSION}: {_REMAKE}")
     if code not in DTYPES:
-        raise IndexedDatasetError(
-            f"{path}: data type code {code}, supported are 1 to {len(DTYPES)}: {_REMAKE}"
-        )
+        raise IndexedDatasetError(f"{path}: data type code {code}, supported are 1 to {len(DTYPES)}: {_REMAKE}")
     expected = _HEADER.size + 12 * num_sequences + 8 * num_doc_idx
     if num_bytes != expected:
         what = "truncated" if num_bytes < expected else "too long"

@@ -84,9 +84,7 @@ def shuffle_idx_dtype(num_samples: int) -> type[np.integer[Any]]:
     return np.uint32 if num_samples < np.iinfo(np.uint32).max - 1 else np.int64
 
 
-def _build_doc_idx(
-    first_document: int, last_document: int, plan: EpochPlan, rng: np.random.RandomState
-) -> IntArray:
+def _build_doc_idx(first_document: int, last_document: int, plan: EpochPlan, rng: np.random.RandomState) -> IntArray:
     documents = np.arange(first_document, last_document, dtype=doc_idx_dtype(last_document))
     if not plan.separate_last_epoch:
         doc_idx = np.tile(documents, plan.num_epochs)

@@ -118,8 +118,7 @@ def extents(plan: FilePlan) -> list[Extent]:
     """All extents of a file, in its order."""
     firsts, starts, stops = bounds(plan)
     found = [
-        Extent(plan.path, start, stop, [], [])
-        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
+        Extent(plan.path, start, stop, [], []) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
     ]
     of = np.repeat(np.arange(len(firsts)), np.diff(np.append(firsts, len(plan.file_offset))))
     for i in np.flatnonzero(plan.target == _CHECK).tolist():
@@ -144,9 +143,7 @@ def _rows(plan: FilePlan, of: Array) -> Iterator[tuple[int, Rows]]:
         yield int(of[copied[i]]), Rows(int(plan.target[copied[i]]), start, to, length, count, *steps)
 
 
-def progressions(
-    source: Array, target: Array, length: Array, key: Array
-) -> Iterator[tuple[int, int, int, int]]:
+def progressions(source: Array, target: Array, length: Array, key: Array) -> Iterator[tuple[int, int, int, int]]:
     """Ranges as few regular patterns: (first range, how many, step in the source, step in the target).
 
     Those of a pattern have the same length and the same `key`.

@@ -46,9 +46,7 @@ class OpenFile:
 
     def can_be_mapped(self, start: int, stop: int) -> bool:
         """Whether [start, stop) is to be used in the page cache: most of it lies there, or has to pass through it."""
-        return self.only_mapped or (
-            self._resident is not None and self._resident.share(start, stop) > _MOSTLY_CACHED
-        )
+        return self.only_mapped or (self._resident is not None and self._resident.share(start, stop) > _MOSTLY_CACHED)
 
     def is_read_directly(self, start: int, stop: int) -> bool:
         """Whether [start, stop) is to be read around the page cache."""

@@ -105,10 +105,7 @@ def read_ranges(
 
 def open_all(file_bytes: Mapping[Path, int], direct_io: str, stack: ExitStack) -> dict[Path, OpenFile]:
     """Files of those sizes, open until `stack` is left. Raises DamagedFileError if one has another size."""
-    return {
-        path: stack.enter_context(closing(OpenFile(path, size, direct_io)))
-        for path, size in file_bytes.items()
-    }
+    return {path: stack.enter_context(closing(OpenFile(path, size, direct_io))) for path, size in file_bytes.items()}
 
 
 class _Pool:
@@ -188,11 +185,7 @@ class _ReadingThread:
             self._staging.finish()  # after an error, too: the copies under way must not outlive their targets
             self._took("copy", began)
             ended = now_ns()
-            for kind, phase, detail in (
-                ("read", "load", "read"),
-                ("verify", "load", "verify"),
-                ("copy", *label.copy),
-            ):
+            for kind, phase, detail in (("read", "load", "read"), ("verify", "load", "verify"), ("copy", *label.copy)):
                 if self._times[kind]:
                     moved = self.num_bytes if kind == "read" else None
                     op.add(phase, detail, started, ended, duration_ns=self._times[kind], num_bytes=moved)

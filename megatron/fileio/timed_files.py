@@ -176,9 +176,7 @@ class TimedReader(io.FileIO):
                     break  # someone cut the file off meanwhile, or what is damaged says that parts overlap
                 found = found.followed_by(more)
             if (found.stop, found.crc32) != (record.stop, record.crc32):
-                raise DamagedFileError(
-                    f"{self.path}: {record.name} does not have the checksum it was saved with"
-                )
+                raise DamagedFileError(f"{self.path}: {record.name} does not have the checksum it was saved with")
 
     def _take_checksums(self, position: int, view: memoryview) -> None:
         """Of the parts of `checked` that `view`, read at `position`, has something of."""

@@ -56,9 +56,7 @@ def read_records(file: BinaryIO) -> list[Record]:
     with _bad_zip_only(), zipfile.ZipFile(file) as archive:
         for info in archive.infolist():
             if info.compress_type != zipfile.ZIP_STORED:
-                raise zipfile.BadZipFile(
-                    f"record {info.filename} is compressed; torch.save stores records as is"
-                )
+                raise zipfile.BadZipFile(f"record {info.filename} is compressed; torch.save stores records as is")
             file.seek(info.header_offset)
             header = file.read(_LOCAL_HEADER.size)
             if len(header) != _LOCAL_HEADER.size or header[:4] != b"PK\x03\x04":

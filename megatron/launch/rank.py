@@ -13,9 +13,7 @@ from megatron.processes.rendezvous_store import STORE_VARIABLES
 from restart_trace.startup import PRELOAD_VARIABLE, Preload
 
 
-def rank_environment(
-    plan: Plan, local_rank: int, restart: int, port: int, preloaded: Preload | None
-) -> dict[str, str]:
+def rank_environment(plan: Plan, local_rank: int, restart: int, port: int, preloaded: Preload | None) -> dict[str, str]:
     """The variables that a rank has in addition to the launcher's: torchrun's, and DeepSpeed's LOCAL_SIZE."""
     rank = plan.rank(local_rank)
     found = {

@@ -44,11 +44,7 @@ class Ranks:
             exited = ended.si_code == os.CLD_EXITED
             if not exited or ended.si_status:
                 _send_to_group(pid, signal.SIGKILL)  # while it is not reaped, the number is no other's
-                how = (
-                    f"exit code {ended.si_status}"
-                    if exited
-                    else f"ended by {signal.Signals(ended.si_status).name}"
-                )
+                how = f"exit code {ended.si_status}" if exited else f"ended by {signal.Signals(ended.si_status).name}"
                 self.failures.append(f"rank {rank} (pid {pid}): {how}")
             os.waitpid(pid, 0)
             del self.running[pid]
@@ -115,9 +111,7 @@ def _start(plan: Plan, restart: int, port: int, preloaded: Preload | None, mask:
     return ranks
 
 
-def _run_to_end(
-    ranks: Ranks, watched: frozenset[signal.Signals], shutdown_timeout_s: float
-) -> signal.Signals | None:
+def _run_to_end(ranks: Ranks, watched: frozenset[signal.Signals], shutdown_timeout_s: float) -> signal.Signals | None:
     """Return when no rank runs any more; the signal that ended them, if one did. `watched` are blocked.
 
     When a rank fails, the others get SIGTERM; those that outlive it by the timeout, SIGKILL.

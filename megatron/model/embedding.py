@@ -7,47 +7,41 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.config import ModelConfig
-from megatron.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
+from megatron.parallel.layers import ColumnParallelLinear, DrawnLayer, VocabParallelEmbedding
 from megatron.parallel.mappings import copy_to_tensor_parallel_region
-from megatron.parallel.parameter_init import init_normal_
 from megatron.parallel.placement import Placement
 
 
-class PositionEmbedding(nn.Module):
+class PositionEmbedding(DrawnLayer):
     """Learned positions [max_position_embeddings, hidden], replicated over TP. Input ids [b, s] -> [b, s, hidden]."""
 
     def __init__(self, config: ModelConfig, place: Placement) -> None:
-        super().__init__()
-        self.init_std = config.init_method_std
+        super().__init__(config.init_method_std)
         self.weight = place.parameter(config.max_position_embeddings, config.hidden_size)
-
-    def reset_parameters(self, seed: int, prefix: str) -> None:
-        init_normal_(self.weight, std=self.init_std, seed=seed, name=f"{prefix}.weight")
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, self.weight)
 
 
-class EmbeddingPipe(nn.Module):
+class TiedHead(nn.Module):
+    """The last stage's copy of the word embedding, where embedding and head are tied but stages apart."""
+
+    def __init__(self, config: ModelConfig, padded_vocab_size: int, place: Placement) -> None:
+        super().__init__()
+        self.word_embeddings = VocabParallelEmbedding(
+            padded_vocab_size, config.hidden_size, init_std=config.init_method_std, place=place
+        )
+
+
+class EmbeddingPipe(TiedHead):
     """Word embedding, plus learned positions in the GPT-2-style model.
 
     Input (ids [b, s], position_ids [b, s]); output [b, s, hidden].
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        padded_vocab_size: int,
-        place: Placement,
-    ) -> None:
-        super().__init__()
+    def __init__(self, config: ModelConfig, padded_vocab_size: int, place: Placement) -> None:
+        super().__init__(config, padded_vocab_size, place)
         self.hidden_dropout = config.hidden_dropout
-        self.word_embeddings = VocabParallelEmbedding(
-            padded_vocab_size,
-            config.hidden_size,
-            init_std=config.init_method_std,
-            place=place,
-        )
         self.position_embeddings = PositionEmbedding(config, place) if config.add_position_embedding else None
 
     def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -58,25 +52,7 @@ class EmbeddingPipe(nn.Module):
         return F.dropout(x, self.hidden_dropout, self.training)
 
 
-class TiedHead(nn.Module):
-    """The last stage's copy of the word embedding, where embedding and head are tied but stages apart."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        padded_vocab_size: int,
-        place: Placement,
-    ) -> None:
-        super().__init__()
-        self.word_embeddings = VocabParallelEmbedding(
-            padded_vocab_size,
-            config.hidden_size,
-            init_std=config.init_method_std,
-            place=place,
-        )
-
-
-def tied_logits(module: EmbeddingPipe | TiedHead, hidden: torch.Tensor) -> torch.Tensor:
+def tied_logits(module: TiedHead, hidden: torch.Tensor) -> torch.Tensor:
     """Logits [b, s, padded_vocab / TP] of hidden states [b, s, hidden] by the tied word embedding."""
     embedding = module.word_embeddings
     return F.linear(copy_to_tensor_parallel_region(hidden, embedding.tp), embedding.weight)
@@ -85,12 +61,7 @@ def tied_logits(module: EmbeddingPipe | TiedHead, hidden: torch.Tensor) -> torch
 class LMHeadPipe(nn.Module):
     """Untied head: hidden states [b, s, hidden] to logits [b, s, padded_vocab / TP]."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        padded_vocab_size: int,
-        place: Placement,
-    ) -> None:
+    def __init__(self, config: ModelConfig, padded_vocab_size: int, place: Placement) -> None:
         super().__init__()
         self.lm_head = ColumnParallelLinear(
             config.hidden_size,

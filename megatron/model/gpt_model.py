@@ -71,9 +71,7 @@ class GPTModelPipe(PipelineModule):
         """(pipeline layer number, module) of this stage; a tied copy counts under the embedding's number."""
         first: Any = self._local_start
         layers = [
-            (first + i, layer)
-            for i, layer in enumerate(self.forward_funcs)
-            if isinstance(layer, torch.nn.Module)
+            (first + i, layer) for i, layer in enumerate(self.forward_funcs) if isinstance(layer, torch.nn.Module)
         ]
         seen = {id(layer) for _, layer in layers}
         tied = [(1, module) for module in self.tied_modules.values() if id(module) not in seen]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -43,11 +45,7 @@ class ParallelAttention(nn.Module):
             place=place,
         )
         self.dense = RowParallelLinear(
-            query_size,
-            config.hidden_size,
-            bias=config.add_bias_linear,
-            init_std=output_layer_std(config),
-            place=place,
+            query_size, config.hidden_size, bias=config.add_bias_linear, init_std=output_layer_std(config), place=place
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -65,9 +63,8 @@ class ParallelAttention(nn.Module):
         """[b, heads, s, head_dim] each, kv with fewer heads; returns the shape of `query`."""
         dropout = self.config.attention_dropout if self.training else 0.0
         grouped = self.num_kv_heads != self.num_heads
-        if dropout == 0.0:
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
-        with model_parallel_rng():  # heads are split, so each TP rank draws its own mask
+        # Heads are split, so each TP rank draws its own mask.
+        with model_parallel_rng() if dropout else contextlib.nullcontext():
             return F.scaled_dot_product_attention(
                 query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=grouped
             )
@@ -92,11 +89,7 @@ class ParallelMLP(nn.Module):
             place=place,
         )
         self.dense_4h_to_h = RowParallelLinear(
-            ffn,
-            config.hidden_size,
-            bias=config.add_bias_linear,
-            init_std=output_layer_std(config),
-            place=place,
+            ffn, config.hidden_size, bias=config.add_bias_linear, init_std=output_layer_std(config), place=place
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -112,11 +105,7 @@ class ParallelMLP(nn.Module):
 class ParallelTransformerLayerPipe(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)). Input and output [b, s, hidden]."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        place: Placement,
-    ) -> None:
+    def __init__(self, config: ModelConfig, place: Placement) -> None:
         super().__init__()
         self.hidden_dropout = config.hidden_dropout
         norm = (config.normalization, config.hidden_size, config.layernorm_epsilon, place)

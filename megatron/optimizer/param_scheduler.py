@@ -6,7 +6,7 @@ import logging
 import math
 from typing import Any
 
-from megatron.config import ConfigError, OptimizerConfig
+from megatron.config import ConfigError, OptimizerConfig, TrainingConfig
 
 _STATE_NAMES = [
     "max_lr",
@@ -48,16 +48,9 @@ class OptimizerParamScheduler:
     step was skipped or not, as upstream. Decay styles: constant, linear, cosine, inverse-square-root.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        config: OptimizerConfig,
-        *,
-        train_iters: int,
-        global_batch_size: int,
-        seq_length: int,
-        train_samples: int | None = None,
-    ) -> None:
+    def __init__(self, optimizer: Any, config: OptimizerConfig, training: TrainingConfig, seq_length: int) -> None:
+        train_iters, train_samples = training.train_iters, training.train_samples
+        global_batch_size = training.global_batch_size
         self.optimizer = optimizer
         self.increment = global_batch_size
         self.seq_length = seq_length

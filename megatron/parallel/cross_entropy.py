@@ -12,9 +12,7 @@ from megatron.parallel.topology import TensorParallelGroup
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, target: torch.Tensor, tp: TensorParallelGroup
-    ) -> torch.Tensor:
+    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, tp: TensorParallelGroup) -> torch.Tensor:
         maximum = logits.amax(dim=-1)
         if tp.size > 1:
             dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=tp.group)
@@ -45,9 +43,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return grad.mul_(grads[0].unsqueeze(-1)), None, None
 
 
-def vocab_parallel_cross_entropy(
-    logits: torch.Tensor, target: torch.Tensor, tp: TensorParallelGroup
-) -> torch.Tensor:
+def vocab_parallel_cross_entropy(logits: torch.Tensor, target: torch.Tensor, tp: TensorParallelGroup) -> torch.Tensor:
     """Per-token loss.
 
     `logits` [..., padded_vocab / TP] in float32, `target` [...] of global ids; returns [...] in float32.

@@ -11,15 +11,25 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.parallel.mappings import (
-    copy_to_tensor_parallel_region,
-    reduce_from_tensor_parallel_region,
-)
+from megatron.parallel.mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
 from megatron.parallel.parameter_init import init_normal_
 from megatron.parallel.placement import Placement
 
 
-class ColumnParallelLinear(nn.Module):
+class DrawnLayer(nn.Module):
+    """A layer whose `weight` is drawn from N(0, init_std^2), and whose `bias`, if it has one, starts at zero."""
+
+    def __init__(self, init_std: float) -> None:
+        super().__init__()
+        self.init_std = init_std
+
+    def reset_parameters(self, seed: int, prefix: str) -> None:
+        init_normal_(self.get_parameter("weight"), std=self.init_std, seed=seed, name=f"{prefix}.weight")
+        if getattr(self, "bias", None) is not None:
+            nn.init.zeros_(self.get_parameter("bias"))
+
+
+class ColumnParallelLinear(DrawnLayer):
     """y = x W^T + b with W split along its output rows.
 
     `output_sizes` are the full row counts of the matrices fused into W ([sum/TP, input_size] here);
@@ -37,75 +47,44 @@ class ColumnParallelLinear(nn.Module):
         place: Placement,
         vocabulary: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(init_std)
         self.tp = place.tp
-        self.init_std = init_std
         rows = sum(output_sizes)
         self.weight = place.parameter(rows, input_size, dim=0, blocks=output_sizes, vocabulary=vocabulary)
         self.bias = place.parameter(rows, dim=0, blocks=output_sizes, vocabulary=vocabulary) if bias else None
-
-    def reset_parameters(self, seed: int, prefix: str) -> None:
-        init_normal_(self.weight, std=self.init_std, seed=seed, name=f"{prefix}.weight")
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(copy_to_tensor_parallel_region(x, self.tp), self.weight, self.bias)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(DrawnLayer):
     """y = x W^T + b with W split along its input columns; b is replicated and added after the sum.
 
     Input [..., input_size / TP], split; output [..., output_size], replicated.
     """
 
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        bias: bool,
-        init_std: float,
-        place: Placement,
-    ) -> None:
-        super().__init__()
+    def __init__(self, input_size: int, output_size: int, *, bias: bool, init_std: float, place: Placement) -> None:
+        super().__init__(init_std)
         self.tp = place.tp
-        self.init_std = init_std
         self.weight = place.parameter(output_size, input_size, dim=1)
         self.bias = place.parameter(output_size) if bias else None
-
-    def reset_parameters(self, seed: int, prefix: str) -> None:
-        init_normal_(self.weight, std=self.init_std, seed=seed, name=f"{prefix}.weight")
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = reduce_from_tensor_parallel_region(F.linear(x, self.weight), self.tp)
         return y if self.bias is None else y + self.bias
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(DrawnLayer):
     """Word embedding [padded_vocab / TP, hidden] with the vocabulary split over TP.
 
     Input ids [b, s]; output [b, s, hidden], replicated.
     """
 
-    def __init__(
-        self,
-        padded_vocab_size: int,
-        hidden_size: int,
-        *,
-        init_std: float,
-        place: Placement,
-    ) -> None:
-        super().__init__()
+    def __init__(self, padded_vocab_size: int, hidden_size: int, *, init_std: float, place: Placement) -> None:
+        super().__init__(init_std)
         self.tp = place.tp
-        self.init_std = init_std
         self.weight = place.parameter(padded_vocab_size, hidden_size, dim=0, vocabulary=True)
         self.first_id = place.tp.rank * self.weight.shape[0]
-
-    def reset_parameters(self, seed: int, prefix: str) -> None:
-        init_normal_(self.weight, std=self.init_std, seed=seed, name=f"{prefix}.weight")
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:

@@ -38,14 +38,10 @@ class ParameterSlice:
     def __post_init__(self) -> None:
         if self.dim is None:
             if self.blocks or self.vocabulary:
-                raise ValueError(
-                    f"parameter {self.shape}: fused or vocabulary rows need the dimension they lie along"
-                )
+                raise ValueError(f"parameter {self.shape}: fused or vocabulary rows need the dimension they lie along")
             return
         if sum(self.blocks) != self.shape[self.dim]:
-            raise ValueError(
-                f"parameter {self.shape}: blocks {self.blocks} do not make up dimension {self.dim}"
-            )
+            raise ValueError(f"parameter {self.shape}: blocks {self.blocks} do not make up dimension {self.dim}")
         if any(block % self.tp_size for block in self.blocks):
             raise ValueError(
                 f"parameter {self.shape}: blocks {self.blocks} along dimension {self.dim} cannot be split over "
@@ -60,8 +56,7 @@ class ParameterSlice:
         before, after = self.shape[: self.dim], self.shape[self.dim + 1 :]
         parts = [(block, block // self.tp_size) for block in self.blocks]
         return [
-            Piece((*before, block, *after), self.tp_rank * part, (self.tp_rank + 1) * part)
-            for block, part in parts
+            Piece((*before, block, *after), self.tp_rank * part, (self.tp_rank + 1) * part) for block, part in parts
         ]
 
     @property
@@ -87,7 +82,5 @@ def slice_of(param: Any, name: str) -> ParameterSlice:
     """The slice that `Placement.parameter` recorded for the parameter `name`. Raises ValueError if there is none."""
     part = getattr(param, "tp_slice", None)
     if part is None:
-        raise ValueError(
-            f"{name}: how this parameter is split over TP is unknown; create it with Placement.parameter"
-        )
+        raise ValueError(f"{name}: how this parameter is split over TP is unknown; create it with Placement.parameter")
     return part

@@ -53,9 +53,7 @@ def _listen(address: str, port: int) -> socket.socket:
     if address == _LOOPBACK:
         return socket.create_server((address, port), backlog=_BACKLOG)
     if socket.has_dualstack_ipv6():
-        return socket.create_server(
-            ("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
-        )
+        return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
     return socket.create_server(("", port), backlog=_BACKLOG)
 
 
@@ -69,9 +67,7 @@ def _serve(listening: socket.socket, parent: int) -> NoReturn:
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  it is documented
 
         port = listening.getsockname()[1]
-        _store = TCPStore(
-            _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-        )
+        _store = TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
         while True:
             signal.pause()
     except BaseException as error:

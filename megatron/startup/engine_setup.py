@@ -20,14 +20,7 @@ def build_engine(config: Config, model: Any, batch_fn: Callable[[Any], Any]) -> 
     import deepspeed
 
     optimizer = build_optimizer(model, config.optimizer)
-    scheduler = OptimizerParamScheduler(
-        optimizer,
-        config.optimizer,
-        train_iters=config.training.train_iters,
-        global_batch_size=config.training.global_batch_size,
-        seq_length=config.model.seq_length,
-        train_samples=config.training.train_samples,
-    )
+    scheduler = OptimizerParamScheduler(optimizer, config.optimizer, config.training, config.model.seq_length)
     engine: Any
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -62,11 +55,7 @@ def report_flops(engine: Any) -> None:
     last micro-batch and its stage.
     """
     step = engine.global_steps - 1
-    if (
-        not engine.flops_profiler_enabled()
-        or step != engine.flops_profiler_profile_step()
-        or engine.global_rank
-    ):
+    if not engine.flops_profiler_enabled() or step != engine.flops_profiler_profile_step() or engine.global_rank:
         return
     profiler = engine.flops_profiler
     if not profiler.started:  # a profile_step that was skipped over by a resume

@@ -83,9 +83,7 @@ def group_timeout(config: Config) -> datetime.timedelta:
 
 
 @contextmanager
-def phase_apart_from_communicators(
-    startup: Startup, name: str, timeout: datetime.timedelta
-) -> Iterator[None]:
+def phase_apart_from_communicators(startup: Startup, name: str, timeout: datetime.timedelta) -> Iterator[None]:
     """Measure a start-up phase in which DeepSpeed also creates process groups; those count as `communicators`.
 
     Their operations wait for `timeout` where DeepSpeed passes none: new_group does not use the default group's. Gloo
@@ -118,18 +116,12 @@ def initialize_megatron(config: Config, startup: Startup, *, commits_in_backgrou
     import torch
 
     parallel = config.parallel
-    layout = Layout(
-        tp=parallel.tensor_model_parallel_size,
-        pp=parallel.pipeline_model_parallel_size,
-        dp=parallel.data_parallel_size,
-    )
+    layout = Layout(*parallel.sizes)
     device_type = accelerator()
     on_cuda = device_type.device_name() == "cuda"
     backend = parallel.distributed_backend or ("nccl" if on_cuda else "gloo")
     if backend == "nccl" and not on_cuda:
-        raise ConfigError(
-            "--distributed-backend nccl: this machine has no CUDA device; use gloo, or drop the flag"
-        )
+        raise ConfigError("--distributed-backend nccl: this machine has no CUDA device; use gloo, or drop the flag")
     if config.model.params_dtype == "fp16" and not on_cuda and not device_type.is_fp16_supported():
         # DeepSpeed refuses on CPUs without half-precision instructions, though torch computes there too.
         device_type.is_fp16_supported = lambda: True
@@ -140,11 +132,7 @@ def initialize_megatron(config: Config, startup: Startup, *, commits_in_backgrou
     timeout = group_timeout(config)
     with startup.phase("rendezvous"):
         deepspeed.init_distributed(
-            dist_backend=backend,
-            auto_mpi_discovery=False,
-            verbose=False,
-            timeout=timeout,
-            init_method=init_method(),
+            dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout, init_method=init_method()
         )
     with startup.phase("communicators"):
         control_group = None

@@ -17,9 +17,7 @@ _FORMAT = "[%(asctime)s] [rank {rank}] %(levelname)s: %(message)s"
 def set_up_logging(level: str, rank: int) -> None:
     """Log to stdout; other ranks than 0 only from WARNING on."""
     # DeepSpeed's ZeRO calls it in every step; the user can do nothing about that.
-    warnings.filterwarnings(
-        "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
-    )
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     logging.basicConfig(stream=sys.stdout, format=_FORMAT.format(rank=rank), datefmt="%H:%M:%S", force=True)
     chosen = getattr(logging, level.upper())
     logging.getLogger().setLevel(max(chosen, logging.WARNING))

@@ -87,18 +87,14 @@ def _check_header(flag: str, idx: str, header: bytes, size: int) -> tuple[int, i
     """(sequences, document boundaries, bytes per token) of an index header."""
     again = "preprocess the data again with tools/preprocess_data.py"
     if header[:8] == _LEGACY_MAGIC:
-        raise ConfigError(
-            f"{flag}: {idx} has the old lazy/cached format, and only mmap is supported; {again}"
-        )
+        raise ConfigError(f"{flag}: {idx} has the old lazy/cached format, and only mmap is supported; {again}")
     if header[: len(_IDX_MAGIC)] != _IDX_MAGIC[: len(header)] or not header:
         raise ConfigError(f"{flag}: {idx} is not a dataset index (its first bytes are wrong); {again}")
     if len(header) < _IDX_HEADER.size:
         raise ConfigError(f"{flag}: {idx} is truncated: {size} bytes, less than its header; {again}")
     _, version, code, sequences, documents = _IDX_HEADER.unpack(header)
     if version != 1:
-        raise ConfigError(
-            f"{flag}: {idx} has format version {version}, and only version 1 is supported; {again}"
-        )
+        raise ConfigError(f"{flag}: {idx} has format version {version}, and only version 1 is supported; {again}")
     if code not in _TOKEN_BYTES:
         raise ConfigError(f"{flag}: {idx} has dtype code {code}, which is no integer type; {again}")
     expected = _IDX_HEADER.size + 12 * sequences + 8 * documents
@@ -110,9 +106,7 @@ def _check_header(flag: str, idx: str, header: bytes, size: int) -> tuple[int, i
     return sequences, documents, _TOKEN_BYTES[code]
 
 
-def _check_index(
-    flag: str, idx: str, content: mmap.mmap, sequences: int, documents: int, token_bytes: int
-) -> int:
+def _check_index(flag: str, idx: str, content: mmap.mmap, sequences: int, documents: int, token_bytes: int) -> int:
     """The bytes that the .bin file must have; checks that lengths, offsets and documents fit together.
 
     Every entry of a small index is checked, the first and last ones of a large one.
@@ -299,9 +293,7 @@ def _dataset_hint(prefix: str) -> str:
         return ""
     near = [entry for entry in found if entry.startswith(name)]
     return (
-        f"; did you mean {os.path.join(directory, near[0][:-4])}?"
-        if name and near and near[0] != name + ".idx"
-        else ""
+        f"; did you mean {os.path.join(directory, near[0][:-4])}?" if name and near and near[0] != name + ".idx" else ""
     )
 
 

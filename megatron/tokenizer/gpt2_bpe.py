@@ -22,15 +22,12 @@ class GPT2BPETokenizer:
             model = models.BPE.from_file(vocab_file, merge_file)
         except Exception as error:  # the library raises Exception itself
             raise TokenizerError(
-                f"--merge-file {merge_file}: {error}: give the merges.txt that belongs to "
-                f"--vocab-file {vocab_file}"
+                f"--merge-file {merge_file}: {error}: give the merges.txt that belongs to --vocab-file {vocab_file}"
             ) from error
         self._tokenizer = Tokenizer(model)
         self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         self._tokenizer.decoder = decoders.ByteLevel()
-        missing = [
-            symbol for symbol in pre_tokenizers.ByteLevel.alphabet() if model.token_to_id(symbol) is None
-        ]
+        missing = [symbol for symbol in pre_tokenizers.ByteLevel.alphabet() if model.token_to_id(symbol) is None]
         if missing:
             # The library would silently leave such bytes out of a text.
             raise TokenizerError(
@@ -52,15 +49,9 @@ def read_vocab(vocab_file: str) -> tuple[int, int]:
         with open(vocab_file, encoding="utf-8") as file:
             vocab = json.load(file)
     except (OSError, ValueError, RecursionError) as error:
-        raise TokenizerError(
-            f"--vocab-file {vocab_file}: {error}: give a vocab.json (token to id)"
-        ) from error
+        raise TokenizerError(f"--vocab-file {vocab_file}: {error}: give a vocab.json (token to id)") from error
     if not isinstance(vocab, dict) or _EOD not in vocab:
-        raise TokenizerError(
-            f"--vocab-file {vocab_file}: has no {_EOD}: give GPT-2's vocab.json (token to id)"
-        )
+        raise TokenizerError(f"--vocab-file {vocab_file}: has no {_EOD}: give GPT-2's vocab.json (token to id)")
     if any(type(token) is not int or not 0 <= token < len(vocab) for token in vocab.values()):
-        raise TokenizerError(
-            f"--vocab-file {vocab_file}: its ids are not 0 to {len(vocab) - 1}: give a vocab.json"
-        )
+        raise TokenizerError(f"--vocab-file {vocab_file}: its ids are not 0 to {len(vocab) - 1}: give a vocab.json")
     return len(vocab), vocab[_EOD]

@@ -95,9 +95,7 @@ class NullTokenizer:
 
     def __init__(self, vocab_size: int | None) -> None:
         if vocab_size is None or vocab_size < 1:
-            raise TokenizerError(
-                f"--vocab-size {vocab_size}: NullTokenizer needs the number of ids, 1 or more"
-            )
+            raise TokenizerError(f"--vocab-size {vocab_size}: NullTokenizer needs the number of ids, 1 or more")
         self.eod = vocab_size
         self.vocab_size = vocab_size + 1
 
@@ -127,7 +125,7 @@ def _needed_file(tokenizer_type: str, flag: str, path: str | None) -> str:
         raise TokenizerError(f"{flag} is missing: --tokenizer-type {tokenizer_type} needs it")
     if not os.path.isfile(path):
         what = "is a directory" if os.path.isdir(path) else "no such file"
-        raise TokenizerError(f"{flag} {path}: {what}: {tokenizer_type} needs this file")
+        raise TokenizerError(f"{flag} {path}: {what}; correct the path: {tokenizer_type} needs this file")
     if not os.access(path, os.R_OK):
         raise TokenizerError(f"{flag} {path}: cannot be read: check its permissions")
     return path

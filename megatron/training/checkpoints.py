@@ -43,9 +43,7 @@ def build_checkpointer(
     `ownership`: rank 0's of --save. `vocab_sizes`: the tokenizer's, and that padded for TP. Raises
     EngineUnavailableError if --save is given and this machine cannot save with the engine.
     """
-    engine = create_engine(
-        config.checkpoint.checkpoint_engine, engine_options(config.checkpoint, runtime.rank)
-    )
+    engine = create_engine(config.checkpoint.checkpoint_engine, engine_options(config.checkpoint, runtime.rank))
     if config.checkpoint.save is not None:
         engine.check_can_save()
     # One name for the temporary directories of this launch; without --save there are none.
@@ -133,9 +131,7 @@ class CheckpointSaves:
             self._check_agreement()
             return
         self.failed = False
-        logger.info(
-            "saved checkpoint at iteration %d to %s in %.2f s", step, self._save_dir, time.monotonic() - start
-        )
+        logger.info("saved checkpoint at iteration %d to %s in %.2f s", step, self._save_dir, time.monotonic() - start)
 
     def poll(self) -> None:
         """Tell of asynchronous saves that are over. Waits for nothing; ranks may hear at different iterations.
@@ -187,9 +183,7 @@ class CheckpointSaves:
     def _check_agreement(self) -> None:
         """Raises AgreementLostError: training on without ever saving again would be worse than a restart."""
         if self._checkpointer.writer.agreement_lost:
-            raise AgreementLostError(
-                "the ranks can no longer agree on checkpoints, as reported above; restart the job"
-            )
+            raise AgreementLostError("the ranks can no longer agree on checkpoints, as reported above; restart the job")
 
     def _failed(self, error: str) -> None:
         self.failed = True

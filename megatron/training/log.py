@@ -47,13 +47,7 @@ class TrainingLog:
             )
 
     def iteration(
-        self,
-        engine: Any,
-        progress: Progress,
-        loss: float,
-        seconds: float,
-        skipped: bool,
-        statistics: Statistics,
+        self, engine: Any, progress: Progress, loss: float, seconds: float, skipped: bool, statistics: Statistics
     ) -> None:
         """Take one iteration; print the line if --log-interval says so."""
         self._seconds += seconds
@@ -112,23 +106,19 @@ class TrainingLog:
         if self._writer is None or progress.iteration % training.tensorboard_log_interval:
             return
         points: dict[str, float] = {"lm-loss-training/lm loss": loss}
-        if training.log_learning_rate_to_tensorboard:
-            points["learning-rate/learning-rate"] = engine.get_lr()[0]
-        if training.log_batch_size_to_tensorboard:
-            points["batch-size/batch-size"] = engine.train_batch_size()
-        if training.log_loss_scale_to_tensorboard and self._config.model.params_dtype == "fp16":
-            points["loss-scale/loss-scale"] = engine.optimizer.loss_scale
-        if training.log_world_size_to_tensorboard:
-            points["world-size/world-size"] = self._config.parallel.world_size
-        if training.log_timers_to_tensorboard:
-            points["iteration-time/iteration-time"] = seconds
-        grad_norm = engine.get_global_grad_norm()
-        if grad_norm is not None:
-            points["grad-norm/grad-norm"] = float(grad_norm)
-        if statistics.zeros_in_grad is not None:
-            points["num-zeros/num-zeros"] = statistics.zeros_in_grad
-        if statistics.params_norm is not None:
-            points["params-norm/params-norm"] = statistics.params_norm
+        fp16 = self._config.model.params_dtype == "fp16"
+        for name, wanted, value in (
+            ("learning-rate", training.log_learning_rate_to_tensorboard, engine.get_lr()[0]),
+            ("batch-size", training.log_batch_size_to_tensorboard, engine.train_batch_size()),
+            ("loss-scale", training.log_loss_scale_to_tensorboard, engine.optimizer.loss_scale if fp16 else None),
+            ("world-size", training.log_world_size_to_tensorboard, self._config.parallel.world_size),
+            ("iteration-time", training.log_timers_to_tensorboard, seconds),
+            ("grad-norm", True, engine.get_global_grad_norm()),
+            ("num-zeros", True, statistics.zeros_in_grad),
+            ("params-norm", True, statistics.params_norm),
+        ):
+            if wanted and value is not None:
+                points[f"{name}/{name}"] = float(value)
         points |= statistics.optimizer_states
         self._write(points, progress)
         if training.log_memory_to_tensorboard:

@@ -79,7 +79,7 @@ def pretrain(
         vocabulary = _check_before_imports(config)
         ownership = _claim_save_directory(config)
         recorder, startup = _open_trace(config, entered_ns)
-        prefetch = start_prefetch(config, _layout(config))
+        prefetch = start_prefetch(config, Layout(*config.parallel.sizes))
     except (CheckpointError, ConfigError, OSError, ValueError) as error:
         exit_with(error, rank, every_rank_sees_it=False)
     with startup.phase("imports"):
@@ -145,7 +145,7 @@ def _check_before_imports(config: Config) -> _Vocabulary:
     check_engine_name(config.checkpoint.checkpoint_engine)
     check_save(config.checkpoint, warn=config.parallel.rank == 0)
     vocab_size, eod = check_inputs(config)
-    return _Vocabulary(vocab_size, check_newest(config, _layout(config), vocab_size), eod)
+    return _Vocabulary(vocab_size, check_newest(config, Layout(*config.parallel.sizes), vocab_size), eod)
 
 
 def _claim_save_directory(config: Config) -> Ownership | None:
@@ -175,17 +175,8 @@ def _claim_save_directory(config: Config) -> Ownership | None:
     return None
 
 
-def _layout(config: Config) -> Layout:
-    parallel = config.parallel
-    return Layout(
-        tp=parallel.tensor_model_parallel_size,
-        pp=parallel.pipeline_model_parallel_size,
-        dp=parallel.data_parallel_size,
-    )
-
-
 def _open_trace(config: Config, entered_ns: int) -> tuple[Recorder, Startup]:
-    parallel, layout = config.parallel, _layout(config)
+    parallel, layout = config.parallel, Layout(*config.parallel.sizes)
     directory = config.trace.restart_trace_dir if config.trace.restart_trace else None
     trace_dir = Path(directory) if directory else None
     identity = RankIdentity(
@@ -193,7 +184,7 @@ def _open_trace(config: Config, entered_ns: int) -> tuple[Recorder, Startup]:
         world_size=parallel.world_size,
         local_rank=parallel.local_rank,
         coordinates=layout.coordinates(parallel.rank),
-        layout=(layout.tp, layout.pp, layout.dp),
+        layout=parallel.sizes,
     )
     try:
         recorder, cycle = open_rank_trace(
@@ -234,9 +225,7 @@ def _set_up(
     from megatron.training.log import TrainingLog
     from megatron.training.statistics import TrainingStatistics
 
-    runtime = initialize_megatron(
-        config, startup, commits_in_background=_saves_in_background(config, startup)
-    )
+    runtime = initialize_megatron(config, startup, commits_in_background=_saves_in_background(config, startup))
     control = ControlPlane(runtime.rank, runtime.layout.world_size, runtime.control_group)
     with phase_apart_from_communicators(startup, "model_build", group_timeout(config)), printed_as_debug():
         model = providers.model(config, vocabulary.padded, runtime)
@@ -245,16 +234,12 @@ def _set_up(
     eod = vocabulary.eod if config.data.eod_mask_loss else None
     with phase_apart_from_communicators(startup, "engine_init", group_timeout(config)), printed_as_debug():
         engine = build_engine(config, model, functools.partial(providers.batch_fn, eod_token=eod))
-        checkpointer = build_checkpointer(
-            config, runtime, control, recorder, ownership, vocabulary[:2], prefetch
-        )
+        checkpointer = build_checkpointer(config, runtime, control, recorder, ownership, vocabulary[:2], prefetch)
     what_runs = _record_what_runs(checkpointer, engine, runtime, config, recorder, vocabulary.padded)
     _mark_ranges(recorder, config, runtime.device)
     progress = _restore_or_begin(checkpointer, engine, startup)
     with startup.phase("data_build"):
-        data = build_data_iterators(
-            providers.datasets, config, control, runtime.layout, runtime.coordinates, progress
-        )
+        data = build_data_iterators(providers.datasets, config, control, runtime.layout, runtime.coordinates, progress)
     with startup.phase("imports"):
         log = TrainingLog(config, vocabulary.padded)  # imports TensorBoard where it is asked for
     logger.info("%s", what_runs)

@@ -42,8 +42,7 @@ FLIPS = 24
 def example_states() -> dict[str, Any]:
     """Three files of four tensors each."""
     return {
-        name: {"step": 5, **{f"{i}.weight": tensor(torch.float32, 60 + i, seed=i) for i in range(4)}}
-        for name in NAMES
+        name: {"step": 5, **{f"{i}.weight": tensor(torch.float32, 60 + i, seed=i) for i in range(4)}} for name in NAMES
     }
 
 

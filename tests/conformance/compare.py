@@ -48,9 +48,7 @@ def _tensor_differences(found: Any, expected: torch.Tensor, where: str) -> list[
     if type(found) is not torch.Tensor:
         return [f"{where}: {type(found).__name__} instead of a tensor"]
     if (found.dtype, found.shape) != (expected.dtype, expected.shape):
-        return [
-            f"{where}: {found.dtype} {list(found.shape)} instead of {expected.dtype} {list(expected.shape)}"
-        ]
+        return [f"{where}: {found.dtype} {list(found.shape)} instead of {expected.dtype} {list(expected.shape)}"]
     return [] if bits(found) == bits(expected) else [f"{where}: elements differ"]
 
 

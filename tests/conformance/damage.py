@@ -32,7 +32,7 @@ def outcome(
 ) -> str:
     """Load all `states` and say what became of them.
 
-    Any exception but the named ones escapes: the trainer would die of it instead of taking an older checkpoint.
+    Any exception but the named ones escapes: the trainer would take an older checkpoint, and name no file.
     The error must name the file `damaged`.
     """
     try:

@@ -86,23 +86,8 @@ def _containers() -> dict[str, Any]:
         "ordered": collections.OrderedDict([("z", 1), ("a", torch.ones(2)), (3, None)]),
         "int keys": {0: "zero", 2: {-1: torch.zeros(1)}, 10: "ten", 1: "one"},
         "int and str keys": {1: "int", "1": "str", "a": 2},
-        "awkward keys": {
-            "": 0,
-            "a/b": 1,
-            "a": {"b": 2},
-            "a|b": 3,
-            "a.b": 4,
-            "%2F": 5,
-            "..": 6,
-            "é\n\0": torch.ones(1),
-        },
-        "reserved keys": {
-            "__metadata__": 1,
-            "dtype": "F32",
-            "shape": [1],
-            "data_offsets": (0, 1),
-            "type": "dict",
-        },
+        "awkward keys": {"": 0, "a/b": 1, "a": {"b": 2}, "a|b": 3, "a.b": 4, "%2F": 5, "..": 6, "é\n\0": torch.ones(1)},
+        "reserved keys": {"__metadata__": 1, "dtype": "F32", "shape": [1], "data_offsets": (0, 1), "type": "dict"},
         "empty": [{}, [], (), collections.OrderedDict()],
         "deep": _nested(40),
     }
@@ -161,9 +146,7 @@ def _deepspeed_classes() -> dict[str, Any]:
         "fixed scaler": LossScaler(1),
         "stage": ZeroStageEnum(1),
         "mapping": [collections.OrderedDict(weight=fragment_address(numel=12, start=7))],
-        "args": argparse.Namespace(
-            lr=1e-3, layers=[1, 2], data_path=None, nested=argparse.Namespace(x=(1, 2))
-        ),
+        "args": argparse.Namespace(lr=1e-3, layers=[1, 2], data_path=None, nested=argparse.Namespace(x=(1, 2))),
     }
 
 
@@ -182,9 +165,7 @@ STATES: dict[str, Callable[[], Any]] = {
     "numpy arrays": _arrays,
     "random states": _random_states,
     "classes of DeepSpeed's state": _deepspeed_classes,
-    "many small tensors": lambda: {
-        f"layer.{i}.weight": tensor(torch.bfloat16, i % 9, seed=i) for i in range(400)
-    },
+    "many small tensors": lambda: {f"layer.{i}.weight": tensor(torch.bfloat16, i % 9, seed=i) for i in range(400)},
     "a tensor alone": lambda: tensor(torch.float32, 11),
     "no tensor": lambda: {"step": 3},
     "nothing": dict,
@@ -223,9 +204,7 @@ def nests() -> st.SearchStrategy[Any]:
     shapes = st.lists(st.integers(0, 5), max_size=3)
     tensors = st.builds(_generated, dtypes, shapes, st.integers(0, 9), st.booleans())
     integers = st.integers(-(2**70), 2**70)
-    scalars = st.one_of(
-        st.none(), st.booleans(), integers, st.floats(), st.text(max_size=8), st.binary(max_size=8)
-    )
+    scalars = st.one_of(st.none(), st.booleans(), integers, st.floats(), st.text(max_size=8), st.binary(max_size=8))
     arrays = st.builds(lambda n: np.arange(n, dtype=np.uint32), st.integers(0, 4))
     leaves = st.one_of(tensors, scalars, arrays)
 

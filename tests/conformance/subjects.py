@@ -23,20 +23,9 @@ from restart_trace.recorder import Operation, Recorder
 from restart_trace.schema import check_record
 
 # Engines of this project that save and load on a machine with no CUDA device: each passes the whole suite.
-EXPECTED = (
-    "torch",
-    "lazy",
-    "fastpersist",
-    "fastpersist-decoupled",
-    "torchsnapshot",
-    "dcp",
-    "dcp-async",
-)
+EXPECTED = ("torch", "lazy", "fastpersist", "fastpersist-decoupled", "torchsnapshot", "dcp", "dcp-async")
 # Engines that cannot be put through it here, and why; test_exceptions.py holds them to that.
-EXCEPTIONS = {
-    "none": "writes nothing",
-    "datastates": "saves from CUDA devices only",
-}
+EXCEPTIONS = {"none": "writes nothing", "datastates": "saves from CUDA devices only"}
 ENVIRONMENT = "CONFORMANCE_ENGINES"  # names, separated by commas, to run the suite for instead; plug-ins, too
 WAIT_S = 60.0
 
@@ -137,17 +126,10 @@ class Subject:
         return Saved(directory, pending.wait(), trace)
 
     def load(
-        self,
-        names: Sequence[str],
-        saved: Saved,
-        *,
-        manifest: Mapping[str, SavedFile] | None = None,
-        **options: Any,
+        self, names: Sequence[str], saved: Saved, *, manifest: Mapping[str, SavedFile] | None = None, **options: Any
     ) -> dict[str, Any]:
         expected = saved.manifest if manifest is None else manifest
-        return self.engine(**options).load(
-            names, SavedCheckpoint(saved.directory, expected), traced("load").op
-        )
+        return self.engine(**options).load(names, SavedCheckpoint(saved.directory, expected), traced("load").op)
 
     def close(self) -> None:
         while self._engines:

@@ -31,7 +31,7 @@ def test_the_table_says_what_is_seen(rows: list[str], name: str, tmp_path: Path)
 
 def test_the_table_has_every_engine_and_no_other(rows: list[str]) -> None:
     assert "\n".join(rows[:2]) == capabilities.header()
-    assert [line.split("`")[1] for line in rows[2:]] == list(all_engines())
+    assert [line.split("`")[1] for line in rows[2:]] == list(all_engines()), f"to record the table again: {HINT}"
     for name in EXCEPTIONS:
         assert capabilities.row(name, capabilities.exception_row(name)) in rows
 
@@ -40,9 +40,7 @@ def test_the_options_are_those_of_the_command_line() -> None:
     """Flags, choices and defaults of the table, and a line for every engine that they reach."""
     document = (ROOT / "docs" / "engines.md").read_text()
     options = document.partition("\n## Options\n")[2].partition("\n## ")[0]
-    specs = {
-        spec.names[0]: (spec, field.default) for field in fields(CheckpointConfig) if (spec := spec_of(field))
-    }
+    specs = {spec.names[0]: (spec, field.default) for field in fields(CheckpointConfig) if (spec := spec_of(field))}
     rows = re.findall(r"^\| `(--\S+?)(?: (\S+))?` \| (.*?) \|", options, re.MULTILINE)
     assert len(rows) == 8
     for name, values, default in rows:
@@ -50,10 +48,7 @@ def test_the_options_are_those_of_the_command_line() -> None:
         if spec.choices:
             assert values == r"\|".join(spec.choices)
         if real_default is not None:
-            assert (
-                default.strip("`") == f"{real_default:g}"
-                if isinstance(real_default, float)
-                else str(real_default)
-            )
+            assert default.strip("`") == f"{real_default:g}" if isinstance(real_default, float) else str(real_default)
     lines = re.findall(r"^\| (`[a-z].*?) \|", options, re.MULTILINE)
-    assert {name for line in lines for name in line.split("`")[1::2]} == set(all_engines())
+    named = {name for line in lines for name in line.split("`")[1::2]}
+    assert named == set(all_engines()), "docs/engines.md, Options: a row for each engine"

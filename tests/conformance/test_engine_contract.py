@@ -29,11 +29,7 @@ def small_checkpoint() -> dict[str, Any]:
     return {
         LAYER: {"weight": tensor(torch.bfloat16, 5, 7), "bias": tensor(torch.bfloat16, 3)},
         MODEL: {"iteration": 5, "args": STATES["classes of DeepSpeed's state"]()["args"]},
-        SHARD: {
-            "master": [tensor(torch.float32, 1001)],
-            "step": torch.tensor(5.0),
-            "rng": STATES["random states"](),
-        },
+        SHARD: {"master": [tensor(torch.float32, 1001)], "step": torch.tensor(5.0), "rng": STATES["random states"]()},
     }
 
 
@@ -88,9 +84,7 @@ def test_loaded_tensors_can_be_written_to(subject: Subject, directory: Path) -> 
     saved = subject.save({SHARD: state}, directory)
     found = subject.load([SHARD], saved)[SHARD]
     found["a"].add_(1)
-    assert torch.equal(found["b"], torch.ones(7)) and torch.equal(
-        found["c"], torch.ones(3, dtype=torch.bfloat16)
-    )
+    assert torch.equal(found["b"], torch.ones(7)) and torch.equal(found["c"], torch.ones(3, dtype=torch.bfloat16))
     assert all(t.device.type == "cpu" and not t.requires_grad for t in found.values())
     again = subject.load([SHARD], saved)[SHARD]
     assert differences(again, state) == [] and torch.equal(found["a"], torch.full((7,), 2.0))
@@ -126,9 +120,7 @@ def test_the_files_told_are_those_on_disk(subject: Subject, directory: Path) -> 
         algorithm, _, digest = file.checksum.partition(":")
         assert algorithm and digest and not Path(file.name).is_absolute() and ".." not in file.name
     for name in small_checkpoint():
-        assert SavedCheckpoint(saved.directory, saved.manifest).holding(name), (
-            f"no file is said to hold {name}"
-        )
+        assert SavedCheckpoint(saved.directory, saved.manifest).holding(name), f"no file is said to hold {name}"
     told = {state for file in saved.files for state in file.states}
     assert told <= set(small_checkpoint())
 
@@ -137,9 +129,7 @@ def test_ranks_share_a_directory(subject: Subject, directory: Path) -> None:
     """Ranks of one checkpoint write side by side under the names that they are given, and never the same file."""
     ranks: list[Saved] = []
     for rank, name in enumerate((SHARD, SHARD.replace("mp_rank_00", "mp_rank_01"))):
-        ranks.append(
-            subject.save({name: {"rank": rank, "a": torch.full((9,), float(rank))}}, directory, rank=rank)
-        )
+        ranks.append(subject.save({name: {"rank": rank, "a": torch.full((9,), float(rank))}}, directory, rank=rank))
     names = [file.name for saved in ranks for file in saved.files]
     assert len(names) == len(set(names)) and set(names) == set(sizes(directory))
     whole = ranks[0].manifest | ranks[1].manifest
@@ -153,10 +143,7 @@ def test_no_files_at_all(subject: Subject, directory: Path) -> None:
     saved = subject.save({}, directory)
     assert {file.name: file.num_bytes for file in saved.files} == saved.on_disk()
     assert not any(file.holds(name) for file in saved.files for name in (LAYER, MODEL, SHARD))
-    assert (saved.traced.op.bytes, saved.traced.op.num_files) == (
-        sum(saved.on_disk().values()),
-        len(saved.files),
-    )
+    assert (saved.traced.op.bytes, saved.traced.op.num_files) == (sum(saved.on_disk().values()), len(saved.files))
 
 
 def test_another_object_reads_it(subject: Subject, directory: Path) -> None:

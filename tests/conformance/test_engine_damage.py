@@ -11,17 +11,7 @@ import pytest
 import torch
 
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
-from tests.conformance.damage import (
-    BOMB,
-    OTHER,
-    REFUSED,
-    damaged,
-    flipped,
-    outcome,
-    pickles,
-    positions,
-    resized,
-)
+from tests.conformance.damage import BOMB, OTHER, REFUSED, damaged, flipped, outcome, pickles, positions, resized
 from tests.conformance.states import tensor
 from tests.conformance.subjects import Saved, Subject
 
@@ -50,9 +40,7 @@ class Target:
     def outcome(self, path: Path, content: bytes, named: str | None = None, **options: Any) -> str:
         """What loading comes to with that content in a file; `named` is what an error must name."""
         with damaged(path, content):
-            return outcome(
-                self.subject, states(), self.saved, damaged=path.name if named is None else named, **options
-            )
+            return outcome(self.subject, states(), self.saved, damaged=path.name if named is None else named, **options)
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +91,7 @@ def test_a_file_that_was_short_all_along(target: Target, verify: bool) -> None:
             manifest = resized(target.saved.manifest, name, size)
             named = path.name if verify else ""  # the parser that stumbles may know no more than the state
             found = target.outcome(path, content[:size], named, manifest=manifest, verify_checksums=verify)
-            assert found == REFUSED or (not verify and size == len(content) - 1), (
-                f"{path.name} with {size} bytes"
-            )
+            assert found == REFUSED or (not verify and size == len(content) - 1), f"{path.name} with {size} bytes"
 
 
 def test_a_missing_file(target: Target) -> None:
@@ -133,17 +119,17 @@ def test_a_directory_in_the_place_of_a_file(target: Target) -> None:
 
 
 def test_files_of_two_checkpoints_mixed_up(subject: Subject, tmp_path: Path) -> None:
-    """Every file as long as the right one, but of another step."""
+    """Every file as long as the manifest says, but of another step."""
     one = subject.save({FIRST: {"weight": torch.zeros(500), "step": 1}}, tmp_path / "one")
     other = subject.save({FIRST: {"weight": torch.ones(500), "step": 2}}, tmp_path / "other")
-    assert [file.num_bytes for file in one.files] == [file.num_bytes for file in other.files]
     for file, its_like in zip(one.files, other.files, strict=True):  # some engines give files random names
         path = one.directory / file.name
         stranger = (other.directory / its_like.name).read_bytes()
         if stranger == path.read_bytes():
             continue
+        manifest = resized(one.manifest, file.name, len(stranger))  # an engine that compresses: sizes differ
         with damaged(path, stranger), pytest.raises((CheckpointDamagedError, OSError), match=path.name):
-            subject.load([FIRST], one)
+            subject.load([FIRST], one, manifest=manifest)
 
 
 # ---------------------------------------------------------------- pickles

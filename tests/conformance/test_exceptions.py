@@ -88,9 +88,7 @@ def test_none_writes_nothing_and_reads_nothing(tmp_path: Path) -> None:
         engine.load(["a"], SavedCheckpoint(tmp_path), op)
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="there is a CUDA device, so it may well be able to save"
-)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, so it may well be able to save")
 def test_datastates_says_what_it_needs(tmp_path: Path) -> None:
     engine = create_engine("datastates", EngineOptions())
     try:

@@ -15,9 +15,7 @@ TINY_RUN = [*LLAMA_STYLE, *TINY, *TRAINING, *DROPOUT]
 ASYNC = ["--checkpoint-engine", "slow-async"]
 
 
-def run(
-    job: Launcher, layout: Layout, *flags: str | Path, env: dict[str, str] | None = None, **options: Any
-) -> Run:
+def run(job: Launcher, layout: Layout, *flags: str | Path, env: dict[str, str] | None = None, **options: Any) -> Run:
     """A launch whose checkpoint engine is slow-async; `env` says how it behaves."""
     return job.run(layout, *flags, *ASYNC, script=SCRIPT, env=env or {}, **options)
 
@@ -42,6 +40,4 @@ def committed(save: Path) -> list[str]:
 def spans_of(save: Path, end: dict[str, Any]) -> list[dict[str, Any]]:
     """Spans of the operation that `end` closes."""
     mine = records(save / "restart_trace", end["cycle"], end["rank"])
-    return [
-        r for r in mine if r["type"] == "span" and r["op"] == end["op"] and r["operation"] == "save"
-    ]
+    return [r for r in mine if r["type"] == "span" and r["op"] == end["op"] and r["operation"] == "save"]

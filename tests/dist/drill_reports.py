@@ -28,7 +28,7 @@ _MANIFEST = "manifest.json"  # written by the commit: in no engine's bytes (docs
 
 
 def report_of(out: Path) -> Report:
-    return analyse(load_trace(out / "trace"))
+    return analyse(load_trace(out / "trace")).report
 
 
 def assert_report_agrees(out: Path) -> None:
@@ -72,15 +72,9 @@ def assert_restarts_agree(out: Path, report: Report) -> None:
 def _restart_s(records: list[dict[str, Any]], cycle: int) -> float:
     """Failure to the end of the last first step, by the records alone."""
     injected = max(
-        r["time_ns"]
-        for r in records
-        if (r["type"], r.get("phase"), r["cycle"]) == ("event", "injected", cycle - 1)
+        r["time_ns"] for r in records if (r["type"], r.get("phase"), r["cycle"]) == ("event", "injected", cycle - 1)
     )
-    ends = [
-        r["end_ns"]
-        for r in records
-        if (r["type"], r.get("phase"), r["cycle"]) == ("span", "first_step", cycle)
-    ]
+    ends = [r["end_ns"] for r in records if (r["type"], r.get("phase"), r["cycle"]) == ("span", "first_step", cycle)]
     return (max(ends) - injected) / 1e9
 
 
@@ -109,9 +103,7 @@ def assert_timeline_agrees(out: Path, report: Report) -> None:
     for _, restart in restarts_of(out, report):
         assert restart.wall is not None
         rank, phases = restart.wall.slowest_rank, _critical(restart)
-        own = [
-            e for e in drawn if (e["pid"], e["args"]["cycle"], e["cat"]) == (rank, restart.cycle, "startup")
-        ]
+        own = [e for e in drawn if (e["pid"], e["args"]["cycle"], e["cat"]) == (rank, restart.cycle, "startup")]
         seconds: dict[str, int] = defaultdict(int)
         for event in own:
             seconds[event["name"]] += event["args"]["busy_ns"]

@@ -32,9 +32,7 @@ def install() -> None:
 class ForkedInterpreter:
     """What the engine uses of subprocess.Popen([python, "-c", CODE], stdin=DEVNULL, pass_fds=..., env=...)."""
 
-    def __init__(
-        self, command: Sequence[str], *, stdin: int, pass_fds: Sequence[int], env: dict[str, str]
-    ) -> None:
+    def __init__(self, command: Sequence[str], *, stdin: int, pass_fds: Sequence[int], env: dict[str, str]) -> None:
         python, option, code = command
         assert (python, option, stdin) == (sys.executable, "-c", subprocess.DEVNULL)
         self.returncode: int | None = None

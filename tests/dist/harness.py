@@ -55,11 +55,11 @@ class Zygote:
     _runs: int = field(default=0)
 
     @staticmethod
-    def start(wrapper: Sequence[str] = ()) -> Zygote:
-        """Start it, under the command `wrapper` (a tracer, say) if one is given."""
+    def start(wrapper: Sequence[str] = (), imports: Sequence[str] = ()) -> Zygote:
+        """Start it, under the command `wrapper` (a tracer, say) if one is given; it imports `imports` besides."""
         environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOCAL_SIZE": "1"}
         process = subprocess.Popen(
-            [*wrapper, sys.executable, str(Path(__file__).with_name("zygote.py"))],
+            [*wrapper, sys.executable, str(Path(__file__).with_name("zygote.py")), *imports],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

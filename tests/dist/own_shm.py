@@ -24,6 +24,4 @@ def left_in_shm(listing: Path) -> list[str]:
 def may_mount() -> bool:
     """Whether this process may have mounts of its own; without them /dev/shm is not looked at."""
     command = ["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/dev/shm"]
-    return (
-        shutil.which("unshare") is not None and subprocess.run(command, capture_output=True).returncode == 0
-    )
+    return shutil.which("unshare") is not None and subprocess.run(command, capture_output=True).returncode == 0

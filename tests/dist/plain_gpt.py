@@ -142,10 +142,7 @@ def train_plainly(
     weights = {name: torch.nn.Parameter(value.clone()) for name, value in initial.items()}
     decayed = [value for value in weights.values() if value.dim() > 1]
     others = [value for value in weights.values() if value.dim() == 1]
-    groups = [
-        {"params": decayed, "weight_decay": training.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
+    groups = [{"params": decayed, "weight_decay": training.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer: torch.optim.Optimizer
     if training.optimizer == "adam":
         optimizer = torch.optim.AdamW(groups, lr=training.lr, betas=(0.9, 0.999), eps=1e-8)

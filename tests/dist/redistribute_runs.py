@@ -62,24 +62,12 @@ class Model:
         self._saved: dict[tuple[Layout, str], str] = {}
 
     def train(
-        self,
-        layout: Layout,
-        name: str,
-        iterations: int,
-        load: str | None = None,
-        *flags: str,
-        engine: str = "lazy",
+        self, layout: Layout, name: str, iterations: int, load: str | None = None, *flags: str, engine: str = "lazy"
     ) -> Path:
         """Train until `iterations` are done, from the checkpoint in `load`; the directory that it saved to."""
         save = self.launcher.directory / name
-        resume = (
-            ["--load", str(self.launcher.directory / load), "--exit-on-missing-checkpoint"] if load else []
-        )
-        saves = [
-            *buffered_saving(save, SAVED)[:-1],
-            "--checkpoint-engine",
-            engine,
-        ]  # no hashes: they are of one layout
+        resume = ["--load", str(self.launcher.directory / load), "--exit-on-missing-checkpoint"] if load else []
+        saves = [*buffered_saving(save, SAVED)[:-1], "--checkpoint-engine", engine]  # no hashes: they are of one layout
         iters = ["--train-iters", str(iterations)]
         self.run = self.launcher.train(layout, *self.flags, *saves, *iters, *resume, *flags)
         return save

@@ -59,15 +59,11 @@ def check_resumes_from(launcher: Launcher, save: Path, step: int) -> None:
     [('{"2": 600}', iteration(3)), ('{"2": [0, 600]}', hashes_written)],
     ids=["writing in the background", "between write and commit"],
 )
-def test_sigkill_before_the_commit(
-    launcher: Launcher, delay: str, moment: Callable[[dict[str, Any]], bool]
-) -> None:
+def test_sigkill_before_the_commit(launcher: Launcher, delay: str, moment: Callable[[dict[str, Any]], bool]) -> None:
     """Saves of 1 and 2 are begun; that of 1 is committed, since that of 2 has waited for it."""
     save = launcher.directory / "run"
     flags = [*TINY_RUN, "--train-iters", "6", *saving(save, 1)]
-    killed = run(
-        launcher, TWO, *flags, env={"SLOW_DELAY": delay}, during=kill_when(save, moment, slice(None))
-    )
+    killed = run(launcher, TWO, *flags, env={"SLOW_DELAY": delay}, during=kill_when(save, moment, slice(None)))
     assert killed.exit_codes == [-9, -9]
     assert committed(save) == ["global_step1"] and len(list(save.glob(".incomplete_global_step2*"))) == 1
     check_resumes_from(launcher, save, 1)

@@ -50,17 +50,13 @@ def launcher(zygote: Zygote, dataset: list[str], tmp_path: Path) -> Launcher:
 
 def test_training_goes_on_while_a_save_is_written_and_the_next_save_waits_for_it(launcher: Launcher) -> None:
     save = launcher.directory / "run"
-    finished = train(
-        launcher, TWO, *TINY_RUN, "--train-iters", "6", *saving(save, 4), env={"SLOW_DELAY": "waited"}
-    )
+    finished = train(launcher, TWO, *TINY_RUN, "--train-iters", "6", *saving(save, 4), env={"SLOW_DELAY": "waited"})
     for rank in range(TWO.world_size):
         first, last = save_ends(save, rank)
         assert (first["step"], last["step"]) == (4, 6)
         assert {first["outcome"], last["outcome"]} == {"ok"} and first["durable"] and first["bytes"] > 10_000
         mine = [r for r in records(save / "restart_trace", rank=rank) if r["type"] == "iteration"]
-        during = [
-            r["step"] for r in mine if first["start_ns"] < r["start_ns"] and r["end_ns"] < first["end_ns"]
-        ]
+        during = [r["step"] for r in mine if first["start_ns"] < r["start_ns"] and r["end_ns"] < first["end_ns"]]
         assert during == [5, 6]
         check_background_of(spans_of(save, first), rank)
         check_that_saves_do_not_overlap(save, first, last)
@@ -72,8 +68,7 @@ def test_training_goes_on_while_a_save_is_written_and_the_next_save_waits_for_it
     assert committed(save) == ["global_step4", "global_step6"]
     log = finished.log(0)
     assert re.search(
-        r"checkpoint of iteration 4 committed to \S+: training was blocked \d+\.\d+ s, durable after \d+\.\d+ s",
-        log,
+        r"checkpoint of iteration 4 committed to \S+: training was blocked \d+\.\d+ s, durable after \d+\.\d+ s", log
     )
     assert re.search(r"checkpoint of iteration 6 committed to", log) and "saved checkpoint" not in log
 
@@ -91,9 +86,7 @@ def check_background_of(spans: list[dict[str, Any]], rank: int) -> None:
 
 def check_that_saves_do_not_overlap(save: Path, first: dict[str, Any], last: dict[str, Any]) -> None:
     spans = spans_of(save, last)
-    waited, collected = (
-        next(s for s in spans if s["phase"] == phase) for phase in ("wait_previous", "collect")
-    )
+    waited, collected = (next(s for s in spans if s["phase"] == phase) for phase in ("wait_previous", "collect"))
     assert waited["blocking"] and waited["thread"] == "MainThread"
     assert last["start_ns"] < first["end_ns"] <= waited["end_ns"] <= collected["start_ns"]
 
@@ -131,9 +124,7 @@ def test_nothing_saved_changes_until_it_is_released(launcher: Launcher, precisio
     assert finished.output.count("validation loss at iteration") >= 3
     for rank in range(STAGES.world_size):
         assert [end["outcome"] for end in save_ends(save, rank)] == ["ok"] * 4
-        released = [
-            s for end in save_ends(save, rank) for s in spans_of(save, end) if s["phase"] == "device_to_host"
-        ]
+        released = [s for end in save_ends(save, rank) for s in spans_of(save, end) if s["phase"] == "device_to_host"]
         assert sum(s["blocking"] for s in released) == 8  # four that began and four that were released
 
 
@@ -178,11 +169,7 @@ def test_save_that_failed_last_is_tried_again_at_the_end(launcher: Launcher) -> 
     env = {"SLOW_FAIL": json.dumps({"4": [1, 1]}), "SLOW_DELAY": "[0.0, 0.3]"}
     train(launcher, TWO, *TINY_RUN, "--train-iters", "4", *saving(save, 2), env=env)
     for rank in range(TWO.world_size):
-        assert [(e["step"], e["outcome"]) for e in save_ends(save, rank)] == [
-            (2, "ok"),
-            (4, "failed"),
-            (4, "ok"),
-        ]
+        assert [(e["step"], e["outcome"]) for e in save_ends(save, rank)] == [(2, "ok"), (4, "failed"), (4, "ok")]
     assert committed(save) == ["global_step2", "global_step4"]
 
 
@@ -221,9 +208,7 @@ def test_sigterm_waits_for_the_save(launcher: Launcher) -> None:
 
     def terminate(pids: list[int]) -> None:
         tail = TraceTail(save / "restart_trace", 0)
-        wait_for(
-            lambda: any(r["type"] == "iteration" for r in tail.new_records()), "the first iteration"
-        )
+        wait_for(lambda: any(r["type"] == "iteration" for r in tail.new_records()), "the first iteration")
         for pid in pids:
             os.kill(pid, signal.SIGTERM)
 

@@ -85,9 +85,7 @@ def number_of_saves(save: Path, step: int, rank: int = 0) -> int:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: str(layout).replace(" ", ""))
-def test_resumed_run_equals_uninterrupted_one(
-    launcher: Launcher, whole: Whole, layout: Layout, precision: str
-) -> None:
+def test_resumed_run_equals_uninterrupted_one(launcher: Launcher, whole: Whole, layout: Layout, precision: str) -> None:
     resumed = launcher.directory / "resumed"
     flags = [*LLAMA, *PRECISIONS[precision]]
     if layout == FOUR_STAGES:
@@ -157,9 +155,7 @@ def test_resumed_twice(launcher: Launcher, whole: Whole) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_classic_model_with_tied_embedding_over_stages(
-    launcher: Launcher, whole: Whole, precision: str
-) -> None:
+def test_classic_model_with_tied_embedding_over_stages(launcher: Launcher, whole: Whole, precision: str) -> None:
     """Learned positions, LayerNorm, GELU, biases; first and last stage hold a copy each of the embedding."""
     resumed = launcher.directory / "resumed"
     flags = [*CLASSIC, *PRECISIONS[precision]]
@@ -206,9 +202,7 @@ def test_dropout_streams_of_tensor_parallel_ranks(whole: Whole, style: list[str]
     """
     save = whole(TENSOR_PARALLEL, *style)
     states = [
-        load_file(save / f"global_step{step}" / f"zero_pp_rank_0_mp_rank_{tp:02d}_optim_states.pt")[
-            "rng_state"
-        ]
+        load_file(save / f"global_step{step}" / f"zero_pp_rank_0_mp_rank_{tp:02d}_optim_states.pt")["rng_state"]
         for step in (3, 5)
         for tp in (0, 1)
     ]
@@ -216,18 +210,14 @@ def test_dropout_streams_of_tensor_parallel_ranks(whole: Whole, style: list[str]
     own = [sha256(state["rng_tracker_states"]["model-parallel-rng"]) for state in states]
     assert replicated[0] == replicated[1] != replicated[2] == replicated[3]
     assert len(set(own)) == 4
-    replicated_names = re.compile(
-        r"(.*layernorm\.)?(weight|bias)|.*(dense|4h_to_h)\.bias|position_embeddings\.weight"
-    )
+    replicated_names = re.compile(r"(.*layernorm\.)?(weight|bias)|.*(dense|4h_to_h)\.bias|position_embeddings\.weight")
     compared = 0
     for path in (save / "global_step5").glob("layer_*-model_00-model_states.pt"):
         one, other = load_file(path), load_file(path.with_name(path.name.replace("model_00", "model_01")))
         for name in filter(replicated_names.fullmatch, one):
             assert torch.equal(one[name], other[name]), f"{path.name}: {name}"
             compared += 1
-    assert compared == (
-        5 if style is LLAMA else 15
-    )  # 2 norms a layer and the last; their biases, 2 more, positions
+    assert compared == (5 if style is LLAMA else 15)  # 2 norms a layer and the last; their biases, 2 more, positions
 
 
 def test_recomputing_activations_repeats_their_dropout(launcher: Launcher, whole: Whole) -> None:
@@ -237,9 +227,7 @@ def test_recomputing_activations_repeats_their_dropout(launcher: Launcher, whole
     launcher.train(TENSOR_PARALLEL, *stored, "--bf16", *FIVE, *buffered_saving(without_it, 5))
     with_it = whole(TENSOR_PARALLEL, *LLAMA, "--bf16")
     assert losses_of_ranks(with_it, TENSOR_PARALLEL) == losses_of_ranks(without_it, TENSOR_PARALLEL)
-    assert hashes(with_it / "global_step5", TENSOR_PARALLEL) == hashes(
-        without_it / "global_step5", TENSOR_PARALLEL
-    )
+    assert hashes(with_it / "global_step5", TENSOR_PARALLEL) == hashes(without_it / "global_step5", TENSOR_PARALLEL)
 
 
 @pytest.mark.parametrize("iterations", ["4", "8"])
@@ -280,10 +268,7 @@ def test_evaluation_does_not_disturb(launcher: Launcher) -> None:
     assert losses_of_ranks(resumed, STAGES) == from_iteration(expected, 4)
     validation = re.findall(r"validation loss at iteration (\d+) \| lm loss value: (\S+)", first.output)
     assert [step for step, _ in validation] == ["2", "4", "4"]
-    assert (
-        re.findall(r"validation loss at iteration (\d+) \| lm loss value: (\S+)", second.output)
-        == validation[1:]
-    )
+    assert re.findall(r"validation loss at iteration (\d+) \| lm loss value: (\S+)", second.output) == validation[1:]
     assert_same_checkpoint(whole / "global_step4", resumed / "global_step4")
 
 
@@ -295,9 +280,7 @@ def test_fp16_loss_scale_goes_on(launcher: Launcher) -> None:
         "--loss-scale-window", "3",
     ]  # fmt: skip
     first = launcher.train(STAGES, *flags, *buffered_saving(whole, 8))
-    second = launcher.train(
-        STAGES, *flags, *buffered_saving(resumed, 8), "--load", whole, "--load-tag", "global_step8"
-    )
+    second = launcher.train(STAGES, *flags, *buffered_saving(resumed, 8), "--load", whole, "--load-tag", "global_step8")
     scales = printed_by_iteration(first, "loss scale")
     skipped = printed_by_iteration(first, "number of skipped iterations")
     assert float(scales[8]) < 2**28

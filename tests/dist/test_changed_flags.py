@@ -12,16 +12,7 @@ import torch
 
 from megatron.parallel.topology import Layout
 from tests.dist.harness import LLAMA_STYLE, Zygote
-from tests.dist.tiny_runs import (
-    MODEL,
-    NO_DROPOUT,
-    SINGLE,
-    TRAINING,
-    Launcher,
-    load_file,
-    losses_of_ranks,
-    saving,
-)
+from tests.dist.tiny_runs import MODEL, NO_DROPOUT, SINGLE, TRAINING, Launcher, load_file, losses_of_ranks, saving
 
 RUN = [*MODEL, *LLAMA_STYLE, *TRAINING, *NO_DROPOUT, "--bf16", "--train-iters", "4"]
 REPLICAS = Layout(tp=1, pp=1, dp=2)
@@ -157,8 +148,7 @@ def test_schedule_that_begins_anew(launcher: Launcher, saved: Path) -> None:
     out = launcher.directory / "out"
     launcher.train(SINGLE, *RUN, *saving(out, 1)[:-1], "--load", saved, "--no-load-lr-state", "--exit-interval", "3")
     masters = [
-        shard_of(where)["single_partition_of_fp32_groups"]
-        for where in (saved / "global_step2", out / "global_step3")
+        shard_of(where)["single_partition_of_fp32_groups"] for where in (saved / "global_step2", out / "global_step3")
     ]
     assert all(torch.equal(before, after) for before, after in zip(*masters, strict=True))
 

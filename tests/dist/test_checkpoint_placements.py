@@ -133,9 +133,7 @@ def test_first_weights_are_the_same_bits_on_all_layouts(
 
 
 @pytest.mark.parametrize(("style", "precision", "layout"), CASES, ids=shown)
-def test_every_element_is_there_after_training(
-    trained: Trainer, style: str, precision: str, layout: Layout
-) -> None:
+def test_every_element_is_there_after_training(trained: Trainer, style: str, precision: str, layout: Layout) -> None:
     """None is missing, none is twice but true replicas, which agree (Reader sees to it): over TP bit for bit."""
     run = trained(style, precision, layout)
     reader = read(run, 2)
@@ -167,9 +165,7 @@ def test_moments_are_those_of_one_process(trained: Trainer, layout: Layout) -> N
 
 
 @pytest.mark.parametrize(("style", "precision", "layout"), CASES, ids=shown)
-def test_fragments_are_those_of_deepspeed(
-    trained: Trainer, style: str, precision: str, layout: Layout
-) -> None:
+def test_fragments_are_those_of_deepspeed(trained: Trainer, style: str, precision: str, layout: Layout) -> None:
     """Its own map of each partition, in the file; and the tensors that it gathers by it."""
     run = trained(style, precision, layout)
     whole = wholes(run, 2)

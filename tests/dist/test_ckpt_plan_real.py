@@ -128,11 +128,7 @@ def _differences(planned: Any, real: Any, where: str) -> list[str]:
         return [f"{where}: {type(planned).__name__} planned, {type(real).__name__} saved"]
     if isinstance(planned, torch.Tensor):
         same = planned.dtype == real.dtype and planned.shape == real.shape
-        return (
-            []
-            if same
-            else [f"{where}: {planned.dtype} {planned.shape} planned, {real.dtype} {real.shape} saved"]
-        )
+        return [] if same else [f"{where}: {planned.dtype} {planned.shape} planned, {real.dtype} {real.shape} saved"]
     if isinstance(planned, argparse.Namespace):
         planned, real = vars(planned), vars(real)
         planned = planned | {"local_rank": real["local_rank"]}  # how ranks lie on hosts is not planned

@@ -91,9 +91,7 @@ def with_plugins(tmp_path: Path) -> dict[str, str]:
     site = tmp_path / "site"
     (site / "plugins-1.dist-info").mkdir(parents=True)
     (site / "plugin_engines.py").write_text(PLUGINS)
-    (site / "plugins-1.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: plugins\nVersion: 1\n"
-    )
+    (site / "plugins-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: plugins\nVersion: 1\n")
     (site / "plugins-1.dist-info" / "entry_points.txt").write_text(
         "[megatron.checkpoint_engines]\nfaulty = plugin_engines:Faulty\ntorn = plugin_engines:Torn\n"
     )
@@ -131,12 +129,7 @@ def test_two_ranks_of_70b_with_two_engines(tmp_path: Path) -> None:
         assert found["storage"][key] is None or found["storage"][key] > 0
     assert found["storage"]["write_buffered_fsync_gbps"] > 0
     judged = {target["measure"] for target in found["targets"]}
-    assert {
-        "lazy blocked_s",
-        "lazy cold load",
-        "lazy warm load, fresh process",
-        "step time while flushing",
-    } <= judged
+    assert {"lazy blocked_s", "lazy cold load", "lazy warm load, fresh process", "step time while flushing"} <= judged
     assert not list(target.iterdir()), "something was left"
     _check_trace(trace, repeats)
 
@@ -180,9 +173,7 @@ def test_files_in_memory_are_never_said_to_be_cold() -> None:
             target.rmdir()  # fails if the replay left anything
 
 
-def test_engines_that_fail_are_named_and_the_others_are_measured(
-    tmp_path: Path, with_plugins: dict[str, str]
-) -> None:
+def test_engines_that_fail_are_named_and_the_others_are_measured(tmp_path: Path, with_plugins: dict[str, str]) -> None:
     """One cannot write on the second rank; a checkpoint of the other is torn, and is found out."""
     argv = [*SMALL, "--engine", "faulty,torn,torch", "--ranks", "0-1", "--repeat", "2", "--no-storage"]
     done = replay([*argv, "--output", str(tmp_path / "out.json")], tmp_path / "target", **with_plugins)
@@ -236,18 +227,7 @@ def test_nothing_is_left_after_a_termination(tmp_path: Path) -> None:
 
 
 def test_under_torchrun_each_process_is_a_rank(tmp_path: Path) -> None:
-    argv = [
-        *SMALL,
-        "--engine",
-        "torch",
-        "--repeat",
-        "1",
-        "--no-storage",
-        "--format",
-        "json",
-        "--dir",
-        str(tmp_path),
-    ]
+    argv = [*SMALL, "--engine", "torch", "--repeat", "1", "--no-storage", "--format", "json", "--dir", str(tmp_path)]
     done = subprocess.run(
         [
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",

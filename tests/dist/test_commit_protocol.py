@@ -110,9 +110,7 @@ class Killer:
 
 def finished(trace: Path, operation: str, cycle: int, rank: int = 0) -> list[dict[str, Any]]:
     """Closing records of the operations that succeeded."""
-    found = [
-        r for r in records(trace, cycle, rank) if r["type"] == "operation_end" and r["operation"] == operation
-    ]
+    found = [r for r in records(trace, cycle, rank) if r["type"] == "operation_end" and r["operation"] == operation]
     return [r for r in found if r["outcome"] == "ok"]
 
 
@@ -163,9 +161,7 @@ def check_what_was_loaded(trace: Path, kills: int) -> None:
             assert all(acknowledged <= step <= begun for step in loaded), (cycle, rank, loaded)
         saves = [r["step"] for r in finished(trace, "save", cycle)]
         acknowledged = max([acknowledged, *saves])
-        started = [
-            r for r in records(trace, cycle) if r["type"] == "operation_begin" and r["operation"] == "save"
-        ]
+        started = [r for r in records(trace, cycle) if r["type"] == "operation_begin" and r["operation"] == "save"]
         begun = max([begun, *(r["step"] for r in started)])
     assert acknowledged >= kills // 2, "the job hardly got anywhere, so the test shows little"
 

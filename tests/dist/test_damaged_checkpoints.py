@@ -132,9 +132,7 @@ def test_nothing_whole_is_left(launcher: Launcher, save: Path, trained: Path) ->
     errors = [line for line in run.output.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert errors[0].startswith(f"error: --load {save}: no checkpoint there is whole: ")
-    assert all(
-        f"{save / f'global_step{step}' / SHARD_OF_RANK_0} has " in errors[0] for step in range(1, STEPS + 1)
-    )
+    assert all(f"{save / f'global_step{step}' / SHARD_OF_RANK_0} has " in errors[0] for step in range(1, STEPS + 1))
     assert "--allow-start-over" in errors[0]
     assert losses(launcher.directory / "trace") == {}
 
@@ -218,9 +216,7 @@ def test_verify_size_computes_no_checksum(launcher: Launcher, save: Path) -> Non
     shutil.rmtree(launcher.directory / "trace")
     assert resume(launcher, save, "--checkpoint-verify", "size", "--exit-interval", "10").ok
     assert loaded_steps(launcher) == [STEPS] * 2
-    spans = [
-        r for r in records(launcher.directory / "trace") if r["type"] == "span" and r["operation"] == "load"
-    ]
+    spans = [r for r in records(launcher.directory / "trace") if r["type"] == "span" and r["operation"] == "load"]
     verifying = [r["duration_ns"] for r in spans if r.get("detail") == "verify"]
     assert verifying and max(verifying) < 1_000_000
 
@@ -239,17 +235,7 @@ def test_load_tag_is_taken_or_refused(launcher: Launcher, save: Path) -> None:
 
 def test_saved_without_optimizer_state(launcher: Launcher) -> None:
     save = launcher.directory / "bare"
-    flags = [
-        *MODEL,
-        *TRAINING,
-        "--save",
-        str(save),
-        "--save-interval",
-        "1",
-        "--no-save-optim",
-        "--exit-interval",
-        "2",
-    ]
+    flags = [*MODEL, *TRAINING, "--save", str(save), "--save-interval", "1", "--no-save-optim", "--exit-interval", "2"]
     launcher.train(TWO, *flags)
     run = resume(launcher, save)
     assert run.exit_codes[0] == 2
@@ -261,16 +247,7 @@ def test_saved_without_optimizer_state(launcher: Launcher) -> None:
 def test_engine_none_writes_nothing(launcher: Launcher, save: Path) -> None:
     """Training and its trace are as ever: this engine measures what is left when nothing is written."""
     empty = launcher.directory / "empty"
-    flags = [
-        "--save",
-        str(empty),
-        "--save-interval",
-        "2",
-        "--checkpoint-engine",
-        "none",
-        "--exit-interval",
-        "4",
-    ]
+    flags = ["--save", str(empty), "--save-interval", "2", "--checkpoint-engine", "none", "--exit-interval", "4"]
     launcher.train(TWO, *MODEL, *TRAINING, *flags)
     assert sorted(path.name for path in empty.iterdir()) == [".generations", "restart_trace"]
     for rank in range(TWO.world_size):
@@ -289,15 +266,7 @@ def test_engine_none_writes_nothing(launcher: Launcher, save: Path) -> None:
 def lazy_training(launcher: Launcher, *flags: str) -> Run:
     trace = str(launcher.directory / "trace")
     return launcher.run(
-        TWO,
-        *MODEL,
-        *TRAINING,
-        "--checkpoint-engine",
-        "lazy",
-        "--restart-trace-dir",
-        trace,
-        *flags,
-        launcher=True,
+        TWO, *MODEL, *TRAINING, "--checkpoint-engine", "lazy", "--restart-trace-dir", trace, *flags, launcher=True
     )
 
 

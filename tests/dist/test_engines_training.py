@@ -93,9 +93,7 @@ def kill_with_helpers(pids: list[int]) -> None:
     for helper in left:
         helper.kill()
     assert not left, f"left behind by ranks that were killed: {left}"
-    shared = [
-        p.name for p in Path("/dev/shm").iterdir() if any(str(pid) in re.split(r"\D", p.name) for pid in pids)
-    ]
+    shared = [p.name for p in Path("/dev/shm").iterdir() if any(str(pid) in re.split(r"\D", p.name) for pid in pids)]
     assert not shared, f"left behind in /dev/shm: {shared}"
 
 
@@ -117,9 +115,7 @@ def test_killed_and_resumed_on_eight_ranks(launcher: Launcher, reference: Path, 
     run = launcher.run(ALL_THREE, *flags, during=kill_once_a_checkpoint_is_there, script=HELD_TRAINING, env=held)
     assert run.exit_codes == [-9] * ALL_THREE.world_size, run.output[-4000:]
     last_committed = committed(save)
-    assert last_committed < LAST, (
-        f"it had saved {last_committed} already when it was killed: nothing is shown"
-    )
+    assert last_committed < LAST, f"it had saved {last_committed} already when it was killed: nothing is shown"
     resumed = launcher.train(ALL_THREE, *flags, "--load", save, "--exit-interval", str(LAST))
     first = resumed_from(resumed)
     assert last_committed <= first <= last_committed + 2  # a rename may have gone before its tracker

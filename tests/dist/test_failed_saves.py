@@ -61,15 +61,7 @@ def train(launcher: Launcher, save: Path, actions: dict[int, str], *flags: str) 
     environment = {"DISTURB": json.dumps(actions)}
     trace = str(launcher.directory / "trace")
     return launcher.run(
-        TWO,
-        *MODEL,
-        *TRAINING,
-        *saving(save, 1),
-        "--restart-trace-dir",
-        trace,
-        *flags,
-        script=SCRIPT,
-        env=environment,
+        TWO, *MODEL, *TRAINING, *saving(save, 1), "--restart-trace-dir", trace, *flags, script=SCRIPT, env=environment
     )
 
 
@@ -112,21 +104,15 @@ def check_failure_in_the_middle(launcher: Launcher, save: Path, run: Run, reason
 
 def test_disk_that_becomes_full_within_a_file(launcher: Launcher, disk: Disk) -> None:
     run = train(launcher, disk.directory, {2: disk.fill, 3: disk.free})
-    check_failure_in_the_middle(
-        launcher, disk.directory, run, [f"rank 0: {disk.error}", f"rank 1: {disk.error}"]
-    )
-    again = launcher.train(
-        TWO, *MODEL, *TRAINING, "--load", str(disk.directory), "--load-tag", "global_step3"
-    )
+    check_failure_in_the_middle(launcher, disk.directory, run, [f"rank 0: {disk.error}", f"rank 1: {disk.error}"])
+    again = launcher.train(TWO, *MODEL, *TRAINING, "--load", str(disk.directory), "--load-tag", "global_step3")
     assert "resumed from iteration 3" in again.output
 
 
 @pytest.mark.parametrize("function", ["write_manifest", "publish"])
 def test_disk_that_becomes_full_in_the_commit(launcher: Launcher, disk: Disk, function: str) -> None:
     if not disk.is_real:
-        pytest.skip(
-            "no disk of our own can be mounted here, and a limit on file sizes would hit the trace too"
-        )
+        pytest.skip("no disk of our own can be mounted here, and a limit on file sizes would hit the trace too")
     run = train(launcher, disk.directory, {2: f"fill_before:{function}", 3: disk.free})
     check_failure_in_the_middle(launcher, disk.directory, run, [f"rank 0, commit: {disk.error}"])
 
@@ -148,9 +134,7 @@ def test_full_disk_to_the_end(launcher: Launcher, disk: Disk) -> None:
 def test_directory_that_may_not_be_written_any_more(launcher: Launcher) -> None:
     save = launcher.directory / "run"
     run = train(launcher, save, {2: "forbid", 3: "allow"})
-    check_failure_in_the_middle(
-        launcher, save, run, ["PermissionError: [Errno 13] Permission denied", str(save)]
-    )
+    check_failure_in_the_middle(launcher, save, run, ["PermissionError: [Errno 13] Permission denied", str(save)])
 
 
 def test_one_rank_whose_engine_raises(launcher: Launcher) -> None:

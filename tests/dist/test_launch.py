@@ -36,9 +36,7 @@ def marked(out: Path) -> list[psutil.Process]:
 
 
 def environment(out: Path) -> dict[str, str]:
-    kept = {
-        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return kept | {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", MARK: str(out)}
 
 
@@ -59,9 +57,7 @@ def spans(trace: Path, cycle: int, phase: str) -> list[dict[str, Any]]:
 def start_of(trace: Path, cycle: int) -> tuple[int, int]:
     """(begin of the start-up, start of the process) of rank 1, ns."""
     found = records(trace, cycle, 1)
-    (begin,) = [
-        r["start_ns"] for r in found if r["type"] == "operation_begin" and r["operation"] == "startup"
-    ]
+    (begin,) = [r["start_ns"] for r in found if r["type"] == "operation_begin" and r["operation"] == "startup"]
     return begin, found[0]["process_start_ns"]
 
 

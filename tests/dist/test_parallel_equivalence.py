@@ -124,9 +124,7 @@ def test_curve_under_sgd_is_that_of_one_process(trained: Trainer, style: str) ->
 
 @pytest.mark.parametrize("optimizer", RATES)
 @pytest.mark.parametrize("style", STYLES)
-def test_curve_is_that_of_plain_torch(
-    trained: Trainer, dataset: list[str], style: str, optimizer: str
-) -> None:
+def test_curve_is_that_of_plain_torch(trained: Trainer, dataset: list[str], style: str, optimizer: str) -> None:
     found = trained(style, optimizer, SINGLE)
     lr, min_lr = map(float, RATES[optimizer])
     training = PlainTraining(
@@ -148,9 +146,7 @@ def test_curve_is_that_of_plain_torch(
 def test_initial_weights_are_those_of_one_process(trained: Trainer, style: str, layout: Layout) -> None:
     """The shards of all ranks, put together, are the same model bit for bit."""
     expected = initial_weights(trained(style, "adam", SINGLE).initial)
-    shards = [
-        initial_weights(trained(style, "adam", layout).initial, tp_rank) for tp_rank in range(layout.tp)
-    ]
+    shards = [initial_weights(trained(style, "adam", layout).initial, tp_rank) for tp_rank in range(layout.tp)]
     assert expected.keys() == shards[0].keys()
     for name, whole in expected.items():
         assert torch.equal(joined([shard[name] for shard in shards], name, style), whole), name
@@ -162,17 +158,7 @@ def test_loss_falls(zygote: Zygote, dataset: list[str], tmp_path: Path, style: s
 
     Seen: 2.05 in the LLaMA style, 1.09 in the classic one.
     """
-    flags = [
-        "--micro-batch-size",
-        "8",
-        "--train-iters",
-        "60",
-        "--lr",
-        "4e-3",
-        "--lr-warmup-iters",
-        "5",
-        "--bf16",
-    ]
+    flags = ["--micro-batch-size", "8", "--train-iters", "60", "--lr", "4e-3", "--lr-warmup-iters", "5", "--bf16"]
     Launcher(zygote, dataset, tmp_path).train(
         SINGLE, *STYLES[style], *flags, "--lr-decay-style", "cosine", "--restart-trace-dir", tmp_path / "restart_trace"
     )  # fmt: skip
@@ -185,14 +171,9 @@ def test_loss_falls(zygote: Zygote, dataset: list[str], tmp_path: Path, style: s
 def joined(shards: list[torch.Tensor], name: str, style: str) -> torch.Tensor:
     """One whole parameter from its shards of all TP ranks, as ../golden/upstream_run lays them out."""
     layer, _, parameter = name.partition(".")
-    if (
-        parameter.startswith(("dense_4h_to_h", "self_attention.dense", "mlp.dense_4h_to_h"))
-        and shards[0].dim() > 1
-    ):
+    if parameter.startswith(("dense_4h_to_h", "self_attention.dense", "mlp.dense_4h_to_h")) and shards[0].dim() > 1:
         return torch.cat(shards, dim=1)
-    replicated = (
-        "layernorm" in parameter or parameter in ("weight", "bias") or "position_embeddings" in parameter
-    )
+    replicated = "layernorm" in parameter or parameter in ("weight", "bias") or "position_embeddings" in parameter
     if replicated or parameter in ("self_attention.dense.bias", "mlp.dense_4h_to_h.bias"):
         assert all(torch.equal(shard, shards[0]) for shard in shards)
         return shards[0]

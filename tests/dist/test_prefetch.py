@@ -9,15 +9,7 @@ import pytest
 
 from megatron.parallel.topology import Layout
 from tests.dist.harness import LLAMA_STYLE, Zygote, records
-from tests.dist.tiny_runs import (
-    MODEL,
-    NO_DROPOUT,
-    TRAINING,
-    Launcher,
-    from_iteration,
-    losses_of_ranks,
-    saving,
-)
+from tests.dist.tiny_runs import MODEL, NO_DROPOUT, TRAINING, Launcher, from_iteration, losses_of_ranks, saving
 from tests.unit.megatron.checkpointing.test_prefetch import forget
 
 REPLICAS = Layout(tp=1, pp=1, dp=2)
@@ -46,9 +38,7 @@ def test_a_resume_that_reads_ahead_trains_on_as_without(
         for path in (whole / "global_step2").iterdir():
             forget(path)
         run = launcher.train(REPLICAS, *flags, *saving(tmp_path / name, 2), *resuming, *more)
-        assert losses_of_ranks(tmp_path / name, REPLICAS) == from_iteration(
-            losses_of_ranks(whole, REPLICAS), 3
-        )
+        assert losses_of_ranks(tmp_path / name, REPLICAS) == from_iteration(losses_of_ranks(whole, REPLICAS), 3)
         assert ("--prefetch-on-start: " in run.output) == bool(more)
     for rank in range(REPLICAS.world_size):
         expected, none, total = reads(tmp_path / "plain", rank)

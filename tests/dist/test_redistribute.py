@@ -26,10 +26,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 @pytest.fixture(scope="module", params=["llama", "classic"])
 def model(
-    request: pytest.FixtureRequest,
-    zygote: Zygote,
-    dataset: list[str],
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, zygote: Zygote, dataset: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> Model:
     launcher = Launcher(zygote, dataset, tmp_path_factory.mktemp(request.param))
     return Model(launcher, request.param)
@@ -56,9 +53,7 @@ def test_a_walk_in_fp16(half_precision: Model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
-    [(Layout(1, 2, 4), Layout(4, 1, 2)), (Layout(4, 2, 1), Layout(2, 1, 2))],
-    ids=shown,
+    ("old", "new"), [(Layout(1, 2, 4), Layout(4, 1, 2)), (Layout(4, 2, 1), Layout(2, 1, 2))], ids=shown
 )
 def test_from_a_checkpoint_of_engine_torch(model: Model, old: Layout, new: Layout) -> None:
     """Which keeps no placements. Saved by torch there, by lazy here, so that the test can read it.
@@ -75,10 +70,7 @@ def test_from_a_checkpoint_of_engine_torch(model: Model, old: Layout, new: Layou
 
 @pytest.mark.parametrize(
     ("engine", "old", "new"),
-    [
-        ("fastpersist", Layout(2, 1, 2), Layout(1, 2, 1)),
-        ("fastpersist-decoupled", Layout(2, 1, 1), Layout(1, 2, 1)),
-    ],
+    [("fastpersist", Layout(2, 1, 2), Layout(1, 2, 1)), ("fastpersist-decoupled", Layout(2, 1, 1), Layout(1, 2, 1))],
     ids=lambda value: value if isinstance(value, str) else shown(value),
 )
 def test_from_a_checkpoint_of_engine_fastpersist(model: Model, engine: str, old: Layout, new: Layout) -> None:
@@ -87,9 +79,7 @@ def test_from_a_checkpoint_of_engine_fastpersist(model: Model, engine: str, old:
     assert_same(assembled(model.moved(old, new, engine)), expected)
 
 
-@pytest.mark.skipif(
-    "REDISTRIBUTE_ALL" not in os.environ, reason="takes 10 minutes; set REDISTRIBUTE_ALL to run it"
-)
+@pytest.mark.skipif("REDISTRIBUTE_ALL" not in os.environ, reason="takes 10 minutes; set REDISTRIBUTE_ALL to run it")
 @pytest.mark.parametrize("old", LAYOUTS, ids=shown)
 def test_every_layout_from_every_other(model: Model, old: Layout) -> None:
     expected = assembled(model.launcher.directory / model.saved(old))
@@ -106,25 +96,16 @@ def test_training_goes_on_as_if_nothing_had_changed(model: Model, old: Layout, n
     name = f"goes_on_{shown(old)}"
     model.train(old, name, 5)
     resumed = model.train(new, f"{name}_elsewhere", 5, name, "--load-tag", f"global_step{SAVED}")
-    before, after = (
-        losses(model.launcher.directory / name / "restart_trace"),
-        losses(resumed / "restart_trace"),
-    )
+    before, after = (losses(model.launcher.directory / name / "restart_trace"), losses(resumed / "restart_trace"))
     assert sorted(after) == [3, 4, 5]
     tolerance = 2e-2 if model.style == "llama" else 2e-5
     for step, loss in after.items():
         assert loss == pytest.approx(before[step], rel=tolerance)
-    spans = [
-        r
-        for r in records(resumed / "restart_trace", rank=0)
-        if r["type"] == "span" and r["operation"] == "load"
-    ]
+    spans = [r for r in records(resumed / "restart_trace", rank=0) if r["type"] == "span" and r["operation"] == "load"]
     phases = {(r["phase"], r.get("detail")) for r in spans}
     assert {("load", "read"), ("load", "verify"), ("redistribute", "reshard")} <= phases
     ways = {way for phase, way in phases if phase == "redistribute"}
-    assert ("broadcast" in ways) == (new.dp > 1) and ("all_gather" in ways) == (new.dp == 1), (
-        "and the trace says which"
-    )
+    assert ("broadcast" in ways) == (new.dp > 1) and ("all_gather" in ways) == (new.dp == 1), "and the trace says which"
 
 
 def test_weights_are_those_that_deepspeed_gathers(model: Model) -> None:
@@ -149,11 +130,7 @@ def test_weights_alone(model: Model) -> None:
         elif kind == "master":
             assert torch.equal(values, expected["weight", name].float())
     # Both DP replicas hold all weights; between them they read each once, with little beside it.
-    ends = [
-        r
-        for r in records(save / "restart_trace")
-        if r["type"] == "operation_end" and r["operation"] == "load"
-    ]
+    ends = [r for r in records(save / "restart_trace") if r["type"] == "operation_end" and r["operation"] == "load"]
     read = [end["bytes"] for end in ends]
     weights = sum(values.nbytes for (kind, _), values in expected.items() if kind == "weight")
     assert len(read) == 2 and max(read) < 0.8 * sum(read) and weights <= sum(read)

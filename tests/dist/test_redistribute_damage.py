@@ -30,10 +30,7 @@ LAYER = "layer_03-model_01-model_states.pt"
 
 @pytest.fixture(scope="module", params=["torch", "lazy"])
 def trained(
-    request: pytest.FixtureRequest,
-    zygote: Zygote,
-    dataset: list[str],
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, zygote: Zygote, dataset: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Model, Path]:
     """Checkpoints after the iterations 1 to STEPS."""
     launcher = Launcher(zygote, dataset, tmp_path_factory.mktemp(request.param))
@@ -124,9 +121,7 @@ def mismatch_of(run: Run) -> str:
     return error
 
 
-@pytest.mark.parametrize(
-    "trained", ["lazy"], indirect=True
-)  # torch's files do not say how many tokens there are
+@pytest.mark.parametrize("trained", ["lazy"], indirect=True)  # torch's files do not say how many tokens there are
 def test_a_mismatch_that_some_ranks_see_ends_all(trained: tuple[Model, Path]) -> None:
     """Another vocabulary of the same padding: the stages between the embedding and the head hold none of it."""
     model, save = trained
@@ -134,21 +129,14 @@ def test_a_mismatch_that_some_ranks_see_ends_all(trained: tuple[Model, Path]) ->
     padded = manifest["model"]["padded_vocab_size"]
     other = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(padded - 2)]
     error = mismatch_of(model.resume(NEW, save, "--train-iters", "5", *other))
-    assert (
-        "word_embeddings.weight has " in error and f" tokens in the checkpoint and {padded - 1} here" in error
-    )
+    assert "word_embeddings.weight has " in error and f" tokens in the checkpoint and {padded - 1} here" in error
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [
-        ("CheckpointMismatchError", "error: of rank 2 alone"),
-        ("KeyError", "error: rank 2: KeyError: 'of rank 2 alone'"),
-    ],
+    [("CheckpointMismatchError", "error: of rank 2 alone"), ("KeyError", "error: rank 2: KeyError: 'of rank 2 alone'")],
 )
-def test_an_error_of_one_rank_while_planning_ends_all(
-    trained: tuple[Model, Path], kind: str, message: str
-) -> None:
+def test_an_error_of_one_rank_while_planning_ends_all(trained: tuple[Model, Path], kind: str, message: str) -> None:
     model, save = trained
     env = {"FAILS_AT": "megatron.checkpointing.reshard.direct:plan", "FAILS_WITH": kind, "FAILS_ON": "2"}
     argv = [*model.flags, "--load", str(save), "--train-iters", "5"]

@@ -13,14 +13,7 @@ from megatron.checkpointing.naming import TEMPORARY_PREFIX
 from megatron.checkpointing.reshard.universal import CONVERSION_EVENT
 from megatron.parallel.topology import Layout
 from tests.dist.harness import Zygote, losses, records
-from tests.dist.redistribute_runs import (
-    SAVED,
-    Model,
-    assembled,
-    assert_same,
-    rows_from,
-    shown,
-)
+from tests.dist.redistribute_runs import SAVED, Model, assembled, assert_same, rows_from, shown
 from tests.dist.test_damaged_checkpoints import flip_bit_in_record
 from tests.dist.tiny_runs import Launcher
 
@@ -41,9 +34,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def models(zygote: Zygote, dataset: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
     styles = dict.fromkeys(style for style, _, _ in CASES)
-    return {
-        style: Model(Launcher(zygote, dataset, tmp_path_factory.mktemp(style)), style) for style in styles
-    }
+    return {style: Model(Launcher(zygote, dataset, tmp_path_factory.mktemp(style)), style) for style in styles}
 
 
 def left_in(save: Path) -> list[str]:
@@ -60,9 +51,7 @@ def test_both_ways_agree_bit_for_bit(models: dict[str, Model], style: str, old: 
     source = model.launcher.directory / model.saved(old, "torch")
     direct, universal = model.moved(old, new, "torch"), model.moved(old, new, "torch", *UNIVERSAL)
     assert_same(assembled(universal), assembled(direct))
-    held = json.loads((source / f"global_step{SAVED}" / "manifest.json").read_text())["model"][
-        "padded_vocab_size"
-    ]
+    held = json.loads((source / f"global_step{SAVED}" / "manifest.json").read_text())["model"]["padded_vocab_size"]
     new_rows = rows_from(direct, held)
     assert (style == "llama_odd") == any(len(rows) for rows in new_rows.values())
     for rows in itertools.chain(rows_from(universal).values(), new_rows.values()):
@@ -81,9 +70,7 @@ def test_training_goes_on(models: dict[str, Model]) -> None:
     """The rows of no token are zero, and take part in the softmax: the loss is another one by about their share."""
     model = models["llama_odd"]
     source = model.train(ONE_OF_TP, "goes_on", 4, engine="torch")
-    resumed = model.train(
-        TWO_OF_TP, "goes_on_elsewhere", 4, "goes_on", "--load-tag", f"global_step{SAVED}", *UNIVERSAL
-    )
+    resumed = model.train(TWO_OF_TP, "goes_on_elsewhere", 4, "goes_on", "--load-tag", f"global_step{SAVED}", *UNIVERSAL)
     before, after = losses(source / "restart_trace"), losses(resumed / "restart_trace")
     assert sorted(after) == [3, 4]
     for step, loss in after.items():
@@ -117,10 +104,6 @@ def test_what_stops_a_conversion_ends_all_ranks(models: dict[str, Model], tmp_pa
     run = model.resume(new, save, *UNIVERSAL, "--train-iters", "5", "--checkpoint-verify", "size")
     assert run.exit_codes == [2] * new.world_size
     (error,) = [line for line in run.output.splitlines() if line.startswith("error:")]
-    assert (
-        f"--redistribute universal: DeepSpeed could not convert {save / f'global_step{SAVED}'} into " in error
-    )
+    assert f"--redistribute universal: DeepSpeed could not convert {save / f'global_step{SAVED}'} into " in error
     assert "exit code 1" in error
-    assert left_in(save) == [] and not [
-        path for path in save.iterdir() if path.name.startswith(TEMPORARY_PREFIX)
-    ]
+    assert left_in(save) == [] and not [path for path in save.iterdir() if path.name.startswith(TEMPORARY_PREFIX)]

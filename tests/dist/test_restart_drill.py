@@ -29,21 +29,13 @@ TRAINING = [
 ]  # fmt: skip
 WITHOUT_HANDLER = [flag for flag in TRAINING if flag != "--exit-signal-handler"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-FORK = [
-    sys.executable,
-    "-m",
-    "megatron.launch",
-    "--nproc-per-node",
-    "2",
-]  # imports once, where torchrun does thrice
+FORK = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2"]  # imports once, where torchrun does thrice
 MARK = "RESTART_DRILL_TEST"
 ALWAYS = 1000  # a matrix ends the last launch of a course itself
 
 
 def environment(out: Path) -> dict[str, str]:
-    kept = {
-        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return kept | {"OMP_NUM_THREADS": "1", MARK: str(out)}
 
 
@@ -62,18 +54,7 @@ def drill(
     The ranks wait for each of its strikes: none may come too late.
     """
     command = [*launcher, str(ROOT / "pretrain_gpt.py"), *dataset, *TRAINING, *training]
-    argv = [
-        "--fault",
-        fault,
-        "--at",
-        moment,
-        "--out",
-        str(out),
-        "--quiet",
-        "--time-limit",
-        str(HANGS_S),
-        *options,
-    ]
+    argv = ["--fault", fault, "--at", moment, "--out", str(out), "--quiet", "--time-limit", str(HANGS_S), *options]
     return run(out, "tools.restart_drill", *argv, "--", *command, held=strikes)
 
 
@@ -160,13 +141,7 @@ def imports_s(out: Path, launch: int) -> float:
     ],
 )
 def test_every_cycle_is_verified_and_accounted_for(
-    tmp_path: Path,
-    dataset: list[str],
-    sample: Sample,
-    fault: str,
-    moment: str,
-    engine: str,
-    options: list[str],
+    tmp_path: Path, dataset: list[str], sample: Sample, fault: str, moment: str, engine: str, options: list[str]
 ) -> None:
     out = tmp_path / "drill"
     options = [*options, *sample.reference, "--checkpoint-engine", engine]
@@ -205,9 +180,7 @@ def test_a_restart_is_struck_itself(tmp_path: Path, dataset: list[str], sample: 
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_named_and_the_previous_one_resumed(
-    tmp_path: Path, dataset: list[str]
-) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_resumed(tmp_path: Path, dataset: list[str]) -> None:
     out = tmp_path / "drill"
     options = ["--checkpoint-engine", "lazy", "--no-reference", "--cold-cache"]
     (cycle,) = cycles(drill(out, dataset, "bitflip", "after-commit", *options), out)
@@ -215,10 +188,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_resumed(
     damaged = Path(cycle["damaged"])
     assert damaged.is_relative_to(out / "checkpoints") and damaged.parent.name == "global_step10"
     assert (cycle["expected_step"], cycle["resumed_step"]) == (5, 5)
-    assert (
-        f"checkpoint passed over: rank {damaged.stem[-1]}: {damaged}: "
-        in (out / "logs/cycle_001.log").read_text()
-    )
+    assert f"checkpoint passed over: rank {damaged.stem[-1]}: {damaged}: " in (out / "logs/cycle_001.log").read_text()
     assert cycle["cache"] in ("cold", "warm") and cycle["phases"]["drill"] > 0
 
 
@@ -232,10 +202,7 @@ def test_the_agent_restarts_the_ranks_in_place(tmp_path: Path, dataset: list[str
     assert log.count("InjectedFault: an injected exception") >= 2
     assert [path.name for path in sorted((out / "logs").iterdir())] == ["cycle_000.log"]  # one launch
     for cycle in found:
-        assert cycle["exit_code"] is None and (cycle["losses"], cycle["state_hashes"]) == (
-            "identical",
-            "equal",
-        )
+        assert cycle["exit_code"] is None and (cycle["losses"], cycle["state_hashes"]) == ("identical", "equal")
 
 
 @pytest.mark.slow
@@ -291,17 +258,13 @@ def test_what_cannot_be_drilled_is_said(tmp_path: Path, dataset: list[str], samp
     """Before anything is launched."""
 
     def refused(name: str, *options: str, fault: str = "sigkill-all", training: tuple[str, ...] = ()) -> str:
-        done = drill(
-            tmp_path / name, dataset, fault, "mid-step", *options, training=training, launcher=TORCHRUN
-        )
+        done = drill(tmp_path / name, dataset, fault, "mid-step", *options, training=training, launcher=TORCHRUN)
         assert done.returncode == 2 and not (tmp_path / name / "logs" / "cycle_000.log").exists()
         return done.stderr
 
     assert "--hidden-size 65" in refused("a", training=("--hidden-size", "65"))
     assert "--resume-tp 3 --resume-pp 1 --resume-dp 2: " in refused("b", "--resume-tp", "3")
-    assert "with --exit-signal-handler the ranks save" in refused(
-        "c", "--supervisor", "torchrun", fault="sigterm"
-    )
+    assert "with --exit-signal-handler the ranks save" in refused("c", "--supervisor", "torchrun", fault="sigterm")
     assert "is on the same file system as" in refused("d", fault="disk-full")
     told = refused("f", *sample.reference, training=("--seed", "7"))
     assert f"--reference {sample.out}: is of another training: --seed 1234 there, and 7 here" in told

@@ -61,15 +61,8 @@ class Job:
 def job(save: Path, dataset: Sequence[str], command: Sequence[str], *flags: str) -> Iterator[Job]:
     log = save.with_name(f"log_{time.monotonic_ns()}")
     mark = log.name + str(save)
-    kept = {
-        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
-    environment = kept | {
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "GLOO_SOCKET_IFNAME": "lo",
-        MARK: mark,
-    }
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment = kept | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", MARK: mark}
     argv = [*command, *dataset, *TRAINING, "--save", str(save), "--load", str(save), *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(argv, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
@@ -133,19 +126,13 @@ def test_a_second_launch_is_refused_or_takes_over(tmp_path: Path, dataset: list[
         with job(save, dataset, ALONE, "--checkpoint-engine", engine) as refused:
             assert refused.process.wait(PATIENCE_S) == 2
         (error,) = refused.errors()
-        assert re.search(
-            rf"--save {save}: launch \w+ \(generation 1, .*pid {first.process.pid}, .*--take-over", error
-        )
+        assert re.search(rf"--save {save}: launch \w+ \(generation 1, .*pid {first.process.pid}, .*--take-over", error)
         more_commits(save, len(committed(save)))  # the first one is not disturbed
 
-        with job(
-            save, dataset, ALONE, "--checkpoint-engine", engine, "--take-over", "--exit-interval", "50"
-        ) as second:
+        with job(save, dataset, ALONE, "--checkpoint-engine", engine, "--take-over", "--exit-interval", "50") as second:
             assert first.process.wait(PATIENCE_S) == 2
             (error,) = first.errors()
-            assert re.search(
-                rf"launch \w+ \(generation 2, .*pid {second.process.pid}, .*has superseded", error
-            )
+            assert re.search(rf"launch \w+ \(generation 2, .*pid {second.process.pid}, .*has superseded", error)
             told = first.log.read_text()
             assert "Traceback" not in told and told.count("has superseded this one") == 1
             assert second.process.wait(PATIENCE_S) == 0, second.log.read_text()[-3000:]

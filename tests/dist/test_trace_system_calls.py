@@ -20,8 +20,7 @@ from tests.dist.tiny_runs import parallel
 from tests.dist.trace_runs import BIG, PAIR, RANKS, SMALL, bytes_by_file, checkpoint_sizes
 
 SYSTEM_CALLS = (
-    "write,pwrite64,writev,pwritev,pwritev2,sendfile,copy_file_range,"
-    "fsync,fdatasync,sync,syncfs,sync_file_range,msync"
+    "write,pwrite64,writev,pwritev,pwritev2,sendfile,copy_file_range,fsync,fdatasync,sync,syncfs,sync_file_range,msync"
 )
 SYNCS = {"fsync", "fdatasync", "sync", "syncfs", "sync_file_range", "msync"}
 
@@ -57,9 +56,7 @@ def is_finished(account: Path) -> bool:
     return account.read_text().endswith("+++\n")
 
 
-LINE = re.compile(
-    r"^(?P<call>\w+)\((?:\d+<(?P<path>[^>]*)>)?.*\) += (?P<result>-?\d+).*<(?P<seconds>[\d.]+)>$"
-)
+LINE = re.compile(r"^(?P<call>\w+)\((?:\d+<(?P<path>[^>]*)>)?.*\) += (?P<result>-?\d+).*<(?P<seconds>[\d.]+)>$")
 
 
 def read_calls(files: list[Path]) -> SystemCalls:
@@ -114,8 +111,7 @@ def one_path(paths: dict[str, Any], step: int, name: str) -> str:
     mine = [
         path
         for path in paths
-        if Path(path).name == name
-        and Path(path).parent.name.startswith(f"{names.TEMPORARY_PREFIX}global_step{step}_")
+        if Path(path).name == name and Path(path).parent.name.startswith(f"{names.TEMPORARY_PREFIX}global_step{step}_")
     ]
     assert len(mine) == 1, mine
     return mine[0]
@@ -148,7 +144,9 @@ def assert_nothing_else_was_written(calls: SystemCalls, save: Path) -> None:
     others = {
         Path(path).name
         for path, num_bytes in calls.written.items()
-        if Path(path).is_relative_to(save) and num_bytes and not path.endswith(".pt")
+        if Path(path).is_relative_to(save)
+        and num_bytes
+        and not path.endswith(".pt")
         and Path(path).parent.name != names.GENERATIONS
     }
     probes = {name for name in others if name.startswith(".write_probe_")}
@@ -184,9 +182,7 @@ def small_run(traced: TracedZygote, dataset: list[str], directory: Path, *flags:
     return Added(syncs, counts, [path for _, path in calls.syncs])
 
 
-def test_recording_adds_no_fsync_and_no_collective(
-    traced: TracedZygote, dataset: list[str], tmp_path: Path
-) -> None:
+def test_recording_adds_no_fsync_and_no_collective(traced: TracedZygote, dataset: list[str], tmp_path: Path) -> None:
     small_run(traced, dataset, tmp_path / "first")  # builds the cache of the dataset's index
     on = small_run(traced, dataset, tmp_path / "on", "--restart-trace", "on")
     off = small_run(traced, dataset, tmp_path / "off", "--restart-trace", "off")
@@ -197,9 +193,7 @@ def test_recording_adds_no_fsync_and_no_collective(
     assert on.syncs["fsync"] > 2 * 13
 
 
-def test_durability_none_synchronises_nothing(
-    traced: TracedZygote, dataset: list[str], tmp_path: Path
-) -> None:
+def test_durability_none_synchronises_nothing(traced: TracedZygote, dataset: list[str], tmp_path: Path) -> None:
     small_run(traced, dataset, tmp_path / "first")
     none = small_run(traced, dataset, tmp_path / "none", "--checkpoint-durability", "none")
     assert not none.paths

@@ -47,9 +47,7 @@ class Coverage:
 def own_spans(trace: list[dict[str, Any]], end: dict[str, Any]) -> list[dict[str, Any]]:
     """Spans of the training thread that belong to the operation that `end` closes; a load within is one."""
     spans = [
-        r
-        for r in trace
-        if r["type"] == "span" and (r["rank"], r["op"]) == (end["rank"], end["op"]) and r["blocking"]
+        r for r in trace if r["type"] == "span" and (r["rank"], r["op"]) == (end["rank"], end["op"]) and r["blocking"]
     ]
     if end["operation"] != "startup":
         return spans
@@ -222,9 +220,7 @@ def test_process_start_is_the_kernels(zygote: Zygote, dataset: list[str], tmp_pa
         assert asked_ns - tick_ns <= process["process_start_ns"] <= forked_ns[0]
 
 
-def test_a_real_launch_is_accounted_for_from_process_start_to_first_step(
-    dataset: list[str], tmp_path: Path
-) -> None:
+def test_a_real_launch_is_accounted_for_from_process_start_to_first_step(dataset: list[str], tmp_path: Path) -> None:
     """Through torchrun, with the imports that the other tests' forked ranks have behind them."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"}
     launched_ns = time.monotonic_ns()
@@ -255,9 +251,7 @@ def test_a_real_launch_is_accounted_for_from_process_start_to_first_step(
 def test_communicators_are_apart_from_the_phase_that_creates_them(big: Big) -> None:
     _, trace = big
     for rank in RANKS:
-        spans = [
-            r for r in trace if r["type"] == "span" and r["operation"] == "startup" and r["rank"] == rank
-        ]
+        spans = [r for r in trace if r["type"] == "span" and r["operation"] == "startup" and r["rank"] == rank]
         built = {(s["start_ns"], s["end_ns"]) for s in spans if s["phase"] == "model_build"}
         # DeepSpeed's PipelineModule creates process groups while the model is built.
         within = [s for s in spans if s["phase"] == "communicators" and (s["start_ns"], s["end_ns"]) in built]

@@ -64,9 +64,7 @@ def board_flags(board: Path) -> list[str | Path]:
     return ["--tensorboard-dir", board, *(f"--log-{name}-to-tensorboard" for name in switches)]
 
 
-def test_ramp_schedule_and_norms_are_those_of_one_process(
-    zygote: Zygote, dataset: list[str], tmp_path: Path
-) -> None:
+def test_ramp_schedule_and_norms_are_those_of_one_process(zygote: Zygote, dataset: list[str], tmp_path: Path) -> None:
     launcher = Launcher(zygote, dataset, tmp_path)
     alone, many, board = tmp_path / "alone", tmp_path / "many", tmp_path / "board"
     saved = ["--save-interval", "3", "--save"]

@@ -48,9 +48,7 @@ def test_iteration_lines_evaluation_and_tensorboard(launcher: Launcher, tmp_path
     ]
     recorded = losses(trace, rank=1)
     assert [float(line[4]) for line in lines] == pytest.approx([recorded[n] for n in (1, 2, 3, 4)], rel=1e-6)
-    assert (
-        float(lines[0][3]) == 5e-4
-    )  # as upstream, what the next iteration will use: half-way through 2 of warm-up
+    assert float(lines[0][3]) == 5e-4  # as upstream, what the next iteration will use: half-way through 2 of warm-up
     assert not ITERATION.search(run.log(rank=0))
 
     found = re.findall(
@@ -65,21 +63,12 @@ def test_iteration_lines_evaluation_and_tensorboard(launcher: Launcher, tmp_path
     events = EventAccumulator(str(board)).Reload()
     points = {point.step: point.value for point in events.Scalars("lm-loss-training/lm loss")}
     assert points == pytest.approx(recorded)
-    assert {"learning-rate/learning-rate", "lm-loss-validation/lm loss validation ppl"} <= set(
-        events.Tags()["scalars"]
-    )
+    assert {"learning-rate/learning-rate", "lm-loss-validation/lm loss validation ppl"} <= set(events.Tags()["scalars"])
 
 
 def test_log_interval_averages(launcher: Launcher, tmp_path: Path) -> None:
     run = launcher.train(
-        Layout(1, 1, 1),
-        *FLAGS,
-        "--train-iters",
-        "4",
-        "--log-interval",
-        "2",
-        "--restart-trace-dir",
-        tmp_path / "trace",
+        Layout(1, 1, 1), *FLAGS, "--train-iters", "4", "--log-interval", "2", "--restart-trace-dir", tmp_path / "trace"
     )
     lines = ITERATION.findall(run.log())
     assert [int(line[0]) for line in lines] == [2, 4]
@@ -90,16 +79,7 @@ def test_log_interval_averages(launcher: Launcher, tmp_path: Path) -> None:
 def test_exit_interval_saves_and_stops(launcher: Launcher, tmp_path: Path) -> None:
     save = tmp_path / "save"
     run = launcher.train(
-        Layout(1, 1, 1),
-        *FLAGS,
-        "--train-iters",
-        "9",
-        "--exit-interval",
-        "3",
-        "--save",
-        save,
-        "--save-interval",
-        "100",
+        Layout(1, 1, 1), *FLAGS, "--train-iters", "9", "--exit-interval", "3", "--save", save, "--save-interval", "100"
     )
     assert "stopping after iteration 3: --exit-interval 3" in run.log()
     assert (save / "latest").read_text() == "global_step3"
@@ -153,25 +133,11 @@ def test_trace_off_writes_no_trace_and_changes_no_digit(launcher: Launcher, tmp_
 )
 def test_launchers(dataset: list[str], tmp_path: Path, launch: list[str] | None) -> None:
     layout = Layout(tp=2, pp=1, dp=1) if launch else Layout(1, 1, 1)
-    command = [
-        sys.executable,
-        *([*launch, str(free_port())] if launch else []),
-        str(ROOT / "pretrain_gpt.py"),
-    ]
-    flags = [
-        *FLAGS,
-        "--train-iters",
-        "2",
-        "--restart-trace-dir",
-        str(tmp_path / "trace"),
-        *parallel(layout),
-        *dataset,
-    ]
+    command = [sys.executable, *([*launch, str(free_port())] if launch else []), str(ROOT / "pretrain_gpt.py")]
+    flags = [*FLAGS, "--train-iters", "2", "--restart-trace-dir", str(tmp_path / "trace"), *parallel(layout), *dataset]
     flags[flags.index("--lr-warmup-iters") + 1] = "1"
     # Ranks started by the test runner's own launcher, if any, are not ours
-    environment = {
-        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
-    }
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
     environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
         [*command, *flags], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300

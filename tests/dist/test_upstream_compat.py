@@ -109,9 +109,7 @@ def small(zygote: Zygote, dataset: list[str], tmp_path_factory: pytest.TempPathF
     path = save / "global_step1" / "mp_rank_00_model_states.pt"
     state = load_file(path)
     del state["args"].indexed_samples
-    setattr(
-        state["args"], SINCE_BLOCKS, False
-    )  # else its fused QKV would be taken for that of an older upstream
+    setattr(state["args"], SINCE_BLOCKS, False)  # else its fused QKV would be taken for that of an older upstream
     torch.save(state, path)
     return save
 
@@ -129,9 +127,7 @@ def test_goes_on_with_upstreams_losses(launcher: Launcher) -> None:
 
 
 def is_sharpened(name: str) -> bool:
-    return name.endswith(
-        ("query_key_value.weight", "dense.weight", "_4h.weight", "_h.weight", "lm_head.weight")
-    )
+    return name.endswith(("query_key_value.weight", "dense.weight", "_4h.weight", "_h.weight", "lm_head.weight"))
 
 
 def sharpen(checkpoint: Path) -> None:
@@ -200,9 +196,7 @@ def check_settings(mine: dict[str, Any], theirs: dict[str, Any], expected: dict[
     """Take from `expected` what may differ in value, after a look at it."""
     settings = {key: value for key, value in theirs["ds_config"].items() if key != "steps_per_print"}
     assert mine["ds_config"].items() >= settings.items()
-    expected["ds_config"] = mine[
-        "ds_config"
-    ]  # the same settings, and some that upstream's script left to DeepSpeed
+    expected["ds_config"] = mine["ds_config"]  # the same settings, and some that upstream's script left to DeepSpeed
     if "optimizer_state_dict" in theirs:  # decoupled weight decay in the fused kernel is ours
         for mine_group, group in zip(
             mine["optimizer_state_dict"]["base_optimizer_state"]["param_groups"],
@@ -221,9 +215,7 @@ def check_settings(mine: dict[str, Any], theirs: dict[str, Any], expected: dict[
 
 
 @pytest.fixture(scope="module")
-def written_again(
-    zygote: Zygote, dataset: list[str], ours: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def written_again(zygote: Zygote, dataset: list[str], ours: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Our checkpoint, loaded by DeepSpeed's load_checkpoint and saved by its save_checkpoint."""
     directory = tmp_path_factory.mktemp("roundtrip")
     Launcher(zygote, dataset, directory).train(
@@ -263,11 +255,7 @@ class Payload:
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 @pytest.mark.parametrize(
     "name",
-    [
-        "layer_02-model_00-model_states.pt",
-        "mp_rank_00_model_states.pt",
-        "zero_pp_rank_0_mp_rank_00_optim_states.pt",
-    ],
+    ["layer_02-model_00-model_states.pt", "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"],
 )
 def test_poisoned_file_is_refused_unread(launcher: Launcher, small: Path, name: str, legacy: bool) -> None:
     load, marker = copied(small, launcher.directory / "load"), launcher.directory / "executed"
@@ -314,16 +302,7 @@ def test_another_tp_shards_the_fused_weights_rightly(launcher: Launcher, ours: P
     found = []
     for layout in (LAYOUT, SINGLE):
         trace = launcher.directory / f"trace_{layout.world_size}"
-        flags = [
-            "--load",
-            ours.parent,
-            "--load-tag",
-            ours.name,
-            "--restart-trace-dir",
-            trace,
-            "--exit-interval",
-            "8",
-        ]
+        flags = ["--load", ours.parent, "--load-tag", ours.name, "--restart-trace-dir", trace, "--exit-interval", "8"]
         launcher.train(layout, *UPSTREAM_ARGUMENTS, *flags)
         found.append(losses(trace))
     assert sorted(found[0]) == [6, 7, 8]

@@ -3,11 +3,13 @@
 Each rank is a process of its own with its own gloo connections, as under a launcher; only the seconds of import
 are paid once per test session. Run as a program: reads one JSON request per line from stdin
 ({"argv", "env", "nproc", "log_dir", "script", "launcher"}), answers {"pids": [...]} when the ranks run and
-{"exit_codes": [...]} when all have ended. Negative exit codes are signals, as in subprocess.
+{"exit_codes": [...]} when all have ended. Negative exit codes are signals, as in subprocess. Its arguments are further
+modules to import before it forks.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import runpy
@@ -42,9 +44,7 @@ def run_rank(request: dict[str, Any], environment: dict[str, str]) -> int:
     """In the forked process: become a rank. Returns the exit code."""
     os.environ.update(environment | request["env"])
     log = os.open(
-        Path(request["log_dir"]) / f"rank_{environment['RANK']}.log",
-        os.O_WRONLY | os.O_CREAT | os.O_APPEND,
-        0o644,
+        Path(request["log_dir"]) / f"rank_{environment['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
     )
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -93,6 +93,9 @@ def serve() -> None:
     import_for_forks()
     import megatron.checkpointing.engines.dcp.engine  # noqa: F401  half a second of each rank that uses it
     import tests.dist.forked_writers  # noqa: F401
+
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
 
     for line in sys.stdin:
         request = json.loads(line)

@@ -8,11 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.unit.script_helpers import (
-    TINY,
-    run_script,
-    split_command,
-)
+from tests.unit.script_helpers import TINY, run_script, split_command
 
 
 def test_kill_resume_passes_its_arguments_on(tmp_path: Path) -> None:
@@ -99,9 +95,7 @@ def test_srun_gives_every_task_its_rank(tmp_path: Path) -> None:
     """Through COMMAND_TO, as the drill gets the command."""
     told, program = tmp_path / "command", tmp_path / "python"
     (tmp_path / "srun").write_text(SRUN)
-    program.write_text(
-        '#!/usr/bin/env bash\necho "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR" >"$NOTES/rank_$RANK"\n'
-    )
+    program.write_text('#!/usr/bin/env bash\necho "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR" >"$NOTES/rank_$RANK"\n')
     for path in (program, tmp_path / "srun"):
         path.chmod(0o755)
     done = run_script(

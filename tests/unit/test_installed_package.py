@@ -25,19 +25,12 @@ LEFT_OUT = (".*", "build", "dist", "*.egg-info", "runs", "__pycache__", "tests",
 
 def clean() -> dict[str, str]:
     """This environment without what leads a process to the checkout."""
-    return {
-        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))
-    }
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
 
 
 def run(*words: object, cwd: Path, **environment: str) -> str:
     done = subprocess.run(
-        [str(word) for word in words],
-        cwd=cwd,
-        env=clean() | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
+        [str(word) for word in words], cwd=cwd, env=clean() | environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -66,16 +59,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(source: Path) -> Path:
-    build = (
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--no-build-isolation",
-        "-w",
-        source.parent,
-        source,
-    )
+    build = ("wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "-w", source.parent, source)
     run(sys.executable, "-m", "pip", *build, cwd=source.parent)
     (found,) = source.parent.glob("*.whl")
     return found
@@ -102,6 +86,15 @@ def test_no_common_name_is_taken_in_site_packages(wheel: Path) -> None:
     assert names <= {"megatron", TOOLS, "pretrain_gpt.py", "restart_trace"}
 
 
+def test_a_job_is_traced_by_the_installed_command(installed: Path, tmp_path: Path) -> None:
+    """What it puts in front of the job is in the wheel."""
+    (tmp_path / "torch.py").write_text("class serialization: save = load = _open_zipfile_writer = len\n")
+    (tmp_path / "train.py").write_text("import torch\n")
+    command = (installed / "bin" / "restart-trace", "run", "--", installed / "bin" / "python", "train.py")
+    run(*command, cwd=tmp_path, RANK="0", WORLD_SIZE="1")
+    assert (tmp_path / "restart-trace" / "rank_00000_cycle_000.jsonl").exists()
+
+
 def test_type_checkers_may_use_our_annotations(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         assert {"megatron/py.typed", "restart_trace/py.typed"} <= set(archive.namelist())
@@ -109,7 +102,7 @@ def test_type_checkers_may_use_our_annotations(wheel: Path) -> None:
 
 def test_every_console_script_answers(wheel: Path, installed: Path, tmp_path: Path) -> None:
     scripts = console_scripts(wheel)
-    assert set(scripts) == {"ckpt-analysis", "megatron-preprocess-data"}
+    assert set(scripts) == {"ckpt-analysis", "megatron-preprocess-data", "restart-trace"}
     for name in scripts:
         assert "usage:" in run(installed / "bin" / name, "--help", cwd=tmp_path)
 
@@ -120,9 +113,7 @@ def test_the_installed_analysis_reads_a_trace_and_writes_a_page(installed: Path,
     found = json.loads(run(installed / "bin" / "ckpt-analysis", trace, *words, cwd=tmp_path))
     assert found["saves"] and found["restarts"]
     assert "<html" in page.read_text()[:1000]
-    run(
-        installed / "bin" / "ckpt-analysis", "validate", trace, "--no-cache", cwd=tmp_path
-    )  # in processes of its own
+    run(installed / "bin" / "ckpt-analysis", "validate", trace, "--no-cache", cwd=tmp_path)  # in processes of its own
 
 
 @pytest.mark.parametrize("tool", ["ckpt_analysis", "ckpt_plan", "restart_drill"])
@@ -133,12 +124,7 @@ def test_tools_run_by_their_installed_name(installed: Path, tmp_path: Path, tool
 def test_targets_are_refused_where_there_are_no_benchmarks(installed: Path, tmp_path: Path) -> None:
     words = ("-m", f"{TOOLS}.ckpt_replay", "--small-tensors", "1", "--dir", ".", "--targets")
     done = subprocess.run(
-        [installed / "bin" / "python", *words],
-        cwd=tmp_path,
-        env=clean(),
-        capture_output=True,
-        text=True,
-        timeout=300,
+        [installed / "bin" / "python", *words], cwd=tmp_path, env=clean(), capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 2 and "--targets: the package `benchmarks`" in done.stderr
 
@@ -152,14 +138,7 @@ def test_an_editable_install_has_no_import_hook_and_the_same_scripts(source: Pat
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "ckpt_overhead",
-        "redistribute_bench",
-        "restart_speed",
-        "ckpt_analysis.bench",
-        "ckpt_analysis.synthetic",
-    ],
+    "name", ["ckpt_overhead", "redistribute_bench", "restart_speed", "ckpt_analysis.bench", "ckpt_analysis.synthetic"]
 )
 def test_former_names_of_benchmarks_lead_to_them(name: str) -> None:
     assert "usage: python -m benchmarks." in run(sys.executable, "-m", f"tools.{name}", "--help", cwd=ROOT)

@@ -13,7 +13,7 @@ from tests.unit.script_helpers import TINY, dry_run, run_script
 # Values that a shell would take apart, if it were let.
 NASTY = {
     "NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1",
-    "NCCL_DEBUG_FILE": "/logs/it's a \"file\" of $HOME and `id`, 100% \\ !x *.txt",
+    "NCCL_DEBUG_FILE": '/logs/it\'s a "file" of $HOME and `id`, 100% \\ !x *.txt',
     "GLOO_SOCKET_IFNAME": "ib0; exit 3",
     "FI_PROVIDER": "efa&&verbs|tcp>out <in",
     "UCX_TLS": "rc, sm  (two blanks) ~ #",
@@ -152,9 +152,7 @@ def test_variables_reach_other_nodes_through_deepspeed(tmp_path: Path) -> None:
         ({"NCCL_X": "a "}, "", "NCCL_X: DeepSpeed's launcher cannot carry a value with a line break"),
     ],
 )
-def test_what_deepspeed_cannot_carry_is_named(
-    given: dict[str, str], lines: str, message: str, tmp_path: Path
-) -> None:
+def test_what_deepspeed_cannot_carry_is_named(given: dict[str, str], lines: str, message: str, tmp_path: Path) -> None:
     (tmp_path / ".deepspeed_env").write_text(lines)
     (tmp_path / "other").write_text("A=1\n")
     common = settings(tmp_path, "deepspeed", "py") | {"HOME": str(tmp_path), "DRY_RUN": "1"}

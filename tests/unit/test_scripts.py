@@ -10,14 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from megatron.launch.cli import parse_arguments
-from tests.unit.script_helpers import (
-    BENCH,
-    ROOT,
-    TINY,
-    configuration,
-    dry_run,
-    run_script,
-)
+from tests.unit.script_helpers import BENCH, ROOT, TINY, configuration, dry_run, run_script
 
 
 class Preset(NamedTuple):
@@ -46,9 +39,7 @@ def test_no_script_is_forgotten() -> None:
     assert {path.name for path in BENCH.glob("run_*.sh")} == {*SCRIPTS, TINY}
 
 
-@pytest.mark.parametrize(
-    "path", sorted(BENCH.rglob("*.sh")) + [ROOT / "run_tests.sh", ROOT / ".ci" / "run"], ids=str
-)
+@pytest.mark.parametrize("path", sorted(BENCH.rglob("*.sh")) + [ROOT / "run_tests.sh", ROOT / ".ci" / "run"], ids=str)
 def test_scripts_are_valid_bash(path: Path) -> None:
     subprocess.run(["bash", "-n", str(path)], check=True, timeout=300)
     if path.name.startswith("run") or path.name == "setup_env.sh":
@@ -190,11 +181,7 @@ def test_too_few_gpus_in_the_hostfile_are_counted(tmp_path: Path) -> None:
     ("script", "settings", "message"),
     [
         ("run_7b_tp4_pp2.sh", {"DP": "two"}, "DP=two: give a whole number"),
-        (
-            "run_7b_tp4_pp2.sh",
-            {"LAUNCHER": "mpirun"},
-            "LAUNCHER=mpirun: use torchrun, deepspeed, srun or fork",
-        ),
+        ("run_7b_tp4_pp2.sh", {"LAUNCHER": "mpirun"}, "LAUNCHER=mpirun: use torchrun, deepspeed, srun or fork"),
         (TINY, {"MAX_RESTARTS": "1"}, "MAX_RESTARTS=1: only LAUNCHER=fork restarts in place"),
         ("run_7b_tp4_pp2.sh", {"DEVICE": "cpu"}, "DEVICE=cpu: the 7b preset needs GPUs"),
         ("run_7b_tp4_pp2.sh", {"HOSTFILE": "/no/such"}, "HOSTFILE=/no/such: cannot be read"),

@@ -55,13 +55,9 @@ def test_setup_that_is_done_does_and_says_nothing(tmp_path: Path) -> None:
 def test_what_the_test_command_runs_is_installed_by_the_set_up() -> None:
     """A tool that somebody installed by hand works on that machine and is missing in the next clone."""
     commands = set(re.findall(r'"\$bin/([\w-]+)"', (REPOSITORY / "run_tests.sh").read_text())) - {"python"}
-    dev = [
-        line for line in requires("megatron-restart") or [] if re.search(r"""extra == ['"]dev['"]""", line)
-    ]
+    dev = [line for line in requires("megatron-restart") or [] if re.search(r"""extra == ['"]dev['"]""", line)]
     required = {re.split(r"[^\w-]", line)[0] for line in dev}
-    providers = {
-        script.name: script.dist.name for script in entry_points(group="console_scripts") if script.dist
-    }
+    providers = {script.name: script.dist.name for script in entry_points(group="console_scripts") if script.dist}
     # Tools without a Python entry point (ruff) are distributed under their command's name.
     missing = {name for name in commands if providers.get(name, name) not in required}
     assert commands and not missing

@@ -74,9 +74,8 @@ def _parser(name: str, command: ModuleType) -> argparse.ArgumentParser:
 def _overview() -> argparse.ArgumentParser:
     """The parser of --help alone: it lists the commands."""
     width = max(map(len, COMMANDS))
-    lines = [
-        f"  {name:<{width}}  {importlib.import_module(COMMANDS[name], __package__).HELP}" for name in COMMANDS
-    ]
+    modules = {name: importlib.import_module(module, __package__) for name, module in COMMANDS.items()}
+    lines = [f"  {name:<{width}}  {module.HELP}" for name, module in modules.items()]
     parser = make_parser(PROGRAM, "commands:\n" + "\n".join(lines), f"{_EXAMPLES}\n{_STATUSES}\n{_DOCS}")
     parser.usage = f"{PROGRAM} [COMMAND] LOGDIR ... [flags]"
     return parser

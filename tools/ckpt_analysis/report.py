@@ -11,7 +11,14 @@ import polars as pl
 from .common.problems import NOTE, Problem, by_severity
 from .findings import Evidence, Finding, find
 from .ingest.load import Trace
-from .metrics.checks import check_events, check_losses, check_operations, check_results
+from .metrics.checks import (
+    COVERAGE_OF_HOOKS,
+    COVERAGE_PROMISED,
+    check_events,
+    check_losses,
+    check_operations,
+    check_results,
+)
 from .metrics.iterations import StepTime, TrainingTime, step_times, training_times
 from .metrics.operations import measure, rank_times
 from .metrics.rank_tables import RankTables, rank_tables
@@ -20,7 +27,7 @@ from .metrics.starts import measure_starts, start_times
 from .model.frame import Frames, make_frames, no_frames
 from .model.model_info import describe_model
 from .model.probe_values import probe_values
-from .model.run_info import CycleInfo, describe_cycles, layout_text
+from .model.run_info import CycleInfo, crowded_hosts, describe_cycles, is_ours, layout_text
 
 if TYPE_CHECKING:
     from .model.imported_run import ImportedRun
@@ -118,17 +125,9 @@ def without_ranks(report: Report) -> Analysis:
     return Analysis(report, frames, tables, hosts, probe_values(frames))
 
 
-def analyse(trace: Trace, *, per_rank: bool = False, frames: Frames | None = None) -> Report:
-    """Run every analysis on a trace. Numbers rank by rank are included for small runs, or if asked for.
-
-    `frames` are those of the trace, if the caller has made them already.
-    """
-    return analyse_fully(trace, per_rank=per_rank, frames=frames).report
-
-
-def analyse_fully(trace: Trace, *, per_rank: bool = False, frames: Frames | None = None) -> Analysis:
-    """As `analyse`, with the frames of ranks and spans beside the report."""
-    frames = frames or make_frames(trace)
+def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
+    """Run every analysis on a trace. Numbers rank by rank are included for small runs, or if asked for."""
+    frames = make_frames(trace)
     cycles, found = describe_cycles(trace, frames)
     problems = [*trace.problems, *found]
     per_rank = per_rank or max(info.expected for info in cycles) <= PER_RANK_UP_TO
@@ -137,13 +136,12 @@ def analyse_fully(trace: Trace, *, per_rank: bool = False, frames: Frames | None
     saves = measure(frames, "save", save_times, per_rank=per_rank)
     loads = measure(frames, "load", load_times, per_rank=per_rank)
     starts = measure_starts(frames, of_starts, per_rank=per_rank)
-    problems += check_operations(frames) + check_events(frames) + check_results(saves, loads, starts)
+    promised = COVERAGE_PROMISED if is_ours(trace.ranks) else COVERAGE_OF_HOOKS
+    problems += check_operations(frames) + check_events(frames) + check_results(saves, loads, starts, promised)
     problems += check_losses(frames, {info.cycle: info.layout for info in cycles})
     tables, probes = rank_tables(save_times, load_times, of_starts), probe_values(frames)
     hosts = pl.DataFrame(
-        [(process["cycle"], process["rank"], process["host"]) for process in trace.ranks],
-        schema=_HOSTS,
-        orient="row",
+        [(process["cycle"], process["rank"], process["host"]) for process in trace.ranks], schema=_HOSTS, orient="row"
     )
     report = Report(
         directory=trace.directory,
@@ -153,7 +151,11 @@ def analyse_fully(trace: Trace, *, per_rank: bool = False, frames: Frames | None
         loads=loads,
         starts=starts,
         problems=by_severity(problems),
-        findings=find(Evidence(saves, loads, starts, frames, tables, hosts, probes)),
+        findings=find(
+            Evidence(
+                saves, loads, starts, frames, tables, hosts, probes, crowded_hosts(trace.ranks), is_ours(trace.ranks)
+            )
+        ),
         steps=step_times(frames.iterations),
         training=training_times(frames.iterations),
         model=describe_model(trace, frames),

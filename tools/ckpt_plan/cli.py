@@ -27,9 +27,7 @@ _LAYOUT_FLAGS = {
     "--zero-stage": "--zero",
 }
 
-_DESCRIPTION = (
-    "Every file of a checkpoint with its exact size, and the memory it needs; no GPU, nothing is run."
-)
+_DESCRIPTION = "Every file of a checkpoint with its exact size, and the memory it needs; no GPU, nothing is run."
 _EPILOG = """\
 examples:
   %(prog)s --model 70b --tp 8 --pp 8
@@ -54,38 +52,21 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
         cut = own.index("--")
         own, flags = own[:cut], own[cut + 1 :]
     parser = make_parser("python -m tools.ckpt_plan", _DESCRIPTION, _EPILOG)
-    parser.add_argument(
-        "--model", metavar="NAME", help="preset of examples_deepspeed/restart_bench: tiny, 3b, ... 70b"
-    )
+    parser.add_argument("--model", metavar="NAME", help="preset of examples_deepspeed/restart_bench: tiny, 3b, ... 70b")
     parser.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks (default: 1)")
     parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages (default: 1)")
     parser.add_argument("--dp", type=int, default=1, metavar="N", help="data-parallel replicas (default: 1)")
-    parser.add_argument(
-        "--zero", type=int, default=1, metavar="STAGE", help="ZeRO stage; 1 is the only one there is"
-    )
+    parser.add_argument("--zero", type=int, default=1, metavar="STAGE", help="ZeRO stage; 1 is the only one there is")
     parser.add_argument("--engine", metavar="NAME", help="engine that writes it (default: torch)")
     parser.add_argument(
-        "--vocab-size",
-        type=int,
-        metavar="N",
-        help="tokens of the tokenizer, before padding (default: the preset's)",
+        "--vocab-size", type=int, metavar="N", help="tokens of the tokenizer, before padding (default: the preset's)"
     )
-    parser.add_argument(
-        "--iteration", type=int, metavar="N", help="iteration of the save (default: the first save)"
-    )
-    parser.add_argument(
-        "--upstream", action="store_true", help="as upstream Megatron-DeepSpeed would write it"
-    )
-    parser.add_argument(
-        "--compare-listing", type=Path, metavar="FILE", help="compare with the `ls -lh` lines in FILE"
-    )
+    parser.add_argument("--iteration", type=int, metavar="N", help="iteration of the save (default: the first save)")
+    parser.add_argument("--upstream", action="store_true", help="as upstream Megatron-DeepSpeed would write it")
+    parser.add_argument("--compare-listing", type=Path, metavar="FILE", help="compare with the `ls -lh` lines in FILE")
     parser.add_argument("--summary", action="store_true", help="table without the list of files")
-    parser.add_argument(
-        "--format", choices=("table", "json"), default="table", help="output (default: table)"
-    )
-    parser.add_argument(
-        "--verbose", action="store_true", help="tell time and memory of the planning on stderr"
-    )
+    parser.add_argument("--format", choices=("table", "json"), default="table", help="output (default: table)")
+    parser.add_argument("--verbose", action="store_true", help="tell time and memory of the planning on stderr")
     return parser.parse_args(own), flags
 
 
@@ -113,9 +94,7 @@ def _configuration(arguments: argparse.Namespace, flags: list[str]) -> Planned:
     from .presets import config_for, config_from_flags, preset_names
 
     if arguments.upstream and arguments.engine not in (None, "torch"):
-        raise ConfigError(
-            f"--engine {arguments.engine}: upstream writes with torch.save; drop it or --upstream"
-        )
+        raise ConfigError(f"--engine {arguments.engine}: upstream writes with torch.save; drop it or --upstream")
     if arguments.zero != 1:
         raise ConfigError(f"--zero {arguments.zero}: checkpoints are made of ZeRO-1 shards; use --zero 1")
     if arguments.model is not None:

@@ -16,18 +16,18 @@ KINDS: tuple[str, ...] = (*TENSOR_KINDS, METADATA)
 
 def tensor_bytes_by_kind(files: Iterable[FileState]) -> dict[str, int]:
     """Bytes of the tensors of each of TENSOR_KINDS. Random states and step counters are not counted."""
-    found: dict[str, int] = {kind: 0 for kind in TENSOR_KINDS}
+    found: dict[str, int] = dict.fromkeys(TENSOR_KINDS, 0)
     for file in files:
         for path, tensor in tensors_of(file.state):
             kind = _kind(path)
             if kind is not None and tensor.dim() > 0:
-                found[kind] += tensor.numel() * tensor.element_size()
+                found[kind] += tensor.nbytes
     return found
 
 
 def file_tensor_bytes(file: FileState) -> int:
     """Bytes of all tensors of one file."""
-    return sum(tensor.numel() * tensor.element_size() for _, tensor in tensors_of(file.state))
+    return sum(tensor.nbytes for _, tensor in tensors_of(file.state))
 
 
 def _kind(path: tuple[Any, ...]) -> str | None:

@@ -57,9 +57,6 @@ def host_bytes(engine: str, config: Config, files: Sequence[FileState]) -> int:
     if engine == "lazy":
         cache = config.checkpoint.host_cache_size
         return total if cache is None else min(total, int(cache * 1024 * MIB))
-    return {
-        "torch": largest,
-        "fastpersist": largest + _FAST_WRITER_BYTES,
-        "fastpersist-decoupled": total,
-        "none": 0,
-    }[engine]
+    return {"torch": largest, "fastpersist": largest + _FAST_WRITER_BYTES, "fastpersist-decoupled": total, "none": 0}[
+        engine
+    ]

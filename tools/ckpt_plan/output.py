@@ -81,10 +81,7 @@ def render(plan: Plan, with_files: bool) -> str:
         f"{plan.layout}, engine {plan.engine}, {model.params_dtype}, vocabulary {plan.vocab_sizes[0]} padded to "
         f"{plan.vocab_sizes[1]}, iteration {plan.progress.iteration}",
         f"{len(plan.files)} files, {plan.total_bytes} bytes ({size(plan.total_bytes, 2)})",
-        *(
-            f"  {kind.replace('_', ' '):16} {plan.by_kind[kind]:>20}  {size(plan.by_kind[kind], 2)}"
-            for kind in KINDS
-        ),
+        *(f"  {kind.replace('_', ' '):16} {plan.by_kind[kind]:>20}  {size(plan.by_kind[kind], 2)}" for kind in KINDS),
         "",
         *_rank_lines(plan.ranks),
         "",
@@ -136,9 +133,7 @@ def _file_lines(files: Sequence[PlannedFile], heading: bool = True) -> list[str]
 
 def render_comparison(found: Comparison, listed: int, path: str) -> str:
     """What a comparison with a listing says."""
-    lines = [
-        f"{path}: {found.agreeing} of {listed} listed files agree with the plan in name and size as listed"
-    ]
+    lines = [f"{path}: {found.agreeing} of {listed} listed files agree with the plan in name and size as listed"]
     lines += [f"  {name}: planned, not listed" for name in found.missing]
     lines += [f"  {name}: listed, not planned" for name in found.unplanned]
     lines += [f"  {name}: {mine} planned, {theirs} listed" for name, (mine, theirs) in found.sizes.items()]

@@ -14,11 +14,11 @@ from megatron.checkpointing.state import Progress
 from megatron.config import Config, ConfigError
 from megatron.parallel.topology import Coordinates, Layout
 
-from .kinds import KINDS, METADATA, TENSOR_KINDS, tensor_bytes_by_kind
+from .kinds import KINDS, METADATA, tensor_bytes_by_kind
 from .memory import device_bytes, host_bytes
 from .presets import Planned
 from .rank_state import first_save, planned_files
-from .sizes import planned_sizes, sizer, with_placements
+from .sizes import sizer, with_placements
 from .stage import stage_on_meta
 from .upstream import upstream_sizes
 
@@ -104,9 +104,9 @@ def make_plan(
     planned = (config, layout, vocab_sizes)
     progress = progress or first_save(config)
     # Ranks of one stage one after the other, as their model is made once.
-    order = sorted(range(layout.world_size), key=lambda rank: _model_first(layout.coordinates(rank)))
     made = {}
-    for rank in order:
+    for at in sorted(map(layout.coordinates, range(layout.world_size)), key=lambda at: (at.pp, at.tp, at.dp)):
+        rank = layout.rank(*at)
         made[rank] = _plan_rank(planned, engine, progress, rank)
         report(len(made), layout.world_size)
     ranks = tuple(made[rank][0] for rank in range(layout.world_size))
@@ -115,32 +115,20 @@ def make_plan(
     return Plan(engine, layout, config, vocab_sizes, progress, ranks, commit_files)
 
 
-def _model_first(at: Coordinates) -> tuple[int, int, int]:
-    return at.pp, at.tp, at.dp
-
-
-def _plan_rank(
-    planned: Planned, engine: str, progress: Progress, rank: int
-) -> tuple[RankPlan, list[SavedFile]]:
+def _plan_rank(planned: Planned, engine: str, progress: Progress, rank: int) -> tuple[RankPlan, list[SavedFile]]:
     config, layout, vocab_sizes = planned
     at = layout.coordinates(rank)
     placements = engine != UPSTREAM and with_placements(engine)
     states = planned_files(config, layout, at, vocab_sizes, progress, with_placements=placements)
-    saved = (
-        upstream_sizes(states, config) if engine == UPSTREAM else planned_sizes(engine, states, rank, config)
-    )
+    saved = upstream_sizes(states, config) if engine == UPSTREAM else sizer(engine)(states, rank, config)
     kinds = tensor_bytes_by_kind(states)
     stage = stage_on_meta(config.model, vocab_sizes[1], layout, at.tp if placements else 0, at.pp)
     device = device_bytes(config, sum(param.numel() for param in stage.parameters()), kinds)
     total = sum(file.num_bytes for file in saved)
-    by_kind = kinds | {METADATA: total - _tensors(kinds)} if saved else {kind: 0 for kind in KINDS}
+    by_kind = kinds | {METADATA: total - sum(kinds.values())} if saved else dict.fromkeys(KINDS, 0)
     files = tuple(PlannedFile(file.name, file.num_bytes, rank) for file in saved)
     host = host_bytes("torch" if engine == UPSTREAM else engine, config, states)
     return RankPlan(rank, at, files, by_kind, device, host), saved
-
-
-def _tensors(kinds: dict[str, int]) -> int:
-    return sum(kinds[kind] for kind in TENSOR_KINDS)
 
 
 def _commit_files(

@@ -14,6 +14,7 @@ from megatron.config import Config, ConfigError, padded_vocab_size
 from megatron.config.arguments import config_from_args, parse_args
 from megatron.config.errors import require_at_least
 from megatron.parallel.topology import Layout
+from megatron.startup.preflight import check_tokenizer
 
 BENCH_DIR = Path(__file__).resolve().parents[2] / "examples_deepspeed" / "restart_bench"
 _TIMEOUT_S = 30.0
@@ -80,7 +81,7 @@ def config_from_flags(argv: Sequence[str], dp: int, vocab_size: int | None) -> P
     places = {"WORLD_SIZE": str(layout.world_size), "RANK": "0", "LOCAL_RANK": "0"}
     config = config_from_args(args, places)
     if vocab_size is None:
-        vocab_size = _ask_tokenizer(config)
+        vocab_size, _ = check_tokenizer(config.data)
     padded = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, tp)
     return config, layout, (vocab_size, padded)
 
@@ -92,9 +93,7 @@ def _ask_scripts(model: str, tp: int, pp: int, dp: int) -> list[str]:
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except FileNotFoundError:
-        raise ConfigError(
-            f"--model {model}: presets are shell scripts, and bash is not here; install it"
-        ) from None
+        raise ConfigError(f"--model {model}: presets are shell scripts, and bash is not here; install it") from None
     if done.returncode != 0:
         raise ConfigError(f"--model {model}: {BENCH_DIR / 'common.sh'} failed: {done.stderr.strip()}")
     return done.stdout.split("\0")[:-1]
@@ -112,16 +111,3 @@ def _corpus_vocab_size() -> int:
     from ..build_corpus import parse_arguments
 
     return parse_arguments(["--output-dir", "."])[1].vocab_size
-
-
-def _ask_tokenizer(config: Config) -> int:
-    from megatron.tokenizer import tokenizer_info
-
-    data = config.data
-    return tokenizer_info(
-        data.tokenizer_type or "",
-        tokenizer_model=data.tokenizer_model,
-        vocab_file=data.vocab_file,
-        merge_file=data.merge_file,
-        vocab_size=data.vocab_size,
-    )[0]

@@ -112,21 +112,13 @@ class _Engine:
     _get_buffer_names = DeepSpeedEngine._get_buffer_names
     _get_zero_param_shapes = DeepSpeedEngine._get_zero_param_shapes
 
-    def __init__(
-        self, config: Config, layout: Layout, at: Coordinates, stage: StageOnMeta, progress: Progress
-    ) -> None:
-        training = config.training
+    def __init__(self, config: Config, layout: Layout, at: Coordinates, stage: StageOnMeta, progress: Progress) -> None:
         self.module = stage
         self.config = build_deepspeed_config(config)
         self.optimizer = build_shard(self.module, config, layout, at, self.config, progress.iteration)
         self.param_names = self.optimizer.param_names
         self.lr_scheduler = OptimizerParamScheduler(
-            self.optimizer.optimizer,
-            config.optimizer,
-            train_iters=training.train_iters,
-            global_batch_size=training.global_batch_size,
-            seq_length=config.model.seq_length,
-            train_samples=training.train_samples,
+            self.optimizer.optimizer, config.optimizer, config.training, config.model.seq_length
         )
         self.lr_scheduler.step(progress.consumed_train_samples)
         self.mpu = _Grid(layout)

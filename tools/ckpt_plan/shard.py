@@ -91,8 +91,7 @@ class Bf16Shard(_Shard):
         self.fp32_groups_flat_partition = self.masters
         self.group_paddings = self.paddings
         self.bf16_partitioned_groups = [
-            [torch.empty(size, dtype=torch.bfloat16, device="meta")] * layout.dp
-            for size in self.partition_size
+            [torch.empty(size, dtype=torch.bfloat16, device="meta")] * layout.dp for size in self.partition_size
         ]
         self._param_slice_mappings = self._create_param_mapping()
 
@@ -136,12 +135,7 @@ class ZeroShard(_Shard):
 
 
 def build_shard(
-    model: torch.nn.Module,
-    config: Config,
-    layout: Layout,
-    at: Coordinates,
-    ds_config: Mapping[str, Any],
-    steps: int,
+    model: torch.nn.Module, config: Config, layout: Layout, at: Coordinates, ds_config: Mapping[str, Any], steps: int
 ) -> Bf16Shard | ZeroShard:
     """The shard of the rank at `at` after `steps` iterations.
 

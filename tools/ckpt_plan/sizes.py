@@ -1,19 +1,20 @@
 """How many bytes each engine writes for planned states: by the code that writes them, with the data left out.
 
-torch.save itself writes the files of the torch format, under its own `skip_data` (which leaves a hole for each
-tensor), into an object that counts. An engine whose sizes cannot be computed exactly is refused: nothing is estimated.
+torch.save itself writes the files of the torch format, under its own `skip_data`, which leaves a hole for each tensor:
+holes take no space on disk. An engine whose sizes cannot be computed exactly is refused: nothing is estimated.
 """
 
 from __future__ import annotations
 
 import io
 import mmap
+import os
 import pickle
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 import torch
@@ -30,13 +31,11 @@ _LAYER_SIZES: dict[tuple[Any, ...], int] = {}  # (key, dtype, shape) of each ten
 Sizer = Callable[[Sequence[FileState], int, Config], list[SavedFile]]
 
 
-def planned_sizes(engine: str, files: Sequence[FileState], rank: int, config: Config) -> list[SavedFile]:
-    """What `engine` writes for the states `files` of a rank; checksums are made up. Raises ConfigError, see `sizer`."""
-    return sizer(engine)(files, rank, config)
-
-
 def sizer(engine: str) -> Sizer:
-    """Raises ConfigError for an engine that is unknown or cannot be planned."""
+    """What says what `engine` writes for the states of a rank; checksums are made up.
+
+    Raises ConfigError for an engine that is unknown or cannot be planned.
+    """
     from megatron.checkpointing.engines.registry import engine_names
 
     if engine in _SIZERS:
@@ -62,19 +61,21 @@ def torch_file_size(state: Any) -> int:
 
     The tensors are saved as tensors on the CPU that own their storage, which is what `stage_on_host` makes of them.
     """
-    counter: Any = _Counter()
-    with skip_data():
-        torch.save(stage_on_host(map_tensors(state, without_data), Staging()), counter)
-    return counter.size
+    with TemporaryFile(prefix="ckpt_plan_") as file, skip_data():
+        torch.save(_staged(state), file)
+        return file.seek(0, os.SEEK_END)
 
 
 def torch_named_file_size(state: Any, name: str) -> int:
     """As torch_file_size, of torch.save into a file called `name`, as upstream writes: the name is in each record."""
     with TemporaryDirectory(prefix="ckpt_plan_") as directory, skip_data():
         path = Path(directory) / name
-        staged = stage_on_host(map_tensors(state, without_data), Staging())
-        torch.save(staged, path)  # its holes take no space on disk
+        torch.save(_staged(state), path)
         return path.stat().st_size
+
+
+def _staged(state: Any) -> Any:
+    return stage_on_host(map_tensors(state, without_data), Staging())
 
 
 def without_data(tensor: torch.Tensor) -> torch.Tensor:
@@ -89,30 +90,6 @@ def without_data(tensor: torch.Tensor) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # nobody is going to write into it
         return torch.frombuffer(pages, dtype=tensor.dtype).view(tensor.shape)
-
-
-class _Counter:
-    """A file that keeps nothing."""
-
-    def __init__(self) -> None:
-        self.size = 0
-        self._position = 0
-
-    def write(self, data: Any) -> int:
-        size = len(data) if isinstance(data, bytes) else memoryview(data).nbytes
-        self._position += size
-        self.size = max(self.size, self._position)
-        return size
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._position = offset + (0, self._position, self.size)[whence]
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def flush(self) -> None:
-        return None
 
 
 def _torch_sizes(files: Sequence[FileState], rank: int, config: Config) -> list[SavedFile]:

@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from megatron.parallel.topology import Layout
 from restart_trace.process import RankIdentity, open_rank_trace
 from restart_trace.recorder import Recorder
 
-from .plan import Request, Task, request_of, state_file
+from .plan import Request, Task, state_file
 from .shares import Planned
 
 _TIMEOUT = datetime.timedelta(hours=2)
@@ -34,7 +34,6 @@ class RankContext:
     """The process `process` of `world_size`, which plays global rank `rank` of the model's layout."""
 
     task: Task
-    request: Request
     process: int
     world_size: int
     rank: int
@@ -42,11 +41,11 @@ class RankContext:
     control: ControlPlane  # of the main thread
     commit_control: ControlPlane  # of the thread that commits
     recorder: Recorder
-    attempt: str = field(default="")
+    attempt: str
 
     @property
-    def notes(self) -> Path:
-        return Path(self.task.notes)
+    def request(self) -> Request:
+        return self.task.request
 
     @property
     def engine_name(self) -> str:
@@ -59,13 +58,11 @@ class RankContext:
 
     def planned(self) -> Planned:
         """This rank's state with meta tensors, as it was planned before."""
-        return torch.load(state_file(self.notes, self.process), weights_only=False)
+        return torch.load(state_file(self.task.notes, self.process), weights_only=False)
 
     def create_engine(self) -> CheckpointEngine:
         """The engine of this task, as the trainer makes it."""
-        engine = create_engine(
-            self.engine_name, engine_options(CheckpointConfig(**self.request.options), self.process)
-        )
+        engine = create_engine(self.engine_name, engine_options(CheckpointConfig(**self.request.options), self.process))
         self.recorder.write(
             "runtime",
             engine_used=type(engine).__name__,
@@ -80,7 +77,7 @@ class RankContext:
 @contextlib.contextmanager
 def joined(task: Task) -> Iterator[RankContext]:
     """Join the processes of the other ranks; on leaving, wait for them and part."""
-    request = request_of(task.request)
+    request = task.request
     process, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", process))
     dist.init_process_group(
@@ -88,9 +85,7 @@ def joined(task: Task) -> Iterator[RankContext]:
     )
     _tell_deepspeed()
     commit_group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
-    device = (
-        torch.device("cuda", local_rank % torch.cuda.device_count()) if _has_cuda() else torch.device("cpu")
-    )
+    device = torch.device("cuda", local_rank % torch.cuda.device_count()) if _has_cuda() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     rank = request.share.ranks[process]
@@ -107,7 +102,6 @@ def joined(task: Task) -> Iterator[RankContext]:
     )
     ctx = RankContext(
         task=task,
-        request=request,
         process=process,
         world_size=world_size,
         rank=rank,

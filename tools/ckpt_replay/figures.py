@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from ..common.page_cache import COLD, WARM
@@ -27,9 +28,7 @@ def summary(values: Sequence[float]) -> dict[str, Any] | None:
     }
 
 
-def analyse(
-    request: Request, samples: Samples, left_out: dict[str, str], machine: dict[str, Any]
-) -> dict[str, Any]:
+def analyse(request: Request, samples: Samples, left_out: dict[str, str], machine: dict[str, Any]) -> dict[str, Any]:
     """The figures of a replay; docs/ckpt_replay.md explains the keys."""
     sizes = _sizes(samples)
     total = sum(size for size, _ in sizes)
@@ -42,16 +41,10 @@ def analyse(
         "small_tensors": request.share.small_tensors,
         "bytes_per_rank": max((size for size, _ in sizes), default=0),
         "bytes_of_ranks": [size for size, _ in sizes],
-        "limited": {"limit_bytes": request.share.limit_bytes, "full_bytes_per_rank": full}
-        if limited
-        else None,
+        "limited": {"limit_bytes": request.share.limit_bytes, "full_bytes_per_rank": full} if limited else None,
         "repeat": request.repeat,
         "cold_asked": request.cold,
-        "steps": {
-            "total_s": request.steps.total_s,
-            "step_s": request.steps.step_s,
-            "work": request.steps.work,
-        },
+        "steps": asdict(request.steps),
         "options": request.options,
         "machine": machine,
         "engines": {name: engine_figures(samples, name, total) for name in request.engines},

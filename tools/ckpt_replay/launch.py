@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.processes.free_port import free_port
 
-from .plan import ReplayError, Request, Task, result_file
+from .plan import Preparation, ReplayError, Request, Task, result_file
 from .worker import PREPARE, TASK
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,8 +48,7 @@ class Crew:
 
     def prepare(self, request: Request) -> dict[str, Any]:
         """What tools.ckpt_replay.prepare answers. Raises ReplayError with its error, TaskError if it broke."""
-        asked = {"request": asdict(request), "notes": str(self.notes), "processes": self.processes}
-        self._have_done(PREPARE, json.dumps(asked), self.processes[:1])
+        self._have_done(PREPARE, Preparation(request, self.notes, self.processes), self.processes[:1])
         answer = json.loads((self.notes / "answer.json").read_text())
         if "error" in answer:
             raise ReplayError(answer["error"])
@@ -59,12 +59,12 @@ class Crew:
 
         Raises TaskError if a rank fails; no process of the task is left then.
         """
-        self._have_done(TASK, task.as_json(), self.processes)
+        self._have_done(TASK, task, self.processes)
         return json.loads(result_file(self.notes, task.index).read_text()) if self.leads else None
 
-    def _have_done(self, what: str, description: str, processes: tuple[int, ...]) -> None:
-        path = self.notes / f"{what}.json"
-        path.write_text(description)
+    def _have_done(self, what: str, asked: Preparation | Task, processes: tuple[int, ...]) -> None:
+        path = self.notes / f"{what}.pickle"
+        path.write_bytes(pickle.dumps(asked))
         port = None if self.launched else free_port()
         ranks = {
             number: {"environment": self._environment(number, port), "log": str(self._log(number))}

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from megatron.checkpointing.commit import Manifest
@@ -43,9 +44,8 @@ class LoadSample:
     cache: str
     resident_share: float | None
     storage_read_bytes: int | None
-    peak_rss_bytes: (
-        int  # beyond what the process held before, which includes weights and masters that are loaded into
-    )
+    # Beyond what the process held before, which includes weights and masters that are loaded into.
+    peak_rss_bytes: int
 
 
 def run_loads(ctx: RankContext) -> dict[str, Any]:
@@ -64,9 +64,7 @@ def run_loads(ctx: RankContext) -> dict[str, Any]:
     for again in (False,) if cold else (False, True):
         ctx.wait_for_all()
         share = page_cache.fill(paths)
-        if (
-            cold
-        ):  # out again: files that were written around the page cache leave free memory as the others do
+        if cold:  # out again: files that were written around the page cache leave free memory as the others do
             share = page_cache.drop(paths)
         ctx.wait_for_all()
         samples.append(loader.load(again, share))
@@ -78,20 +76,16 @@ def _no_room_to_be_warm(ctx: RankContext, paths: list[Path], state_bytes: int) -
     """Why the files cannot lie in the page cache while they are loaded; None if they can. The same on all ranks."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     needed = sum(path.stat().st_size for path in paths) + state_bytes * local
-    free = memory.available_memory()
+    free = psutil.virtual_memory().available
     reason = None
     if free and needed > free:
-        reason = (
-            f"files and state need {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are available"
-        )
+        reason = f"files and state need {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are available"
     failed = ctx.control.agree(reason)
     return failed[0][1] if failed else None
 
 
 class _Loader:
-    def __init__(
-        self, ctx: RankContext, engine: CheckpointEngine, directory: Path, planned: list[FileState]
-    ) -> None:
+    def __init__(self, ctx: RankContext, engine: CheckpointEngine, directory: Path, planned: list[FileState]) -> None:
         self.engine = engine
         self._ctx = ctx
         self._directory = directory
@@ -103,22 +97,20 @@ class _Loader:
     def load(self, again: bool, share: float | None) -> LoadSample:
         """Load once, timed; then verify and let go of it, not timed."""
         before = memory.resident_memory()
-        labels = {
-            "tag": self._manifest.tag,
-            "step": self._manifest.step,
-            "engine": type(self.engine).__name__,
-        }
+        manifest, name = self._manifest, type(self.engine).__name__
         read_before = _storage_read()
-        with memory.PeakMemory() as peak, self._ctx.recorder.operation("load", **labels) as op:
+        with (
+            memory.PeakMemory() as peak,
+            self._ctx.recorder.operation("load", tag=manifest.tag, step=manifest.step, engine=name) as op,
+        ):
             start = now_ns()
-            states = self.engine.load_into(
-                self._live, SavedCheckpoint(self._directory, self._manifest.files), op
-            )
+            states = self.engine.load_into(self._live, SavedCheckpoint(self._directory, self._manifest.files), op)
             if self._ctx.device.type != "cpu":
                 states = self._to_device(states, op)
             end = now_ns()
         read_after = _storage_read()
-        saved = json.loads(fingerprint_file(self._ctx.notes, self._ctx.process).read_text())
+        read = None if read_before is None or read_after is None else read_after - read_before
+        saved = json.loads(fingerprint_file(self._ctx.task.notes, self._ctx.process).read_text())
         check_restored(states, saved, self._directory)
         written = now_ns()
         alter([FileState(name, state) for name, state in states.items()])
@@ -131,9 +123,7 @@ class _Loader:
             first_write_s=first_write / 1e9,
             cache=page_cache.state_of(share),
             resident_share=share,
-            storage_read_bytes=None
-            if read_before is None or read_after is None
-            else read_after - read_before,
+            storage_read_bytes=read,
             peak_rss_bytes=max(0, peak.own_bytes - before),
         )
 
@@ -147,7 +137,7 @@ class _Loader:
 
 
 def _storage_read() -> int | None:
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/self/io").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("read_bytes:")).split()[1])
+    """Bytes that this process has had read from storage; None where the system does not tell."""
+    with contextlib.suppress(psutil.Error, OSError, AttributeError):
+        return psutil.Process().io_counters().read_bytes
     return None

@@ -23,14 +23,6 @@ def resident_memory() -> int:
     return _status("self", "VmRSS")
 
 
-def available_memory() -> int:
-    """Memory of the machine that can be had without swapping, bytes; 0 where the kernel does not tell."""
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
-    return 0
-
-
 class PeakMemory:
     """`with PeakMemory() as peak:` then `peak.own_bytes` and `peak.children_bytes`.
 

@@ -14,9 +14,7 @@ from megatron.config import CheckpointConfig
 from megatron.config.flags import spec_of
 from megatron.parallel.topology import Layout
 
-from ..common.cli import make_parser, require_at_least
-from ..common.ranks import parse_rank_ranges
-from ..common.sizes import parse_bytes
+from ..common.cli import make_parser, parse_bytes, parse_rank_ranges, require_at_least
 from .plan import ReplayError, Request, Share, Steps
 
 ALL = "all"
@@ -55,18 +53,11 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline-parallel size (default: 1)")
     what.add_argument("--dp", type=int, default=1, metavar="N", help="data-parallel size (default: 1)")
     what.add_argument(
-        "--ranks",
-        type=parse_ranks,
-        metavar="A-B,...",
-        help="ranks of that layout (default: 0; under torchrun all)",
+        "--ranks", type=parse_ranks, metavar="A-B,...", help="ranks of that layout (default: 0; under torchrun all)"
     )
     what.add_argument("--vocab-size", type=int, metavar="N", help="of the tokenizer (default: the preset's)")
-    what.add_argument(
-        "--limit-bytes", type=parse_bytes, metavar="SIZE", help="shrink a rank's tensors to this in all"
-    )
-    what.add_argument(
-        "--small-tensors", type=int, metavar="N", help="N small tensors a rank, instead of a model"
-    )
+    what.add_argument("--limit-bytes", type=parse_bytes, metavar="SIZE", help="shrink a rank's tensors to this in all")
+    what.add_argument("--small-tensors", type=int, metavar="N", help="N small tensors a rank, instead of a model")
     what.add_argument(
         "--small-tensor-bytes", type=parse_bytes, default="16KiB", metavar="SIZE", help="(default: 16KiB)"
     )
@@ -76,37 +67,24 @@ def build_parser() -> argparse.ArgumentParser:
     how.add_argument("--repeat", type=int, default=3, metavar="N", help="(default: 3)")
     how.add_argument("--cold", action="store_true", help="also load with the page cache dropped")
     how.add_argument(
-        "--steps-between",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="train for S seconds after a save (default: 0)",
+        "--steps-between", type=float, default=0.0, metavar="S", help="train for S seconds after a save (default: 0)"
     )
     how.add_argument("--step-seconds", type=float, default=1.0, metavar="S", help="of a step (default: 1)")
     how.add_argument(
         "--step-work", choices=("matmul", "idle"), default="matmul", help="what a step does (default: matmul)"
     )
     how.add_argument(
-        "--warmup-saves",
-        type=int,
-        default=1,
-        metavar="N",
-        help="first saves of a process, told apart (default: 1)",
+        "--warmup-saves", type=int, default=1, metavar="N", help="first saves of a process, told apart (default: 1)"
     )
     how.add_argument("--no-storage", action="store_true", help="do not measure the storage itself")
     how.add_argument(
-        "--storage-bytes",
-        type=parse_bytes,
-        metavar="SIZE",
-        help="to measure it with (default: a rank's, at most 2GiB)",
+        "--storage-bytes", type=parse_bytes, metavar="SIZE", help="to measure it with (default: a rank's, at most 2GiB)"
     )
     out = parser.add_argument_group("output")
     out.add_argument("--format", choices=("table", "json"), default="table", help="(default: table)")
     out.add_argument("--output", type=Path, metavar="FILE", help="write the JSON here, too")
     out.add_argument("--targets", action="store_true", help="judge the performance targets of engine lazy")
-    out.add_argument(
-        "--trace-dir", type=Path, metavar="DIR", help="leave a restart trace for tools.ckpt_analysis"
-    )
+    out.add_argument("--trace-dir", type=Path, metavar="DIR", help="leave a restart trace for tools.ckpt_analysis")
     out.add_argument("--keep", action="store_true", help="leave the last checkpoint of each engine in DIR")
     engine = parser.add_argument_group("engine options, as the trainer's")
     for field in dataclasses.fields(CheckpointConfig):
@@ -130,9 +108,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.steps_between < 0 or arguments.step_seconds <= 0:
         parser.error("--steps-between must be at least 0 and --step-seconds above 0")
     if arguments.targets and importlib.util.find_spec(TARGETS.partition(".")[0]) is None:
-        parser.error(
-            "--targets: the package `benchmarks`, which judges, is in a checkout alone; run it in one"
-        )
+        parser.error("--targets: the package `benchmarks`, which judges, is in a checkout alone; run it in one")
     return arguments
 
 
@@ -155,16 +131,12 @@ def request_from(arguments: argparse.Namespace, world_size: int | None) -> Reque
     if ranks is None:
         ranks = tuple(range(world_size or 1))
     if world_size is not None and len(ranks) != world_size:
-        raise ReplayError(
-            f"--ranks names {len(ranks)} ranks, and the launcher started {world_size} processes"
-        )
+        raise ReplayError(f"--ranks names {len(ranks)} ranks, and the launcher started {world_size} processes")
     if arguments.small_tensors is not None:
         layout = Layout(1, 1, max(ranks) + 1)
     outside = [rank for rank in ranks if rank >= layout.world_size]
     if outside:
-        raise ReplayError(
-            f"--ranks: rank {outside[0]} is outside the layout {layout} of {layout.world_size} ranks"
-        )
+        raise ReplayError(f"--ranks: rank {outside[0]} is outside the layout {layout} of {layout.world_size} ranks")
     options = {name: getattr(arguments, name) for name in _ENGINE_FLAGS}
     CheckpointConfig(**options)  # checks the values
     share = Share(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -84,23 +83,17 @@ class Task:
     directory: str  # the checkpoints of this engine, or where the storage is measured
     first_step: int  # of the saves of this task
     launch_id: str  # the same on all ranks, other than that of every other task
-    notes: str  # directory of this host for what the processes of a rank tell each other
-    request: dict[str, Any]
-
-    def as_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> Task:
-        return Task(**json.loads(text))
+    notes: Path  # directory of this host for what the processes of a rank tell each other
+    request: Request
 
 
-def request_of(content: dict[str, Any]) -> Request:
-    """The Request that `dataclasses.asdict` and JSON were made of."""
-    share, steps = dict(content["share"]), Steps(**content["steps"])
-    share |= {"layout": tuple(share["layout"]), "ranks": tuple(share["ranks"])}
-    settled: dict[str, Any] = {"share": Share(**share), "steps": steps, "engines": tuple(content["engines"])}
-    return Request(**(content | settled))
+@dataclass(frozen=True)
+class Preparation:
+    """What is to be found out before the first task, for the ranks of these processes; see prepare.py."""
+
+    request: Request
+    notes: Path
+    processes: tuple[int, ...]
 
 
 def state_file(notes: Path, process: int) -> Path:

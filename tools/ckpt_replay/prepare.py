@@ -6,26 +6,23 @@ In a process of its own, since it imports every engine.
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 from megatron.checkpointing.engines.errors import EngineUnavailableError, UnknownEngineError
 
-from .plan import ReplayError, Request, request_of, state_file
+from .plan import Preparation, ReplayError, state_file
 
 
 def prepare(path: Path) -> None:
-    """Read `request`, `notes` and `processes` from the file `path`, and leave the answer beside it in answer.json.
+    """Read a pickled Preparation from the file `path`, and leave the answer beside it in answer.json.
 
     The answer: `problems` (engine -> why it cannot run here) and `bytes` (those of the tensors of each process's
     rank), or `error`.
     """
-    asked = json.loads(path.read_text())
-    request, notes = request_of(asked["request"]), Path(asked["notes"])
+    asked: Preparation = pickle.loads(path.read_bytes())
     try:
-        answer = {
-            "problems": engine_problems(request.engines),
-            "bytes": plan_states(request, notes, asked["processes"]),
-        }
+        answer = {"problems": engine_problems(asked.request.engines), "bytes": plan_states(asked)}
     except (ReplayError, UnknownEngineError, ValueError) as exc:
         answer = {"error": str(exc)}
     path.with_name("answer.json").write_text(json.dumps(answer))
@@ -52,15 +49,15 @@ def engine_problems(names: tuple[str, ...]) -> dict[str, str]:
     return problems
 
 
-def plan_states(request: Request, notes: Path, processes: list[int]) -> list[int]:
-    """Write the planned state of each of `processes` into `notes`; bytes of the tensors of each."""
+def plan_states(asked: Preparation) -> list[int]:
+    """Write the planned state of each process into the notes; bytes of the tensors of each."""
     import torch
 
     from .shares import planned_share, tensor_bytes
 
     found = []
-    for process in processes:
-        planned = planned_share(request.share, request.share.ranks[process])
-        torch.save(planned, state_file(notes, process))
+    for process in asked.processes:
+        planned = planned_share(asked.request.share, asked.request.share.ranks[process])
+        torch.save(planned, state_file(asked.notes, process))
         found.append(tensor_bytes(planned.files))
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +24,26 @@ class Samples:
     failed: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass
 class Replay:
     """Runs `request` with `crew` below `place`, a directory of its own. `launch_id` is new in every replay."""
 
-    def __init__(
-        self, request: Request, crew: Crew, place: Path, launch_id: str, progress: Callable[[str], None]
-    ) -> None:
-        self._request = request
-        self._crew = crew
-        self._place = place
-        self._launch_id = launch_id
-        self._progress = progress
-        self._tasks = 0
-        self.samples = Samples(engines={name: {} for name in request.engines})
+    request: Request
+    crew: Crew
+    place: Path
+    launch_id: str
+    progress: Callable[[str], None]
+    samples: Samples = field(default_factory=Samples)
+    _tasks: int = 0
 
     def run(self) -> Samples:
         """Raises TaskError if measuring the storage fails; an engine that fails is noted and left out from then on."""
-        variants = [*self._request.engines, *([STORAGE] if self._request.measure_storage else [])]
-        for repeat in range(self._request.repeat):
+        self.samples.engines = {name: {} for name in self.request.engines}
+        variants = [*self.request.engines, *([STORAGE] if self.request.measure_storage else [])]
+        for repeat in range(self.request.repeat):
             first = repeat % len(variants)
             for variant in [*variants[first:], *variants[:first]]:
-                self._progress(f"repeat {repeat + 1} of {self._request.repeat}: {variant}")
+                self.progress(f"repeat {repeat + 1} of {self.request.repeat}: {variant}")
                 if variant == STORAGE:
                     self._storage(repeat)
                 elif variant not in self.samples.failed:
@@ -52,22 +51,22 @@ class Replay:
         return self.samples
 
     def _storage(self, repeat: int) -> None:
-        found = self._crew.run(self._task(STORAGE, repeat, None, self._place))
+        found = self.crew.run(self._task(STORAGE, repeat, None, self.place))
         if found is not None:
             self.samples.storage.append(found)
 
     def _engine(self, name: str, repeat: int) -> None:
-        directory = self._place / name
+        directory = self.place / name
         try:
-            for kind in (SAVE, *([LOAD_COLD] if self._request.cold else []), LOAD_WARM):
-                found = self._crew.run(self._task(kind, repeat, name, directory))
+            for kind in (SAVE, *([LOAD_COLD] if self.request.cold else []), LOAD_WARM):
+                found = self.crew.run(self._task(kind, repeat, name, directory))
                 if found is not None:
                     self.samples.engines[name].setdefault(kind, []).append(found)
         except TaskError as exc:
             self.samples.failed[name] = str(exc)
-            self._progress(f"{name} failed: {exc}")
-        last = repeat == self._request.repeat - 1
-        if self._crew.leads and not (self._request.keep and last):
+            self.progress(f"{name} failed: {exc}")
+        last = repeat == self.request.repeat - 1
+        if self.crew.leads and not (self.request.keep and last):
             shutil.rmtree(directory, ignore_errors=True)
 
     def _task(self, kind: str, repeat: int, engine: str | None, directory: Path) -> Task:
@@ -78,8 +77,8 @@ class Replay:
             repeat=repeat,
             engine=engine,
             directory=str(directory),
-            first_step=1 + repeat * (self._request.warmup_saves + 1),
-            launch_id=f"{self._launch_id}-{self._tasks}",
-            notes=str(self._crew.notes),
-            request=asdict(self._request),
+            first_step=1 + repeat * (self.request.warmup_saves + 1),
+            launch_id=f"{self.launch_id}-{self._tasks}",
+            notes=self.crew.notes,
+            request=self.request,
         )

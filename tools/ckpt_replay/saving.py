@@ -56,9 +56,7 @@ def run_saves(ctx: RankContext) -> dict[str, Any]:
     engine = ctx.create_engine()
     engine.check_can_save()
     share = ctx.request.share
-    identity = CheckpointIdentity(
-        dict(zip(("tp", "pp", "dp"), share.layout, strict=True)), {"replayed": share.model}
-    )
+    identity = CheckpointIdentity(dict(zip(("tp", "pp", "dp"), share.layout, strict=True)), {"replayed": share.model})
     writer = CheckpointWriter(engine, ctx.control, ctx.recorder, identity, ctx.attempt, ctx.commit_control)
     directory = SaveDirectory(Path(ctx.task.directory))
     count = ctx.request.warmup_saves + 1
@@ -73,7 +71,7 @@ def run_saves(ctx: RankContext) -> dict[str, Any]:
         samples.append(dataclasses.replace(sample, warmup=not counts))
         if not counts and ctx.process == 0:
             shutil.rmtree(directory.path / names.tag_of(step))
-    fingerprint_file(ctx.notes, ctx.process).write_text(json.dumps(saved))
+    fingerprint_file(ctx.task.notes, ctx.process).write_text(json.dumps(saved))
     engine.close()
     return {
         "saves": [asdict(sample) for sample in samples],

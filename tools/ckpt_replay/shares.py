@@ -58,26 +58,19 @@ def _one_object_per_memory(files: list[FileState]) -> list[FileState]:
 
 
 def _small_tensors(count: int, size: int, rank: int) -> list[FileState]:
-    tensors = {
-        f"tensor_{i:05d}": torch.empty(size // 4, dtype=torch.float32, device="meta") for i in range(count)
-    }
+    tensors = {f"tensor_{i:05d}": torch.empty(size // 4, dtype=torch.float32, device="meta") for i in range(count)}
     return [FileState(f"small_tensors_rank_{rank:05d}.pt", {"tensors": tensors})]
-
-
-def size_of(tensor: torch.Tensor) -> int:
-    """Bytes of the elements of `tensor`."""
-    return tensor.numel() * tensor.element_size()
 
 
 def tensor_bytes(files: list[FileState]) -> int:
     """Bytes of all tensors; one that is there twice counts once."""
-    found = {id(tensor): size_of(tensor) for file in files for _, tensor in tensors_of(file.state)}
+    found = {id(tensor): tensor.nbytes for file in files for _, tensor in tensors_of(file.state)}
     return sum(found.values())
 
 
 def limited(files: list[FileState], limit: int) -> list[FileState]:
     """The same files and tensors, of which the larger have fewer rows, so that all have about `limit` bytes."""
-    sizes = {id(t): size_of(t) for file in files for _, t in tensors_of(file.state)}
+    sizes = {id(t): t.nbytes for file in files for _, t in tensors_of(file.state)}
     whole = sum(size for size in sizes.values() if size <= _LEFT_WHOLE)
     large = sum(sizes.values()) - whole
     if limit <= whole:
@@ -88,7 +81,7 @@ def limited(files: list[FileState], limit: int) -> list[FileState]:
     shrunk: dict[int, torch.Tensor] = {}
 
     def shrink(tensor: torch.Tensor) -> torch.Tensor:
-        if size_of(tensor) <= _LEFT_WHOLE:
+        if tensor.nbytes <= _LEFT_WHOLE:
             return tensor
         if id(tensor) not in shrunk:
             rows = max(1, math.floor(tensor.shape[0] * factor))

@@ -11,11 +11,7 @@ _WIDTH = 27
 
 def render(figures: dict[str, Any]) -> str:
     """The table: one line per engine, ratios below, the storage, then what has to be known of the figures."""
-    lines = [
-        *head(figures),
-        "",
-        _row("engine", [*(f"{title}, s" for title, _ in _COLUMNS), "peak memory, MiB (kept)"]),
-    ]
+    lines = [*head(figures), "", _row("engine", [*(f"{title}, s" for title, _ in _COLUMNS), "peak memory, MiB (kept)"])]
     for name, found in figures["engines"].items():
         cells = [_seconds(found[key]) for _, key in _COLUMNS]
         cells.append(_memory(found))
@@ -31,9 +27,7 @@ def render_targets(targets: list[dict[str, str]]) -> list[str]:
     """One line per target."""
     lines = ["targets"]
     for target in targets:
-        lines.append(
-            f"  {target['measure']:<46} {target['target']:<54} {target['measured']}   {target['verdict']}"
-        )
+        lines.append(f"  {target['measure']:<46} {target['target']:<54} {target['measured']}   {target['verdict']}")
     return lines
 
 
@@ -68,9 +62,7 @@ def _seconds(found: dict[str, Any] | None) -> str:
 
 
 def _memory(found: dict[str, Any]) -> str:
-    peak, kept, children = (
-        found[name] for name in ("peak_rss_bytes", "kept_rss_bytes", "children_peak_bytes")
-    )
+    peak, kept, children = (found[name] for name in ("peak_rss_bytes", "kept_rss_bytes", "children_peak_bytes"))
     if peak is None:
         return "-"
     text = f"{peak['median'] / 2**20:.0f} ({kept['median'] / 2**20:.0f})"
@@ -150,9 +142,7 @@ def _notes(figures: dict[str, Any]) -> list[str]:
             lines.append(f"{name}: no {figure}: {why}")
         if found["load_warm_again_s"] and found["load_warm_s"]:
             again = _seconds(found["load_warm_again_s"])
-            lines.append(
-                f"{name}: a second warm load in the same process, memory it keeps used again: {again} s"
-            )
+            lines.append(f"{name}: a second warm load in the same process, memory it keeps used again: {again} s")
         for state in ("cold", "warm"):
             if found[f"first_write_{state}_s"]:
                 write = _seconds(found[f"first_write_{state}_s"])

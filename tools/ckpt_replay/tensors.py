@@ -14,13 +14,10 @@ from megatron.checkpointing.engines.base import FileState
 
 from ..common.tensor_trees import map_tensors, tensors_of
 from .plan import ReplayError
-from .shares import size_of
 
 _SHARD, _MASTERS = "optimizer_state_dict", "single_partition_of_fp32_groups"  # of DeepSpeed's shards
 _PATTERN_BYTES = 4 << 20
-_GOLDEN = 0x9E3779B97F4A7C15 - (
-    1 << 64
-)  # 2^64 / golden ratio, as a signed number: multiples of it never repeat
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, as a signed number: multiples of it never repeat
 _PAGE = 4096
 _ALIGNMENT = 512  # of tensors within a flat buffer; a multiple of every element size
 
@@ -66,11 +63,11 @@ def _fill_flat(planned: list[torch.Tensor], source: _Bits, made: dict[int, torch
     for tensor in planned:
         if id(tensor) not in starts:
             starts[id(tensor)] = total
-            total += -(-size_of(tensor) // _ALIGNMENT) * _ALIGNMENT
+            total += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
     flat = source.memory(total)
     for tensor in planned:
         start = starts[id(tensor)]
-        made[id(tensor)] = _as(flat[start : start + size_of(tensor)], tensor)
+        made[id(tensor)] = _as(flat[start : start + tensor.nbytes], tensor)
 
 
 def _as(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -82,9 +79,7 @@ class _Bits:
 
     def __init__(self, seed: int, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(seed)
-        words = torch.randint(
-            -(1 << 62), 1 << 62, (_PATTERN_BYTES // 8,), dtype=torch.int64, generator=generator
-        )
+        words = torch.randint(-(1 << 62), 1 << 62, (_PATTERN_BYTES // 8,), dtype=torch.int64, generator=generator)
         self._pattern = words.to(device)
         self._device = device
         self._used = 0
@@ -100,7 +95,7 @@ class _Bits:
         return memory
 
     def tensor(self, like: torch.Tensor) -> torch.Tensor:
-        memory = self.memory(size_of(like))
+        memory = self.memory(like.nbytes)
         return _as(memory.bitwise_and_(1) if like.dtype == torch.bool else memory, like)
 
 
@@ -129,9 +124,7 @@ def check_restored(states: Mapping[str, Any], saved: Mapping[str, str], director
     found = fingerprints(states)
     for name, expected in saved.items():
         if found.get(name) != expected:
-            raise ReplayError(
-                f"{directory}: {name} was saved as {expected} and restored as {found.get(name)}"
-            )
+            raise ReplayError(f"{directory}: {name} was saved as {expected} and restored as {found.get(name)}")
     extra = sorted(found.keys() - saved.keys())
     if extra:
         raise ReplayError(f"{directory}: {extra[0]} was restored, and never saved")

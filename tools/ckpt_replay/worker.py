@@ -1,6 +1,6 @@
 """The processes of the ranks: `python -m tools.ckpt_replay.worker` imports all that is heavy once and forks them.
 
-Reads one JSON object a line from its standard input: `what` ("prepare" or "task"), `path` of its description,
+Reads one JSON object a line from its standard input: `what` ("prepare" or "task"), `path` of it, pickled,
 `ranks`: process -> {"environment", "log"}. Answers with {"failed": process or null, "code"} when all have ended; when
 one fails, the others are killed. A forked process has the imports of this one and memory of its own, as after a start.
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -34,11 +35,11 @@ def carry_out(what: str, path: Path, process: int) -> None:
         return prepare(path)
     from .context import joined
 
-    task = Task.from_json(path.read_text())
+    task: Task = pickle.loads(path.read_bytes())
     with joined(task) as ctx:
         gathered = ctx.control.gather(_measure(ctx))
         if gathered is not None:
-            result_file(ctx.notes, task.index).write_text(json.dumps(gathered))
+            result_file(task.notes, task.index).write_text(json.dumps(gathered))
 
 
 def _measure(ctx: Any) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""What several tools share: the machine, the page cache, sizes and samples."""
+"""What several tools share: the machine, the page cache, command lines, tables and samples."""

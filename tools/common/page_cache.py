@@ -29,10 +29,9 @@ def resident_bytes(path: Path) -> tuple[int, int] | None:
 
 def resident_share(paths: Sequence[Path]) -> float | None:
     """Part of the bytes of `paths` that is in the page cache; None if the system cannot report it."""
-    found = [resident_bytes(path) for path in paths]
-    if any(part is None for part in found):
+    known = [part for path in paths if (part := resident_bytes(path)) is not None]
+    if len(known) < len(paths):
         return None
-    known = [part for part in found if part is not None]
     return sum(there for there, _ in known) / max(1, sum(size for _, size in known))
 
 

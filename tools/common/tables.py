@@ -101,9 +101,7 @@ def text_table(
     return [style.faint(line(header)) if style else line(header), *map(line, rows)]
 
 
-def markdown_table(
-    header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: bool = False
-) -> list[str]:
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: bool = False) -> list[str]:
     """Lines of a table in GitHub's Markdown. `numbers`: all columns but the first are right-aligned."""
     ruler = ["---", *["---:" if numbers else "---"] * (len(header) - 1)]
     return [f"| {' | '.join(cells)} |" for cells in (header, ruler, *rows)]

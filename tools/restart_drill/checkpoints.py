@@ -62,8 +62,6 @@ def flip_bit(path: Path) -> None:
         while (byte := file.read(1)) == b"\0":
             position += 1
         if not byte:
-            raise DrillError(
-                f"{path}: nothing but zeros in its second half, so there is no bit of data to flip"
-            )
+            raise DrillError(f"{path}: nothing but zeros in its second half, so there is no bit of data to flip")
         file.seek(position)
         file.write(bytes([byte[0] ^ 0x10]))

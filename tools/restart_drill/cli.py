@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -37,19 +38,19 @@ exit status: 0 every cycle verified, 1 one was not, 2 the drill could not be car
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="restart_drill",
-        description="Strike a training job with a fault, launch it again, and prove that only time was lost.",
+        description="Inject a fault into a training, let it restart, and verify that nothing but time was lost.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--fault", required=True, choices=FAULTS, help="what strikes")
+    parser.add_argument("--fault", required=True, choices=FAULTS, help="what is injected: docs/restart_drill.md")
     parser.add_argument(
         "--at",
         required=True,
         type=_moment,
         metavar="WHEN",
-        help=f"{', '.join(STAGES)}, iteration:N or random:SEED",
+        help=f"injection point: {', '.join(STAGES)}, iteration:N or random:SEED",
     )
-    parser.add_argument("--cycles", type=int, default=1, help="how often it strikes (1)")
+    parser.add_argument("--cycles", type=int, default=1, help="how often it is injected (1)")
     parser.add_argument(
         "--supervisor", choices=SUPERVISORS, default=RELAUNCH,
         help="who starts the ranks again: the drill the whole job, or torchrun's agent its ranks in place (relaunch)",
@@ -58,7 +59,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--checkpoint-engine", metavar="E", help="of the training (that of its command)")
     parser.add_argument("--cold-cache", action="store_true", help="drop the page cache before each relaunch")
     for name, what in (("tp", "tensor-parallel"), ("pp", "pipeline-parallel"), ("dp", "data-parallel")):
-        help_ = f"{what} size of the launches after the first strike (unchanged)"
+        help_ = f"{what} size of the launches after the first fault (unchanged)"
         parser.add_argument(f"--resume-{name}", type=_size, metavar="N", help=help_)
     parser.add_argument(
         "--no-reference", action="store_true",
@@ -76,9 +77,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Options that a matrix of drills has, too."""
-    parser.add_argument(
-        "--out", type=Path, required=True, help="new directory for everything that the drill leaves"
-    )
+    parser.add_argument("--out", type=Path, required=True, help="new directory for everything that the drill leaves")
     parser.add_argument(
         "--checkpoints", type=Path, metavar="DIR",
         help="where checkpoints go, if not below --out: on the storage that is to be drilled",
@@ -86,11 +85,9 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--disk-limit", type=float, default=4.0, metavar="GIB",
                         help="largest file system that disk-full may fill (4)")  # fmt: skip
     parser.add_argument(
-        "--time-limit", type=float, default=300.0, help="seconds for each launch and moment (300)"
+        "--time-limit", type=float, default=300.0, help="seconds for each launch and injection point (300)"
     )
-    parser.add_argument(
-        "--hang-limit", type=float, default=30.0, help="seconds without an iteration: a hang (30)"
-    )
+    parser.add_argument("--hang-limit", type=float, default=30.0, help="seconds without an iteration: a hang (30)")
     parser.add_argument(
         "--reference", type=Path, metavar="DIR",
         help="--out of a drill or a matrix whose run without a fault is to be compared with, too, instead of another",
@@ -99,7 +96,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "command",
         nargs="+",
-        help="after --: the training command, without --save and --load, or a preset as tiny_tp2_pp2_dp2",
+        help="after --: the training command, without --save and --load, or a preset such as tiny_tp2_pp2_dp2",
     )
 
 
@@ -153,35 +150,39 @@ def sizes_of(args: argparse.Namespace) -> commands.Sizes:
 
 def plan_of(args: argparse.Namespace, training: list[str]) -> Plan:
     """The plan of a command line. Raises DrillError for what cannot be, before anything is launched."""
-    out = args.out.absolute()
-    checkpoints = out / "checkpoints" if args.checkpoints is None else args.checkpoints.absolute()
-    if checkpoints.is_dir() and any(checkpoints.iterdir()):
-        raise DrillError(f"--checkpoints {checkpoints}: is not empty; give a new directory")
+    base = base_plan(args, training)
+    if base.checkpoints.is_dir() and any(base.checkpoints.iterdir()):
+        raise DrillError(f"--checkpoints {base.checkpoints}: is not empty; give a new directory")
     strikes = intended(args.fault, args.at, args.cycles)
-    command = commands.completed(training, checkpoints, out / "trace", args.checkpoint_engine)
-    if args.supervisor == TORCHRUN:
-        command = commands.with_restarts(command, len(strikes))
-        if args.fault == "sigterm" and "--exit-signal-handler" in command:
-            raise DrillError(
-                "--fault sigterm --supervisor torchrun: with --exit-signal-handler the ranks save and end well, so the "
-                "agent has nothing to restart; use --supervisor relaunch, or drop the flag"
-            )
-    else:
-        command = commands.without_restarts(command)
+    command = commands.completed(training, base.checkpoints, base.trace_dir, args.checkpoint_engine)
+    command = commands.supervised(command, args.supervisor, len(strikes))
+    if args.supervisor == TORCHRUN and args.fault == "sigterm" and "--exit-signal-handler" in command:
+        raise DrillError(
+            "--fault sigterm --supervisor torchrun: with --exit-signal-handler the ranks save and end well, so the "
+            "agent has nothing to restart; use --supervisor relaunch, or drop the flag"
+        )
     commands.configuration(command)
     sizes = sizes_of(args)
+    resumed = commands.on_layout(command, sizes) if sizes.given else command
+    return replace(
+        base, command=command, resumed_command=resumed, strikes=strikes, supervisor=args.supervisor,
+        cold_cache=args.cold_cache,
+    )  # fmt: skip
+
+
+def base_plan(args: argparse.Namespace, training: list[str]) -> Plan:
+    """What the options say that `add_run_options` adds."""
+    out = args.out.absolute()
     return Plan(
-        command=command,
-        resumed_command=commands.on_layout(command, sizes) if sizes.given else command,
-        strikes=strikes,
-        supervisor=args.supervisor,
+        command=training,
+        resumed_command=training,
+        strikes=(),
+        supervisor=RELAUNCH,
         out=out,
-        trace_dir=out / "trace",
-        checkpoints=checkpoints,
+        checkpoints=out / "checkpoints" if args.checkpoints is None else args.checkpoints.absolute(),
         limit_s=args.time_limit,
         hang_limit_s=args.hang_limit,
         echo=not args.quiet,
-        cold_cache=args.cold_cache,
         disk_limit_bytes=int(args.disk_limit * GIB),
     )
 

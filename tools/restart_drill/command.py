@@ -101,6 +101,11 @@ def without_restarts(command: list[str]) -> list[str]:
     return command if launcher_of(command) is None else with_launcher_option(command, _RESTARTS, 0)
 
 
+def supervised(command: list[str], supervisor: str, restarts: int) -> list[str]:
+    """The command for this supervisor: torchrun's agent is to restart the ranks, or nobody but the drill."""
+    return with_restarts(command, restarts) if supervisor == TORCHRUN else without_restarts(command)
+
+
 def world_size(command: list[str]) -> int | None:
     """Number of ranks that the command starts, as far as its words tell."""
     launcher = launcher_of(command)

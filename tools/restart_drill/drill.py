@@ -36,9 +36,7 @@ def run_drill(plan: Plan, say: Say, done: list[Strike]) -> None:
         _finish(supervisor, len(plan.strikes))
 
 
-def _strike_and_restart(
-    supervisor: Supervisor, cycle: int, intent: Intent, checkpoints: Checkpoints
-) -> Strike:
+def _strike_and_restart(supervisor: Supervisor, cycle: int, intent: Intent, checkpoints: Checkpoints) -> Strike:
     """Run a cycle until it is struck and down; the next one is to follow at once: its delay counts."""
     supervisor.start(cycle)
     struck = strike(supervisor, cycle, intent)
@@ -99,6 +97,4 @@ def _told(strike: Strike) -> str:
     if strike.exit_code is None:
         return text + "torchrun restarted the ranks"
     hangs = strike.exit_code == -signal.SIGSTOP
-    return text + (
-        "it hung and was killed" if hangs else f"the launcher ended with exit code {strike.exit_code}"
-    )
+    return text + ("it hung and was killed" if hangs else f"the launcher ended with exit code {strike.exit_code}")

@@ -96,9 +96,7 @@ class Launch:
             return True
         world_size, ranks = recorded_ranks(trace_dir, cycle)
         here = boot_id()
-        pids = [
-            pid for _, (pid, boot) in sorted(ranks.items()) if boot == here
-        ]  # faults strike this host alone
+        pids = [pid for _, (pid, boot) in sorted(ranks.items()) if boot == here]  # faults strike this host alone
         self._ranks = []
         for pid in pids:
             with contextlib.suppress(psutil.Error, OSError):

@@ -29,6 +29,7 @@ from .cli import (
     NOT_VERIFIED,
     VERIFIED,
     add_run_options,
+    base_plan,
     catch_stop_signals,
     check_out,
     tolerance_of,
@@ -36,11 +37,10 @@ from .cli import (
 from .drill import run_drill
 from .facts import facts_of
 from .faults import DAMAGE, DISK_FULL, FAULTS, refusal
-from .full_disk import GIB
 from .launch import DrillError
 from .moments import STAGES, parse_moment
 from .output import analysed, describe
-from .plan import FIRST, RELAUNCH, SUPERVISORS, TORCHRUN, Intent, Plan, Strike, say
+from .plan import FIRST, SUPERVISORS, Intent, Plan, Strike, say
 from .preset import expanded
 from .reference import Reference, run_reference, stored_reference
 
@@ -122,13 +122,10 @@ def run_course(base: Plan, number: int, course: list[Cell], reference: Reference
     fills_disk = any(cell.fault == DISK_FULL for cell in course)
     checkpoints = (base.checkpoints / out.name) if fills_disk else out / "checkpoints"
     command = commands.completed(base.command, checkpoints, out / "trace", course[0].engine)
-    if course[0].supervisor == TORCHRUN:
-        command = commands.with_restarts(command, len(strikes))
-    else:
-        command = commands.without_restarts(command)
+    command = commands.supervised(command, course[0].supervisor, len(strikes))
     plan = replace(
         base, command=command, resumed_command=command, strikes=strikes, supervisor=course[0].supervisor, out=out,
-        trace_dir=out / "trace", checkpoints=checkpoints,
+        checkpoints=checkpoints, to_the_end=False,
     )  # fmt: skip
     done: list[Strike] = []
     error: str | None = None
@@ -156,9 +153,7 @@ def content_of(plan: Plan, done: list[Strike], reference: Reference) -> dict[str
     if not done:
         return {"cycles": []}
     tolerance = tolerance_of(plan.command)
-    content = describe(
-        done, plan.supervisor, analysed(plan.trace_dir), facts_of(plan.trace_dir), reference, tolerance
-    )
+    content = describe(done, plan.supervisor, analysed(plan.trace_dir), facts_of(plan.trace_dir), reference, tolerance)
     (plan.out / "drill.json").write_text(json.dumps(content, indent=1) + "\n")
     return content
 
@@ -189,19 +184,12 @@ def run_matrix(base: Plan, chosen: list[Cell], reference: Reference) -> list[Res
 def markdown(results: list[Result], elapsed_s: float) -> str:
     """The results as a table."""
     header = ("supervisor", "engine", "fault", "moment", "restart, s", "accounted", "lost steps", "")
-    rows = [
-        (
-            *(
-                result.cell.supervisor,
-                result.cell.engine,
-                f"`{result.cell.fault}`",
-                f"`{result.cell.moment}`",
-            ),
-            *(number(result.restart_s, ".2f"), number(result.accounted, ".1%"), count(result.lost_steps)),
-            escaped(_VERDICTS[result.verified] + (f": {result.wrong}" if result.wrong else "")),
-        )
-        for result in results
-    ]
+    rows = []
+    for result in results:
+        cell, wrong = result.cell, f": {result.wrong}" if result.wrong else ""
+        figures = number(result.restart_s, ".2f"), number(result.accounted, ".1%"), count(result.lost_steps)
+        verdict = escaped(_VERDICTS[result.verified] + wrong)
+        rows.append((cell.supervisor, cell.engine, f"`{cell.fault}`", f"`{cell.moment}`", *figures, verdict))
     good = sum(result.verified is True for result in results)
     verdict = f"{good} of {len(results)} cells verified, in {elapsed_s / 60:.1f} minutes."
     return "\n".join([*markdown_table(header, rows), "", verdict, ""])
@@ -216,9 +204,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sample", type=int, metavar="N", help="only N cells, drawn at random (all)")
     parser.add_argument("--seed", type=int, default=1, help="of the sample (1)")
     for name, values in (("supervisors", SUPERVISORS), ("engines", ENGINES)):
-        parser.add_argument(
-            f"--{name}", default=",".join(values), help=f"separated by commas ({','.join(values)})"
-        )
+        parser.add_argument(f"--{name}", default=",".join(values), help=f"separated by commas ({','.join(values)})")
     parser.set_defaults(hang_limit=5.0)
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv if "--" in argv else [*argv, "--", _PRESET])
@@ -237,24 +223,6 @@ def _training(words: list[str]) -> list[str]:
     os.environ.setdefault("EXTRA_ARGS", "--keep-last 3")
     command = expanded(words)
     return commands.on_layout(command, _RANKS) if words == [_PRESET] else command
-
-
-def base_plan(args: argparse.Namespace, training: list[str]) -> Plan:
-    out = args.out.absolute()
-    return Plan(
-        command=training,
-        resumed_command=training,
-        strikes=(),
-        supervisor=RELAUNCH,
-        out=out,
-        trace_dir=out / "trace",
-        checkpoints=out / "checkpoints" if args.checkpoints is None else args.checkpoints.absolute(),
-        limit_s=args.time_limit,
-        hang_limit_s=args.hang_limit,
-        echo=not args.quiet,
-        disk_limit_bytes=int(args.disk_limit * GIB),
-        to_the_end=False,
-    )
 
 
 def main(argv: list[str] | None = None) -> int:

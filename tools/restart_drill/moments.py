@@ -98,9 +98,7 @@ def stage_begun_by(record: dict[str, Any]) -> str | None:
     }.get((operation, phase, record.get("detail")))
 
 
-def wait_for(
-    moment: Moment, launch: Launch, trace_dir: Path, cycle: int, commits: int, limit_s: float
-) -> int:
+def wait_for(moment: Moment, launch: Launch, trace_dir: Path, cycle: int, commits: int, limit_s: float) -> int:
     """Return when the moment has come in this cycle; the newest iteration that rank 0 had finished then, or 0.
 
     A moment within training counts from the time when this cycle has committed `commits` checkpoints.
@@ -160,7 +158,5 @@ def _records(
                 f"its log, or choose a moment that it reaches{why()}"
             )
         if time.monotonic() > deadline:
-            raise DrillError(
-                f"the moment {wanted} did not come within {limit_s:g} s; raise --time-limit{why()}"
-            )
+            raise DrillError(f"the moment {wanted} did not come within {limit_s:g} s; raise --time-limit{why()}")
         time.sleep(POLL_S)

@@ -9,6 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..common.formatting import number
+from ..common.tables import text_table
 from .facts import CycleFacts
 from .launch import DrillError
 from .plan import Strike
@@ -116,17 +118,12 @@ def _parts_of_load(phase: dict[str, Any]) -> dict[str, float]:
 
 def table(content: dict[str, Any]) -> str:
     """A line for each strike."""
-    lines = [
-        f"{'cycle':>5}  {'fault':14}  {'moment':22}  {'restart':>9}  {'lost':>10}  {'accounted':>9}  "
-        f"{'cache':5}  verified"
-    ]
+    header = ("cycle", "fault", "moment", "restart", "lost", "accounted", "cache", "verified")
+    rows = []
     for cycle in content["cycles"]:
         restart = "-" if cycle["restart_s"] is None else f"{cycle['restart_s']:.2f} s"
         lost = "-" if cycle["lost_steps"] is None else f"{cycle['lost_steps']} steps"
-        accounted = "-" if cycle["accounted"] is None else f"{cycle['accounted']:.1%}"
+        what = (str(cycle["cycle"]), cycle["fault"], cycle["moment"])
         verified = "yes" if cycle["verified"] else "NO"
-        lines.append(
-            f"{cycle['cycle']:>5}  {cycle['fault']:14}  {cycle['moment']:22}  {restart:>9}  {lost:>10}  "
-            f"{accounted:>9}  {cycle['cache']:5}  {verified}"
-        )
-    return "\n".join(lines)
+        rows.append((*what, restart, lost, number(cycle["accounted"], ".1%"), cycle["cache"], verified))
+    return "\n".join(text_table(header, rows, indent="", left=3))

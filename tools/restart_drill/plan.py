@@ -32,7 +32,6 @@ class Plan:
     strikes: tuple[Intent, ...]
     supervisor: str
     out: Path
-    trace_dir: Path
     checkpoints: Path
     limit_s: float
     hang_limit_s: float  # without an iteration, until a job counts as hanging
@@ -40,6 +39,10 @@ class Plan:
     cold_cache: bool = False
     disk_limit_bytes: int = 0  # largest file system that disk-full may fill
     to_the_end: bool = True  # the last launch; else it is ended once it has caught up
+
+    @property
+    def trace_dir(self) -> Path:
+        return self.out / "trace"
 
     def command_of(self, launch: int) -> list[str]:
         """What is launched for the `launch`-th time, from 0."""

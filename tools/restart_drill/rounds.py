@@ -27,11 +27,13 @@ import psutil
 from megatron.checkpointing.commit import discover
 from megatron.processes.free_port import free_port
 
+from ..common.escaping import markdown as escaped
+from ..common.tables import markdown_table
 from . import command as commands
 from .cli import COULD_NOT_RUN, NOT_VERIFIED, VERIFIED, catch_stop_signals, check_out
 from .facts import facts_of
 from .launch import DrillError, Launch
-from .moments import TraceTail
+from .moments import TraceTail, stage_begun_by
 from .plan import say
 from .preset import expanded
 
@@ -70,17 +72,13 @@ class Tally:
 class Course:
     """Rounds with one engine over one directory."""
 
-    def __init__(
-        self, training: list[str], engine: str, out: Path, rng: random.Random, limit_s: float
-    ) -> None:
+    def __init__(self, training: list[str], engine: str, out: Path, rng: random.Random, limit_s: float) -> None:
         self.tally = Tally(engine)
-        self._training, self._engine, self._out, self._rng, self._limit_s = (
-            training,
-            engine,
-            out,
-            rng,
-            limit_s,
-        )
+        self._training = training
+        self._engine = engine
+        self._out = out
+        self._rng = rng
+        self._limit_s = limit_s
         self._save, self._trace = out / "checkpoints", out / "trace"
         self._command = commands.completed(training, self._save, self._trace, engine)
         self._all: list[Launch] = []
@@ -123,7 +121,10 @@ class Course:
             return successor
         current.send(signal.SIGKILL, self._victims(current, action))
         if action == "writer":  # the training may go on, without saving or with another writer
-            self._expect_refusal_or_end(current)
+            if current.exit_code is None:
+                second = self._start()
+                second.wait(self._limit_s)
+                second.clean_up()
             current.kill(Launch.everything)
         return self._start_until_accepted()
 
@@ -139,9 +140,8 @@ class Course:
         if kill == "launcher":
             return launch.launcher()
         if kill == "all":
-            return (
-                self._rng.sample(everything, len(everything)) if (everything := launch.everything()) else []
-            )
+            everything = launch.everything()
+            return self._rng.sample(everything, len(everything))
         if kill == "rank-0":
             return ranks[:1]
         if kill == "writer":
@@ -171,9 +171,7 @@ class Course:
             if launch.exit_code is None:
                 return launch
             if not self._was_refused(launch):
-                raise DrillError(
-                    f"a launch ended with exit code {launch.exit_code}; see {self._log_of(launch)}"
-                )
+                raise DrillError(f"a launch ended with exit code {launch.exit_code}; see {self._log_of(launch)}")
             self.tally.refused += 1
 
     def _was_refused(self, launch: Launch) -> bool:
@@ -189,28 +187,18 @@ class Course:
         self.tally.refused += 1
         second.wait_until_gone(self._limit_s)
 
-    def _expect_refusal_or_end(self, current: Launch) -> None:
-        if current.exit_code is None:
-            second = self._start()
-            second.wait(self._limit_s)
-            second.clean_up()
-
     def _await_commits(self, launch: Launch, number: int) -> None:
         before = len(self._committed())
         deadline = time.monotonic() + self._limit_s
         while len(self._committed()) < before + number:
             if launch.exit_code is not None:
-                raise DrillError(
-                    f"a launch ended with exit code {launch.exit_code}; see {self._log_of(launch)}"
-                )
+                raise DrillError(f"a launch ended with exit code {launch.exit_code}; see {self._log_of(launch)}")
             self._check_deadline(deadline, launch)
             time.sleep(0.02)
 
     def _check_deadline(self, deadline: float, launch: Launch) -> None:
         if time.monotonic() > deadline:
-            raise DrillError(
-                f"no checkpoint was committed for {self._limit_s:g} s; see {self._log_of(launch)}"
-            )
+            raise DrillError(f"no checkpoint was committed for {self._limit_s:g} s; see {self._log_of(launch)}")
 
     def _committed(self) -> list[tuple[int, int]]:
         """(cycle, step) of every save of which rank 0 was told that it is committed."""
@@ -218,9 +206,7 @@ class Course:
             self._tails.append(TraceTail(self._trace, cycle))
         for cycle, tail in enumerate(self._tails):
             for record in tail.new_records():
-                if (record["type"], record.get("operation")) == ("operation_end", "save") and record[
-                    "outcome"
-                ] == "ok":
+                if stage_begun_by(record) == "after-commit":
                     self._commits.append((cycle, record["step"]))
         return self._commits
 
@@ -249,14 +235,10 @@ class Course:
         self._all.append(launch)
         code = launch.wait(self._limit_s + self.tally.steps)
         if code != 0:
-            raise DrillError(
-                f"the run without a fault ended with exit code {code}; see {self._out / 'reference.log'}"
-            )
+            raise DrillError(f"the run without a fault ended with exit code {code}; see {self._out / 'reference.log'}")
         expected = facts_of(reference)[0].losses
         for facts in cycles.values():
-            self.tally.different_losses += sum(
-                expected.get(step) != loss for step, loss in facts.losses.items()
-            )
+            self.tally.different_losses += sum(expected.get(step) != loss for step, loss in facts.losses.items())
 
 
 def _on_free_port(command: list[str]) -> list[str]:
@@ -269,24 +251,15 @@ def _on_free_port(command: list[str]) -> list[str]:
 def markdown(tallies: list[Tally], elapsed_s: float) -> str:
     """The results as a table."""
     actions = (*KILLS, BESIDE, TAKE_OVER)
-    lines = [
-        "| engine | "
-        + " | ".join(actions)
-        + " | launches | refused | steps | committed | lost | other losses | |",
-        "|---" * (len(actions) + 8) + "|",
-    ]
+    figures = ("launches", "refused", "steps", "committed", "lost", "other losses")
+    rows = []
     for tally in tallies:
-        counts = [str(tally.rounds[action]) for action in actions]
-        figures = (
-            tally.launches,
-            tally.refused,
-            tally.steps,
-            tally.committed,
-            len(tally.lost),
-            tally.different_losses,
-        )
+        counts = [tally.rounds[action] for action in actions]
+        counts += [tally.launches, tally.refused, tally.steps, tally.committed]
+        counts += [len(tally.lost), tally.different_losses]
         verdict = "verified" if tally.sound else "NOT VERIFIED: " + "; ".join([*tally.lost, *tally.wrong][:3])
-        lines.append(" | ".join([f"| {tally.engine}", *counts, *map(str, figures), verdict]) + " |")
+        rows.append([tally.engine, *map(str, counts), escaped(verdict)])
+    lines = markdown_table(("engine", *actions, *figures, ""), rows)
     rounds = sum(tally.rounds.total() for tally in tallies)
     return "\n".join([*lines, "", f"{rounds} rounds in {elapsed_s / 60:.1f} minutes.", ""])
 
@@ -296,26 +269,16 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         prog="restart_drill.rounds",
         description="Kill launches and start others at once or beside them, over and over: is a checkpoint ever lost?",
     )
-    parser.add_argument(
-        "--out", type=Path, required=True, help="new directory for everything that this leaves"
-    )
+    parser.add_argument("--out", type=Path, required=True, help="new directory for everything that this leaves")
     parser.add_argument("--rounds", type=int, default=300, help="over all engines (300)")
     parser.add_argument("--seed", type=int, default=1, help="of what is drawn (1)")
-    parser.add_argument(
-        "--engines", default=",".join(ENGINES), help=f"separated by commas ({','.join(ENGINES)})"
-    )
-    parser.add_argument(
-        "--time-limit", type=float, default=300.0, help="seconds for each launch and commit (300)"
-    )
-    parser.add_argument(
-        "command", nargs="*", help="after --: the training command (a tiny model on two ranks)"
-    )
+    parser.add_argument("--engines", default=",".join(ENGINES), help=f"separated by commas ({','.join(ENGINES)})")
+    parser.add_argument("--time-limit", type=float, default=300.0, help="seconds for each launch and commit (300)")
+    parser.add_argument("command", nargs="*", help="after --: the training command (a tiny model on two ranks)")
     args = parser.parse_args(argv)
     args.engines = tuple(args.engines.split(","))
     if args.rounds < len(args.engines):
-        parser.error(
-            f"--rounds {args.rounds}: must be at least 1 for each of the {len(args.engines)} engines"
-        )
+        parser.error(f"--rounds {args.rounds}: must be at least 1 for each of the {len(args.engines)} engines")
     check_out(parser, args.out)
     return args
 
@@ -338,9 +301,7 @@ def main(argv: list[str] | None = None) -> int:
             rounds = args.rounds // len(args.engines) + (i < args.rounds % len(args.engines))
             say(f"{rounds} rounds with engine {engine}")
             rng = random.Random(f"{args.seed}/{engine}")
-            tallies.append(
-                Course(training, engine, args.out.absolute() / engine, rng, args.time_limit).run(rounds)
-            )
+            tallies.append(Course(training, engine, args.out.absolute() / engine, rng, args.time_limit).run(rounds))
             # After each engine: what was measured by then is kept, whatever becomes of the next one.
             (args.out / "rounds.md").write_text(markdown(tallies, time.monotonic() - begin))
     except (DrillError, OSError) as error:

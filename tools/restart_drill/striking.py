@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from restart_trace.clock import now_ns
@@ -24,10 +24,10 @@ _POLL_S = 0.005
 class Struck:
     """What a fault did. `hangs`: nothing has ended, and the supervisor must see to it."""
 
-    iteration: int
-    processes: int
-    hangs: bool
-    failed_save: str | None
+    iteration: int = 0
+    processes: int = 0
+    hangs: bool = False
+    failed_save: str | None = None
 
 
 def strike(supervisor: Supervisor, cycle: int, intent: Intent) -> Struck:
@@ -39,9 +39,7 @@ def strike(supervisor: Supervisor, cycle: int, intent: Intent) -> Struck:
     plan, launch, trace = supervisor.plan, supervisor.launch, supervisor.trace
     commits = commits_needed(intent.fault, cycle == 0)
     iteration = wait_for(intent.moment, launch, plan.trace_dir, cycle, commits, plan.limit_s)
-    launch.await_ranks(
-        plan.trace_dir, cycle, plan.limit_s, supervisor.has_failed
-    )  # in a start they come one by one
+    launch.await_ranks(plan.trace_dir, cycle, plan.limit_s, supervisor.has_failed)  # in a start they come one by one
     if supervisor.has_failed():
         raise DrillError(
             f"the training ended before {intent.fault} could strike at {intent.moment.text}; let it train longer"
@@ -61,18 +59,11 @@ def strike(supervisor: Supervisor, cycle: int, intent: Intent) -> Struck:
             processes += inject("sigkill-all", launch)
     if outcome.failed_save is not None:
         _Watch(supervisor, cycle, now_ns()).until_failure("sigkill-all", _nothing)
-    return Struck(max(iteration, outcome.iteration), processes, outcome.hangs, outcome.failed_save)
+    return replace(outcome, iteration=max(iteration, outcome.iteration), processes=processes)
 
 
 def _nothing() -> None:
     return None
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    hangs: bool = False
-    failed_save: str | None = None
-    iteration: int = 0
 
 
 class _Watch:
@@ -87,16 +78,16 @@ class _Watch:
         self._failed: dict[str, Any] | None = None
         self._went_on_after: str | None = None  # the error of a save that failed while training went on
 
-    def until_failure(self, fault: str, fill: Callable[[], None]) -> _Outcome:
+    def until_failure(self, fault: str, fill: Callable[[], None]) -> Struck:
         """Return when the job has failed, hangs, or trains on after a save that failed; whichever the fault may do."""
         deadline = time.monotonic() + self._plan.limit_s
         while not self._supervisor.has_failed():
             fill()
             self._look()
             if fault in MAY_FAIL_A_SAVE and self._went_on_after is not None:
-                return _Outcome(failed_save=self._went_on_after, iteration=self._iteration)
+                return Struck(failed_save=self._went_on_after, iteration=self._iteration)
             if fault in HANGS and time.monotonic() - self._progress > self._plan.hang_limit_s:
-                return _Outcome(hangs=True)
+                return Struck(hangs=True)
             if time.monotonic() > deadline:
                 raise DrillError(
                     f"--fault {fault} had no effect within {self._plan.limit_s:g} s: the job goes on; raise "
@@ -108,7 +99,7 @@ class _Watch:
                 "--fault disk-full: the training ended before a save had failed and an iteration had followed; let it "
                 "train longer, or save more often"
             )
-        return _Outcome()
+        return Struck()
 
     def _look(self) -> None:
         for record in self._tail.new_records():

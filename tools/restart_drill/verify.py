@@ -31,9 +31,7 @@ class LossCheck:
         return IDENTICAL if self.within == 0 else f"within {self.within:g} relative"
 
 
-def check_losses(
-    cycles: dict[int, CycleFacts], reference: CycleFacts | None, tolerance: float
-) -> dict[int, LossCheck]:
+def check_losses(cycles: dict[int, CycleFacts], reference: CycleFacts | None, tolerance: float) -> dict[int, LossCheck]:
     """Cycle -> comparison of its losses.
 
     On the layout of the first launch every loss must have the bits of the reference run's; without a reference, of
@@ -58,9 +56,7 @@ def check_losses(
     return found
 
 
-def _compare(
-    check: LossCheck, step: int, loss: float, expected: float | None, tolerance: float, where: str
-) -> None:
+def _compare(check: LossCheck, step: int, loss: float, expected: float | None, tolerance: float, where: str) -> None:
     check.compared += 1
     check.within = max(check.within, tolerance)
     if loss == expected:
@@ -94,14 +90,10 @@ def judge(strike: Strike, cycles: dict[int, CycleFacts], losses: dict[int, LossC
         wrong.append("no iteration was repeated, so no loss was compared; compare with a reference run")
     steps = set(facts.resumed.values())
     if len(facts.resumed) != facts.world_size or steps != {strike.expected_step}:
-        wrong.append(
-            f"resumed from {_shown(steps)}, and not from iteration {strike.expected_step}, on all ranks"
-        )
+        wrong.append(f"resumed from {_shown(steps)}, and not from iteration {strike.expected_step}, on all ranks")
     hashes = _hashes(strike, facts, cycles)
     if hashes == MISSING:
-        wrong.append(
-            f"only {len(facts.hashed)} of {facts.world_size} ranks compared the state with its hashes"
-        )
+        wrong.append(f"only {len(facts.hashed)} of {facts.world_size} ranks compared the state with its hashes")
     if strike.damaged is not None:
         told = [line for cycle in range(strike.cycle + 1, following + 1) if cycle in cycles
                 for line in cycles[cycle].rejected]  # fmt: skip
@@ -114,9 +106,7 @@ def _hashes(strike: Strike, facts: CycleFacts, cycles: dict[int, CycleFacts]) ->
     """Whether all ranks found their restored state to be what was saved. A load with a difference ends the launch."""
     if len(facts.hashed) == facts.world_size:
         return EQUAL
-    saved_elsewhere = any(
-        facts.layout != before.layout for cycle, before in cycles.items() if cycle <= strike.cycle
-    )
+    saved_elsewhere = any(facts.layout != before.layout for cycle, before in cycles.items() if cycle <= strike.cycle)
     return DIFFERENT_LAYOUT if saved_elsewhere and not facts.hashed else MISSING
 
 
@@ -143,6 +133,4 @@ def repetition_table(pairs: Sequence[tuple[int, list[float]]]) -> str:
         return "No iteration was repeated."
     if all(len(set(losses)) == 1 for _, losses in pairs):
         return "\n".join([*lines, "The repeated iterations are identical, to the last bit."])
-    return "\n".join(
-        [*lines, "THE REPEATED ITERATIONS DIFFER: the resumed run is not the run that was struck."]
-    )
+    return "\n".join([*lines, "THE REPEATED ITERATIONS DIFFER: the resumed run is not the run that was struck."])

@@ -200,9 +200,7 @@ class CheckpointEngine(ABC):
         note_loaded(num_bytes, len(states), op)
         return states
 
-    def load_into(
-        self, live: Sequence[FileState], checkpoint: SavedCheckpoint, op: Operation
-    ) -> dict[str, Any]:
+    def load_into(self, live: Sequence[FileState], checkpoint: SavedCheckpoint, op: Operation) -> dict[str, Any]:
         """As `load`, of the states that `live` names, whose contiguous tensors are to become what is loaded.
 
         An engine may read into these tensors, on whatever device they are, and return them as the loaded ones: those

@@ -52,13 +52,10 @@ CLASSES = {
     )
 } | {"megatron.core.enums.ModelType": ("megatron.checkpointing.engines.unpickling", "ModelType")}
 
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype)
-}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 ARRAY_KINDS = "biufcSUmM"  # kinds of NumPy types whose elements are plain bytes, without references
 _INT64 = 1 << 63
+_ANY_TEXT = ("utf-32-le", "surrogatepass")  # arguments of str.encode: lone surrogates, too
 _CLASS_NAMES = {place: name for name, place in CLASSES.items()}
 _FIX = "leave it out of the state, or keep it as a tensor, a number, a string, a list or a dict"
 # What a wrong type, a wrong value, a missing key or a value that cannot be a key of a dict raises.
@@ -107,37 +104,18 @@ class _Encoder:
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self._names: dict[
-            int, str
-        ] = {}  # id of a tensor -> its name; `state` keeps the tensor, and so its id, alive
+        # id of a tensor -> its name; `state` keeps the tensor, and so its id, alive.
+        self._names: dict[int, str] = {}
 
     def encode(self, value: Any, path: str) -> Any:
-        kind = type(value)
-        if kind is bool or value is None:
-            return value
-        handler = _ENCODERS.get(kind)
+        handler = _ENCODERS.get(type(value))
         return self._other(value, path) if handler is None else handler(self, value, path)
 
-    def _int(self, value: int, path: str) -> Any:
-        return value if -_INT64 <= value < _INT64 else {"int": hex(value)}
-
-    def _float(self, value: float, path: str) -> Any:
-        return value if math.isfinite(value) else {"float": _float_bits(value)}
-
-    def _str(self, value: str, path: str) -> Any:
-        return value if value.isascii() or _is_unicode(value) else {"str": _base64(_utf32(value))}
-
-    def _complex(self, value: complex, path: str) -> Any:
-        return {"complex": [self._float(value.real, path), self._float(value.imag, path)]}
-
-    def _list(self, value: list[Any], path: str) -> Any:
-        return [self.encode(item, f"{path}/{i}") for i, item in enumerate(value)]
-
-    def _tuple(self, value: tuple[Any, ...], path: str) -> Any:
-        return {"tuple": [self.encode(item, f"{path}/{i}") for i, item in enumerate(value)]}
+    def encode_all(self, values: Iterable[Any], path: str) -> list[Any]:
+        return [self.encode(item, f"{path}/{i}") for i, item in enumerate(values)]
 
     def _dict(self, value: dict[Any, Any], path: str) -> Any:
-        if all(type(key) is str and (key.isascii() or _is_unicode(key)) for key in value):
+        if all(type(key) is str and _is_unicode(key) for key in value):
             return {"dict": {key: self.encode(item, f"{path}/{key}") for key, item in value.items()}}
         return {"items": self._items(value.items(), path)}
 
@@ -155,9 +133,6 @@ class _Encoder:
             pairs.append([key if type(key) is int and abs(key) < _INT64 else self.encode(key, below),
                           self.encode(item, below)])  # fmt: skip
         return pairs
-
-    def _namespace(self, value: argparse.Namespace, path: str) -> Any:
-        return {"Namespace": self._items(vars(value).items(), path)}
 
     def _tensor(self, value: torch.Tensor, path: str) -> Any:
         name = self._names.get(id(value))
@@ -191,13 +166,12 @@ class _Encoder:
         """Values that are told by more than their type."""
         kind = type(value)
         if isinstance(value, np.generic):
-            array = np.asarray(
-                value
-            )  # an empty string is of type <U0 and still has 4 bytes; as an array both are 4
+            # An empty string is of type <U0 and still has 4 bytes; as an array both are 4.
+            array = np.asarray(value)
             return {"scalar": _array_type(array.dtype, path, value), "data": _base64(array.tobytes())}
-        name = _class_name(kind)
-        if name is not None:
+        if (kind.__module__, kind.__qualname__) in _CLASS_NAMES:
             state = value.value if isinstance(value, enum.Enum) else dict(vars(value))
+            name = _CLASS_NAMES[kind.__module__, kind.__qualname__]
             return {"class": name, "state": self.encode(state, path)}
         if issubclass(kind, tuple) and hasattr(kind, "_fields"):
             return self._namedtuple(value, path)
@@ -207,9 +181,8 @@ class _Encoder:
         kind = type(value)
         module = sys.modules.get(kind.__module__)
         if module is None or vars(module).get(kind.__qualname__) is not kind:
-            raise _refused(
-                path, value, "its class could not be found again", "define it at the top of a module"
-            )
+            why = "its class could not be found again"
+            raise _refused(path, value, why, "define it at the top of a module")
         return {
             "namedtuple": f"{kind.__module__}.{kind.__qualname__}",
             "fields": list(kind._fields),
@@ -218,15 +191,17 @@ class _Encoder:
 
 
 _ENCODERS: dict[type, Callable[[_Encoder, Any, str], Any]] = {
-    int: _Encoder._int,
-    float: _Encoder._float,
-    str: _Encoder._str,
-    complex: _Encoder._complex,
-    list: _Encoder._list,
-    tuple: _Encoder._tuple,
+    type(None): lambda _, value, path: value,
+    bool: lambda _, value, path: value,
+    int: lambda _, value, path: value if -_INT64 <= value < _INT64 else {"int": hex(value)},
+    float: lambda _, value, path: _encode_float(value),
+    str: lambda _, value, path: value if _is_unicode(value) else {"str": _base64(value.encode(*_ANY_TEXT))},
+    complex: lambda _, value, path: {"complex": [_encode_float(value.real), _encode_float(value.imag)]},
+    list: lambda self, value, path: self.encode_all(value, path),
+    tuple: lambda self, value, path: {"tuple": self.encode_all(value, path)},
     dict: _Encoder._dict,
     collections.OrderedDict: _Encoder._ordered_dict,
-    argparse.Namespace: _Encoder._namespace,
+    argparse.Namespace: lambda self, value, path: {"Namespace": self._items(vars(value).items(), path)},
     torch.Tensor: _Encoder._tensor,
     torch.nn.Parameter: _Encoder._tensor,
     np.ndarray: _Encoder._array,
@@ -238,8 +213,9 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any, str], Any]] = {
 }
 
 
-def _class_name(kind: type) -> str | None:
-    return _CLASS_NAMES.get((kind.__module__, kind.__qualname__))
+def _encode_float(value: float) -> Any:
+    """Of one that is not finite the IEEE 754 bits, 16 hexadecimal digits: they keep the payload of a NaN."""
+    return value if math.isfinite(value) else {"float": _DOUBLE.pack(value).hex()}
 
 
 def _is_unicode(text: str) -> bool:
@@ -248,10 +224,6 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _utf32(text: str) -> bytes:
-    return text.encode("utf-32-le", "surrogatepass")
 
 
 def _base64(data: bytes | bytearray) -> str:
@@ -308,9 +280,6 @@ class _Decoder:
         real, imaginary = value["complex"]
         return complex(self.decode(real), self.decode(imaginary))
 
-    def _tensor(self, value: dict[str, Any]) -> torch.Tensor:
-        return self._named(value["tensor"])
-
     def _named(self, name: str) -> torch.Tensor:
         if name not in self._tensors:
             raise SkeletonError(f"tensor {name!r} is missing: the checkpoint is damaged")
@@ -319,9 +288,6 @@ class _Decoder:
     def _array(self, value: dict[str, Any]) -> np.ndarray[Any, Any]:
         data = bytearray(self._named(value["data"]).numpy())  # a copy: an array has its own memory
         return _array_of(data, value["ndarray"], value["shape"], value["order"])
-
-    def _scalar(self, value: dict[str, Any]) -> Any:
-        return _array_of(bytearray(_bytes(value["data"])), value["scalar"], [], "C")[()]
 
     def _object(self, value: dict[str, Any]) -> Any:
         if value["class"] not in CLASSES:
@@ -351,9 +317,7 @@ class _Decoder:
             )
         values = [self.decode(item) for item in value["values"]]
         if len(values) != len(fields):
-            raise SkeletonError(
-                f"the namedtuple {value['namedtuple']!r} has {len(values)} values: it is damaged"
-            )
+            raise SkeletonError(f"the namedtuple {value['namedtuple']!r} has {len(values)} values: it is damaged")
         return tuple.__new__(kind, values)  # not kind(...): a class may have a __new__ of its own
 
 
@@ -364,17 +328,17 @@ _DECODERS: dict[Any, Callable[[_Decoder, dict[str, Any]], Any]] = {
     "Namespace": _Decoder._namespace,
     "tuple": lambda self, value: tuple([self.decode(item) for item in value["tuple"]]),
     "Size": lambda self, value: torch.Size(value["Size"]),
-    "tensor": _Decoder._tensor,
+    "tensor": lambda self, value: self._named(value["tensor"]),
     "int": lambda self, value: int(value["int"], 16),
-    "float": lambda self, value: _float_of_bits(value["float"]),
+    "float": lambda self, value: _DOUBLE.unpack(bytes.fromhex(value["float"]))[0],
     "complex": _Decoder._complex,
     "bytes": lambda self, value: _bytes(value["bytes"]),
     "bytearray": lambda self, value: bytearray(_bytes(value["bytearray"])),
-    "str": lambda self, value: _bytes(value["str"]).decode("utf-32-le", "surrogatepass"),
+    "str": lambda self, value: _bytes(value["str"]).decode(*_ANY_TEXT),
     "dtype": lambda self, value: DTYPES[value["dtype"]],
     "device": lambda self, value: torch.device(value["device"]),
     "ndarray": _Decoder._array,
-    "scalar": _Decoder._scalar,
+    "scalar": lambda self, value: _array_of(bytearray(_bytes(value["data"])), value["scalar"], [], "C")[()],
     "class": _Decoder._object,
     "namedtuple": _Decoder._namedtuple,
 }
@@ -389,17 +353,5 @@ def _array_of(data: bytearray, type_name: str, shape: list[int], order: str) -> 
     if dtype.kind not in ARRAY_KINDS:
         raise SkeletonError(f"the checkpoint holds an array of {type_name!r}, which may not be loaded")
     if len(data) != math.prod(shape) * dtype.itemsize:
-        raise SkeletonError(
-            f"an array of {type_name!r} and shape {shape} has {len(data)} bytes: it is damaged"
-        )
+        raise SkeletonError(f"an array of {type_name!r} and shape {shape} has {len(data)} bytes: it is damaged")
     return np.ndarray(tuple(shape), dtype, data, order="F" if order == "F" else "C")
-
-
-def _float_bits(value: float) -> str:
-    """The IEEE 754 bits of `value`, 16 hexadecimal digits: keeps the payload of a NaN."""
-    return _DOUBLE.pack(value).hex()
-
-
-def _float_of_bits(bits: str) -> float:
-    """Inverse of _float_bits. Raises ValueError or struct.error if they are no 16 hexadecimal digits."""
-    return _DOUBLE.unpack(bytes.fromhex(bits))[0]

@@ -37,10 +37,7 @@ class EngineEntry:
 
 _ENGINES = {
     "torch": EngineEntry(
-        f"{_PACKAGE}.torch.engine",
-        "TorchEngine",
-        "torch.save per file, as DeepSpeed's default",
-        redistributable=True,
+        f"{_PACKAGE}.torch.engine", "TorchEngine", "torch.save per file, as DeepSpeed's default", redistributable=True
     ),
     "lazy": EngineEntry(
         f"{_PACKAGE}.lazy.engine",
@@ -72,9 +69,7 @@ _ENGINES = {
         f"{_PACKAGE}.dcp.engine", "DcpAsyncEngine", "torch.distributed.checkpoint, written by a thread"
     ),
     "datastates": EngineEntry(
-        f"{_PACKAGE}.datastates.engine",
-        "DataStatesEngine",
-        "DataStates-LLM; needs its package and a CUDA device",
+        f"{_PACKAGE}.datastates.engine", "DataStatesEngine", "DataStates-LLM; needs its package and a CUDA device"
     ),
     "none": EngineEntry(f"{_PACKAGE}.none.engine", "NoneEngine", "writes nothing: measures what is left"),
 }
@@ -103,22 +98,17 @@ def check_engine_name(name: str) -> None:
     the engine.
     """
     if name in _ENGINES:
-        _check_installed(name, _ENGINES[name])
-        return
-    plugins = _plugins()
-    if name not in plugins:
+        entry = _ENGINES[name]
+        missing = [module for module in entry.requires if importlib.util.find_spec(module) is None]
+        if missing:
+            raise EngineUnavailableError(
+                f"--checkpoint-engine {name}: package {', '.join(missing)} is not installed; install it "
+                f"({entry.install}), or use another engine: {', '.join(_ENGINES)}"
+            )
+    elif name not in (plugins := _plugins()):
         there = [f"{n} ({e.summary})" for n, e in _ENGINES.items()]
         there += [f"{n} (of {p.value})" for n, p in plugins.items()]
         raise UnknownEngineError(f"--checkpoint-engine {name}: no such engine; there are: {', '.join(there)}")
-
-
-def _check_installed(name: str, entry: EngineEntry) -> None:
-    missing = [module for module in entry.requires if importlib.util.find_spec(module) is None]
-    if missing:
-        raise EngineUnavailableError(
-            f"--checkpoint-engine {name}: package {', '.join(missing)} is not installed; install it "
-            f"({entry.install}), or use another engine: {', '.join(_ENGINES)}"
-        )
 
 
 def is_redistributable(name: str) -> bool | None:

@@ -6,12 +6,12 @@ import pickle
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from megatron.checkpointing.engines import unpickling
-from megatron.checkpointing.engines.base import EngineOptions, SavedCheckpoint, SavedFile, check_size
+from megatron.checkpointing.engines.base import CheckpointEngine, SavedCheckpoint, SavedFile, check_size
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, is_of_the_process, reading
 from megatron.checkpointing.engines.file_loads import report_load
 from megatron.fileio.timed_files import TimedReader, Timeline
@@ -96,10 +96,8 @@ def tensor_records(path: Path) -> dict[int, Record]:
 
 def record_in_file(tensor: torch.Tensor) -> int:
     """First byte of the record of a tensor of `read_values` in its file."""
-    start: Any = (
-        tensor.untyped_storage()._checkpoint_offset
-    )  # torch.load(map_location="meta"), torch 2.7 and later
-    return start
+    storage: Any = tensor.untyped_storage()  # of torch.load(map_location="meta"), torch 2.7 and later
+    return storage._checkpoint_offset
 
 
 def position_in_file(tensor: torch.Tensor) -> int:
@@ -177,10 +175,10 @@ def _load_known_classes(path: Path, file: Any, device: str = "cpu") -> Any:
             ) from exc
 
 
-class ReadsTorchFiles:
+class TorchFilesEngine(CheckpointEngine):
     """The reading side of an engine whose files are those of torch.save, whatever writes them."""
 
-    options: EngineOptions
+    redistributable: ClassVar[bool] = True
 
     def _load_file(self, path: Path, expected: SavedFile | None, op: Operation) -> Any:
         return read_state(path, expected, self.options.verify_checksums, op)

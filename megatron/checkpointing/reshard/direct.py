@@ -17,7 +17,7 @@ import torch
 
 from megatron.checkpointing import naming as names
 from megatron.checkpointing.agreement import CheckpointRejectedError, together
-from megatron.checkpointing.engines.base import PlacedTensor, SavedCheckpoint, note_loaded
+from megatron.checkpointing.engines.base import FileState, PlacedTensor, SavedCheckpoint, note_loaded
 from megatron.checkpointing.engines.errors import CheckpointMismatchError, reading
 from megatron.checkpointing.reshard.base import LayoutLoad
 from megatron.checkpointing.reshard.gathering import update_weights
@@ -31,6 +31,7 @@ from megatron.checkpointing.shard_metadata import (
     fragments,
     layer_modules,
     layer_placements,
+    names_of_parameters,
     shard_placement,
 )
 from megatron.checkpointing.state import Progress, restore_optimizer, restore_progress, restore_tied_weights
@@ -104,10 +105,7 @@ class DirectLoad(LayoutLoad):
             )
         found = _Survey()
         if rank == 0:
-            wanted = [
-                names.model_states_file(old, first),
-                *([optimizer_file] if self._with_optimizer else []),
-            ]
+            wanted = [names.model_states_file(old, first), *([optimizer_file] if self._with_optimizer else [])]
             with reading(self._directory):
                 found.values = [self._reader.load_values(name, self._checkpoint, self._op) for name in wanted]
         with self._op.span("discover"), reading(self._directory):
@@ -199,7 +197,8 @@ class DirectLoad(LayoutLoad):
         )
 
     def _placements_of(self, layer: torch.nn.Module) -> dict[str, dict[str, Any]]:
-        return layer_placements(self._engine, layer, self._ctx.vocab_size)
+        file = FileState(type(layer).__name__, layer.state_dict())
+        return layer_placements(file, layer, names_of_parameters(self._engine), self._ctx.vocab_size)
 
     def _live_weights(self) -> list[Target]:
         """The live weights of this stage's layers."""

@@ -64,11 +64,7 @@ class Reading:
         """
         with op.span("redistribute", "reshard"):
             checks = {name: (found.full, found.length) for name, found in to_verify(shares, rank).items()}
-            parts = [
-                extent
-                for plan in self._plans
-                for extent in extents(with_checks(plan, *checks[plan.path.name]))
-            ]
+            parts = [extent for plan in self._plans for extent in extents(with_checks(plan, *checks[plan.path.name]))]
         with ExitStack() as stack, damaged_files():
             sizes = {plan.path: self._file_bytes[plan.path] for plan in self._plans}
             files = open_all(sizes, self._direct_io, stack)

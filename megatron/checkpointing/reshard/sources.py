@@ -8,16 +8,7 @@ from typing import Any
 
 from megatron.checkpointing.engines.base import PlacedTensor
 from megatron.checkpointing.engines.errors import CheckpointMismatchError
-from megatron.checkpointing.reshard.runs import (
-    Copies,
-    Runs,
-    intersect,
-    make_runs,
-    part_runs,
-    parts_of,
-    subtract,
-    union,
-)
+from megatron.checkpointing.reshard.runs import Copies, Runs, intersect, make_runs, part_runs, parts_of, subtract, union
 
 Part = Mapping[str, Any]  # of a placement: a fragment, or the placement of a weight
 _Key = tuple[Any, ...]
@@ -64,11 +55,7 @@ class SourceIndex:
         keys = tuple(_key(part) for _, part in found)
         if keys not in self._new:
             self._new[keys] = self._not_yet_held([part for _, part in found])
-        return [
-            Source(tensor, runs)
-            for (tensor, _), runs in zip(found, self._new[keys], strict=True)
-            if len(runs)
-        ]
+        return [Source(tensor, runs) for (tensor, _), runs in zip(found, self._new[keys], strict=True) if len(runs)]
 
     def runs_of(self, part: Part) -> Runs:
         """Where the elements lie of a part of a parameter, in the tensor that it is in; the same object each time."""

@@ -40,31 +40,25 @@ class FlatGroup:
     tensors: Sequence[PlacedTensor]  # "master" and the moments, by name; of their placements only "numel"
 
 
+@dataclass
 class TorchShards:
-    """The tensors of a checkpoint that hold parts of some parameters."""
+    """The tensors of a checkpoint that hold parts of some parameters.
 
-    def __init__(
-        self,
-        reader: CheckpointEngine,
-        directory: Path,
-        manifest: Manifest,
-        parts: Mapping[str, ParameterSlice],
-        vocab_size: int,
-        heads_interleaved: bool,
-        op: Operation,
-    ) -> None:
-        """`parts`: parameters that are needed, as they are split here. `vocab_size`: the tokenizer's.
+    `parts`: parameters that are needed, as they are split here. `vocab_size`: the tokenizer's. `heads_interleaved`: the
+    rows of fused QKV lie head by head (megatron.checkpointing.foreign).
+    """
 
-        `heads_interleaved`: the rows of fused QKV lie head by head (megatron.checkpointing.foreign).
-        """
-        self._reader = reader
-        self._checkpoint = SavedCheckpoint(directory, manifest.files)
-        self._manifest = manifest
-        self._layout = Layout(**manifest.layout)
-        self._parts = parts
-        self._vocab_size = vocab_size
-        self._heads_interleaved = heads_interleaved
-        self._op = op
+    reader: CheckpointEngine
+    directory: Path
+    manifest: Manifest
+    parts: Mapping[str, ParameterSlice]
+    vocab_size: int
+    heads_interleaved: bool
+    op: Operation
+
+    def __post_init__(self) -> None:
+        self._checkpoint = SavedCheckpoint(self.directory, self.manifest.files)
+        self._layout = Layout(**self.manifest.layout)
 
     def flat_groups(self, ranks: Iterable[int], params_dtype: str) -> list[FlatGroup]:
         """What the files of some of the ranks that saved them say of their shards."""
@@ -84,7 +78,7 @@ class TorchShards:
             for name, offset, numel in group.fragments:
                 key = group.at.pp, group.at.tp, name
                 start, begun[key] = begun[key], begun[key] + numel
-                if name in self._parts and numel:
+                if name in self.parts and numel:
                     held.append(self._fragment(name, group.at.tp, start, numel) | {"offset": offset})
             if held:
                 held.sort(key=lambda fragment: fragment["offset"])
@@ -93,16 +87,14 @@ class TorchShards:
                     for tensor in group.tensors
                 ]
         for (pp, tp, name), numel in begun.items():
-            if name in self._parts:
+            if name in self.parts:
                 self._check_numel(name, pp, tp, numel)
         return found
 
     def _check_numel(self, name: str, pp: int, tp: int, numel: int) -> None:
         wanted = math.prod(self._old_part(name, tp).local_shape)
         if numel != wanted:
-            first = names.optimizer_file(
-                self._layout, Coordinates(tp, pp, 0), self._manifest.model["params_dtype"]
-            )
+            first = names.optimizer_file(self._layout, Coordinates(tp, pp, 0), self.manifest.model["params_dtype"])
             raise CheckpointDamagedError(
                 f"{self._checkpoint.path(first)}: it and its data-parallel replicas have {numel} elements of {name}, "
                 f"which has {wanted} there"
@@ -115,9 +107,9 @@ class TorchShards:
     def _placement(self, name: str, tp_rank: int) -> dict[str, Any]:
         """Placement of the part of a parameter that a TP rank of the old layout held."""
         part = self._old_part(name, tp_rank)
-        placement = weight_placement(name, part, self._vocab_size)
-        if self._heads_interleaved and ".query_key_value." in name:
-            placement["ranges"] = interleaved_ranges(part, self._manifest.model["num_key_value_heads"])
+        placement = weight_placement(name, part, self.vocab_size)
+        if self.heads_interleaved and ".query_key_value." in name:
+            placement["ranges"] = interleaved_ranges(part, self.manifest.model["num_key_value_heads"])
         return placement
 
     def weights(self, layers: Mapping[int, Mapping[str, str]]) -> list[PlacedTensor]:
@@ -135,10 +127,10 @@ class TorchShards:
 
     def _records(self, path: Path) -> Mapping[int, Record]:
         """By first byte; none if checksums are not to be verified."""
-        return tensor_records(path) if self._reader.options.verify_checksums else {}
+        return tensor_records(path) if self.reader.options.verify_checksums else {}
 
     def _load(self, path: Path) -> Any:
-        return self._reader.load_values(path.name, self._checkpoint, self._op)
+        return self.reader.load_values(path.name, self._checkpoint, self.op)
 
     def _of_shard(self, path: Path, at: Coordinates) -> Iterator[FlatGroup]:
         shard = _shard_of(path, self._load(path))
@@ -153,16 +145,14 @@ class TorchShards:
             ]
             # DeepSpeed takes the padding of the last partition off the masters, and leaves that of the moments.
             if any(tensor.placement["numel"] < master.numel() for tensor in tensors):
-                raise CheckpointDamagedError(
-                    f"{path}: the moments of group {group} are shorter than its masters"
-                )
+                raise CheckpointDamagedError(f"{path}: the moments of group {group} are shorter than its masters")
             yield FlatGroup(path, at, group, fragments, tensors)
 
     def _old_part(self, name: str, tp_rank: int) -> ParameterSlice:
         """The part of a parameter that a TP rank of the old layout held."""
-        part = self._parts[name]
+        part = self.parts[name]
         if part.vocabulary:  # padded so that TP divides it
-            padded = self._manifest.model["padded_vocab_size"]
+            padded = self.manifest.model["padded_vocab_size"]
             part = replace(part, shape=(padded, *part.shape[1:]), blocks=(padded,), tp_rank=0, tp_size=1)
         return replace(part, tp_rank=tp_rank, tp_size=self._layout.tp)
 
@@ -188,11 +178,7 @@ def _shard_of(path: Path, state: Mapping[str, Any]) -> Mapping[str, Any]:
     needed = ("single_partition_of_fp32_groups", "param_slice_mappings", "base_optimizer_state")
     lacking = [name for name in needed if name not in shard]
     if lacking or isinstance(shard["base_optimizer_state"], list):
-        why = (
-            f"has no {', '.join(lacking)}"
-            if lacking
-            else "was saved with zero_optimization.elastic_checkpoint"
-        )
+        why = f"has no {', '.join(lacking)}" if lacking else "was saved with zero_optimization.elastic_checkpoint"
         raise CheckpointMismatchError(
             f"{path}: {why}, and only a shard of ZeRO stage 1 that says where each parameter lies in it can be loaded "
             "onto another layout; save the checkpoint so, or give --no-load-optim"

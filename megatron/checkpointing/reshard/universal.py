@@ -34,9 +34,7 @@ from megatron.checkpointing.reshard.base import LayoutLoad
 from megatron.checkpointing.state import Progress, restore_progress, settings_kept, universal_checkpoint_info
 from megatron.parallel.topology import Layout
 
-CONVERSION_EVENT = (
-    "universal_conversion"  # notice in the trace of rank 0: JSON, seconds of imports and of the rest
-)
+CONVERSION_EVENT = "universal_conversion"  # notice in the trace of rank 0: JSON, seconds of imports and of the rest
 _LAST_WORDS = 2000  # characters
 
 

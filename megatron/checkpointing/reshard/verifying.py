@@ -8,7 +8,7 @@ The CRC-32s of the parts are combined on rank 0 and compared with those that wer
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,9 +38,7 @@ def to_verify(shares: Sequence[Share], rank: int) -> dict[str, Runs]:
         needed_by = _lowest_that_needs(shares, file)
         checked = _bytes_of(record for record, _ in needed_by.values())
         own = intersect(checked, subtract(mine, merged(lower)))
-        rest = subtract(
-            _bytes_of(record for record, lowest in needed_by.values() if lowest == rank), merged(everybody)
-        )
+        rest = subtract(_bytes_of(record for record, lowest in needed_by.values() if lowest == rank), merged(everybody))
         starts = np.concatenate((own.source, rest.full))
         found[file] = make_runs(starts, starts, np.concatenate((own.length, rest.length)))
     return found
@@ -69,21 +67,15 @@ def damage(shares: Sequence[Share], parts: Iterable[RangeChecksum], directory: P
     """
     checksums = by_file(parts)
     wrong = []
-    for file, checked in _all_checked(shares):
-        found = combine(checksums.get(file, {}), checked.start, checked.stop)
-        if found.stop != checked.stop:
-            raise RuntimeError(
-                f"{directory / file}: {checked.name} was verified up to byte {found.stop} only"
-            )
-        if found.crc32 != checked.crc32:
-            wrong.append(f"{directory / file}: {checked.name} does not have the checksum it was saved with")
-    return wrong
-
-
-def _all_checked(shares: Sequence[Share]) -> Iterator[tuple[str, CheckedBytes]]:
     for file in sorted({file for share in shares for file in share.checked}):
-        for _, (record, _) in sorted(_lowest_that_needs(shares, file).items()):
-            yield file, record
+        for _, (checked, _) in sorted(_lowest_that_needs(shares, file).items()):
+            what = f"{directory / file}: {checked.name}"
+            found = combine(checksums.get(file, {}), checked.start, checked.stop)
+            if found.stop != checked.stop:
+                raise RuntimeError(f"{what} was verified up to byte {found.stop} only")
+            if found.crc32 != checked.crc32:
+                wrong.append(f"{what} does not have the checksum it was saved with")
+    return wrong
 
 
 def _lowest_that_needs(shares: Sequence[Share], file: str) -> dict[int, tuple[CheckedBytes, int]]:

@@ -26,12 +26,7 @@ ROUNDS = 2
 
 
 def example_state() -> dict[str, Any]:
-    return {
-        "weight": torch.arange(5000.0),
-        "half": torch.ones(33, dtype=torch.bfloat16),
-        "step": 3,
-        "list": [1, "a"],
-    }
+    return {"weight": torch.arange(5000.0), "half": torch.ones(33, dtype=torch.bfloat16), "step": 3, "list": [1, "a"]}
 
 
 def load(subject: Subject, directory: Path) -> Any:

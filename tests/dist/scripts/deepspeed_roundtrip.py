@@ -26,9 +26,7 @@ def build() -> tuple[Any, Any]:
     from megatron.startup.initialize import initialize_megatron
 
     config = parse_or_exit()
-    runtime = initialize_megatron(
-        config, Startup(untraced_recorder(), None, config.parallel.rank, 0, now_ns())
-    )
+    runtime = initialize_megatron(config, Startup(untraced_recorder(), None, config.parallel.rank, 0, now_ns()))
     size, _ = tokenizer_info(config.data.tokenizer_type or "", tokenizer_model=config.data.tokenizer_model)
     vocab = padded_vocab_size(size, config.model.make_vocab_size_divisible_by, runtime.layout.tp)
     model = model_provider(config, vocab, runtime)
@@ -44,13 +42,9 @@ def main() -> None:
     directory, tag = config.checkpoint.load, config.checkpoint.load_tag
     path, client_state = engine.load_checkpoint(directory, tag)
     assert path is not None, f"DeepSpeed found no {tag} in {directory}"
-    del client_state[
-        "checkpoint_parallel_dimensions"
-    ]  # its own: it hands it out, and refuses to take it back
+    del client_state["checkpoint_parallel_dimensions"]  # its own: it hands it out, and refuses to take it back
     recorded = Path(directory, tag, f"tensor_hashes_rank_{config.parallel.rank:05d}.json")
-    assert tensor_hashes(engine) == json.loads(recorded.read_text()), (
-        f"restored otherwise than {recorded} says"
-    )
+    assert tensor_hashes(engine) == json.loads(recorded.read_text()), f"restored otherwise than {recorded} says"
     engine.save_checkpoint(os.environ["ROUNDTRIP_OUT"], tag, client_state=client_state)
     dist.barrier()
     dist.destroy_process_group()

@@ -13,9 +13,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def installed_packages() -> list[str]:
     """Names of the packages in directories for installed ones whose files were imported; what they vendor is theirs."""
     paths = [Path(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())]
-    inside = [
-        path.parts[path.parts.index("site-packages") + 1] for path in paths if "site-packages" in path.parts
-    ]
+    inside = [path.parts[path.parts.index("site-packages") + 1] for path in paths if "site-packages" in path.parts]
     return sorted({name.partition(".")[0] for name in inside})
 
 

@@ -82,9 +82,7 @@ class _InBackground(Operation):
 
 
 class _SlowSave(PendingSave):
-    def __init__(
-        self, engine: TorchEngine, files: Sequence[FileState], directory: Path, op: Operation
-    ) -> None:
+    def __init__(self, engine: TorchEngine, files: Sequence[FileState], directory: Path, op: Operation) -> None:
         self._engine, self._directory, self._op = engine, directory, op
         self._step = re.findall(r"global_step(\d+)", directory.name)[0]
         self._live = files

@@ -30,9 +30,7 @@ def test_ratios_are_of_medians_and_judged_by_the_target(tmp_path: Path) -> None:
 def test_iterations_are_read_from_whole_lines_as_they_come(tmp_path: Path) -> None:
     log = IterationLines(tmp_path / "log")
     assert list(log.new()) == []
-    log.path.write_text(
-        " iteration        5/      12 | lm loss: 1 |\nwarning: iteration 6\n iteration        6/  "
-    )
+    log.path.write_text(" iteration        5/      12 | lm loss: 1 |\nwarning: iteration 6\n iteration        6/  ")
     assert list(log.new()) == [5]
     with log.path.open("a") as file:
         file.write("    12 | lm loss: 1 |\n[default7]: iteration        7/      12 | x |\n")
@@ -42,9 +40,7 @@ def test_iterations_are_read_from_whole_lines_as_they_come(tmp_path: Path) -> No
 def test_the_demonstration_is_what_its_script_runs(tmp_path: Path) -> None:
     """On the same model, batch and data as the plain script."""
     setting = Setting(tmp_path, 2, "lazy")
-    commands = {
-        name: command(name, setting, tmp_path / "save") for name in ("torchrun", "fork", "fork-in-place")
-    }
+    commands = {name: command(name, setting, tmp_path / "save") for name in ("torchrun", "fork", "fork-in-place")}
     plain = command("plain", setting, tmp_path / "save")
     for name, argv in commands.items():
         assert argv[argv.index("--checkpoint-engine") + 1] == "lazy"

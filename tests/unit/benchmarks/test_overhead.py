@@ -16,9 +16,9 @@ from benchmarks.overhead.cli import main, parse_ranks
 from benchmarks.overhead.launch import Measurement
 from benchmarks.overhead.plan import FAMILIES
 from benchmarks.overhead.report import analyse, render
+from tools.common.cli import parse_bytes
 from tools.common.machine import filesystem_of
 from tools.common.samples import interquartile_range
-from tools.common.sizes import parse_bytes
 
 NOBODY = 65534  # a user without rights
 CALM = Ratio(1.0, 0.998, 1.002)

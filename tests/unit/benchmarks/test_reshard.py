@@ -46,10 +46,7 @@ def samples(wall_s: float, imports_s: float = 0.0, page_cache: str = "cold") -> 
     fast = {"imports_s": imports_s, "page_cache": page_cache, "phases_s": {"barrier": 1.0}}
     slow = {"imports_s": 0.0, "page_cache": None, "phases_s": {"load/read": wall_s}}
     read = 0 if imports_s else 3 << 28
-    return [
-        {"wall_s": wall_s / 2, "bytes_read": read, **fast},
-        {"wall_s": wall_s, "bytes_read": read, **slow},
-    ]
+    return [{"wall_s": wall_s / 2, "bytes_read": read, **fast}, {"wall_s": wall_s, "bytes_read": read, **slow}]
 
 
 def measurement(universal_s: float, direct_s: float) -> Measurement:
@@ -83,10 +80,7 @@ def test_a_cache_that_was_not_dropped_is_not_called_cold() -> None:
 
 def test_bad_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse_layout("4,1,2") == (4, 1, 2)
-    for argv, message in (
-        (["--onto", "8,1,1"], "no layout of this benchmark"),
-        (["--repeat", "0"], "--repeat 0"),
-    ):
+    for argv, message in ((["--onto", "8,1,1"], "no layout of this benchmark"), (["--repeat", "0"], "--repeat 0")):
         with pytest.raises(SystemExit) as caught:
             main(argv)
         assert caught.value.code == 2 and message in capsys.readouterr().err

@@ -51,10 +51,7 @@ def test_concurrent_ranks_agree_on_run_and_cycle(tmp_path: Path) -> None:
         assert int(cycle) == launch
         run_ids.add(run_id)
     assert len(run_ids) == 1
-    assert sorted(path.name for path in directory.glob("*cycle*.json")) == [
-        "cycle_000.json",
-        "cycle_001.json",
-    ]
+    assert sorted(path.name for path in directory.glob("*cycle*.json")) == ["cycle_000.json", "cycle_001.json"]
     assert list(directory.glob(".*")) == []  # no temporary file is left
 
 
@@ -75,9 +72,7 @@ def key_under_another_parent(env: dict[str, str]) -> str:
     """launch_key as another launcher's child computes it."""
     path = {"PATH": os.environ["PATH"]}
     command = ["sh", "-c", f"'{sys.executable}' -c '{OTHER_PARENT}'; true"]
-    return subprocess.run(
-        command, cwd=ROOT, env=path | env, capture_output=True, text=True, timeout=300
-    ).stdout.strip()
+    return subprocess.run(command, cwd=ROOT, env=path | env, capture_output=True, text=True, timeout=300).stdout.strip()
 
 
 @pytest.mark.parametrize(
@@ -85,10 +80,7 @@ def key_under_another_parent(env: dict[str, str]) -> str:
     [
         ({}, False),  # one node: the launcher process is part of the key
         ({"WORLD_SIZE": "16"}, True),  # two nodes of torchrun: their launchers differ
-        (
-            {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "", "LOCAL_SIZE": "8"},
-            True,
-        ),  # two of the deepspeed launcher
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "", "LOCAL_SIZE": "8"}, True),  # two of the deepspeed launcher
         ({"LOCAL_WORLD_SIZE": "", "LOCAL_SIZE": "8"}, False),
         ({"LOCAL_WORLD_SIZE": ""}, True),  # srun: nobody says how many share this node
         ({"RESTART_TRACE_LAUNCH_ID": "job7"}, True),
@@ -165,16 +157,8 @@ def test_processes_of_one_boot_share_the_clock() -> None:
 
 def test_process_record(tmp_path: Path) -> None:
     identity = RankIdentity(rank=5, world_size=8, local_rank=1, coordinates=(1, 1, 0), layout=(2, 2, 2))
-    env = {
-        "RANK": "5",
-        "WORLD_SIZE": "8",
-        "LOCAL_WORLD_SIZE": "8",
-        "NCCL_DEBUG": "INFO",
-        "AWS_SECRET_KEY": "s3",
-    }
-    recorder, cycle = open_rank_trace(
-        tmp_path, identity, env, engine_asked="torch", durability="none", probes=False
-    )
+    env = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "NCCL_DEBUG": "INFO", "AWS_SECRET_KEY": "s3"}
+    recorder, cycle = open_rank_trace(tmp_path, identity, env, engine_asked="torch", durability="none", probes=False)
     recorder.close()
     record = read_process(tmp_path / "rank_00005_cycle_000.jsonl")
     assert cycle == 0 and record["pid"] == os.getpid()
@@ -185,9 +169,7 @@ def test_process_record(tmp_path: Path) -> None:
 
 
 def test_environment_is_allow_listed() -> None:
-    assert environment({"HF_TOKEN": "x", "WANDB_API_KEY": "x", "HOME": "/", "MASTER_ADDR": "h"}) == {
-        "MASTER_ADDR": "h"
-    }
+    assert environment({"HF_TOKEN": "x", "WANDB_API_KEY": "x", "HOME": "/", "MASTER_ADDR": "h"}) == {"MASTER_ADDR": "h"}
     assert {"python", "kernel", "torch"} <= set(versions())
 
 
@@ -209,12 +191,7 @@ def test_probes_surround_the_operation(tmp_path: Path) -> None:
     with recorder.operation("save"):
         (tmp_path / "data").write_bytes(b"x" * 1_000_000)
     begin, start, end, stop = read(path)
-    assert [r["type"] for r in (begin, start, end, stop)] == [
-        "operation_begin",
-        "probe",
-        "operation_end",
-        "probe",
-    ]
+    assert [r["type"] for r in (begin, start, end, stop)] == ["operation_begin", "probe", "operation_end", "probe"]
     assert (start["at"], stop["at"], start["op"], stop["op"]) == ("start", "end", 0, 0)
     assert start["time_ns"] <= begin["start_ns"] <= end["end_ns"] <= stop["time_ns"]
     assert start["values"]["rss_bytes"] > 1_000_000
@@ -260,12 +237,8 @@ def test_startup_from_the_start_of_the_process(tmp_path: Path) -> None:
         iterations = {record["step"]: record for record in records if record["type"] == "iteration"}
         tick = 20_000_000  # a process may seem to start a clock tick before it did
         assert before - tick <= begin["start_ns"] <= spans["imports"]["start_ns"]
-        assert (
-            begin["start_ns"] == read_process(path)["process_start_ns"] == spans["process_start"]["start_ns"]
-        )
-        assert (
-            spans["process_start"]["duration_ns"] > 100_000_000
-        )  # the interpreter and what came before the trace
+        assert begin["start_ns"] == read_process(path)["process_start_ns"] == spans["process_start"]["start_ns"]
+        assert spans["process_start"]["duration_ns"] > 100_000_000  # the interpreter and what came before the trace
         assert spans["imports"]["duration_ns"] >= 50_000_000
         assert spans["first_step"]["end_ns"] == iterations[steps[0]]["end_ns"] <= end["end_ns"]
         if cycle == 0:
@@ -313,15 +286,7 @@ def test_reached_iteration_of_another_layout(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "NCCL_AUTH_TOKEN",
-        "GLOO_SECRET",
-        "TORCHELASTIC_API_KEY",
-        "RESTART_TRACE_TOKEN",
-        "OMP_KEY",
-        "NCCL_COMM_ID",
-    ],
+    "name", ["NCCL_AUTH_TOKEN", "GLOO_SECRET", "TORCHELASTIC_API_KEY", "RESTART_TRACE_TOKEN", "OMP_KEY", "NCCL_COMM_ID"]
 )
 def test_a_variable_is_recorded_by_its_whole_name_alone(name: str) -> None:
     assert environment({name: "hunter2", "NCCL_DEBUG": "INFO"}) == {"NCCL_DEBUG": "INFO"}
@@ -339,10 +304,7 @@ def test_passwords_in_addresses_are_not_recorded() -> None:
         (["--wandb-api-key", "hunter2", "--lr", "1"], ["--wandb-api-key", "***", "--lr", "1"]),
         (["--hub-token=hunter2"], ["--hub-token=***"]),
         (["key=hunter2", "AWS_SECRET_ACCESS_KEY=hunter2"], ["key=***", "AWS_SECRET_ACCESS_KEY=***"]),
-        (
-            ["s3://me:hunter2@host/bucket", "https://hunter2@host"],
-            ["s3://me:***@host/bucket", "https://***@host"],
-        ),
+        (["s3://me:hunter2@host/bucket", "https://hunter2@host"], ["s3://me:***@host/bucket", "https://***@host"]),
         (["-c", "export DB_PASSWORD=hunter2; run"], ["-c", "export DB_PASSWORD=***; run"]),
         (["Authorization: Bearer hunter2"], ["Authorization: ***"]),
         (['{"api_key": "hunter2", "n": 1}'], ['{"api_key": "***", "n": 1}']),
@@ -365,9 +327,7 @@ print(claim_cycle(Path(sys.argv[1]), launch_key(os.environ), int(os.environ["RAN
 
 
 @pytest.mark.parametrize(
-    "outside",
-    [{}, {"RANK": "0"}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}],
-    ids=["none", "node", "single"],
+    "outside", [{}, {"RANK": "0"}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}], ids=["none", "node", "single"]
 )
 def test_ranks_in_wrappers_are_one_launch(tmp_path: Path, outside: dict[str, str]) -> None:
     """Each has another parent then; what started the wrappers is the same for all."""
@@ -378,9 +338,7 @@ def test_ranks_in_wrappers_are_one_launch(tmp_path: Path, outside: dict[str, str
             env = os.environ | {{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}}
             subprocess.run({words!r}, env=env, check=True)
     """
-    ours = {
-        name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    }
+    ours = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     env = ours | outside  # as a container may have them, of its node
     command = [sys.executable, "-c", textwrap.dedent(starter)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)

@@ -109,11 +109,7 @@ def test_iterations_and_events(trace: tuple[Recorder, Path]) -> None:
     recorder.event("load", "checkpoint_rejected", "global_step8: truncated", 8)
     first, second, event = read(path)
     assert first["loss"] == 2.5 and "loss" not in second
-    assert (event["phase"], event["detail"], event["step"]) == (
-        "checkpoint_rejected",
-        "global_step8: truncated",
-        8,
-    )
+    assert (event["phase"], event["detail"], event["step"]) == ("checkpoint_rejected", "global_step8: truncated", 8)
     assert abs(event["wall_ns"] - time.time_ns()) < 60e9
 
 
@@ -137,9 +133,7 @@ def test_threads_share_a_file(trace: tuple[Recorder, Path]) -> None:
 
 def test_off_records_nothing_and_costs_next_to_nothing(tmp_path: Path) -> None:
     identity = RankIdentity(0, 1, 0, (0, 0, 0), (1, 1, 1))
-    recorder, cycle = open_rank_trace(
-        None, identity, {}, engine_asked="torch", durability="fsync", probes=True
-    )
+    recorder, cycle = open_rank_trace(None, identity, {}, engine_asked="torch", durability="fsync", probes=True)
     assert not recorder.enabled and cycle == 0
     startup = Startup(recorder, None, 0, 0, time.monotonic_ns())
     with startup.phase("imports"):
@@ -229,12 +223,8 @@ def test_full_disk_loses_records_but_not_the_training(tmp_path: Path) -> None:
     assert told["detail"] == "3 records before this one could not be written"
 
 
-@pytest.mark.parametrize(
-    "missing", [1, 40]
-)  # bytes that the disk does not take; 1: all but the end of the line
-def test_what_is_owed_is_written_once_however_much_of_it_a_full_disk_took(
-    tmp_path: Path, missing: int
-) -> None:
+@pytest.mark.parametrize("missing", [1, 40])  # bytes that the disk does not take; 1: all but the end of the line
+def test_what_is_owed_is_written_once_however_much_of_it_a_full_disk_took(tmp_path: Path, missing: int) -> None:
     code = """
         import resource, signal, sys
         from pathlib import Path
@@ -301,10 +291,7 @@ def test_labels_and_the_number_of_lost_records_outlive_a_full_disk() -> None:
     op.label(tag="global_step5", step=5)
     recorder.iteration(1, 0, 1)
     recorder.iteration(2, 0, 1)
-    taken, sink.room = (
-        len(sink.taken),
-        2,
-    )  # for the label and one more, not for what says how many are missing
+    taken, sink.room = (len(sink.taken), 2)  # for the label and one more, not for what says how many are missing
     op.end()
     sink.has_room = True
     recorder.iteration(3, 0, 1)

@@ -32,10 +32,7 @@ def test_supervisor(tmp_path: Path) -> None:
 
 
 def test_supervisor_of_nothing(tmp_path: Path) -> None:
-    with (
-        open_supervisor_trace(tmp_path) as supervisor,
-        pytest.raises(ValueError, match="no run has been traced"),
-    ):
+    with open_supervisor_trace(tmp_path) as supervisor, pytest.raises(ValueError, match="no run has been traced"):
         supervisor.failure("injected", cycle=0)
 
 
@@ -98,11 +95,9 @@ def test_a_killed_and_resumed_run_is_understood(tmp_path: Path) -> None:
     assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
     whole = time.monotonic() - injected
 
-    report = to_dict(analyse(load_trace(tmp_path)))
+    report = to_dict(analyse(load_trace(tmp_path)).report)
     kinds = {problem["kind"] for problem in report["problems"]}
-    assert kinds - {"low_coverage"} == {
-        "unfinished_operation"
-    }  # a loaded machine gets between two spans of a few ms
+    assert kinds - {"low_coverage"} == {"unfinished_operation"}  # a loaded machine gets between two spans of a few ms
     assert report["problems"][0]["data"]["last_phases"] == {"collect": [0, 1]}
     assert [(save["tag"], save["outcome"]) for save in report["saves"]] == [
         ("global_step5", "ok"),

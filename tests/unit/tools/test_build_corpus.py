@@ -84,10 +84,7 @@ def test_leaves_out_what_it_cannot_decode(tmp_path: Path) -> None:
     (tmp_path / "empty.py").write_bytes(b"\n")
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "skipped.py").write_text("y = 2\n")
-    assert sorted(build_corpus.read_documents(tmp_path, 1000)) == [
-        "# -*- coding: latin-1 -*-\ns = 'é'\n",
-        "x = 1\n",
-    ]
+    assert sorted(build_corpus.read_documents(tmp_path, 1000)) == ["# -*- coding: latin-1 -*-\ns = 'é'\n", "x = 1\n"]
 
 
 @pytest.mark.parametrize(
@@ -112,9 +109,7 @@ def test_bad_settings_are_named(
 @pytest.mark.slow
 def test_the_default_corpus_is_quick(tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(
-        [sys.executable, "-m", "tools.build_corpus", "--output-dir", str(tmp_path)], cwd=ROOT, check=True
-    )
+    subprocess.run([sys.executable, "-m", "tools.build_corpus", "--output-dir", str(tmp_path)], cwd=ROOT, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime - before.ru_utime < 60  # seconds of processor time; some 10
     assert 3_000_000 < (tmp_path / "corpus.jsonl").stat().st_size < 5_000_000

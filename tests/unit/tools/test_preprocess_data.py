@@ -23,12 +23,7 @@ from megatron.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
 DATA = ROOT / "tests" / "golden" / "upstream_run" / "data"
-SENTENCEPIECE = [
-    "--tokenizer-type",
-    "GPTSentencePieceTokenizer",
-    "--tokenizer-model",
-    str(DATA / "tokenizer.model"),
-]
+SENTENCEPIECE = ["--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model", str(DATA / "tokenizer.model")]
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
 MODULE = [sys.executable, "-m", "tools.preprocess_data"]
 
@@ -37,13 +32,7 @@ def run(
     arguments: list[Any], command: list[str] = MODULE, cwd: Path = ROOT, **options: Any
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*command, *map(str, arguments)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        **options,
+        [*command, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=300, check=False, **options
     )
 
 
@@ -66,24 +55,11 @@ def contents(directory: Path) -> set[str]:
 @pytest.mark.parametrize("how", ["module", "file"])
 def test_bytes_equal_upstreams(tmp_path: Path, workers: int, how: str) -> None:
     command, cwd = (
-        (MODULE, ROOT)
-        if how == "module"
-        else (
-            [sys.executable, str(ROOT / "tools" / "preprocess_data.py")],
-            tmp_path,
-        )
+        (MODULE, ROOT) if how == "module" else ([sys.executable, str(ROOT / "tools" / "preprocess_data.py")], tmp_path)
     )
     done = run(
         ["--input", DATA / "corpus.jsonl", "--json-keys", "text", "--append-eod", "--dataset-impl", "mmap"]
-        + [
-            *SENTENCEPIECE,
-            "--output-prefix",
-            tmp_path / "corpus",
-            "--workers",
-            workers,
-            "--log-interval",
-            100,
-        ],
+        + [*SENTENCEPIECE, "--output-prefix", tmp_path / "corpus", "--workers", workers, "--log-interval", 100],
         command,
         cwd,
     )
@@ -149,9 +125,7 @@ def test_each_key_gets_a_dataset(tmp_path: Path) -> None:
 
 
 def test_many_chunks_keep_the_order_with_any_number_of_workers(tmp_path: Path) -> None:
-    path = corpus(
-        tmp_path, [{"text": " ".join(str((i * 7 + k) % 100) for k in range(i % 9))} for i in range(9000)]
-    )
+    path = corpus(tmp_path, [{"text": " ".join(str((i * 7 + k) % 100) for k in range(i % 9))} for i in range(9000)])
     for workers in (1, 3):
         done = run(["--input", path, *NULL, "--output-prefix", tmp_path / str(workers), "--workers", workers])
         assert done.returncode == 0, done.stderr
@@ -171,14 +145,9 @@ def test_gpt2_bpe_end_to_end(tmp_path: Path) -> None:
     from tokenizers import ByteLevelBPETokenizer
 
     trained = ByteLevelBPETokenizer(add_prefix_space=False)
-    trained.train_from_iterator(
-        [Path(__file__).read_text()], vocab_size=300, special_tokens=["<|endoftext|>"]
-    )
+    trained.train_from_iterator([Path(__file__).read_text()], vocab_size=300, special_tokens=["<|endoftext|>"])
     trained.save_model(str(tmp_path))
-    files: dict[str, Any] = {
-        "vocab_file": str(tmp_path / "vocab.json"),
-        "merge_file": str(tmp_path / "merges.txt"),
-    }
+    files: dict[str, Any] = {"vocab_file": str(tmp_path / "vocab.json"), "merge_file": str(tmp_path / "merges.txt")}
     path = corpus(tmp_path, [{"text": "def run(path):"}])
     done = run(
         ["--input", path, "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", files["vocab_file"]]

@@ -25,9 +25,7 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of every command: --quiet, --run-id and --cache-dir. The command line adds them itself."""
     shared = parser.add_argument_group("shared by all commands")
     shared.add_argument("--quiet", action="store_true", help="no progress bar and no remarks on stderr")
-    shared.add_argument(
-        "--run-id", help="analyse this run where a directory holds several (default: the last)"
-    )
+    shared.add_argument("--run-id", help="analyse this run where a directory holds several (default: the last)")
     shared.add_argument(
         "--cache-dir", metavar="DIR", type=Path, help="keep the Parquet cache here (default: beside the logs)"
     )
@@ -36,9 +34,7 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_logdir(parser: argparse.ArgumentParser) -> None:
     """The one log directory that most commands take, as `arguments.logdir`."""
-    parser.add_argument(
-        "logdir", metavar="LOGDIR", type=Path, help="directory of trace files, or of the checkpoints"
-    )
+    parser.add_argument("logdir", metavar="LOGDIR", type=Path, help="directory of trace files, or of the checkpoints")
 
 
 def add_strict(parser: argparse.ArgumentParser) -> None:
@@ -75,11 +71,11 @@ def read_analysis(directory: Path, arguments: argparse.Namespace, *, per_rank: b
     """The analysis of a trace or of an imported run. Raises LogDirectoryError if nothing can be analysed."""
     from ..imported.file import is_imported, read_run
     from ..imported.to_report import to_report
-    from ..report import analyse_fully, without_ranks
+    from ..report import analyse, without_ranks
 
     if is_imported(directory):
         return without_ranks(to_report(read_run(directory), directory))
-    return analyse_fully(read_trace(directory, arguments), per_rank=per_rank)
+    return analyse(read_trace(directory, arguments), per_rank=per_rank)
 
 
 def read_report(directory: Path, arguments: argparse.Namespace, *, per_rank: bool = False) -> Report:
@@ -141,9 +137,8 @@ def output_file(path: Path) -> Iterator[Path]:
         if not is_special:
             draft.replace(path)
     except OSError as exc:
-        raise CouldNotRunError(
-            f"{path}: cannot be written: {exc.strerror or _reason(exc)}; give another place with -o"
-        ) from exc
+        reason = exc.strerror or _reason(exc)
+        raise CouldNotRunError(f"{path}: cannot be written: {reason}; give another place with -o") from exc
     finally:
         if not is_special:
             draft.unlink(missing_ok=True)

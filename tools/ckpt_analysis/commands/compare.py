@@ -27,9 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="every metric, details of phases and timers too")
     help_ = "exit 1 if the ratio of a median to that of the first is above (>) or below (<) RATIO; repeatable"
     parser.add_argument("--fail-if", metavar="METRIC>RATIO", action="append", default=[], help=help_)
-    parser.add_argument(
-        "--keep-first", action="store_true", help="do not leave out the first save and step of each cycle"
-    )
+    help_ = "do not leave out the first save and step of each cycle"
+    parser.add_argument("--keep-first", action="store_true", help=help_)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -41,9 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
     from ..render.comparison import to_csv, to_json, to_markdown, to_table
 
     conditions = [parse_condition(text) for text in arguments.fail_if]
-    comparison = compare_variants(
-        read_variants(arguments.logdirs, arguments), keep_first=arguments.keep_first
-    )
+    variants = read_variants(arguments.logdirs, arguments)
+    comparison = compare_variants(variants, keep_first=arguments.keep_first)
     failed = failures(comparison, conditions)
     write_formatted(
         arguments,

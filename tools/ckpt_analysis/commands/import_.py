@@ -20,15 +20,10 @@ timers, <TIMER:name,seconds> lines, `ls -l` and `du` of a checkpoint) and DeepSp
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this command."""
-    parser.add_argument(
-        "log", metavar="UPSTREAM_LOG", type=Path, help="the log of one launch; - or a pipe with -o"
-    )
-    parser.add_argument(
-        "-o", "--output", metavar="DIR", type=Path, help="directory to write (default: beside the log)"
-    )
-    parser.add_argument(
-        "--world-size", metavar="N", type=int, help="number of ranks, if the log has no line of it"
-    )
+    parser.add_argument("log", metavar="UPSTREAM_LOG", type=Path, help="the log of one launch; - or a pipe with -o")
+    help_ = "directory to write (default: beside the log)"
+    parser.add_argument("-o", "--output", metavar="DIR", type=Path, help=help_)
+    parser.add_argument("--world-size", metavar="N", type=int, help="number of ranks, if the log has no line of it")
     parser.add_argument("--force", action="store_true", help="replace an earlier import in DIR")
 
 
@@ -43,9 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.world_size is not None and arguments.world_size < 1:
         raise CouldNotRunError(f"--world-size {arguments.world_size}: give a number of ranks, 1 or more")
     if arguments.output is None and is_pipe(arguments.log):
-        raise CouldNotRunError(
-            f"{arguments.log}: is a pipe, beside which nothing can lie: give a directory with -o"
-        )
+        raise CouldNotRunError(f"{arguments.log}: is a pipe, beside which nothing can lie: give a directory with -o")
     imported = import_log(arguments.log, arguments.world_size)
     directory = arguments.output or arguments.log.with_name(f"{arguments.log.stem}-imported")
     path = write_run(imported, directory, force=arguments.force)

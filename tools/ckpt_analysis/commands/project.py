@@ -25,25 +25,12 @@ Every number that is not given is the median of the run, and the output says whi
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this command."""
-    parser.add_argument(
-        "logdir",
-        metavar="LOGDIR",
-        type=Path,
-        nargs="?",
-        help="a measured run (default: all numbers are given)",
-    )
-    parser.add_argument(
-        "--nodes", metavar="N", required=True, help="numbers of nodes: 8,64 or 8..1024 (doubling)"
-    )
-    parser.add_argument(
-        "--mtbf-hours",
-        metavar="H",
-        required=True,
-        help="mean hours between failures of one node: 10000,50000",
-    )
-    parser.add_argument(
-        "--interval-steps", metavar="K", help="steps between saves to project too: 100,500 or 50..800"
-    )
+    help_ = "a measured run (default: all numbers are given)"
+    parser.add_argument("logdir", metavar="LOGDIR", type=Path, nargs="?", help=help_)
+    parser.add_argument("--nodes", metavar="N", required=True, help="numbers of nodes: 8,64 or 8..1024 (doubling)")
+    help_ = "mean hours between failures of one node: 10000,50000"
+    parser.add_argument("--mtbf-hours", metavar="H", required=True, help=help_)
+    parser.add_argument("--interval-steps", metavar="K", help="steps between saves to project too: 100,500 or 50..800")
     for flag, what in (
         ("--step-seconds", "seconds of one training step"),
         ("--blocked-seconds", "seconds that a save blocks training"),

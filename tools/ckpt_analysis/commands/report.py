@@ -38,31 +38,21 @@ EXAMPLES = """\
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this command."""
-    parser.add_argument(
-        "logdirs",
-        metavar="[NAME=]LOGDIR",
-        nargs="+",
-        help="directory of trace files, or of the checkpoints; several are compared with the first, as `compare` "
-        "does. Runs of the same NAME are repeats",
+    help_ = (
+        "directory of trace files, or of the checkpoints; several are compared with the first, as `compare` does. Runs "
+        "of the same NAME are repeats"
     )
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="PATH",
-        type=Path,
-        help="write the HTML report: to PATH/ckpt_report.html, or to PATH if it ends in .html. One file "
-        "that needs no network. Without it nothing is written",
+    parser.add_argument("logdirs", metavar="[NAME=]LOGDIR", nargs="+", help=help_)
+    help_ = (
+        "write the HTML report: to PATH/ckpt_report.html, or to PATH if it ends in .html. One file that needs no "
+        "network. Without it nothing is written"
     )
-    parser.add_argument(
-        "--checkpoint",
-        metavar="TAG",
-        help="save that the HTML report shows in detail (default: the newest that all ranks finished)",
-    )
+    parser.add_argument("-o", "--output", metavar="PATH", type=Path, help=help_)
+    help_ = "save that the HTML report shows in detail (default: the newest that all ranks finished)"
+    parser.add_argument("--checkpoint", metavar="TAG", help=help_)
     add_format(parser, "table", "json")
     parser.add_argument("--all", action="store_true", help="show every save and every launch in full")
-    parser.add_argument(
-        "--per-rank", action="store_true", help="numbers rank by rank also for more than 16 ranks"
-    )
+    parser.add_argument("--per-rank", action="store_true", help="numbers rank by rank also for more than 16 ranks")
     add_strict(parser)
 
 
@@ -120,8 +110,7 @@ def _check(arguments: argparse.Namespace, several: bool) -> None:
         )
     if several and arguments.format == "json":
         raise CouldNotRunError(
-            "--format json: is of one run; run it for each LOGDIR, or take `ckpt-analysis compare` for "
-            "several"
+            "--format json: is of one run; run it for each LOGDIR, or take `ckpt-analysis compare` for several"
         )
 
 

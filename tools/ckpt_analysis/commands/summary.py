@@ -20,12 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this command."""
     add_logdir(parser)
     add_format(parser)
-    parser.add_argument(
-        "--all", action="store_true", help="table and markdown: phases of every operation, however many"
-    )
-    parser.add_argument(
-        "--per-rank", action="store_true", help="json: numbers rank by rank also for more than 16 ranks"
-    )
+    help_ = "table and markdown: phases of every operation, however many"
+    parser.add_argument("--all", action="store_true", help=help_)
+    help_ = "json: numbers rank by rank also for more than 16 ranks"
+    parser.add_argument("--per-rank", action="store_true", help=help_)
     add_strict(parser)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ...common.cli import OK
-from ...common.ranks import parse_rank_ranges
+from ...common.cli import OK, parse_rank_ranges
 from ..common.errors import CouldNotRunError
 from .common import add_logdir, output_file, progress_of, read_trace
 
@@ -23,9 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_logdir(parser)
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="file to write")
     parser.add_argument("--ranks", metavar="LIST", type=parse_rank_ranges, help="these ranks, such as 0-7,12")
-    parser.add_argument(
-        "--checkpoint", metavar="TAG", help="the saves and loads of this checkpoint: global_step10, or 10"
-    )
+    help_ = "the saves and loads of this checkpoint: global_step10, or 10"
+    parser.add_argument("--checkpoint", metavar="TAG", help=help_)
     parser.add_argument("--cycle", metavar="N", type=int, help="this launch of the run")
 
 

@@ -58,11 +58,7 @@ def _check(listing: Listing, progress: Progress) -> Iterator[Checked]:
     from ..ingest.validate import check_file
 
     sizes = sum(file.size() for file in listing.files)
-    columns = [
-        [file.path for file in listing.files],
-        [file.rank for file in listing.files],
-        [file.cycle for file in listing.files],
-    ]
+    columns = [[getattr(file, name) for file in listing.files] for name in ("path", "rank", "cycle")]
     spread = sizes >= PROCESSES_FROM_BYTES
     # spawn: forking a process that polars has threads in may hang.
     with (

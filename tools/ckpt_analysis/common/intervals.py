@@ -20,9 +20,7 @@ def clip(spans: pl.DataFrame, start: str, end: str) -> pl.DataFrame:
     return (
         spans.with_columns(start_ns.alias("start_ns"), end_ns.alias("end_ns"))
         .filter(pl.col("end_ns") >= pl.col("start_ns"))
-        .with_columns(
-            pl.min_horizontal("duration_ns", pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns")
-        )
+        .with_columns(pl.min_horizontal("duration_ns", pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"))
     )
 
 

@@ -7,9 +7,7 @@ import polars as pl
 from restart_trace.schema import PHASES, RECORD_FIELDS
 
 # Names of phases and details as one small type: grouping and sorting millions of spans by text is slow.
-NAME = pl.Enum(
-    sorted({"", *(n for ps in PHASES.values() for p, details in ps.items() for n in (p, *details))})
-)
+NAME = pl.Enum(sorted({"", *(n for ps in PHASES.values() for p, details in ps.items() for n in (p, *details))}))
 OPERATION = pl.Enum(list(PHASES))
 
 FILE = "file_index"  # which file a record came from: its place in the list of files

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
@@ -58,13 +59,7 @@ def by_severity(problems: list[Problem]) -> list[Problem]:
 
 def number_list(numbers: list[int]) -> str:
     """Sorted numbers as text with runs folded: [0, 1, 2, 5] is "0-2, 5"."""
-    parts: list[str] = []
-    ordered = sorted(set(numbers))
-    first = 0
-    for index, number in enumerate(ordered):
-        if index + 1 < len(ordered) and ordered[index + 1] == number + 1:
-            continue
-        start = ordered[first]
-        parts.append(str(start) if start == number else f"{start}-{number}")
-        first = index + 1
-    return ", ".join(parts)
+    # Within a run of consecutive numbers each is as far from its place in the order.
+    groups = groupby(enumerate(sorted(set(numbers))), key=lambda placed: placed[1] - placed[0])
+    runs = [[number for _, number in run] for _, run in groups]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

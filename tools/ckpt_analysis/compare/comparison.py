@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from statistics import median
 
 from ..common.errors import CouldNotRunError
@@ -34,9 +35,7 @@ _NOISE_OF_RUNS = (
 
 def compare_runs(reports: list[Report], *, keep_first: bool = False) -> Comparison:
     """Compare every run with the first one: `compare_variants` without repeats."""
-    return compare_variants(
-        [Variant(str(report.directory), [report]) for report in reports], keep_first=keep_first
-    )
+    return compare_variants([Variant(str(report.directory), [report]) for report in reports], keep_first=keep_first)
 
 
 def compare_variants(variants: list[Variant], *, keep_first: bool = False) -> Comparison:
@@ -58,15 +57,10 @@ def compare_variants(variants: list[Variant], *, keep_first: bool = False) -> Co
     collected = [[collect(report) for report in variant.reports] for variant in variants]
     names = list(dict.fromkeys(name for runs in collected for samples in runs for name in samples))
     rows = [
-        _row([[run.get(name) for run in runs] for runs in collected], keep_first, by_run) for name in names
+        _row([[run[name] for run in runs if name in run] for runs in collected], keep_first, by_run) for name in names
     ]
-    return Comparison(
-        variants=facts,
-        differing=_differing(facts),
-        repeats="runs" if by_run else "operations",
-        rows=rows,
-        notes=_notes(variants, facts, rows, by_run),
-    )
+    repeats = "runs" if by_run else "operations"
+    return Comparison(facts, _differing(facts), repeats, rows, _notes(variants, facts, rows, by_run))
 
 
 def _differing(variants: list[VariantFacts]) -> dict[str, list[str | None]]:
@@ -75,31 +69,23 @@ def _differing(variants: list[VariantFacts]) -> dict[str, list[str | None]]:
     return {name: of_variants for name, of_variants in values.items() if len(set(of_variants)) > 1}
 
 
-def _row(samples: list[list[Samples | None]], keep_first: bool, by_run: bool) -> MetricRow:
-    """One metric; `samples` has a list of runs per variant."""
-    present = [entry for runs in samples for entry in runs if entry is not None]
+def _row(samples: list[list[Samples]], keep_first: bool, by_run: bool) -> MetricRow:
+    """One metric; `samples` has per variant a list of the runs that have it."""
+    present = [entry for runs in samples for entry in runs]
     metric = present[0].metric
     leave_out = not keep_first and all(len(entry.values) >= LEAST_REPEATS for entry in present)
     cells: list[Cell] = []
     first: list[float] | None = None
     for runs in samples:
-        used = [_used(entry, leave_out) for entry in runs if entry is not None]
-        values = (
-            [median(of_run) for of_run in used] if by_run else [value for of_run in used for value in of_run]
-        )
-        left_out = sum(len(entry.warm_up) for entry in runs if entry is not None) if leave_out else 0
+        used = [entry.values if leave_out else entry.warm_up + entry.values for entry in runs]
+        values = [median(of_run) for of_run in used] if by_run else list(chain(*used))
+        left_out = sum(len(entry.warm_up) for entry in runs) if leave_out else 0
         cells.append(_cell(metric, values, first, left_out, by_run))
         first = values if first is None else first
     return MetricRow(metric.name, metric.unit, metric.better, metric.definition, metric.headline, cells)
 
 
-def _used(samples: Samples, leave_out: bool) -> list[float]:
-    return samples.values if leave_out else [*samples.warm_up, *samples.values]
-
-
-def _cell(
-    metric: Metric, values: list[float], first: list[float] | None, left_out: int, by_run: bool
-) -> Cell:
+def _cell(metric: Metric, values: list[float], first: list[float] | None, left_out: int, by_run: bool) -> Cell:
     """`first` are the values of the first variant; None for that one itself."""
     middle = median(values) if values else None
     if first is None or not values or not first:
@@ -113,15 +99,11 @@ def _cell(
         verdict = EQUAL if alike else COUNTED if metric.kind == "counted" else ONE_VALUE
         return Cell(values, left_out, middle, ratio, None, None, None, verdict)
     found = difference(first, values)
-    verdict = TOO_FEW
-    if found.p_value is not None:
-        verdict = DIFFERS if found.p_value < ALPHA else WITHIN_NOISE
+    verdict = TOO_FEW if found.p_value is None else DIFFERS if found.p_value < ALPHA else WITHIN_NOISE
     return Cell(values, left_out, middle, found.ratio, found.low, found.high, found.p_value, verdict)
 
 
-def _notes(
-    variants: list[Variant], facts: list[VariantFacts], rows: list[MetricRow], by_run: bool
-) -> list[str]:
+def _notes(variants: list[Variant], facts: list[VariantFacts], rows: list[MetricRow], by_run: bool) -> list[str]:
     notes = [_NOISE_OF_RUNS if by_run else _NOISE_OF_OPERATIONS]
     if any(cell.left_out for row in rows for cell in row.cells):
         notes.append(
@@ -133,12 +115,8 @@ def _notes(
             bad = sum(save.outcome in ("failed", "unfinished") for save in report.saves)
             if bad:
                 where = f"{known.label} ({report.directory})"
-                notes.append(
-                    f"{where}: {bad} of {len(report.saves)} saves did not end well and are left out."
-                )
+                notes.append(f"{where}: {bad} of {len(report.saves)} saves did not end well and are left out.")
             findings = sum(problem.severity != "note" for problem in report.problems)
             if findings:
-                notes.append(
-                    f"{known.label}: {findings} problems in its logs; `report {report.directory}` lists them."
-                )
+                notes.append(f"{known.label}: {findings} problems in its logs; `report {report.directory}` lists them.")
     return notes

@@ -47,9 +47,7 @@ def failures(comparison: Comparison, conditions: list[Condition]) -> list[str]:
         row = comparison.row(condition.metric)
         if row is None:
             known = ", ".join(sorted(entry.name for entry in comparison.rows))
-            raise CouldNotRunError(
-                f"--fail-if {condition}: no run has a metric {condition.metric}; there are: {known}"
-            )
+            raise CouldNotRunError(f"--fail-if {condition}: no run has a metric {condition.metric}; there are: {known}")
         for variant, cell in list(zip(comparison.variants, row.cells, strict=True))[1:]:
             if cell.ratio is None:
                 lacking = variant if cell.median is None else comparison.variants[0]

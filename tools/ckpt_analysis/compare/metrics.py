@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from ..metrics.iterations import StepTime
 from ..metrics.results import OperationStats, PhaseStats, StartStats
 from ..report import Report
+
+Part = TypeVar("Part", OperationStats, StepTime)
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,10 @@ def _throughput(name: str, definition: str, *, headline: bool = False) -> Metric
     return Metric(name, "GB/s", "higher", definition, headline=headline)
 
 
+def _total(name: str, unit: str, better: str, definition: str) -> Metric:
+    return Metric(name, unit, better, definition, "total", headline=True)
+
+
 _SAVE: list[tuple[Metric, Callable[[OperationStats], float | None]]] = [
     (_time("blocked_s", "training blocked by a save", headline=True), lambda s: s.blocked_s),
     (_time("drain_s", "the end of training, or a load, waiting for a save"), lambda s: s.drain_s),
@@ -47,10 +54,7 @@ _SAVE: list[tuple[Metric, Callable[[OperationStats], float | None]]] = [
     (_time("save_s", "wall time of a save", headline=True), lambda s: s.wall and s.wall.max_s),
     (_time("save_spread_s", "slowest less fastest rank of a save"), lambda s: s.wall and s.wall.spread_s),
     (_throughput("blocked_GBps", "bytes of a save over blocked_s", headline=True), lambda s: s.blocked_GBps),
-    (
-        _throughput("save_io_GBps", "bytes of a save over its slowest rank's write and fsync"),
-        lambda s: s.io_GBps,
-    ),
+    (_throughput("save_io_GBps", "bytes of a save over its slowest rank's write and fsync"), lambda s: s.io_GBps),
     (Metric("save_bytes", "bytes", "neither", "bytes of a save", "counted", True), lambda s: s.bytes),
     (Metric("save_files", "files", "neither", "files of a save", "counted", True), lambda s: s.num_files),
 ]
@@ -69,11 +73,15 @@ _RESTART: list[tuple[Metric, Callable[[StartStats], float | None]]] = [
     (_time("lost_work_s", "training that a failure undid", headline=True), lambda s: s.lost_work_s),
     (_time("down_s", "last record of a cycle to the next process start"), lambda s: s.down_s),
 ]
-_LAUNCH_S = _time("launch_s", "process start to first step without a checkpoint", headline=True)
-_LAUNCH: list[tuple[Metric, Callable[[StartStats], float | None]]] = [
-    (_LAUNCH_S, lambda s: s.wall and s.wall.max_s),
-]
+_LAUNCH = _time("launch_s", "process start to first step without a checkpoint", headline=True)
 _STEP = _time("iteration_s", "one training step, saves not in it", headline=True)
+_TOTAL_S = _total("total_blocked_s", "s", "lower", "training blocked by all saves")
+_TOTAL_GBPS = _total("total_blocked_GBps", "GB/s", "higher", "bytes of all saves over total_blocked_s")
+_SHARE = _total("blocked_share", "share", "lower", "training time that saves block, of all of it")
+_PRINTED = _throughput("printed_GBps", "throughput as the trainer printed it, its size an estimate")
+_PRINTED_TOTAL = _total(
+    "printed_total_GBps", "GB/s", "higher", "printed sizes of all saves over their printed latencies"
+)
 
 
 def collect(report: Report) -> dict[str, Samples]:
@@ -83,21 +91,29 @@ def collect(report: Report) -> dict[str, Samples]:
     loads = [load for load in report.loads if load.outcome == "ok" and load.tag is not None]
     _operations(collected, _SAVE, saves, first_is_warm_up=True)
     _operations(collected, _LOAD, loads, first_is_warm_up=False)
-    for table, starts in ((_RESTART, report.restarts), (_LAUNCH, report.first_launches)):
-        for metric, value_of in table:
-            for start in starts:
-                _add(collected, metric, value_of(start))
+    for metric, value_of in _RESTART:
+        for start in report.restarts:
+            _add(collected, metric, value_of(start))
+    for start in report.first_launches:
+        _add(collected, _LAUNCH, start.wall and start.wall.max_s)
     for start in report.restarts:
         _phases(collected, "restart", start.phases, warm_up=False)
-    _steps(collected, report.steps)
+    for step, first in _with_first(report.steps):
+        _add(collected, _STEP, step.seconds, warm_up=first)
     _totals(collected, report, saves)
     _as_printed(collected, report)
     return collected
 
 
-def _add(
-    collected: dict[str, Samples], metric: Metric, value: float | None, *, warm_up: bool = False
-) -> None:
+def _with_first(parts: Iterable[Part]) -> Iterator[tuple[Part, bool]]:
+    """Operations or steps, each with whether it is the first of its cycle."""
+    seen: set[int] = set()
+    for part in parts:
+        yield part, part.cycle not in seen
+        seen.add(part.cycle)
+
+
+def _add(collected: dict[str, Samples], metric: Metric, value: float | None, *, warm_up: bool = False) -> None:
     if value is None:
         return
     samples = collected.setdefault(metric.name, Samples(metric))
@@ -111,54 +127,33 @@ def _operations(
     *,
     first_is_warm_up: bool,
 ) -> None:
-    seen: set[int] = set()
-    for stats in operations:
-        warm_up = first_is_warm_up and stats.cycle not in seen
-        seen.add(stats.cycle)
+    for stats, first in _with_first(operations):
+        warm_up = first and first_is_warm_up
         for metric, value_of in table:
             _add(collected, metric, value_of(stats), warm_up=warm_up)
         _phases(collected, stats.operation, stats.phases, warm_up=warm_up)
 
 
-def _phases(
-    collected: dict[str, Samples], operation: str, phases: list[PhaseStats], *, warm_up: bool
-) -> None:
+def _phases(collected: dict[str, Samples], operation: str, phases: list[PhaseStats], *, warm_up: bool) -> None:
     """One metric per phase, such as save.flush_s, and per detail, such as save.flush.fsync_s."""
     for phase in phases:
         name = f"{operation}.{phase.name}"
         metric = _time(f"{name}_s", f"phase {phase.name} of a {operation}", headline=True)
         _add(collected, metric, phase.time.max_s, warm_up=warm_up)
         for detail in phase.details:
-            words = f"{phase.name}/{detail.name} of a {operation}"
-            metric = _time(f"{name}.{detail.name}_s", words)
+            metric = _time(f"{name}.{detail.name}_s", f"{phase.name}/{detail.name} of a {operation}")
             _add(collected, metric, detail.time.max_s, warm_up=warm_up)
-
-
-def _steps(collected: dict[str, Samples], steps: list[StepTime]) -> None:
-    seen: set[int] = set()
-    for step in steps:
-        _add(collected, _STEP, step.seconds, warm_up=step.cycle not in seen)
-        seen.add(step.cycle)
 
 
 def _totals(collected: dict[str, Samples], report: Report, saves: list[OperationStats]) -> None:
     """Values over the whole run, its first saves included."""
     blocked = [save.blocked_s for save in saves if save.blocked_s is not None]
     if blocked:
-        metric = Metric("total_blocked_s", "s", "lower", "training blocked by all saves", "total", True)
-        _add(collected, metric, sum(blocked))
+        _add(collected, _TOTAL_S, sum(blocked))
     sized = [(save.bytes, save.blocked_s) for save in saves if save.bytes and save.blocked_s]
     if sized and len(sized) == len(saves):
-        metric = Metric(
-            "total_blocked_GBps", "GB/s", "higher", "bytes of all saves over total_blocked_s", "total", True
-        )
-        _add(collected, metric, sum(b for b, _ in sized) / 1e9 / sum(s for _, s in sized))
-    share = _blocked_share(report)
-    if share is not None:
-        metric = Metric(
-            "blocked_share", "share", "lower", "training time that saves block, of all of it", "total", True
-        )
-        _add(collected, metric, share)
+        _add(collected, _TOTAL_GBPS, sum(b for b, _ in sized) / 1e9 / sum(s for _, s in sized))
+    _add(collected, _SHARE, _blocked_share(report))
 
 
 def _blocked_share(report: Report) -> float | None:
@@ -181,14 +176,10 @@ def _as_printed(collected: dict[str, Samples], report: Report) -> None:
     if report.imported is None:
         return
     printed = [save.printed for save in report.imported.saves if save.printed]
-    metric = _throughput("printed_GBps", "throughput as the trainer printed it, its size an estimate")
     for index, entry in enumerate(printed):
-        _add(collected, metric, entry.GBps, warm_up=index == 0)
-    if printed:
-        latency_s = sum(entry.latency_s for entry in printed)
-        definition = "printed sizes of all saves over their printed latencies"
-        metric = Metric("printed_total_GBps", "GB/s", "higher", definition, "total", True)
-        _add(collected, metric, sum(entry.gigabytes for entry in printed) / latency_s if latency_s else None)
+        _add(collected, _PRINTED, entry.GBps, warm_up=index == 0)
+    if latency_s := sum(entry.latency_s for entry in printed):
+        _add(collected, _PRINTED_TOTAL, sum(entry.gigabytes for entry in printed) / latency_s)
     for name, values in report.imported.timers.items():
         metric = _time(f"timer.{name}_s", f"<TIMER:{name}> of the log")
         for value in values:

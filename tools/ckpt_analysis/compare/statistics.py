@@ -29,8 +29,7 @@ class Difference:
     ratio: float | None
     low: float | None
     high: float | None
-    p_value: float | None
-    enough: bool  # whether the test could find a difference at all
+    p_value: float | None  # None: too few values for the test to find a difference at all
 
 
 def difference(first: list[float], second: list[float]) -> Difference:
@@ -38,9 +37,9 @@ def difference(first: list[float], second: list[float]) -> Difference:
     base = float(np.median(first))
     ratio = float(np.median(second)) / base if base > 0 else None
     if not can_tell(len(first), len(second)):
-        return Difference(ratio, None, None, None, False)
+        return Difference(ratio, None, None, None)
     low, high = _interval(first, second) if ratio is not None and min(first) > 0 else (None, None)
-    return Difference(ratio, low, high, _p_value(first, second), True)
+    return Difference(ratio, low, high, _p_value(first, second))
 
 
 def can_tell(first: int, second: int) -> bool:
@@ -62,8 +61,9 @@ def _p_value(first: list[float], second: list[float]) -> float:
             n_resamples=_RESAMPLES,
             rng=np.random.default_rng(_SEED),
         )
-        return float(test.pvalue)
-    return float(stats.mannwhitneyu(first, second, alternative="two-sided").pvalue)
+    else:
+        test = stats.mannwhitneyu(first, second, alternative="two-sided")
+    return float(test.pvalue)
 
 
 def _interval(first: list[float], second: list[float]) -> tuple[float, float]:

@@ -6,7 +6,7 @@ docs/findings.md documents every rule and why its thresholds are what they are.
 from __future__ import annotations
 
 from .evidence import Evidence
-from .rule import Finding, Rule
+from .rule import Finding, Observation, Rule
 from .rules import RULES
 
 __all__ = ["RULES", "Evidence", "Finding", "Rule", "find"]
@@ -16,8 +16,22 @@ def find(evidence: Evidence) -> list[Finding]:
     """What the rules find, the costliest first."""
     findings = []
     for rule in RULES:
+        by_advice: dict[str, list[Observation]] = {}
         for seen in rule.check(evidence, rule.thresholds):
-            advice = seen.advice or rule.advice
-            text = seen.evidence[:1].upper() + seen.evidence[1:]
-            findings.append(Finding(rule.name, seen.title, text, advice, seen.cost_s, seen.data))
+            ours, elsewhere = seen.advice or rule.advice, seen.advice_elsewhere or rule.advice_elsewhere
+            by_advice.setdefault(ours if evidence.is_ours or elsewhere is None else elsewhere, []).append(seen)
+        findings += [_finding(rule, advice, alike) for advice, alike in by_advice.items()]
     return sorted(findings, key=lambda finding: -finding.cost_s)
+
+
+def _finding(rule: Rule, advice: str, alike: list[Observation]) -> Finding:
+    first, *others = sorted(alike, key=lambda seen: -seen.cost_s)
+    text = first.evidence[:1].upper() + first.evidence[1:]
+    data = first.data
+    costs: dict[str, float] = {}
+    for seen in (first, *others):  # of several in one operation, only the costliest is waited for
+        costs.setdefault(str(seen.data.get("operation")), seen.cost_s)
+    if others:
+        text += f". Also: {'; '.join(seen.title[:1].lower() + seen.title[1:] for seen in others)}"
+        data = data | {"others": [seen.data for seen in others]}
+    return Finding(rule.name, first.title, text, advice, sum(costs.values()), data)

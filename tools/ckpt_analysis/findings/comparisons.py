@@ -69,9 +69,7 @@ def against_median(tables: RankTables, group: int, ranks: list[int]) -> tuple[st
     return _largest(table).select(PHASE_NAME, pl.col("ranks_ns", "median_ns") / 1e9).row(0)
 
 
-def explain_delay(
-    tables: RankTables, operations: pl.DataFrame, group: int, rank: int, waited_s: float
-) -> str:
+def explain_delay(tables: RankTables, operations: pl.DataFrame, group: int, rank: int, waited_s: float) -> str:
     """Why the others waited `waited_s` for `rank`, in words: the cause that explains at least half of it.
 
     Its phases are looked at first, then whether it began late (across hosts as good as their clocks).

@@ -12,17 +12,13 @@ from .rule import Observation, Thresholds
 
 def fsync_dominates(e: Evidence, limits: Thresholds) -> list[Observation]:
     """Saves in which training waits for fsync most of the time that its ranks work."""
-    return _worst_share(
-        e, limits, [("save", "flush", "fsync")], "fsync takes {share} of the work of a {kind}"
-    )
+    return _worst_share(e, limits, [("save", "flush", "fsync")], "fsync takes {share} of the work of a {kind}")
 
 
 def serialization_bound(e: Evidence, limits: Thresholds) -> list[Observation]:
     """Saves and loads that turn objects into bytes, or back, for most of the time that training waits."""
     where = [("save", "serialize", None), ("load", "load", "deserialize")]
-    return _worst_share(
-        e, limits, where, "{phase} takes {share} of the work of a {kind}: it is not the storage"
-    )
+    return _worst_share(e, limits, where, "{phase} takes {share} of the work of a {kind}: it is not the storage")
 
 
 def _worst_share(
@@ -38,10 +34,9 @@ def _worst_share(
             # What goes on in the background costs training nothing here.
             if other != kind or part is None or part.blocking == "none" or stats.group not in shares:
                 continue
-            share, took_s = shares[stats.group], median_of(part.time)
+            share, took_s, name = shares[stats.group], median_of(part.time), detail or phase
             if share < limits["share"] or took_s < limits["least_s"]:
                 continue
-            name = detail or phase
             observation = Observation(
                 title=title.format(share=f"{100 * share:.0f} %", kind=kind, phase=name),
                 evidence=f"{name_of(kind, stats)}: {name} takes the median rank {seconds(took_s)} s, the "

@@ -13,7 +13,11 @@ from ..model.frame import Frames
 
 @dataclass(frozen=True)
 class Evidence:
-    """`hosts` holds cycle, rank, host; `probes` is what `probe_values.read_probes` returns."""
+    """`hosts` holds cycle, rank, host; `probes` is what `probe_values.read_probes` returns.
+
+    `crowded` holds cycle, host, ranks, cores of the hosts that ran more ranks than they have cores. `is_ours`: this
+    project's trainer ran, whose flags help.
+    """
 
     saves: list[OperationStats]
     loads: list[OperationStats]
@@ -22,6 +26,8 @@ class Evidence:
     tables: RankTables
     hosts: pl.DataFrame
     probes: pl.DataFrame
+    crowded: pl.DataFrame
+    is_ours: bool
 
     @property
     def operations(self) -> list[tuple[str, OperationStats | StartStats]]:

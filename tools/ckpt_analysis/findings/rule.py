@@ -15,7 +15,8 @@ Thresholds = Mapping[str, float]
 class Observation:
     """What a rule saw. `cost_s`: seconds that it cost the operation that it was seen in; it orders the findings.
 
-    `advice` replaces the rule's own where the evidence points to something more particular.
+    `advice` replaces the rule's own where the evidence points to something more particular, `advice_elsewhere` what
+    the rule says to a job that is not this project's.
     """
 
     title: str
@@ -23,21 +24,31 @@ class Observation:
     cost_s: float
     data: dict[str, Any] = field(default_factory=dict)
     advice: str | None = None
+    advice_elsewhere: str | None = None
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One thing that can be wrong. `thresholds` are those that `check` is called with."""
+    """One thing that can be wrong. `thresholds` are those that `check` is called with.
+
+    `advice` may name flags of this project, `advice_elsewhere` helps a job that was traced by hooks; None: `advice`
+    does, too.
+    """
 
     name: str
     thresholds: Thresholds
     advice: str
+    advice_elsewhere: str | None
     check: Callable[[Evidence, Thresholds], list[Observation]]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """An observation with the name of its rule and what to do about it."""
+    """Observations of one rule, for which one advice holds: the costliest, with the others named in its evidence.
+
+    `cost_s`: of each kind of operation the costliest, added up. `data` is of the costliest; its "others" are those of
+    the others.
+    """
 
     rule: str
     title: str

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from .comparisons import HOST_LIMITS, RANK_LIMITS
-from .costs import (
-    cold_imports,
-    fsync_dominates,
-    serialization_bound,
-    small_files,
-    wait_previous,
-)
+from .costs import cold_imports, fsync_dominates, serialization_bound, small_files, wait_previous
+from .crowding import more_ranks_than_cores
 from .page_cache import page_cache_reads
 from .rule import Rule
 from .stragglers import barrier_skew, straggling_hosts, straggling_ranks
@@ -20,6 +15,7 @@ RULES: tuple[Rule, ...] = (
         RANK_LIMITS,
         "Look at that rank's device, its NUMA placement and the storage of its files; `ckpt-analysis "
         "timeline --ranks R` shows what it did. If it moves with the host, take the host out of the job.",
+        None,
         straggling_ranks,
     ),
     Rule(
@@ -27,6 +23,8 @@ RULES: tuple[Rule, ...] = (
         HOST_LIMITS,
         "Compare the host's storage client, network link, clock frequency and other load with its "
         "neighbours', or take it out of the job (HOSTFILE).",
+        "Compare the host's storage client, network link, clock frequency and other load with its "
+        "neighbours', or take it out of the job.",
         straggling_hosts,
     ),
     Rule(
@@ -34,6 +32,8 @@ RULES: tuple[Rule, ...] = (
         {"share": 0.5, "least_s": 0.1},
         "Speed up the rank that is waited for (see Barriers); an asynchronous engine (--checkpoint-engine "
         "lazy) moves the wait behind training.",
+        "Speed up the rank that is waited for (see Barriers). Data-parallel rank 0 writes the layers of a pipeline "
+        'alone, unless DeepSpeed\'s "checkpoint" section has {"parallel_write": {"pipeline_stage": true}}.',
         barrier_skew,
     ),
     Rule(
@@ -41,6 +41,8 @@ RULES: tuple[Rule, ...] = (
         {"share": 0.5, "least_s": 0.1},
         "Write around the page cache and in the background: --checkpoint-engine lazy with --direct-io auto. "
         "(--checkpoint-durability none only hides it: a power cut then takes the checkpoint back.)",
+        "Have a thread of its own synchronise the files while training goes on, and publish the checkpoint after that; "
+        "or save less often. (Without fsync a power cut takes the checkpoint back.)",
         fsync_dominates,
     ),
     Rule(
@@ -48,6 +50,8 @@ RULES: tuple[Rule, ...] = (
         {"share": 0.5, "least_s": 0.1},
         "Use an engine that does not pickle: --checkpoint-engine lazy writes and reads tensors as they are, "
         "on several threads (--io-threads).",
+        "Save fewer and larger tensors. Copies off the device count here, too: "
+        "`torch.utils.serialization.config.save.use_pinned_memory_for_d2h = True` speeds them up.",
         serialization_bound,
     ),
     Rule(
@@ -55,6 +59,8 @@ RULES: tuple[Rule, ...] = (
         {"least_files": 100, "share": 0.5, "small_bytes": 1e6},
         "Use an engine with one file per rank: --checkpoint-engine lazy. `python -m tools.ckpt_plan` lists "
         "the files of a layout before there is one.",
+        'DeepSpeed writes a file per layer of a pipeline: {"parallel_write": {"pipeline_stage": true}} in "checkpoint" '
+        "spreads them over the data-parallel ranks. Save to a file system with fast metadata.",
         small_files,
     ),
     Rule(
@@ -63,6 +69,8 @@ RULES: tuple[Rule, ...] = (
         "Launch with `python -m megatron.launch` in torchrun's place: it imports once for all ranks of a node, and "
         "not again when it restarts them. Keep the Python environment on node-local storage or in the container "
         "image, and leave MEGATRON_FULL_IMPORTS unset.",
+        "Keep the Python environment, its .pyc files included, on node-local storage or in the container image, and "
+        "import what a start does not need where it is needed: `python -X importtime train.py` shows what costs time.",
         cold_imports,
     ),
     Rule(
@@ -70,6 +78,7 @@ RULES: tuple[Rule, ...] = (
         {"share": 0.1, "least_s": 0.1},
         "Storage cannot take a checkpoint within --save-interval: save less often, raise --host-cache-size "
         "and --io-threads, or use faster storage.",
+        "Storage cannot take a checkpoint in the time between two saves: save less often, or use faster storage.",
         wait_previous,
     ),
     Rule(
@@ -78,6 +87,15 @@ RULES: tuple[Rule, ...] = (
         "Read cold before you compare storage: drop the page cache or load on other hosts than those that "
         "saved; engine lazy with --direct-io on goes around it. As a restart time it stands: restarts on "
         "the same hosts are warm.",
+        "Read cold before you compare storage: drop the page cache or load on other hosts than those that saved. As a "
+        "restart time it stands: restarts on the same hosts are warm.",
         page_cache_reads,
+    ),
+    Rule(
+        "more_ranks_than_cores",
+        {"ranks_per_core": 1.0},
+        "Give every rank a core, or compare this run only with others of as many ranks on as many cores.",
+        None,
+        more_ranks_than_cores,
     ),
 )

@@ -18,10 +18,12 @@ _UNEVEN = (
     "It is not slow, it has more to do: look at Files for what it writes, and spread it over more ranks "
     "(another TP x PP x DP split, or an engine with one file per rank such as --checkpoint-engine lazy)."
 )
-
-_LATE_LOAD = (
-    "Speed up the rank that is waited for (see Barriers and Ranks): no engine loads in the background."
+_UNEVEN_ELSEWHERE = (
+    "It is not slow, it has more to do: look at Files for what it writes, and spread it over more ranks (DeepSpeed's "
+    '"checkpoint": {"parallel_write": {"pipeline_stage": true}} does so with the layers of a pipeline).'
 )
+
+_LATE_LOAD = "Speed up the rank that is waited for (see Barriers and Ranks): no engine loads in the background."
 
 
 def straggling_ranks(e: Evidence, limits: Thresholds) -> list[Observation]:
@@ -29,6 +31,7 @@ def straggling_ranks(e: Evidence, limits: Thresholds) -> list[Observation]:
     hosts = rank_hosts(e)
     slow = slow_ranks(e.tables.totals, limits).join(hosts, on=["group", "rank"], how="left")
     slow = slow.join(slow_hosts(e.tables.totals, hosts), on=["group", "host"], how="anti")
+    slow = _not_crowded(e, slow)
     found = []
     for rows in _worst(slow, "rank"):
         row = rows.row(0, named=True)
@@ -41,15 +44,16 @@ def straggling_ranks(e: Evidence, limits: Thresholds) -> list[Observation]:
             f"({seconds(rank_s)} s against {seconds(median_s)} s)"
         )
         text += f"; it moved {moved:.1f} times the median rank's bytes" if moved else ""
+        uneven = moved is not None and moved >= _EXPLAINED * row["own_ns"] / row["median_ns"]
         found.append(
             Observation(
-                title=f"Rank {rank} on {row['host']} is slower than the others in "
-                + _how_often(e, rows, operation),
+                title=f"Rank {rank} on {row['host']} is slower than the others in " + _how_often(e, rows, operation),
                 evidence=text,
                 cost_s=row["excess_ns"] / 1e9,
                 data={"operation": operation, "rank": rank, "host": row["host"], "phase": phase}
                 | {"own_s": row["own_ns"] / 1e9, "median_s": row["median_ns"] / 1e9, "times": rows.height},
-                advice=_UNEVEN if moved and moved >= _EXPLAINED * row["own_ns"] / row["median_ns"] else None,
+                advice=_UNEVEN if uneven else None,
+                advice_elsewhere=_UNEVEN_ELSEWHERE if uneven else None,
             )
         )
     return found
@@ -59,7 +63,7 @@ def straggling_hosts(e: Evidence, limits: Thresholds) -> list[Observation]:
     """Hosts whose ranks work longer than the ranks of other hosts."""
     hosts = rank_hosts(e)
     found = []
-    for rows in _worst(slow_hosts(e.tables.totals, hosts, limits), "host"):
+    for rows in _worst(_not_crowded(e, slow_hosts(e.tables.totals, hosts, limits)), "host"):
         row = rows.row(0, named=True)
         group, host, operation = row["group"], row["host"], row["operation"]
         ranks = hosts.filter((pl.col("group") == group) & (pl.col("host") == host))["rank"].to_list()
@@ -105,6 +109,7 @@ def _skew(e: Evidence, kind: str, stats: OperationStats, waited: float) -> Obser
         cost_s=waited,
         data={"operation": kind, "cycle": stats.cycle, "median_wait_s": waited, "waited_for": last},
         advice=_LATE_LOAD if kind == "load" else None,
+        advice_elsewhere=_LATE_LOAD if kind == "load" else None,
     )
 
 
@@ -115,6 +120,12 @@ def rank_hosts(e: Evidence) -> pl.DataFrame:
         .join(e.hosts, on=["cycle", "rank"])
         .select("group", "rank", "host")
     )
+
+
+def _not_crowded(e: Evidence, slow: pl.DataFrame) -> pl.DataFrame:
+    """Those on hosts with a core for each rank: on others it is chance which rank is slower."""
+    cycles = e.frames.operations.select("group", "cycle").unique()
+    return slow.join(cycles, on="group").join(e.crowded, on=["cycle", "host"], how="anti").drop("cycle")
 
 
 def _worst(slow: pl.DataFrame, unit: str) -> list[pl.DataFrame]:

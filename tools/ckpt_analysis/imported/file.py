@@ -36,20 +36,15 @@ def write_run(run: ImportedRun, directory: Path, *, force: bool = False) -> Path
                 f"-o {directory}: holds the trace of a run ({others[0]}, ...): give another directory"
             )
         if target.exists() and not force:
-            raise CouldNotRunError(
-                f"-o {directory}: holds an imported run already: give another directory or --force"
-            )
+            raise CouldNotRunError(f"-o {directory}: holds an imported run already: give another directory or --force")
         partial.write_text(
-            json.dumps({"format": FORMAT, "version": VERSION} | asdict(run), indent=1) + "\n",
-            encoding="utf-8",
+            json.dumps({"format": FORMAT, "version": VERSION} | asdict(run), indent=1) + "\n", encoding="utf-8"
         )
         partial.replace(target)
     except OSError as exc:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
-        raise CouldNotRunError(
-            f"-o {directory}: cannot be written: {exc.strerror}. Give another directory"
-        ) from exc
+        raise CouldNotRunError(f"-o {directory}: cannot be written: {exc.strerror}. Give another directory") from exc
     return target
 
 
@@ -105,9 +100,7 @@ def _decoded(value: Any, expected: Any, name: str = "") -> Any:
     if origin is dict and isinstance(value, dict):
         return {_decoded(key, parts[0], name): _decoded(item, parts[1], name) for key, item in value.items()}
     if not _is_a(value, expected, name):
-        raise ValueError(
-            f"field {name} is not {getattr(origin or expected, '__name__', expected)}: {value!r:.60}"
-        )
+        raise ValueError(f"field {name} is not {getattr(origin or expected, '__name__', expected)}: {value!r:.60}")
     return value
 
 

@@ -13,9 +13,7 @@ from ..model.imported_run import ImportedRun
 from .reader import LogReader
 
 STANDARD_INPUT = "-"
-_LONGEST_LINE = (
-    1 << 20
-)  # bytes; no line that is known is longer, and garbage without a newline must not fill memory
+_LONGEST_LINE = 1 << 20  # bytes; no line that is known is longer, and garbage without a newline must not fill memory
 _EXPECTED = (
     "give the output of a Megatron-DeepSpeed training (its `save-checkpoint` timers, `CkptTime` or `saving "
     "checkpoint` lines), or of a run with FastPersist's show_statistics"
@@ -33,16 +31,15 @@ def import_log(path: Path, world_size: int | None = None) -> ImportedRun:
         with _open(path) as stream:
             while line := stream.readline(_LONGEST_LINE):
                 digest.update(line)
-                _feed(reader, line, path)
+                reader.feed(line.decode("utf-8", errors="replace"))
+        if reader.known_lines == 0:
+            empty = digest.digest() == hashlib.sha256().digest()
+            raise CouldNotRunError(f"{'is empty' if empty else 'has no line that is known'}: {_EXPECTED}")
+        if not (reader.saves or reader.loads or reader.iterations):
+            raise CouldNotRunError(f"has no save, no load and no iteration: {_EXPECTED}")
+        return reader.finish(path.name, digest.hexdigest()[:12], world_size)
     except OSError as exc:
         raise CouldNotRunError(f"{path}: cannot be read: {exc.strerror}") from exc
-    if reader.known_lines == 0:
-        content = "is empty" if digest.digest() == hashlib.sha256().digest() else "has no line that is known"
-        raise CouldNotRunError(f"{path}: {content}: {_EXPECTED}")
-    if not (reader.saves or reader.loads or reader.iterations):
-        raise CouldNotRunError(f"{path}: has no save, no load and no iteration: {_EXPECTED}")
-    try:
-        return reader.finish(path.name, digest.hexdigest()[:12], world_size)
     except CouldNotRunError as exc:
         raise CouldNotRunError(f"{path}: {exc}") from None
 
@@ -50,7 +47,7 @@ def import_log(path: Path, world_size: int | None = None) -> ImportedRun:
 def _open(path: Path) -> BinaryIO:
     """The log: a regular file, or a pipe, which "-" is the standard input of.
 
-    A named pipe without a writer counts as empty. Raises OSError and CouldNotRunError.
+    A named pipe without a writer counts as empty. Raises OSError, and CouldNotRunError without the path.
     """
     if str(path) == STANDARD_INPUT:
         file = os.dup(0)
@@ -62,16 +59,9 @@ def _open(path: Path) -> BinaryIO:
         return os.fdopen(file, "rb")
     os.close(file)
     kind = "a directory" if stat.S_ISDIR(mode) else "neither a regular file nor a pipe"
-    raise CouldNotRunError(f"{path}: is {kind}: {_EXPECTED}")
+    raise CouldNotRunError(f"is {kind}: {_EXPECTED}")
 
 
 def is_pipe(path: Path) -> bool:
     """Whether the log comes through a pipe, which has no directory to write to."""
     return str(path) == STANDARD_INPUT or path.is_fifo()
-
-
-def _feed(reader: LogReader, line: bytes, path: Path) -> None:
-    try:
-        reader.feed(line.decode("utf-8", errors="replace"))
-    except CouldNotRunError as exc:
-        raise CouldNotRunError(f"{path}: {exc}") from None

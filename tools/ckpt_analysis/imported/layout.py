@@ -8,13 +8,7 @@ from dataclasses import dataclass, field
 from ..common.errors import CouldNotRunError
 from ..model.imported_run import Launched
 
-_NAMES = {
-    "world_size": "the number of ranks",
-    "tp": "tensor",
-    "pp": "pipeline",
-    "dp": "data",
-    "sp": "sequence",
-}
+_NAMES = {"world_size": "the number of ranks", "tp": "tensor", "pp": "pipeline", "dp": "data", "sp": "sequence"}
 
 
 @dataclass

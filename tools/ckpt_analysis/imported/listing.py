@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from ..model.imported_run import Listing
-from .sizes import size_range
 
 # permissions, links, owner, group, size, month, day, time or year, name
 _LS = re.compile(
@@ -15,9 +14,10 @@ _LS = re.compile(
     r"(?P<time>[A-Z][a-z]{2}\s+\d{1,2}\s+(?:\d{2}:\d{2}|\d{4}))\s+(?P<name>\S+)$"
 )
 _DU = re.compile(r"^(?P<size>\d+(?:\.\d)?[KMGTPE]?)\t(?P<path>\S+)$")
-_CHECKPOINT_FILE = re.compile(
-    r"(?:model|optim)_states|\.pt\b|\.safetensors\b|\.distcp\b|^zero_|^layer_|^mp_rank_"
-)
+_CHECKPOINT_FILE = re.compile(r"(?:model|optim)_states|\.pt\b|\.safetensors\b|\.distcp\b|^zero_|^layer_|^mp_rank_")
+
+_SIZE = re.compile(r"^(\d+)(?:\.(\d))?([KMGTPE]?)$")
+_UNITS = "KMGTPE"
 
 
 @dataclass
@@ -51,18 +51,10 @@ class ListingDraft:
             return None
         low = high = None
         if self.files and not self.directories:  # the size of a directory is not that of what is in it
-            low = sum(size[0] for size in self.files.values())
-            high = sum(size[1] for size in self.files.values())
-        top = _top(self.usage)
-        return Listing(
-            files=len(self.files),
-            directories=len(self.directories),
-            low_bytes=low,
-            high_bytes=high,
-            disk_usage_low=top[0] if top else None,
-            disk_usage_high=top[1] if top else None,
-            step=_step_of(self.times, saves),
-        )
+            low, high = map(sum, zip(*self.files.values(), strict=True))
+        used_low, used_high = _top(self.usage) or (None, None)
+        step = _step_of(self.times, saves)
+        return Listing(len(self.files), len(self.directories), low, high, used_low, used_high, step)
 
 
 def _top(usage: dict[str, tuple[int, int]]) -> tuple[int, int] | None:
@@ -75,13 +67,11 @@ def _top(usage: dict[str, tuple[int, int]]) -> tuple[int, int] | None:
 
 def _step_of(times: set[str], saves: list[tuple[int, datetime, datetime]]) -> int | None:
     """The one save during whose minutes every file was last written; None if none or several fit."""
-    moments = [moment for text in times if (moment := _minute(text)) is not None]
-    if not times or len(moments) < len(times):
-        return None
+    moments = [_minute(text) for text in times]
     fitting = [
         step
         for step, first, last in saves
-        if all(_key(first) <= moment <= _key(last) for moment in moments) and _key(first) <= _key(last)
+        if moments and all(moment and _key(first) <= moment <= _key(last) for moment in moments)
     ]
     return fitting[0] if len(fitting) == 1 else None
 
@@ -99,3 +89,23 @@ def _minute(text: str) -> tuple[int, int, int, int] | None:
 
 def _key(moment: datetime) -> tuple[int, int, int, int]:
     return moment.month, moment.day, moment.hour, moment.minute
+
+
+def size_range(text: str) -> tuple[int, int]:
+    """(low, high) of the bytes that `text` stands for, such as "8.8G": both ends possible.
+
+    GNU coreutils round up with -h, to a tenth below ten units and to a whole unit above (units of 1024). A plain
+    number is exact. Raises ValueError if `text` is no such size.
+    """
+    match = _SIZE.match(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a size as `ls -lh` or `du -h` prints it")
+    whole, tenth, unit = match.groups()
+    if not unit:
+        return int(whole), int(whole)
+    scale = 1024 ** (_UNITS.index(unit) + 1)
+    tenths = 10 * int(whole) + int(tenth or 0)
+    step_tenths = 1 if tenth else 10
+    high = tenths * scale // 10
+    low = (tenths - step_tenths) * scale // 10 + 1
+    return max(0, low), high

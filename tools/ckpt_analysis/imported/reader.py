@@ -248,8 +248,7 @@ class LogReader:
         self._trained = True
 
     @_reads(
-        rf"Waited for all snapshots to complete in {_NUMBER}s",
-        rf"Wait time in checkpointing engine {_NUMBER} for \d",
+        rf"Waited for all snapshots to complete in {_NUMBER}s", rf"Wait time in checkpointing engine {_NUMBER} for \d"
     )
     def _waited(self, seconds: str) -> None:
         if self.saves:

@@ -9,7 +9,7 @@ from ..common.problems import Problem
 from ..metrics.iterations import StepTime, TrainingTime
 from ..metrics.phases import throughput_GBps
 from ..metrics.results import OperationStats, PhaseStats, Spread, StartStats
-from ..model.imported_run import ImportedIteration, ImportedLoad, ImportedRun, ImportedSave, Range
+from ..model.imported_run import ImportedLoad, ImportedRun, ImportedSave, Listing, Range
 from ..model.run_info import CycleInfo
 from ..report import Report
 
@@ -63,9 +63,7 @@ def _cycle(run: ImportedRun) -> CycleInfo:
 def _model(run: ImportedRun) -> str | None:
     """The model in a line, as model_info.describe_model gives it for a trace."""
     parameters = f"{run.parameters / 1e9:.3g} G parameters" if run.parameters else None
-    shape = ", ".join(
-        f"{words} {run.arguments[name]}" for name, words in _SHAPE.items() if name in run.arguments
-    )
+    shape = ", ".join(f"{words} {run.arguments[name]}" for name, words in _SHAPE.items() if name in run.arguments)
     return "; ".join(part for part in (parameters, shape) if part) or None
 
 
@@ -74,9 +72,7 @@ def _spread(took: Range | None) -> Spread | None:
 
 
 def _save(save: ImportedSave, run: ImportedRun) -> OperationStats:
-    blocked_s = None
-    if save.call is not None:
-        blocked_s = save.call.max_s + (save.wait.max_s if save.wait else 0.0)
+    blocked_s = save.call.max_s + (save.wait.max_s if save.wait else 0.0) if save.call else None
     outcome = _OUTCOMES[save.completed]
     return OperationStats(
         operation="save",
@@ -118,17 +114,8 @@ def _starts(run: ImportedRun) -> list[StartStats]:
     ranks = run.launched.world_size
     data_build = _spread(run.setup.get(_DATA_TIMER))
     phases = [PhaseStats("data_build", data_build, ranks, None, None, None, "all")] if data_build else []
-    return [
-        StartStats(
-            cycle=0,
-            is_restart=resumed is not None,
-            ranks=ranks,
-            finished_ranks=ranks,
-            wall=Spread(run.to_first_step_s),
-            resumed_step=resumed,
-            phases=phases,
-        )
-    ]
+    known = {"is_restart": resumed is not None, "resumed_step": resumed, "phases": phases}
+    return [StartStats(cycle=0, ranks=ranks, finished_ranks=ranks, wall=Spread(run.to_first_step_s), **known)]
 
 
 def _steps(run: ImportedRun) -> list[StepTime]:
@@ -138,7 +125,8 @@ def _steps(run: ImportedRun) -> list[StepTime]:
     before = 0
     for iteration in run.iterations:
         seconds = iteration.step_s
-        if seconds is None and not _holds_save(iteration, before, saved):
+        # A save within the interval follows one of its steps: `before` up to the one before its last.
+        if seconds is None and not any(before <= step < iteration.step for step in saved):
             seconds = iteration.interval_s
         if seconds is not None:
             steps.append(StepTime(0, iteration.step, seconds))
@@ -159,11 +147,6 @@ def _training(run: ImportedRun) -> list[TrainingTime]:
         seconds += iteration.interval_s * (iteration.step - before)
         before = iteration.step
     return [TrainingTime(0, before, seconds)]
-
-
-def _holds_save(iteration: ImportedIteration, before: int, saved: set[int]) -> bool:
-    """Whether a save follows one of the steps that the mean begins after: `before` up to the one before it."""
-    return any(before <= step < iteration.step for step in saved)
 
 
 def _notes(run: ImportedRun) -> list[Problem]:
@@ -196,24 +179,23 @@ def _notes(run: ImportedRun) -> list[Problem]:
             "step, by the times in the log"
         )
     if run.listing is not None:
-        notes.append(_listed(run))
+        notes.append(_listed(run, run.listing))
     return [Problem("imported", note, {"source": run.source}) for note in notes]
 
 
 def _not_recorded(run: ImportedRun) -> list[str]:
-    missing = ["phases", "numbers rank by rank (timers give the fastest and the slowest of all ranks)"]
-    missing += ["when a checkpoint was committed or durable", "failures and restarts of the job"]
-    if any(save.bytes is None for save in run.saves):
-        missing.append("bytes counted while writing")
-    if any(save.num_files is None for save in run.saves):
-        missing.append("files of a save")
-    if any(save.call is None for save in run.saves):
-        missing.append("how long some saves took")
-    if run.engine is None:
-        missing.append("the engine")
-    if run.listing is None:
-        missing.append("a listing of the checkpoint")
-    return missing
+    missing = {
+        "phases": True,
+        "numbers rank by rank (timers give the fastest and the slowest of all ranks)": True,
+        "when a checkpoint was committed or durable": True,
+        "failures and restarts of the job": True,
+        "bytes counted while writing": any(save.bytes is None for save in run.saves),
+        "files of a save": any(save.num_files is None for save in run.saves),
+        "how long some saves took": any(save.call is None for save in run.saves),
+        "the engine": run.engine is None,
+        "a listing of the checkpoint": run.listing is None,
+    }
+    return [what for what, is_missing in missing.items() if is_missing]
 
 
 def _printed(run: ImportedRun) -> str:
@@ -224,12 +206,8 @@ def _printed(run: ImportedRun) -> str:
     return text + ". They are in no metric but printed_GBps and printed_total_GBps of `compare`"
 
 
-def _listed(run: ImportedRun) -> str:
-    listing = run.listing
-    assert listing is not None
-    parts = []
-    if listing.files:
-        parts.append(plural(listing.files, "file"))
+def _listed(run: ImportedRun, listing: Listing) -> str:
+    parts = [plural(listing.files, "file")] if listing.files else []
     if listing.directories:
         parts.append(f"{listing.directories} files that are directories, so without their sizes")
     text = f"the listing in the log shows {' and '.join(parts) or 'disk usage'}"
@@ -238,10 +216,9 @@ def _listed(run: ImportedRun) -> str:
     if given:
         text += f" where the engine was given {' or '.join(sorted(map(str, given)))} paths"
     if listing.low_bytes is not None and listing.high_bytes is not None:
-        exact = listing.low_bytes == listing.high_bytes
-        text += f", {size(listing.low_bytes)}" + (
-            "" if exact else f" to {size(listing.high_bytes)} as its sizes are rounded"
-        )
+        text += f", {size(listing.low_bytes)}"
+        if listing.low_bytes != listing.high_bytes:
+            text += f" to {size(listing.high_bytes)} as its sizes are rounded"
     if listing.disk_usage_low is not None and listing.disk_usage_high is not None:
         text += f", {size(listing.disk_usage_low)} to {size(listing.disk_usage_high)} of disk used"
     whose = f"the save of step {listing.step}, by the files' times" if listing.step is not None else None

@@ -118,17 +118,10 @@ def _read_table(path: Path) -> pl.DataFrame:
 
 def _state(file: TraceFile) -> dict[str, Any]:
     status = file.path.stat()
-    return {
-        "name": file.path.name,
-        "size": status.st_size,
-        "mtime_ns": status.st_mtime_ns,
-        "inode": status.st_ino,
-    }
+    return {"name": file.path.name, "size": status.st_size, "mtime_ns": status.st_mtime_ns, "inode": status.st_ino}
 
 
-def _write(
-    draft: Path, files: list[TraceFile], records: Records, heads: list[Head], problems: list[Problem]
-) -> None:
+def _write(draft: Path, files: list[TraceFile], records: Records, heads: list[Head], problems: list[Problem]) -> None:
     for name, table in records.tables.items():
         write_table(table, draft / f"{name}.parquet", "parquet", compression="lz4", statistics=False)
     places = {file: place for place, file in enumerate(files)}

@@ -10,9 +10,7 @@ from typing import Any
 
 from ..common.problems import Problem
 
-_STEP_NS = (
-    50_000_000  # time services slew; a larger disagreement of anchors means that a wall clock was stepped
-)
+_STEP_NS = 50_000_000  # time services slew; a larger disagreement of anchors means that a wall clock was stepped
 
 
 def clock_of(process: dict[str, Any]) -> str:
@@ -53,7 +51,5 @@ def check_clocks(processes: list[dict[str, Any]]) -> list[Problem]:
                 f"the wall clock of {names} moved by {step / 1e9:.3f} s against its monotonic clock during "
                 "the run: times between this and other hosts may be wrong by as much"
             )
-            problems.append(
-                Problem("clock_step", message, {"hosts": sorted(hosts[clock]), "step_s": step / 1e9})
-            )
+            problems.append(Problem("clock_step", message, {"hosts": sorted(hosts[clock]), "step_s": step / 1e9}))
     return problems

@@ -109,12 +109,8 @@ def with_words(record_type: str, frame: pl.DataFrame) -> pl.DataFrame:
 @functools.cache
 def _possible(record_type: str) -> pl.Expr:
     """Whether a record has every required field of its type, each with a value that can be."""
-    fields = {
-        name: field for name, field in RECORD_FIELDS[record_type].items() if name in TYPE_SCHEMAS[record_type]
-    }
-    valid = pl.all_horizontal(
-        pl.lit(True), *(pl.col(n).is_not_null() for n, f in fields.items() if f.required)
-    )
+    fields = {name: field for name, field in RECORD_FIELDS[record_type].items() if name in TYPE_SCHEMAS[record_type]}
+    valid = pl.all_horizontal(pl.lit(True), *(pl.col(n).is_not_null() for n, f in fields.items() if f.required))
     for name, field in fields.items():
         if field.json_type == "int":
             valid &= pl.col(name).is_between(*int_range(name)).fill_null(True)

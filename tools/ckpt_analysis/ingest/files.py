@@ -11,8 +11,9 @@ from restart_trace.schema import SCHEMA_VERSION
 
 from ..common.problems import Problem
 from .discover import TraceFile
-from .lines import other_version, parse_json, process_record
+from .lines import other_version, parse_json, placed, process_record
 
+_COORDINATES = b'\n{"type":"coordinates",'
 BATCH_BYTES = 32 << 20  # decoded at once: some 200,000 records
 
 
@@ -80,9 +81,7 @@ def _read(file: TraceFile, reading: Reading) -> FileText | None:
     end = content.find(b"\n") + 1 or len(content)
     process, faults = process_record(content[:end], file)
     if process is None:
-        message = (
-            f"{name}: line 1: {faults[0]}: nothing says which process the file is of, and it was left out"
-        )
+        message = f"{name}: line 1: {faults[0]}: nothing says which process the file is of, and it was left out"
         reading.problems.append(Problem("no_process_record", message, {"file": name}))
         return None
     version = other_version(process)
@@ -95,8 +94,13 @@ def _read(file: TraceFile, reading: Reading) -> FileText | None:
         data = {"file": name, "rank": rank, "cycle": cycle}
         reading.problems.append(Problem("wrong_file_name", message, data))
         return None
+    content = _whole_lines(name, content, reading)
+    # Hooks learn the rank's place after the first record; to look for it in every trace would take time.
+    place = content.rfind(_COORDINATES) if process["instrument"] == "hooks" else -1
+    if place >= 0:
+        process = placed(process, content[place + 1 : content.index(b"\n", place + 1)])
     reading.heads.append(Head(file, process))
-    return FileText(len(reading.heads) - 1, reading.heads[-1], _whole_lines(name, content, reading), end)
+    return FileText(len(reading.heads) - 1, reading.heads[-1], content, end)
 
 
 def _whole_lines(name: str, content: bytes, reading: Reading) -> bytes:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from restart_trace.schema import RECORD_FIELDS, SCHEMA_VERSION, check_phase, check_record
+from restart_trace.schema import AXES, RECORD_FIELDS, SCHEMA_VERSION, check_phase, check_record
 
 from .discover import TraceFile
 
@@ -97,9 +98,7 @@ class LineReader:
     def _line(self, number: int, record: dict[str, Any] | None, faults: list[str]) -> Line:
         if self._current is self._first:
             return Line(number, record, faults)
-        return Line(
-            number, None, faults or ["is of a second process: a file belongs to one"], self._current.record
-        )
+        return Line(number, None, faults or ["is of a second process: a file belongs to one"], self._current.record)
 
     def unfinished(self) -> Iterator[str]:
         """Operations without an end, each as a sentence."""
@@ -143,17 +142,30 @@ def faults_of_process(record: dict[str, Any]) -> list[str]:
 def _impossible_rank(record: dict[str, Any]) -> list[str]:
     """What is wrong with the number of ranks: all of them are expected, so it must not come from a damaged byte."""
     world_size, rank = record["world_size"], record["rank"]
-    sizes = [record["layout"].get(name) for name in ("tp", "pp", "dp")]
-    if not all(size is not None and size >= 1 for size in sizes):
+    sizes = {name: record["layout"].get(name, 1) for name in AXES}
+    if not {"tp", "pp", "dp"} <= record["layout"].keys() or min(record["layout"].values()) < 1:
         return [f"field layout is no layout: {record['layout']}"]
-    if world_size > sizes[0] * sizes[1] * sizes[2]:  # fewer is a share of a layout, as ckpt_replay plays
+    # The ranks of expert parallelism are those of dp. Fewer than the product is a share, as ckpt_replay plays.
+    if world_size > math.prod(size for name, size in sizes.items() if name != "ep"):
         return [f"field world_size is more than its layout {record['layout']} has: {world_size}"]
     if not 0 <= rank < world_size <= MOST_RANKS:
         return [f"field rank is not from 0 to world_size, of {MOST_RANKS} at most: {rank} of {world_size}"]
-    place = [record[name] for name in ("tp", "pp", "dp")]
-    if not all(0 <= at < size for at, size in zip(place, sizes, strict=True)):
-        return [f"fields tp, pp, dp are no place in its layout {record['layout']}: {place}"]
+    place = {name: record[name] for name in AXES if name in record}
+    if not all(0 <= at < sizes[name] for name, at in place.items()):
+        return [f"fields {', '.join(place)} are no place in its layout {record['layout']}: {list(place.values())}"]
     return []
+
+
+def placed(process: dict[str, Any], line: bytes) -> dict[str, Any]:
+    """The process record with the place that a coordinates record gives its rank; as it is if that is no place."""
+    try:
+        found = parse_json(line)
+    except ValueError:
+        return process
+    if not isinstance(found, dict) or check_record(found):
+        return process
+    moved = {name: value for name, value in process.items() if name not in AXES} | found | {"type": "process"}
+    return process if faults_of_process(moved) else moved
 
 
 def _impossible_supervisor(record: dict[str, Any]) -> list[str]:

@@ -40,11 +40,7 @@ class Trace:
 
 
 def load_trace(
-    directory: Path,
-    run_id: str | None = None,
-    *,
-    cache: Cache | None = None,
-    progress: Progress | None = None,
+    directory: Path, run_id: str | None = None, *, cache: Cache | None = None, progress: Progress | None = None
 ) -> Trace:
     """Read the run `run_id` in `directory`: the one launched last if it is None.
 
@@ -79,9 +75,7 @@ def load_trace(
     )
 
 
-def _read(
-    listing: Listing, cache: Cache | None, progress: Progress
-) -> tuple[Records, list[Head], list[Problem]]:
+def _read(listing: Listing, cache: Cache | None, progress: Progress) -> tuple[Records, list[Head], list[Problem]]:
     kept = cache.open(listing) if cache else None
     if kept:
         found = kept.load()
@@ -98,24 +92,18 @@ def _read(
 
 def _copy(pair: tuple[Any, Any]) -> Problem:
     copy, original = (file.path.name for file in pair)
-    message = (
-        f"{copy}: a second file of rank {pair[0].rank} in cycle {pair[0].cycle}, besides {original}: left out"
-    )
+    message = f"{copy}: a second file of rank {pair[0].rank} in cycle {pair[0].cycle}, besides {original}: left out"
     return Problem("duplicate_file", message, {"file": copy, "original": original})
 
 
-def _choose_run(
-    processes: list[dict[str, Any]], asked: str | None, directory: Path
-) -> tuple[str, list[Problem]]:
+def _choose_run(processes: list[dict[str, Any]], asked: str | None, directory: Path) -> tuple[str, list[Problem]]:
     launched: dict[str, int] = {}  # run -> when its last process started
     for process in processes:
         if process["role"] == "rank":
             launched[process["run_id"]] = max(process["wall_ns"], launched.get(process["run_id"], 0))
     if asked is not None:
         if asked not in launched:
-            raise LogDirectoryError(
-                f"--run-id {asked}: no such run in {directory}; it holds {', '.join(launched)}"
-            )
+            raise LogDirectoryError(f"--run-id {asked}: no such run in {directory}; it holds {', '.join(launched)}")
         return asked, []
     chosen = max(launched, key=lambda run: launched[run])
     if len(launched) == 1:
@@ -128,9 +116,7 @@ def _choose_run(
     return chosen, [Problem("mixed_runs", message, {"analysed": chosen, "left_out": others})]
 
 
-def _align(
-    records: Records, heads: list[Head], processes: list[dict[str, Any]]
-) -> tuple[Records, list[Problem]]:
+def _align(records: Records, heads: list[Head], processes: list[dict[str, Any]]) -> tuple[Records, list[Problem]]:
     """Shift every time to Unix ns by the offset of its clock, and clocks that are off by what barriers show."""
     offsets = offsets_ns(processes)
     clocks = [clock_of(head.process) for head in heads]

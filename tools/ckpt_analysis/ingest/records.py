@@ -69,9 +69,7 @@ def read_records(
     return concat_records(parts), reading.heads, problems
 
 
-def _read_batch(
-    texts: list[FileText], num_bytes: int, reading: Reading
-) -> tuple[Records, list[Problem], int]:
+def _read_batch(texts: list[FileText], num_bytes: int, reading: Reading) -> tuple[Records, list[Problem], int]:
     """(records, problems, bytes) of one batch."""
     parts, problems = _read_texts(texts, reading)
     return concat_records(parts), problems, num_bytes
@@ -101,9 +99,7 @@ def concat_records(parts: list[Records]) -> Records:
     for part in parts:
         numbered.append(part.spans.with_columns(pl.col("op") + pl.lit(before, pl.UInt32)))
         before += part.operations.height
-    tables = {
-        name: pl.concat([part.tables[name] for part in parts]) for name in parts[0].tables if name != "spans"
-    }
+    tables = {name: pl.concat([part.tables[name] for part in parts]) for name in parts[0].tables if name != "spans"}
     return Records(**tables, spans=pl.concat(numbered))
 
 
@@ -113,11 +109,7 @@ def only_files(records: Records, keep: pl.Expr) -> Records:
     kept = operations.select("old", pl.int_range(pl.len(), dtype=pl.UInt32).alias("new"))
     spans = records.spans.join(kept, left_on="op", right_on="old", how="inner", maintain_order="left")
     spans = spans.select(pl.col("new").alias("op"), *records.spans.columns[1:])
-    others = {
-        name: table.filter(keep)
-        for name, table in records.tables.items()
-        if name not in ("operations", "spans")
-    }
+    others = {name: table.filter(keep) for name, table in records.tables.items() if name not in ("operations", "spans")}
     return Records(**others, operations=operations.drop("old"), spans=spans)
 
 
@@ -142,8 +134,7 @@ def _tables(frames: Frames, texts: list[FileText]) -> Records | None:
         return None
     processes = [text.head.process for text in texts]
     files = pl.DataFrame(
-        {FILE: [text.index for text in texts]}
-        | {name: [p[name] for p in processes] for name in ("cycle", "rank")},
+        {FILE: [text.index for text in texts]} | {name: [p[name] for p in processes] for name in ("cycle", "rank")},
         schema={FILE: pl.Int32, "cycle": pl.Int64, "rank": pl.Int64},
     )
     columns = list(TYPE_SCHEMAS["span"])
@@ -196,17 +187,12 @@ def _rows_of(operations: pl.DataFrame, records: pl.DataFrame) -> pl.Series:
     rows = operations.select(FILE, "op_id").with_row_index("op")
     # A process numbers its operations from 0, so the row is that of its first one and op_id more.
     first = rows.filter(pl.col("op_id") == 0)
-    row = (
-        records[FILE].replace_strict(first[FILE], first["op"], default=None, return_dtype=pl.Int64)
-        + records["op_id"]
-    )
+    row = records[FILE].replace_strict(first[FILE], first["op"], default=None, return_dtype=pl.Int64) + records["op_id"]
     if not row.has_nulls() and row.is_between(0, rows.height - 1).all():
         right = (rows[FILE].gather(row) == records[FILE]) & (rows["op_id"].gather(row) == records["op_id"])
         if right.all():
             return row.cast(pl.UInt32).alias("op")
-    return records.select(FILE, "op_id").join(rows, on=[FILE, "op_id"], how="left", maintain_order="left")[
-        "op"
-    ]
+    return records.select(FILE, "op_id").join(rows, on=[FILE, "op_id"], how="left", maintain_order="left")["op"]
 
 
 def _phases_are_known(operation: pl.Series, spans: pl.DataFrame) -> bool:

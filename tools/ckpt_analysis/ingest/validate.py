@@ -47,9 +47,7 @@ def check_file(path: Path, rank: int | None, cycle: int | None) -> Checked:
         return Checked(0, 0, [Fault(path.name, 0, "has no records")])
     lines = content.split(b"\n")
     torn = lines.pop()  # what follows the last newline
-    faults = [
-        Fault(path.name, number, reason) for number, reason in _faults(lines, TraceFile(path, rank, cycle))
-    ]
+    faults = [Fault(path.name, number, reason) for number, reason in _faults(lines, TraceFile(path, rank, cycle))]
     if torn:
         faults.append(Fault(path.name, len(lines) + 1, "the last line has no newline: cut short"))
     return Checked(len(lines), len(content), sorted(faults, key=lambda fault: fault.line or len(lines) + 2))
@@ -64,9 +62,7 @@ def _faults(lines: list[bytes], file: TraceFile) -> list[tuple[int, str]]:
         if (version := other_version(process)) is not None:
             return [(1, f"schema version {version}, not {SCHEMA_VERSION}: no record of the file was checked")]
         if file.rank is not None and (process["rank"], process["cycle"]) != (file.rank, file.cycle):
-            wrong.append(
-                f"is of rank {process['rank']}, cycle {process['cycle']}, which the name of the file is not"
-            )
+            wrong.append(f"is of rank {process['rank']}, cycle {process['cycle']}, which the name of the file is not")
         wrong += [f"unknown field {name}" for name in process if name not in RECORD_FIELDS["process"]]
     found = [(1, reason) for reason in wrong]
     reader = LineReader(process)

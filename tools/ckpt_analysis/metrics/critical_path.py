@@ -108,12 +108,8 @@ def _last_to_come(windows: pl.DataFrame) -> dict[tuple[str, int], tuple[int, int
 def _timeline(windows: pl.DataFrame, rank: int, until: int) -> list[_Window]:
     """What `rank` did before `until`, without overlap: of spans within each other the one begun last."""
     mine = windows.filter((pl.col("rank") == rank) & (pl.col("start_ns") < until)).sort("start_ns", "end_ns")
-    spans = [
-        _Window(phase, start_ns, min(end_ns, until), nth)
-        for phase, start_ns, end_ns, nth in mine.select(
-            "phase", "start_ns", "end_ns", "occurrence"
-        ).iter_rows()
-    ]
+    columns = mine.select("phase", "start_ns", pl.min_horizontal("end_ns", pl.lit(until)), "occurrence")
+    spans = [_Window(*row) for row in columns.iter_rows()]
     moments = sorted({moment for span in spans for moment in (span.start_ns, span.end_ns)})
     active: list[tuple[int, int]] = []  # (-start, index in spans): the span begun last is on top
     found: list[_Window] = []
@@ -127,11 +123,8 @@ def _timeline(windows: pl.DataFrame, rank: int, until: int) -> list[_Window]:
         if not active:
             continue
         inner = spans[active[0][1]]
-        if found and (found[-1].phase, found[-1].occurrence, found[-1].end_ns) == (
-            inner.phase,
-            inner.occurrence,
-            start_ns,
-        ):
+        last = found[-1] if found else None
+        if last and (last.phase, last.occurrence, last.end_ns) == (inner.phase, inner.occurrence, start_ns):
             start_ns = found.pop().start_ns
         found.append(_Window(inner.phase, start_ns, end_ns, inner.occurrence))
     return found

@@ -11,27 +11,30 @@ from .results import FailureTimes
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure: when it was injected (Unix ns) and what followed."""
+    """A failure: when it was injected, or else detected (Unix ns), and what followed."""
 
-    injected_ns: int
+    began_ns: int
     times: FailureTimes
 
 
 def failure_of(events: pl.DataFrame, cycle: int) -> Failure | None:
     """The failure that ended `cycle`: its last `injected` event and the first of each kind after it.
 
-    None if no supervisor recorded one (a job killed by hand).
+    If nobody injected it, the first `detected` event takes its place: a supervisor that only watches, as hooks in
+    torchrun's agent, knows no earlier moment. None if no supervisor recorded one (a job killed by hand).
     """
     mine = events.filter((pl.col("operation") == "failure") & (pl.col("cycle") == cycle)).sort("time_ns")
-    injected = mine.filter(pl.col("phase") == "injected").tail(1)
-    if injected.is_empty():
+    first = mine.filter(pl.col("phase") == "injected").tail(1)
+    if first.is_empty():
+        first = mine.filter(pl.col("phase") == "detected").head(1)
+    if first.is_empty():
         return None
-    moment = injected["time_ns"].item()
+    moment = first["time_ns"].item()
     later = mine.filter(pl.col("time_ns") >= moment)
 
     def since(phase: str) -> float | None:
         times = later.filter(pl.col("phase") == phase)["time_ns"]
         return None if times.is_empty() else (times[0] - moment) / 1e9
 
-    times = FailureTimes(injected["detail"].item(), since("detected"), since("stopped"), since("relaunched"))
+    times = FailureTimes(first["detail"].item(), since("detected"), since("stopped"), since("relaunched"))
     return Failure(moment, times)

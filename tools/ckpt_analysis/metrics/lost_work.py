@@ -20,9 +20,7 @@ def lost_work_s(iterations: pl.DataFrame, cycle: int, resumed_step: int, reached
     An iteration that several earlier cycles ran counts as the newest of them ran it. Time between iterations
     (saves, evaluation) and the iteration under way at the failure are not in it.
     """
-    lost = iterations.filter(
-        (pl.col("cycle") < cycle) & (pl.col("step") > resumed_step) & (pl.col("step") <= reached)
-    )
+    lost = iterations.filter((pl.col("cycle") < cycle) & (pl.col("step") > resumed_step) & (pl.col("step") <= reached))
     newest = lost.filter(pl.col("cycle") == pl.col("cycle").max().over("rank", "step"))
     per_rank = newest.group_by("rank").agg((pl.col("end_ns") - pl.col("start_ns")).sum().alias("spent_ns"))
     return 0.0 if per_rank.is_empty() else per_rank.select(pl.col("spent_ns").max()).item() / 1e9

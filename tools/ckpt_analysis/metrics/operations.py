@@ -87,6 +87,8 @@ def _facts(operations: pl.DataFrame) -> pl.DataFrame:
     """
     failed = pl.col("outcome") == "failed"
     finished = pl.col("end_ns").is_not_null()
+    ended = pl.when(finished.all()).then(pl.lit("ok")).otherwise(pl.lit("unfinished"))
+    outcome = pl.when(failed.any()).then(pl.lit("failed")).otherwise(ended)
 
     def total(name: str) -> pl.Expr:  # null, not 0, where no rank counted any
         return pl.when(pl.col(name).count() > 0).then(pl.col(name).sum()).alias(name)
@@ -98,12 +100,7 @@ def _facts(operations: pl.DataFrame) -> pl.DataFrame:
             pl.col("step").drop_nulls().mode().sort().first(),
             pl.col("cycle").first(),
             pl.col("engine").drop_nulls().mode().sort().first(),
-            pl.when(failed.any())
-            .then(pl.lit("failed"))
-            .when(finished.all())
-            .then(pl.lit("ok"))
-            .otherwise(pl.lit("unfinished"))
-            .alias("outcome"),
+            outcome.alias("outcome"),
             pl.col("error").filter(failed).drop_nulls().first(),
             pl.len().alias("ranks"),
             finished.sum().alias("finished_ranks"),
@@ -124,13 +121,8 @@ def _drained(totals: pl.DataFrame) -> dict[int, float]:
 def _committed(operations: pl.DataFrame, spans: pl.DataFrame) -> dict[int, float]:
     """Seconds from the first rank's start to the end of the last committing span; by group."""
     start = operations.group_by("group").agg(pl.col("start_ns").min().alias("first_ns"))
-    ends = (
-        spans.filter(
-            pl.col("detail").is_in(_COMMITTING) & (pl.col("phase") == "commit") & pl.col("error").is_null()
-        )
-        .group_by("group")
-        .agg(pl.col("end_ns").max().alias("last_ns"))
-    )
+    committing = pl.col("detail").is_in(_COMMITTING) & (pl.col("phase") == "commit") & pl.col("error").is_null()
+    ends = spans.filter(committing).group_by("group").agg(pl.col("end_ns").max().alias("last_ns"))
     table = ends.join(start, on="group").select("group", pl.col("last_ns") - pl.col("first_ns"))
     return {group: duration_ns / 1e9 for group, duration_ns in table.iter_rows()}
 

@@ -11,7 +11,7 @@ from restart_trace.schema import PHASES
 from ..common.intervals import busy
 from ..common.names import NAME
 from .results import PhaseStats, RankStats, Spread
-from .volumes import Volume
+from .volumes import Volumes
 
 _KEY = ["group", "phase", "detail"]
 _DETAIL = pl.col("detail").cast(pl.String)
@@ -32,18 +32,14 @@ def phase_seconds(phase_spans: pl.DataFrame, detail_spans: pl.DataFrame) -> pl.D
     return pl.concat([whole.select(columns), parts.select(columns)])
 
 
-def spread_over_ranks(
-    values: pl.DataFrame, members: pl.DataFrame, key: list[str]
-) -> dict[tuple[Any, ...], Spread]:
+def spread_over_ranks(values: pl.DataFrame, members: pl.DataFrame, key: list[str]) -> dict[tuple[Any, ...], Spread]:
     """Spread of `busy_ns` per `key` (whose first column is "group") over all ranks of the group.
 
     `members` holds group, rank and critical (the rank of the group to quote separately, or null). A rank
     without a value spent no time: it counts as 0.
     """
     groups = members.group_by("group").agg(
-        pl.len().cast(pl.Int64).alias("members"),
-        pl.col("rank").min().alias("lowest"),
-        pl.col("critical").first(),
+        pl.len().cast(pl.Int64).alias("members"), pl.col("rank").min().alias("lowest"), pl.col("critical").first()
     )
     slowest = pl.col("busy_ns") == pl.col("busy_ns").max()
     table = values.group_by(key).agg(
@@ -91,7 +87,7 @@ def _at_critical(values: pl.DataFrame, groups: pl.DataFrame, key: list[str]) -> 
 
 
 def phase_stats(
-    seconds: pl.DataFrame, moved: dict[tuple[int, str, str], Volume], members: pl.DataFrame, order: str
+    seconds: pl.DataFrame, moved: Volumes, members: pl.DataFrame, order: str
 ) -> dict[int, list[PhaseStats]]:
     """Statistics of every phase of every group, in the order of the operation `order` in PHASES.
 
@@ -100,14 +96,12 @@ def phase_stats(
     spreads = spread_over_ranks(seconds, members, _KEY)
     present = {row[:3]: row[3] for row in seconds.group_by(_KEY).agg(pl.len()).iter_rows()}
     stats: dict[int, dict[str, PhaseStats]] = {}
-    for key in sorted(spreads, key=lambda k: (k[0], *_place(order, k[1], k[2]))):
-        group, phase, detail = key
-        volume = moved[key]
-        spread = spreads[key]
+    for group, phase, detail in sorted(spreads, key=lambda key: (key[0], *_place(order, *key[1:]))):
+        volume, spread = moved[group, phase, detail], spreads[group, phase, detail]
         entry = PhaseStats(
             name=detail or phase,
             time=spread,
-            ranks=present[key],
+            ranks=present[group, phase, detail],
             bytes=volume.bytes,
             num_files=volume.num_files,
             GBps=throughput_GBps(volume.bytes, spread.max_s),

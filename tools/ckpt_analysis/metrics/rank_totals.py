@@ -7,9 +7,9 @@ from typing import Any
 import polars as pl
 
 from ..common.intervals import busy, clip, pieces
-from .phases import coverage, phase_stats, rank_stats, spread_over_ranks
+from .phases import phase_stats, rank_stats, spread_over_ranks
 from .results import Spread
-from .volumes import Volume
+from .volumes import Volumes
 
 _RANK = ["group", "rank"]
 _OPERATION = ("operation_start_ns", "operation_end_ns")
@@ -72,11 +72,7 @@ def _drains(spans: pl.DataFrame) -> pl.DataFrame:
     waits = spans.filter(pl.col("phase") == "wait_previous")
     if waits.is_empty():
         return waits
-    collected = (
-        spans.filter(pl.col("phase") == "collect")
-        .group_by(_RANK)
-        .agg(pl.col("start_ns").min().alias("collect_ns"))
-    )
+    collected = spans.filter(pl.col("phase") == "collect").group_by(_RANK).agg(collect_ns=pl.col("start_ns").min())
     after = waits.join(collected, on=_RANK, how="inner", maintain_order="left")
     return after.filter(pl.col("start_ns") >= pl.col("collect_ns")).drop("collect_ns")
 
@@ -93,12 +89,7 @@ def with_critical(totals: pl.DataFrame) -> pl.DataFrame:
 
 
 def stats_over_ranks(
-    seconds: pl.DataFrame,
-    totals: pl.DataFrame,
-    moved: dict[tuple[int, str, str], Volume],
-    operation: str,
-    *,
-    per_rank: bool,
+    seconds: pl.DataFrame, totals: pl.DataFrame, moved: Volumes, operation: str, *, per_rank: bool
 ) -> dict[int, dict[str, Any]]:
     """group -> the fields of `Stats` that are computed over ranks, of every operation in `totals`.
 
@@ -140,9 +131,6 @@ def lowest_coverage(totals: pl.DataFrame) -> dict[int, tuple[float, int]]:
         .with_columns(share)
         .filter(pl.col("share") == pl.col("share").min().over("group"))
         .group_by("group")
-        .agg(pl.all().sort_by("rank").first())
+        .agg(pl.col("share", "rank").sort_by("rank").first())
     )
-    return {
-        row["group"]: (coverage(row["covered_ns"], row["wall_ns"]), row["rank"])
-        for row in lowest.iter_rows(named=True)
-    }
+    return {group: (share, rank) for group, share, rank in lowest.iter_rows()}

@@ -10,11 +10,8 @@ from .results import PhaseStats, StartStats
 # What happens outside of the training's processes, between the moments that a supervisor records.
 OUTSIDE = ("detect", "stop", "relaunch", "launcher")
 UNNAMED = "unattributed"
-_BEFORE_LOAD, _AFTER_LOAD = (
-    START_ORDER[: START_ORDER.index("load")],
-    START_ORDER[START_ORDER.index("load") + 1 :],
-)
-ORDER = (*OUTSIDE, *_BEFORE_LOAD, *PHASES["load"], *_AFTER_LOAD, UNNAMED)
+_LOAD = START_ORDER.index("load")
+ORDER = (*OUTSIDE, *START_ORDER[:_LOAD], *PHASES["load"], *START_ORDER[_LOAD + 1 :], UNNAMED)
 
 
 def parts_of(start: StartStats) -> dict[str, float]:

@@ -14,7 +14,7 @@ from .lost_work import lost_work_s, reached_step, repeated_losses
 from .phases import phase_seconds
 from .rank_totals import rank_totals, stats_over_ranks
 from .results import StartStats
-from .volumes import Volume, volume_parts, volumes
+from .volumes import Volumes, volume_parts, volumes
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class StartTimes:
     loads: pl.DataFrame
     seconds: pl.DataFrame
     totals: pl.DataFrame
-    moved: dict[tuple[int, str, str], Volume]
+    moved: Volumes
 
 
 def start_times(frames: Frames) -> StartTimes:
@@ -43,7 +43,7 @@ def start_times(frames: Frames) -> StartTimes:
     return StartTimes(startups, loads, seconds, totals, _moved(phase_spans, of_loads))
 
 
-def _moved(phase_spans: pl.DataFrame, of_loads: pl.DataFrame) -> dict[tuple[int, str, str], Volume]:
+def _moved(phase_spans: pl.DataFrame, of_loads: pl.DataFrame) -> Volumes:
     """Volumes of the phases of starts, and of the loads' phases as details of the phase "load".
 
     A phase of a load counts bytes that pass through several of its own details (read, then verified) once.
@@ -66,14 +66,8 @@ def measure_starts(frames: Frames, times: StartTimes, *, per_rank: bool) -> list
     for group in sorted(startups["group"].unique()):
         mine = startups.filter(pl.col("group") == group)
         loads = times.loads.filter(pl.col("startup") == group)
-        results.append(
-            StartStats(
-                **over_ranks[group],
-                **_circumstances(frames, mine, loads, last_records),
-                ranks=mine.height,
-                finished_ranks=mine["end_ns"].count(),
-            )
-        )
+        around = _circumstances(frames, mine, loads, last_records)
+        results.append(StartStats(**over_ranks[group], **around))
     return results
 
 
@@ -96,8 +90,11 @@ def _circumstances(
     times = caught_up.select("rank", "end_ns").join(startups.select("rank", "start_ns"), on="rank")
     repeated = repeated_losses(frames.iterations, cycle)
     failure = failure_of(frames.events, cycle - 1)
+    newest = max((earlier for earlier in last_records if earlier < cycle), default=-1)
     return {
         "cycle": cycle,
+        "ranks": startups.height,
+        "finished_ranks": startups["end_ns"].count(),
         "is_restart": is_restart,
         "resumed_step": resumed,
         "reached_step": reached,
@@ -105,10 +102,10 @@ def _circumstances(
         "lost_work_s": lost_s,
         "repeated_steps": repeated.height,
         "equal_losses": repeated.filter(pl.col("loss") == pl.col("loss_before")).height,
-        "down_s": _seconds(_before(last_records, cycle), startups["start_ns"].min()),
-        "restart_s": _seconds(failure and failure.injected_ns, startups["end_ns"].max()),
+        "down_s": _seconds(last_records.get(newest), startups["start_ns"].min()),
+        "restart_s": _seconds(failure and failure.began_ns, startups["end_ns"].max()),
         "caught_up_s": _seconds(0, (times["end_ns"] - times["start_ns"]).max()),
-        "failure_to_caught_up_s": _seconds(failure and failure.injected_ns, times["end_ns"].max()),
+        "failure_to_caught_up_s": _seconds(failure and failure.began_ns, times["end_ns"].max()),
         "failure": failure and failure.times,
     }
 
@@ -124,17 +121,9 @@ def _resumed_step(frames: Frames, loaded: pl.DataFrame, cycle: int) -> int | Non
 
 def _last_records(frames: Frames) -> dict[int, int]:
     """Time of the last record of a rank in each cycle that has one (Unix ns)."""
-    moments = pl.concat(
-        frame.group_by("cycle").agg(pl.col("end_ns").max())
-        for frame in (frames.operations, frames.spans, frames.iterations)
-    ).drop_nulls()
+    recorded = (frames.operations, frames.spans, frames.iterations)
+    moments = pl.concat(frame.group_by("cycle").agg(pl.col("end_ns").max()) for frame in recorded).drop_nulls()
     return dict(moments.group_by("cycle").agg(pl.col("end_ns").max()).iter_rows())
-
-
-def _before(moments: dict[int, int], cycle: int) -> int | None:
-    """That of the newest cycle before `cycle`."""
-    earlier = [number for number in moments if number < cycle]
-    return moments[max(earlier)] if earlier else None
 
 
 def _seconds(start_ns: int | None, end_ns: object) -> float | None:

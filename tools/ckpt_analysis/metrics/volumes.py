@@ -22,6 +22,9 @@ class Volume:
     blocking: str  # "all", "some" or "none" of them were waited for by the training thread
 
 
+Volumes = dict[tuple[int, str, str], Volume]  # by group, phase, detail; the detail is "" for the phase as a whole
+
+
 @dataclass(frozen=True)
 class VolumeParts:
     """Of some ranks. `sums`: group, phase, detail, bytes, counted, all, any. `files`: group, phase, detail, files.
@@ -35,8 +38,7 @@ class VolumeParts:
 
 def volume_parts(spans: pl.DataFrame) -> VolumeParts:
     """Parts of spans; those of one rank's operation must all be among them, or its files count twice."""
-    found = [_parts(piece) for piece in pieces(spans)]
-    return add_parts(found)
+    return add_parts([_parts(piece) for piece in pieces(spans)])
 
 
 def add_parts(parts: list[VolumeParts]) -> VolumeParts:
@@ -44,8 +46,8 @@ def add_parts(parts: list[VolumeParts]) -> VolumeParts:
     return VolumeParts(pl.concat([part.sums for part in parts]), pl.concat([part.files for part in parts]))
 
 
-def volumes(phases: VolumeParts, details: VolumeParts) -> dict[tuple[int, str, str], Volume]:
-    """Volume per (group, phase, detail); detail is "" for the phase as a whole."""
+def volumes(phases: VolumeParts, details: VolumeParts) -> Volumes:
+    """Volumes of phases from the ones, of details from the others."""
     # The same bytes pass through several details of a phase: those of the largest are the phase's.
     by_detail = _added(phases.sums, _KEY).with_columns(pl.lit("", NAME).alias("detail"))
     whole = by_detail.group_by(_KEY).agg(

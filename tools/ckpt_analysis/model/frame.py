@@ -69,27 +69,11 @@ def no_frames() -> Frames:
     kind = {"group": pl.UInt32, "operation": pl.String}
     operation = kind | who | {"op_id": pl.Int64, "tag": pl.String, "step": pl.Int64, "engine": pl.String}
     operation |= window | {"outcome": pl.String, "bytes": pl.Int64, "num_files": pl.Int64}
-    span = (
-        {"op": pl.UInt32} | kind | who | {"op_id": pl.Int64, "phase": NAME, "detail": NAME, "file": pl.String}
-    )
-    span |= (
-        {"bytes": pl.Int64} | window | {"duration_ns": pl.Int64, "thread": pl.String, "blocking": pl.Boolean}
-    )
+    span = {"op": pl.UInt32} | kind | who | {"op_id": pl.Int64, "phase": NAME, "detail": NAME, "file": pl.String}
+    span |= {"bytes": pl.Int64} | window | {"duration_ns": pl.Int64, "thread": pl.String, "blocking": pl.Boolean}
     span |= {"error": pl.String, "operation_start_ns": pl.Int64, "operation_end_ns": pl.Int64}
-    event = {
-        "operation": pl.String,
-        "phase": pl.String,
-        "detail": pl.String,
-        "step": pl.Int64,
-        "time_ns": pl.Int64,
-    }
-    probe = {
-        "operation": pl.String,
-        "op_id": pl.Int64,
-        "at": pl.String,
-        "time_ns": pl.Int64,
-        "values": pl.String,
-    }
+    event = {"operation": pl.String, "phase": pl.String, "detail": pl.String, "step": pl.Int64, "time_ns": pl.Int64}
+    probe = {"operation": pl.String, "op_id": pl.Int64, "at": pl.String, "time_ns": pl.Int64, "values": pl.String}
     return Frames(
         operations=pl.DataFrame(schema=operation | {"durable": pl.Boolean, "error": pl.String}),
         spans=pl.DataFrame(schema=span),

@@ -5,9 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import polars as pl
+
+from restart_trace.schema import AXES
+
 from ..common.problems import Problem, number_list
 from ..ingest.load import Trace
 from .frame import Frames
+
+_MOST_CORES = 1 << 16  # more is no number that a host has
 
 
 @dataclass(frozen=True)
@@ -83,9 +89,7 @@ def _cycle_problems(
         values = sorted({str(process.get(name)) for process in processes})
         if len(values) > 1:
             message = f"cycle {cycle}: ranks disagree on {name}: {', '.join(values)}"
-            problems.append(
-                Problem("ranks_disagree", message, {"cycle": cycle, "field": name, "values": values})
-            )
+            problems.append(Problem("ranks_disagree", message, {"cycle": cycle, "field": name, "values": values}))
     if len(engines) > 1:
         message = f"cycle {cycle}: ranks ran different checkpoint engines: {', '.join(engines)}"
         data = {"cycle": cycle, "field": "engine_used", "values": engines}
@@ -111,5 +115,35 @@ def _between_cycles(cycles: list[CycleInfo], claimed: list[int]) -> list[Problem
 
 
 def layout_text(layout: dict[str, int]) -> str:
-    """{"tp": 2, "pp": 2, "dp": 2} as TP2 PP2 DP2."""
-    return " ".join(f"{name.upper()}{layout.get(name, '?')}" for name in ("tp", "pp", "dp"))
+    """{"tp": 2, "pp": 2, "dp": 2} as TP2 PP2 DP2; axes besides these where there are any."""
+    shown = [*("tp", "pp", "dp"), *(name for name in AXES if layout.get(name, 1) > 1)]
+    return " ".join(f"{name.upper()}{layout.get(name, '?')}" for name in dict.fromkeys(shown))
+
+
+def is_ours(ranks: list[dict[str, Any]]) -> bool:
+    """Whether this project's trainer ran, of whose ranks these are the process records; else hooks traced a job."""
+    return all(process["instrument"] == "trainer" for process in ranks)
+
+
+def crowded_hosts(ranks: list[dict[str, Any]]) -> pl.DataFrame:
+    """cycle, host, ranks, cores of the hosts that ran more of these ranks than all of them may use cores."""
+    cores: dict[tuple[int, str], set[int]] = {}
+    counts: dict[tuple[int, str], int] = {}
+    for process in ranks:
+        place = process["cycle"], process["host"]
+        counts[place] = counts.get(place, 0) + 1
+        cores.setdefault(place, set()).update(_cores(process.get("cores", "")))
+    rows = [(*place, count, len(cores[place])) for place, count in counts.items() if count > len(cores[place]) > 0]
+    schema = {"cycle": pl.Int64, "host": pl.String, "ranks": pl.Int64, "cores": pl.Int64}
+    return pl.DataFrame(rows, schema=schema, orient="row")
+
+
+def _cores(text: str) -> set[int]:
+    """The numbers in "0-3,8"; none of a text that is no such list."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not first.isdigit() or not (last or first).isdigit() or int(last or first) >= _MOST_CORES:
+            return set()
+        found |= set(range(int(first), int(last or first) + 1))
+    return found

@@ -40,10 +40,7 @@ def loads_inside(frames: Frames, startups: pl.DataFrame) -> pl.DataFrame:
         .agg(pl.col("end_ns").max().alias("last_ns"))
     )
     windows = startups.select(
-        *_PLACE,
-        pl.col("group").alias("startup"),
-        pl.col("start_ns").alias("from_ns"),
-        pl.col("end_ns").alias("to_ns"),
+        *_PLACE, pl.col("group").alias("startup"), pl.col("start_ns").alias("from_ns"), pl.col("end_ns").alias("to_ns")
     )
     loads = frames.operations.filter(pl.col("operation") == "load").join(windows, on=_PLACE, how="inner")
     inside = (pl.col("start_ns") >= pl.col("from_ns")) & (
@@ -56,9 +53,7 @@ def loads_inside(frames: Frames, startups: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def startup_spans(
-    frames: Frames, startups: pl.DataFrame, loads: pl.DataFrame
-) -> tuple[pl.DataFrame, pl.DataFrame]:
+def startup_spans(frames: Frames, startups: pl.DataFrame, loads: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """(spans to sum per phase, spans of the loads within) of all start-ups; both have its group and window."""
     window = startups.select(
         *_PLACE,

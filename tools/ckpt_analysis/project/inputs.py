@@ -55,12 +55,15 @@ def gather(report: Report | None, given: Given) -> Inputs:
 
     Raises CouldNotRunError naming the flag, if a number is neither measured nor given, or cannot be.
     """
+    blocked, num_bytes = _median_of_saves(report, "blocked_s", "blocked_s, slowest rank"), _bytes(report)
     inputs = Inputs(
-        blocked_s=_one("blocked_s", "s", given.blocked_s, "--blocked-seconds", _blocked(report)),
+        blocked_s=_one("blocked_s", "s", given.blocked_s, "--blocked-seconds", blocked),
         durable_s=_one("durable_s", "s", given.durable_s, "--durable-seconds", _durable(report)),
         restart_s=_one("restart_s", "s", given.restart_s, "--restart-seconds", _restart(report)),
         step_s=_one("step_s", "s", given.step_s, "--step-seconds", _step(report)),
-        checkpoint_bytes=_bytes(report, given),
+        checkpoint_bytes=None
+        if given.checkpoint_bytes is None and num_bytes is None
+        else _one("checkpoint_bytes", "bytes", given.checkpoint_bytes, "--checkpoint-bytes", num_bytes),
     )
     if inputs.step_s.value <= 0:
         raise CouldNotRunError(f"--step-seconds {inputs.step_s.value:g}: a step must take more than 0 s")
@@ -82,10 +85,6 @@ def _median_of_saves(report: Report | None, name: str, remark: str) -> tuple[flo
     saves = report.complete_saves if report else []
     values = [value for save in saves if (value := getattr(save, name)) is not None]
     return (median(values), f"median of {len(values)} saves ({remark})") if values else None
-
-
-def _blocked(report: Report | None) -> tuple[float, str] | None:
-    return _median_of_saves(report, "blocked_s", "blocked_s, slowest rank")
 
 
 def _durable(report: Report | None) -> tuple[float, str] | None:
@@ -115,10 +114,6 @@ def _step(report: Report | None) -> tuple[float, str] | None:
     return median(steps), f"median of {len(steps)} steps (slowest rank{note})"
 
 
-def _bytes(report: Report | None, given: Given) -> Input | None:
-    if given.checkpoint_bytes is not None:
-        return _one("checkpoint_bytes", "bytes", given.checkpoint_bytes, "--checkpoint-bytes", None)
+def _bytes(report: Report | None) -> tuple[float, str] | None:
     sizes = [save.bytes for save in report.complete_saves if save.bytes] if report else []
-    if not sizes:
-        return None
-    return Input("checkpoint_bytes", median(sizes), "bytes", MEASURED, f"median of {len(sizes)} saves")
+    return (median(sizes), f"median of {len(sizes)} saves") if sizes else None

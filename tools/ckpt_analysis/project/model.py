@@ -82,9 +82,7 @@ def outcome(costs: Costs, mtbf_s: float, work_s: float) -> Outcome:
     Raises ValueError if either is not above 0.
     """
     if not (work_s > 0 and mtbf_s > 0):
-        raise ValueError(
-            f"work between saves ({work_s} s) and time between failures ({mtbf_s} s) must be above 0"
-        )
+        raise ValueError(f"work between saves ({work_s} s) and time between failures ({mtbf_s} s) must be above 0")
     # A save begins when the one before is durable at the earliest: else training waits (wait_previous).
     period_s = max(work_s + costs.blocked_s, costs.durable_s)
     # From one restart to the next failure: checkpoints that counted (the first after work and D, then one a period)

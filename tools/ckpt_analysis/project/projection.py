@@ -58,9 +58,7 @@ ASSUMPTIONS = [
 ]
 
 
-def project(
-    inputs: Inputs, nodes: list[int], node_mtbf_hours: list[float], interval_steps: list[int]
-) -> Projection:
+def project(inputs: Inputs, nodes: list[int], node_mtbf_hours: list[float], interval_steps: list[int]) -> Projection:
     """Rows for every number of nodes and every MTBF of a node: the given intervals, then the three rules."""
     costs = Costs(inputs.blocked_s.value, inputs.durable_s.value, inputs.restart_s.value)
     rows = []

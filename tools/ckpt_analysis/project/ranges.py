@@ -14,10 +14,11 @@ def parse_counts(flag: str, text: str) -> list[int]:
     values: list[int] = []
     for part in text.split(","):
         low, dots, high = part.partition("..")
-        if dots:
-            values += _doubling(_count(flag, text, low), _count(flag, text, high), flag, text)
-        else:
-            values.append(_count(flag, text, part))
+        first = _count(flag, text, low)
+        last = _count(flag, text, high) if dots else first
+        if first > last:
+            raise CouldNotRunError(f"{flag} {text}: {first}..{last} is empty; give the smaller number first")
+        values += [first << doubled for doubled in range((last // first).bit_length())]
     if len(values) > _MOST:
         raise CouldNotRunError(f"{flag} {text}: {len(values)} values; give {_MOST} at most")
     return list(dict.fromkeys(values))
@@ -32,9 +33,7 @@ def parse_positives(flag: str, text: str) -> list[float]:
         except ValueError:
             value = math.nan
         if not (math.isfinite(value) and value > 0):
-            raise CouldNotRunError(
-                f"{flag} {text}: {part.strip()!r} is no number above 0; give some as 1000,50000"
-            )
+            raise CouldNotRunError(f"{flag} {text}: {part.strip()!r} is no number above 0; give some as 1000,50000")
         values.append(value)
     return list(dict.fromkeys(values))
 
@@ -42,17 +41,5 @@ def parse_positives(flag: str, text: str) -> list[float]:
 def _count(flag: str, text: str, part: str) -> int:
     part = part.strip()
     if not (part.isascii() and part.isdigit() and int(part) >= 1):
-        raise CouldNotRunError(
-            f"{flag} {text}: {part!r} is no number from 1; give some as 8,64 or 8..1024 (doubling)"
-        )
+        raise CouldNotRunError(f"{flag} {text}: {part!r} is no number from 1; give some as 8,64 or 8..1024 (doubling)")
     return int(part)
-
-
-def _doubling(low: int, high: int, flag: str, text: str) -> list[int]:
-    if low > high:
-        raise CouldNotRunError(f"{flag} {text}: {low}..{high} is empty; give the smaller number first")
-    values = []
-    while low <= high:
-        values.append(low)
-        low *= 2
-    return values

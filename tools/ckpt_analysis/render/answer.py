@@ -36,16 +36,12 @@ def _start(start: StartStats) -> list[str]:
             lead += f", {seconds(start.failure.relaunched_s)} s of it until it was relaunched"
         sentences = [f"{lead}."]
     else:
-        sentences = [
-            f"{what} took {seconds(first.max_s)} s from process start to the end of its first step"
-            + ("." if first.slowest_rank is None else f" (rank {first.slowest_rank} was last).")
-        ]
+        last = "" if first.slowest_rank is None else f" (rank {first.slowest_rank} was last)"
+        sentences = [f"{what} took {seconds(first.max_s)} s from process start to the end of its first step{last}."]
     before = [phase for phase in start.phases if phase.name != "caught_up"]
     where = _largest(before, first.max_s)
     if where:
-        sentences.append(
-            f"Of the {seconds(first.max_s)} s from process start on rank {first.slowest_rank}, {where}."
-        )
+        sentences.append(f"Of the {seconds(first.max_s)} s from process start on rank {first.slowest_rank}, {where}.")
     return sentences + _lost(start)
 
 
@@ -96,9 +92,8 @@ def _load(load: OperationStats) -> list[str]:
     if load.wall is None:
         return []
     where = _largest(load.phases, load.wall.max_s)
-    text = (
-        f"The load of {load.tag or 'nothing'} took {seconds(load.wall.max_s, digits_for(load.wall.max_s))} s"
-    )
+    took = seconds(load.wall.max_s, digits_for(load.wall.max_s))
+    text = f"The load of {load.tag or 'nothing'} took {took} s"
     return [f"{text}; on rank {load.wall.slowest_rank}, {where}." if where else f"{text}."]
 
 
@@ -109,7 +104,5 @@ def _largest(phases: list[PhaseStats], wall_s: float) -> str:
     if not largest or wall_s <= 0:
         return ""
     digits = digits_for(wall_s)
-    parts = [
-        f"{name} took {seconds(time_s, digits)} s ({100 * time_s / wall_s:.0f} %)" for time_s, name in largest
-    ]
+    parts = [f"{name} took {seconds(time_s, digits)} s ({100 * time_s / wall_s:.0f} %)" for time_s, name in largest]
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

@@ -110,9 +110,7 @@ def _results(comparison: Comparison) -> list[Result]:
 def compared(comparison: Comparison, *, headline_only: bool) -> list[Result]:
     """Every metric, or the headline metrics, of every variant after the first."""
     first = comparison.variants[0]
-    return [
-        r for r in _results(comparison) if r.variant is not first and (r.row.headline or not headline_only)
-    ]
+    return [r for r in _results(comparison) if r.variant is not first and (r.row.headline or not headline_only)]
 
 
 def _differing_header(comparison: Comparison) -> list[str]:

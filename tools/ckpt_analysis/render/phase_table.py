@@ -24,8 +24,7 @@ def phase_lines(phases: list[PhaseStats], detail: str = "{phase}/{detail}") -> l
     for phase in phases:
         lines.append(PhaseLine(phase.name, phase.time, phase))
         lines += [
-            PhaseLine(detail.format(phase=phase.name, detail=entry.name), entry.time, entry)
-            for entry in phase.details
+            PhaseLine(detail.format(phase=phase.name, detail=entry.name), entry.time, entry) for entry in phase.details
         ]
     return lines
 

@@ -78,9 +78,5 @@ def _inputs(projection: Projection) -> list[tuple[str, str, str]]:
 
 
 def _assumptions(projection: Projection) -> list[str]:
-    assumptions = list(projection.assumptions)
-    if projection.inputs.checkpoint_bytes is None:
-        assumptions.append(
-            "the bytes of a checkpoint were not recorded: give --checkpoint-bytes for needs GB/s"
-        )
-    return assumptions
+    unknown = "the bytes of a checkpoint were not recorded: give --checkpoint-bytes for needs GB/s"
+    return projection.assumptions + ([unknown] if projection.inputs.checkpoint_bytes is None else [])

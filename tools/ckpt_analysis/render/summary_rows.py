@@ -7,17 +7,7 @@ from typing import Any, NamedTuple
 
 from ...common.escaping import markdown, shown
 from ...common.formatting import NOT_RECORDED, percent, rate, size
-from ...common.tables import (
-    Column,
-    Style,
-    csv_table,
-    markdown_table,
-    numbers,
-    text_table,
-    texts,
-    times,
-    titles,
-)
+from ...common.tables import Column, Style, csv_table, markdown_table, numbers, text_table, texts, times, titles
 from ..metrics.results import OperationStats, PhaseStats, Stats
 from ..report import Report
 from .phase_table import PhaseLine, phase_lines, time_columns, volume_columns
@@ -105,19 +95,23 @@ def _fields(value: object, names: tuple[str, ...]) -> dict[str, Any]:
 
 def table_text(report: Report, style: Style, *, show_all: bool) -> str:
     """Both tables for a terminal."""
-    report = shown(report)
-    operations, phases = texts(_OPERATION, _operations(report)), texts(_PHASE, _rows(report, show_all))
-    lines = [style.heading("Operations"), *text_table(titles(_OPERATION), operations, style, indent="")]
-    lines += ["", style.heading("Phases"), *text_table(titles(_PHASE), phases, style, indent="")]
+    operations, phases = _both(shown(report), show_all)
+    lines = [style.heading("Operations"), *text_table(*operations, style, indent="")]
+    lines += ["", style.heading("Phases"), *text_table(*phases, style, indent="")]
     return "\n".join(lines) + "\n"
 
 
 def markdown_text(report: Report, *, show_all: bool) -> str:
     """Both tables as GitHub's Markdown."""
-    report = shown(report, markdown)
-    operations, phases = texts(_OPERATION, _operations(report)), texts(_PHASE, _rows(report, show_all))
-    lines = markdown_table(titles(_OPERATION), operations, numbers=True)
-    return "\n".join([*lines, "", *markdown_table(titles(_PHASE), phases, numbers=True)]) + "\n"
+    operations, phases = _both(shown(report, markdown), show_all)
+    lines = [*markdown_table(*operations, numbers=True), "", *markdown_table(*phases, numbers=True)]
+    return "\n".join(lines) + "\n"
+
+
+def _both(report: Report, show_all: bool) -> list[tuple[list[str], list[list[str]]]]:
+    """(titles, rows) of the operations and of the phases."""
+    phases = texts(_PHASE, _rows(report, show_all))
+    return [(titles(_OPERATION), texts(_OPERATION, _operations(report))), (titles(_PHASE), phases)]
 
 
 def _operations(report: Report) -> list[Stats]:

@@ -14,18 +14,11 @@ from ..metrics.results import OperationStats, Spread, StartStats, Stats
 from ..model.run_info import CycleInfo
 from ..report import Report
 from .answer import answer
-from .phase_table import (
-    PhaseLine,
-    blocking_column,
-    critical_columns,
-    phase_lines,
-    time_columns,
-    volume_columns,
-)
-from .rank_table import rank_lines
+from .phase_table import PhaseLine, blocking_column, critical_columns, phase_lines, time_columns, volume_columns
 
 _WIDTH = 100
 _BAR = 40  # columns that a restart is drawn in
+_Coordinates = dict[int, tuple[int, int, int]]  # rank -> (tp, pp, dp)
 _SAVES: tuple[Column[OperationStats], ...] = (
     Column("save", lambda save: save.tag or "?"),
     Column("cycle", lambda save: str(save.cycle)),
@@ -55,7 +48,8 @@ def render(report: Report, style: Style, *, show_all: bool = False) -> str:
         lines += ["", *_operation(load, coordinates, style)]
     full = report.saves if show_all else report.saves[-1:]
     if len(report.saves) > len(full):
-        lines += ["", *_save_summary(report.saves, style)]
+        rows = texts(_SAVES, report.saves)
+        lines += ["", style.heading(f"Saves ({len(rows)})"), *text_table(titles(_SAVES), rows, style)]
     for save in full:
         lines += ["", *_operation(save, coordinates, style)]
     lines += ["", *_hints(report, show_all)]
@@ -80,9 +74,8 @@ def _header(report: Report, style: Style) -> list[str]:
 
 
 def _presence(cycles: list[CycleInfo]) -> str:
-    return "; ".join(f"cycle {c.cycle}: {c.present} of {c.expected} present" for c in cycles[-4:]) + (
-        f" (and {len(cycles) - 4} cycles before)" if len(cycles) > 4 else ""
-    )
+    before = f" (and {len(cycles) - 4} cycles before)" if len(cycles) > 4 else ""
+    return "; ".join(f"cycle {c.cycle}: {c.present} of {c.expected} present" for c in cycles[-4:]) + before
 
 
 def _problems(problems: list[Problem], style: Style) -> list[str]:
@@ -109,7 +102,7 @@ def _findings(findings: list[Finding], style: Style) -> list[str]:
     return lines
 
 
-def _start(start: StartStats, coordinates: dict[int, tuple[int, int, int]], style: Style) -> list[str]:
+def _start(start: StartStats, coordinates: _Coordinates, style: Style) -> list[str]:
     first = start.wall
     what = "Restart" if start.is_restart else "Launch"
     lines = [style.heading(f"{what} of cycle {start.cycle} ({plural(start.ranks, 'rank')})")]
@@ -120,11 +113,11 @@ def _start(start: StartStats, coordinates: dict[int, tuple[int, int, int]], styl
             f"  process start to first step {seconds(first.max_s)} s{_last_rank(first)}, "
             f"caught up after {seconds(start.caught_up_s)} s"
         )
-    if start.failure:
+    if failure := start.failure:
         lines.append(
-            f"  failure{f' ({start.failure.fault})' if start.failure.fault else ''} to first step "
-            f"{seconds(start.restart_s)} s: detected after {seconds(start.failure.detected_s)} s, stopped "
-            f"{seconds(start.failure.stopped_s)} s, relaunched {seconds(start.failure.relaunched_s)} s"
+            f"  failure{f' ({failure.fault})' if failure.fault else ''} to first step {seconds(start.restart_s)} s: "
+            f"detected after {seconds(failure.detected_s)} s, stopped {seconds(failure.stopped_s)} s, relaunched "
+            f"{seconds(failure.relaunched_s)} s"
         )
     if start.is_restart:
         lines.append(
@@ -136,7 +129,7 @@ def _start(start: StartStats, coordinates: dict[int, tuple[int, int, int]], styl
     if start.restart_s is not None:
         lines += [*_waterfall(start, start.restart_s, style), ""]
     lines += _phase_lines(start, "to first step", style)
-    return lines + rank_lines(start.per_rank, start.phases, coordinates, style)
+    return lines + _rank_lines(start, coordinates, style)
 
 
 def _waterfall(start: StartStats, whole_s: float, style: Style) -> list[str]:
@@ -155,16 +148,11 @@ def _waterfall(start: StartStats, whole_s: float, style: Style) -> list[str]:
     return [*text_table(header, rows, style), f"  {percent(accounted)} of {seconds(whole_s)} s accounted for"]
 
 
-def _operation(
-    stats: OperationStats, coordinates: dict[int, tuple[int, int, int]], style: Style
-) -> list[str]:
+def _operation(stats: OperationStats, coordinates: _Coordinates, style: Style) -> list[str]:
     title = f"{stats.operation.capitalize()} {stats.tag or '(no checkpoint)'} in cycle {stats.cycle}"
     outcome = "" if stats.outcome == "ok" else f": {stats.outcome.upper()}"
-    lines = [
-        style.heading(
-            f"{title} ({plural(stats.ranks, 'rank')}, {stats.engine or 'engine not recorded'}){outcome}"
-        )
-    ]
+    ran = f"{plural(stats.ranks, 'rank')}, {stats.engine or 'engine not recorded'}"
+    lines = [style.heading(f"{title} ({ran}){outcome}")]
     if stats.error:
         lines.append(f"  reason: {stats.error}")
     digits = digits_for(stats.wall.max_s if stats.wall else 0.0)
@@ -173,17 +161,15 @@ def _operation(
         facts.append(f"blocked {seconds(stats.blocked_s, digits)} s ({rate(stats.blocked_GBps)} GB/s)")
         if stats.drain_s is not None:
             facts.append(f"waited for at the end {seconds(stats.drain_s, digits)} s")
-        not_synced = stats.durable_s is None and stats.committed_s is not None
-        facts.append(
-            f"committed, not durable, after {seconds(stats.committed_s, digits)} s"
-            if not_synced
-            else f"durable after {seconds(stats.durable_s, digits)} s"
-        )
+        if stats.durable_s is None and stats.committed_s is not None:
+            facts.append(f"committed, not durable, after {seconds(stats.committed_s, digits)} s")
+        else:
+            facts.append(f"durable after {seconds(stats.durable_s, digits)} s")
     facts.append(f"I/O {rate(stats.io_GBps)} GB/s")
     lines.append("  " + ", ".join(facts))
     lines.append(f"  coverage {_coverage(stats)}")
     lines += _phase_lines(stats, f"whole {stats.operation}", style)
-    return lines + rank_lines(stats.per_rank, stats.phases, coordinates, style)
+    return lines + _rank_lines(stats, coordinates, style)
 
 
 def _coverage(stats: Stats) -> str:
@@ -213,23 +199,29 @@ def _phase_lines(stats: Stats, whole: str, style: Style) -> list[str]:
     return text_table(titles(columns), texts(columns, lines), style) if lines else ["  no phases recorded"]
 
 
-def _save_summary(saves: list[OperationStats], style: Style) -> list[str]:
-    return [
-        style.heading(f"Saves ({len(saves)})"),
-        *text_table(titles(_SAVES), texts(_SAVES, saves), style),
-    ]
+def _rank_lines(stats: Stats, coordinates: _Coordinates, style: Style) -> list[str]:
+    """A row per rank, a column per phase, in seconds; none if the numbers rank by rank were not made."""
+    if not stats.per_rank or not stats.phases:
+        return []
+    digits = digits_for(max((rank.wall_s or 0.0) for rank in stats.per_rank))
+    names = [phase.name for phase in stats.phases]
+    header = ("rank (tp,pp,dp)", *names, "unattrib.", "whole", "coverage")
+    rows = []
+    for rank in stats.per_rank:
+        place = coordinates.get(rank.rank)
+        label = f"{rank.rank} ({','.join(map(str, place))})" if place else str(rank.rank)
+        took = [seconds(rank.phases.get(name, 0.0), digits) for name in names]
+        rest = seconds(rank.unattributed_s, digits)
+        rows.append((label, *took, rest, seconds(rank.wall_s, digits), percent(rank.coverage)))
+    return ["", *text_table(header, rows, style)]
 
 
 def _hints(report: Report, show_all: bool) -> list[str]:
-    hints = [
-        "Every number is defined in docs/metrics.md; GB is 1e9 bytes. -o DIR writes figures into one HTML "
-        "file."
-    ]
+    hints = ["Every number is defined in docs/metrics.md; GB is 1e9 bytes. -o DIR writes figures into one HTML file."]
     if not show_all and len(report.saves) > 1:
         hints.append("--all shows every save in full.")
-    missing = [info for info in report.cycles if info.missing]
-    if missing:
-        hints.append(
-            f"Ranks {number_list(missing[-1].missing)} of cycle {missing[-1].cycle} are not in these numbers."
-        )
+    incomplete = [info for info in report.cycles if info.missing]
+    if incomplete:
+        last = incomplete[-1]
+        hints.append(f"Ranks {number_list(last.missing)} of cycle {last.cycle} are not in these numbers.")
     return textwrap.wrap(" ".join(hints), _WIDTH)

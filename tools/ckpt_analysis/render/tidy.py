@@ -12,12 +12,7 @@ TABLES = ("spans", "operations", "iterations", "events", "probes")
 
 def tidy(trace: Trace, frames: Frames, table: str) -> pl.DataFrame:
     """One of TABLES with the columns run_id, cycle, rank, tp, pp, dp and host in front. Times are Unix ns."""
-    if table == "spans":
-        rows = _spans(frames)
-    elif table == "operations":
-        rows = frames.operations
-    else:
-        rows = {"iterations": frames.iterations, "events": frames.events, "probes": frames.probes}[table]
+    rows = _spans(frames) if table == "spans" else getattr(frames, table)
     place = ["run_id", "cycle", "rank", "tp", "pp", "dp", "host"]
     rows = rows.with_columns(pl.lit(trace.run_id).alias("run_id"))
     joined = rows.join(_places(trace), on=["cycle", "rank"], how="left", maintain_order="left")

@@ -49,17 +49,14 @@ def cut(frames: Frames, asked: Cut) -> Frames:
     operations = frames.operations.with_row_index("op").filter(keep)
     iterations, events = frames.iterations.filter(keep), frames.events.filter(keep)
     if asked.checkpoint is not None:
-        named = (pl.col("tag") == asked.checkpoint) | (
-            pl.col("step").cast(pl.String) == asked.checkpoint.removeprefix("global_step")
-        )
-        operations = operations.filter((pl.col("operation") != "startup") & named.fill_null(False))
+        of_step = pl.col("step").cast(pl.String) == asked.checkpoint.removeprefix("global_step")
+        named = ((pl.col("tag") == asked.checkpoint) | of_step).fill_null(False)
+        operations = operations.filter((pl.col("operation") != "startup") & named)
         window = operations.select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0)
         iterations = iterations.filter((pl.col("start_ns") < window[1]) & (pl.col("end_ns") > window[0]))
         events = events.clear()
     spans = frames.spans.filter(pl.col("op").is_in(operations["op"].implode()))
-    return replace(
-        frames, operations=operations.drop("op"), spans=spans, iterations=iterations, events=events
-    )
+    return replace(frames, operations=operations.drop("op"), spans=spans, iterations=iterations, events=events)
 
 
 def write_timeline(
@@ -84,9 +81,7 @@ def write_timeline(
 
 
 def _write(stream: TextIO, events: pl.Series) -> int:
-    for event in events:
-        stream.write(",\n")
-        stream.write(event)
+    stream.writelines(f",\n{event}" for event in events)
     return len(events)
 
 
@@ -106,11 +101,8 @@ def _names(trace: Trace, frames: Frames, tracks: dict[str, int]) -> list[str]:
     events = []
     for rank in sorted({rank for rank, _ in named} | set(frames.events["rank"].unique())):
         place = places.get(rank, {"host": "?", "tp": -1, "pp": -1, "dp": -1})
-        label = (
-            f"rank {rank} (tp {place['tp']}, pp {place['pp']}, dp {place['dp']})"
-            if rank >= 0
-            else "supervisor"
-        )
+        place_text = f"rank {rank} (tp {place['tp']}, pp {place['pp']}, dp {place['dp']})"
+        label = place_text if rank >= 0 else "supervisor"
         events.append(_meta("process_name", rank, 0, {"name": f"{label} on {place['host']}"}))
         events.append(_meta("process_sort_index", rank, 0, {"sort_index": rank}))
     for (rank, track), name in sorted(named.items()):
@@ -123,9 +115,7 @@ def _meta(name: str, rank: int, track: int, arguments: dict[str, object]) -> str
     return json.dumps({"name": name, "ph": "M", "pid": rank, "tid": track, "args": arguments})
 
 
-def _span_events(
-    spans: pl.DataFrame, operations: pl.DataFrame, tracks: dict[str, int], zero: int
-) -> pl.Series:
+def _span_events(spans: pl.DataFrame, operations: pl.DataFrame, tracks: dict[str, int], zero: int) -> pl.Series:
     """Complete events, whose duration is the window; `busy_ns` is the time spent in the phase."""
     tags = operations.select("cycle", "rank", "op_id", "tag")
     rows = spans.join(tags, on=["cycle", "rank", "op_id"], how="left", maintain_order="left")
@@ -134,7 +124,7 @@ def _span_events(
     phase, operation, blocking = (pl.col(name).cast(pl.String) for name in ("phase", "operation", "blocking"))
     name = ['{"name":"', phase, pl.format("/{}", pl.col("detail").cast(pl.String))]
     place = ['","cat":"', operation, '","ph":"X","pid":', pl.col("rank"), ',"tid":', track, *_window(zero)]
-    ids = [*_first_argument("cycle"), *_argument("op_id"), ',"busy_ns":', pl.col("duration_ns")]
+    ids = [*_first_argument("cycle"), ',"op_id":', pl.col("op_id"), ',"busy_ns":', pl.col("duration_ns")]
     optional = [_optional(name) for name in ("tag", "file", "bytes", "error")]
     return _joined(rows, *name, *place, *ids, ',"blocking":', blocking, *optional, "}}")
 
@@ -143,16 +133,8 @@ def _operation_events(operations: pl.DataFrame, zero: int) -> pl.Series:
     """A pair of asynchronous events each, since saves may overlap; one without an end has no second."""
     rows = operations.with_columns(_quoted(operations[name]) for name in ("tag", "outcome", "engine"))
     rank = pl.col("rank")
-    identity = [
-        '","cat":"operation","id":"',
-        rank,
-        ".",
-        pl.col("cycle"),
-        ".",
-        pl.col("op_id"),
-        '","pid":',
-        rank,
-    ]
+    number = [rank, ".", pl.col("cycle"), ".", pl.col("op_id")]
+    identity = ['","cat":"operation","id":"', *number, '","pid":', rank]
     begin = ['{"name":"', pl.col("operation"), *identity, ',"tid":0,"ts":']
     facts = [*_first_argument("outcome"), *(_optional(name) for name in ("tag", "engine", "bytes"))]
     begins = _joined(rows, *begin, _micro(pl.col("start_ns") - zero), ',"ph":"b"', *facts, "}}")
@@ -164,9 +146,7 @@ def _operation_events(operations: pl.DataFrame, zero: int) -> pl.Series:
 def _iteration_events(iterations: pl.DataFrame, track: int, zero: int) -> pl.Series:
     name = ['{"name":"step ', pl.col("step"), '","cat":"iteration","ph":"X","pid":', pl.col("rank")]
     loss = pl.format(',"loss":{}', pl.col("loss").fill_nan(None))
-    return _joined(
-        iterations, *name, f',"tid":{track}', *_window(zero), *_first_argument("cycle"), loss, "}}"
-    )
+    return _joined(iterations, *name, f',"tid":{track}', *_window(zero), *_first_argument("cycle"), loss, "}}")
 
 
 def _instants(events: pl.DataFrame, zero: int) -> pl.Series:
@@ -178,10 +158,6 @@ def _instants(events: pl.DataFrame, zero: int) -> pl.Series:
 
 def _first_argument(name: str) -> list[str | pl.Expr]:
     return [f',"args":{{"{name}":', pl.col(name)]
-
-
-def _argument(name: str) -> list[str | pl.Expr]:
-    return [f',"{name}":', pl.col(name)]
 
 
 def _optional(name: str) -> pl.Expr:

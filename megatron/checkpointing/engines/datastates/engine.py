@@ -31,13 +31,7 @@ from megatron.checkpointing.engines.base import (
 )
 from megatron.checkpointing.engines.datastates import format as file_format
 from megatron.checkpointing.engines.datastates.library import GIB, Library, find_library, open_library
-from megatron.checkpointing.engines.datastates.state import (
-    Apart,
-    key_of,
-    pickled_of,
-    put_together,
-    take_apart,
-)
+from megatron.checkpointing.engines.datastates.state import Apart, key_of, pickled_of, put_together, take_apart
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.file_loads import checked_content, report_load
 from megatron.config import ConfigError
@@ -110,9 +104,7 @@ class DataStatesEngine(CheckpointEngine):
             raise OSError(errno.ENOSPC, f"{needed} bytes do not fit into {free}", str(directory))
         if self._library is None:
             self._library = open_library(self._cache_bytes, self.options.rank, dict(self.options.library))
-            logger.info(
-                "DataStates through %s, host cache %.3g GiB", self._library.api, self._cache_bytes / GIB
-            )
+            logger.info("DataStates through %s, host cache %.3g GiB", self._library.api, self._cache_bytes / GIB)
         return self._library
 
     def _load_file(self, path: Path, expected: SavedFile | None, op: Operation) -> Any:
@@ -167,72 +159,70 @@ class _Part:
         return copied
 
 
+@dataclass
 class _DataStatesSave(PendingSave):
-    def __init__(
-        self, library: Library, parts: list[_Part], directory: Path, options: EngineOptions, op: Operation
-    ) -> None:
-        self._library = library
-        self._parts = parts
-        self._directory = directory
-        self._options = options
-        self._op = op
-        self._released = False
-        self._error: BaseException | None = None
+    library: Library
+    parts: list[_Part]
+    directory: Path
+    options: EngineOptions
+    op: Operation
+    released: bool = False
+    error: BaseException | None = None
 
     def release_state(self) -> None:
-        if self._released:
+        if self.released:
             return
-        self._released = True
+        self.released = True
         try:
-            with self._op.span("device_to_host") as span:
-                self._library.wait_for_copies()
-                staged = [tensor for part in self._parts for tensor in part.staged]
+            with self.op.span("device_to_host") as span:
+                self.library.wait_for_copies()
+                staged = [tensor for part in self.parts for tensor in part.staged]
                 span.bytes = sum(tensor.nbytes for tensor in staged if tensor.device.type != "cpu")
         except Exception as exc:  # `wait` tells it
-            self._error = exc
+            self.error = exc
 
     def wait(self) -> list[SavedFile]:
         self.release_state()
         try:
             return self._finish()
         finally:
-            self._parts = []  # lets go of the tensors
+            self.parts = []  # lets go of the tensors
 
     def _finish(self) -> list[SavedFile]:
-        if self._error is not None:
-            raise self._error
-        num_bytes = sum(part.num_bytes for part in self._parts)
+        if self.error is not None:
+            raise self.error
+        num_bytes = sum(part.num_bytes for part in self.parts)
         timeout = TIMEOUT_S + TIMEOUT_S_PER_GIB * num_bytes / GIB
         deadline = time.monotonic() + timeout
-        with self._op.span("flush", "write", blocking=False) as span:
-            done = self._library.wait_for_files(self._directory, deadline)
+        with self.op.span("flush", "write", blocking=False) as span:
+            done = self.library.wait_for_files(self.directory, deadline)
             span.bytes = num_bytes
         given_up = "DataStates says that all is written" if done else f"given up after {timeout:.0f} s"
-        saved = [self._settle(part, 0.0 if done else deadline, given_up) for part in self._parts]
-        return note_saved(saved, self._options, self._op)
+        saved = [self._settle(part, 0.0 if done else deadline, given_up) for part in self.parts]
+        return note_saved(saved, self.options, self.op)
 
     def _settle(self, part: _Part, deadline: float, given_up: str) -> SavedFile:
         """Wait until the file holds what it must, synchronise it and take its checksum."""
         name = part.path.name
         while True:
             try:
-                with self._op.span("serialize", file=name, blocking=False):
+                with self.op.span("serialize", file=name, blocking=False):
                     num_bytes, crc = check_content(part.path, part.apart, part.sums)
                 break
             except CheckpointDamagedError as exc:
                 if time.monotonic() >= deadline:
                     raise CheckpointDamagedError(f"{exc}; {given_up}") from exc
-            with self._op.span("flush", "write", file=name, blocking=False):
+            with self.op.span("flush", "write", file=name, blocking=False):
                 time.sleep(_POLL_S)
-        if self._options.fsync:
-            with self._op.span("flush", "fsync", file=name, blocking=False) as span:
+        if self.options.fsync:
+            with self.op.span("flush", "fsync", file=name, blocking=False) as span:
                 fd = os.open(part.path, os.O_RDONLY | os.O_CLOEXEC)
                 try:
                     os.fsync(fd)
                 finally:
                     os.close(fd)
                 span.bytes = num_bytes
-        return SavedFile(name, num_bytes, checksum_text(crc if self._options.checksum else None))
+        return SavedFile(name, num_bytes, checksum_text(crc if self.options.checksum else None))
 
 
 def row_sums(tensor: torch.Tensor) -> torch.Tensor:
@@ -319,11 +309,7 @@ def _path_to(state: Any, tensor: torch.Tensor) -> list[str] | None:
     if state is tensor:
         return []
     items = (
-        state.items()
-        if isinstance(state, Mapping)
-        else enumerate(state)
-        if isinstance(state, (list, tuple))
-        else ()
+        state.items() if isinstance(state, Mapping) else enumerate(state) if isinstance(state, (list, tuple)) else ()
     )
     for key, value in items:
         found = _path_to(value, tensor)

@@ -21,12 +21,14 @@ Tensors are raw and row-major.
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import RawIOBase
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any
 
 import torch
 
@@ -72,16 +74,6 @@ class Header:
         return sorted(self.tensors.items(), key=lambda item: item[1].start)
 
 
-class Reader(Protocol):
-    """A seekable file that fills buffers."""
-
-    def seek(self, offset: int, whence: int = 0, /) -> int: ...
-
-    def readinto(self, buffer: Any, /) -> int | None: ...
-
-    def read(self, size: int = -1, /) -> bytes | None: ...
-
-
 def read_header(path: Path) -> Header:
     """Raises CheckpointDamagedError, with how many bytes are missing where that is known, if there is no header."""
     try:
@@ -104,7 +96,7 @@ def verify_complete(path: Path) -> Header:
     return header
 
 
-def read_regions(reader: Reader, header: Header, path: Path) -> tuple[dict[str, torch.Tensor], bytes]:
+def read_regions(reader: RawIOBase, header: Header, path: Path) -> tuple[dict[str, torch.Tensor], bytes]:
     """(tensors by key, pickle), read in the order they have in the file.
 
     Raises CheckpointDamagedError if the file ends before them.
@@ -133,7 +125,7 @@ def segments(header: Header, file_bytes: int) -> Iterator[tuple[str | None, Regi
         yield None, Region(position, file_bytes)
 
 
-def _fill(reader: Reader, view: memoryview, path: Path, what: str) -> None:
+def _fill(reader: RawIOBase, view: memoryview, path: Path, what: str) -> None:
     done = 0
     while done < len(view):
         count = reader.readinto(view[done:])
@@ -148,7 +140,7 @@ def _short(path: Path, size: int, expected: int, where: str) -> CheckpointDamage
     )
 
 
-def _parse(path: Path, file: BinaryIO | Any, size: int) -> Header:
+def _parse(path: Path, file: RawIOBase, size: int) -> Header:
     """Find out which layout it is by where there is a JSON object."""
     if size < _NUMBER.size:
         raise CheckpointDamagedError(f"{path}: {size} bytes, too few for a DataStates file")
@@ -173,9 +165,7 @@ def _parse(path: Path, file: BinaryIO | Any, size: int) -> Header:
             raise _short(path, size, begin + length, " in its header alone")
     if ALIGNMENT <= number < 1 << 62 and number >= size:
         raise _short(path, size, number, " before its header")
-    raise CheckpointDamagedError(
-        f"{path}: not a DataStates file: it has no header, or one that was not written whole"
-    )
+    raise CheckpointDamagedError(f"{path}: not a DataStates file: it has no header, or one that was not written whole")
 
 
 def _read(file: Any, begin: int, length: int) -> bytes:
@@ -202,7 +192,7 @@ def _header(layout: str, content: dict[str, Any], header_end: int, size: int) ->
             continue
         start, stop = (base + _offset(offset) for offset in item[name])
         region = TensorRegion(start, stop, _dtype(item["dtype"]), _shape(item["shape"]))
-        if stop - start != _num_bytes(region):
+        if stop - start != region.dtype.itemsize * math.prod(region.shape):
             raise ValueError(f"{key}: {stop - start} bytes for {region.dtype} {list(region.shape)}")
         tensors[key.removeprefix(TENSOR_PREFIX) if layout == "trailing" else key] = region
     start, stop = (base + _offset(offset) for offset in content[SKELETON][name])
@@ -245,10 +235,3 @@ def _shape(value: Any) -> tuple[int, ...]:
     if type(value) is not list or any(type(item) is not int or item < 0 for item in value):
         raise ValueError(f"shape {ascii(value)[:80]}")
     return tuple(value)
-
-
-def _num_bytes(region: TensorRegion) -> int:
-    count = region.dtype.itemsize
-    for item in region.shape:
-        count *= item
-    return count

@@ -134,9 +134,7 @@ def find_library(options: Mapping[str, Any] | None = None) -> tuple[type[Library
     the installed branch does not read `options`, which are of the later one.
     """
     if importlib.util.find_spec("datastates") is None:
-        raise EngineUnavailableError(
-            f"--checkpoint-engine datastates: package datastates is not installed; {_INSTALL}"
-        )
+        raise EngineUnavailableError(f"--checkpoint-engine datastates: package datastates is not installed; {_INSTALL}")
     if not torch.cuda.is_available():
         raise EngineUnavailableError(
             "--checkpoint-engine datastates: there is no CUDA device here, and saving needs one; use another engine, "

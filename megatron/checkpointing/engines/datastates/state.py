@@ -65,9 +65,7 @@ class _TensorsApart(pickle.Pickler):
         if not isinstance(obj, torch.Tensor):
             return None
         if obj.layout is not torch.strided or obj.is_quantized:
-            raise pickle.PicklingError(
-                f"a tensor of layout {obj.layout} cannot be saved with engine datastates"
-            )
+            raise pickle.PicklingError(f"a tensor of layout {obj.layout} cannot be saved with engine datastates")
         if obj.numel() == 0:
             return "empty", str(obj.dtype), tuple(obj.shape)
         if id(obj) not in self._numbers:
@@ -150,9 +148,7 @@ def _allowed() -> dict[str, Any]:
         entries: list[Any] = list(torch.serialization.get_safe_globals())
     allowed = {}
     for entry in entries:
-        known, name = (
-            entry if isinstance(entry, tuple) else (entry, f"{entry.__module__}.{entry.__qualname__}")
-        )
+        known, name = entry if isinstance(entry, tuple) else (entry, f"{entry.__module__}.{entry.__qualname__}")
         allowed[name] = known
     for plain in (complex, set, frozenset, bytearray, slice, range):
         allowed[f"builtins.{plain.__name__}"] = plain

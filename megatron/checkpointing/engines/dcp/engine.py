@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,13 +33,7 @@ from megatron.checkpointing.engines.base import (
     refuse_duplicates,
 )
 from megatron.checkpointing.engines.dcp.storage import METADATA, Failure, Reader, Writer, cause_of
-from megatron.checkpointing.engines.state_files import (
-    StateDirectoryEngine,
-    finish_save,
-    pack,
-    total_bytes,
-    unpack,
-)
+from megatron.checkpointing.engines.state_files import StateDirectoryEngine, finish_save, pack, total_bytes, unpack
 from megatron.fileio.checksums import checksum_text
 from megatron.fileio.timed_files import Timeline
 from restart_trace.clock import now_ns
@@ -76,8 +71,7 @@ class DcpEngine(StateDirectoryEngine):
     def _load_state(self, root: Path, files: Mapping[str, SavedFile], timeline: Timeline) -> Any:
         reader = Reader(root, files, self.options.verify_checksums, timeline)
         content: dict[str, Any] = {
-            name: torch.empty(item.size, dtype=item.properties.dtype)
-            for name, item in reader.tensors().items()
+            name: torch.empty(item.size, dtype=item.properties.dtype) for name, item in reader.tensors().items()
         }
         try:
             load(content, storage_reader=reader, no_dist=True)
@@ -126,25 +120,25 @@ class DcpAsyncEngine(DcpEngine):
         return self._group
 
 
+@dataclass
 class _PendingSaves(PendingSave):
     """The library's saves of one of ours. They write one after the other: each has --io-threads threads."""
 
-    def __init__(self, options: EngineOptions, directory: Path, op: Operation) -> None:
-        self._options = options
-        self._directory = directory
-        self._op = op
-        self._failure = Failure()
-        self._slots = threading.Semaphore()
-        self._saves: list[tuple[str, Writer, Future[Any]]] = []
+    options: EngineOptions
+    directory: Path
+    op: Operation
+    failure: Failure = field(default_factory=Failure)
+    slots: threading.Semaphore = field(default_factory=threading.Semaphore)
+    saves: list[tuple[str, Writer, Future[Any]]] = field(default_factory=list)
 
     def begin(self, file: FileState, group: dist.ProcessGroup | None) -> None:
         """Copy one state and have it written. What goes wrong is told by `wait`."""
-        if self._failure.error is not None:
+        if self.failure.error is not None:
             return
         start = now_ns()
         try:
             content = _for_library(file.state)
-            writer = Writer(self._directory / file.name, self._options, self._failure, self._slots)
+            writer = Writer(self.directory / file.name, self.options, self.failure, self.slots)
             future = async_save(
                 content,
                 storage_writer=writer,
@@ -153,43 +147,39 @@ class _PendingSaves(PendingSave):
                 no_dist=True,
             )
         except (Exception, CheckpointException) as exc:
-            self._failure.set(exc)
+            self.failure.set(exc)
             return
         # It is a future, and no AsyncSaveResponse, because the writer is what stages.
-        self._saves.append((file.name, writer, cast("Future[Any]", future)))
+        self.saves.append((file.name, writer, cast("Future[Any]", future)))
         end = now_ns()
         spent = writer.timeline.shares(["stage"], start, end)
         size = total_bytes(list(content.values()))
-        self._op.add(
-            "device_to_host", None, start, end, duration_ns=spent["stage"], file=file.name, num_bytes=size
-        )
-        self._op.add("serialize", None, start, end, duration_ns=spent[""], file=file.name)
+        self.op.add("device_to_host", None, start, end, duration_ns=spent["stage"], file=file.name, num_bytes=size)
+        self.op.add("serialize", None, start, end, duration_ns=spent[""], file=file.name)
 
     def release_state(self) -> None:
         """The library has copied the state by the time that `begin_save` returns."""
 
     def wait(self) -> list[SavedFile]:
-        done, late = wait_for([future for _, _, future in self._saves], timeout=RESULT_TIMEOUT_S)
+        done, late = wait_for([future for _, _, future in self.saves], timeout=RESULT_TIMEOUT_S)
         if late:
             error = f"dcp-async: not written within {RESULT_TIMEOUT_S:.0f} s; look after the storage"
-            self._failure.set(OSError(errno.ETIMEDOUT, error, str(self._directory)))
-        for _, _, future in self._saves:
+            self.failure.set(OSError(errno.ETIMEDOUT, error, str(self.directory)))
+        for _, _, future in self.saves:
             found = future.exception() if future in done else None
             if found is not None:
-                self._failure.set(cause_of(found))
-        if self._failure.error is not None:
-            raise self._failure.error
-        for name, writer, _ in self._saves:
-            _report_writing(self._op, name, writer, writer.started_ns, writer.ended_ns, False)
-        saved = [entry for name, writer, _ in self._saves for entry in _saved_files(name, writer)]
-        return finish_save(self._directory, saved, self._options, self._op, blocking=False)
+                self.failure.set(cause_of(found))
+        if self.failure.error is not None:
+            raise self.failure.error
+        for name, writer, _ in self.saves:
+            _report_writing(self.op, name, writer, writer.started_ns, writer.ended_ns, False)
+        saved = [entry for name, writer, _ in self.saves for entry in _saved_files(name, writer)]
+        return finish_save(self.directory, saved, self.options, self.op, blocking=False)
 
 
 def _for_library(state: Any) -> dict[str, Any]:
     skeleton, tensors = codec.split(state)
-    return {_SKELETON: pack(skeleton)} | {
-        _TENSORS + name: tensor.detach() for name, tensor in tensors.items()
-    }
+    return {_SKELETON: pack(skeleton)} | {_TENSORS + name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def _saved_files(name: str, writer: Writer) -> list[SavedFile]:
@@ -206,6 +196,4 @@ def _report_writing(op: Operation, name: str, writer: Writer, start: int, end: i
     size = sum(file.num_bytes for file in writer.written.values())
     op.add("serialize", None, *window, duration_ns=spent[""], file=name, blocking=blocking)
     for detail in ("write", "fsync") if writer.sync_files else ("write",):
-        op.add(
-            "flush", detail, *window, duration_ns=spent[detail], file=name, num_bytes=size, blocking=blocking
-        )
+        op.add("flush", detail, *window, duration_ns=spent[detail], file=name, num_bytes=size, blocking=blocking)

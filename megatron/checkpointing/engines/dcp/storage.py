@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.checkpointing.engines.base import EngineOptions, SavedFile
-from megatron.checkpointing.engines.errors import CheckpointDamagedError
+from megatron.checkpointing.engines.errors import CheckpointDamagedError, reading
 from megatron.checkpointing.engines.file_loads import checked_content
 from megatron.checkpointing.engines.unpickling import PlainUnpickler
 from megatron.fileio.checksums import CheckedBytes
@@ -25,6 +25,7 @@ from megatron.fileio.timed_files import TimedReader, TimedWriter, Timeline, read
 from restart_trace.clock import now_ns
 
 METADATA = ".metadata"
+_KIND = "the metadata of a checkpoint"
 
 # All that the metadata of tensors, which are not split among ranks, consists of.
 _CLASSES: dict[tuple[str, str], Any] = {
@@ -115,9 +116,7 @@ class _WritingFiles(filesystem.FileSystem):
 class Writer(filesystem.FileSystemWriter):
     """Writes one state. `slots` admits as many writers at a time as it counts: each has threads of its own."""
 
-    def __init__(
-        self, root: Path, options: EngineOptions, failure: Failure, slots: threading.Semaphore
-    ) -> None:
+    def __init__(self, root: Path, options: EngineOptions, failure: Failure, slots: threading.Semaphore) -> None:
         super().__init__(root, sync_files=options.fsync, thread_count=options.io_threads or 1)
         self.timeline = Timeline()
         self.started_ns = self.ended_ns = 0  # of writing
@@ -148,10 +147,9 @@ class Writer(filesystem.FileSystemWriter):
         error = self._failure.error
         if error is not None:
             raise error
-        if len(future.value()) != len(plan.items):
-            raise RuntimeError(
-                f"{self.path}: {len(future.value())} of {len(plan.items)} tensors were written"
-            )
+        written = len(future.value())
+        if written != len(plan.items):
+            raise RuntimeError(f"{self.path}: {written} of {len(plan.items)} tensors were written")
         return future
 
     def finish(self, metadata: Any, results: Any) -> None:
@@ -197,14 +195,8 @@ class Reader(filesystem.FileSystemReader):
         content = read_file(root / METADATA, timeline, self.fs.checked(METADATA))
         self._metadata = _parse(root / METADATA, content)
         self._metadata.storage_meta = metadata.StorageMeta(load_id=self.load_id)
-        try:
+        with reading(root / METADATA, _KIND):  # anything may be missing, or be of another type
             self._check()
-        except CheckpointDamagedError:
-            raise
-        except Exception as exc:  # anything may be missing, or be of another type
-            raise CheckpointDamagedError(
-                f"{root / METADATA}: is damaged ({type(exc).__name__}: {exc})"
-            ) from exc
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         return self._metadata
@@ -218,12 +210,10 @@ class Reader(filesystem.FileSystemReader):
         places = {index.fqn: info for index, info in self._metadata.storage_data.items()}
         for name, item in self._metadata.state_dict_metadata.items():
             info = places.get(name)
-            whole = isinstance(item, metadata.TensorStorageMetadata) and [c.sizes for c in item.chunks] == [
-                item.size
-            ]
             if (
                 info is None
-                or not whole
+                or not isinstance(item, metadata.TensorStorageMetadata)
+                or [chunk.sizes for chunk in item.chunks] != [item.size]
                 or info.transform_descriptors
                 or info.relative_path not in self._files
             ):
@@ -235,13 +225,9 @@ class Reader(filesystem.FileSystemReader):
                 raise CheckpointDamagedError(
                     f"{self._root / info.relative_path}: {size} bytes; by {METADATA}, {name} lies beyond its end"
                 )
-            if (
-                self.tensors()[name].size.numel() * self.tensors()[name].properties.dtype.itemsize
-                > info.length
-            ):
-                raise CheckpointDamagedError(
-                    f"{self._root / METADATA}: {name} is larger than what is kept of it"
-                )
+            if item.size.numel() * item.properties.dtype.itemsize > info.length:
+                where = self._root / METADATA
+                raise CheckpointDamagedError(f"{where}: {name} is larger than what is kept of it")
 
 
 class _Unpickler(PlainUnpickler):
@@ -262,9 +248,7 @@ def _parse(path: Path, content: bytes) -> metadata.Metadata:
             raise TypeError(f"it holds a {type(found).__name__}")
         return found
     except Exception as exc:  # a damaged pickle can make the unpickler raise anything, MemoryError too
-        raise CheckpointDamagedError(
-            f"{path}: cannot be read as the metadata of a checkpoint: {exc}"
-        ) from exc
+        raise CheckpointDamagedError(f"{path}: cannot be read as {_KIND}: {exc}") from exc
 
 
 def cause_of(error: BaseException) -> BaseException:

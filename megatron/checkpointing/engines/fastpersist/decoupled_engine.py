@@ -30,23 +30,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import ClassVar
 
-from megatron.checkpointing.engines.base import (
-    CheckpointEngine,
-    EngineOptions,
-    FileState,
-    PendingSave,
-    SavedFile,
-    note_saved,
-)
+from megatron.checkpointing.engines.base import EngineOptions, FileState, PendingSave, SavedFile, note_saved
 from megatron.checkpointing.engines.errors import CheckpointSaveError
 from megatron.checkpointing.engines.fastpersist.process import Reply, Request
 from megatron.checkpointing.engines.fastpersist.snapshot import Capture, SharedMemory
 from megatron.checkpointing.engines.fastpersist.writer import WriterNotice, choose_writer
-from megatron.checkpointing.engines.torch_files import ReadsTorchFiles
+from megatron.checkpointing.engines.torch_files import TorchFilesEngine
 from restart_trace.recorder import Operation
 
 logger = logging.getLogger(__name__)
@@ -54,12 +48,11 @@ logger = logging.getLogger(__name__)
 _END_S = 5.0  # for a process that was told to end
 
 
-class FastPersistDecoupledEngine(ReadsTorchFiles, CheckpointEngine):
+class FastPersistDecoupledEngine(TorchFilesEngine):
     """Files and loading are those of engine `fastpersist`, and so are its options; see the module for the rest."""
 
     name = "fastpersist-decoupled"
     asynchronous: ClassVar[bool] = True
-    redistributable: ClassVar[bool] = True
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
@@ -106,28 +99,26 @@ class FastPersistDecoupledEngine(ReadsTorchFiles, CheckpointEngine):
         self._process = self._memory = None
 
 
+@dataclass
 class _DecoupledSave(PendingSave):
-    def __init__(
-        self, process: WriterProcess, notice: WriterNotice, options: EngineOptions, op: Operation
-    ) -> None:
-        self._process = process
-        self._notice = notice
-        self._options = options
-        self._op = op
+    process: WriterProcess
+    notice: WriterNotice
+    options: EngineOptions
+    op: Operation
 
     def release_state(self) -> None:
         """The snapshot was taken when the save began."""
 
     def wait(self) -> list[SavedFile]:
         """Raises CheckpointSaveError, with its exit code, if the process has died."""
-        reply = self._process.receive()
+        reply = self.process.receive()
         for arguments, labels in reply.spans:
-            self._op.add(*arguments, **labels, blocking=False)
+            self.op.add(*arguments, **labels, blocking=False)
         if reply.failure is not None:
             raise reply.failure
         if reply.saved:
-            self._notice.give(reply.writer, self._op)
-        return note_saved(reply.saved, self._options, self._op)
+            self.notice.give(reply.writer, self.op)
+        return note_saved(reply.saved, self.options, self.op)
 
 
 class WriterProcess:

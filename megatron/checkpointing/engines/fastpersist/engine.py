@@ -8,16 +8,15 @@ own load, torch.load without an allow-list, cannot read what DeepSpeed saves). w
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
 
-from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedFile
+from megatron.checkpointing.engines.base import EngineOptions, FileState, SavedFile
 from megatron.checkpointing.engines.fastpersist.writer import StateWriter, WriterNotice
 from megatron.checkpointing.engines.host_staging import Staging, stage_on_host
-from megatron.checkpointing.engines.torch_files import ReadsTorchFiles
+from megatron.checkpointing.engines.torch_files import TorchFilesEngine
 from restart_trace.recorder import Operation
 
 
-class FastPersistEngine(ReadsTorchFiles, CheckpointEngine):
+class FastPersistEngine(TorchFilesEngine):
     """Host memory: a copy of one file's device tensors at a time, and with FastFileWriter 64 MiB pinned.
 
     --direct-io off takes PyFileWriter, on FastFileWriter, auto what the machine has; of FastFileWriter --io-threads
@@ -25,7 +24,6 @@ class FastPersistEngine(ReadsTorchFiles, CheckpointEngine):
     """
 
     name = "fastpersist"
-    redistributable: ClassVar[bool] = True
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)

@@ -72,9 +72,8 @@ def main(connection_fd: int, memory_fd: int, parent: int, dies_with_thread: bool
     memory, writer = SharedMemory(memory_fd), StateWriter(options)
     while True:
         reply = _carry_out(pickle.loads(received.get()), writer, memory)
-        with contextlib.suppress(
-            BrokenPipeError
-        ):  # nobody is left to hear of it: the thread ends the process
+        # If nobody is left to hear of it, the thread ends the process.
+        with contextlib.suppress(BrokenPipeError):
             connection.send_bytes(pickle.dumps(reply))
 
 

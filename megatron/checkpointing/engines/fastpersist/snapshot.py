@@ -66,9 +66,8 @@ class SharedMemory:
                 os.posix_fallocate(self.fd, start, length)
         except OSError as exc:
             os.ftruncate(self.fd, held)
-            raise OSError(
-                exc.errno, f"{exc.strerror}, for a snapshot of {num_bytes} bytes in host memory"
-            ) from exc
+            what = f"{exc.strerror}, for a snapshot of {num_bytes} bytes in host memory"
+            raise OSError(exc.errno, what) from exc
         self.map()
 
     def map(self) -> None:
@@ -119,9 +118,8 @@ class Capture:
         self.tensor_bytes = 0
         self._copies: list[_Copy] = []
         self._offsets: dict[Any, int] = {}
-        self._held: list[
-            torch.Tensor
-        ] = []  # so that nothing else gets the identity or address of one of them
+        # So that nothing else gets the identity or address of one of them.
+        self._held: list[torch.Tensor] = []
         self._pickles = [(file.name, self._pickle(file)) for file in files]
 
     def _pickle(self, file: FileState) -> bytes:

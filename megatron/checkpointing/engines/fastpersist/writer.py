@@ -43,14 +43,13 @@ _FALLOC_FL_KEEP_SIZE = 1  # linux/falloc.h
 
 @dataclass(frozen=True)
 class WriterChoice:
-    """Type for DeepSpeed's configuration ("python" or "fast"), the class that this stands for, and why."""
+    """Type for DeepSpeed's configuration ("python" or "fast"), and why."""
 
     type: str
-    class_name: str
     reason: str
 
     def __str__(self) -> str:
-        return f"DeepSpeed's {self.class_name}: {self.reason}"
+        return f"DeepSpeed's {'FastFileWriter' if self.type == 'fast' else 'PyFileWriter'}: {self.reason}"
 
 
 def choose_writer(direct_io: str) -> WriterChoice:
@@ -60,20 +59,16 @@ def choose_writer(direct_io: str) -> WriterChoice:
     if it is `on` and something is missing.
     """
     if direct_io == "off":
-        return _python("--direct-io off")
+        return WriterChoice("python", "--direct-io off")
     missing = _missing_for_fast()
     if missing is None:
-        return WriterChoice("fast", "FastFileWriter", "its async_io operator is there")
+        return WriterChoice("fast", "its async_io operator is there")
     if direct_io == "on":
         raise EngineUnavailableError(
             f"--direct-io on: DeepSpeed's FastFileWriter cannot be used: {missing}; "
             "see to that, or leave the flag at auto"
         )
-    return _python(missing)
-
-
-def _python(reason: str) -> WriterChoice:
-    return WriterChoice("python", "PyFileWriter", reason)
+    return WriterChoice("python", missing)
 
 
 def _missing_for_fast() -> str | None:
@@ -95,20 +90,20 @@ def _missing_for_fast() -> str | None:
     return None
 
 
+@dataclass
 class WriterNotice:
     """Says in the log of rank 0 and in every rank's trace which writer it is, and again if it becomes another."""
 
-    def __init__(self, engine_name: str, rank: int) -> None:
-        self._engine_name = engine_name
-        self._rank = rank
-        self._said = ""
+    engine_name: str
+    rank: int
+    said: str = ""
 
     def give(self, text: str, op: Operation) -> None:
-        if text == self._said:
+        if text == self.said:
             return
-        self._said = text
-        if self._rank == 0:
-            logger.info("checkpoint engine %s writes through %s", self._engine_name, text)
+        self.said = text
+        if self.rank == 0:
+            logger.info("checkpoint engine %s writes through %s", self.engine_name, text)
         op.event(WRITER_EVENT, text)
 
 
@@ -126,9 +121,7 @@ class StateWriter:
             self._choice = choose_writer(self._options.direct_io)
         return self._choice
 
-    def write(
-        self, state: Any, staging: Staging, path: Path, name: str, add: Callable[..., None]
-    ) -> SavedFile:
+    def write(self, state: Any, staging: Staging, path: Path, name: str, add: Callable[..., None]) -> SavedFile:
         """Write `state`, which stage_on_host gave with `staging`, to the new file `path`, called `name`.
 
         Records `serialize` and `flush` by `add`: Operation's, or one that keeps them for it. Raises OSError naming the
@@ -174,7 +167,7 @@ class StateWriter:
         if self.choose().type == "fast" and not _takes_direct_io(path):
             if self._options.direct_io == "on":
                 raise OSError(errno.EINVAL, "--direct-io on, but the file system refuses O_DIRECT", str(path))
-            self._choice, self._factory = _python("the file system refuses O_DIRECT"), None
+            self._choice, self._factory = WriterChoice("python", "the file system refuses O_DIRECT"), None
         if self._factory is None:
             self._factory = _factory(self.choose().type, self._options)
         if self.choose().type == "fast":
@@ -195,9 +188,7 @@ def _factory(writer_type: str, options: EngineOptions) -> Any:
     buffer_bytes = buffer_bytes // unit * unit
     writer = {"type": writer_type, "io_buffer_size": buffer_bytes, "io_buffer_double": True}
     aio = {"block_size": options.io_block_bytes, "intra_op_parallelism": threads}
-    alone = DataParallelWriterConfig(
-        world_size=1, rank=0, global_rank=options.rank, local_rank=0, pure_dp=False
-    )
+    alone = DataParallelWriterConfig(world_size=1, rank=0, global_rank=options.rank, local_rank=0, pure_dp=False)
     return CheckpointWriterFactory(
         get_checkpoint_writer_config({"writer": writer}), get_aio_config({"aio": aio}), alone
     )

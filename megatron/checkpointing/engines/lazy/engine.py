@@ -72,9 +72,7 @@ class LazyEngine(CheckpointEngine):
         """
         return self.load_into([FileState(name, {}) for name in names], checkpoint, op)
 
-    def load_into(
-        self, live: Sequence[FileState], checkpoint: SavedCheckpoint, op: Operation
-    ) -> dict[str, Any]:
+    def load_into(self, live: Sequence[FileState], checkpoint: SavedCheckpoint, op: Operation) -> dict[str, Any]:
         """As CheckpointEngine.load_into: live tensors are filled; others are as those of `load`."""
         names = [file.name for file in live]
         opened: dict[Path, lazy_format.Contents] = {}
@@ -120,9 +118,7 @@ class LazyEngine(CheckpointEngine):
         start = data_start + entry.start
         checked = None
         if self.options.verify_checksums and entry.crc32 is not None:
-            checked = CheckedBytes(
-                f"tensor {entry.name}", start, start + entry.num_bytes, int(entry.crc32, 16)
-            )
+            checked = CheckedBytes(f"tensor {entry.name}", start, start + entry.num_bytes, int(entry.crc32, 16))
         return PlacedTensor(path, entry.name, entry.dtype, start, placement, checked)
 
     def load_values(self, name: str, checkpoint: SavedCheckpoint, op: Operation) -> Any:
@@ -166,9 +162,7 @@ class LazyEngine(CheckpointEngine):
         if self.options.verify_checksums:
             found = lazy_format.header_checksum(header)
             if found != file.checksum:
-                raise CheckpointDamagedError(
-                    f"{path}: header checksum {found}, but {file.checksum} was saved"
-                )
+                raise CheckpointDamagedError(f"{path}: header checksum {found}, but {file.checksum} was saved")
         contents = lazy_format.decode(header, path)
         if contents.file_bytes != file.num_bytes:
             raise CheckpointDamagedError(
@@ -177,9 +171,7 @@ class LazyEngine(CheckpointEngine):
         return contents
 
 
-def _join(
-    name: str, contents: lazy_format.Contents, path: Path, tensors: Mapping[tuple[Path, str], Any]
-) -> Any:
+def _join(name: str, contents: lazy_format.Contents, path: Path, tensors: Mapping[tuple[Path, str], Any]) -> Any:
     if name not in contents.states:
         raise CheckpointDamagedError(f"{path}: does not hold {name}")
     prefix = name + "/"

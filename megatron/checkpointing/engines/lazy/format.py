@@ -196,9 +196,7 @@ def read_header(path: Path) -> bytes:
             raise CheckpointDamagedError(f"{path}: {len(first)} bytes, too few for a safetensors file")
         size = _LENGTH.unpack_from(first)[0] + _LENGTH.size
         if size > _MAX_HEADER:
-            raise CheckpointDamagedError(
-                f"{path}: its header says that it is {size} bytes long: no safetensors file"
-            )
+            raise CheckpointDamagedError(f"{path}: its header says that it is {size} bytes long: no safetensors file")
         rest = b"".join(iter(lambda: file.read(size - file.tell()), b"")) if size > len(first) else b""
     header = (first + rest)[:size]
     if len(header) != size:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,20 +22,17 @@ from megatron.fileio.host_memory import available_memory
 DEFAULT_IO_THREADS = 4
 
 
-class Copy(Protocol):
-    """Bytes [start, stop) of a tensor, which belong at `offset` in a buffer."""
+@dataclass(frozen=True)
+class Piece:
+    """Bytes [start, stop) of a tensor, which lie at `offset` within a block, and so in its buffer."""
 
-    @property
-    def tensor(self) -> str: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def stop(self) -> int: ...
-    @property
-    def offset(self) -> int: ...
+    tensor: str
+    start: int
+    stop: int
+    offset: int
 
 
-def gather(buffer: Buffer, sources: Mapping[str, Any], copies: Iterable[Copy], stream: Any = None) -> Any:
+def gather(buffer: Buffer, sources: Mapping[str, Any], copies: Iterable[Piece], stream: Any = None) -> Any:
     """Copy the pieces into `buffer`. `sources`: name -> bytes, a numpy array or a uint8 tensor on the device.
 
     Copies from a device are queued on the CUDA stream `stream`; returns an event after the last one, None where
@@ -59,9 +57,7 @@ class HostCache:
     `io_threads` of them are kept back for the I/O threads, which so never wait for one another's.
     """
 
-    def __init__(
-        self, block_bytes: int, io_threads: int, limit_bytes: int | None, local_world_size: int
-    ) -> None:
+    def __init__(self, block_bytes: int, io_threads: int, limit_bytes: int | None, local_world_size: int) -> None:
         """Raises ConfigError if `limit_bytes` is too little to work with."""
         self.block_bytes = block_bytes
         self.io_threads = io_threads

@@ -75,11 +75,7 @@ class _Range:
 
 
 def read_tensors(
-    wanted: Sequence[Wanted],
-    live: Mapping[str, torch.Tensor],
-    arena: Arena,
-    options: EngineOptions,
-    op: Operation,
+    wanted: Sequence[Wanted], live: Mapping[str, torch.Tensor], arena: Arena, options: EngineOptions, op: Operation
 ) -> dict[Key, torch.Tensor]:
     """The tensors by (file, name): those of `live` that fit, filled; others anew.
 

@@ -23,23 +23,13 @@ import torch
 
 from megatron.checkpointing.engines.base import EngineOptions, PendingSave, SavedFile, note_saved
 from megatron.checkpointing.engines.lazy import format as lazy_format
-from megatron.checkpointing.engines.lazy.host_cache import HostCache, gather
+from megatron.checkpointing.engines.lazy.host_cache import HostCache, Piece, gather
 from megatron.fileio import direct_files
 from megatron.fileio.checksums import RangeChecksum, by_file, combine, range_checksum
 from megatron.fileio.files import with_name
 from megatron.fileio.host_buffers import Buffer
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Bytes [start, stop) of a tensor, which lie at `offset` within a block."""
-
-    tensor: str
-    start: int
-    stop: int
-    offset: int
 
 
 @dataclass
@@ -58,8 +48,7 @@ def cut_into_blocks(contents: lazy_format.Contents, block_bytes: int) -> list[Bl
     """The data of a file as blocks of `block_bytes`, the last one shorter, with the pieces that fill them."""
     total = contents.data_bytes
     blocks = [
-        Block(contents.data_start + start, min(block_bytes, total - start))
-        for start in range(0, total, block_bytes)
+        Block(contents.data_start + start, min(block_bytes, total - start)) for start in range(0, total, block_bytes)
     ]
     for entry in contents.entries.values():
         position = entry.start
@@ -86,12 +75,7 @@ class LazySave(PendingSave):
     """A save under way. The threads start at once; see the module for what they do."""
 
     def __init__(
-        self,
-        captured: lazy_format.Captured,
-        path: Path,
-        options: EngineOptions,
-        cache: HostCache,
-        op: Operation,
+        self, captured: lazy_format.Captured, path: Path, options: EngineOptions, cache: HostCache, op: Operation
     ) -> None:
         self._captured = captured
         self._path = path
@@ -133,9 +117,7 @@ class LazySave(PendingSave):
             self._condition.wait_for(self._all_gathered)
         if self._stream is not None:
             self._stream.synchronize()
-        self._op.add(
-            "device_to_host", None, started, now_ns(), file=self._path.name, num_bytes=clock.gathered_bytes
-        )
+        self._op.add("device_to_host", None, started, now_ns(), file=self._path.name, num_bytes=clock.gathered_bytes)
 
     def wait(self) -> list[SavedFile]:
         self._main.join()
@@ -343,18 +325,18 @@ class LazySave(PendingSave):
         self._cache.wake()
 
 
+@dataclass
 class _Descriptor:
     """The file being written. Direct transfers are padded to whole sectors: `_finish` cuts the last one off."""
 
-    def __init__(self, fd: int, direct: bool, path: Path, mode: str) -> None:
-        self.fd = fd
-        self._direct = direct
-        self._path = path
-        self._mode = mode
+    fd: int
+    direct: bool
+    path: Path
+    mode: str  # of --direct-io
 
     def write(self, buffer: memoryview, length: int, position: int) -> None:
         """Write the first `length` bytes of `buffer`, which is aligned, at `position`."""
-        if self._direct:
+        if self.direct:
             try:
                 direct_files.write_all(self.fd, buffer[: direct_files.align_up(length)], position)
                 return
@@ -362,8 +344,8 @@ class _Descriptor:
                 # Some file systems let O_DIRECT be opened and refuse the transfer.
                 if exc.errno != errno.EINVAL:
                     raise
-            direct_files.refuse_direct(self._path, self._mode)
-            self._direct = False
+            direct_files.refuse_direct(self.path, self.mode)
+            self.direct = False
             direct_files.make_buffered(self.fd)
         direct_files.write_all(self.fd, buffer[:length], position)
 

@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import ClassVar
 
-from megatron.checkpointing.engines.base import CheckpointEngine, FileState, SavedFile
+from megatron.checkpointing.engines.base import FileState, SavedFile
 from megatron.checkpointing.engines.host_staging import Staging, check_loadable, stage_on_host
-from megatron.checkpointing.engines.torch_files import ReadsTorchFiles, report_writing, write_state
+from megatron.checkpointing.engines.torch_files import TorchFilesEngine, report_writing, write_state
 from megatron.fileio.timed_files import TimedWriter, Timeline
 from megatron.fileio.zip_records import open_directory_checksum
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
 
 
-class TorchEngine(ReadsTorchFiles, CheckpointEngine):
+class TorchEngine(TorchFilesEngine):
     """The baseline of every comparison. Host memory: a copy of one file's device tensors at a time."""
 
     name = "torch"
-    redistributable: ClassVar[bool] = True
 
     def _save_file(self, file: FileState, directory: Path, op: Operation) -> SavedFile:
         path = directory / file.name

@@ -23,13 +23,7 @@ from megatron.checkpointing.engines import codec
 from megatron.checkpointing.engines.base import EngineOptions, FileState, PendingSave, SavedFile
 from megatron.checkpointing.engines.codec import DTYPES
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
-from megatron.checkpointing.engines.state_files import (
-    StateDirectoryEngine,
-    finish_save,
-    pack,
-    total_bytes,
-    unpack,
-)
+from megatron.checkpointing.engines.state_files import StateDirectoryEngine, finish_save, pack, total_bytes, unpack
 from megatron.checkpointing.engines.torchsnapshot import library
 from megatron.checkpointing.engines.torchsnapshot.storage import ReadingStorage, WritingStorage
 from megatron.fileio.timed_files import Timeline
@@ -101,9 +95,7 @@ class _PendingSnapshots(PendingSave):
         """Fill the buffers of one snapshot and have it written. What goes wrong is told by `wait`."""
         if self.buffers.error is not None:
             return
-        storage = WritingStorage(
-            self._directory / file.name, self._pool, self._options, self._op, self.buffers
-        )
+        storage = WritingStorage(self._directory / file.name, self._pool, self._options, self._op, self.buffers)
         self._storages.append(storage)
         try:
             self._take(file, storage)
@@ -133,9 +125,7 @@ class _PendingSnapshots(PendingSave):
             timeline.intervals.append(("wait", min(i[1] for i in staged), max(i[2] for i in staged)))
         spent = timeline.shares(["stage", "wait"], start, end)
         bytes_copied = execution.staged_bytes
-        self._op.add(
-            "device_to_host", None, start, end, duration_ns=spent["stage"], file=name, num_bytes=bytes_copied
-        )
+        self._op.add("device_to_host", None, start, end, duration_ns=spent["stage"], file=name, num_bytes=bytes_copied)
         self._op.add("serialize", None, start, end, duration_ns=spent[""], file=name)
         if tight:
             self._op.add("flush", "write", start, end, duration_ns=spent["wait"], file=name)
@@ -160,8 +150,7 @@ def _for_library(state: Any) -> dict[str, Any]:
     """What the library is given: `tensors` of one dimension by number, and `skeleton` with all the rest."""
     skeleton, tensors = codec.split(state)
     described = [
-        [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-        for name, tensor in tensors.items()
+        [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()
     ]
     given = {f"{i:05d}": _plain(tensor) for i, tensor in enumerate(tensors.values()) if tensor.numel()}
     return {"skeleton": pack({"state": skeleton, "tensors": described}), "tensors": given}

@@ -111,10 +111,9 @@ class _LocalProcess(PGWrapper):
 
 @dataclass
 class Execution:
-    """How the library carried requests out: `window` is the time in which it held the calling thread, ns."""
+    """How the library carried requests out."""
 
     timeline: Timeline = field(default_factory=Timeline)
-    window: tuple[int, int] | None = None
     staged_bytes: int = 0
     errors: list[BaseException] = field(default_factory=list)
 
@@ -157,9 +156,7 @@ class _Consumer(BufferConsumer):
 
 
 @contextlib.contextmanager
-def writing(
-    storage: StoragePlugin, execution: Execution, buffers: Buffers, free_bytes: int
-) -> Iterator[None]:
+def writing(storage: StoragePlugin, execution: Execution, buffers: Buffers, free_bytes: int) -> Iterator[None]:
     """Within it, Snapshot.async_take on this thread is rank-local and writes through `storage`.
 
     `free_bytes`: of the budget, what this snapshot may use.
@@ -168,8 +165,7 @@ def writing(
     def write(write_reqs: list[Any], event_loop: asyncio.AbstractEventLoop, **others: Any) -> Any:
         for request in write_reqs:
             request.buffer_stager = _Stager(request.buffer_stager, execution, buffers)
-        with _execution_window(execution, storage, event_loop):
-            return scheduler.sync_execute_write_reqs(write_reqs=write_reqs, event_loop=event_loop, **others)
+        return scheduler.sync_execute_write_reqs(write_reqs=write_reqs, event_loop=event_loop, **others)
 
     piece = max(free_bytes // 4, MIB)  # several fit, so that copying and writing overlap
     variables = {
@@ -195,37 +191,17 @@ def reading(storage: StoragePlugin, execution: Execution, budget: int) -> Iterat
                 parts = inner.byte_range_to_buffer_consumer
                 parts.update({place: _Consumer(part, execution) for place, part in parts.items()})
             request.buffer_consumer = _Consumer(inner, execution)
-        with _execution_window(execution, storage, event_loop):
-            scheduler.sync_execute_read_reqs(read_reqs=read_reqs, event_loop=event_loop, **others)
+        scheduler.sync_execute_read_reqs(read_reqs=read_reqs, event_loop=event_loop, **others)
 
     with _substituted(storage, {"sync_execute_read_reqs": read}, {BUDGET_VARIABLE: budget}):
         yield
 
 
 @contextlib.contextmanager
-def _execution_window(
-    execution: Execution, storage: StoragePlugin, event_loop: asyncio.AbstractEventLoop
-) -> Iterator[None]:
-    """Note the time; on an error end what the library leaves under way in its event loop."""
-    start = now_ns()
-    try:
-        yield
-    except BaseException:
-        storage.sync_close(event_loop)
-        raise
-    finally:
-        execution.window = (start, now_ns())
-
-
-@contextlib.contextmanager
-def _substituted(
-    storage: StoragePlugin, functions: dict[str, Any], variables: dict[str, int]
-) -> Iterator[None]:
+def _substituted(storage: StoragePlugin, functions: dict[str, Any], variables: dict[str, int]) -> Iterator[None]:
     loops: list[asyncio.AbstractEventLoop] = []
 
-    def our_storage(
-        url_path: str, event_loop: asyncio.AbstractEventLoop, storage_options: Any = None
-    ) -> StoragePlugin:
+    def our_storage(url_path: str, event_loop: asyncio.AbstractEventLoop, storage_options: Any = None) -> StoragePlugin:
         loops.append(event_loop)
         return storage
 
@@ -243,8 +219,9 @@ def _substituted(
             os.environ.update({name: str(value) for name, value in variables.items()})
             yield
         except BaseException:
-            for loop in loops:  # the library closes them only when all went well
+            for loop in loops:  # the library ends what is under way, and closes them, only when all went well
                 if not loop.is_closed():
+                    storage.sync_close(loop)
                     loop.close()
             raise
         finally:

@@ -102,12 +102,7 @@ class ReadingStorage(_Storage):
     """Reads one snapshot; `files` by their path within `root`. A checksum is compared before anything is used."""
 
     def __init__(
-        self,
-        root: Path,
-        pool: ThreadPoolExecutor,
-        files: Mapping[str, SavedFile],
-        verify: bool,
-        timeline: Timeline,
+        self, root: Path, pool: ThreadPoolExecutor, files: Mapping[str, SavedFile], verify: bool, timeline: Timeline
     ) -> None:
         super().__init__(root, pool)
         self._files = files

@@ -13,9 +13,7 @@ TRAINING = "megatron.training.trainer"
 
 
 class PatchingFinder(MetaPathFinder):
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != TRAINING:
             return None
         sys.meta_path.remove(self)

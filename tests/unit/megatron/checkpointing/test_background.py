@@ -10,12 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpointing.background import (
-    THREAD_NAME,
-    BackgroundSave,
-    BackgroundSaves,
-    release_before_steps,
-)
+from megatron.checkpointing.background import THREAD_NAME, BackgroundSave, BackgroundSaves, release_before_steps
 from megatron.checkpointing.engines.base import PendingSave, SavedFile
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation, Recorder
@@ -261,11 +256,7 @@ def test_lost_records_are_counted_over_all_threads(tmp_path: Path) -> None:
     in_threads(lambda i: [recorder.iteration(step, 0, 1) for step in range(100)])
     sink.room = True
     recorder.iteration(1, 0, 1)
-    assert [r.get("detail") for r in sink.taken] == [
-        None,
-        None,
-        "800 records before this one could not be written",
-    ]
+    assert [r.get("detail") for r in sink.taken] == [None, None, "800 records before this one could not be written"]
 
 
 def test_closed_recorder_writes_nothing_more(job: Job) -> None:

@@ -41,17 +41,13 @@ def told(saved: str, mine: str) -> list[str]:
 
 def test_every_setting_has_a_decision() -> None:
     """A new flag needs one: what does another value of it mean for a resume?"""
-    assert not FIELDS.keys() - DECISIONS.keys(), (
-        "settings without a decision in checkpointing/changed_flags.py"
-    )
+    assert not FIELDS.keys() - DECISIONS.keys(), "settings without a decision in checkpointing/changed_flags.py"
     assert not DECISIONS.keys() - FIELDS.keys(), "decisions on settings that there are none of any more"
 
 
 def test_the_documentation_has_every_decision() -> None:
     """docs/resuming.md names each flag once, in the row of its decision."""
-    rows = [
-        line for line in (ROOT / "docs" / "resuming.md").read_text().splitlines() if line.startswith("| `--")
-    ]
+    rows = [line for line in (ROOT / "docs" / "resuming.md").read_text().splitlines() if line.startswith("| `--")]
     documented: dict[str, str] = {}
     for row in rows:
         flags, kind, _ = (cell.strip() for cell in row.strip("|").split("|", 2))
@@ -128,9 +124,7 @@ def test_blends() -> None:
 
     assert found(" --data-path 2 /d/a 2 /d/b") == []  # weights are shares
     (line,) = found(" --data-path 3 /d/a 1 /d/b")
-    assert line.startswith(
-        "--data-path 1 /d/a 1 /d/b -> 3 /d/a 1 /d/b: unless these are the same files at another"
-    )
+    assert line.startswith("--data-path 1 /d/a 1 /d/b -> 3 /d/a 1 /d/b: unless these are the same files at another")
     lines = found(" --train-data-path /d/a --valid-data-path /d/v")
     assert [line.split(":")[0] for line in lines] == [
         "--data-path 1 /d/a 1 /d/b -> (none)", "--train-data-path (none) -> /d/a", "--valid-data-path (none) -> /d/v",
@@ -140,9 +134,9 @@ def test_blends() -> None:
 def upstream_args() -> argparse.Namespace:
     name = "mp_rank_00_model_states.pt"
     directory = ROOT / "tests" / "golden" / "upstream_run" / "global_step5"
-    return create_engine("torch", EngineOptions()).load(
-        [name], SavedCheckpoint(directory), untraced_operation()
-    )[name]["args"]
+    return create_engine("torch", EngineOptions()).load([name], SavedCheckpoint(directory), untraced_operation())[name][
+        "args"
+    ]
 
 
 # The flags of tests/golden/upstream_run, as far as a change of them is told.

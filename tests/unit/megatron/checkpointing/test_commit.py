@@ -324,9 +324,7 @@ def test_checkpoints_of_a_course_given_up_do_not_push_out_those_of_this_one(tmp_
     assert names(tmp_path) == ["global_step15", "global_step6"]
 
 
-def test_a_checkpoint_loses_its_name_before_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_loses_its_name_before_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a removal that is killed half-way leaves nothing that looks like a checkpoint."""
     committed(tmp_path, 1, 2)
     seen: list[list[str]] = []
@@ -352,28 +350,18 @@ def test_nothing_there(tmp_path: Path) -> None:
     ("damage", "problem"),
     [
         (lambda d: (d / FILE).unlink(), "global_step2: {d}/" + FILE + " is missing"),
-        (
-            lambda d: (d / FILE).write_bytes(bytes(99)),
-            "global_step2: {d}/" + FILE + " has 99 bytes, 100 were saved",
-        ),
+        (lambda d: (d / FILE).write_bytes(bytes(99)), "global_step2: {d}/" + FILE + " has 99 bytes, 100 were saved"),
         (lambda d: (d / "manifest.json").write_text("{"), "{d}/manifest.json: cannot be used: "),
         (lambda d: (d / "manifest.json").write_bytes(b"\xff\xfe"), "{d}/manifest.json: cannot be used: "),
-        (
-            lambda d: (d / "manifest.json").unlink(),
-            "{d}/manifest.json is missing, so global_step2 may be incomplete",
-        ),
+        (lambda d: (d / "manifest.json").unlink(), "{d}/manifest.json is missing, so global_step2 may be incomplete"),
     ],
 )
-def test_damaged_checkpoint_is_named_and_the_older_one_offered(
-    tmp_path: Path, damage: object, problem: str
-) -> None:
+def test_damaged_checkpoint_is_named_and_the_older_one_offered(tmp_path: Path, damage: object, problem: str) -> None:
     committed(tmp_path, 1, 2)
     damage(tmp_path / "global_step2")  # type: ignore[operator]
     candidates, problems = commit.discover(tmp_path, None)
     assert [c.step for c in candidates if c.manifest] == [1]
-    if (
-        not problems
-    ):  # `latest` names a directory without a manifest: it may be upstream's; its content will tell
+    if not problems:  # `latest` names a directory without a manifest: it may be upstream's; its content will tell
         assert "missing" in problem and candidates[0].manifest is None and candidates[0].step == 2
         (tmp_path / "latest").write_text("global_step1")
         candidates, problems = commit.discover(tmp_path, None)

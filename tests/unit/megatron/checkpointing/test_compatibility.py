@@ -40,13 +40,7 @@ UPSTREAM = Path(__file__).resolve().parents[3] / "golden" / "upstream_run"
 
 
 def config(**model: Any) -> Config:
-    shape = {
-        "num_layers": 4,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "seq_length": 64,
-        "params_dtype": "bf16",
-    }
+    shape = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "params_dtype": "bf16"}
     return Config(
         model=ModelConfig(**(shape | model)),
         parallel=ParallelConfig(),
@@ -77,11 +71,7 @@ def test_same_model_and_layout_pass() -> None:
         ({"swiglu": True}, {}, "swiglu is True in the checkpoint and False here"),
         ({"params_dtype": "fp32"}, {}, "params_dtype is fp32 in the checkpoint and bf16 here"),
         ({}, {"normalization": "rmsnorm"}, "normalization is layernorm in the checkpoint and rmsnorm here"),
-        (
-            {"max_position_embeddings": 128},
-            {},
-            "max_position_embeddings is 128 in the checkpoint and 64 here",
-        ),
+        ({"max_position_embeddings": 128}, {}, "max_position_embeddings is 128 in the checkpoint and 64 here"),
     ],
 )
 def test_another_model(saved: dict[str, Any], here: dict[str, Any], difference: str) -> None:
@@ -120,9 +110,7 @@ def test_deepspeed_converts_files_of_torch_only() -> None:
         assert check_candidate(found, universal, HERE, VOCAB, redistributable=True)
     manifest = dataclasses.replace(manifest, engine="lazy")
     found = Candidate(Path("/save/global_step5"), "global_step5", 5, manifest)
-    with pytest.raises(
-        CheckpointMismatchError, match="--redistribute universal: .* was saved with .*-engine lazy"
-    ):
+    with pytest.raises(CheckpointMismatchError, match="--redistribute universal: .* was saved with .*-engine lazy"):
         check_candidate(found, universal, HERE, VOCAB, redistributable=True)
     same_layout = dataclasses.replace(manifest, layout=HERE.as_dict())
     here = Candidate(found.directory, found.tag, found.step, same_layout)
@@ -158,9 +146,7 @@ def arguments(**changes: Any) -> argparse.Namespace:
 def test_checkpoint_without_manifest_is_judged_by_its_arguments(tmp_path: Path) -> None:
     check_candidate(foreign(tmp_path, args=arguments(), dp_world_size=2), config(), HERE, VOCAB)
     with pytest.raises(CheckpointMismatchError, match="hidden_size is 32 in the checkpoint and 64 here"):
-        check_candidate(
-            foreign(tmp_path, args=arguments(hidden_size=32), dp_world_size=2), config(), HERE, VOCAB
-        )
+        check_candidate(foreign(tmp_path, args=arguments(hidden_size=32), dp_world_size=2), config(), HERE, VOCAB)
     with pytest.raises(CheckpointMismatchError, match="params_dtype is fp16 in the checkpoint and bf16 here"):
         changed = arguments(bf16=False, fp16=True)
         check_candidate(foreign(tmp_path, args=changed, dp_world_size=2), config(), HERE, VOCAB)
@@ -212,9 +198,7 @@ def test_other_files_without_manifest(tmp_path: Path) -> None:
     with pytest.raises(CheckpointMismatchError, match="not a Megatron-DeepSpeed checkpoint"):
         check_candidate(foreign(tmp_path, module={}), config(), HERE, VOCAB)
     (tmp_path / "global_step5" / "mp_rank_00_model_states.pt").write_bytes(b"nothing of the kind")
-    with pytest.raises(
-        CheckpointDamagedError, match=r"mp_rank_00_model_states.pt: not a complete torch.save file"
-    ):
+    with pytest.raises(CheckpointDamagedError, match=r"mp_rank_00_model_states.pt: not a complete torch.save file"):
         check_candidate(foreign(tmp_path), config(), HERE, VOCAB)
 
 
@@ -265,9 +249,7 @@ def test_an_engine_that_is_not_here_is_missed_before_the_imports(tmp_path: Path)
     text = (tmp_path / "global_step9" / "manifest.json").read_text()
     manifest = dataclasses.replace(Manifest.from_json(text), engine="elsewhere")
     (tmp_path / "global_step9" / "manifest.json").write_text(manifest.to_json())
-    with pytest.raises(
-        CheckpointMismatchError, match="saved with --checkpoint-engine elsewhere, and only that can"
-    ):
+    with pytest.raises(CheckpointMismatchError, match="saved with --checkpoint-engine elsewhere, and only that can"):
         check_newest(loading(tmp_path), HERE, VOCAB)
 
 
@@ -308,9 +290,7 @@ def test_the_padding_of_the_checkpoint_is_kept_where_tp_divides_it(tmp_path: Pat
         assert check_newest(here, Layout(tp, 1, 2), 500) == kept
     same = dataclasses.replace(manifest, model=identity | {"padded_vocab_size": 508})
     (tmp_path / "global_step3" / "manifest.json").write_text(same.to_json())
-    with pytest.raises(
-        CheckpointMismatchError, match="padded_vocab_size is 508 in the checkpoint and 512 here"
-    ):
+    with pytest.raises(CheckpointMismatchError, match="padded_vocab_size is 508 in the checkpoint and 512 here"):
         check_newest(here, Layout(2, 1, 1), 500)
 
 

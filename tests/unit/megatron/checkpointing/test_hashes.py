@@ -20,10 +20,7 @@ def engine() -> Any:
     torch.manual_seed(0)
     module = torch.nn.Linear(3, 2).to(torch.bfloat16)
     moments = {"exp_avg": torch.zeros(4), "exp_avg_sq": torch.ones(4), "step": torch.tensor(5.0), "lr": 1e-3}
-    state = {
-        "single_partition_of_fp32_groups": [torch.ones(4)],
-        "base_optimizer_state": {"state": {0: moments}},
-    }
+    state = {"single_partition_of_fp32_groups": [torch.ones(4)], "base_optimizer_state": {"state": {0: moments}}}
     return SimpleNamespace(module=module, optimizer=SimpleNamespace(state=state, state_dict=lambda: state))
 
 
@@ -50,9 +47,7 @@ def flip_lowest_bit(tensor: torch.Tensor) -> None:
 CHANGES = {
     "weight/weight": lambda other: flip_lowest_bit(other.module.weight),
     "master/0": lambda other: flip_lowest_bit(other.optimizer.state["single_partition_of_fp32_groups"][0]),
-    "optimizer/0/exp_avg": lambda other: moments_of(other)[
-        "exp_avg"
-    ].neg_(),  # 0.0 becomes -0.0: equal, other bits
+    "optimizer/0/exp_avg": lambda other: moments_of(other)["exp_avg"].neg_(),  # 0.0 becomes -0.0: equal, other bits
     "optimizer/0/step": lambda other: moments_of(other).pop("step"),
     "optimizer/0/new": lambda other: moments_of(other).update(new=torch.ones(1)),
 }

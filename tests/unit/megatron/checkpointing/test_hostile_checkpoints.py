@@ -61,9 +61,7 @@ def reason_for(save: Path, text: str | bytes) -> str:
 
 
 @pytest.mark.parametrize("content", GARBAGE, ids=lambda content: ascii(content[:20]))
-def test_garbage_in_latest_is_told_once_and_neither_loads_nor_saves_care(
-    tmp_path: Path, content: bytes
-) -> None:
+def test_garbage_in_latest_is_told_once_and_neither_loads_nor_saves_care(tmp_path: Path, content: bytes) -> None:
     committed(tmp_path, 1)
     (tmp_path / "latest").write_bytes(content)
     names, problems = discovered(tmp_path)
@@ -111,17 +109,13 @@ def test_latest_whose_checkpoint_is_moved_aside_names_it_still(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("pointer", ["latest", "latest_checkpointed_iteration.txt"])
-def test_pointer_that_cannot_be_replaced_is_told_of_and_the_checkpoint_is_there(
-    tmp_path: Path, pointer: str
-) -> None:
+def test_pointer_that_cannot_be_replaced_is_told_of_and_the_checkpoint_is_there(tmp_path: Path, pointer: str) -> None:
     committed(tmp_path, 1)
     (tmp_path / pointer).unlink()
     (tmp_path / pointer).mkdir()
     for step in (2, 3):
         told = commit.publish(tmp_path, write(tmp_path, step), f"global_step{step}", step, fsync=True)
-        assert len(told) == 1 and told[0].startswith(
-            f"{tmp_path / pointer} could not be replaced (Is a directory)"
-        )
+        assert len(told) == 1 and told[0].startswith(f"{tmp_path / pointer} could not be replaced (Is a directory)")
         assert discovered(tmp_path)[0][0] == f"global_step{step}"
         commit.prune(tmp_path, 2, step)
     assert discovered(tmp_path)[0] == ["global_step3", "global_step2"]

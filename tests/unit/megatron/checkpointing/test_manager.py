@@ -17,9 +17,7 @@ from megatron.checkpointing.engines.errors import CheckpointMismatchError
 from megatron.checkpointing.state import settings_kept
 
 
-def test_directory_that_cannot_be_read_is_told_to_all_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directory_that_cannot_be_read_is_told_to_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any) -> Any:
         raise PermissionError(13, "Permission denied", str(tmp_path))
 
@@ -31,9 +29,7 @@ def test_directory_that_cannot_be_read_is_told_to_all_ranks(
 
 def candidate(*names: str) -> Candidate:
     files = {name: SavedFile(name, 1, "") for name in names}
-    return Candidate(
-        Path("/save/global_step2"), "global_step2", 2, Manifest("global_step2", 2, "torch", {}, {}, files)
-    )
+    return Candidate(Path("/save/global_step2"), "global_step2", 2, Manifest("global_step2", 2, "torch", {}, {}, files))
 
 
 def test_files_that_were_never_saved_are_no_damage() -> None:

@@ -40,16 +40,7 @@ def test_step_and_tag(step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "tag",
-    [
-        "",
-        "global_step",
-        "global_step-1",
-        "global_step5.replaced",
-        "xglobal_step5",
-        "iter_5",
-        "global_step5\n",
-    ],
+    "tag", ["", "global_step", "global_step-1", "global_step5.replaced", "xglobal_step5", "iter_5", "global_step5\n"]
 )
 def test_other_tags_have_no_step(tag: str) -> None:
     assert names.step_of(tag) is None

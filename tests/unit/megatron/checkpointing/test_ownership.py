@@ -39,11 +39,7 @@ sys.stdin.read()
 def other_launch(save: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that has claimed `save` and holds it until it is killed."""
     with subprocess.Popen(
-        [sys.executable, "-c", CLAIM, str(save)],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", CLAIM, str(save)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         try:
             assert process.stdout is not None
@@ -137,10 +133,7 @@ def test_an_owner_on_another_host_is_alive_while_its_heart_beats(
 ) -> None:
     with other_launch(tmp_path) as process:
         on_another_host(tmp_path)
-        with (
-            monkeypatch.context() as patience,
-            pytest.raises(SaveDirectoryInUseError, match="host elsewhere"),
-        ):
+        with monkeypatch.context() as patience, pytest.raises(SaveDirectoryInUseError, match="host elsewhere"):
             # Enough for a machine on which the other process seldom gets to run.
             patience.setattr(ownership, "PATIENCE_S", 120.0)
             patience.setattr(ownership, "_STALE_S", 120.0)
@@ -247,15 +240,7 @@ def test_a_holder_that_hangs_does_not_keep_a_successor_waiting(tmp_path: Path, h
 
 @pytest.mark.parametrize(
     "content",
-    [
-        "",
-        "{",
-        "[]",
-        "null",
-        '{"generation": 1}',
-        '{"generation": 1, "launch_id": "\\u001b[2J"}',
-        "[" * 100_000,
-    ],
+    ["", "{", "[]", "null", '{"generation": 1}', '{"generation": 1, "launch_id": "\\u001b[2J"}', "[" * 100_000],
 )
 @pytest.mark.usefixtures("impatient")
 def test_garbage_is_an_owner_that_is_not_known(tmp_path: Path, content: str) -> None:
@@ -279,9 +264,7 @@ def test_an_owner_goes_on_after_its_directory_was_emptied(
     assert newest_owner(tmp_path) == held.owner and "was emptied" in caplog.text
 
 
-def test_a_file_that_is_being_written_is_not_another_launch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_being_written_is_not_another_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other ranks may read what rank 0 has created and not filled yet, on a slow machine for longer than they wait."""
     held = claim(tmp_path, "mine")
     file = tmp_path / ".generations" / "00000001"
@@ -326,9 +309,7 @@ def test_a_file_that_is_listed_and_not_there_is_looked_for_a_while(tmp_path: Pat
     looked: list[int] = []
     found = ownership._generations
     with pytest.MonkeyPatch.context() as counted:
-        counted.setattr(
-            ownership, "_now_on", lambda save_dir: looked.append(len(found(save_dir))) or time.sleep(0.01)
-        )
+        counted.setattr(ownership, "_now_on", lambda save_dir: looked.append(len(found(save_dir))) or time.sleep(0.01))
         owner = newest_owner(tmp_path)
     assert owner is not None and (owner.generation, owner.launch_id) == (9, "unknown")
     assert 1 <= len(looked) <= 50
@@ -440,22 +421,14 @@ def test_ranks_in_wrappers_know_their_own_launch(tmp_path: Path, restarts: str) 
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == "0\n"
         other = os.environ | launch | {"RANK": "1", "TORCHELASTIC_RESTART_COUNT": restarts}
-        ended = subprocess.run(
-            words, cwd=ROOT, env=other, stdin=subprocess.DEVNULL, capture_output=True, text=True
-        )
+        ended = subprocess.run(words, cwd=ROOT, env=other, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         assert ended.stdout == "1\n", ended.stderr
         process.communicate()
 
 
 @pytest.mark.parametrize(
     ("rank", "made"),
-    [
-        (0, Path.touch),
-        (0, os.mkfifo),
-        (0, lambda path: path.symlink_to("nowhere")),
-        (1, Path.touch),
-        (1, os.mkfifo),
-    ],
+    [(0, Path.touch), (0, os.mkfifo), (0, lambda path: path.symlink_to("nowhere")), (1, Path.touch), (1, os.mkfifo)],
 )
 def test_what_cannot_be_claimed_is_named(tmp_path: Path, rank: int, made: Callable[[Path], object]) -> None:
     made(tmp_path / ".generations")
@@ -463,7 +436,5 @@ def test_what_cannot_be_claimed_is_named(tmp_path: Path, rank: int, made: Callab
         checkpoint=SimpleNamespace(save=str(tmp_path), take_over=False),
         parallel=SimpleNamespace(rank=rank, local_rank=rank),
     )
-    with pytest.raises(
-        ConfigError, match=rf"^--save {tmp_path}: cannot be claimed: .*\.generations: .*another --save"
-    ):
+    with pytest.raises(ConfigError, match=rf"^--save {tmp_path}: cannot be claimed: .*\.generations: .*another --save"):
         _claim_save_directory(config)  # type: ignore[arg-type]

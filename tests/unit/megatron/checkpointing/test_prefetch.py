@@ -12,13 +12,7 @@ import torch
 
 from megatron.checkpointing import naming as names
 from megatron.checkpointing.commit import Manifest, write_manifest
-from megatron.checkpointing.engines.base import (
-    CheckpointEngine,
-    EngineOptions,
-    FileState,
-    SavedCheckpoint,
-    SavedFile,
-)
+from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.registry import create_engine
 from megatron.checkpointing.prefetch import Prefetch
 from megatron.config import Config, ConfigError
@@ -92,9 +86,7 @@ def forget(path: Path) -> None:
 def share(path: Path, start: int = 0, stop: int | None = None) -> float:
     """Share of a file's pages in the page cache."""
     with path.open("rb") as file:
-        return ResidentPages(file.fileno()).share(
-            start // 4096 * 4096, path.stat().st_size if stop is None else stop
-        )
+        return ResidentPages(file.fileno()).share(start // 4096 * 4096, path.stat().st_size if stop is None else stop)
 
 
 def wait_until_idle(prefetch: Prefetch) -> None:
@@ -153,9 +145,7 @@ def test_a_rank_reads_its_own_part_and_its_load_nothing_again(tmp_path: Path, na
     spans = finish(prefetch, directory, tmp_path / "trace.jsonl", load)
     assert storage_reads() - before < MIB, "the load has read from storage again"
     ahead = [span for span in spans if not span["blocking"]]
-    assert {(span["phase"], span["detail"], span["thread"]) for span in ahead} == {
-        ("load", "read", "prefetch")
-    }
+    assert {(span["phase"], span["detail"], span["thread"]) for span in ahead} == {("load", "read", "prefetch")}
     mine = MIB * 4 + 2 * MIB * 4  # weights and shard
     assert mine <= sum(span["bytes"] for span in ahead) < mine + 2 * MIB
     # What was read ahead is counted once: what the load says it has read is the little that was not.
@@ -192,9 +182,7 @@ def test_another_checkpoint_is_loaded_than_was_read_ahead(tmp_path: Path) -> Non
     older = tmp_path / "older"
     os.rename(directory, older)
     engine = create_engine("torch", EngineOptions(rank=1))
-    spans = finish(
-        prefetch, older, tmp_path / "trace.jsonl", lambda op: check_loaded(engine, older, saved, op)
-    )
+    spans = finish(prefetch, older, tmp_path / "trace.jsonl", lambda op: check_loaded(engine, older, saved, op))
     blocking = sum(span["bytes"] for span in spans if span["blocking"] and "bytes" in span)
     assert blocking == sum(saved[name].num_bytes for name in (LAYER, COMMON_STATE, shard(1)))
 
@@ -206,11 +194,7 @@ def test_nothing_is_read_of_what_does_not_fit(tmp_path: Path) -> None:
     nothing = Prefetch(config("--load", str(tmp_path / "none"), "--prefetch-on-start"), TWO, 1, 1 << 40)
     (tmp_path / "global_step5" / shard(1)).unlink()
     missing = Prefetch(config(*flags), TWO, 1, 1 << 40)
-    for prefetch, why in (
-        (other, "another layout"),
-        (nothing, "none with a manifest"),
-        (missing, "No such file"),
-    ):
+    for prefetch, why in ((other, "another layout"), (nothing, "none with a manifest"), (missing, "No such file")):
         prefetch._thread.join(300)
         prefetch.close()
         assert why in prefetch._note and not prefetch._read

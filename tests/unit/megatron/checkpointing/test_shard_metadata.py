@@ -278,10 +278,7 @@ def test_moments_may_keep_padding_that_masters_do_not() -> None:
     [
         ([moments(6), moments(2)], {(*BASE, 0, "exp_avg"), (*BASE, 0, "exp_avg_sq")}),  # elastic_checkpoint
         ({"state": {}, "param_groups": TWO_GROUPS}, set()),  # not stepped yet
-        (
-            {"state": {0: {"momentum_buffer": None}}, "param_groups": TWO_GROUPS},
-            set(),
-        ),  # SGD without momentum
+        ({"state": {0: {"momentum_buffer": None}}, "param_groups": TWO_GROUPS}, set()),  # SGD without momentum
         (
             {"state": {0: {"momentum_buffer": torch.ones(6)}}, "param_groups": TWO_GROUPS},
             {(*BASE, "state", 0, "momentum_buffer")},

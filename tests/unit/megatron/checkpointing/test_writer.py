@@ -30,12 +30,7 @@ STATE = [FileState("weights.pt", {"w": torch.arange(1000.0)})]
 def writer_of(engine: str = "torch", recorder: Recorder | None = None) -> CheckpointWriter:
     control, commits = ControlPlane(0, 1), ControlPlane(0, 1)
     return CheckpointWriter(
-        create_engine(engine, EngineOptions()),
-        control,
-        recorder or untraced_recorder(),
-        IDENTITY,
-        "g7",
-        commits,
+        create_engine(engine, EngineOptions()), control, recorder or untraced_recorder(), IDENTITY, "g7", commits
     )
 
 
@@ -167,10 +162,7 @@ def test_a_superseded_launch_commits_nothing(tmp_path: Path) -> None:
     with pytest.raises(SaveDirectorySupersededError, match="generation 2"):
         writer.save(directory, 2, collect)
     assert isinstance(writer.superseded, SaveDirectorySupersededError)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [
-        ".generations",
-        "global_step1",
-    ]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [".generations", "global_step1"]
     for mine in (held, *successors):
         mine.release()
 

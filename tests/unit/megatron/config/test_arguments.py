@@ -76,9 +76,7 @@ def test_study_command_line_means_what_it_says() -> None:
     assert (config.optimizer.lr_decay_iters, config.optimizer.warmup_iters) == (15, 1)
     assert config.data.split_fractions == (0.949, 0.05, 0.001)
     assert config.checkpoint.load_tag == "global_step5"
-    assert (
-        config.checkpoint.no_save_optim and config.checkpoint.no_load_optim and config.checkpoint.no_load_rng
-    )
+    assert config.checkpoint.no_save_optim and config.checkpoint.no_load_optim and config.checkpoint.no_load_rng
     assert config.trace.restart_trace_dir == "/ckpt/restart_trace"
     texts = [note.text for note in config.notes]
     assert any(text.startswith("--no-query-key-layer-scaling: no effect") for text in texts)
@@ -89,11 +87,7 @@ def test_defaults_are_upstreams() -> None:
     config = small()
     model, optimizer, training = config.model, config.optimizer, config.training
     assert (model.ffn_hidden_size, model.num_key_value_heads, model.kv_channels) == (256, 4, 16)
-    assert (model.max_position_embeddings, model.normalization, model.params_dtype) == (
-        64,
-        "layernorm",
-        "fp32",
-    )
+    assert (model.max_position_embeddings, model.normalization, model.params_dtype) == (64, "layernorm", "fp32")
     assert (model.attention_dropout, model.hidden_dropout, model.init_method_std) == (0.1, 0.1, 0.02)
     assert (optimizer.weight_decay, optimizer.clip_grad, optimizer.adam_beta2) == (0.01, 1.0, 0.999)
     assert (optimizer.lr_decay_style, optimizer.start_weight_decay) == ("linear", 0.01)
@@ -257,10 +251,10 @@ REFUSALS = [
     ("--tokenizer-type BertWordPieceCase", 1, "Case: choose one of GPT2BPETokenizer"),
     ("--tokenizer-type GPT2BPETokenizer --vocab-file v", 1, "GPT2BPETokenizer: needs --merge-file"),
     ("--save /s", 1, "--save /s: add --save-interval N"),
-    ("--keep-last 2", 1, "--keep-last does nothing without --save DIR"),
+    ("--keep-last 2", 1, "--keep-last 2: does nothing without --save DIR"),
     ("--save /s --save-interval 1 --keep-last 0", 1, "--keep-last 0: must be at least 1"),
     ("--no-load-optim", 1, "--no-load-optim does nothing without --load DIR"),
-    ("--redistribute universal", 1, "--redistribute does nothing without --load DIR"),
+    ("--redistribute universal", 1, "--redistribute universal: does nothing without --load DIR"),
     ("--load /s --redistribute universal --no-load-optim", 1, "and --no-load-optim is given; drop one of the two"),
     ("--load /s --redistribute universal --finetune", 1, "and --finetune is given; drop one of the two"),
     ("--load /s --redistribute copy", 1, "--redistribute copy: choose one of direct, universal"),
@@ -303,10 +297,7 @@ def test_single_process_without_a_launcher() -> None:
 def test_launcher_spellings_of_local_rank_and_deepspeed_config(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text("{}")
-    for rank_flag, config_flag in (
-        ("--local_rank=0", "--deepspeed_config"),
-        ("--local-rank 0", "--deepspeed-config"),
-    ):
+    for rank_flag, config_flag in (("--local_rank=0", "--deepspeed_config"), ("--local-rank 0", "--deepspeed-config")):
         assert small(f"{rank_flag} {config_flag} {file}").parallel.deepspeed_config == str(file)
 
 
@@ -336,14 +327,11 @@ def test_groups_are_frozen() -> None:
 
 def test_replacing_a_group_keeps_the_checks() -> None:
     config = small()
-    again = dataclasses.replace(
-        config, checkpoint=dataclasses.replace(config.checkpoint, save="/s", save_interval=1)
-    )
+    again = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, save="/s", save_interval=1))
     assert again.trace.restart_trace_dir == "/s/restart_trace"
     with pytest.raises(ConfigError, match="--num-layers 4"):
         dataclasses.replace(
-            config,
-            parallel=dataclasses.replace(config.parallel, world_size=8, pipeline_model_parallel_size=8),
+            config, parallel=dataclasses.replace(config.parallel, world_size=8, pipeline_model_parallel_size=8)
         )
 
 
@@ -365,9 +353,7 @@ def test_only_rank_0_speaks(rank: int, expected: str, capsys: pytest.CaptureFixt
 
 def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     base = {"PATH": os.environ.get("PATH", ""), "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-c", code], env=base | env, capture_output=True, text=True, timeout=300
-    )
+    return subprocess.run([sys.executable, "-c", code], env=base | env, capture_output=True, text=True, timeout=300)
 
 
 def test_parse_or_exit_in_a_real_process() -> None:

@@ -92,11 +92,7 @@ def test_golden_fp32() -> None:
 
 @pytest.mark.parametrize(
     ("flags", "dtype"),
-    [
-        ("--fp16 --accumulate-allreduce-grads-in-fp32", "fp32"),
-        ("--fp16", "fp16"),
-        ("--bf16", "fp32"),
-    ],
+    [("--fp16 --accumulate-allreduce-grads-in-fp32", "fp32"), ("--fp16", "fp16"), ("--bf16", "fp32")],
 )
 def test_gradient_accumulation_dtype(flags: str, dtype: str) -> None:
     assert build_deepspeed_config(configure(BATCH + flags))["data_types"] == {"grad_accum_dtype": dtype}
@@ -120,21 +116,11 @@ def test_file_fills_flags_that_were_not_given(tmp_path: Path) -> None:
     content = UPSTREAM_FILE | {"gradient_clipping": 0.25, "data_types": {}}
     config = with_file(tmp_path, content, extra="")
     assert (config.training.micro_batch_size, config.training.global_batch_size) == (2, 8)
-    assert (config.model.params_dtype, config.optimizer.clip_grad, config.parallel.zero_stage) == (
-        "bf16",
-        0.25,
-        1,
-    )
+    assert (config.model.params_dtype, config.optimizer.clip_grad, config.parallel.zero_stage) == ("bf16", 0.25, 1)
 
 
 def test_file_fills_loss_scaling(tmp_path: Path) -> None:
-    fp16 = {
-        "enabled": "auto",
-        "loss_scale": 0,
-        "initial_scale_power": 12,
-        "hysteresis": 4,
-        "min_loss_scale": 2,
-    }
+    fp16 = {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 12, "hysteresis": 4, "min_loss_scale": 2}
     config = with_file(tmp_path, {"fp16": fp16, "data_types": {"grad_accum_dtype": "fp32"}}, BATCH + "--fp16")
     training = config.training
     assert (training.loss_scale, training.initial_loss_scale, training.hysteresis) == (None, 4096.0, 4)
@@ -178,30 +164,20 @@ def test_sections_of_no_flag_pass_through(tmp_path: Path) -> None:
 CONFLICTS = [
     ({"train_batch_size": 16}, BATCH, "train_batch_size is 16, but --global-batch-size makes it 8"),
     ({"train_micro_batch_size_per_gpu": 1}, BATCH, "is 1, but --micro-batch-size makes it 2"),
-    (
-        {"gradient_accumulation_steps": 3},
-        BATCH,
-        "gradient_accumulation_steps is 3, but --global-batch-size /",
-    ),
+    ({"gradient_accumulation_steps": 3}, BATCH, "gradient_accumulation_steps is 3, but --global-batch-size /"),
     ({"zero_optimization": {"stage": 0}}, "--zero-stage 1", "stage is 0, but --zero-stage makes it 1"),
     ({"zero_optimization": {"stage": 1}}, "--zero-stage 2", "stage is 1, but --zero-stage makes it 2"),
     ({"zero_optimization": {"stage": 2}}, "--zero-stage 0", "stage is 2, but --zero-stage makes it 0"),
     ({"gradient_clipping": 0.5}, "--clip-grad 1.0", "gradient_clipping is 0.5, but --clip-grad makes it 1.0"),
     ({"bf16": {"enabled": False}}, "--bf16", "bf16.enabled is False, but --bf16 makes it True"),
     ({"fp16": {"enabled": True}}, "--bf16", "fp16.enabled is True, but the run's bf16 makes it False"),
-    (
-        {"fp16": {"hysteresis": 4}},
-        "--fp16 --hysteresis 3",
-        "fp16.hysteresis is 4, but --hysteresis makes it 3",
-    ),
+    ({"fp16": {"hysteresis": 4}}, "--fp16 --hysteresis 3", "fp16.hysteresis is 4, but --hysteresis makes it 3"),
     ({"data_types": {"grad_accum_dtype": "bf16"}}, "--bf16", "is 'bf16', but --bf16 makes it 'fp32'"),
 ]
 
 
 @pytest.mark.parametrize(("content", "flags", "message"), CONFLICTS, ids=[row[2] for row in CONFLICTS])
-def test_conflict_names_file_and_both_values(
-    tmp_path: Path, content: dict[str, Any], flags: str, message: str
-) -> None:
+def test_conflict_names_file_and_both_values(tmp_path: Path, content: dict[str, Any], flags: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         with_file(tmp_path, content, BATCH + flags)
     assert message in str(caught.value)
@@ -260,11 +236,7 @@ def test_deepspeed_takes_what_is_built() -> None:
     )
     assert result.returncode == 0, result.stderr
     lines = [line for line in result.stdout.splitlines() if line.startswith("result")]
-    assert lines == [
-        "result 4 1 1.0 fp32",
-        "result 4 1 1.0 fp16",
-        "result 4 1 1.0 fp32",
-    ]
+    assert lines == ["result 4 1 1.0 fp32", "result 4 1 1.0 fp16", "result 4 1 1.0 fp32"]
 
 
 def test_datastates_section_is_the_host_cache_size(tmp_path: Path) -> None:

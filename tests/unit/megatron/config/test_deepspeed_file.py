@@ -135,9 +135,7 @@ STANZAS: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("stanza", "engine", "options"), STANZAS, ids=[json.dumps(row[0]) for row in STANZAS]
-)
+@pytest.mark.parametrize(("stanza", "engine", "options"), STANZAS, ids=[json.dumps(row[0]) for row in STANZAS])
 def test_the_stanza_names_the_engine(
     tmp_path: Path, stanza: dict[str, Any], engine: str, options: dict[str, Any]
 ) -> None:
@@ -146,9 +144,7 @@ def test_the_stanza_names_the_engine(
         assert config.checkpoint.checkpoint_engine == engine
         assert {name: getattr(config.checkpoint, name) for name in options} == options
         plain = with_file(tmp_path, STUDY, "")
-        assert build_deepspeed_config(config) == build_deepspeed_config(
-            plain
-        )  # DeepSpeed starts none of its own
+        assert build_deepspeed_config(config) == build_deepspeed_config(plain)  # DeepSpeed starts none of its own
 
 
 @pytest.mark.parametrize(
@@ -198,10 +194,7 @@ HOSTILE = [
     (b'{"gradient_clipping": -Infinity}', "-Infinity is no JSON number"),
     (b'{"gradient_clipping": 1e999}', "1e999 is more than a number can be"),
     (b'{"train_batch_size": ' + b"9" * 5000 + b"}", "not JSON (Exceeds the limit"),
-    (
-        b'{"train_batch_size": ' + b"9" * 400 + b"}",
-        "a number of more than 19 digits; it must be less than 2^63",
-    ),
+    (b'{"train_batch_size": ' + b"9" * 400 + b"}", "a number of more than 19 digits; it must be less than 2^63"),
     (b'{"gradient_clipping": 1.0}\xff', "not UTF-8 at byte 26"),
     (b'\xef\xbb\xbf{"gradient_clipping": 1.0}', "BOM"),
     (b'{\n  # a comment\n  "gradient_clipping": 1.0\n}', "the other liberties of Hjson"),
@@ -225,15 +218,7 @@ def test_no_configuration(tmp_path: Path, content: bytes, message: str) -> None:
 def test_deep_nest_under_any_key_is_one_error(tmp_path: Path) -> None:
     """Whatever the depth at which Python gives up."""
     for depth in (1, 50, 300, 900, 990, 1100):
-        for key in (
-            "unknown",
-            "seed",
-            "curriculum_learning",
-            "timers",
-            "none_ckpt",
-            "train_batch_size",
-            "stages",
-        ):
+        for key in ("unknown", "seed", "curriculum_learning", "timers", "none_ckpt", "train_batch_size", "stages"):
             nest = "[" * depth + "]" * depth
             with pytest.raises(ConfigError, match="--deepspeed_config"):
                 with_file(tmp_path, f'{{"{key}": {nest}}}')
@@ -275,7 +260,5 @@ def test_ends_with_2_before_torch_is_imported(tmp_path: Path) -> None:
 def test_flag_error_names_the_key_that_gave_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         with_file(tmp_path, {"train_batch_size": 7}, "--micro-batch-size 2")
-    assert f"(train_batch_size in --deepspeed_config {tmp_path / 'ds_config.json'} says it)" in str(
-        caught.value
-    )
+    assert f"(train_batch_size in --deepspeed_config {tmp_path / 'ds_config.json'} says it)" in str(caught.value)
     assert isinstance(configure(BATCH), Config)

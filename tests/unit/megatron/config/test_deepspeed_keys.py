@@ -82,9 +82,7 @@ VALUES = st.one_of(
     st.text(max_size=8), st.sampled_from(["auto", "fp32", "fp8", "none", "Fail", {}, [], {"enabled": False}]),
     st.dictionaries(st.text(max_size=4), st.booleans(), max_size=2),
 )  # fmt: skip
-NAMES = st.one_of(
-    st.sampled_from(sorted({part for key in KEYS for part in key.split(".")})), st.text(max_size=12)
-)
+NAMES = st.one_of(st.sampled_from(sorted({part for key in KEYS for part in key.split(".")})), st.text(max_size=12))
 BASE_FILE = {
     "train_batch_size": 8, "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}},
     "fp16": {"enabled": False}, "checkpoint": {},
@@ -96,9 +94,7 @@ BASE_FILE = {
 
 @pytest.fixture(scope="module")
 def deepspeed_keys() -> tuple[set[str], dict[str, Any]]:
-    result = subprocess.run(
-        [sys.executable, "-c", ASK_DEEPSPEED], capture_output=True, text=True, timeout=300
-    )
+    result = subprocess.run([sys.executable, "-c", ASK_DEEPSPEED], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]
     asked, defaults = json.loads(result.stdout.rpartition("RESULT")[2])
     return set(asked), defaults

@@ -56,8 +56,6 @@ def dataset_of(directory: Path, lengths: list[int], name: str = "d") -> str:
     return str(directory / name)
 
 
-def in_memory(
-    directory: Path, lengths: list[int], num_samples: int, seq_length: int, seed: int = 1
-) -> GPTDataset:
+def in_memory(directory: Path, lengths: list[int], num_samples: int, seq_length: int, seed: int = 1) -> GPTDataset:
     indexed = MMapIndexedDataset(dataset_of(directory, lengths))
     return GPTDataset("train", indexed, (0, len(lengths)), num_samples, seq_length, seed)

@@ -58,9 +58,7 @@ def normalised(weights: list[float]) -> npt.NDArray[np.float64]:
     return array / array.sum()
 
 
-@pytest.mark.parametrize(
-    "case", RECORDED["blend_indices"], ids=lambda case: f"{len(case['weights'])} datasets"
-)
+@pytest.mark.parametrize("case", RECORDED["blend_indices"], ids=lambda case: f"{len(case['weights'])} datasets")
 def test_choice_equals_upstreams(case: dict[str, Any]) -> None:
     weights = normalised(case["weights"])
     index = blending_indices(weights, 0, case["size"], np.zeros(len(weights), dtype=np.int64))
@@ -107,9 +105,7 @@ def test_more_than_255_datasets() -> None:
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_a_blend_goes_on_beyond_its_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool
-) -> None:
+def test_a_blend_goes_on_beyond_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool) -> None:
     monkeypatch.setattr(blendable_dataset, "_CHUNK", 64)
     cache = IndexCache((tmp_path,)) if cached else None
     blend = BlendableDataset([Endless(i) for i in range(3)], [0.2, 0.5, 0.3], 100, cache)
@@ -130,9 +126,7 @@ def test_parts_are_built_for_what_will_be_read() -> None:
     blend = BlendableDataset(parts, [1, 3], 100)
     blend.build_index(10_000)
     needed = np.bincount([dataset for dataset, _ in reference([0.25, 0.75], 10_000)]).tolist()
-    assert all(
-        part.built[0] is not None and part.built[0] >= n for part, n in zip(parts, needed, strict=True)
-    )
+    assert all(part.built[0] is not None and part.built[0] >= n for part, n in zip(parts, needed, strict=True))
 
 
 def test_shares_and_the_half_percent_more() -> None:
@@ -140,9 +134,7 @@ def test_shares_and_the_half_percent_more() -> None:
     assert blended_num_samples([0.25, 0.75], 1000) == [252, 754]
 
 
-@pytest.mark.parametrize(
-    "weights", [[], [1.0], [0.0, 1.0], [-1.0, 2.0], [float("nan"), 1.0], [float("inf"), 1.0]]
-)
+@pytest.mark.parametrize("weights", [[], [1.0], [0.0, 1.0], [-1.0, 2.0], [float("nan"), 1.0], [float("inf"), 1.0]])
 def test_bad_weights_are_refused(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="--data-path: 2 datasets"):
         BlendableDataset([Endless(0), Endless(1)], weights, 10)

@@ -24,12 +24,7 @@ class Counting:
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    total=st.integers(1, 60),
-    consumed=st.integers(0, 59),
-    micro=st.integers(1, 5),
-    size=st.integers(1, 4),
-)
+@given(total=st.integers(1, 60), consumed=st.integers(0, 59), micro=st.integers(1, 5), size=st.integers(1, 4))
 def test_ranks_share_each_group_of_samples(total: int, consumed: int, micro: int, size: int) -> None:
     if consumed >= total:
         consumed = total - 1

@@ -53,14 +53,8 @@ def test_samples_and_order_are_those_of_the_files(directory: Path) -> None:
         (lambda paths: Path(paths[0]).unlink(), "--train-doc-idx-path .*: no such file"),
         (lambda paths: Path(paths[2]).write_text("x"), "--train-shuffle-idx-path .*: cannot be read"),
         (lambda paths: np.save(paths[1], np.zeros(4, int)), "--train-sample-idx-path .*: is no sample-idx"),
-        (
-            lambda paths: np.save(paths[0], np.full(4, 9)),
-            "--train-doc-idx-path .*: names documents that are not",
-        ),
-        (
-            lambda paths: np.save(paths[2], np.full(16, 99)),
-            "--train-shuffle-idx-path .*: names samples that the",
-        ),
+        (lambda paths: np.save(paths[0], np.full(4, 9)), "--train-doc-idx-path .*: names documents that are not"),
+        (lambda paths: np.save(paths[2], np.full(16, 99)), "--train-shuffle-idx-path .*: names samples that the"),
     ],
 )
 def test_file_that_does_not_fit_is_named(

@@ -52,9 +52,7 @@ def test_index_and_samples_equal_upstreams(tmp_path: Path, case: dict[str, Any])
     assert sha256(dataset[len(dataset) - 1]["text"]) == case["last"]
 
 
-def reference_sample_idx(
-    sizes: list[int], doc_idx: list[int], seq_length: int, num_samples: int
-) -> list[list[int]]:
+def reference_sample_idx(sizes: list[int], doc_idx: list[int], seq_length: int, num_samples: int) -> list[list[int]]:
     """Walk over the tokens: sample j ends with the token that sample j + 1 starts with."""
     rows, position, offset = [[0, 0]], 0, 0
     for _ in range(num_samples):
@@ -126,9 +124,7 @@ def test_samples_are_slices_of_the_shuffled_documents(
     for block in (0, 1):
         arrays = dataset.block(block)
         stream = np.concatenate([dataset.indexed_dataset[int(doc)] for doc in arrays["doc_idx"]])
-        assert sorted(arrays["doc_idx"].tolist()) == sorted(
-            list(range(len(lengths))) * dataset.plan.num_epochs
-        )
+        assert sorted(arrays["doc_idx"].tolist()) == sorted(list(range(len(lengths))) * dataset.plan.num_epochs)
         assert sorted(arrays["shuffle_idx"].tolist()) == list(range(len(dataset)))
         for i, j in enumerate(arrays["shuffle_idx"].tolist()):
             expected = stream[j * seq_length : (j + 1) * seq_length + 1]
@@ -204,9 +200,7 @@ def test_split_ranges_hold_every_document_once(shares: list[float], documents: i
     assert covered == list(range(documents))
 
 
-@pytest.mark.parametrize(
-    "split", ["", "a,b", "1,,1", "-1,2,0", "0,0,0", "1,2,3,4", "nan,1,1", "inf,1,1", "9;1"]
-)
+@pytest.mark.parametrize("split", ["", "a,b", "1,,1", "-1,2,0", "0,0,0", "1,2,3,4", "nan,1,1", "inf,1,1", "9;1"])
 def test_a_malformed_split_is_refused(split: str) -> None:
     with pytest.raises(ValueError, match=r"--split "):
         build(split=split)
@@ -214,13 +208,9 @@ def test_a_malformed_split_is_refused(split: str) -> None:
 
 def test_too_few_documents_for_a_split(tmp_path: Path) -> None:
     prefix = dataset_of(tmp_path, [50] * 3)
-    with pytest.raises(
-        ValueError, match=r"--split 969,30,1: leaves no document for valid out of the 3 of .*/d:"
-    ):
+    with pytest.raises(ValueError, match=r"--split 969,30,1: leaves no document for valid out of the 3 of .*/d:"):
         build(data_path=[prefix], split="969,30,1", train_valid_test_num_samples=(4, 4, 4))
-    train, valid, test = build(
-        data_path=[prefix], split="969,30,1", train_valid_test_num_samples=(4, 0, 0)
-    )
+    train, valid, test = build(data_path=[prefix], split="969,30,1", train_valid_test_num_samples=(4, 0, 0))
     assert len(train) >= 4 and valid is None and test is None
 
 
@@ -272,9 +262,7 @@ def test_data_of_their_own_for_each_split(tmp_path: Path) -> None:
     assert valid[0]["text"].shape == (11,)
 
 
-def test_tokens_outside_of_the_index_are_reported_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tokens_outside_of_the_index_are_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         build(split="90,10,0", train_valid_test_num_samples=(8, 8, 0), data_cache_path=str(tmp_path))
     (message,) = (record.getMessage() for record in caplog.records)

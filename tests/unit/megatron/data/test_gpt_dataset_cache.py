@@ -36,9 +36,7 @@ def test_the_cache_is_written_once_and_then_read(tmp_path: Path) -> None:
     second, *_ = build(data_cache_path=str(tmp_path))
     third, *_ = build(data_cache_path=str(tmp_path), is_builder=False)
     assert cache_files(tmp_path) == before
-    assert all(
-        np.array_equal(first[i]["text"], other[i]["text"]) for other in (second, third) for i in range(80)
-    )
+    assert all(np.array_equal(first[i]["text"], other[i]["text"]) for other in (second, third) for i in range(80))
 
 
 def test_the_cache_is_beside_the_data_by_default_and_looked_for_there(tmp_path: Path) -> None:
@@ -159,8 +157,7 @@ def run_ranks(count: int, arguments: dict[str, Any]) -> list[tuple[int, int, str
     context = multiprocessing.get_context("fork")
     barrier, failures, results = context.Barrier(count), context.Value("i", 0), context.Queue()
     processes = [
-        context.Process(target=_rank, args=(rank, barrier, failures, results, arguments))
-        for rank in range(count)
+        context.Process(target=_rank, args=(rank, barrier, failures, results, arguments)) for rank in range(count)
     ]
     for process in processes:
         process.start()

@@ -52,9 +52,7 @@ def index_bytes(code: int, itemsize: int, sizes: list[int], doc_idx: list[int]) 
     )
 
 
-@pytest.mark.parametrize(
-    ("dtype", "code", "letter"), [(np.uint16, 8, "H"), (np.int32, 4, "i"), (np.uint8, 1, "B")]
-)
+@pytest.mark.parametrize(("dtype", "code", "letter"), [(np.uint16, 8, "H"), (np.int32, 4, "i"), (np.uint8, 1, "B")])
 def test_builder_writes_the_documented_bytes(tmp_path: Path, dtype: type, code: int, letter: str) -> None:
     prefix = write(tmp_path / "d", [[[1, 2, 3]], [], [[4], [5, 6]]], dtype)
     assert Path(f"{prefix}.bin").read_bytes() == struct.pack(f"<6{letter}", 1, 2, 3, 4, 5, 6)
@@ -222,9 +220,7 @@ def test_a_truncated_index_is_named(tmp_path: Path, length: int) -> None:
         MMapIndexedDataset(prefix)
 
 
-@pytest.mark.parametrize(
-    ("length", "message"), [(0, "truncated: 0 bytes"), (11, "needs 12"), (13, "no multiple")]
-)
+@pytest.mark.parametrize(("length", "message"), [(0, "truncated: 0 bytes"), (11, "needs 12"), (13, "no multiple")])
 def test_a_token_file_of_the_wrong_length_is_named(tmp_path: Path, length: int, message: str) -> None:
     prefix = write(tmp_path / "d", [[[1, 2, 3]], [[4]], [[5, 6]]])
     Path(f"{prefix}.bin").write_bytes((Path(f"{prefix}.bin").read_bytes() + b"\x00\x00")[:length])
@@ -269,9 +265,7 @@ def test_many_sequences_are_checked_in_blocks(tmp_path: Path, monkeypatch: pytes
 def test_fingerprint_tells_order_and_sizes_apart(tmp_path: Path) -> None:
     prints = {
         MMapIndexedDataset(write(tmp_path / str(i), documents)).fingerprint()
-        for i, documents in enumerate(
-            ([[[1]], [[2, 3]]], [[[1, 2]], [[3]]], [[[1, 2, 3]]], [[[9]], [[8, 7]]])
-        )
+        for i, documents in enumerate(([[[1]], [[2, 3]]], [[[1, 2]], [[3]]], [[[1, 2, 3]]], [[[9]], [[8, 7]]]))
     }
     assert len(prints) == 3  # the first and the last have the same sizes
 

@@ -20,9 +20,7 @@ def test_a_file_that_was_just_written_is_there(tmp_path: Path) -> None:
     with path.open("rb") as file:
         pages = ResidentPages(file.fileno())
     assert pages.share(0, 3 * PAGE + 1) == 1 and pages.missing_bytes(0, 3 * PAGE + 1) == 0
-    assert pages.share(PAGE, 9 * PAGE) == 1 and pages.share(4 * PAGE, 9 * PAGE) == 0, (
-        "beyond the end is nothing"
-    )
+    assert pages.share(PAGE, 9 * PAGE) == 1 and pages.share(4 * PAGE, 9 * PAGE) == 0, "beyond the end is nothing"
 
 
 def test_what_was_dropped_is_missing_until_it_is_read(path_on_disk: Path) -> None:

@@ -43,9 +43,7 @@ def test_a_direct_read_of_the_end_of_a_file_spares_what_follows_in_memory(path_o
     assert bool((target[size:] == 0xAA).all())
 
 
-def test_no_thread_is_left_when_one_cannot_be_started(
-    path_on_disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_thread_is_left_when_one_cannot_be_started(path_on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would read from files that are closed, or from others that have their numbers by then."""
     path = path_on_disk / "file"
     path.write_bytes(bytes(1 << 22))

@@ -152,9 +152,7 @@ def test_torch_load_verifies_in_passing(saved: Path) -> None:
         again = reader.reads[before:]
     assert timeline.total("verify") > 0 and timeline.total("read") > 0
     for name in ("0", "1", "data.pkl"):
-        assert not any(start < records[name].stop and stop > records[name].start for start, stop in again), (
-            name
-        )
+        assert not any(start < records[name].stop and stop > records[name].start for start, stop in again), name
 
 
 def flip(path: Path, offset: int) -> None:

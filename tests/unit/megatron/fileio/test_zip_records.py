@@ -55,10 +55,7 @@ def test_checksum_differs_with_one_bit_of_a_tensor(tmp_path: Path, saved: Path) 
 
 def test_zip64_archive(tmp_path: Path) -> None:
     path = tmp_path / "large.zip"
-    with (
-        zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive,
-        archive.open("data", "w", force_zip64=True) as file,
-    ):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive, archive.open("data", "w", force_zip64=True) as file:
         file.write(b"content")
     with path.open("rb") as stream:
         (record,) = read_records(stream)
@@ -86,9 +83,7 @@ def test_other_files_are_no_archives(tmp_path: Path, content: bytes) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None, max_examples=400
 )
 @given(st.data())
-def test_any_damage_is_a_bad_zip_file_or_leaves_the_records_in_the_file(
-    saved: Path, data: st.DataObject
-) -> None:
+def test_any_damage_is_a_bad_zip_file_or_leaves_the_records_in_the_file(saved: Path, data: st.DataObject) -> None:
     """zipfile itself raises half a dozen other exceptions for damaged headers."""
     content = bytearray(saved.read_bytes())
     with zipfile.ZipFile(saved) as archive:

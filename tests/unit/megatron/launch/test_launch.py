@@ -309,9 +309,7 @@ def test_a_wrong_command_line_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_a_script_that_cannot_be_launched_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_that_cannot_be_launched_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_arguments([str(tmp_path / "train.py")])
     assert f"{tmp_path / 'train.py'}: no such file" in capsys.readouterr().err
@@ -321,9 +319,7 @@ def test_a_script_that_cannot_be_launched_is_refused(
     with pytest.raises(SystemExit):
         parse_arguments([str(tmp_path / "train.py")])
     said = capsys.readouterr().err
-    assert (
-        "has its own megatron package beside it" in said and f"start {tmp_path / 'megatron' / 'launch'}" in said
-    )
+    assert "has its own megatron package beside it" in said and f"start {tmp_path / 'megatron' / 'launch'}" in said
 
 
 def test_one_node_has_no_fixed_port() -> None:

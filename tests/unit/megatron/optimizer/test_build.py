@@ -57,12 +57,8 @@ def test_adam_is_adamw() -> None:
     config = OptimizerConfig(lr=0.1, weight_decay=0.5, adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-6)
     settings: Any = {"lr": 0.1, "weight_decay": 0.5, "betas": (0.8, 0.95), "eps": 1e-6}
     ours = stepped(lambda model: build_optimizer(model, config))
-    assert torch.allclose(
-        ours, stepped(lambda model: torch.optim.AdamW(model.parameters(), **settings)), atol=1e-6
-    )
-    assert not torch.allclose(
-        ours, stepped(lambda model: torch.optim.Adam(model.parameters(), **settings)), atol=1e-2
-    )
+    assert torch.allclose(ours, stepped(lambda model: torch.optim.AdamW(model.parameters(), **settings)), atol=1e-6)
+    assert not torch.allclose(ours, stepped(lambda model: torch.optim.Adam(model.parameters(), **settings)), atol=1e-2)
 
 
 def test_sgd_takes_its_momentum() -> None:

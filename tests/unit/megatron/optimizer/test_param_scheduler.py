@@ -10,16 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config import ConfigError, OptimizerConfig
+from megatron.config import ConfigError, OptimizerConfig, TrainingConfig
 from megatron.optimizer.param_scheduler import OptimizerParamScheduler
 
 # What upstream's class answered for the same settings, at some of the iterations.
-GOLDEN = json.loads(
-    (Path(__file__).resolve().parents[3] / "golden" / "upstream_param_schedules.json").read_text()
-)
-LR, MIN_LR, TRAIN_ITERS, BATCH = (
-    GOLDEN[name] for name in ("lr", "min_lr", "train_iters", "global_batch_size")
-)
+GOLDEN = json.loads((Path(__file__).resolve().parents[3] / "golden" / "upstream_param_schedules.json").read_text())
+LR, MIN_LR, TRAIN_ITERS, BATCH = (GOLDEN[name] for name in ("lr", "min_lr", "train_iters", "global_batch_size"))
 
 
 def optimizer() -> torch.optim.Optimizer:
@@ -29,9 +25,8 @@ def optimizer() -> torch.optim.Optimizer:
 
 def scheduler(**settings: Any) -> OptimizerParamScheduler:
     config = OptimizerConfig(**({"lr": LR, "min_lr": MIN_LR, "lr_decay_iters": TRAIN_ITERS} | settings))
-    return OptimizerParamScheduler(
-        optimizer(), config, train_iters=TRAIN_ITERS, global_batch_size=BATCH, seq_length=16
-    )
+    training = TrainingConfig(micro_batch_size=1, train_iters=TRAIN_ITERS, global_batch_size=BATCH)
+    return OptimizerParamScheduler(optimizer(), config, training, 16)
 
 
 def settings_of(case: dict[str, Any]) -> dict[str, Any]:
@@ -42,9 +37,7 @@ def settings_of(case: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-@pytest.mark.parametrize(
-    "case", GOLDEN["cases"], ids=lambda case: "-".join(map(str, settings_of(case).values()))
-)
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: "-".join(map(str, settings_of(case).values())))
 def test_every_value_is_upstreams(case: dict[str, Any]) -> None:
     schedule = scheduler(**settings_of(case))
     groups = schedule.optimizer.param_groups
@@ -147,22 +140,19 @@ def test_state_of_an_older_kind_without_every_name() -> None:
 
 # Upstream's class, stepped over `batches` samples in turn; the iterations in `skipped` had an overflow, so that
 # DeepSpeed did not step it, though their tokens count. `lr` is that of each iteration, `state` the last.
-TOKENS = json.loads(
-    (Path(__file__).resolve().parents[3] / "golden" / "upstream_token_schedules.json").read_text()
-)
+TOKENS = json.loads((Path(__file__).resolve().parents[3] / "golden" / "upstream_token_schedules.json").read_text())
 
 
 def token_schedule(case: dict[str, Any]) -> OptimizerParamScheduler:
     settings = dict(case["settings"])
     train_samples = settings.pop("train_samples", None)
-    return OptimizerParamScheduler(
-        optimizer(),
-        OptimizerConfig(**settings),
+    training = TrainingConfig(
+        micro_batch_size=1,
         train_iters=TOKENS["train_iters"],
         global_batch_size=TOKENS["global_batch_size"],
-        seq_length=TOKENS["seq_length"],
         train_samples=train_samples,
     )
+    return OptimizerParamScheduler(optimizer(), OptimizerConfig(**settings), training, TOKENS["seq_length"])
 
 
 @pytest.mark.parametrize("resume_at", [None, 1, 7, 20])

@@ -37,8 +37,4 @@ def test_layout_as_shown_and_as_saved() -> None:
 
 
 def test_single_process_is_a_tensor_parallel_group_of_its_own() -> None:
-    assert (TensorParallelGroup().rank, TensorParallelGroup().size, TensorParallelGroup().group) == (
-        0,
-        1,
-        None,
-    )
+    assert (TensorParallelGroup().rank, TensorParallelGroup().size, TensorParallelGroup().group) == (0, 1, None)

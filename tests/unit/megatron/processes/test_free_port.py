@@ -19,9 +19,7 @@ def test_no_port_that_a_connection_could_take() -> None:
 
 
 @pytest.mark.parametrize("text", ["1024 65535\n", "20000 60999\n"])
-def test_a_host_whose_connections_take_low_ports(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_whose_connections_take_low_ports(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "range").write_text(text)
     monkeypatch.setattr(module, "_EPHEMERAL_RANGE", tmp_path / "range")
     assert free_port() > 0

@@ -48,10 +48,7 @@ def test_a_training_that_stepped_and_saved_has_imported_no_compiler(tmp_path: Pa
             print(name, type(sys.modules[name]).__name__)
     """
     said = run(code, str(ROOT / "pretrain_gpt.py"), *flags.split())
-    assert (
-        "iteration        2/       2" in said
-        and (tmp_path / "save" / "global_step2" / "manifest.json").exists()
-    )
+    assert "iteration        2/       2" in said and (tmp_path / "save" / "global_step2" / "manifest.json").exists()
     assert said.splitlines()[-3:] == [
         "HEAVY []", "torch._dynamo _StandIn", "torch.fx.experimental.symbolic_shapes _StandIn",
     ]  # fmt: skip

@@ -28,13 +28,7 @@ from megatron.config import (
     ParallelConfig,
     TrainingConfig,
 )
-from megatron.startup.preflight import (
-    check_dataset,
-    check_inputs,
-    check_load,
-    check_tokenizer,
-    check_writable,
-)
+from megatron.startup.preflight import check_dataset, check_inputs, check_load, check_tokenizer, check_writable
 from tests.unit.hostile import fifo, no_longer_than
 from tests.unit.megatron.checkpointing.test_commit import manifest_of
 
@@ -87,9 +81,7 @@ def test_files_of_an_upstream_run_pass() -> None:
     data = UPSTREAM_RUN / "data"
     check_dataset("--data-path", str(data / "corpus_text_document"))
     model = str(data / "tokenizer.model")
-    check_tokenizer(
-        DataConfig(tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model=model, vocab_size=500)
-    )
+    check_tokenizer(DataConfig(tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model=model, vocab_size=500))
     check_load(CheckpointConfig(load=str(UPSTREAM_RUN), load_tag="global_step5"))
     check_load(CheckpointConfig(load=str(UPSTREAM_RUN), exit_on_missing_checkpoint=True))
 
@@ -118,9 +110,7 @@ def test_directory_instead_of_file(tmp_path: Path) -> None:
 def test_truncated_bin_or_idx(prefix: str, cut: int) -> None:
     size = os.path.getsize(prefix + ".idx")
     os.truncate(prefix + ".idx", size - cut)
-    assert f"{prefix}.idx is truncated: {size - cut} bytes, and its header says {size}" in refused_dataset(
-        prefix
-    )
+    assert f"{prefix}.idx is truncated: {size - cut} bytes, and its header says {size}" in refused_dataset(prefix)
 
 
 def test_truncated_bin(prefix: str) -> None:
@@ -186,9 +176,7 @@ def sentencepiece_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sentencepiece_data(path: Path, vocab_size: int | None = None) -> DataConfig:
-    return DataConfig(
-        tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model=str(path), vocab_size=vocab_size
-    )
+    return DataConfig(tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model=str(path), vocab_size=vocab_size)
 
 
 def refused_tokenizer(data: DataConfig) -> str:

@@ -13,13 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.tokenizer import (
-    TOKENIZER_TYPES,
-    Tokenizer,
-    TokenizerError,
-    build_tokenizer,
-    tokenizer_info,
-)
+from megatron.tokenizer import TOKENIZER_TYPES, Tokenizer, TokenizerError, build_tokenizer, tokenizer_info
 
 ROOT = Path(__file__).resolve().parents[4]
 MODEL = str(ROOT / "tests" / "golden" / "upstream_run" / "data" / "tokenizer.model")
@@ -125,17 +119,11 @@ def test_bpe_size_comes_without_the_library(bpe_files: dict[str, Any]) -> None:
         ('{"<|endoftext|>": "0"}', "ids are not 0 to 0"),
     ],
 )
-def test_a_bad_vocab_file_is_named(
-    tmp_path: Path, bpe_files: dict[str, Any], vocab: str, message: str
-) -> None:
+def test_a_bad_vocab_file_is_named(tmp_path: Path, bpe_files: dict[str, Any], vocab: str, message: str) -> None:
     (tmp_path / "vocab.json").write_text(vocab)
     for load in (build_tokenizer, tokenizer_info):
         with pytest.raises(TokenizerError, match=message.replace("|", r"\|")):
-            load(
-                "GPT2BPETokenizer",
-                vocab_file=str(tmp_path / "vocab.json"),
-                merge_file=bpe_files["merge_file"],
-            )
+            load("GPT2BPETokenizer", vocab_file=str(tmp_path / "vocab.json"), merge_file=bpe_files["merge_file"])
 
 
 def test_a_vocabulary_without_all_bytes_is_refused(tmp_path: Path) -> None:
@@ -143,9 +131,7 @@ def test_a_vocabulary_without_all_bytes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
     with pytest.raises(TokenizerError, match="254 of the 256 byte symbols are missing"):
         build_tokenizer(
-            "GPT2BPETokenizer",
-            vocab_file=str(tmp_path / "vocab.json"),
-            merge_file=str(tmp_path / "merges.txt"),
+            "GPT2BPETokenizer", vocab_file=str(tmp_path / "vocab.json"), merge_file=str(tmp_path / "merges.txt")
         )
 
 
@@ -153,9 +139,7 @@ def test_a_vocabulary_without_all_bytes_is_refused(tmp_path: Path) -> None:
 def test_a_bad_merge_file_is_named(tmp_path: Path, bpe_files: dict[str, Any], merges: str) -> None:
     (tmp_path / "merges.txt").write_text(merges)
     with pytest.raises(TokenizerError, match=r"--merge-file .*merges.txt: .*belongs to --vocab-file"):
-        build_tokenizer(
-            "GPT2BPETokenizer", vocab_file=bpe_files["vocab_file"], merge_file=str(tmp_path / "merges.txt")
-        )
+        build_tokenizer("GPT2BPETokenizer", vocab_file=bpe_files["vocab_file"], merge_file=str(tmp_path / "merges.txt"))
 
 
 # --- SentencePiece ---
@@ -191,11 +175,7 @@ def test_a_model_without_end_of_sequence_is_refused(tmp_path: Path) -> None:
 
     words = " ".join(f"{a}{b}" for a in "bcdfg" for b in "aeiou")
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([words] * 20),
-        model_prefix=str(tmp_path / "m"),
-        vocab_size=18,
-        eos_id=-1,
-        minloglevel=2,
+        sentence_iterator=iter([words] * 20), model_prefix=str(tmp_path / "m"), vocab_size=18, eos_id=-1, minloglevel=2
     )
     with pytest.raises(TokenizerError, match=r"m\.model: has no end-of-sequence piece"):
         build_tokenizer("GPTSentencePieceTokenizer", tokenizer_model=str(tmp_path / "m.model"))
@@ -237,9 +217,7 @@ def test_missing_files_are_named(
 @pytest.mark.parametrize("load", [build_tokenizer, tokenizer_info])
 @pytest.mark.parametrize("tokenizer_type", ["HFTokenizer", "BertWordPieceCase", ""])
 def test_other_types_are_refused(load: Any, tokenizer_type: str) -> None:
-    with pytest.raises(
-        TokenizerError, match=f"--tokenizer-type {tokenizer_type}: use one of .*NullTokenizer"
-    ):
+    with pytest.raises(TokenizerError, match=f"--tokenizer-type {tokenizer_type}: use one of .*NullTokenizer"):
         load(tokenizer_type)
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[4]
 
 def result(directory: Path, **asked: Any) -> dict[str, Any]:
     """The JSON report of a trace directory, decoded."""
-    return to_dict(analyse(load_trace(directory), **asked))
+    return to_dict(analyse(load_trace(directory), **asked).report)
 
 
 def kinds(report: dict[str, Any]) -> list[str]:

@@ -18,9 +18,7 @@ from tools.ckpt_analysis.cli import COMMANDS, main
 
 def run_cli(*arguments: str, cwd: Path = ROOT, module: bool = True) -> subprocess.CompletedProcess[str]:
     start = ["-m", "tools.ckpt_analysis"] if module else [str(ROOT / "tools" / "ckpt_analysis")]
-    return subprocess.run(
-        [sys.executable, *start, *arguments], cwd=cwd, capture_output=True, text=True, timeout=300
-    )
+    return subprocess.run([sys.executable, *start, *arguments], cwd=cwd, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.slow
@@ -71,19 +69,7 @@ def test_terminal_report(tmp_path: Path) -> None:
         assert f"\n{heading}" in done.stdout
     assert "\nSave global_step5" not in done.stdout
     row = next(line for line in done.stdout.splitlines() if re.match(r"\s+fsync ", line))
-    assert row.split() == [
-        "fsync",
-        "0.2400",
-        "5",
-        "0.0400",
-        "0.0400",
-        "0.2000",
-        "0.2400",
-        "36.0",
-        "MB",
-        "0.150",
-        "yes",
-    ]
+    assert row.split() == ["fsync", "0.2400", "5", "0.0400", "0.0400", "0.2000", "0.2400", "36.0", "MB", "0.150", "yes"]
     assert "\nSave global_step5" in run_cli("--all", str(trace)).stdout
 
 
@@ -158,6 +144,6 @@ def test_never_imports_torch_and_of_the_project_only_two_small_modules(tmp_path:
         "print(sorted(m for m in sys.modules if m.split('.')[0] in ours))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.stdout.splitlines()[-1] == str(
-        ["restart_trace", "restart_trace.regular", "restart_trace.schema"]
-    ), done.stderr
+    assert done.stdout.splitlines()[-1] == str(["restart_trace", "restart_trace.regular", "restart_trace.schema"]), (
+        done.stderr
+    )

@@ -43,9 +43,7 @@ def differences(truth: Any, found: Any, place: str = "") -> list[str]:
         pairs = enumerate(zip(truth, found, strict=True))
         return [line for i, (a, b) in pairs for line in differences(a, b, f"{place}[{i}]")]
     if isinstance(truth, float) and isinstance(found, (int, float)):
-        return (
-            [] if found == pytest.approx(truth, rel=1e-12, abs=1e-9) else [f"{place}: {found}, not {truth}"]
-        )
+        return [] if found == pytest.approx(truth, rel=1e-12, abs=1e-9) else [f"{place}: {found}, not {truth}"]
     return [] if truth == found else [f"{place}: {found!r}, not {truth!r}"]
 
 
@@ -69,17 +67,13 @@ def test_the_truth_leaves_out_no_number(tmp_path: Path) -> None:
 
     def keys(value: Any, place: str = "") -> set[str]:
         if isinstance(value, dict):
-            inner = [
-                keys(child, f"{place}.{name}") for name, child in value.items() if name not in _NOT_IN_TRUTH
-            ]
+            inner = [keys(child, f"{place}.{name}") for name, child in value.items() if name not in _NOT_IN_TRUTH]
             return {f"{place}.{name}" for name in value if name not in _NOT_IN_TRUTH}.union(*inner)
         return set().union(*(keys(child, place) for child in value)) if isinstance(value, list) else set()
 
     missing = {key for key in keys(found) - keys(truth) if not key.startswith(".problems")}
     # A launch has no failure before it: these are null in it, and in the restart the truth has them.
-    of_restarts = {
-        key.replace(".restarts.", ".launches.", 1) for key in keys(truth) if key.startswith(".restarts.")
-    }
+    of_restarts = {key.replace(".restarts.", ".launches.", 1) for key in keys(truth) if key.startswith(".restarts.")}
     assert missing <= of_restarts
 
 
@@ -100,9 +94,7 @@ def test_stragglers_are_named(tmp_path: Path) -> None:
     truth = write_run(tmp_path / "run", Shape(ranks=24, saves=4, plants=planted))
     found = result(tmp_path / "run", per_rank=True)
     for save in found["saves"]:
-        assert (
-            save["phases"]["flush"]["details"]["fsync"]["slowest_rank"] == truth["planted"]["straggler-rank"]
-        )
+        assert save["phases"]["flush"]["details"]["fsync"]["slowest_rank"] == truth["planted"]["straggler-rank"]
         waited = {entry["rank"]: entry["phases"]["barrier"] for entry in save["per_rank"]}
         assert min(waited, key=lambda rank: waited[rank]) == truth["planted"]["barrier-skew"]
     (load,) = found["loads"]
@@ -126,9 +118,7 @@ def test_records_are_valid(tmp_path: Path, plants: frozenset[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["sync", "async"])
-def test_the_columns_and_the_lines_read_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_the_columns_and_the_lines_read_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     write_run(tmp_path / "run", _SHAPES[name])
     monkeypatch.setattr(records, "read_lines", None)  # nothing is wrong, so it is not called
     fast = load_trace(tmp_path / "run").records
@@ -160,10 +150,7 @@ def test_generator_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for arguments, message in (
         (["--plant", "gremlins"], "--plant gremlins: no such problem"),
         (["--ranks", "1"], "--ranks 1: needs at least 2"),
-        (
-            ["--ranks", "8", "--plant", "clock-offset"],
-            "--ranks 8: a host with a problem needs more than 8 ranks",
-        ),
+        (["--ranks", "8", "--plant", "clock-offset"], "--ranks 8: a host with a problem needs more than 8 ranks"),
     ):
         assert main([str(tmp_path / "other"), *arguments]) == 2
         assert message in capsys.readouterr().err and not (tmp_path / "other").exists()

@@ -15,12 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from restart_trace.schema import (
-    CYCLE_FILE_PATTERN,
-    RANK_FILE_PATTERN,
-    SCHEMA_VERSION,
-    SUPERVISOR_FILE_PATTERN,
-)
+from restart_trace.schema import CYCLE_FILE_PATTERN, RANK_FILE_PATTERN, SCHEMA_VERSION, SUPERVISOR_FILE_PATTERN
 
 MS = 1_000_000
 RANKS = 8
@@ -77,6 +72,8 @@ class Options:
     reject_newest: bool = False
     run_id: str = RUN_ID
     version: int = SCHEMA_VERSION
+    instrument: str = "trainer"
+    cores: str = ""  # that every rank may run on, as the kernel lists them
     wall_ns: int = START_WALL_NS
 
 
@@ -116,6 +113,8 @@ class RankLog:
             rank=self.rank,
             **place,
             role=role,
+            instrument=self.options.instrument,
+            cores=self.options.cores,
             host=f"node{self.host()}",
             boot_id=f"boot-{self.host()}",
             pid=1000 + self.rank,
@@ -136,14 +135,7 @@ class RankLog:
         op_id = self.next_op
         self.next_op += 1
         named = {"engine": engine} if engine else {}
-        self.write(
-            "operation_begin",
-            operation=operation,
-            op=op_id,
-            **labels,
-            **named,
-            start_ns=self.ns(self.now_ms),
-        )
+        self.write("operation_begin", operation=operation, op=op_id, **labels, **named, start_ns=self.ns(self.now_ms))
         return OperationLog(self, op_id)
 
     def event(self, operation: str, phase: str, detail: str | None = None, step: int | None = None) -> None:
@@ -151,14 +143,7 @@ class RankLog:
         wall_ns = self.options.wall_ns + round(self.now_ms * MS)
         if self.rank < 0:
             optional["cycle"] = self.cycle
-        self.write(
-            "event",
-            operation=operation,
-            phase=phase,
-            **optional,
-            time_ns=self.ns(self.now_ms),
-            wall_ns=wall_ns,
-        )
+        self.write("event", operation=operation, phase=phase, **optional, time_ns=self.ns(self.now_ms), wall_ns=wall_ns)
 
     def iteration(self, step: int) -> None:
         start = self.now_ms

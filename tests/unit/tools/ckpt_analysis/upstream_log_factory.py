@@ -38,9 +38,7 @@ def files_of(step: int, options: LogOptions) -> list[str]:
     """The files of a save: of each layer one per tensor rank, and two kinds per rank."""
     root = f"/scratch/run/global_step{step}"
     layers = [
-        f"layer_{n:02d}-model_{t:02d}-model_states.pt"
-        for n in range(1, options.layers + 1)
-        for t in range(options.tp)
+        f"layer_{n:02d}-model_{t:02d}-model_states.pt" for n in range(1, options.layers + 1) for t in range(options.tp)
     ]
     shards = [
         f"bf16_zero_pp_rank_{d}_mp_rank_{m:02d}_optim_states.pt"
@@ -89,9 +87,7 @@ def _launch(options: LogOptions, clock: _Clock) -> list[str]:
         "  hidden_size ..................................... 2048",
         f"  world_size ...................................... {options.world_size}",
         "-------------------- end of arguments ---------------------",
-        clock.dated(
-            f"RANK=0 STAGE=0 LAYERS=20 [0, 20) TOTAL_PARAMS={PARAMETERS} (1000M)", "engine.py:1:__init__"
-        ),
+        clock.dated(f"RANK=0 STAGE=0 LAYERS=20 [0, 20) TOTAL_PARAMS={PARAMETERS} (1000M)", "engine.py:1:__init__"),
     ]
     clock.pass_ms(9_000)
     if options.loads_step is not None:

@@ -66,9 +66,7 @@ def test_the_shell_does_not_change_a_preset(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_flags_overrule_a_preset() -> None:
-    config, _, vocab_sizes = config_for(
-        "tiny", 1, 1, vocab_size=1000, flags=["--num-layers", "6", "--seed", "5"]
-    )
+    config, _, vocab_sizes = config_for("tiny", 1, 1, vocab_size=1000, flags=["--num-layers", "6", "--seed", "5"])
     assert (config.model.num_layers, config.training.seed) == (6, 5)
     assert vocab_sizes == (1000, 1024)
 
@@ -126,12 +124,7 @@ def test_a_deepspeed_option_that_lays_shards_out_otherwise_is_refused(tmp_path: 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
 def test_sizes_are_those_of_torch_save(dtype: torch.dtype, tmp_path: Path) -> None:
     one = torch.empty(1001, 3, dtype=dtype, device="meta")
-    state = {
-        "a": one,
-        "b": [one, {"c": torch.empty(0, dtype=dtype, device="meta")}],
-        "d": (1, "x"),
-        "e": torch.ones(5),
-    }
+    state = {"a": one, "b": [one, {"c": torch.empty(0, dtype=dtype, device="meta")}], "d": (1, "x"), "e": torch.ones(5)}
     real = map_tensors(state, lambda t: torch.zeros(t.shape, dtype=t.dtype) if t.is_meta else t)
     real = stage_on_host(real, Staging())  # as engine torch does
     buffer = io.BytesIO()
@@ -185,9 +178,7 @@ def study_listing() -> str:
     sizes = {1: "75M", **dict.fromkeys(range(2, 30), "49M"), 30: "7.9K", 31: "75M"}
     lines = ["total 41G"]
     for tp in range(4):
-        lines += [
-            listing_line(size, f"layer_{n:02d}-model_{tp:02d}-model_states.pt") for n, size in sizes.items()
-        ]
+        lines += [listing_line(size, f"layer_{n:02d}-model_{tp:02d}-model_states.pt") for n, size in sizes.items()]
         lines.append(listing_line("5.1M", f"mp_rank_{tp:02d}_model_states.pt"))
         lines.append(listing_line("8.8G", f"bf16_zero_pp_rank_0_mp_rank_{tp:02d}_optim_states.pt"))
     return "\n".join(lines)
@@ -196,9 +187,7 @@ def study_listing() -> str:
 STUDY = ("--model", "3b", "--tp", "4", "--pp", "1", "--dp", "1", "--vocab-size", "50257", "--upstream")
 
 
-def test_the_plan_agrees_with_the_listing_of_the_study(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_plan_agrees_with_the_listing_of_the_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "listing"
     path.write_text(study_listing())
     status, out, _ = run(capsys, *STUDY, "--compare-listing", str(path))
@@ -249,12 +238,7 @@ def test_sizes_as_ls_shows_them(num_bytes: int, shown: str) -> None:
 
 
 def test_lines_that_are_no_listing_are_passed_over() -> None:
-    lines = [
-        "loss: 3.4",
-        "total 4K",
-        listing_line("12", "latest"),
-        "drwxr-xr-x 2 a b 4.0K Oct 1 2025 global_step5",
-    ]
+    lines = ["loss: 3.4", "total 4K", listing_line("12", "latest"), "drwxr-xr-x 2 a b 4.0K Oct 1 2025 global_step5"]
     text = "\n".join(lines)
     assert parse_listing(text) == {"latest": "12"}
     assert compare({"latest": 12}, {"latest": "12"}).agrees
@@ -369,9 +353,7 @@ def test_the_table_lists_every_file_with_its_size(capsys: pytest.CaptureFixture[
         ("--dp 2", "--model is missing: give one of tiny"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(
-    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_planned_is_refused(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = run(capsys, *arguments.split())
     assert (status, out) == (2, "")
     assert message in err
@@ -382,9 +364,7 @@ def test_flags_of_the_trainer_without_a_preset(capsys: pytest.CaptureFixture[str
     found = plan_json(capsys, "--dp", "2", "--", *FLAGS)
     assert found["layout"] == {"tp": 1, "pp": 1, "dp": 2}
     assert (found["vocab_size"], found["padded_vocab_size"]) == (100, 128)
-    without = plan_json(
-        capsys, "--dp", "2", "--", *FLAGS, "--save", "x", "--save-interval", "1", "--no-save-optim"
-    )
+    without = plan_json(capsys, "--dp", "2", "--", *FLAGS, "--save", "x", "--save-interval", "1", "--no-save-optim")
     assert without["bytes_by_kind"]["moments"] == without["bytes_by_kind"]["master_weights"] == 0
     for rank, bare in zip(found["per_rank"], without["per_rank"], strict=True):
         assert bare["device_bytes_estimate"] == pytest.approx(rank["device_bytes_estimate"], rel=1e-3)

@@ -26,13 +26,7 @@ def save(durable: float, blocked: float, warmup: bool = False) -> dict[str, Any]
 
 
 def load(seconds: float, cache: str, again: bool = False) -> dict[str, Any]:
-    return {
-        "again": again,
-        "load_s": seconds,
-        "first_write_s": 2 * seconds,
-        "cache": cache,
-        "resident_share": 0.0,
-    }
+    return {"again": again, "load_s": seconds, "first_write_s": 2 * seconds, "cache": cache, "resident_share": 0.0}
 
 
 def samples(lazy_durable: float = 1.0, cold_cache: str = COLD) -> Samples:
@@ -50,8 +44,7 @@ def samples(lazy_durable: float = 1.0, cold_cache: str = COLD) -> Samples:
             ]  # fmt: skip
             cold_loads = [{"loads": [load(cold * f, cold_cache)], "skipped": None} for f in slower]
             warm_loads = [
-                {"loads": [load(0.5 * cold, WARM), load(0.2, WARM, again=True)], "skipped": None}
-                for _ in slower
+                {"loads": [load(0.5 * cold, WARM), load(0.2, WARM, again=True)], "skipped": None} for _ in slower
             ]
             for kind, ranks in (("save", saved), ("load_cold", cold_loads), ("load_warm", warm_loads)):
                 found.engines[name].setdefault(kind, []).append(ranks)
@@ -104,16 +97,10 @@ def test_a_limited_share_says_so() -> None:
 
 def test_the_table_has_ratios_against_torch_and_storage() -> None:
     text = render(figures(samples()))
-    row = next(
-        line for line in text.split("times torch's speed")[1].splitlines() if line.startswith("  lazy")
-    )
+    row = next(line for line in text.split("times torch's speed")[1].splitlines() if line.startswith("  lazy"))
     assert row.split() == ["lazy", "800.00", "8.00", "4.00", "4.00"]
     share = text.split("of the best raw direct")[1]
-    assert next(line for line in share.splitlines() if line.startswith("  lazy")).split() == [
-        "lazy",
-        "91%",
-        "91%",
-    ]
+    assert next(line for line in share.splitlines() if line.startswith("  lazy")).split() == ["lazy", "91%", "91%"]
 
 
 BUSY = ", steps on the processors"
@@ -136,9 +123,7 @@ def test_targets_are_met_or_not() -> None:
 
 def test_targets_are_not_judged_by_what_does_not_tell() -> None:
     too_long = verdicts(figures(samples(lazy_durable=5.0)))
-    assert too_long["lazy blocked_s", "at most 1/20 of torch"].startswith(
-        "not judged: steps of 3 s, flush of 5.50 s"
-    )
+    assert too_long["lazy blocked_s", "at most 1/20 of torch"].startswith("not judged: steps of 3 s, flush of 5.50 s")
     result = figures(samples())
     result["repeat"] = 3
     assert all(verdict.endswith("(of 3 repeats only, 5 are wanted)") for verdict in verdicts(result).values())

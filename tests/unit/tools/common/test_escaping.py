@@ -17,9 +17,7 @@ from tools.common.escaping import csv_cell, markdown, visible
 # ESC (colour, title of the window), a C1 control, a bidi override, a new line, HTML, a column's end, a formula.
 PLANTED = '=1+1\x1b[31m\x1b]0;title\x07\x9b2J\u202eevil\n# heading <img src=x onerror="alert(1)">|x'
 FIELDS = ("tag", "engine", "engine_used", "engine_asked", "durability", "host", "file", "error", "thread")
-HIDDEN = re.compile(
-    "[\x00-\x09\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]"
-)  # without the newline
+HIDDEN = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")  # without the newline
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +52,7 @@ def test_nothing_planted_reaches_the_terminal(
 ) -> None:
     name, *flags = command.split()
     flags += ["--format", form] if name in ("summary", "compare") else []
-    several = (
-        [f"a\x1b[31m\n# heading|\u202e={planted}", str(planted)] if name == "compare" else [str(planted)]
-    )
+    several = [f"a\x1b[31m\n# heading|\u202e={planted}", str(planted)] if name == "compare" else [str(planted)]
     assert main([name, *several, *flags]) in (0, 1)
     shown = capsys.readouterr().out
     assert HIDDEN.search(shown) is None

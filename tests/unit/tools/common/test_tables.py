@@ -32,12 +32,7 @@ def test_text_is_aligned() -> None:
 
 def test_markdown_has_a_ruler_of_as_many_columns() -> None:
     lines = markdown_table(titles(COLUMNS), texts(COLUMNS, ITEMS), numbers=True)
-    assert lines == [
-        "| name | files | took s |",
-        "| --- | ---: | ---: |",
-        "| torch | 12 | 1.50 |",
-        "| lazy | - | - |",
-    ]
+    assert lines == ["| name | files | took s |", "| --- | ---: | ---: |", "| torch | 12 | 1.50 |", "| lazy | - | - |"]
     assert markdown_table(["a", "b"], [])[1] == "| --- | --- |"
 
 

@@ -97,21 +97,13 @@ def test_another_layout() -> None:
         ),
         (training(), Sizes(pp=8), "--num-layers 4: is less than --pipeline-model-parallel-size 8"),
         (training(), Sizes(dp=3), "--global-batch-size 4: not divisible"),
-        (
-            [*training(), "--checkpoint-engine", "dcp"],
-            Sizes(dp=1),
-            "--checkpoint-engine dcp cannot be loaded onto",
-        ),
+        ([*training(), "--checkpoint-engine", "dcp"], Sizes(dp=1), "--checkpoint-engine dcp cannot be loaded onto"),
         (
             ["deepspeed", "pretrain_gpt.py"],
             Sizes(dp=1),
             "the number of ranks is changed for torchrun or megatron.launch on one node",
         ),
-        (
-            training("torchrun", "--nnodes", "2", "--nproc-per-node", "4"),
-            Sizes(dp=1),
-            "megatron.launch on one node",
-        ),
+        (training("torchrun", "--nnodes", "2", "--nproc-per-node", "4"), Sizes(dp=1), "megatron.launch on one node"),
         (["torchrun", "wrapper.sh"], Sizes(dp=1), "megatron.launch on one node and pretrain_gpt.py only"),
     ],
 )
@@ -120,9 +112,7 @@ def test_a_layout_that_does_not_fit(command: list[str], sizes: Sizes, message: s
         commands.on_layout(command, sizes)
 
 
-def test_a_layout_that_this_machine_has_too_few_gpus_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layout_that_this_machine_has_too_few_gpus_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """nvidia-smi is a stand-in: a machine with GPUs cannot be had here."""
     smi = tmp_path / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho 'GPU 0: A'\necho 'GPU 1: A'\n")
@@ -147,11 +137,7 @@ def test_directories_and_engine_are_appended() -> None:
     command = commands.completed(training(), Path("/s"), Path("/t"), "lazy")
     config = commands.configuration(command)
     assert config is not None
-    assert (config.checkpoint.save, config.checkpoint.load, config.trace.restart_trace_dir) == (
-        "/s",
-        "/s",
-        "/t",
-    )
+    assert (config.checkpoint.save, config.checkpoint.load, config.trace.restart_trace_dir) == ("/s", "/s", "/t")
     assert config.checkpoint.checkpoint_engine == "lazy" and config.checkpoint.verify_restored_state
     assert config.training.allow_injected_faults
     assert "--checkpoint-engine" not in commands.completed(["train"], Path("/s"), Path("/t"), None)
@@ -204,11 +190,7 @@ def test_a_script_that_tells_nothing(tmp_path: Path) -> None:
 def test_nodes_that_take_a_command_each(settings: Path) -> None:
     environment = os.environ | {"COMMAND_TO": str(settings / "command"), "GPUS_PER_NODE": "4"}
     done = subprocess.run(
-        ["bash", str(SCRIPTS / "run_tiny_tp2_pp2_dp2.sh")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
+        ["bash", str(SCRIPTS / "run_tiny_tp2_pp2_dp2.sh")], env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 2
     assert "COMMAND_TO: 2 nodes take a command each with LAUNCHER=torchrun" in done.stderr

@@ -35,15 +35,9 @@ time.sleep(60)
     ("signum", "torch", "error"),
     [
         (EXCEPTION_SIGNAL, "", "megatron.startup.injected_faults.InjectedFault: an injected exception"),
-        (
-            DEVICE_ERROR_SIGNAL,
-            "",
-            "megatron.startup.injected_faults.InjectedFault: an injected device error, before",
-        ),
+        (DEVICE_ERROR_SIGNAL, "", "megatron.startup.injected_faults.InjectedFault: an injected device error, before"),
         pytest.param(
-            DEVICE_ERROR_SIGNAL,
-            "with torch",
-            "torch.AcceleratorError: an injected device error",
+            *(DEVICE_ERROR_SIGNAL, "with torch", "torch.AcceleratorError: an injected device error"),
             marks=pytest.mark.slow,
         ),
     ],
@@ -100,9 +94,7 @@ def test_the_largest_file_of_the_newest_checkpoint_is_damaged(fault: str, tmp_pa
     assert checkpoints.damage(fault) == newest / "large.pt"
     after = (newest / "large.pt").read_bytes()
     assert (
-        after == before[:200]
-        if fault == "truncate"
-        else sum(a != b for a, b in zip(after, before, strict=True)) == 1
+        after == before[:200] if fault == "truncate" else sum(a != b for a, b in zip(after, before, strict=True)) == 1
     )
     assert checkpoints.newest_step() == 5
 
@@ -149,9 +141,7 @@ def test_a_disk_is_full_and_free_again(tmp_path: Path) -> None:
         assert sorted(path.name for path in disk.iterdir()) == ["more", "room"]
         (disk / "more").write_bytes(bytes(4 << 20))
 
-        with pytest.raises(
-            DrillError, match="--fault disk-full: .* and only one of at most 0.00195 GiB is filled"
-        ):
+        with pytest.raises(DrillError, match="--fault disk-full: .* and only one of at most 0.00195 GiB is filled"):
             check_disk(disk, tmp_path, GIB // 512)
 
 
@@ -161,7 +151,5 @@ def assert_full(disk: Path) -> None:
 
 
 def test_the_disk_of_the_trace_is_not_filled(tmp_path: Path) -> None:
-    with pytest.raises(
-        DrillError, match="is on the same file system as .*; give --checkpoints DIR on a small one"
-    ):
+    with pytest.raises(DrillError, match="is on the same file system as .*; give --checkpoints DIR on a small one"):
         check_disk(tmp_path, tmp_path, 1 << 60)

@@ -96,9 +96,7 @@ def test_ranks_of_other_hosts_are_known_and_not_struck(tmp_path: Path) -> None:
         (mine,) = started.launcher()
         write_first(tmp_path, 0, 2, mine.pid, boot_id())
         assert not started.find_ranks(tmp_path, 0)
-        write_first(
-            tmp_path, 1, 2, mine.pid, "of another host"
-        )  # whose process has, by chance, the same number
+        write_first(tmp_path, 1, 2, mine.pid, "of another host")  # whose process has, by chance, the same number
         assert started.find_ranks(tmp_path, 0) and started.ranks() == [mine]
 
 

@@ -46,18 +46,11 @@ def test_a_course_that_strikes_a_restart_first_has_one() -> None:
     assert [intent.moment.text for intent in strikes_of([step, load])] == ["mid-step", "mid-load"]
 
 
-COURSE = [
-    Cell("relaunch", "lazy", fault, "mid-step")
-    for fault in ("sigstop", "sigterm", "exception", "sigkill-all")
-]
+COURSE = [Cell("relaunch", "lazy", fault, "mid-step") for fault in ("sigstop", "sigterm", "exception", "sigkill-all")]
 
 
 def run(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    struck: int,
-    error: str | None,
-    unverified: tuple[int, ...] = (),
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, struck: int, error: str | None, unverified: tuple[int, ...] = ()
 ) -> list[Result]:
     """One course whose drill ends with `error` after `struck` strikes. The drill is a stand-in: what is looked at is
     what is made of its outcome."""
@@ -140,8 +133,5 @@ def test_the_reference_run_of_another_matrix(
     argv = ["--sample", "2", "--reference", str(earlier), "--"]
     assert matrix.main(["--out", str(tmp_path / "out"), *argv, *TRAINING]) == matrix.VERIFIED
     assert [reference.directory for reference in seen] == [earlier / "reference"]
-    assert (
-        matrix.main(["--out", str(tmp_path / "other"), *argv, *TRAINING, "--seed", "7"])
-        == matrix.COULD_NOT_RUN
-    )
+    assert matrix.main(["--out", str(tmp_path / "other"), *argv, *TRAINING, "--seed", "7"]) == matrix.COULD_NOT_RUN
     assert len(seen) == 1 and "--seed 1234 there, and 7 here" in capsys.readouterr().err

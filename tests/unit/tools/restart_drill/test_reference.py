@@ -92,9 +92,7 @@ def test_all_words_count_where_the_flags_are_not_seen(tmp_path: Path, out: Path)
 @pytest.mark.parametrize("missing", ["training.json", "trace/rank_00000_cycle_000.jsonl"])
 def test_without_a_finished_run(out: Path, missing: str) -> None:
     (out / "reference" / missing).unlink()
-    with pytest.raises(
-        DrillError, match="holds no finished reference run .* give the --out of a drill or a matrix"
-    ):
+    with pytest.raises(DrillError, match="holds no finished reference run .* give the --out of a drill or a matrix"):
         stored_reference(out, TRAINING)
 
 

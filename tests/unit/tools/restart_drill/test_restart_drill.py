@@ -122,20 +122,14 @@ RIGHT = ["--fault", "sigkill-all", "--at", "mid-step"]
             ["--fault", "sigkill-node", "--supervisor", "torchrun"],
             "--fault sigkill-node kills the agent, which --supervisor torchrun needs",
         ),
-        (
-            ["--fault", "disk-full", "--at", "mid-load"],
-            "--fault disk-full --at mid-load: nothing is saved then",
-        ),
+        (["--fault", "disk-full", "--at", "mid-load"], "--fault disk-full --at mid-load: nothing is saved then"),
         (
             ["--fault", "truncate", "--at", "mid-startup", "--cycles", "2"],
             "--fault truncate --at mid-startup --cycles 2: nothing is saved between such strikes",
         ),
         (["--reference", "/a", "--no-reference"], "--reference /a with --no-reference: give one of them"),
         (["--supervisor", "torchrun", "--resume-pp", "2"], "--supervisor torchrun with --resume-tp"),
-        (
-            ["--supervisor", "torchrun", "--cold-cache"],
-            "--supervisor torchrun --cold-cache: the agent restarts",
-        ),
+        (["--supervisor", "torchrun", "--cold-cache"], "--supervisor torchrun --cold-cache: the agent restarts"),
     ],
 )
 def test_a_wrong_command_line_ends_with_status_2(

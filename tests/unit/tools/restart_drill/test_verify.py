@@ -23,9 +23,7 @@ def cycle(steps: range, resumed: int | None = None, layout: tuple[int, int, int]
     return CycleFacts(world_size=2, layout=layout, losses=losses, resumed=ranks, hashed=set(ranks))
 
 
-def verdict(
-    cycles: dict[int, CycleFacts], reference: CycleFacts | None = REFERENCE, strike: Strike = STRIKE
-) -> Any:
+def verdict(cycles: dict[int, CycleFacts], reference: CycleFacts | None = REFERENCE, strike: Strike = STRIKE) -> Any:
     return judge(strike, cycles, check_losses(cycles, reference, 1e-2))
 
 
@@ -35,12 +33,7 @@ def good() -> dict[int, CycleFacts]:
 
 def test_a_restart_that_is_right() -> None:
     found = verdict(good())
-    assert (found.resumed_step, found.losses, found.state_hashes, found.wrong) == (
-        8,
-        "identical",
-        "equal",
-        [],
-    )
+    assert (found.resumed_step, found.losses, found.state_hashes, found.wrong) == (8, "identical", "equal", [])
 
 
 def test_every_loss_is_compared_with_the_reference() -> None:
@@ -148,15 +141,7 @@ def test_facts_of_a_trace(tmp_path: Path) -> None:
     ]
     rank_1 = [
         line("span", 1, operation="save", phase="flush", detail="write", file=name.format(1)),
-        line(
-            "span",
-            1,
-            **load,
-            phase="load",
-            detail="verify",
-            file=name.format(1),
-            error="CheckpointDamagedError",
-        ),
+        line("span", 1, **load, phase="load", detail="verify", file=name.format(1), error="CheckpointDamagedError"),
         line("operation_end", 1, **load, outcome="failed"),
         line("iteration", 1, step=6, loss=9.0),
         line("iteration", 1, step=7, loss=1.25),

@@ -24,7 +24,7 @@ from ..phase_table import (
 )
 from .colours import UNATTRIBUTED, colour
 from .content import Content, Plot, Table, missing, plot, table
-from .plots import bar, categories, layout, phase_bars
+from .plots import bar, lanes, phase_bars
 from .run_data import RunData, title_of, wall_of
 
 _BACKGROUND = "in the background"
@@ -58,23 +58,22 @@ def _stacked(run: RunData, stats: Stats) -> Plot:
     ranks = run.three_ranks(stats)
     times = _times(run, stats, [rank for _, rank in ranks])
     rest_ns = dict(run.totals_of(stats).select("rank", _REST_NS).iter_rows())
-    lanes: list[str] = []
+    names: list[str] = []
     series: dict[str, dict[str, float]] = {}
     for word, rank in ranks:
         mine = times.filter(pl.col("rank") == rank)
         in_background = bool(mine["background"].any())
         for background in (False, True)[: 1 + in_background]:
             lane = f"rank {rank} ({word})" + (f", {_BACKGROUND}" if background else "")
-            lanes.append(lane)
+            names.append(lane)
             part = mine.filter(pl.col("background") == background)
             for phase, busy_ns in part.select("phase", "busy_ns").iter_rows():
                 series.setdefault(phase, {})[lane] = busy_ns / 1e9
         # Beside a background that overlaps it, what is left over has no place in either row.
         if not in_background:
-            series.setdefault(UNATTRIBUTED, {})[lanes[-1]] = rest_ns[rank] / 1e9
+            series.setdefault(UNATTRIBUTED, {})[names[-1]] = rest_ns[rank] / 1e9
     data = phase_bars(series, [name for name in [*_order(stats), UNATTRIBUTED] if name in series], 4)
-    height = 34 * len(lanes) + 130
-    arranged = layout(height, x="seconds (busy time)", y="", barmode="stack", yaxis=categories(lanes))
+    arranged = lanes(names, 34, 130, x="seconds (busy time)", barmode="stack")
     wall = wall_of(stats)
     description = (
         f"Stacked bars of the phases of {title_of(stats)} on {plural(len(ranks), 'rank')}; the slowest, rank "
@@ -113,7 +112,6 @@ def _order(stats: Stats) -> list[str]:
 def _spread(stats: Stats) -> Plot:
     """Fastest to slowest rank of every phase, with the median."""
     rows = leaves(stats.phases)
-    names = [name for name, _ in rows]
     longest = max((entry.time.max_s for _, entry in rows), default=0.0)
     digits = digits_for(longest)
     data: list[dict[str, Any]] = []
@@ -135,14 +133,9 @@ def _spread(stats: Stats) -> Plot:
             )
         )
     data += _marks(rows, digits)
-    arranged = layout(
-        26 * len(rows) + 120,
-        x="seconds (busy time): fastest to slowest rank",
-        y="",
-        barmode="overlay",
-        xaxis={"range": [0, longest * 1.35 or 1]},
-        yaxis=categories(names),
-    )
+    axis = {"range": [0, longest * 1.35 or 1]}
+    title = "seconds (busy time): fastest to slowest rank"
+    arranged = lanes([name for name, _ in rows], 26, 120, x=title, barmode="overlay", xaxis=axis)
     slowest = max(rows, key=lambda row: row[1].time.max_s, default=None)
     words = f"; the longest is {slowest[0]} with {slowest[1].time.max_s:.3f} s" if slowest else ""
     description = f"Range of the ranks' times in {len(rows)} phases of {title_of(stats)}{words}."

@@ -18,6 +18,8 @@ _COLOURS = {
     "flush": "#CC6677",
     "write": "#CC6677",
     "fsync": "#AA4499",
+    "tag_validation": "#BBBBBB",
+    "engine_call": "#332288",
     "barrier": "#999999",
     "commit": "#117733",
     "manifest": "#117733",
@@ -54,7 +56,3 @@ _COLOURS = {
 def colour(phase: str) -> str:
     """Colour of a phase, or of "phase/detail" by its detail. Raises KeyError for an unknown one."""
     return _COLOURS[phase.rpartition("/")[2]]
-
-
-def known() -> set[str]:
-    return set(_COLOURS)

@@ -239,9 +239,7 @@ def _grid(comparison: Comparison) -> list[Table]:
     return [Table("Engines by model and layout: medians, and the speed-up over A", header, rows)]
 
 
-def _grid_cell(
-    comparison: Comparison, row: MetricRow, facts: list[tuple[str, ...]], wanted: tuple[str, ...]
-) -> Cell:
+def _grid_cell(comparison: Comparison, row: MetricRow, facts: list[tuple[str, ...]], wanted: tuple[str, ...]) -> Cell:
     """All variants whose `facts` are those wanted: more than one if they differ in something else."""
     texts, medians = [], []
     for variant, cell, of_variant in zip(comparison.variants, row.cells, facts, strict=True):

@@ -74,9 +74,7 @@ def plot(title: str, data: list[dict[str, Any]], layout: dict[str, Any], descrip
     return Plot(title, [Variant("", data, layout)], description)
 
 
-def table(
-    caption: str, columns: Sequence[Column[Item]], items: Iterable[Item], *, folded: bool = False
-) -> Table:
+def table(caption: str, columns: Sequence[Column[Item]], items: Iterable[Item], *, folded: bool = False) -> Table:
     """A table with a row per item."""
     rows = [[column.cell(item) for column in columns] for item in items]
     return Table(caption, titles(columns), rows, folded)

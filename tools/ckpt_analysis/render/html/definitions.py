@@ -26,8 +26,7 @@ DEFINITIONS: dict[str, str] = {
     "others waited, and were waited for.",
     "skew": "of a barrier: longest less shortest wait of a rank; the longest wait, where ranks that have no "
     "span of it were waited for. No clocks of different hosts are compared.",
-    "step during a save": "a training step of which a save of the same rank was under way for some part, on "
-    "any rank.",
+    "step during a save": "a training step of which a save of the same rank was under way for some part, on any rank.",
     "probes": "samples that each rank takes of itself, its host and its device just before an operation "
     "begins and just after it ended. Nothing is sampled in between.",
     "blocked_s": "saves only: union of the blocking spans but those of `drain_s`, of the rank where it is "
@@ -40,14 +39,13 @@ DEFINITIONS: dict[str, str] = {
     "bytes of `load`/`read` over the slowest rank's `read`. Through the page cache unless the engine goes "
     "around it",
     "blocked_GBps": "saves only: `bytes` over `blocked_s`",
-    "unattributed_s": "wall time less covered time, of the rank where it is largest. Never spread over the "
-    "phases",
+    "unattributed_s": "wall time less covered time, of the rank where it is largest. Never spread over the phases",
     "coverage_min": "lowest coverage of a finished rank. Coverage: busy time of all its spans, cut to the "
     "operation, over its wall time",
     "time_to_first_step_s": "start of the process (in the OS; of `megatron.launch`, where that imported "
     "everything for this start) to the end of its `first_step` span, of the slowest rank",
-    "restart_s": "last `injected` event of the cycle before to the end of the last rank's `first_step`; "
-    "null without a supervisor's record",
+    "restart_s": "last `injected` event of the cycle before (the first `detected` one if nobody injected it) to the "
+    "end of the last rank's `first_step`; null without a supervisor's record",
     "caught_up_s": "start of the process to the end of its `caught_up` span (the iteration reached before "
     "the failure is passed again), of the slowest rank; null until then",
     "lost_steps": "`reached_step - resumed_step`, not below 0; null for a launch",

@@ -48,12 +48,11 @@ _COUNTERS = {
 
 def draw(run: RunData) -> Content:
     """Levels at the ends of operations, and what the I/O counters rose by in each operation."""
-    probes = run.analysis.probes
+    probes = run.probes
     known = [name for name in NAMES if probes[name].count()]
     if not known:
         return missing(
-            "No probes were recorded: the run was traced with --restart-trace-probes off, or by a tool that "
-            "has none."
+            "No probes were recorded: the run was traced with --restart-trace-probes off, or by a tool that has none."
         )
     moments = _moments(run)
     plots = [_levels(panel, moments, known) for panel in _LEVELS if set(panel.names) & set(known)]
@@ -77,7 +76,7 @@ def _labels(run: RunData) -> pl.DataFrame:
 def _moments(run: RunData) -> pl.DataFrame:
     """Highest value over the ranks of every probe, at the start and end of each operation, in order of time."""
     return (
-        run.analysis.probes.group_by("group", "at")
+        run.probes.group_by("group", "at")
         .agg(pl.col(name).max() for name in NAMES)
         .join(_labels(run), on="group")
         .sort("order", "group", pl.col("at") == "end")
@@ -104,7 +103,7 @@ def _traffic(run: RunData, known: list[str]) -> Plot:
     """Rise of the process's I/O counters in each operation, summed over the ranks with both samples."""
     names = [name for name in _COUNTERS if name in known]
     rises = (
-        run.analysis.probes.group_by("group", "rank")
+        run.probes.group_by("group", "rank")
         .agg(pl.len().alias("samples"), *((pl.col(name).max() - pl.col(name).min()) for name in names))
         .filter(pl.col("samples") == 2)
         .group_by("group")

@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-from . import (
-    barriers,
-    breakdown,
-    device,
-    files,
-    gantt,
-    heatmap,
-    steps,
-    throughput,
-    waterfall,
-)
+from . import barriers, breakdown, device, files, gantt, heatmap, steps, throughput, waterfall
 from .content import Figure
 
 FIGURES: tuple[Figure, ...] = (

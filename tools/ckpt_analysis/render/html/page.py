@@ -66,9 +66,7 @@ def _first_page(report: Report, name: str) -> dict[str, Any]:
 def _facts(report: Report) -> list[tuple[str, str]]:
     facts, newest = report.facts, report.cycles[-1]
     hosts = f"{len(facts.hosts)}: {', '.join(facts.hosts[:8])}{', ...' if len(facts.hosts) > 8 else ''}"
-    engines = {
-        f"{used or 'not recorded'} (asked for: {asked or 'not recorded'})" for asked, used in facts.engines
-    }
+    engines = {f"{used or 'not recorded'} (asked for: {asked or 'not recorded'})" for asked, used in facts.engines}
     incomplete = [
         f"; cycle {info.cycle}: {len(info.missing)} of {info.expected} missing"
         for info in report.cycles

@@ -33,6 +33,11 @@ def layout(height: int, *, x: str, y: str, **more: Any) -> dict[str, Any]:
     } | more
 
 
+def lanes(names: Sequence[str], row: int, rest: int, *, x: str, **more: Any) -> dict[str, Any]:
+    """A layout of horizontal bars: a lane of `row` pixels per name, from the top, and `rest` around them."""
+    return layout(row * len(names) + rest, x=x, y="", yaxis=categories(names), **more)
+
+
 def axis(title: str) -> dict[str, Any]:
     return {"title": {"text": title, "font": {"size": 12.5}}, "automargin": True, "zeroline": False}
 
@@ -59,9 +64,7 @@ def bar(
     } | more
 
 
-def phase_bars(
-    series: Mapping[str, Mapping[str, float]], phases: Iterable[str], digits: int
-) -> list[dict[str, Any]]:
+def phase_bars(series: Mapping[str, Mapping[str, float]], phases: Iterable[str], digits: int) -> list[dict[str, Any]]:
     """Horizontal bars of each phase in its colour; `series`: phase -> lane -> seconds."""
     return [
         bar(

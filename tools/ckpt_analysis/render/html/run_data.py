@@ -8,21 +8,18 @@ from functools import cached_property
 import polars as pl
 
 from ...common.errors import CouldNotRunError
-from ...metrics.rank_tables import RankTables
 from ...metrics.results import OperationStats, Spread, StartStats, Stats
-from ...model.frame import Frames
-from ...report import Analysis, Report
+from ...report import Analysis
 
 
 @dataclass(frozen=True)
-class RunData:
+class RunData(Analysis):
     """One run. A figure that shows a single operation shows `save`, `load` or `start`; None: there is none.
 
     These are the newest that every rank finished (of saves: for which the end of training did not wait, if there is
     one, since that one is no usual save; of starts: the newest restart, else the newest launch).
     """
 
-    analysis: Analysis
     save: OperationStats | None
     load: OperationStats | None
     start: StartStats | None
@@ -31,18 +28,6 @@ class RunData:
     def shown(self) -> list[Stats]:
         """The operations that are shown, of save, load and start."""
         return [stats for stats in (self.save, self.load, self.start) if stats is not None]
-
-    @property
-    def report(self) -> Report:
-        return self.analysis.report
-
-    @property
-    def frames(self) -> Frames:
-        return self.analysis.frames
-
-    @property
-    def tables(self) -> RankTables:
-        return self.analysis.tables
 
     def spans_of(self, stats: Stats) -> pl.DataFrame:
         return self.frames.spans.filter(pl.col("group") == stats.group)
@@ -54,14 +39,10 @@ class RunData:
     @cached_property
     def places(self) -> pl.DataFrame:
         """cycle, rank, host, tp, pp, dp."""
-        rows = [
-            (info.cycle, rank, *place)
-            for info in self.report.cycles
-            for rank, place in info.coordinates.items()
-        ]
+        rows = [(info.cycle, rank, *place) for info in self.report.cycles for rank, place in info.coordinates.items()]
         schema: dict[str, type[pl.DataType]] = dict.fromkeys(("cycle", "rank", "tp", "pp", "dp"), pl.Int64)
         table = pl.DataFrame(rows, schema=schema, orient="row")
-        return table.join(self.analysis.hosts, on=["cycle", "rank"], how="left")
+        return table.join(self.hosts, on=["cycle", "rank"], how="left")
 
     def has_ranks(self, stats: Stats) -> bool:
         """Whether anything is known rank by rank: not of runs that left no trace of their ranks."""
@@ -78,7 +59,7 @@ class RunData:
         return [(word, rank) for rank, word in found.items()]
 
     def host_of(self, cycle: int, rank: int) -> str:
-        rows = self.analysis.hosts.filter((pl.col("cycle") == cycle) & (pl.col("rank") == rank))
+        rows = self.hosts.filter((pl.col("cycle") == cycle) & (pl.col("rank") == rank))
         return "?" if rows.is_empty() else rows["host"][0]
 
 
@@ -93,13 +74,12 @@ def choose(analysis: Analysis, checkpoint: str | None = None) -> RunData:
         saves = [save for save in saves if save.tag == checkpoint]
         if not saves:
             tags = ", ".join(dict.fromkeys(save.tag or "?" for save in report.saves)) or "none"
-            raise CouldNotRunError(
-                f"--checkpoint {checkpoint}: no save with this tag ended on any rank; saves: {tags}"
-            )
+            raise CouldNotRunError(f"--checkpoint {checkpoint}: no save with this tag ended on any rank; saves: {tags}")
     loads = [load for load in report.loads if load.wall]
     starts = [start for start in report.starts if start.wall]
     restarts = [start for start in starts if start.is_restart]
-    return RunData(analysis, _newest(saves), _newest(loads), (restarts or starts or [None])[-1])
+    start = (restarts or starts or [None])[-1]
+    return RunData(**vars(analysis), save=_newest(saves), load=_newest(loads), start=start)
 
 
 def _newest(operations: list[OperationStats]) -> OperationStats | None:

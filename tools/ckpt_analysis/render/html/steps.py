@@ -25,9 +25,7 @@ def draw(run: RunData) -> Content:
         return missing("No training step was recorded.")
     notes, by_cause = _interference(steps)
     if steps.group_by("cycle").len().filter(pl.col("len") > _MOST_POINTS).height:
-        notes.append(
-            "Of neighbouring steps the slowest is drawn: the run has more steps than the plot has points."
-        )
+        notes.append("Of neighbouring steps the slowest is drawn: the run has more steps than the plot has points.")
     return Content([_plot(run, steps)], [by_cause], notes)
 
 

@@ -144,7 +144,7 @@ def _hosts(run: RunData, ranks: pl.DataFrame) -> pl.DataFrame:
     cycles = run.frames.operations.select("group", "cycle").unique()
     return (
         ranks.join(cycles, on="group")
-        .join(run.analysis.hosts, on=["cycle", "rank"])
+        .join(run.hosts, on=["cycle", "rank"])
         .group_by("group", "host")
         .agg(pl.col("bytes").sum(), pl.col("io_ns").max())
         .filter(pl.col("io_ns") > 0)

@@ -15,7 +15,7 @@ from ...metrics.restart_parts import ORDER, OUTSIDE, parts_of
 from ...metrics.results import FailureTimes, StartStats
 from .colours import colour
 from .content import Content, Plot, missing, plot, table
-from .plots import bar, categories, layout, phase_bars, vertical
+from .plots import bar, lanes, phase_bars, vertical
 from .run_data import RunData, title_of
 
 _ROW = 26  # pixels
@@ -56,7 +56,7 @@ def draw(run: RunData) -> Content:
     if not path:
         return Content([], [by_start], ["The start was not recorded phase by phase, so only its length is known."])
     failure = failure_of(run.frames.events, run.start.cycle - 1) if run.start.is_restart else None
-    origin = failure.injected_ns if failure else path[0].start_ns
+    origin = failure.began_ns if failure else path[0].start_ns
     rows = _failure_rows(failure.times, path[0], origin) if failure else []
     rows += _path_rows(path, windows, origin)
     notes = [_ranks_on_path(path)]
@@ -134,15 +134,8 @@ def _plot(rows: list[_Row], start: StartStats) -> Plot:
     end = max(row.end for row in rows)
     data += [_lengths(rows, end, late) for late in (False, True)]
     origin = "the failure" if start.restart_s is not None else "the start of the first process on the path"
-    arranged = layout(
-        _ROW * len(rows) + 110,
-        x=f"seconds since {origin}",
-        y="",
-        barmode="overlay",
-        xaxis={"range": [0, end * 1.02]},
-        yaxis=categories([row.label for row in rows]),
-        **_first_step_mark(rows),
-    )
+    more = {"barmode": "overlay", "xaxis": {"range": [0, end * 1.02]}} | _first_step_mark(rows)
+    arranged = lanes([row.label for row in rows], _ROW, 110, x=f"seconds since {origin}", **more)
     longest = max(rows, key=lambda row: row.took)
     description = (
         f"Waterfall of {title_of(start)}: {len(rows)} phases in a row from {origin}; the longest is "
@@ -194,8 +187,7 @@ def _side_by_side(starts: list[StartStats]) -> Plot:
             series.setdefault(name, {})[title_of(start)] = took
     data = phase_bars(series, sorted(series, key=ORDER.index), 3)
     titles = [title_of(start) for start in starts]
-    height = 34 * len(titles) + 150
-    arranged = layout(height, x="seconds, on the critical rank", y="", barmode="stack", yaxis=categories(titles))
+    arranged = lanes(titles, 34, 150, x="seconds, on the critical rank", barmode="stack")
     description = f"Stacked bars of the phases of {plural(len(starts), 'start')}, each on its critical rank."
     return plot("All starts, phase by phase", data, arranged, description)
 

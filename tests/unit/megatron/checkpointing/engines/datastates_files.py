@@ -46,11 +46,7 @@ def packed(state: Any) -> bytes:
     data = b""
     for key, tensor in tensors.items():
         stop = len(data) + len(raw(tensor))
-        header[key] = {
-            "dtype": str(tensor.dtype),
-            "shape": list(tensor.shape),
-            "data_offsets": [len(data), stop],
-        }
+        header[key] = {"dtype": str(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [len(data), stop]}
         data += raw(tensor)
     header["datastates_metadata"] = {"data_offsets": [len(data), len(data) + len(pickled)]}
     text = json.dumps(header).encode()

@@ -15,13 +15,7 @@ import pytest
 import torch
 
 from megatron.checkpointing.engines import unpickling
-from megatron.checkpointing.engines.base import (
-    CheckpointEngine,
-    EngineOptions,
-    FileState,
-    SavedCheckpoint,
-    SavedFile,
-)
+from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.codec import SkeletonError
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.registry import create_engine
@@ -115,9 +109,7 @@ class DirectoryEngineChecks:
         states = {f"file_{i}.pt": {"a": random_tensor(torch.float32, 100, seed=i), "i": i} for i in range(5)}
         files = [FileState(name, state) for name, state in states.items()]
         saved = by_name(engine.save(files, tmp_path, untraced_operation()))
-        assert identical(
-            engine.load(list(states), SavedCheckpoint(tmp_path, saved), untraced_operation()), states
-        )
+        assert identical(engine.load(list(states), SavedCheckpoint(tmp_path, saved), untraced_operation()), states)
         one = engine.load(["file_3.pt"], SavedCheckpoint(tmp_path, saved), untraced_operation())
         assert identical(one, {"file_3.pt": states["file_3.pt"]})
 
@@ -139,9 +131,7 @@ class DirectoryEngineChecks:
             state = large(32 * MIB)
             state["view"] = state["float"][1::2]
             expected = {name: tensor.clone() for name, tensor in state.items()}
-            pending = self.engine(**options).begin_save(
-                [FileState(NAME, state)], directory, untraced_operation()
-            )
+            pending = self.engine(**options).begin_save([FileState(NAME, state)], directory, untraced_operation())
             pending.release_state()
             pending.release_state()
             for tensor in state.values():
@@ -150,9 +140,7 @@ class DirectoryEngineChecks:
             assert identical(self.load(directory, pending.wait()), expected)
 
     def test_a_flipped_bit_in_any_file_is_found(self, tmp_path: Path) -> None:
-        saved = self.save(
-            tmp_path / "good", {"a": random_tensor(torch.float32, 1 << 18), "b": 5, "c": "text"}
-        )
+        saved = self.save(tmp_path / "good", {"a": random_tensor(torch.float32, 1 << 18), "b": 5, "c": "text"})
         assert len(saved) > 1
         for file in saved:
             for position in (0, file.num_bytes // 3, file.num_bytes - 1):
@@ -241,9 +229,7 @@ class DirectoryEngineChecks:
         directory.mkdir()
         assert list(directory.iterdir()) == []
 
-    def test_a_directory_that_may_not_be_written_to_is_an_error_with_number_and_file(
-        self, tmp_path: Path
-    ) -> None:
+    def test_a_directory_that_may_not_be_written_to_is_an_error_with_number_and_file(self, tmp_path: Path) -> None:
         tmp_path.chmod(0o500)
         errors: list[BaseException] = []
 
@@ -306,9 +292,7 @@ class DirectoryEngineChecks:
             least = min(least, _union(windows) / (end["end_ns"] - end["start_ns"]))
         return least
 
-    def test_fsync_is_done_for_every_byte_and_directory_or_not_at_all(
-        self, tmp_path: Path, monkeypatch: Any
-    ) -> None:
+    def test_fsync_is_done_for_every_byte_and_directory_or_not_at_all(self, tmp_path: Path, monkeypatch: Any) -> None:
         synced: dict[str, int] = {}
         fsync = os.fsync
 

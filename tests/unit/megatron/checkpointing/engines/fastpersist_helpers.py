@@ -23,9 +23,7 @@ def without_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed's own set-up wants these of its launcher."""
     for name in ("CROSS_SIZE", "CROSS_RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(
-        "DS_ACCELERATOR", "cpu"
-    )  # for processes started here, which otherwise say that they looked
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # for processes started here, which otherwise say that they looked
 
 
 def state() -> dict[str, Any]:
@@ -55,9 +53,7 @@ def save(
 ) -> Saved:
     directory.mkdir(exist_ok=True)
     trace = traced("save")
-    pending = engine.begin_save(
-        [FileState(name, state() if content is None else content)], directory, trace.op
-    )
+    pending = engine.begin_save([FileState(name, state() if content is None else content)], directory, trace.op)
     if release:
         pending.release_state()
     return Saved(directory, pending.wait(), trace)

@@ -85,9 +85,7 @@ def values() -> dict[Any, Any]:
 
 def nest() -> dict[str, Any]:
     """All of it, with tensors at several depths and under keys of several types."""
-    module = collections.OrderedDict(
-        (f"layer.{i}", random_tensor(torch.bfloat16, 5, 3, seed=i)) for i in range(3)
-    )
+    module = collections.OrderedDict((f"layer.{i}", random_tensor(torch.bfloat16, 5, 3, seed=i)) for i in range(3))
     steps = {0: {"step": torch.tensor(5.0), "exp_avg": random_tensor(torch.float32, 11)}, "0": torch.ones(2)}
     point = Point(torch.zeros(2), (torch.ones(1), 3))
     return {"tensors": tensors(), "values": values(), "module": module, "state": steps, "points": [point]}

@@ -79,10 +79,7 @@ def test_every_class_that_may_be_unpickled_has_its_place() -> None:
     before = torch.serialization.get_safe_globals()
     with unpickling.known_classes():
         allowed = [entry for entry in torch.serialization.get_safe_globals() if entry not in before]
-    named = {
-        entry[1] if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
-        for entry in allowed
-    }
+    named = {entry[1] if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}" for entry in allowed}
     # What is written out as it stands, by tags of its own, and what NumPy's pickles are made of.
     plain = {"argparse.Namespace", "collections.OrderedDict", "torch.Size"}
     plain |= {name for name in named if name.startswith(("numpy", "builtins.", "_codecs."))}
@@ -186,9 +183,7 @@ def test_a_state_that_holds_itself_is_refused() -> None:
         split(state)
 
 
-def test_a_class_that_is_not_on_the_list_is_neither_imported_nor_made(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_class_that_is_not_on_the_list_is_neither_imported_nor_made(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "poison.py").write_text("raise SystemExit('ran')")
     monkeypatch.syspath_prepend(tmp_path)
     for skeleton in (

@@ -17,13 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpointing.engines.base import (
-    CheckpointEngine,
-    EngineOptions,
-    FileState,
-    SavedCheckpoint,
-    SavedFile,
-)
+from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.datastates import engine as datastates_engine
 from megatron.checkpointing.engines.datastates import library as datastates_library
 from megatron.checkpointing.engines.datastates.engine import ROW_BYTES, _row_sum, row_sums
@@ -50,9 +44,7 @@ class Library:
     behaviour: Behaviour
 
     def engine(self, **options: Any) -> CheckpointEngine:
-        return create_engine(
-            "datastates", EngineOptions(**{"fsync": False, "host_cache_bytes": GIB // 4} | options)
-        )
+        return create_engine("datastates", EngineOptions(**{"fsync": False, "host_cache_bytes": GIB // 4} | options))
 
 
 @pytest.fixture(params=[MAIN, LATER])
@@ -83,9 +75,7 @@ def file_states() -> list[FileState]:
 
 
 def load(engine: CheckpointEngine, directory: Path, saved: list[SavedFile]) -> dict[str, Any]:
-    return engine.load(
-        NAMES, SavedCheckpoint(directory, {file.name: file for file in saved}), untraced_operation()
-    )
+    return engine.load(NAMES, SavedCheckpoint(directory, {file.name: file for file in saved}), untraced_operation())
 
 
 def test_save_and_load(tmp_path: Path, library: Library) -> None:
@@ -134,9 +124,7 @@ def test_options_of_the_later_library(tmp_path: Path, monkeypatch: pytest.Monkey
     assert later.behaviour.calls[0] == ("init", {"host_cache_size": 0.25, **dict(options)}, 0)
     monkeypatch.undo()
     main = installed(MAIN, monkeypatch)
-    with pytest.raises(
-        EngineUnavailableError, match="datastates_ckpt.engine_type is of the branch of DataStates that"
-    ):
+    with pytest.raises(EngineUnavailableError, match="datastates_ckpt.engine_type is of the branch of DataStates that"):
         main.engine(library=options).check_can_save()
 
 
@@ -310,9 +298,7 @@ def test_nothing_is_synchronised_without_being_asked(tmp_path: Path, library: Li
 def test_tensor_larger_than_the_host_cache(tmp_path: Path, library: Library) -> None:
     state = {"optimizer": {"groups": [torch.zeros(1), torch.zeros(3 << 18)]}}
     with pytest.raises(ConfigError) as caught:
-        library.engine(host_cache_bytes=1 << 21).save(
-            [FileState(NAMES[0], state)], tmp_path, untraced_operation()
-        )
+        library.engine(host_cache_bytes=1 << 21).save([FileState(NAMES[0], state)], tmp_path, untraced_operation())
     assert str(caught.value) == (
         f"--host-cache-size 0.00195312 (GiB): smaller than optimizer.groups.1 of {NAMES[0]}, [786432] torch.float32 = "
         "3145728 bytes; give at least --host-cache-size 0.003"
@@ -373,9 +359,7 @@ def test_package_of_neither_interface(library: Library, monkeypatch: pytest.Monk
 
 def test_library_that_does_not_start(tmp_path: Path, library: Library) -> None:
     library.behaviour.exits = ("init",)
-    with pytest.raises(
-        EngineUnavailableError, match=r"sys.exit\(-1\).*is --host-cache-size 0.25 \(GiB\) more than"
-    ):
+    with pytest.raises(EngineUnavailableError, match=r"sys.exit\(-1\).*is --host-cache-size 0.25 \(GiB\) more than"):
         library.engine().save(file_states(), tmp_path, untraced_operation())
 
 

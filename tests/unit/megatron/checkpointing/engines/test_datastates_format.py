@@ -69,10 +69,7 @@ def test_state_of_upstream_is_read(tmp_path: Path, layout: str) -> None:
 @layouts
 def test_tensors_that_the_library_did_not_see(tmp_path: Path, layout: str) -> None:
     """It leaves tuples and objects to pickle, with the tensors in them."""
-    state = {
-        "pair": (torch.arange(5.0), 1),
-        "args": argparse.Namespace(t=torch.ones(2, dtype=torch.bfloat16)),
-    }
+    state = {"pair": (torch.arange(5.0), 1), "args": argparse.Namespace(t=torch.ones(2, dtype=torch.bfloat16))}
     write(tmp_path / NAME, layout, state)
     assert identical(load(tmp_path), state)
 
@@ -122,15 +119,7 @@ def test_file_is_missing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [
-        b"",
-        b"1234567",
-        bytes(8),
-        bytes(10000),
-        b"\xff" * 10000,
-        b"\x10" + bytes(7) + b"{" * 50,
-        b"PK\x03\x04" * 5000,
-    ],
+    [b"", b"1234567", bytes(8), bytes(10000), b"\xff" * 10000, b"\x10" + bytes(7) + b"{" * 50, b"PK\x03\x04" * 5000],
 )
 def test_what_is_no_file_of_datastates(tmp_path: Path, content: bytes) -> None:
     (tmp_path / NAME).write_bytes(content)
@@ -192,9 +181,7 @@ class Poison:
 def test_poisoned_pickle_is_not_run(tmp_path: Path, layout: str) -> None:
     touched = tmp_path / "touched"
     write(tmp_path / NAME, layout, {"w": torch.ones(3), "args": Poison(str(touched))})
-    with pytest.raises(
-        CheckpointDamagedError, match=r"subprocess\.check_call, which is not on the allow-list"
-    ):
+    with pytest.raises(CheckpointDamagedError, match=r"subprocess\.check_call, which is not on the allow-list"):
         load(tmp_path)
     assert not touched.exists()
     pickle.loads(pickle.dumps(Poison(str(touched))))
@@ -242,13 +229,7 @@ def test_every_kind_of_state_round_trips() -> None:
 
 
 def test_names_that_the_library_would_confuse() -> None:
-    state = {
-        1: torch.ones(1),
-        "1": torch.zeros(1),
-        "a|b": torch.ones(2),
-        "a": {"b": torch.zeros(2)},
-        "": torch.ones(3),
-    }
+    state = {1: torch.ones(1), "1": torch.zeros(1), "a|b": torch.ones(2), "a": {"b": torch.zeros(2)}, "": torch.ones(3)}
     state["datastates_metadata"] = torch.zeros(4)
     state["text"] = "TENSOR|1"  # type: ignore[assignment]
     assert len(flatten(state)[1]) < 6  # it does confuse them
@@ -269,9 +250,7 @@ def test_sparse_tensor_is_refused() -> None:
 
 
 leaves = st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False) | st.binary()
-dense = st.builds(
-    random_tensor, st.sampled_from(DTYPES), st.integers(0, 5), st.integers(0, 5), seed=st.integers(0, 99)
-)
+dense = st.builds(random_tensor, st.sampled_from(DTYPES), st.integers(0, 5), st.integers(0, 5), seed=st.integers(0, 99))
 keys = st.integers() | st.text()
 states = st.recursive(
     leaves | dense,

@@ -63,8 +63,7 @@ class _DcpChecks(DirectoryEngineChecks):
             path.write_bytes(pickle.dumps(poisoned))
             size = path.stat().st_size
             known = [
-                SavedFile(f.name, size, f.checksum, f.states) if f.name.endswith(".metadata") else f
-                for f in saved
+                SavedFile(f.name, size, f.checksum, f.states) if f.name.endswith(".metadata") else f for f in saved
             ]
             message = "checksum" if manifest else "posix.mkdir, which is not on the allow-list"
             with pytest.raises(CheckpointDamagedError, match=rf"{NAME}/\.metadata: .*{message}"):
@@ -80,9 +79,7 @@ class _DcpChecks(DirectoryEngineChecks):
         with pytest.raises(CheckpointDamagedError, match="cannot be read as the metadata"):
             self.load(tmp_path, [])
 
-    @pytest.mark.parametrize(
-        "change", ["bytes", "elsewhere", "outside", "beyond", "larger", "partial", "transformed"]
-    )
+    @pytest.mark.parametrize("change", ["bytes", "elsewhere", "outside", "beyond", "larger", "partial", "transformed"])
     def test_what_this_engine_does_not_write_is_refused(self, tmp_path: Path, change: str) -> None:
         self.save(tmp_path, {"a": torch.ones(3)})
         path = tmp_path / NAME / self.metadata
@@ -107,9 +104,7 @@ class _DcpChecks(DirectoryEngineChecks):
         with pytest.raises(CheckpointDamagedError, match=r"\.metadata"):
             self.load(tmp_path, [])
 
-    def test_an_error_in_any_thread_of_the_library_fails_the_save(
-        self, tmp_path: Path, monkeypatch: Any
-    ) -> None:
+    def test_an_error_in_any_thread_of_the_library_fails_the_save(self, tmp_path: Path, monkeypatch: Any) -> None:
         """The library drops what its second and further threads raise, and calls the checkpoint complete."""
         fsync, lock, calls = os.fsync, threading.Lock(), []
         failed = threading.Event()

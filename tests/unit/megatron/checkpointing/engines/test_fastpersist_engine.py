@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import errno
 import logging
 import os
@@ -20,11 +21,7 @@ import pytest
 import torch
 
 from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState
-from megatron.checkpointing.engines.errors import (
-    CheckpointDamagedError,
-    CheckpointSaveError,
-    EngineUnavailableError,
-)
+from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointSaveError, EngineUnavailableError
 from megatron.checkpointing.engines.fastpersist import snapshot as fastpersist_snapshot
 from megatron.checkpointing.engines.fastpersist.snapshot import SharedMemory
 from megatron.checkpointing.engines.fastpersist.writer import WRITER_EVENT
@@ -33,13 +30,7 @@ from restart_trace.recorder import untraced_operation
 from tests.conformance.compare import differences
 from tests.conformance.subjects import Saved, traced
 from tests.dist.storage import fill, small_disk
-from tests.unit.megatron.checkpointing.engines.fastpersist_helpers import (
-    NAME,
-    load,
-    save,
-    state,
-    without_launcher,
-)
+from tests.unit.megatron.checkpointing.engines.fastpersist_helpers import NAME, load, save, state, without_launcher
 from tests.unit.trace_helpers import ROOT, start_python
 
 BOTH = ("fastpersist", "fastpersist-decoupled")
@@ -83,9 +74,7 @@ def test_two_saves_one_after_the_other(engine: CheckpointEngine, tmp_path: Path)
         assert torch.equal(load(engine, one)["a"], torch.full((n,), float(n)))
 
 
-def test_tensors_of_one_storage_are_written_once_and_views_alone(
-    engine: CheckpointEngine, tmp_path: Path
-) -> None:
+def test_tensors_of_one_storage_are_written_once_and_views_alone(engine: CheckpointEngine, tmp_path: Path) -> None:
     tied = torch.arange(100_000.0)
     content = {"a": tied, "b": tied, "matrix": tied.view(10, 10_000), "part": tied[5:8]}
     saved = save(engine, tmp_path, content=content)
@@ -133,9 +122,8 @@ def test_what_could_not_be_loaded_is_not_saved(engine: CheckpointEngine, tmp_pat
 def test_the_writer_is_named_once_in_log_and_trace(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, engines: dict[str, CheckpointEngine]
 ) -> None:
-    for name, engine in engines.items():
-        engine._notice._said = ""  # type: ignore[attr-defined]
-        with caplog.at_level(logging.INFO):
+    for name, used in engines.items():
+        with caplog.at_level(logging.INFO), contextlib.closing(type(used)(used.options)) as engine:
             saved = [save(engine, tmp_path / f"{name}{number}") for number in range(2)]
         logged = [message for message in caplog.messages if message.startswith(f"checkpoint engine {name} ")]
         assert len(logged) == 1 and PY_FILE_WRITER in logged[0]
@@ -164,9 +152,7 @@ def test_it_is_this_class_of_deepspeed_that_writes(tmp_path: Path, monkeypatch: 
 def test_a_writer_that_cannot_be_had_is_an_error_if_asked_for(name: str, tmp_path: Path) -> None:
     create_engine(name, EngineOptions()).check_can_save()
     engine = create_engine(name, EngineOptions(direct_io="on"))
-    with pytest.raises(
-        EngineUnavailableError, match="--direct-io on: DeepSpeed's FastFileWriter cannot be used"
-    ):
+    with pytest.raises(EngineUnavailableError, match="--direct-io on: DeepSpeed's FastFileWriter cannot be used"):
         engine.check_can_save()
     with pytest.raises(EngineUnavailableError, match="--direct-io on"):
         save(engine, tmp_path)
@@ -182,11 +168,7 @@ def test_phases_of_a_save(engine: CheckpointEngine, tmp_path: Path) -> None:
     spans = saved.traced.records.spans()
     phases = {(r["phase"], r.get("detail")) for r in spans}
     assert phases == {("device_to_host", None), ("serialize", None), ("flush", "write")}
-    assert (
-        saved.traced.records.bytes("flush", "write")
-        == saved.files[0].num_bytes
-        == (tmp_path / NAME).stat().st_size
-    )
+    assert saved.traced.records.bytes("flush", "write") == saved.files[0].num_bytes == (tmp_path / NAME).stat().st_size
     assert {r["blocking"] for r in saved.traced.records.spans("flush")} == {not engine.asynchronous}
     op = saved.traced.op
     assert (op.bytes, op.num_files, op.durable) == (saved.files[0].num_bytes, 1, False)
@@ -217,16 +199,7 @@ def test_fsync_is_called_if_and_only_if_it_is_asked_for(tmp_path: Path) -> None:
                 engine.close()
     """
     account = tmp_path / "account"
-    command = [
-        "strace",
-        "-f",
-        "--seccomp-bpf",
-        "-y",
-        "-e",
-        "trace=fsync,fdatasync,sync,syncfs",
-        "-o",
-        str(account),
-    ]
+    command = ["strace", "-f", "--seccomp-bpf", "-y", "-e", "trace=fsync,fdatasync,sync,syncfs", "-o", str(account)]
     environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     code = textwrap.dedent(code)
     subprocess.run([*command, sys.executable, "-c", code], cwd=ROOT, env=environment, check=True, timeout=300)

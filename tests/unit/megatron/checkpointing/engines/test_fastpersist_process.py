@@ -16,9 +16,7 @@ import pytest
 import torch
 
 from megatron.checkpointing.engines.base import EngineOptions, FileState
-from megatron.checkpointing.engines.errors import (
-    CheckpointSaveError,
-)
+from megatron.checkpointing.engines.errors import CheckpointSaveError
 from megatron.checkpointing.engines.fastpersist.decoupled_engine import FastPersistDecoupledEngine
 from restart_trace.recorder import untraced_operation
 from tests.conformance.compare import differences
@@ -77,9 +75,7 @@ def test_close_ends_the_process_and_gives_everything_back(tmp_path: Path) -> Non
     engine.close()
 
 
-def test_signals_to_the_whole_job_do_not_end_it(
-    decoupled: FastPersistDecoupledEngine, tmp_path: Path
-) -> None:
+def test_signals_to_the_whole_job_do_not_end_it(decoupled: FastPersistDecoupledEngine, tmp_path: Path) -> None:
     """Training may answer a SIGTERM with one more save."""
     save(decoupled, tmp_path / "first")
     pid = process_of(decoupled)
@@ -182,9 +178,7 @@ def named_memory(pid: int) -> list[str]:
     for fd in (directory / "fd").iterdir():
         with suppress(FileNotFoundError):  # closed meanwhile
             links.append(str(fd.readlink()))
-    mapped = [
-        line for line in (directory / "maps").read_text().splitlines() if "memfd:checkpoint-snapshot" in line
-    ]
+    mapped = [line for line in (directory / "maps").read_text().splitlines() if "memfd:checkpoint-snapshot" in line]
     assert mapped, "it maps no snapshot"
     lines = links + (directory / "maps").read_text().splitlines()
     return [line for line in lines if "/dev/shm/" in line]

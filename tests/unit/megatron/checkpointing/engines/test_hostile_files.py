@@ -16,13 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.checkpointing.engines.base import (
-    CheckpointEngine,
-    EngineOptions,
-    FileState,
-    SavedCheckpoint,
-    SavedFile,
-)
+from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.errors import (
     CheckpointDamagedError,
     CheckpointMismatchError,
@@ -39,18 +33,12 @@ from tests.unit.megatron.checkpointing.engines import datastates_files
 NAME = "mp_rank_00_model_states.pt"
 TIMEOUT_S = 20.0
 MANY = settings(
-    max_examples=100,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 )
 
 
 def state() -> dict[str, Any]:
-    return {
-        "w": torch.arange(6, dtype=torch.float32).reshape(2, 3),
-        "half": torch.ones(3).bfloat16(),
-        "step": 3,
-    }
+    return {"w": torch.arange(6, dtype=torch.float32).reshape(2, 3), "half": torch.ones(3).bfloat16(), "step": 3}
 
 
 def saved_by(engine: str, directory: Path) -> dict[str, SavedFile]:
@@ -77,9 +65,7 @@ def outcome(engine: str, directory: Path, files: dict[str, SavedFile]) -> str | 
     reader = reader_of(engine)
     try:
         with no_longer_than(TIMEOUT_S):
-            reader.load_into(
-                [FileState(NAME, state())], SavedCheckpoint(directory, files), untraced_operation()
-            )
+            reader.load_into([FileState(NAME, state())], SavedCheckpoint(directory, files), untraced_operation())
             if engine == "lazy":
                 reader.placed_tensors(SavedCheckpoint(directory, files), untraced_operation())
     except CheckpointDamagedError as exc:
@@ -182,9 +168,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_lazy_header(
-    lazy: tuple[Path, dict[str, SavedFile]], change: Callable[[dict[str, Any]], None]
-) -> None:
+def test_lazy_header(lazy: tuple[Path, dict[str, SavedFile]], change: Callable[[dict[str, Any]], None]) -> None:
     path, files = lazy
     header, data = lazy_header(path)
     change(header)
@@ -240,9 +224,7 @@ def test_altered_lazy_header(tmp_path_factory: pytest.TempPathFactory, data: st.
     if part == "all":
         header = data.draw(altered(header))
     else:
-        header["__metadata__"][part] = json.dumps(
-            data.draw(altered(json.loads(header["__metadata__"][part])))
-        )
+        header["__metadata__"][part] = json.dumps(data.draw(altered(json.loads(header["__metadata__"][part]))))
     write_lazy(path, header, content)
     told = outcome("lazy", directory, with_size(files, path, directory))
     assert told is None or str(directory) in told
@@ -255,9 +237,7 @@ def datastates_header(path: Path) -> tuple[dict[str, Any], bytes]:
     return lazy_header(path)  # "packed" begins alike
 
 
-@pytest.mark.parametrize(
-    "offsets", [[float("inf"), float("inf")], [-1, 5], [0, True], [0, "24"], [0, 24, 48], 24, {}]
-)
+@pytest.mark.parametrize("offsets", [[float("inf"), float("inf")], [-1, 5], [0, True], [0, "24"], [0, 24, 48], 24, {}])
 def test_datastates_offsets(tmp_path: Path, offsets: Any) -> None:
     files = saved_by("datastates", tmp_path)
     header, data = datastates_header(tmp_path / NAME)
@@ -346,9 +326,7 @@ def test_dcp_description(tmp_path: Path, change: str) -> None:
     ("engine", "with_manifest"),
     [(engine, known) for engine in ENGINES for known in (True, False) if known or engine != "lazy"],
 )  # without a manifest engine lazy has no names of files
-def test_what_is_no_file(
-    tmp_path: Path, engine: str, make: Callable[[Path], None], with_manifest: bool
-) -> None:
+def test_what_is_no_file(tmp_path: Path, engine: str, make: Callable[[Path], None], with_manifest: bool) -> None:
     files = saved_by(engine, tmp_path)
     for name in sorted(files):
         path = tmp_path / name
@@ -397,9 +375,7 @@ def test_a_device_that_fails_in_a_load_is_no_damage(
         outcome("torch", tmp_path, files)
 
 
-@pytest.mark.parametrize(
-    "error", [KeyError("a"), RecursionError("deep"), AttributeError("x"), RuntimeError("y")]
-)
+@pytest.mark.parametrize("error", [KeyError("a"), RecursionError("deep"), AttributeError("x"), RuntimeError("y")])
 def test_what_reading_makes_of_damage_is_damage(error: Exception) -> None:
     message = f"^file: cannot be read \\({type(error).__name__}: "
     with pytest.raises(CheckpointDamagedError, match=message), reading(Path("file")):

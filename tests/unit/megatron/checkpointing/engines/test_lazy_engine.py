@@ -44,9 +44,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 # Saving while training goes on
 
 
-def test_state_may_change_once_it_is_released_though_nothing_is_written(
-    tmp_path: Path, disk: threading.Event
-) -> None:
+def test_state_may_change_once_it_is_released_though_nothing_is_written(tmp_path: Path, disk: threading.Event) -> None:
     mine, same = files(), files()
     pending = engine().begin_save(mine, tmp_path, untraced_operation())
     pending.release_state()
@@ -150,10 +148,7 @@ def test_two_saves_one_after_the_other_use_the_same_memory(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [
-        ({"host_cache_bytes": 4 * BLOCK}, "--host-cache-size"),
-        ({"io_block_bytes": 5000}, "--io-block-size"),
-    ],
+    [({"host_cache_bytes": 4 * BLOCK}, "--host-cache-size"), ({"io_block_bytes": 5000}, "--io-block-size")],
 )
 def test_a_cache_too_small_to_work_with_is_refused(options: dict[str, int], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
@@ -212,9 +207,7 @@ def test_a_file_system_without_direct_io(tmp_path: Path, caplog: pytest.LogCaptu
             saved = engine(direct_io=mode).save(files(), directory, untraced_operation())
             check(load(directory, saved, direct_io=mode), files())
         told = [record.message for record in caplog.records if "refuses O_DIRECT" in record.message]
-        assert (
-            len(told) == 1 and str(tmp_path / "ram" / "save") in told[0] and "buffered I/O instead" in told[0]
-        )
+        assert len(told) == 1 and str(tmp_path / "ram" / "save") in told[0] and "buffered I/O instead" in told[0]
         (tmp_path / "ram" / "save" / "on").mkdir()
         with pytest.raises(DirectIOError, match="--direct-io auto or off"):
             engine(direct_io="on").save(files(), tmp_path / "ram" / "save" / "on", untraced_operation())

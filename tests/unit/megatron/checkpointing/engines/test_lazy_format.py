@@ -68,8 +68,7 @@ def test_the_safetensors_library_reads_every_tensor(tmp_path: Path) -> None:
 
 def test_data_begins_aligned_and_each_tensor_at_a_multiple_of_its_element_size(tmp_path: Path) -> None:
     saved = save(
-        tmp_path,
-        [FileState(NAME, state()), FileState("other.pt", {"odd": torch.zeros(3, dtype=torch.uint8)})],
+        tmp_path, [FileState(NAME, state()), FileState("other.pt", {"odd": torch.zeros(3, dtype=torch.uint8)})]
     )
     path = tmp_path / saved.name
     contents = lazy_format.decode(lazy_format.read_header(path), path)
@@ -182,8 +181,6 @@ def test_the_engine_has_no_unpickler() -> None:
     for path in modules:
         for node in ast.walk(ast.parse(path.read_text())):
             imported = [a.name for a in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
-            assert not {"pickle", "dill", "cloudpickle", "marshal", "shelve", "unpickling"} & set(imported), (
-                path
-            )
+            assert not {"pickle", "dill", "cloudpickle", "marshal", "shelve", "unpickling"} & set(imported), path
             if isinstance(node, ast.Attribute):
                 assert ast.unparse(node) not in ("torch.load", "torch.save", "numpy.load", "np.load"), path

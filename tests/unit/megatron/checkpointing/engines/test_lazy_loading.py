@@ -25,9 +25,7 @@ def test_only_the_states_that_are_asked_for_are_read(tmp_path: Path, direct_io: 
     saved = engine().save(files(), tmp_path, untraced_operation())
     trace = tmp_path / "trace.jsonl"
     with Recorder(JsonlSink(trace), PROCESS).operation("load") as op:
-        found = engine(direct_io=direct_io).load(
-            NAMES[:1], SavedCheckpoint(tmp_path, {saved[0].name: saved[0]}), op
-        )
+        found = engine(direct_io=direct_io).load(NAMES[:1], SavedCheckpoint(tmp_path, {saved[0].name: saved[0]}), op)
     assert torch.equal(found[NAMES[0]]["weights"], files()[0].state["weights"])
     read_bytes = sum(r["bytes"] for r in read(trace) if r["type"] == "span" and r.get("detail") == "read")
     assert 1.5 * MIB <= read_bytes <= 1.5 * MIB + 2 * 4096
@@ -56,10 +54,7 @@ def live_files(like: list[FileState]) -> tuple[list[FileState], torch.Tensor]:
     weights, moments = like[0].state["weights"], like[1].state["optimizer"]["m"]
     flat = torch.full((3 * 100 + len(weights) + len(moments),), 7.5)
     mine = flat[100 : 100 + len(weights)], flat[200 + len(weights) : 200 + len(weights) + len(moments)]
-    return [
-        FileState(NAMES[0], {"weights": mine[0]}),
-        FileState(NAMES[1], {"optimizer": {"m": mine[1]}}),
-    ], flat
+    return [FileState(NAMES[0], {"weights": mine[0]}), FileState(NAMES[1], {"optimizer": {"m": mine[1]}})], flat
 
 
 def check_in_place(found: dict[str, Any], live: list[FileState], flat: torch.Tensor) -> None:
@@ -107,15 +102,11 @@ def test_what_has_a_placement_gets_a_tensor_of_its_own(tmp_path: Path, size: int
     """Moments, which are kept for good: no view of an arena or of the page cache, where a first write costs a copy."""
     mine = files(size)
     placed = [mine[0], FileState(NAMES[1], mine[1].state, {("optimizer", "m"): {"kind": "exp_avg"}})]
-    (saved,) = engine(direct_io="off" if cached else "on", fsync=True).save(
-        placed, tmp_path, untraced_operation()
-    )
+    (saved,) = engine(direct_io="off" if cached else "on", fsync=True).save(placed, tmp_path, untraced_operation())
     live, _ = live_files(files(size))
     loading = engine()
     found = loading.load_into(
-        [live[0], FileState(NAMES[1], {})],
-        SavedCheckpoint(tmp_path, {saved.name: saved}),
-        untraced_operation(),
+        [live[0], FileState(NAMES[1], {})], SavedCheckpoint(tmp_path, {saved.name: saved}), untraced_operation()
     )
     check(found, mine)
     moments = found[NAMES[1]]["optimizer"]["m"]
@@ -128,9 +119,7 @@ def test_live_tensors_are_filled_where_the_file_system_refuses_direct_io(tmp_pat
             pytest.skip("mounting a file system is not allowed here: run as root, with CAP_SYS_ADMIN")
         (saved,) = engine().save(files(5 * MIB), tmp_path / "ram", untraced_operation())
         live, flat = live_files(files(5 * MIB))
-        found = engine().load_into(
-            live, SavedCheckpoint(tmp_path / "ram", {saved.name: saved}), untraced_operation()
-        )
+        found = engine().load_into(live, SavedCheckpoint(tmp_path / "ram", {saved.name: saved}), untraced_operation())
         check(found, files(5 * MIB))
         check_in_place(found, live, flat)
 
@@ -145,10 +134,7 @@ def test_live_tensors_that_do_not_fit_are_left_alone(tmp_path: Path) -> None:
         torch.zeros(number + 1),
         torch.zeros(2 * number)[::2],
     ):
-        live = [
-            FileState(NAMES[0], {"weights": unfit, "other": torch.zeros(number)}),
-            FileState(NAMES[1], {}),
-        ]
+        live = [FileState(NAMES[0], {"weights": unfit, "other": torch.zeros(number)}), FileState(NAMES[1], {})]
         found = engine().load_into(live, SavedCheckpoint(tmp_path, {saved.name: saved}), untraced_operation())
         check(found, files(MIB))
         assert not unfit.any() and not live[0].state["other"].any()
@@ -172,9 +158,7 @@ def test_a_flipped_bit_is_found_when_live_tensors_are_filled(tmp_path: Path, cac
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         with pytest.raises(CheckpointDamagedError, match="does not have the checksum"):
             engine().load_into(
-                live_files(files(5 * MIB))[0],
-                SavedCheckpoint(damaged, {saved.name: saved}),
-                untraced_operation(),
+                live_files(files(5 * MIB))[0], SavedCheckpoint(damaged, {saved.name: saved}), untraced_operation()
             )
 
 

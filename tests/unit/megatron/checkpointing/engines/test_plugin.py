@@ -9,10 +9,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
+from megatron.checkpointing.engines.registry import ENTRY_POINT_GROUP
 from tests.dist.conftest import data_flags
 
 ROOT = Path(__file__).resolve().parents[5]
@@ -28,6 +30,8 @@ TRAINING = [
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory that pip has installed the example into."""
+    there = sorted(point.value for point in entry_points(group=ENTRY_POINT_GROUP))
+    assert not there, f"these tests need an environment without plug-ins: pip uninstall the packages of {there}"
     directory = tmp_path_factory.mktemp("plugin")
     shutil.copytree(EXAMPLE, directory / "source")  # a build leaves files beside its source
     target = directory / "installed"
@@ -47,9 +51,7 @@ def python(
     return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=300)
 
 
-def train(
-    installed: Path | None, save: Path, engine: str, *more: str | Path
-) -> subprocess.CompletedProcess[str]:
+def train(installed: Path | None, save: Path, engine: str, *more: str | Path) -> subprocess.CompletedProcess[str]:
     for name in ("corpus_text_document.bin", "corpus_text_document.idx"):
         shutil.copy(DATA / name, save.parent / name)
     flags = [*TRAINING, *data_flags(save.parent / "corpus_text_document", DATA / "tokenizer.model")]

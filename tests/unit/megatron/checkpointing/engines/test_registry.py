@@ -14,13 +14,7 @@ import pytest
 import torch
 
 from megatron.checkpointing.engines import registry
-from megatron.checkpointing.engines.base import (
-    CheckpointEngine,
-    EngineOptions,
-    FileState,
-    SavedCheckpoint,
-    SavedFile,
-)
+from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.errors import (
     CheckpointDamagedError,
     CheckpointError,
@@ -65,13 +59,9 @@ def test_engine_whose_package_is_not_installed_is_an_error(monkeypatch: pytest.M
     assert "use one of: torch, lazy" in str(caught.value)
 
 
-def test_package_that_an_engine_requires_is_missed_before_anything_is_imported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_package_that_an_engine_requires_is_missed_before_anything_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is refused is the name, at start-up, with the command that installs the package."""
-    entry = registry.EngineEntry(
-        "module.never.imported", "Engine", "for this test", ("not_there",), "pip install it"
-    )
+    entry = registry.EngineEntry("module.never.imported", "Engine", "for this test", ("not_there",), "pip install it")
     monkeypatch.setitem(registry._ENGINES, "absent", entry)
     for refuse in (check_engine_name, lambda name: create_engine(name, EngineOptions())):
         with pytest.raises(EngineUnavailableError) as caught:
@@ -130,8 +120,7 @@ def test_load_adds_up_over_candidates(tmp_path: Path) -> None:
     op = untraced_operation()
     engine = LengthEngine(EngineOptions())
     saved = {
-        file.name: file
-        for file in engine.save([FileState("a", 3), FileState("b", 4)], tmp_path, untraced_operation())
+        file.name: file for file in engine.save([FileState("a", 3), FileState("b", 4)], tmp_path, untraced_operation())
     }
     assert engine.load(["a"], SavedCheckpoint(tmp_path, saved), op) == {"a": 3}
     assert engine.load(["b", "a"], SavedCheckpoint(tmp_path), op) == {"b": 4, "a": 3}
@@ -181,11 +170,7 @@ def test_classes_of_checkpoints_are_known(tmp_path: Path) -> None:
     }
     torch.save(state, tmp_path / "state")
     loaded = load(tmp_path / "state")
-    assert (
-        loaded["args"] == state["args"]
-        and loaded["stage"] is state["stage"]
-        and loaded["size"] == state["size"]
-    )
+    assert loaded["args"] == state["args"] and loaded["stage"] is state["stage"] and loaded["size"] == state["size"]
     assert vars(loaded["loss_scaler"]) == vars(scaler)
     assert loaded["mapping"]["a"] == fragment_address(numel=3, start=7)
     name, keys, *rest = loaded["np_rng_state"]

@@ -15,13 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.checkpointing.engines.base import (
-    CheckpointEngine,
-    EngineOptions,
-    FileState,
-    SavedCheckpoint,
-    SavedFile,
-)
+from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.host_staging import Staging, stage_on_host
 from megatron.checkpointing.engines.registry import create_engine
@@ -74,9 +68,7 @@ class Saved:
     def load_damaged(self, content: bytes, with_manifest: bool = True) -> Any:
         self.damaged.write_bytes(content)
         expected = {NAME: self.entry} if with_manifest else {}
-        return engine().load([NAME], SavedCheckpoint(self.damaged.parent, expected), untraced_operation())[
-            NAME
-        ]
+        return engine().load([NAME], SavedCheckpoint(self.damaged.parent, expected), untraced_operation())[NAME]
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +102,7 @@ def test_views_are_written_without_what_they_are_views_of(tmp_path: Path) -> Non
     """torch.save writes the whole storage of a view: of DeepSpeed's flat buffers, for one."""
     flat = torch.arange(10_000.0)
     counter = Staging()
-    staged = stage_on_host(
-        {"part": flat[5:8], "whole": flat, "pair": Pair(flat[:2], flat.view(100, 100))}, counter
-    )
+    staged = stage_on_host({"part": flat[5:8], "whole": flat, "pair": Pair(flat[:2], flat.view(100, 100))}, counter)
     assert staged["whole"].data_ptr() == flat.data_ptr()  # not copied
     assert staged["part"].untyped_storage().nbytes() == 12 and counter.copied_bytes == 12 + 8
     assert type(staged["pair"]) is Pair and torch.equal(staged["pair"].first, flat[:2])
@@ -173,9 +163,7 @@ def test_phases_of_a_load(recorded: tuple[Recorder, Path], saved: Saved, verify:
     recorder, trace = recorded
     for _ in range(10):  # what takes its time between two of them need not do so in each
         with recorder.operation("load", engine="TorchEngine") as op:
-            engine(verify_checksums=verify).load(
-                [NAME], SavedCheckpoint(saved.path.parent, {NAME: saved.entry}), op
-            )
+            engine(verify_checksums=verify).load([NAME], SavedCheckpoint(saved.path.parent, {NAME: saved.entry}), op)
     every = [r for r in read(trace) if r["type"] == "span"]
     spans = {r["detail"]: r for r in every}  # of the last load
     assert set(spans) == {"read", "verify", "deserialize"}
@@ -195,9 +183,7 @@ def test_refused_write_is_named_as_the_operating_system_names_it(tmp_path: Path)
         resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))
         try:
             with pytest.raises(OSError, match="File too large"):
-                engine().save(
-                    [FileState(f"file{size}", {"a": torch.ones(size)})], tmp_path, untraced_operation()
-                )
+                engine().save([FileState(f"file{size}", {"a": torch.ones(size)})], tmp_path, untraced_operation())
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
@@ -209,9 +195,7 @@ def test_name_used_twice_is_an_error(tmp_path: Path) -> None:
 
 # Loading what is damaged
 
-PROPERTY = settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
-)
+PROPERTY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
 
 
 @pytest.mark.slow
@@ -219,9 +203,7 @@ PROPERTY = settings(
 @pytest.mark.parametrize("with_manifest", [True, False])
 @settings(PROPERTY, max_examples=500)
 @given(data=st.data())
-def test_flipped_bits_never_load_as_other_data(
-    saved: Saved, with_manifest: bool, data: st.DataObject
-) -> None:
+def test_flipped_bits_never_load_as_other_data(saved: Saved, with_manifest: bool, data: st.DataObject) -> None:
     """Refused, or (in padding, say) of no consequence. Upstream's files have no manifest, but CRCs all the same."""
     content = bytearray(saved.content)
     bits = data.draw(st.lists(st.integers(0, 8 * len(content) - 1), min_size=1, max_size=4, unique=True))
@@ -289,9 +271,7 @@ def test_values_alone_are_verified_without_reading_tensors(tmp_path: Path) -> No
     (entry,) = engine().save([FileState(NAME, content)], tmp_path, untraced_operation())
     path, expected = tmp_path / NAME, {NAME: entry}
     found = engine().load_values(NAME, SavedCheckpoint(tmp_path, expected), untraced_operation())
-    assert (
-        same(found["step"], content["step"]) and found["lr"] == 1e-3 and found["large"].device.type == "meta"
-    )
+    assert same(found["step"], content["step"]) and found["lr"] == 1e-3 and found["large"].device.type == "meta"
     whole = path.read_bytes()
     records = {record.size: record for record in tensor_records(path).values() if "/data/" in record.name}
     pickled = next(record for record in tensor_records(path).values() if record.name.endswith("data.pkl"))
@@ -299,9 +279,7 @@ def test_values_alone_are_verified_without_reading_tensors(tmp_path: Path) -> No
         damaged = bytearray(whole)
         damaged[record.offset + record.size // 2] ^= 1
         path.write_bytes(damaged)
-        with pytest.raises(
-            CheckpointDamagedError, match=f"{path}: record {record.name} does not have the checksum"
-        ):
+        with pytest.raises(CheckpointDamagedError, match=f"{path}: record {record.name} does not have the checksum"):
             engine().load_values(NAME, SavedCheckpoint(tmp_path, expected), untraced_operation())
     damaged = bytearray(whole)
     damaged[records[20_000].offset] ^= 1

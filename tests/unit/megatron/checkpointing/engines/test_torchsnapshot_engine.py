@@ -39,12 +39,8 @@ class TestTorchSnapshotEngine(DirectoryEngineChecks):
 
     @pytest.mark.slow
     def test_tensors_that_the_library_writes_from_where_they_are_may_change(self, tmp_path: Path) -> None:
-        state = {
-            "a": torch.full((130 * MIB,), 7, dtype=torch.uint8)
-        }  # above its limit for slabs, which it copies
-        pending = self.engine(io_threads=1).begin_save(
-            [FileState(NAME, state)], tmp_path, untraced_operation()
-        )
+        state = {"a": torch.full((130 * MIB,), 7, dtype=torch.uint8)}  # above its limit for slabs, which it copies
+        pending = self.engine(io_threads=1).begin_save([FileState(NAME, state)], tmp_path, untraced_operation())
         state["a"].zero_()
         found = self.load(tmp_path, pending.wait())
         assert bool((found["a"] == 7).all())
@@ -64,9 +60,7 @@ class TestTorchSnapshotEngine(DirectoryEngineChecks):
             saved = {file.name: file for file in pending.wait()}
         recorder.close()
         assert budget / 4 < pending.buffers.peak <= budget
-        waits = [
-            s for s in read(trace) if s.get("phase") == "flush" and s["detail"] == "write" and s["blocking"]
-        ]
+        waits = [s for s in read(trace) if s.get("phase") == "flush" and s["detail"] == "write" and s["blocking"]]
         assert sum(span["duration_ns"] for span in waits) > 0
         assert identical(
             engine.load(list(states), SavedCheckpoint(tmp_path / "out", saved), untraced_operation()), states

@@ -89,12 +89,7 @@ def by_torch_without_tensors(pickled: bytes, directory: Path) -> Any:
 
 
 Reader = Callable[[bytes, Path], Any]
-FREE = [
-    by_datastates,
-    within_datastates,
-    by_torch,
-    by_torch_without_tensors,
-]  # states: any class of the allow-list
+FREE = [by_datastates, within_datastates, by_torch, by_torch_without_tensors]  # states: any class of the allow-list
 
 PATCHED: list[tuple[str, bytes, Any, list[Reader]]] = [
     ("Namespace", found("argparse", "Namespace"), argparse.Namespace, FREE),
@@ -156,12 +151,7 @@ def test_what_pickle_builds_by_itself_is_built() -> None:
     """Objects, NumPy's arrays and types, and attributes of an OrderedDict."""
     ordered = collections.OrderedDict(a=1)
     vars(ordered)["_metadata"] = {"version": 1}
-    state = {
-        "args": argparse.Namespace(a=[1]),
-        "array": np.arange(3),
-        "scaler": LossScaler(2),
-        "ordered": ordered,
-    }
+    state = {"args": argparse.Namespace(a=[1]), "array": np.arange(3), "scaler": LossScaler(2), "ordered": ordered}
     read = put_together(pickle.dumps(state, pickle.HIGHEST_PROTOCOL), {}, PATH)
     assert read["args"] == state["args"] and read["array"].tolist() == [0, 1, 2]
     assert vars(read["scaler"]) == vars(state["scaler"]) and vars(read["ordered"]) == vars(ordered)

@@ -17,15 +17,7 @@ from megatron.checkpointing.engines.errors import CheckpointDamagedError, Checkp
 from megatron.checkpointing.reshard.direct import spread
 from megatron.checkpointing.reshard.gathering import by_broadcasts
 from megatron.checkpointing.reshard.reading import Reading
-from megatron.checkpointing.reshard.runs import (
-    Runs,
-    intersect,
-    make_runs,
-    merged,
-    positions,
-    slice_runs,
-    subtract,
-)
+from megatron.checkpointing.reshard.runs import Runs, intersect, make_runs, merged, positions, slice_runs, subtract
 from megatron.checkpointing.reshard.sources import SourceIndex
 from megatron.checkpointing.reshard.targets import Target, Transfer, plan
 from megatron.checkpointing.shard_metadata import fragments, shard_placement, weight_placement
@@ -128,9 +120,7 @@ class Saved:
         for t, d in itertools.product(range(tp), range(dp)):
             path = Path(f"tp{t}_dp{d}")
             for target, values in new_rank(tp, dp, t, d, padded, with_values=full):
-                self.tensors.append(
-                    (PlacedTensor(path, target.kind, values.dtype, 0, target.placement), values)
-                )
+                self.tensors.append((PlacedTensor(path, target.kind, values.dtype, 0, target.placement), values))
 
     def index(self) -> SourceIndex:
         return SourceIndex(tensor for tensor, _ in self.tensors)
@@ -138,22 +128,14 @@ class Saved:
     def carry_out(self, transfers: list[Any]) -> None:
         data = {id(tensor): values.view(torch.uint8) for tensor, values in self.tensors}
         for transfer in transfers:
-            source, target = (
-                data[id(transfer.source)].reshape(-1),
-                transfer.target.reshape(-1).view(torch.uint8),
-            )
+            source, target = (data[id(transfer.source)].reshape(-1), transfer.target.reshape(-1).view(torch.uint8))
             rows = zip(transfer.file_offset, transfer.target_offset, transfer.num_bytes, strict=True)
             for a, b, n in rows:
                 target[b : b + n] = source[a : a + n]
 
 
 def new_rank(
-    tp: int,
-    dp: int,
-    t: int,
-    d: int,
-    padded: int,
-    with_values: dict[str, dict[str, torch.Tensor]] | None = None,
+    tp: int, dp: int, t: int, d: int, padded: int, with_values: dict[str, dict[str, torch.Tensor]] | None = None
 ) -> list[tuple[Target, torch.Tensor]]:
     """Tensors of a rank, with what they ought to hold where `with_values` (kind -> parameter -> full) says it."""
     parts = {name: part(name, t, tp, padded) for name in PARAMETERS}
@@ -167,9 +149,7 @@ def new_rank(
     for kind in ("master", "exp_avg"):
         flat = torch.zeros(partition.size * dp)
         if with_values:
-            joined = torch.cat(
-                [cut(with_values[kind][name], mine).reshape(-1) for name, mine in parts.items()]
-            )
+            joined = torch.cat([cut(with_values[kind][name], mine).reshape(-1) for name, mine in parts.items()])
             flat[: len(joined)] = joined
         values = flat[partition.start : partition.start + partition.size]
         placement = shard_placement(kind, held, partition.size)
@@ -209,12 +189,8 @@ def test_every_layout_from_every_other(old: tuple[int, int, int], new: tuple[int
 def test_what_is_missing_or_of_another_type_is_named() -> None:
     saved = Saved(full_state(12), 1, 1, 12)
     target = new_rank(2, 1, 1, 0, 12)[2][0]
-    with pytest.raises(
-        CheckpointMismatchError, match=r"lacks 12 of the 12 elements of the weight of 2\.dense\.weight"
-    ):
-        plan(
-            [target], SourceIndex(t for t, _ in saved.tensors if t.placement.get("name") != "2.dense.weight")
-        )
+    with pytest.raises(CheckpointMismatchError, match=r"lacks 12 of the 12 elements of the weight of 2\.dense\.weight"):
+        plan([target], SourceIndex(t for t, _ in saved.tensors if t.placement.get("name") != "2.dense.weight"))
     wrong = Target(target.tensor.bfloat16(), target.kind, target.placement)
     with pytest.raises(CheckpointMismatchError, match="float32, and torch.bfloat16"):
         plan([wrong], saved.index())
@@ -223,9 +199,7 @@ def test_what_is_missing_or_of_another_type_is_named() -> None:
 def test_another_vocabulary_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     index = Saved(full_state(12), 1, 1, 12).index()
     monkeypatch.setattr("tests.unit.megatron.checkpointing.reshard.test_reading.VOCABULARY", VOCABULARY - 1)
-    with pytest.raises(
-        CheckpointMismatchError, match=r"embeddings.weight has 9 tokens in the checkpoint and 8 here"
-    ):
+    with pytest.raises(CheckpointMismatchError, match=r"embeddings.weight has 9 tokens in the checkpoint and 8 here"):
         plan([target for target, _ in new_rank(2, 1, 0, 0, 12)], index)
 
 
@@ -238,9 +212,7 @@ def test_of_what_several_ranks_hold_the_first_is_taken_and_the_rest_fills_up() -
         return PlacedTensor(Path(rank), "m", torch.float32, 0, shard_placement("master", [piece], numel))
 
     index = SourceIndex([held(0, 4, "a"), held(2, 6, "b"), held(0, 4, "c"), held(5, 5, "d")])
-    found = {
-        s.tensor.path.name: (s.runs.full.tolist(), s.runs.length.tolist()) for s in index.of("master", "e")
-    }
+    found = {s.tensor.path.name: (s.runs.full.tolist(), s.runs.length.tolist()) for s in index.of("master", "e")}
     assert found == {"a": ([0], [4]), "b": ([4], [4]), "d": ([8], [2])}
 
 
@@ -285,9 +257,7 @@ def test_a_file_that_is_short_is_named(tmp_path: Path) -> None:
     path.write_bytes(bytes(5000))
     target = torch.zeros(10, dtype=torch.uint8)
     at = np.array([4000])
-    transfer = Transfer(
-        PlacedTensor(path, "t", torch.uint8, 0, {}), target, at, np.array([0]), np.array([10])
-    )
+    transfer = Transfer(PlacedTensor(path, "t", torch.uint8, 0, {}), target, at, np.array([0]), np.array([10]))
     with pytest.raises(CheckpointDamagedError, match=f"{path}: ends at byte 5000"):
         short = Reading([transfer], {path: 9000}, "auto", None)
         short.run([short.share()], 0, untraced_operation())

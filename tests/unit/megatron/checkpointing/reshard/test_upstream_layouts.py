@@ -52,9 +52,7 @@ OP = untraced_operation()
 TIED = "tied_modules.embed.word_embeddings.weight"
 
 
-def surveyed(
-    directory: Path, model: UpstreamModel, with_optimizer: bool = True
-) -> tuple[Candidate, ForeignCheckpoint]:
+def surveyed(directory: Path, model: UpstreamModel, with_optimizer: bool = True) -> tuple[Candidate, ForeignCheckpoint]:
     found = Candidate(directory, directory.name, 5, None)
     reader = TorchEngine(EngineOptions())
     return with_manifest(found, reader, model.vocab, with_optimizer, ControlPlane(0, 1), OP)
@@ -184,8 +182,7 @@ def test_weights_alone(tmp_path: Path, by_heads: bool) -> None:
         layers.setdefault(int(number), {})[key] = name
     index = SourceIndex(shards.weights(layers))
     targets = [
-        Target(torch.empty(p.local_shape), WEIGHT, weight_placement(n, p, GROUPED.vocab))
-        for n, p in parts.items()
+        Target(torch.empty(p.local_shape), WEIGHT, weight_placement(n, p, GROUPED.vocab)) for n, p in parts.items()
     ]
     sizes = {directory / name: file.num_bytes for name, file in manifest.files.items()}
     reading = Reading(plan(targets, index), sizes, "off", 1)
@@ -225,9 +222,7 @@ def test_a_missing_or_truncated_file_is_named(checkpoint: Path, name: str) -> No
         path.write_bytes(content[:size])
         assert f"{path}: not a complete torch.save file" in refusal(checkpoint, CheckpointRejectedError)
     path.unlink()
-    assert f"{path} is missing (1 of the 26 files of TP2 PP2 DP2 are)" in refusal(
-        checkpoint, CheckpointRejectedError
-    )
+    assert f"{path} is missing (1 of the 26 files of TP2 PP2 DP2 are)" in refusal(checkpoint, CheckpointRejectedError)
     path.mkdir()
     assert f"{path} is missing" in refusal(checkpoint, CheckpointRejectedError)
 
@@ -279,10 +274,7 @@ def test_files_of_two_saves(checkpoint: Path) -> None:
     [
         ({"args": None}, "no `args` in it, so it is not a Megatron-DeepSpeed checkpoint"),
         ({"args": {"num_layers": 4}}, "it lacks args.num_layers, "),
-        (
-            {"dp_world_size": None, "skipped_steps": None},
-            "it lacks dp_world_size, skipped_steps, which Megatron",
-        ),
+        ({"dp_world_size": None, "skipped_steps": None}, "it lacks dp_world_size, skipped_steps, which Megatron"),
         ({"module": {"some": torch.zeros(2)}}, "as upstream saves them with --no-pipeline-parallel"),
     ],
 )
@@ -366,8 +358,7 @@ def test_the_header_says_the_same_without_torch_and_runs_nothing(checkpoint: Pat
     del state["args"].model_type
     delattr(state["args"], SINCE_BLOCKS)
     torch.save(
-        state | {"poison": Payload(tmp_path / "marker"), "patch": Patch()},
-        checkpoint / "mp_rank_00_model_states.pt",
+        state | {"poison": Payload(tmp_path / "marker"), "patch": Patch()}, checkpoint / "mp_rank_00_model_states.pt"
     )
     older = describe(checkpoint, read_header(checkpoint))
     assert older.heads_interleaved and older.needs_rearranging and older.layout == SAVED

@@ -47,9 +47,7 @@ def some_shares(draw: st.DrawFn) -> tuple[list[CheckedBytes], list[Share]]:
 
 
 @given(some_shares())
-def test_every_byte_of_what_is_needed_is_verified_by_one_rank(
-    case: tuple[list[CheckedBytes], list[Share]],
-) -> None:
+def test_every_byte_of_what_is_needed_is_verified_by_one_rank(case: tuple[list[CheckedBytes], list[Share]]) -> None:
     _, shares = case
     needed = {record for found in shares for record in found.checked[FILE].values()}
     expected = sorted(byte for record in needed for byte in range(record.start, record.stop))
@@ -58,16 +56,13 @@ def test_every_byte_of_what_is_needed_is_verified_by_one_rank(
         runs = to_verify(shares, rank)[FILE]
         for start, length in zip(runs.full.tolist(), runs.length.tolist(), strict=True):
             verified += range(start, start + length)
-            assert any(r.start <= start and start + length <= r.stop for r in needed), (
-                "it is within one record"
-            )
+            assert any(r.start <= start and start + length <= r.stop for r in needed), "it is within one record"
             read = merged([mine.reads[FILE]])
             for byte in range(start, start + length):
                 others = any(
                     (other.reads[FILE].full <= byte).any()
                     and (
-                        (other.reads[FILE].full <= byte)
-                        & (byte < other.reads[FILE].full + other.reads[FILE].length)
+                        (other.reads[FILE].full <= byte) & (byte < other.reads[FILE].full + other.reads[FILE].length)
                     ).any()
                     for r, other in enumerate(shares)
                     if r != rank
@@ -91,9 +86,7 @@ def test_pieces_of_several_ranks_are_put_together(tmp_path: Path) -> None:
         for a, b in ((30, 40), (10, 15), (40, 50), (15, 20), (20, 30))
     ]
     mine = joined(pieces[:-1], shares)
-    assert [(piece.start, piece.length) for piece in mine] == [(10, 10), (30, 20)], (
-        "of a record, never beyond it"
-    )
+    assert [(piece.start, piece.length) for piece in mine] == [(10, 10), (30, 20)], "of a record, never beyond it"
     assert damage(shares, [*mine, pieces[-1]], tmp_path) == []
     wrong = [replace(mine[0], crc32=mine[0].crc32 ^ 1), mine[1], pieces[-1]]
     assert damage(shares, wrong, tmp_path) == [
@@ -118,19 +111,11 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path: Path, direct_io: str) -> None
             for mine in parts
         ]
         shares = [rank.share() for rank in ranks]
-        pieces = [
-            piece for i, rank in enumerate(ranks) for piece in rank.run(shares, i, untraced_operation())
-        ]
+        pieces = [piece for i, rank in enumerate(ranks) for piece in rank.run(shares, i, untraced_operation())]
         return damage(shares, pieces, tmp_path)
 
     assert found() == []
-    for at, name in (
-        (1000, "1000"),
-        (11_000, "1000"),
-        (29_999, "1000"),
-        (30_000, "30000"),
-        (47_999, "30000"),
-    ):
+    for at, name in ((1000, "1000"), (11_000, "1000"), (29_999, "1000"), (30_000, "30000"), (47_999, "30000")):
         data[at] ^= 16
         assert found() == [f"{path}: tensor {name} does not have the checksum it was saved with"]
         data[at] ^= 16

@@ -46,12 +46,7 @@ def something_else(path: Path) -> None:
     ],
 )
 def test_not_a_directory_of_logs(
-    tmp_path: Path,
-    monkeypatch: Any,
-    capsys: pytest.CaptureFixture[str],
-    command: str,
-    make: Any,
-    message: str,
+    tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str], command: str, make: Any, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     make(tmp_path / "logs")
@@ -194,9 +189,7 @@ def test_nothing_that_can_be_analysed(
     assert [path.name for path in tmp_path.iterdir()] == ["logs"]
 
 
-def test_validate_lists_what_nothing_can_be_made_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_validate_lists_what_nothing_can_be_made_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file_of(tmp_path, 0, 0).write_bytes(b"")
     file_of(tmp_path, 1, 0).write_bytes(DEEP + b"\n")
     assert main(["validate", str(tmp_path)]) == 1
@@ -230,10 +223,7 @@ def test_no_space_for_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[s
     with small_disk(disk, 1 << 18) as mounted:
         if not mounted:
             pytest.skip("no file system may be mounted here: run as root, with CAP_SYS_ADMIN")
-        for flags, begin in (
-            ([str(directory)], "Run "),
-            ([f"x={directory}", f"y={directory}"], "Comparison of "),
-        ):
+        for flags, begin in (([str(directory)], "Run "), ([f"x={directory}", f"y={directory}"], "Comparison of ")):
             assert main(["report", *flags, "-o", str(disk / "page.html")]) == 2
             captured = capsys.readouterr()
             assert captured.out.startswith(begin) and list(disk.iterdir()) == []
@@ -272,10 +262,7 @@ def test_output_that_cannot_be_written_leaves_what_was_there(
         assert main(["timeline", str(directory), "-o", str(path), "--no-cache"]) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert path.read_text() == "precious" and sorted(p.name for p in tmp_path.iterdir()) == [
-        "logs",
-        "out.json",
-    ]
+    assert path.read_text() == "precious" and sorted(p.name for p in tmp_path.iterdir()) == ["logs", "out.json"]
     assert "File too large" in capsys.readouterr().err
     assert main(["export", str(directory), "-o", str(tmp_path / "nowhere" / "x.csv")]) == 2
     assert "nowhere/x.csv: cannot be written" in capsys.readouterr().err

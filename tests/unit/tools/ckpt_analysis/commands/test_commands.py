@@ -22,7 +22,7 @@ from tools.ckpt_analysis.ingest.load import load_trace
 from tools.ckpt_analysis.model.frame import Frames, make_frames
 from tools.ckpt_analysis.render.summary_rows import CSV_COLUMNS
 from tools.ckpt_analysis.render.tidy import TABLES, tidy
-from tools.common.ranks import parse_rank_ranges
+from tools.common.cli import parse_rank_ranges
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +66,7 @@ def test_summary_csv_has_every_operation_and_phase(run: Path, capsys: pytest.Cap
         expected = save["phases"]["flush"]["details"]["fsync"]
         assert float(fsync["median_s"]) == expected["median_s"] and fsync["blocking"] == "none"
         assert {row["phase"] for row in mine if row["phase"]} == set(save["phases"])
-    assert [row["operation"] for row in rows if not row["phase"]] == [
-        "launch",
-        "restart",
-        "load",
-        *["save"] * 4,
-    ]
+    assert [row["operation"] for row in rows if not row["phase"]] == ["launch", "restart", "load", *["save"] * 4]
 
 
 @pytest.mark.parametrize("style", ["table", "markdown"])
@@ -88,9 +83,7 @@ def test_summary_tables(run: Path, capsys: pytest.CaptureFixture[str], style: st
             assert set(lines[1]) == set("| -:")
 
 
-def test_summary_of_many_saves_shows_the_phases_of_the_last(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_summary_of_many_saves_shows_the_phases_of_the_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "run", Shape(ranks=2, saves=9))
     short = output(capsys, "summary", str(tmp_path / "run"))
     assert short.count("flush/fsync") == 1
@@ -141,12 +134,7 @@ def test_timeline_events_are_the_spans(run: Path, frames: Frames, tmp_path: Path
         (ph, f"{rank}.{cycle}.{op}") for ph in "be"
         for rank, cycle, op in frames.operations.select("rank", "cycle", "op_id").iter_rows()
     )  # fmt: skip
-    assert [e["name"] for e in events if e.get("cat") == "event"] == [
-        "injected",
-        "detected",
-        "stopped",
-        "relaunched",
-    ]
+    assert [e["name"] for e in events if e.get("cat") == "event"] == ["injected", "detected", "stopped", "relaunched"]
 
 
 def test_timeline_times_are_exact_and_start_at_zero(run: Path, frames: Frames, tmp_path: Path) -> None:
@@ -180,27 +168,18 @@ def test_timeline_background_threads_have_tracks_of_their_own(run: Path, tmp_pat
         (["--ranks", "0-2,9"], pl.col("rank").is_in([0, 1, 2, 9])),
         (["--cycle", "1"], pl.col("cycle") == 1),
         (["--checkpoint", "global_step4"], pl.col("group").is_in([2, 4])),
-        (
-            ["--checkpoint", "4", "--cycle", "0", "--ranks", "3"],
-            (pl.col("rank") == 3) & (pl.col("group") == 2),
-        ),
+        (["--checkpoint", "4", "--cycle", "0", "--ranks", "3"], (pl.col("rank") == 3) & (pl.col("group") == 2)),
     ],
 )
-def test_timeline_cut_down(
-    run: Path, frames: Frames, tmp_path: Path, flags: list[str], keep: pl.Expr
-) -> None:
+def test_timeline_cut_down(run: Path, frames: Frames, tmp_path: Path, flags: list[str], keep: pl.Expr) -> None:
     main(["timeline", str(run), "-o", str(tmp_path / "t.json"), "--quiet", *flags])
     expected = frames.spans.filter(keep)
     assert 0 < expected.height < frames.spans.height
     assert spans_of(events_of(tmp_path / "t.json")) == expected_spans(expected)
 
 
-def test_timeline_of_one_checkpoint_has_the_steps_beside_it(
-    run: Path, frames: Frames, tmp_path: Path
-) -> None:
-    main(
-        ["timeline", str(run), "-o", str(tmp_path / "t.json"), "--quiet", "--checkpoint", "2", "--ranks", "0"]
-    )
+def test_timeline_of_one_checkpoint_has_the_steps_beside_it(run: Path, frames: Frames, tmp_path: Path) -> None:
+    main(["timeline", str(run), "-o", str(tmp_path / "t.json"), "--quiet", "--checkpoint", "2", "--ranks", "0"])
     steps = [e["name"] for e in events_of(tmp_path / "t.json") if e.get("cat") == "iteration"]
     assert steps and set(steps) <= {"step 3", "step 4"}
 
@@ -213,9 +192,7 @@ def test_timeline_writes_any_text_as_json(tmp_path: Path) -> None:
     log.event("save", "notice", 'with "quotes"')
     dump(file_of(tmp_path, 0, 0), log.records)
     assert main(["timeline", str(tmp_path), "-o", str(tmp_path / "t.json"), "--quiet"]) == 0
-    span = next(
-        e for e in events_of(tmp_path / "t.json") if e["name"] == "serialize" and "error" in e["args"]
-    )
+    span = next(e for e in events_of(tmp_path / "t.json") if e["name"] == "serialize" and "error" in e["args"])
     assert span["args"]["tag"] == 'a "quoted" tag' and span["args"]["file"] == "dir\\name\t.pt"
     assert span["args"]["error"] == 'OSError: "x"\n'
 

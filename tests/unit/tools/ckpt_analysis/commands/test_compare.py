@@ -86,9 +86,7 @@ def test_formats(three: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         (["blocked_s>2.5", "total_blocked_s > 1.99"], 1),
     ],
 )
-def test_fail_if(
-    conditions: list[str], status: int, three: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fail_if(conditions: list[str], status: int, three: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     flags = [part for condition in conditions for part in ("--fail-if", condition)]
     assert main(["compare", *flags, *three]) == status
     captured = capsys.readouterr()
@@ -123,16 +121,11 @@ def test_a_condition_on_what_one_run_lacks(
     assert f"durable_s has no value to compare in {three[0]}" in capsys.readouterr().err
 
 
-def test_names_on_the_command_line(
-    three: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_on_the_command_line(three: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b, c = three
     assert main(["compare", "--format", "json", f"old={a}", f"new={b}", f"old={c}"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert [(side["name"], side["directories"]) for side in data["variants"]] == [
-        ("old", [a, c]),
-        ("new", [b]),
-    ]
+    assert [(side["name"], side["directories"]) for side in data["variants"]] == [("old", [a, c]), ("new", [b])]
     odd = tmp_path / "x=y"
     odd.symlink_to(a)
     assert main(["compare", "--format", "json", str(odd), b]) == 0

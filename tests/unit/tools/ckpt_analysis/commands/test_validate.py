@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.synthetic_traces.shape import Shape
 from benchmarks.synthetic_traces.write import write_run
+from restart_trace.schema import SCHEMA_VERSION
 from tests.unit.tools.ckpt_analysis.analysis_helpers import file_of
 from tests.unit.tools.ckpt_analysis.trace_factory import Options, dump, write_trace
 from tools.ckpt_analysis.cli import main
@@ -24,14 +25,10 @@ def test_validate_finds_nothing_in_a_sound_run(tmp_path: Path, capsys: pytest.Ca
     run = tmp_path / "run"
     write_run(run, Shape(ranks=16, saves=4, asynchronous=True))
     text = output(capsys, "validate", str(run))
-    assert text.splitlines() == [
-        f"{run}: 33 files, {text.split(' files, ')[1].split()[0]} records: no problems"
-    ]
+    assert text.splitlines() == [f"{run}: 33 files, {text.split(' files, ')[1].split()[0]} records: no problems"]
 
 
-def test_ranks_that_are_a_share_of_their_layout_are_sound(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_that_are_a_share_of_their_layout_are_sound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """tools.ckpt_replay plays a few ranks of a large layout."""
     run = write_trace(tmp_path / "run")
     for path in run.glob("rank_*"):
@@ -69,11 +66,8 @@ def without(kind: str, field: str) -> Any:
         (set_of("span", duration_ns=1 << 60), "is not from 0 to end_ns - start_ns"),
         (set_of("operation_end", end_ns=5), "before it starts"),
         (set_of("span", op=77), "span of operation 77, which has no operation_begin before this"),
-        (set_of("process", v=7), "schema version 7, not 2"),
-        (
-            set_of("process", rank=5, tp=1, dp=0, pp=1),
-            "is of rank 5, cycle 0, which the name of the file is not",
-        ),
+        (set_of("process", v=SCHEMA_VERSION + 5), f"schema version {SCHEMA_VERSION + 5}, not {SCHEMA_VERSION}"),
+        (set_of("process", rank=5, tp=1, dp=0, pp=1), "is of rank 5, cycle 0, which the name of the file is not"),
         (set_of("iteration", rank=5), "unknown field rank"),
         (without("operation_end", "outcome"), "missing field outcome"),
         (without("process", "argv"), "missing field argv"),
@@ -119,9 +113,7 @@ def test_validate_tells_of_killed_operations(tmp_path: Path, capsys: pytest.Capt
     assert "rank_00004_cycle_001.jsonl: save 2 has no operation_end" in text
 
 
-def test_validate_in_several_processes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
+def test_validate_in_several_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setattr("tools.ckpt_analysis.commands.validate.PROCESSES_FROM_BYTES", 0)
     write_trace(tmp_path)
     set_of("span", surprise=1)(file_of(tmp_path, 3, 0))

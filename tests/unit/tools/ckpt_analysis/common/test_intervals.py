@@ -43,18 +43,11 @@ def spans() -> pl.DataFrame:
     return pl.DataFrame(rows, schema=schema, orient="row")
 
 
-@pytest.mark.parametrize(
-    "by", [["group", "rank"], ["group", "rank", "phase"], ["group", "rank", "phase", "detail"]]
-)
+@pytest.mark.parametrize("by", [["group", "rank"], ["group", "rank", "phase"], ["group", "rank", "phase", "detail"]])
 @pytest.mark.parametrize("order", ["as they come", "sorted", "shuffled", "without op"])
 @pytest.mark.parametrize(("piece_rows", "line_ns"), [(1_000_000, 1 << 62), (7, 1 << 62), (1_000_000, 500)])
 def test_busy(
-    monkeypatch: pytest.MonkeyPatch,
-    spans: pl.DataFrame,
-    by: list[str],
-    order: str,
-    piece_rows: int,
-    line_ns: int,
+    monkeypatch: pytest.MonkeyPatch, spans: pl.DataFrame, by: list[str], order: str, piece_rows: int, line_ns: int
 ) -> None:
     """Small pieces and a short number line are what large logs and long spans make of it."""
     monkeypatch.setattr(intervals, "_PIECE_ROWS", piece_rows)

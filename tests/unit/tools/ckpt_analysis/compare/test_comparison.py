@@ -67,10 +67,7 @@ def test_noise_few_repeats_and_totals_have_their_verdicts(tmp_path: Path) -> Non
     assert cell(comparison, "save_files").verdict == "equal"
     assert cell(comparison, "launch_s").verdict == "equal"
     few = compare_runs([a, report(LogOptions(save_ms=[1500.0, 1600.0]), tmp_path, "few")])
-    assert (
-        cell(few, "blocked_s").verdict == "too few repeats to tell"
-        and cell(few, "blocked_s").ratio is not None
-    )
+    assert cell(few, "blocked_s").verdict == "too few repeats to tell" and cell(few, "blocked_s").ratio is not None
 
 
 def test_a_load_that_found_nothing_is_no_load(tmp_path: Path) -> None:
@@ -80,13 +77,9 @@ def test_a_load_that_found_nothing_is_no_load(tmp_path: Path) -> None:
 
 
 def test_unfinished_saves_are_left_out_and_said(tmp_path: Path) -> None:
-    comparison = compare_runs(
-        [report(LogOptions(), tmp_path, "a"), report(LogOptions(finish=False), tmp_path, "b")]
-    )
+    comparison = compare_runs([report(LogOptions(), tmp_path, "a"), report(LogOptions(finish=False), tmp_path, "b")])
     assert [len(entry.values) for entry in comparison.rows[0].cells] == [5, 4]
-    assert any(
-        note.startswith("B (") and ": 1 of 6 saves did not end well" in note for note in comparison.notes
-    )
+    assert any(note.startswith("B (") and ": 1 of 6 saves did not end well" in note for note in comparison.notes)
 
 
 def saves_of(trace: Report, count: int, factor: float = 1.0) -> list[OperationStats]:
@@ -98,8 +91,8 @@ def saves_of(trace: Report, count: int, factor: float = 1.0) -> list[OperationSt
 
 def test_ranks_are_no_repeats(tmp_path: Path) -> None:
     """A trace of 8 ranks with two saves and one restart is too few to tell, however many ranks there are."""
-    trace = analyse(load_trace(write_trace(tmp_path / "a")))
-    slower = analyse(load_trace(write_trace(tmp_path / "b", Options(background_flush=True))))
+    trace = analyse(load_trace(write_trace(tmp_path / "a"))).report
+    slower = analyse(load_trace(write_trace(tmp_path / "b", Options(background_flush=True)))).report
     comparison = compare_runs([trace, slower])
     assert len(cell(comparison, "blocked_s", 0).values) == 2
     assert cell(comparison, "blocked_s").verdict == "too few repeats to tell"
@@ -124,12 +117,8 @@ def test_repeated_runs_count_once_each(tmp_path: Path) -> None:
     assert two.repeats == "runs" and cell(two, "blocked_s").verdict == "too few repeats to tell"
     assert cell(two, "blocked_s", 0).values == pytest.approx([1.003, 1.103])  # medians without the first save
     four = compare_variants([Variant(name, reports) for name, reports in runs.items()])
-    assert cell(four, "blocked_s").verdict == "differs" and cell(four, "blocked_s").p_value == pytest.approx(
-        2 / 70
-    )
-    assert (
-        cell(four, "total_blocked_s").verdict == "differs"
-    )  # four totals a name: there is something to test
+    assert cell(four, "blocked_s").verdict == "differs" and cell(four, "blocked_s").p_value == pytest.approx(2 / 70)
+    assert cell(four, "total_blocked_s").verdict == "differs"  # four totals a name: there is something to test
     assert len(four.variants[0].directories) == 4
     # The spread between runs is the noise: the same shift within a wider one is none.
     wide = [runs["a"], [*runs["a"][:2], *runs["b"][:1], runs["a"][2]]]
@@ -139,7 +128,7 @@ def test_repeated_runs_count_once_each(tmp_path: Path) -> None:
 
 
 def test_a_metric_that_one_run_lacks_is_not_recorded(tmp_path: Path) -> None:
-    trace = analyse(load_trace(write_trace(tmp_path / "a")))
+    trace = analyse(load_trace(write_trace(tmp_path / "a"))).report
     comparison = compare_runs([trace, report(LogOptions(), tmp_path, "b")])
     lacking = cell(comparison, "durable_s")
     assert (lacking.verdict, lacking.ratio, lacking.values) == ("not recorded", None, [])
@@ -151,7 +140,7 @@ def test_a_metric_that_one_run_lacks_is_not_recorded(tmp_path: Path) -> None:
 
 def test_every_metric_is_documented(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "comparing.md").read_text()
-    trace = analyse(load_trace(write_trace(tmp_path / "a")))
+    trace = analyse(load_trace(write_trace(tmp_path / "a"))).report
     names = {*collect(trace), *collect(report(LogOptions(), tmp_path, "b"))}
     named = {name for name in names if "." not in name}
     assert {name for name in named if f"`{name}`" not in text} == set()

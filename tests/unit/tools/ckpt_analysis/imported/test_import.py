@@ -50,11 +50,7 @@ def test_saves_are_those_of_the_timers(tmp_path: Path) -> None:
     assert (first["wall"]["min_s"], first["wall"]["spread_s"]) == pytest.approx((1.9995, 0.0005))
     cycle = report["cycles"][0]
     assert (cycle["layout"], cycle["expected"]) == ({"tp": 2, "pp": 1, "dp": 2}, 4)
-    assert cycle["versions"] == {
-        "torch": "2.9.0+cu130",
-        "deepspeed": "0.18.1+abc",
-        "megatron-deepspeed": "feed123",
-    }
+    assert cycle["versions"] == {"torch": "2.9.0+cu130", "deepspeed": "0.18.1+abc", "megatron-deepspeed": "feed123"}
 
 
 def test_what_the_log_does_not_say_is_null_and_named(tmp_path: Path) -> None:
@@ -81,12 +77,7 @@ def test_waits_for_files_block_training_too(tmp_path: Path) -> None:
 
 def test_a_save_that_was_cut_short_has_no_duration(tmp_path: Path) -> None:
     save = report_of(LogOptions(finish=False), tmp_path)["saves"][-1]
-    assert (save["outcome"], save["wall"], save["blocked_s"], save["finished_ranks"]) == (
-        "unfinished",
-        None,
-        None,
-        0,
-    )
+    assert (save["outcome"], save["wall"], save["blocked_s"], save["finished_ranks"]) == ("unfinished", None, None, 0)
 
 
 def test_the_first_step_and_what_led_to_it(tmp_path: Path) -> None:
@@ -177,21 +168,13 @@ def test_fastpersist_statistics_count_bytes(tmp_path: Path) -> None:
     assert run.saves[0].slowest_file == "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"
     assert run.saves[0].slowest_file_s == 3.5
     report = to_dict(to_report(run, tmp_path))
-    assert [(save["outcome"], save["bytes"], save["wall"]) for save in report["saves"]] == [
-        ("ok", 4006, None)
-    ] * 2
+    assert [(save["outcome"], save["bytes"], save["wall"]) for save in report["saves"]] == [("ok", 4006, None)] * 2
     # Statistics of three ranks of four are not the bytes of the save.
     partial = imported(statistics_lines(3), tmp_path, world_size=4)
-    assert (partial.saves[0].bytes, partial.saves[0].num_files, partial.saves[0].completed) == (
-        None,
-        None,
-        False,
-    )
+    assert (partial.saves[0].bytes, partial.saves[0].num_files, partial.saves[0].completed) == (None, None, False)
 
 
-def test_the_statistics_are_those_that_deepspeed_prints(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_statistics_are_those_that_deepspeed_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its own writer, closed and asked for them as its checkpoint engine does it."""
     from deepspeed.io import PyFileWriter
 
@@ -210,9 +193,7 @@ def test_the_statistics_are_those_that_deepspeed_prints(
 def test_bytes_of_fastpersist_and_the_timer_give_the_throughput(tmp_path: Path) -> None:
     log = upstream_log(LogOptions(file_calls=False, save_ms=[2000.0]))
     shards = [path for path in files_of(1, LogOptions()) if "optim" in path]
-    stats = "".join(
-        f"stats = {{'bytes': 500000000, 'write_secs': 0.25, 'path': {path!r}}}\n" for path in shards
-    )
+    stats = "".join(f"stats = {{'bytes': 500000000, 'write_secs': 0.25, 'path': {path!r}}}\n" for path in shards)
     (save,) = to_dict(to_report(imported(log + stats, tmp_path), tmp_path))["saves"]
     assert (save["bytes"], save["num_files"]) == (2_000_000_000, 4)
     assert save["blocked_GBps"] == pytest.approx(1.0)
@@ -223,9 +204,7 @@ def test_every_reader_takes_an_imported_directory(tmp_path: Path, capsys: pytest
     log.write_text(upstream_log())
     assert main(["import", str(log)]) == 0
     directory = tmp_path / "train-imported"
-    assert (
-        f"{directory / 'imported.json'}: 6 saves, 1 loads, 6 iterations on 4 ranks" in capsys.readouterr().out
-    )
+    assert f"{directory / 'imported.json'}: 6 saves, 1 loads, 6 iterations on 4 ranks" in capsys.readouterr().out
     assert main([str(directory)]) == 0
     text = capsys.readouterr().out
     assert "TP2 PP1 DP2, 4 ranks on hosts not recorded" in text and "blocked training for 1.050 s" in text
@@ -315,9 +294,7 @@ def test_bad_flags(
         ('{"format": "ckpt_analysis_import", "version": 1}', "is damaged (field source is missing)"),
     ],
 )
-def test_damaged_imports(
-    content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_imports(content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "imported.json").write_text(content)
     assert main([str(tmp_path)]) == 2
     captured = capsys.readouterr()
@@ -347,10 +324,7 @@ class TestALogOfTheStudysSize:
     def test_torchsnapshot(self, tmp_path: Path) -> None:
         directories = study_listing().replace("-rw-r--r-- 1", "drwxr-xr-x 2").replace("Oct  1", "Mar  1")
         options = replace(
-            self.options,
-            engine="TorchSnapshot",
-            waits_s=[3.0, 3.1, 3.075694, 2.9],
-            listing=directories.splitlines(),
+            self.options, engine="TorchSnapshot", waits_s=[3.0, 3.1, 3.075694, 2.9], listing=directories.splitlines()
         )
         run = imported(upstream_log(options), tmp_path)
         assert (run.engine, len(run.saves)) == ("TorchSnapshot", 30)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.unit.tools.ckpt_analysis.upstream_log_factory import LogOptions, upstream_log
 from tools.ckpt_analysis.imported.fastpersist import FileStatistics, parse_statistics
+from tools.ckpt_analysis.imported.listing import size_range
 from tools.ckpt_analysis.imported.reader import LogReader
-from tools.ckpt_analysis.imported.sizes import size_range
 from tools.ckpt_plan.listing import human_size
 
 
@@ -82,8 +82,7 @@ def test_the_waits_of_datastates() -> None:
     lines = upstream_log(LogOptions(save_ms=[100.0, 100.0])).splitlines()
     second = next(index for index, line in enumerate(lines) if line.startswith("saving") and "2 to" in line)
     waits = [
-        f"[DataStates.llm] Wait time in checkpointing engine {s} for {r}: Host: 0"
-        for r, s in enumerate((0.5, 2.5))
+        f"[DataStates.llm] Wait time in checkpointing engine {s} for {r}: Host: 0" for r, s in enumerate((0.5, 2.5))
     ]
     run = read_lines([*lines[:second], *waits, *lines[second:], *waits]).finish("x.log", "0" * 12, None)
     assert [(save.wait and save.wait.max_s, save.drain and save.drain.max_s) for save in run.saves] == [

@@ -149,11 +149,7 @@ def test_an_altered_record_costs_that_record(
 ) -> None:
     directory = tmp_path / "logs"
     shutil.copytree(trace, directory)
-    name = (
-        "supervisor_000.jsonl"
-        if kind == "event"
-        else file_of(directory, 5, int(kind == "operation_label")).name
-    )
+    name = "supervisor_000.jsonl" if kind == "event" else file_of(directory, 5, int(kind == "operation_label")).name
     path = directory / name
     records = records_of(path)
     place = place_of(records, kind, **which)

@@ -40,7 +40,7 @@ def settled(directory: Path) -> Path:
 
 def report(directory: Path, where: Path | None = None, run_id: str | None = None) -> dict[str, Any]:
     kept = Cache(where, Progress(quiet=False), from_bytes=0)
-    return to_dict(analyse(load_trace(directory, run_id, cache=kept)))
+    return to_dict(analyse(load_trace(directory, run_id, cache=kept)).report)
 
 
 def entries(directory: Path) -> list[Path]:
@@ -58,7 +58,7 @@ def no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_second_look_reads_no_log_and_says_the_same(
     trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without = to_dict(analyse(load_trace(trace)))
+    without = to_dict(analyse(load_trace(trace)).report)
     assert report(trace) == without and len(entries(trace / DIRECTORY)) == 1
     elsewhere = tmp_path / "cache"
     assert report(trace, elsewhere) == without and len(entries(elsewhere)) == 1
@@ -100,7 +100,7 @@ def test_never_stale(trace: Path, change: Any) -> None:
     before = report(trace)
     change(file_of(trace, 0, 1))
     after = report(trace)
-    assert after == to_dict(analyse(load_trace(trace)))
+    assert after == to_dict(analyse(load_trace(trace)).report)
     if change is not appended:
         assert after != before
     assert len(entries(trace / DIRECTORY)) == 1  # the entry of the earlier state is gone
@@ -121,9 +121,7 @@ def test_a_run_that_is_still_writing_is_not_kept(trace: Path, capsys: pytest.Cap
     assert "still being written" in capsys.readouterr().err
 
 
-def test_both_runs_of_a_directory_come_from_one_entry(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_runs_of_a_directory_come_from_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = write_trace(tmp_path / "trace")
     process, *records = rank_log(Options(run_id="ffffffffffff"), 0, 0).records
     dump(file_of(directory, 0, 2), [process | {"cycle": 2}, *records])
@@ -135,9 +133,7 @@ def test_both_runs_of_a_directory_come_from_one_entry(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", [b"", b"not Parquet", None])
-def test_a_damaged_entry_is_made_anew(
-    trace: Path, capsys: pytest.CaptureFixture[str], damage: bytes | None
-) -> None:
+def test_a_damaged_entry_is_made_anew(trace: Path, capsys: pytest.CaptureFixture[str], damage: bytes | None) -> None:
     expected = report(trace)
     (entry,) = entries(trace / DIRECTORY)
     if damage is None:
@@ -167,7 +163,7 @@ def test_where_nothing_can_be_kept_there_is_a_remark(
 ) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    assert report(trace, blocked) == to_dict(analyse(load_trace(trace)))
+    assert report(trace, blocked) == to_dict(analyse(load_trace(trace)).report)
     said = capsys.readouterr().err
     assert "no Parquet cache was kept" in said and "--cache-dir" in said and said.count("\n") == 1, said
 

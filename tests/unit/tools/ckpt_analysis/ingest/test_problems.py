@@ -10,15 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.tools.ckpt_analysis.analysis_helpers import file_of, kinds, problem, result
-from tests.unit.tools.ckpt_analysis.trace_factory import (
-    MS,
-    RANKS,
-    RUN_ID,
-    Options,
-    dump,
-    rank_log,
-    write_trace,
-)
+from tests.unit.tools.ckpt_analysis.trace_factory import MS, RANKS, RUN_ID, Options, dump, rank_log, write_trace
 from tools.ckpt_analysis.cli import main
 from tools.ckpt_analysis.ingest.discover import LogDirectoryError
 from tools.ckpt_analysis.ingest.load import load_trace
@@ -82,9 +74,7 @@ def test_a_last_line_that_lacks_only_its_newline_is_read(tmp_path: Path, sound: 
         (b"{}\n", "unknown record type"),
     ],
 )
-def test_a_bad_line_costs_one_line(
-    tmp_path: Path, garbage: bytes, reason: str, sound: dict[str, Any]
-) -> None:
+def test_a_bad_line_costs_one_line(tmp_path: Path, garbage: bytes, reason: str, sound: dict[str, Any]) -> None:
     write_trace(tmp_path)
     path = file_of(tmp_path, 4, 0)
     lines = path.read_bytes().splitlines(keepends=True)
@@ -156,9 +146,7 @@ def test_no_process_record(tmp_path: Path) -> None:
         ({"rank": "6"}, "invalid_record"),
     ],
 )
-def test_a_second_process_in_one_file(
-    tmp_path: Path, sound: dict[str, Any], other: dict[str, Any], kind: str
-) -> None:
+def test_a_second_process_in_one_file(tmp_path: Path, sound: dict[str, Any], other: dict[str, Any], kind: str) -> None:
     write_trace(tmp_path)
     path = file_of(tmp_path, 6, 1)
     records = [json.loads(line) for line in path.read_text().splitlines()]
@@ -212,7 +200,7 @@ def test_two_runs_in_one_directory(tmp_path: Path, sound: dict[str, Any]) -> Non
     report = result(tmp_path)
     assert problem(report, "mixed_runs")["data"] == {"analysed": "ffffffffffff", "left_out": [RUN_ID]}
     assert report["run_id"] == "ffffffffffff"
-    asked = to_dict(analyse(load_trace(tmp_path, RUN_ID)))
+    asked = to_dict(analyse(load_trace(tmp_path, RUN_ID)).report)
     assert asked["saves"] == sound["saves"]
     with pytest.raises(LogDirectoryError, match="--run-id nope: no such run"):
         load_trace(tmp_path, "nope")
@@ -245,11 +233,7 @@ def test_rank_without_the_operation(tmp_path: Path) -> None:
     saves = {r["op"] for r in records if r.get("operation") == "save"}
     dump(path, [r for r in records if r.get("op") not in saves])
     report = result(tmp_path)
-    assert problem(report, "ranks_without_operation")["data"] == {
-        "cycle": 1,
-        "operation": "save",
-        "ranks": [1],
-    }
+    assert problem(report, "ranks_without_operation")["data"] == {"cycle": 1, "operation": "save", "ranks": [1]}
 
 
 def test_failed_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,9 +48,7 @@ def alarm() -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", SPECIAL)
 @pytest.mark.parametrize("name", ["rank", "supervisor"])
-def test_a_trace_file_that_is_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, name: str
-) -> None:
+def test_a_trace_file_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, name: str) -> None:
     directory = write_trace(tmp_path / "logs")
     path = file_of(directory, 7, 0) if name == "rank" else directory / "supervisor_000.jsonl"
     path.unlink()
@@ -63,9 +61,7 @@ def test_a_trace_file_that_is_none(
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
-def test_an_import_and_a_cache_that_are_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
-) -> None:
+def test_an_import_and_a_cache_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
     (tmp_path / "run").mkdir()
     SPECIAL[kind](tmp_path / "run" / "imported.json")
     assert main(["summary", str(tmp_path / "run")]) == 2
@@ -93,9 +89,7 @@ def test_a_log_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
 def test_a_log_through_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-m", "tools.ckpt_analysis", "import", "-", "--quiet"]
     text = upstream_log()
-    done = subprocess.run(
-        [*command, "-o", str(tmp_path / "run")], cwd=ROOT, input=text, capture_output=True, text=True
-    )
+    done = subprocess.run([*command, "-o", str(tmp_path / "run")], cwd=ROOT, input=text, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert main(["summary", str(tmp_path / "run")]) == 0
     done = subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True)

@@ -19,14 +19,7 @@ from tests.unit.tools.ckpt_analysis.trace_factory import ITERATION_MS, Options, 
 from tools.ckpt_analysis.cli import main
 from tools.ckpt_analysis.ingest.load import load_trace
 from tools.ckpt_analysis.project.inputs import Given, gather
-from tools.ckpt_analysis.project.model import (
-    Costs,
-    Outcome,
-    daly_work_s,
-    optimal_work_s,
-    outcome,
-    young_work_s,
-)
+from tools.ckpt_analysis.project.model import Costs, Outcome, daly_work_s, optimal_work_s, outcome, young_work_s
 from tools.ckpt_analysis.project.projection import project
 from tools.ckpt_analysis.project.ranges import parse_counts, parse_positives
 from tools.ckpt_analysis.report import analyse
@@ -145,9 +138,7 @@ TIMES = st.floats(0.01, 5000)
 
 @settings(deadline=None, derandomize=True)
 @given(TIMES, TIMES, st.floats(0, 5000), st.floats(10, 1e7), TIMES)
-def test_shares_add_up(
-    blocked_s: float, durable_s: float, restart_s: float, mtbf_s: float, work_s: float
-) -> None:
+def test_shares_add_up(blocked_s: float, durable_s: float, restart_s: float, mtbf_s: float, work_s: float) -> None:
     found = outcome(Costs(blocked_s, durable_s, restart_s), mtbf_s, work_s)
     shares = (found.ettr, found.saving_share, found.lost_share, found.restart_share)
     assert sum(shares) == pytest.approx(1) and all(-1e-9 <= share <= 1 for share in shares)
@@ -185,12 +176,10 @@ def test_costs_that_cannot_be(costs: tuple[float, float, float]) -> None:
 
 
 def test_inputs_are_the_medians_of_the_run(tmp_path: Path) -> None:
-    report = analyse(load_trace(write_trace(tmp_path)))
+    report = analyse(load_trace(write_trace(tmp_path))).report
     inputs = gather(report, Given())
     assert [entry.source for entry in inputs.listed] == ["measured"] * 5
-    assert inputs.blocked_s.value == pytest.approx(0.380) and inputs.durable_s.value == pytest.approx(
-        0.380, abs=0.002
-    )
+    assert inputs.blocked_s.value == pytest.approx(0.380) and inputs.durable_s.value == pytest.approx(0.380, abs=0.002)
     assert inputs.restart_s.value == report.restarts[0].restart_s
     assert inputs.durable_s.note == "median of 2 saves (durable_s)"
     assert inputs.step_s.value == pytest.approx(1.1 * ITERATION_MS / 1000)  # rank 4 is the slowest
@@ -202,7 +191,7 @@ def test_inputs_are_the_medians_of_the_run(tmp_path: Path) -> None:
 
 
 def test_what_stands_in_for_a_number_is_said(tmp_path: Path) -> None:
-    fast = analyse(load_trace(write_trace(tmp_path / "a", Options(durable=False, supervisor=False))))
+    fast = analyse(load_trace(write_trace(tmp_path / "a", Options(durable=False, supervisor=False)))).report
     inputs = gather(fast, Given(durable_s=None))
     assert "not synchronised to storage" in inputs.durable_s.note
     assert "to notice the failure and to launch again is not in it" in inputs.restart_s.note
@@ -248,10 +237,7 @@ FLAGS = {
 
 def command(**changed: str | None) -> list[str]:
     flags = FLAGS | {f"--{name.replace('_', '-')}": value for name, value in changed.items()}
-    return [
-        "project",
-        *(part for name, value in flags.items() if value is not None for part in (name, value)),
-    ]
+    return ["project", *(part for name, value in flags.items() if value is not None for part in (name, value))]
 
 
 def test_formats(capsys: pytest.CaptureFixture[str]) -> None:

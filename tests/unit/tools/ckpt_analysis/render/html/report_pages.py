@@ -12,11 +12,11 @@ from tools.ckpt_analysis.compare.comparison import compare_variants
 from tools.ckpt_analysis.compare.variants import Variant
 from tools.ckpt_analysis.ingest.load import load_trace
 from tools.ckpt_analysis.render.html.page import comparison_page, run_page
-from tools.ckpt_analysis.report import Analysis, Report, analyse_fully
+from tools.ckpt_analysis.report import Analysis, Report, analyse
 
 
 def analysis_of(directory: Path) -> Analysis:
-    return analyse_fully(load_trace(directory))
+    return analyse(load_trace(directory))
 
 
 def page_of(directory: Path) -> str:
@@ -66,11 +66,7 @@ class Page(HTMLParser):
 
     def all(self, tag: str, **attributes: str) -> list[Element]:
         wanted = {name.rstrip("_"): value for name, value in attributes.items()}
-        return [
-            e
-            for e in self.elements
-            if e.tag == tag and all(e.attributes.get(k) == v for k, v in wanted.items())
-        ]
+        return [e for e in self.elements if e.tag == tag and all(e.attributes.get(k) == v for k, v in wanted.items())]
 
     def plots(self) -> dict[str, list[dict[str, Any]]]:
         (script,) = self.all("script", id="plots")

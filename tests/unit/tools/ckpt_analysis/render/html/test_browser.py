@@ -23,8 +23,7 @@ CHROMIUM = next(
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        CHROMIUM is None,
-        reason="no Chromium here: install it with `apt-get install -y chromium` (Debian's package)",
+        CHROMIUM is None, reason="no Chromium here: install it with `apt-get install -y chromium` (Debian's package)"
     ),
 ]
 
@@ -120,19 +119,14 @@ def test_every_text_of_a_plot_lies_within_it(opened: Watched) -> None:
 
 def column(opened: Watched, table: int, number: int) -> list[str]:
     return (
-        opened.page.locator("table.sortable")
-        .nth(table)
-        .locator(f"tbody tr > :nth-child({number})")
-        .all_inner_texts()
+        opened.page.locator("table.sortable").nth(table).locator(f"tbody tr > :nth-child({number})").all_inner_texts()
     )
 
 
 def test_tables_sort_by_mouse_and_keyboard(opened: Watched) -> None:
     tables = opened.page.locator("table.sortable")
     captions = tables.locator("caption").all_inner_texts()
-    index = next(
-        i for i, text in enumerate(captions) if text.startswith("Save global_step10, cycle 1, phase by phase")
-    )
+    index = next(i for i, text in enumerate(captions) if text.startswith("Save global_step10, cycle 1, phase by phase"))
     header = tables.nth(index).locator("thead th").nth(1)
     header.locator("button").click()
     numbers = [float(text) for text in column(opened, index, 2)]
@@ -154,9 +148,7 @@ def background(opened: Watched) -> str:
 
 
 def ink_of_axis(opened: Watched) -> str:
-    return opened.page.evaluate(
-        "getComputedStyle(document.querySelector('#plot-breakdown-0 .xtick text')).fill"
-    )
+    return opened.page.evaluate("getComputedStyle(document.querySelector('#plot-breakdown-0 .xtick text')).fill")
 
 
 def test_ranks_can_be_arranged_otherwise(opened: Watched) -> None:
@@ -164,9 +156,7 @@ def test_ranks_can_be_arranged_otherwise(opened: Watched) -> None:
     group = opened.page.get_by_role("group", name="Arrangement of Save global_step10, cycle 1: 8 ranks")
     other = group.get_by_role("button", name="by TP × PP × DP")
     other.click()
-    opened.page.wait_for_function(
-        "document.getElementById('plot-ranks-0').layout.xaxis.title.text.includes('stage')"
-    )
+    opened.page.wait_for_function("document.getElementById('plot-ranks-0').layout.xaxis.title.text.includes('stage')")
     assert other.get_attribute("aria-pressed") == "true"
 
 
@@ -176,8 +166,7 @@ def test_keyboard_colours_sizes_and_print(fresh: Watched, report: Path, tmp_path
     assert (background(fresh), ink_of_axis(fresh)) == ("rgb(255, 255, 255)", "rgb(27, 31, 36)")
     fresh.page.emulate_media(color_scheme="dark")
     fresh.page.wait_for_function(
-        "getComputedStyle(document.querySelector('#plot-breakdown-0 .xtick text')).fill === 'rgb(230, 233, "
-        "237)'"
+        "getComputedStyle(document.querySelector('#plot-breakdown-0 .xtick text')).fill === 'rgb(230, 233, 237)'"
     )
     assert background(fresh) == "rgb(20, 24, 29)"
     fresh.page.get_by_role("button", name="Switch to light colours").click()
@@ -194,9 +183,7 @@ def test_keyboard_colours_sizes_and_print(fresh: Watched, report: Path, tmp_path
 
     fresh.page.emulate_media(color_scheme="dark")
     fresh.page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
-    widths = (
-        "Array.from(document.querySelectorAll('.plot .main-svg'), (svg) => svg.getBoundingClientRect().width)"
-    )
+    widths = "Array.from(document.querySelectorAll('.plot .main-svg'), (svg) => svg.getBoundingClientRect().width)"
     fresh.page.wait_for_function(f"Math.max(...{widths}) <= 680", timeout=300_000)  # of the paper
     fresh.page.evaluate("window.dispatchEvent(new Event('afterprint'))")
     printed = fresh.page.pdf(path=str(tmp_path / "report.pdf"), print_background=True)

@@ -39,10 +39,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         for engine, share in (("Torch", 1.0), ("Lazy", 0.25)):
             times = [share * took * pp for took in TORCH_MS]
             runs.append(
-                imported(
-                    base / f"{engine.lower()}-pp{pp}",
-                    LogOptions(engine=engine, pp=pp, dp=dp, save_ms=times),
-                )
+                imported(base / f"{engine.lower()}-pp{pp}", LogOptions(engine=engine, pp=pp, dp=dp, save_ms=times))
             )
     return runs
 
@@ -134,15 +131,11 @@ def test_the_figure_shows_the_numbers_and_verdicts_of_compare(
         assert trace["y"][at] == pytest.approx(times_as_fast) == pytest.approx(1 / cell["ratio"])
         assert trace["y"][at] + trace["error_y"]["array"][at] == pytest.approx(1 / cell["ratio_low"])
         assert trace["y"][at] - trace["error_y"]["arrayminus"][at] == pytest.approx(1 / cell["ratio_high"])
-        assert trace["text"][at].startswith("differs: ") and not trace["marker"]["symbol"][at].endswith(
-            "open"
-        )
+        assert trace["text"][at].startswith("differs: ") and not trace["marker"]["symbol"][at].endswith("open")
         launch = trace["x"].index("launch:<br>process to<br>first step")
         assert trace["text"][launch] == "equal" and trace["marker"]["symbol"][launch].endswith("open")
     said = " ".join(p.text for p in page.all("p"))
-    assert (
-        "B lazy-pp1: blocked_s 4 times as fast as A (3.8" in said and "differs: better; saves block " in said
-    )
+    assert "B lazy-pp1: blocked_s 4 times as fast as A (3.8" in said and "differs: better; saves block " in said
     assert set(FIGURE.terms) <= set(DEFINITIONS) and any(p.text.startswith(FIGURE.caption[:40]) for p in page.all("p"))
 
     shares = [cell["median"] for cell in of_study["blocked_share"]["cells"]]
@@ -162,12 +155,7 @@ def test_the_page_has_runs_grid_and_verdicts(study_page: Page) -> None:
     verdicts = {(row[0], row[3]): row for row in rows_of(page, "Which differences exceed the noise")}
     assert verdicts["blocked_s", "B lazy-pp1"][-1] == "differs: better"
     assert verdicts["blocked_s", "B lazy-pp1"][5:7] == ["0.250", "4.000"]
-    assert verdicts["save_files", "B lazy-pp1"][6:] == [
-        "-",
-        "-",
-        "-",
-        "equal",
-    ]  # neither more nor less is better
+    assert verdicts["save_files", "B lazy-pp1"][6:] == ["-", "-", "-", "equal"]  # neither more nor less is better
 
 
 def test_the_checkpoint_of_a_trace_has_its_size(

@@ -127,8 +127,7 @@ def a_save_of_no_length(log: RankLog) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "make",
-    [nothing, only_first_steps, only_an_unfinished_save, a_save_without_bytes_or_files, a_save_of_no_length],
+    "make", [nothing, only_first_steps, only_an_unfinished_save, a_save_without_bytes_or_files, a_save_of_no_length]
 )
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_what_was_not_recorded_is_a_sentence(tmp_path: Path, make: Any, ranks: int) -> None:
@@ -160,24 +159,13 @@ def test_a_run_of_which_only_the_longest_times_are_known(trace: Path) -> None:
     known = analysis_of(trace).report
     nobody: Any = None
     wall = Spread(15.0, nobody, 14.0, nobody, None)
-    bare: dict[str, Any] = {
-        "phases": [],
-        "per_rank": [],
-        "unattributed": None,
-        "group": NO_GROUP,
-        "io_GBps": None,
-    }
+    bare: dict[str, Any] = {"phases": [], "per_rank": [], "unattributed": None, "group": NO_GROUP, "io_GBps": None}
     report = replace(
         known,
         saves=[replace(save, wall=wall, **bare) for save in known.saves],
         loads=[],
         starts=[
-            replace(
-                start,
-                wall=wall,
-                failure=None,
-                **{k: v for k, v in bare.items() if k != "io_GBps"},
-            )
+            replace(start, wall=wall, failure=None, **{k: v for k, v in bare.items() if k != "io_GBps"})
             for start in known.starts
         ],
         cycles=[replace(info, coordinates={}, hosts=[]) for info in known.cycles],
@@ -185,9 +173,7 @@ def test_a_run_of_which_only_the_longest_times_are_known(trace: Path) -> None:
     analysis = without_ranks(report)
     page = Page(run_page(analysis))
     assert {name.rpartition("-")[0] for name in page.plots()} == {"plot-throughput", "plot-steps"}
-    assert "Hosts" in [dt.text for dt in page.all("dt")] and "not recorded" in [
-        dd.text for dd in page.all("dd")
-    ]
+    assert "Hosts" in [dt.text for dt in page.all("dt")] and "not recorded" in [dd.text for dd in page.all("dd")]
     words = " ".join(p.text for p in page.all("p"))
     assert "no phases are recorded, only the whole" in words and "Ranks and hosts are not recorded" in words
     assert "plot-comparison-0" in Page(page_comparing(a=[report], b=[report])).plots()
@@ -200,9 +186,7 @@ def test_definitions_are_those_of_the_documentation() -> None:
     assert {term for figure in FIGURES for term in figure.terms} <= set(DEFINITIONS)
 
 
-def test_checkpoint_that_is_shown_can_be_chosen(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_checkpoint_that_is_shown_can_be_chosen(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert choose(analysis_of(trace)).save.tag == "global_step10"  # type: ignore[union-attr]
     assert main(["report", str(trace), "-o", str(tmp_path / "a.html"), "--checkpoint", "global_step5"]) == 0
     assert "Save global_step5, cycle 0: phases" in (tmp_path / "a.html").read_text()
@@ -231,9 +215,7 @@ def test_the_save_at_the_end_of_training_is_shown_only_if_there_is_no_other(tmp_
     assert "training was over, and its end waited for this save" in timeline.notes[0]
 
 
-def test_output_goes_to_a_directory_or_a_file(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_output_goes_to_a_directory_or_a_file(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     before = sorted(trace.iterdir())
     assert main([str(trace)]) == 0
     assert sorted(trace.iterdir()) == before  # nothing is written that was not asked for

@@ -1,0 +1,76 @@
+"""Saves and loads of libraries above DeepSpeed: they are longer than DeepSpeed's part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+from restart_trace.hooks.guard import Around, Call, wrap
+from restart_trace.hooks.session import Session
+
+
+def hook_accelerate(session: Session, module: ModuleType) -> None:
+    """Hook accelerate.accelerator."""
+    wrap(module.Accelerator, "save_state", _around(session, "save"))
+    wrap(module.Accelerator, "load_state", _around(session, "load"))
+
+
+def hook_transformers(session: Session, module: ModuleType) -> None:
+    """Hook transformers.trainer. It loads by DeepSpeed's load_checkpoint, and small files besides."""
+    wrap(module.Trainer, "_save_checkpoint", _around(session, "save"))
+
+
+def hook_function(session: Session, kind: str, name: str, module: ModuleType) -> None:
+    """Hook a function that saves or loads, as `kind` says: `name` in `module`, such as "Trainer.save".
+
+    Raises AttributeError if there is none.
+    """
+    *path, last = name.split(".")
+    owner: object = module
+    for part in path:
+        owner = getattr(owner, part)
+    getattr(owner, last)
+    wrap(owner, last, _around(session, kind))
+
+
+def hook_models(session: Session, module: ModuleType) -> None:
+    """Hook transformers.modeling_utils: a model that begins with weights from files."""
+
+    @contextmanager
+    def model_build(call: Call) -> Iterator[None]:
+        with session.startup_phase("model_build"):
+            yield
+
+    wrap(module.PreTrainedModel, "from_pretrained", model_build)
+
+
+def hook_safetensors(session: Session, module: ModuleType) -> None:
+    """Hook safetensors.torch, by which they write weights: each file by one call."""
+
+    @contextmanager
+    def around(call: Call) -> Iterator[None]:
+        running = session.running()
+        if running is None:
+            yield
+            return
+        with running.engine_call(call.arguments()["filename"]):
+            yield
+
+    wrap(module, "save_file", around)
+    wrap(module, "load_file", around)
+
+
+def _around(session: Session, kind: str) -> Around:
+    """One operation around all that the library saves or loads; its own part is one that is not looked into."""
+
+    @contextmanager
+    def around(call: Call) -> Iterator[None]:
+        running = session.begin(kind)
+        if running is None:
+            yield
+            return
+        with session.until_end(running), running.phase("engine_call"):
+            yield
+
+    return around

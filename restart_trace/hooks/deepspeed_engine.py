@@ -1,0 +1,182 @@
+"""DeepSpeed: its start, its saves and loads, and every checkpoint engine that it may use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import ModuleType
+from typing import Any
+
+from restart_trace.hooks.guard import Around, Call, wrap
+from restart_trace.hooks.place import place_of
+from restart_trace.hooks.running import Running
+from restart_trace.hooks.session import Session
+from restart_trace.recorder import given
+
+# What DeepSpeedEngine.save_checkpoint is made of, besides its checkpoint engine: the state, gathered and copied.
+_COLLECTING = (
+    "_create_checkpoint_file", "_create_zero_checkpoint_files", "_save_checkpoint", "_save_moe_checkpoint",
+    "_save_zero_checkpoint",
+)  # fmt: skip
+# And load_checkpoint: it puts what was read into model and optimizer, and gathers, within single calls.
+_RESTORING = ("_load_checkpoint", "_load_zero_checkpoint")
+_TORCH_ENGINE = "TorchCheckpointEngine"
+
+
+class DeepSpeedHooks:
+    """Around DeepSpeed's engine and its checkpoint engines."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._uncommitted: Running | None = None  # a decoupled engine's save that was not committed yet
+
+    @contextmanager
+    def initialize(self, call: Call) -> Iterator[None]:
+        """Around deepspeed.initialize."""
+        with self._session.startup_phase("engine_init"):
+            yield
+        recorder = self._session.recorder
+        if recorder is not None:
+            engine = call.result[0]
+            place = place_of(engine)
+            if place is not None:
+                recorder.write("coordinates", **place)
+            recorder.write("runtime", **_runtime(engine))
+
+    @contextmanager
+    def model_build(self, call: Call) -> Iterator[None]:
+        """Around PipelineModule."""
+        with self._session.startup_phase("model_build"):
+            yield
+
+    @contextmanager
+    def save(self, call: Call) -> Iterator[None]:
+        """Around save_checkpoint."""
+        arguments = call.arguments()
+        engine, tag = arguments["self"], arguments["tag"]
+        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        with self._operation("save", engine, arguments["save_dir"]) as running:
+            if running is not None:
+                running.operation.label(tag=tag, step=engine.global_steps)
+            yield
+            if running is not None and engine.checkpoint_engine.is_decoupled():
+                running.unfinished = True
+                self._uncommitted = running
+
+    @contextmanager
+    def load(self, call: Call) -> Iterator[None]:
+        """Around load_checkpoint. Which tag and step it was is known in the end."""
+        arguments = call.arguments()
+        with self._operation("load", arguments["self"], arguments["load_dir"]) as running:
+            if running is not None:
+                running.between("discover")
+            yield
+            path = call.result[0]
+            if running is not None and path is not None:
+                tag = os.path.basename(os.path.dirname(str(path)))
+                running.operation.label(tag=tag, step=arguments["self"].global_steps)
+
+    @contextmanager
+    def _operation(self, kind: str, engine: Any, directory: Any) -> Iterator[Running | None]:
+        """A save or load of its own, or the part of one that a library above DeepSpeed has begun."""
+        begun = self._session.begin(kind)
+        running = begun or self._session.running()
+        if running is None:
+            yield None
+            return
+        checkpoint_engine = type(engine.checkpoint_engine)
+        for one in checkpoint_engine.__mro__:
+            self._hook_checkpoint_engine(one)
+        running.operation.label(engine=checkpoint_engine.__name__)
+        whole = nullcontext() if begun is None else self._session.until_end(begun)
+        with whole, running.within_deepspeed(str(directory)):
+            yield running
+
+    @contextmanager
+    def commit_decoupled(self, call: Call) -> Iterator[None]:
+        """Around _commit_decoupled_checkpoint: it waits for the helper process before the optimizer's step."""
+        running, self._uncommitted = self._uncommitted, None
+        if running is None or not self._session.resume(running):
+            yield
+            return
+        running.unfinished = False
+        with self._session.until_end(running), running.phase(None):
+            yield
+
+    def phase(self, name: str) -> Around:
+        """Around a function that is one phase, but for the phases within it."""
+
+        @contextmanager
+        def around(call: Call) -> Iterator[None]:
+            running = self._session.running()
+            if running is None or running.opaque:
+                yield
+                return
+            if running.kind == "load":  # what it does between its parts belongs to this one call, too
+                running.between(name)
+            with running.phase(name):
+                yield
+
+        return around
+
+    @contextmanager
+    def engine_call(self, call: Call) -> Iterator[None]:
+        """Around a method of a checkpoint engine that is not torch's."""
+        running = self._session.running()
+        if running is None:
+            yield
+            return
+        with running.engine_call(call.arguments().get("path")):
+            yield
+
+    @contextmanager
+    def commit(self, call: Call) -> Iterator[None]:
+        """Around an engine's commit. Then DeepSpeed publishes the checkpoint, before the last barrier."""
+        running = self._session.running()
+        if running is None or running.opaque:
+            yield
+            return
+        is_torch = type(call.args[0]).__name__ == _TORCH_ENGINE
+        with running.phase("commit", "publish") if is_torch else running.engine_call():
+            yield
+        if running.kind == "save":
+            running.between("commit", "publish")
+
+    def _hook_checkpoint_engine(self, engine: type) -> None:
+        """Hook what a class of checkpoint engines defines itself. torch's own calls torch.save: it is looked into."""
+        if engine.__name__ != _TORCH_ENGINE:
+            for name in ("create", "save", "load"):
+                wrap(engine, name, self.engine_call)
+        wrap(engine, "commit", self.commit)
+        wrap(engine, "makedirs", self.phase("collect"))
+
+
+def hook(session: Session, deepspeed: ModuleType) -> None:
+    """Hook deepspeed."""
+    hooks = DeepSpeedHooks(session)
+    engine = deepspeed.DeepSpeedEngine
+    wrap(deepspeed, "initialize", hooks.initialize)
+    wrap(deepspeed.PipelineModule, "__init__", hooks.model_build)
+    wrap(engine, "save_checkpoint", hooks.save)
+    wrap(engine, "load_checkpoint", hooks.load)
+    wrap(engine, "_checkpoint_tag_validation", hooks.phase("tag_validation"))
+    wrap(engine, "_commit_decoupled_checkpoint", hooks.commit_decoupled)
+    for name in _COLLECTING:
+        wrap(engine, name, hooks.phase("collect"))
+    for name in _RESTORING:
+        wrap(engine, name, hooks.phase("engine_call"))
+
+
+def _runtime(engine: Any) -> dict[str, Any]:
+    """Fields of the runtime record: what DeepSpeed has built."""
+    import torch.distributed as dist
+
+    optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    return given({
+        "engine_used": type(engine.checkpoint_engine).__name__,
+        "optimizer": None if optimizer is None else type(optimizer).__name__,
+        "accelerator": engine.device.type,
+        "backend": dist.get_backend(),
+        "parameters": sum(parameter.numel() for parameter in engine.module.parameters()),
+    })  # fmt: skip

@@ -1,0 +1,115 @@
+"""Wrappers around other people's functions that cannot change what those do.
+
+A hook is a context manager around one call. What it raises is its own fault: it is switched off, that is said once,
+and the call goes on. What the call raises, or a signal while it runs, passes through.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_installed: list[tuple[Any, str, Any, Any]] = []  # owner, name, what it had, what it has
+
+Around = Callable[["Call"], AbstractContextManager[Any]]
+
+
+class Call:
+    """One call of a hooked function. A hook may replace `args`; `result` is set once the function has returned."""
+
+    def __init__(
+        self, signature: Callable[[], inspect.Signature], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.args = args
+        self.kwargs = kwargs
+        self.result: Any = None
+        self._signature = signature
+
+    def arguments(self) -> dict[str, Any]:
+        """Name -> value of every argument, defaults included. Raises TypeError if the call does not fit."""
+        bound = self._signature().bind(*self.args, **self.kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+
+class Hook:
+    """One hooked function: on until its context manager raises."""
+
+    def __init__(self, name: str, around: Around) -> None:
+        self.name = name
+        self.off = False
+        self._around = around
+
+    def enter(self, call: Call) -> AbstractContextManager[Any] | None:
+        """Run what is before the call; None if that failed."""
+        args, kwargs = call.args, call.kwargs
+        try:
+            manager = self._around(call)
+            manager.__enter__()
+            return manager
+        except Exception as exc:
+            self._switch_off(exc)
+            call.args, call.kwargs = args, kwargs
+            return None
+
+    def leave(self, manager: AbstractContextManager[Any] | None, error: BaseException | None) -> None:
+        """Run what is after the call, which raised `error` if that is not None."""
+        if manager is None:
+            return
+        try:
+            manager.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+        except Exception as exc:
+            if exc is not error:
+                self._switch_off(exc)
+
+    def _switch_off(self, exc: Exception) -> None:
+        if not self.off:
+            self.off = True
+            logger.error(
+                "the hook around %s is switched off, and the program goes on without it: %s: %s",
+                self.name, type(exc).__name__, exc, exc_info=logger.isEnabledFor(logging.DEBUG),
+            )  # fmt: skip
+
+
+def wrap(owner: Any, name: str, around: Around) -> None:
+    """Put `around` about the function `name` of a module or class. Nothing happens if it has none, or it is wrapped.
+
+    The caller says what is lost where a version of a library has no such function: here nothing is.
+    """
+    found = vars(owner).get(name)
+    original = found.__func__ if isinstance(found, classmethod) else found
+    if not callable(original) or getattr(original, "_restart_trace_hook", None) is not None:
+        return
+    signature = functools.cache(lambda: inspect.signature(original))
+    hook = Hook(f"{getattr(owner, '__module__', '') or ''}.{owner.__name__}.{name}".lstrip("."), around)
+
+    @functools.wraps(original)
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        if hook.off:
+            return original(*args, **kwargs)
+        call = Call(signature, args, kwargs)
+        manager = hook.enter(call)
+        try:
+            call.result = original(*call.args, **call.kwargs)
+        except BaseException as exc:
+            hook.leave(manager, exc)
+            raise
+        hook.leave(manager, None)
+        return call.result
+
+    hooked._restart_trace_hook = hook  # type: ignore[attr-defined]
+    replacement = classmethod(hooked) if isinstance(found, classmethod) else hooked
+    setattr(owner, name, replacement)
+    _installed.append((owner, name, found, replacement))
+
+
+def put(hooks: bool) -> None:
+    """Give every hooked function back what it was, or its hook again: to measure what hooks cost."""
+    for owner, name, original, replacement in _installed:
+        setattr(owner, name, replacement if hooks else original)

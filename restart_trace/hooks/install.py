@@ -1,0 +1,67 @@
+"""Puts the hooks in: into modules that are imported already, and into the others as they come."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+from restart_trace.clock import now_ns
+from restart_trace.hooks import agent, clients, deepspeed_engine, distributed, serialization, steps
+from restart_trace.hooks.imports import ImportWatcher
+from restart_trace.hooks.session import DIRECTORY_VARIABLE, FUNCTION_VARIABLES, Session
+
+
+def _hook_deepspeed(session: Session, deepspeed: ModuleType) -> None:
+    deepspeed_engine.hook(session, deepspeed)
+    steps.hook(session, deepspeed)
+
+
+# Modules and what puts the hooks into them. torch imports torch.distributed, and deepspeed its engines.
+_HOOKED: dict[str, Callable[[Session, ModuleType], None]] = {
+    "torch": serialization.hook,
+    "torch.distributed": distributed.hook,
+    "deepspeed.comm.torch": distributed.hook_deepspeed,
+    "deepspeed": _hook_deepspeed,
+    "accelerate.accelerator": clients.hook_accelerate,
+    "transformers.trainer": clients.hook_transformers,
+    "transformers.modeling_utils": clients.hook_models,
+    "safetensors.torch": clients.hook_safetensors,
+    "torch.distributed.elastic.agent.server.local_elastic_agent": agent.hook,
+}
+_session: Session | None = None
+
+
+def install(
+    trace_dir: str | os.PathLike[str] | None = None, *, saves: Sequence[str] = (), loads: Sequence[str] = ()
+) -> None:
+    """Trace this process if it is, or becomes, a rank. Call it before torch is imported: what is over is not seen.
+
+    `trace_dir`: where the trace goes; by default RESTART_TRACE_HOOKS_DIR, or else `restart-trace` in the working
+    directory. `saves` and `loads` name further functions that save or load a checkpoint, as "mypackage.module:Class.f";
+    by default those of RESTART_TRACE_HOOKS_SAVES and RESTART_TRACE_HOOKS_LOADS. A second call changes nothing.
+    Raises ValueError for a name without a colon.
+    """
+    global _session
+    if _session is not None:
+        return
+    directory = trace_dir or os.environ.get(DIRECTORY_VARIABLE) or "restart-trace"
+    session = _session = Session(Path(directory).absolute(), now_ns())
+    watched: dict[str, list[Callable[[ModuleType], None]]] = {
+        name: [partial(hook, session)] for name, hook in _HOOKED.items()
+    }
+    for kind, given in (("save", saves), ("load", loads)):
+        for function in given or os.environ.get(FUNCTION_VARIABLES[kind], "").split():
+            module, colon, name = function.partition(":")
+            if not colon:
+                raise ValueError(f"{function}: names no function; give mypackage.module:f or mypackage.module:Class.f")
+            watched.setdefault(module, []).append(partial(clients.hook_function, session, kind, name))
+    watcher = ImportWatcher(watched, frozenset({"torch"}), session.open_if_rank, session.imported)
+    sys.meta_path.insert(0, watcher)  # type: ignore[arg-type]
+    for name in watched:
+        if name in sys.modules:
+            session.open_if_rank()
+            watcher.imported_already(sys.modules[name])

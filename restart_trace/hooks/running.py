@@ -1,0 +1,64 @@
+"""The save or load that is under way: a timeline that knows the checkpoint's directory and counts its files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from restart_trace.hooks.timeline import Piece, Timeline
+from restart_trace.recorder import Operation
+
+
+class Running(Timeline):
+    """A "save" or a "load", as `kind` says."""
+
+    def __init__(self, operation: Operation, kind: str) -> None:
+        super().__init__(operation)
+        self.kind = kind
+        self.opaque = False  # within a call that is not looked into
+        self.unfinished = False  # a helper process writes on: a later commit will end it
+        self._directory: str | None = None
+        self._between = Piece(None)
+
+    @contextmanager
+    def within_deepspeed(self, directory: str) -> Iterator[None]:
+        """The body is DeepSpeed's part, of checkpoints in `directory`: time between its known parts is unattributed."""
+        self._directory = directory
+        with self.phase(None) as self._between:
+            yield
+
+    def between(self, phase: str | None, detail: str | None = None) -> None:
+        """From here on, time between DeepSpeed's known parts is this phase; None: it is unattributed."""
+        self.change(self._between, phase, detail)
+
+    def name_of(self, path: str | os.PathLike[str]) -> str:
+        """A file's name relative to its tag's directory, or to that of the checkpoints if it is there."""
+        if self._directory is None:
+            return os.path.basename(path)
+        relative = os.path.relpath(path, self._directory)
+        return relative.partition(os.sep)[2] or relative
+
+    def count(self, num_bytes: int) -> None:
+        """One more file of so many bytes."""
+        self.operation.bytes = (self.operation.bytes or 0) + num_bytes
+        self.operation.num_files = (self.operation.num_files or 0) + 1
+
+    @contextmanager
+    def engine_call(self, path: str | os.PathLike[str] | None = None) -> Iterator[None]:
+        """The body is a call that cannot be looked into; it writes or reads the file `path`, if that is given.
+
+        Its bytes are what the file has when the call returns.
+        """
+        if self.opaque:  # such a call within another
+            yield
+            return
+        self.opaque = True
+        try:
+            with self.phase("engine_call", file=None if path is None else self.name_of(path)) as piece:
+                yield
+                if path is not None and os.path.isfile(path):
+                    piece.bytes = os.path.getsize(path)
+                    self.count(piece.bytes)
+        finally:
+            self.opaque = False

@@ -1,0 +1,148 @@
+"""The trace of this process: opened once it is known to be a rank, and what it is doing now.
+
+A process is a rank if it has RANK in its environment when it imports torch, or joins a process group later. The
+processes that a rank starts inherit RANK, so a rank marks its environment: they leave it alone, and are not traced.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from restart_trace import cycles
+from restart_trace.hooks.running import Running
+from restart_trace.hooks.timeline import Timeline
+from restart_trace.process import RankIdentity, rank_fields
+from restart_trace.recorder import Recorder
+from restart_trace.schema import RANK_FILE_PATTERN
+from restart_trace.sink import JsonlSink
+from restart_trace.startup import Startup
+
+DIRECTORY_VARIABLE = "RESTART_TRACE_HOOKS_DIR"  # what is traced into; unset: nothing is
+# Functions besides DeepSpeed's that save or load a checkpoint, separated by blanks.
+FUNCTION_VARIABLES = {"save": "RESTART_TRACE_HOOKS_SAVES", "load": "RESTART_TRACE_HOOKS_LOADS"}
+_RANK_PID_VARIABLE = "RESTART_TRACE_HOOKS_PID"  # of the rank that this process is, or descends from
+_SHORT_IMPORT_NS = 100_000  # is not worth a record
+
+
+class Session:
+    """What the hooks share. Only the thread that installed them is traced: the one that trains."""
+
+    def __init__(self, trace_dir: Path, installed_ns: int) -> None:
+        self.trace_dir = trace_dir
+        self.recorder: Recorder | None = None  # once this process is known to be a rank
+        self.startup: Startup | None = None
+        self._starting: Timeline | None = None  # of the start-up
+        self._running: Running | None = None  # of the save or load that is under way
+        self._installed_ns = installed_ns
+        self._imports: list[tuple[int, int]] = []  # before there was a recorder
+        self._thread = threading.get_ident()
+        os.register_at_fork(after_in_child=self._forked)
+
+    def open_if_rank(self) -> None:
+        """Open the trace if the environment says that this process is a rank."""
+        rank, world_size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+        if rank.isdigit() and world_size.isdigit():
+            self.open(int(rank), int(world_size))
+
+    def open(self, rank: int, world_size: int) -> None:
+        """Open the trace of this rank, unless it is open, or a rank started this process.
+
+        Raises OSError if the trace directory cannot be written.
+        """
+        if self.recorder is not None or os.environ.setdefault(_RANK_PID_VARIABLE, _pid()) != _pid():
+            return
+        # Until DeepSpeed's grid or an mpu tells more, every rank is a data-parallel one.
+        identity = RankIdentity(rank, world_size, 0, (0, 0, rank), (1, 1, world_size))
+        run_id, cycle = cycles.claim_cycle(self.trace_dir, cycles.launch_key(os.environ), rank)
+        sink = JsonlSink(self.trace_dir / RANK_FILE_PATTERN.format(rank=rank, cycle=cycle))
+        process = rank_fields(identity, os.environ, run_id=run_id, cycle=cycle, instrument="hooks")
+        self.recorder = Recorder(sink, process)
+        installed_ns = self._installed_ns
+        self.startup = Startup(self.recorder, self.trace_dir, rank, cycle, installed_ns, opened_ns=installed_ns)
+        assert self.startup.operation is not None
+        self._starting = Timeline(self.startup.operation)
+        for start_ns, end_ns in self._imports:
+            self._starting.interrupted("imports", start_ns, end_ns)
+        atexit.register(self.recorder.close)
+
+    def imported(self, start_ns: int, end_ns: int) -> None:
+        """The program imported a module, with everything that this imports. A load counts what it imports itself."""
+        if end_ns - start_ns < _SHORT_IMPORT_NS:
+            return
+        if self.recorder is None:
+            self._imports.append((start_ns, end_ns))
+            return
+        starting = self._start_up()
+        if starting is not None and self._running is None:
+            starting.interrupted("imports", start_ns, end_ns)
+
+    def startup_phase(self, name: str) -> AbstractContextManager[Any]:
+        """The body is this phase of the start-up, but for phases within it; nothing once the start-up is over."""
+        starting = self._start_up()
+        return nullcontext() if starting is None else starting.phase(name)
+
+    def running(self) -> Running | None:
+        """The save or load that is under way on this thread."""
+        return self._running if self._is_mine() else None
+
+    def phase(self, phase: str, detail: str | None = None) -> AbstractContextManager[Any]:
+        """The body is this phase of the save or load that is under way on this thread, if one is."""
+        running = self.running()
+        return nullcontext() if running is None else running.phase(phase, detail)
+
+    def begin(self, kind: str) -> Running | None:
+        """Begin a save or load on this thread; None if nothing is traced, or it is a part of one that is under way."""
+        if self.recorder is None or self._running is not None or not self._is_mine():
+            return None
+        self._running = Running(self.recorder.begin(kind), kind)
+        return self._running
+
+    def resume(self, running: Running) -> bool:
+        """Go on with a save that this thread left open; False if another operation is under way."""
+        if self._running is not None or not self._is_mine():
+            return False
+        self._running = running
+        running.skip()
+        return True
+
+    @contextmanager
+    def until_end(self, running: Running) -> Iterator[None]:
+        """The body is what is left of the save or load, unless it sets `running.unfinished`."""
+        error: str | None = None
+        try:
+            yield
+        except BaseException as exc:
+            error = f"{type(exc).__name__}: {exc}"
+            raise
+        finally:
+            self._running = None
+            if error or not running.unfinished:
+                running.operation.end(error)
+
+    def iteration(self, step: int, first_ns: int, start_ns: int, end_ns: int) -> None:
+        """Iteration `step` ran from start_ns to end_ns; training began at first_ns."""
+        if self.recorder is not None and self.startup is not None:
+            self.recorder.iteration(step, start_ns, end_ns)
+            self.startup.iteration_done(step, first_ns, end_ns)
+
+    def _start_up(self) -> Timeline | None:
+        under_way = self.startup is not None and self.startup.operation is not None and self._is_mine()
+        return self._starting if under_way else None
+
+    def _is_mine(self) -> bool:
+        return threading.get_ident() == self._thread
+
+    def _forked(self) -> None:
+        """In a process that this one forked: nothing is recorded."""
+        self.recorder = self.startup = self._starting = self._running = None
+        os.environ.setdefault(_RANK_PID_VARIABLE, "0")
+
+
+def _pid() -> str:
+    return str(os.getpid())

@@ -1,0 +1,47 @@
+"""Python imports this at its start because `restart-trace run` put its directory on PYTHONPATH: it installs the hooks.
+
+Then it gives way to the sitecustomize that would have been imported without it.
+"""
+
+import importlib.util
+import os
+import sys
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def _install() -> None:
+    """Import this very copy of restart_trace, which the program's environment need not have."""
+    package = os.path.dirname(os.path.dirname(_HERE))
+    if "restart_trace" not in sys.modules:
+        spec = importlib.util.spec_from_file_location(
+            "restart_trace", os.path.join(package, "__init__.py"), submodule_search_locations=[package]
+        )
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["restart_trace"] = module
+        spec.loader.exec_module(module)
+    import restart_trace.hooks
+
+    restart_trace.hooks.install()
+
+
+def _go_on() -> None:
+    """Import the program's own sitecustomize, if it has one."""
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]
+    ours = sys.modules.pop("sitecustomize", None)
+    try:
+        import sitecustomize  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name != "sitecustomize":
+            raise
+    finally:
+        sys.modules.setdefault("sitecustomize", ours)  # type: ignore[arg-type]
+
+
+if os.environ.get("RESTART_TRACE_HOOKS_DIR"):
+    try:
+        _install()
+    except Exception as error:
+        sys.stderr.write(f"restart_trace: nothing is traced: {type(error).__name__}: {error}\n")
+_go_on()

@@ -1,0 +1,89 @@
+"""One thread within one operation: it is in one phase at a time, the innermost that is open.
+
+A phase that an inner one interrupts is recorded in pieces, so that no moment counts twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from restart_trace.clock import now_ns
+from restart_trace.recorder import Operation
+
+
+@dataclass
+class Piece:
+    """An open phase; of phase None, time that is left unattributed. Its bytes go with its last piece."""
+
+    phase: str | None
+    detail: str | None = None
+    file: str | None = None
+    bytes: int | None = None
+
+
+class Timeline:
+    """Cuts the time of a thread in `operation` into spans."""
+
+    def __init__(self, operation: Operation) -> None:
+        self.operation = operation
+        self._open: list[Piece] = []
+        self._since_ns = operation.start_ns
+
+    @contextmanager
+    def phase(self, phase: str | None, detail: str | None = None, file: str | None = None) -> Iterator[Piece]:
+        """The body is this phase, but for the phases within it."""
+        piece = Piece(phase, detail, file)
+        if self._open and self._open[-1] == piece:  # a part of the same
+            yield self._open[-1]
+            return
+        self._cut()
+        self._open.append(piece)
+        error: str | None = None
+        try:
+            yield piece
+        except BaseException as exc:
+            error = f"{type(exc).__name__}: {exc}"
+            raise
+        finally:
+            self._cut(last=piece, error=error)
+            self._open.pop()
+
+    def change(self, piece: Piece, phase: str | None, detail: str | None = None) -> None:
+        """What is open as `piece` is another phase from here on."""
+        if (piece.phase, piece.detail) != (phase, detail):
+            self._cut()
+            piece.phase, piece.detail = phase, detail
+
+    @contextmanager
+    def apart(self) -> Iterator[int]:
+        """The body records its own spans, shares of one window; yields the begin of that, ns."""
+        self._cut()
+        try:
+            yield self._since_ns
+        finally:
+            self._since_ns = now_ns()
+
+    def interrupted(self, phase: str, start_ns: int, end_ns: int) -> None:
+        """What is open was interrupted by `phase`, which has just ended."""
+        start_ns = max(start_ns, self._since_ns)  # phases within it have been recorded
+        if end_ns > start_ns:
+            self._cut(at_ns=start_ns)
+            self.operation.add(phase, None, start_ns, end_ns)
+            self._since_ns = end_ns
+
+    def skip(self) -> None:
+        """The time since the last phase was not this operation's."""
+        self._since_ns = now_ns()
+
+    def _cut(self, last: Piece | None = None, error: str | None = None, at_ns: int | None = None) -> None:
+        """Record the time since the last cut as a piece of the innermost phase, the last one if that is `last`."""
+        now = at_ns or now_ns()
+        innermost = self._open[-1] if self._open else None
+        if innermost is not None and innermost.phase is not None:
+            self.operation.add(
+                innermost.phase, innermost.detail, self._since_ns, now, file=innermost.file,
+                num_bytes=innermost.bytes if innermost is last else None, error=error,
+            )  # fmt: skip
+        self._since_ns = now

@@ -1,0 +1,100 @@
+"""Traces a job that stays as it is.
+
+    restart-trace run [--trace-dir DIR] -- torchrun --nproc-per-node 8 train.py ...
+    torchrun --nproc-per-node 8 -m restart_trace.run [--trace-dir DIR] train.py ...
+
+The first form takes any command: every Python process that it starts installs the hooks, and those that turn out to be
+ranks of a job leave a trace. The second form is for the ranks alone. Both replace themselves with the program, so exit
+codes and signals are its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from restart_trace.hooks.session import DIRECTORY_VARIABLE, FUNCTION_VARIABLES
+
+_SITE = Path(__file__).resolve().parent / "hooks" / "site"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`restart-trace`: returns 127 or 126 as a shell does if the command cannot be started, else does not return."""
+    parser = argparse.ArgumentParser(
+        prog="restart-trace", description="Trace the restarts of a job that stays as it is."
+    )
+    subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="run")
+    run = subcommands.add_parser(
+        "run",
+        help="run a command, and trace the ranks that it starts",
+        usage="restart-trace run [OPTION ...] -- COMMAND [ARGUMENT ...]",
+        epilog="Then: ckpt-analysis DIR. The exit code is the command's own; 126 or 127 if it cannot be started.",
+    )
+    _add_options(run)
+    run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the job, as it is")
+    parsed = parser.parse_args(arguments)
+    command = parsed.command[1:] if parsed.command[:1] == ["--"] else parsed.command
+    if not command:
+        run.error("no command is given: restart-trace run -- torchrun ... train.py ...")
+    return _replace_process(command, parsed)
+
+
+def run_program(arguments: Sequence[str] | None = None) -> int:
+    """`python -m restart_trace.run`: a program, or -m and a module, in the interpreter that this one runs in."""
+    parser = argparse.ArgumentParser(
+        prog="python -m restart_trace.run",
+        usage="python -m restart_trace.run [OPTION ...] [-m] PROGRAM [ARGUMENT ...]",
+        description="Run a Python program, and trace it if it is a rank of a job.",
+    )
+    _add_options(parser)
+    parser.add_argument("-m", action="store_true", dest="module", help="PROGRAM is the name of a module")
+    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM [ARGUMENT ...]")
+    parsed = parser.parse_args(arguments)
+    if not parsed.program:
+        parser.error("no program is given: torchrun ... -m restart_trace.run train.py ...")
+    command = [sys.executable, *_interpreter_flags(), *(["-m"] if parsed.module else []), *parsed.program]
+    return _replace_process(command, parsed)
+
+
+def _replace_process(command: Sequence[str], options: argparse.Namespace) -> int:
+    """Become `command`, traced as `options` say. Returns 127 or 126, as a shell does, if that cannot be done."""
+    directory = options.trace_dir or os.environ.get(DIRECTORY_VARIABLE) or "restart-trace"
+    os.environ[DIRECTORY_VARIABLE] = str(Path(directory).absolute())
+    for kind, variable in FUNCTION_VARIABLES.items():
+        functions = getattr(options, f"{kind}_function")
+        if functions:
+            os.environ[variable] = " ".join(functions)
+    path = [str(_SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(path)
+    sys.stdout.flush()
+    try:
+        os.execvp(command[0], list(command))
+    except OSError as error:
+        print(f"restart-trace: {command[0]}: {error.strerror}", file=sys.stderr)
+        return 127 if isinstance(error, FileNotFoundError) else 126
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trace-dir", metavar="DIR",
+        help="where the trace goes; one directory for one job with all its restarts (default: ./restart-trace)",
+    )  # fmt: skip
+    for kind in FUNCTION_VARIABLES:
+        parser.add_argument(
+            f"--{kind}-function", metavar="MODULE:NAME", action="append", default=[],
+            help=f"a function that {kind}s a checkpoint without DeepSpeed's {kind}_checkpoint, such as "
+            f"mypackage.trainer:Trainer.{kind}; may be given more than once",
+        )  # fmt: skip
+
+
+def _interpreter_flags() -> list[str]:
+    """The flags of this interpreter, such as torchrun's -u."""
+    given = sys.orig_argv[1:]
+    return given[: given.index("-m")] if "-m" in given else []
+
+
+if __name__ == "__main__":
+    sys.exit(run_program())

@@ -1,0 +1,38 @@
+# type: ignore  (as users write it: DeepSpeed and Transformers are not annotated throughout)
+"""Hugging Face's Trainer with DeepSpeed, as its documentation shows it; it knows nothing of being traced.
+
+    torchrun ... hf_trainer.py STEPS
+
+It saves at each second step, and then goes on from its checkpoint.
+"""
+
+import copy
+import sys
+
+import deepspeed
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+
+steps = int(sys.argv[1])
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled for half a minute
+config = {
+    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 1},
+    "optimizer": {"type": "Adam", "params": {"lr": "auto", "torch_adam": True}}, "bf16": {"enabled": True},
+}  # fmt: skip
+tokens = torch.arange(16).repeat(8, 1)
+samples = [{"input_ids": row, "labels": row} for row in tokens]
+for until in (steps, steps + 1):
+    set_seed(1)
+    arguments = TrainingArguments(
+        output_dir="checkpoints", max_steps=until, save_steps=steps, per_device_train_batch_size=1, bf16=True,
+        use_cpu=True, deepspeed=copy.deepcopy(config), logging_steps=1, report_to=[],
+        disable_tqdm=True,
+    )  # fmt: skip
+    shape = {"vocab_size": 64, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=4))
+    trainer = Trainer(model=model, args=arguments, train_dataset=samples)
+    trainer.train(resume_from_checkpoint=until > steps)
+    for entry in trainer.state.log_history:
+        if "loss" in entry:
+            print(f"step {entry['step']} loss {entry['loss']!r}", flush=True)
+torch.distributed.destroy_process_group()

@@ -1,0 +1,27 @@
+"""Runs a client in another working directory: hooked.py DIRECTORY TRACE_DIR|- SCRIPT [ARGUMENT ...]; "-": untraced.
+
+With BREAK_A_HOOK in the environment one function of the hooks raises.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from typing import Any
+
+directory, trace_dir, script, *arguments = sys.argv[1:]
+os.chdir(directory)
+sys.argv = [script, *arguments]
+if trace_dir != "-":
+    import restart_trace.hooks
+    from restart_trace.hooks.running import Running
+
+    if "BREAK_A_HOOK" in os.environ:
+
+        def broken(self: Running, path: Any) -> str:
+            raise ZeroDivisionError("planted")
+
+        Running.name_of = broken  # type: ignore[method-assign]
+    restart_trace.hooks.install(trace_dir)
+runpy.run_path(script, run_name="__main__")

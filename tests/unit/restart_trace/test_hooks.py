@@ -1,0 +1,320 @@
+"""Hooks by themselves: they change nothing of what they are around, import nothing, and see imports as they come."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from restart_trace.hooks.guard import Call, put, wrap
+from restart_trace.hooks.place import place_of
+from restart_trace.hooks.timeline import Timeline
+from restart_trace.reading import read_records
+from restart_trace.recorder import Recorder
+from restart_trace.run import main
+from restart_trace.sink import JsonlSink
+from tests.unit.trace_helpers import PROCESS
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def python(code: str, tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a program that a user could have written, in a directory of its own."""
+    kept = {n: v for n, v in os.environ.items() if n not in ("RANK", "WORLD_SIZE") and not n.startswith("RESTART_")}
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(code))
+    return subprocess.run(
+        [sys.executable, str(script)],
+        env=kept | {"PYTHONPATH": str(ROOT)} | environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+# ---------------------------------------------------------------- around a function
+
+
+class Target:
+    """A class with functions to hook."""
+
+    def double(self, x: int = 2) -> int:
+        if x < 0:
+            raise ValueError("negative")
+        return 2 * x
+
+    @classmethod
+    def name(cls) -> str:
+        return cls.__name__
+
+
+def fresh() -> Any:
+    return type("Target", (), dict(vars(Target)))
+
+
+def test_a_hook_sees_the_call_and_changes_nothing() -> None:
+    seen: list[Any] = []
+
+    @contextmanager
+    def around(call: Call) -> Iterator[None]:
+        seen.append(call.arguments()["x"])
+        yield
+        seen.append(call.result)
+
+    target = fresh()
+    wrap(target, "double", around)
+    wrap(target, "double", around)  # a second time: nothing
+    assert target().double() == 4 and target().double(x=5) == 10
+    assert seen == [2, 4, 5, 10]
+    with pytest.raises(ValueError, match="negative"):
+        target().double(-1)
+    assert seen == [2, 4, 5, 10, -1]
+    put(hooks=False)
+    assert target().double(3) == 6 and len(seen) == 5
+    put(hooks=True)
+
+
+def test_a_class_method_can_be_hooked() -> None:
+    @contextmanager
+    def around(call: Call) -> Iterator[None]:
+        yield
+
+    target = fresh()
+    wrap(target, "name", around)
+    assert target.name() == "Target" and target().name() == "Target"
+
+
+@pytest.mark.parametrize("where", ["before", "after", "on error"])
+def test_a_hook_that_raises_is_switched_off_and_said_once(where: str, caplog: pytest.LogCaptureFixture) -> None:
+    entered: list[int] = []
+
+    @contextmanager
+    def around(call: Call) -> Iterator[None]:
+        entered.append(1)
+        if where == "before":
+            call.args = ()
+            raise KeyError("planted")
+        try:
+            yield
+        except ValueError:
+            raise KeyError("planted") from None
+        if where == "after":
+            raise KeyError("planted")
+
+    target = fresh()
+    wrap(target, "double", around)
+    with caplog.at_level(logging.ERROR):
+        for _ in range(3):
+            if where == "on error":
+                with pytest.raises(ValueError, match="negative"):
+                    target().double(-1)
+            assert target().double(4) == 8
+    assert len(entered) == 1
+    (record,) = caplog.records
+    assert "Target.double is switched off" in record.getMessage() and "planted" in record.getMessage()
+
+
+def test_what_is_no_exception_passes_through() -> None:
+    """A signal handler may raise KeyboardInterrupt or SystemExit anywhere."""
+
+    @contextmanager
+    def around(call: Call) -> Iterator[None]:
+        yield
+        raise KeyboardInterrupt
+
+    target = fresh()
+    wrap(target, "double", around)
+    with pytest.raises(KeyboardInterrupt):
+        target().double()
+
+
+# ---------------------------------------------------------------- phases of a thread
+
+
+def test_a_phase_within_a_phase_is_taken_out_of_it(tmp_path: Path) -> None:
+    recorder = Recorder(JsonlSink(tmp_path / "rank_00000_cycle_000.jsonl"), PROCESS)
+    timeline = Timeline(recorder.begin("save"))
+    with timeline.phase(None) as between, timeline.phase("collect"):
+        with timeline.phase("collect"):  # a part of the same: no piece of its own
+            pass
+        with timeline.phase("barrier"):
+            pass
+        with pytest.raises(OSError), timeline.phase("flush", "write", file="a") as piece:
+            piece.bytes = 3
+            raise OSError("full")
+    timeline.change(between, "commit", "publish")
+    timeline.operation.end()
+    recorder.close()
+    spans = [r for r in read_records(tmp_path / "rank_00000_cycle_000.jsonl") if r["type"] == "span"]
+    assert [span["phase"] for span in spans] == ["collect", "barrier", "collect", "flush", "collect"]
+    assert all(a["end_ns"] == b["start_ns"] for a, b in zip(spans, spans[1:], strict=False))
+    assert (spans[3]["bytes"], spans[3]["error"]) == (3, "OSError: full")
+
+
+# ---------------------------------------------------------------- where a rank stands
+
+
+def test_coordinates_are_those_of_the_grid_or_the_mpu() -> None:
+    def source(**axes: tuple[int, int]) -> Any:
+        functions = {f"get_{name}_rank": (lambda at=at: at) for name, (at, _) in axes.items()}
+        functions |= {f"get_{name}_world_size": (lambda size=size: size) for name, (_, size) in axes.items()}
+        return SimpleNamespace(**functions)
+
+    grid = source(pipe_parallel=(1, 2), data_parallel=(3, 4), model_parallel=(0, 2))
+    assert place_of(SimpleNamespace(grid=grid, mpu=None)) == {
+        "tp": 0, "pp": 1, "dp": 3, "layout": {"tp": 2, "pp": 2, "dp": 4},
+    }  # fmt: skip
+    mpu = source(tensor_model_parallel=(1, 2), context_parallel=(2, 4), data_parallel=(0, 1))
+    assert place_of(SimpleNamespace(mpu=mpu)) == {
+        "tp": 1, "pp": 0, "dp": 0, "cp": 2, "layout": {"tp": 2, "pp": 1, "dp": 1, "cp": 4},
+    }  # fmt: skip
+    assert place_of(SimpleNamespace(mpu=None)) is None
+
+
+# ---------------------------------------------------------------- in a program
+
+
+def test_hooks_import_neither_torch_nor_deepspeed(tmp_path: Path) -> None:
+    code = """
+        import sys
+        import restart_trace.hooks
+        restart_trace.hooks.install("trace")
+        print(sorted({"torch", "deepspeed", "numpy"} & set(sys.modules)))
+    """
+    done = python(code, tmp_path, RANK="0", WORLD_SIZE="1")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
+    assert not (tmp_path / "trace").exists()  # it imported no torch: it is no rank of a training
+
+
+FAKE_TORCH = """
+    import time
+    time.sleep(0.02)
+    import serialization_stand_in as serialization
+    def save(): pass
+    def load(): pass
+"""
+
+
+def fake_torch(directory: Path) -> None:
+    (directory / "torch.py").write_text(textwrap.dedent(FAKE_TORCH))
+    (directory / "serialization_stand_in.py").write_text("save = load = _open_zipfile_writer = len\n")
+
+
+def test_a_rank_is_traced_from_its_import_of_torch_and_what_it_starts_is_not(tmp_path: Path) -> None:
+    """The imports of the program count, each once; a child that inherits RANK leaves the trace alone."""
+    fake_torch(tmp_path)
+    code = """
+        import os, subprocess, sys
+        import restart_trace.hooks
+        restart_trace.hooks.install("trace")
+        loader = __import__("torch").__spec__.loader
+        assert "exec_module" not in vars(loader), "the loader is as it was"
+        if len(sys.argv) == 1:
+            subprocess.run([sys.executable, __file__, "child"], check=True)
+            pid = os.fork()
+            if pid == 0:
+                os._exit(0)
+            os.waitpid(pid, 0)
+    """
+    done = python(code, tmp_path, RANK="0", WORLD_SIZE="1")
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert sorted(path.name for path in (tmp_path / "trace").iterdir()) == [
+        "cycle_000.json", "rank_00000_cycle_000.jsonl",
+    ]  # fmt: skip
+    trace = list(read_records(tmp_path / "trace" / "rank_00000_cycle_000.jsonl"))
+    assert trace[0]["instrument"] == "hooks"
+    phases = [(r["phase"], r["duration_ns"]) for r in trace if r["type"] == "span"]
+    assert [phase for phase, _ in phases] == ["process_start", "imports"]
+    assert phases[1][1] >= 20_000_000  # what it slept
+
+
+def test_a_trace_that_cannot_be_written_stops_no_program(tmp_path: Path) -> None:
+    fake_torch(tmp_path)
+    (tmp_path / "trace").write_text("a file")
+    code = """
+        import restart_trace.hooks
+        restart_trace.hooks.install("trace")
+        import torch
+        print("done")
+    """
+    done = python(code, tmp_path, RANK="0", WORLD_SIZE="1")
+    assert (done.returncode, done.stdout) == (0, "done\n")
+    assert done.stderr.count("nothing of that is traced") == 1
+
+
+# ---------------------------------------------------------------- in front of a command
+
+
+def trace_command(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    code = "import sys; from restart_trace.run import main; sys.exit(main())"
+    kept = {n: v for n, v in os.environ.items() if not n.startswith("RESTART_")} | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", code, *words],
+        env=kept | environment,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "code"), [("exit 7", 7), ("exit 0", 0), ("kill -TERM $$", -signal.SIGTERM), ("kill -9 $$", -9)]
+)
+def test_exit_codes_and_signals_are_the_commands(tmp_path: Path, command: str, code: int) -> None:
+    assert trace_command("run", "--", "sh", "-c", command, cwd=tmp_path).returncode == code
+
+
+def test_a_command_that_is_not_there(tmp_path: Path) -> None:
+    done = trace_command("run", "--", "no-such-command", cwd=tmp_path)
+    assert done.returncode == 127 and "no-such-command: No such file" in done.stderr
+
+
+def test_a_command_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["run", "--trace-dir", "x"])
+    assert stopped.value.code == 2 and "no command is given" in capsys.readouterr().err
+
+
+def test_a_program_of_the_command_is_traced_and_keeps_its_own_sitecustomize(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "sitecustomize.py").write_text("print('own sitecustomize')\n")
+    fake_torch(tmp_path)
+    program = "import torch, sys, sitecustomize\nprint(sitecustomize.__file__, sys.argv[1:])\n"
+    (tmp_path / "train.py").write_text(program)
+    done = trace_command(
+        "run", "--trace-dir", "here", "--", sys.executable, "train.py", "--flag", "-x",
+        cwd=tmp_path, RANK="0", WORLD_SIZE="1", PYTHONPATH=f"{ROOT}{os.pathsep}{own}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2:] == ["own sitecustomize", f"{own}/sitecustomize.py ['--flag', '-x']"]
+    assert (tmp_path / "here" / "rank_00000_cycle_000.jsonl").exists()
+
+
+@pytest.mark.parametrize("words", [["train.py"], ["-m", "train"]])
+def test_a_program_is_run_in_the_same_interpreter(tmp_path: Path, words: list[str]) -> None:
+    """As torchrun starts it: python -u -m restart_trace.run train.py."""
+    fake_torch(tmp_path)
+    (tmp_path / "train.py").write_text("import torch, sys\nprint(__name__, sys.orig_argv[1], sys.argv[1:])\n")
+    done = subprocess.run(
+        [sys.executable, "-u", "-m", "restart_trace.run", "--trace-dir", "here", *words, "--steps", "3"],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "RANK": "1", "WORLD_SIZE": "2"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout == "__main__ -u ['--steps', '3']\n", done.stderr
+    assert (tmp_path / "here" / "rank_00001_cycle_000.jsonl").exists()
