@@ -23,12 +23,7 @@ from megatron.checkpointing.engines.torchsnapshot import library  # noqa: E402
 from megatron.checkpointing.engines.torchsnapshot.engine import TorchSnapshotEngine, _PendingSnapshots  # noqa: E402
 from restart_trace.recorder import Recorder, untraced_operation  # noqa: E402
 from restart_trace.sink import JsonlSink  # noqa: E402
-from tests.unit.megatron.checkpointing.engines.directory_engine_checks import (  # noqa: E402
-    MIB,
-    NAME,
-    DirectoryEngineChecks,
-    large,
-)
+from tests.unit.megatron.checkpointing.engines.directory_engine_checks import MIB, NAME, DirectoryEngineChecks, large  # noqa: E402
 from tests.unit.megatron.checkpointing.engines.nests import identical  # noqa: E402
 from tests.unit.trace_helpers import PROCESS, read  # noqa: E402
 
