@@ -47,11 +47,18 @@ def outcome(
 def damaged(path: Path, content: bytes) -> Iterator[None]:
     """Let a file have other content for a while."""
     before = path.read_bytes()
-    path.write_bytes(content)
+    _fill(path, content)
     try:
         yield
     finally:
-        path.write_bytes(before)
+        _fill(path, before)
+
+
+def _fill(path: Path, content: bytes) -> None:
+    """In place: ext4 writes a file that was emptied to the disk at once, and the next time waits for that."""
+    with path.open("r+b") as file:
+        file.write(content)
+        file.truncate()
 
 
 def flipped(content: bytes, position: int, bit: int) -> bytes:

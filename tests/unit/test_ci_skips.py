@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.unit.script_helpers import ROOT
 
 INSTALL = ROOT / "tests" / "install_system_packages.sh"
@@ -51,10 +53,12 @@ def outcome(tmp_path: Path, ci: str | None) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_elsewhere_skips_are_skips(tmp_path: Path) -> None:
     assert "1 passed, 6 skipped, 1 xfailed" in outcome(tmp_path, None)
 
 
+@pytest.mark.slow
 def test_in_ci_they_are_failures_with_the_reason(tmp_path: Path) -> None:
     told = outcome(tmp_path, "true")
     assert "1 failed, 1 passed, 2 skipped, 1 xfailed, 3 errors" in told, told

@@ -118,6 +118,7 @@ def test_a_secret_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     assert set((tmp_path / "modes").read_text().split()) == {"600"}
 
 
+@pytest.mark.slow
 def test_variables_reach_other_nodes_through_deepspeed(tmp_path: Path) -> None:
     """DeepSpeed's own launcher, up to the command that it gives to pdsh; its files of variables are merged."""
     bin_dir, home, here = tmp_path / "bin", tmp_path / "home", tmp_path / "here"

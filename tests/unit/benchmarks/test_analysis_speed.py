@@ -15,6 +15,7 @@ from benchmarks.synthetic_traces.write import write_run
 from tests.unit.tools.ckpt_analysis.analysis_helpers import result
 
 
+@pytest.mark.slow
 def test_pandas_gives_the_same_numbers(tmp_path: Path) -> None:
     write_run(tmp_path / "run", Shape(ranks=9, saves=3))
     saves = result(tmp_path / "run")["saves"]

@@ -25,6 +25,7 @@ from tests.unit.trace_helpers import PROCESS, ROOT, read, read_process, start_py
 # ---------------------------------------------------------------- cycles
 
 
+@pytest.mark.slow
 def test_concurrent_ranks_agree_on_run_and_cycle(tmp_path: Path) -> None:
     code = """
         import sys, time

@@ -78,6 +78,7 @@ WORKER = """
 """
 
 
+@pytest.mark.slow
 def test_a_killed_and_resumed_run_is_understood(tmp_path: Path) -> None:
     with open_supervisor_trace(tmp_path) as supervisor:
         ranks = [start_python(WORKER, tmp_path, rank, 1, 8, 5) for rank in range(2)]

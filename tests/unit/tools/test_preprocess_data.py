@@ -158,6 +158,7 @@ def test_gpt2_bpe_end_to_end(tmp_path: Path) -> None:
     assert MMapIndexedDataset(tmp_path / "o_text_document")[0].tolist() == expected
 
 
+@pytest.mark.slow
 def test_an_older_dataset_is_replaced_by_a_good_run_only(tmp_path: Path) -> None:
     path = corpus(tmp_path, [{"text": "1 2 3"}])
     assert run(["--input", path, *NULL, "--output-prefix", tmp_path / "o"]).returncode == 0
@@ -174,6 +175,7 @@ def test_an_older_dataset_is_replaced_by_a_good_run_only(tmp_path: Path) -> None
 GOOD = {"text": "1"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(
     ("lines", "message"),
@@ -300,6 +302,7 @@ def processes_of_session(session: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_killed_run_leaves_no_dataset_and_no_process(tmp_path: Path, workers: int, signum: int) -> None:

@@ -253,6 +253,7 @@ def test_an_engine_that_is_not_here_is_missed_before_the_imports(tmp_path: Path)
         check_newest(loading(tmp_path), HERE, VOCAB)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_manifest_of_any_content_fits_or_is_told_of(

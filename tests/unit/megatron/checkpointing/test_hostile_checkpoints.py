@@ -250,6 +250,7 @@ def test_manifest_of_before_has_no_origin_and_is_read(tmp_path: Path) -> None:
     assert commit.Manifest.from_json(signed(content)) == manifest_of(2)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_altered_manifest_is_a_manifest_or_told_of(

@@ -220,6 +220,7 @@ def test_unreadable_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
     assert f"--deepspeed_config {path}: " in str(caught.value)
 
 
+@pytest.mark.slow
 def test_deepspeed_takes_what_is_built() -> None:
     built = [build_deepspeed_config(configure(BATCH + flags)) for flags in ("--bf16", "--fp16", "")]
     code = (

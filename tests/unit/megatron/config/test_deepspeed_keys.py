@@ -112,6 +112,7 @@ def has_rule(key: str) -> bool:
     return key in KEYS or isinstance(rule, Refused)
 
 
+@pytest.mark.slow
 def test_every_key_of_deepspeed_has_a_rule(deepspeed_keys: tuple[set[str], dict[str, Any]]) -> None:
     asked, _ = deepspeed_keys
     assert len(asked) > 190  # the question was understood
@@ -163,6 +164,7 @@ def explained(key: str, value: Any) -> bool:
     return value in ("auto", False) or isinstance(rule, Settled)
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.sampled_from(places(BASE_FILE)), name=NAMES, value=VALUES)
 def test_nothing_passes_silently(tmp_path: Path, place: str, name: str, value: Any) -> None:

@@ -145,6 +145,7 @@ def test_negative_samples_are_refused() -> None:
         BlendableDataset([Endless(0)], [1.0], 10)[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [3, 300])
 def test_a_million_samples_take_seconds(count: int) -> None:
     start = time.thread_time()

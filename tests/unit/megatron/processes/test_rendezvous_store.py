@@ -59,6 +59,7 @@ def test_it_is_closed_to_other_hosts_where_all_ranks_are_here() -> None:
         assert {connection.laddr.ip for connection in child.net_connections("tcp")} == {"127.0.0.1"}
 
 
+@pytest.mark.slow
 def test_its_port_is_free_again_once_it_is_closed() -> None:
     with served("127.0.0.1", 0) as (server, port):
         client = TCPStore("127.0.0.1", port, 1, False, timedelta(minutes=5), wait_for_workers=False)

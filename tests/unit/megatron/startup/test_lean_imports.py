@@ -8,6 +8,10 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow  # each starts an interpreter that imports torch
+
 ROOT = Path(__file__).resolve().parents[4]
 DATA = ROOT / "tests" / "golden" / "upstream_run" / "data"
 

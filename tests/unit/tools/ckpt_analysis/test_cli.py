@@ -21,6 +21,7 @@ def run_cli(*arguments: str, cwd: Path = ROOT, module: bool = True) -> subproces
     return subprocess.run([sys.executable, *start, *arguments], cwd=cwd, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_both_ways_to_run_it(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "trace")
     as_module = run_cli("--format", "json", str(trace))
@@ -30,6 +31,7 @@ def test_both_ways_to_run_it(tmp_path: Path) -> None:
     assert json.loads(as_module.stdout) == result(trace)
 
 
+@pytest.mark.slow
 def test_the_waterfall_of_a_restart(tmp_path: Path) -> None:
     """From the failure on: 18.97 s in all, of which the trace's constants are known (trace_factory)."""
     lines = run_cli(str(write_trace(tmp_path))).stdout.splitlines()
@@ -54,6 +56,7 @@ def _without_supervisor(directory: Path) -> list[str]:
     return run_cli(str(write_trace(directory, Options(supervisor=False)))).stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_terminal_report(tmp_path: Path) -> None:
     # A name with glob characters is a name.
     trace = write_trace(tmp_path / "run[1]*" / "restart_trace")

@@ -129,6 +129,7 @@ def test_the_columns_and_the_lines_read_the_same(tmp_path: Path, monkeypatch: py
         assert rows.height and rows.equals(by_line.tables[table]), table
 
 
+@pytest.mark.slow
 def test_large_logs_are_read_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path / "run", _SHAPES["all"])
     whole = result(tmp_path / "run")

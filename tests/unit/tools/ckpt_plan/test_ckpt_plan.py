@@ -71,6 +71,7 @@ def test_flags_overrule_a_preset() -> None:
     assert vocab_sizes == (1000, 1024)
 
 
+@pytest.mark.slow
 def test_planning_leaves_the_random_state_alone() -> None:
     def state() -> tuple[Any, ...]:
         return random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()
@@ -266,6 +267,7 @@ def test_json_has_every_file_and_every_rank(capsys: pytest.CaptureFixture[str]) 
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_bytes_by_kind_follow_from_the_number_of_parameters(capsys: pytest.CaptureFixture[str]) -> None:
     found = plan_json(capsys, "--model", "70b", "--tp", "8", "--pp", "8", "--dp", "1")
     hidden, ffn, layers, vocab = 8192, 28672, 80, 51200

@@ -45,6 +45,7 @@ COMMANDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "form"), COMMANDS)
 def test_nothing_planted_reaches_the_terminal(
     planted: Path, capsys: pytest.CaptureFixture[str], command: str, form: str

@@ -36,7 +36,10 @@ time.sleep(60)
     [
         (EXCEPTION_SIGNAL, "", "megatron.startup.injected_faults.InjectedFault: an injected exception"),
         (DEVICE_ERROR_SIGNAL, "", "megatron.startup.injected_faults.InjectedFault: an injected device error, before"),
-        (DEVICE_ERROR_SIGNAL, "with torch", "torch.AcceleratorError: an injected device error"),
+        pytest.param(
+            *(DEVICE_ERROR_SIGNAL, "with torch", "torch.AcceleratorError: an injected device error"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_signal_raises_in_the_main_thread(signum: int, torch: str, error: str) -> None:

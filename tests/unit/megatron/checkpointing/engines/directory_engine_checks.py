@@ -23,7 +23,7 @@ from restart_trace.recorder import Recorder, untraced_operation
 from restart_trace.sink import JsonlSink
 from tests.dist.storage import drop_root_rights, small_disk
 from tests.unit.megatron.checkpointing.engines.nests import identical, nest, random_tensor
-from tests.unit.trace_helpers import PROCESS, read, start_python
+from tests.unit.trace_helpers import PROCESS, read
 
 GOLDEN = Path(__file__).resolve().parents[4] / "golden/upstream_run/global_step5"
 NAME = "layer_01-model_00-model_states.pt"
@@ -96,6 +96,7 @@ class DirectoryEngineChecks:
     def test_small_states_come_back(self, tmp_path: Path, state: Any) -> None:
         assert identical(self.load(tmp_path, self.save(tmp_path, state)), state)
 
+    @pytest.mark.slow
     def test_many_small_tensors_take_no_more_than_their_number_of_steps(self, tmp_path: Path) -> None:
         state = {f"layer.{i}.weight": torch.full((8,), i) for i in range(1000)}
         saved = self.save(tmp_path, state, fsync=False)
@@ -122,6 +123,7 @@ class DirectoryEngineChecks:
             assert self.load(tmp_path / f"step{i}", [])["i"].item() == i
         engine.close()
 
+    @pytest.mark.slow
     def test_what_changes_after_release_is_not_saved(self, tmp_path: Path) -> None:
         for options in ({}, {"host_cache_bytes": 8 * MIB}):
             directory = tmp_path / f"{len(options)}"
@@ -308,42 +310,6 @@ class DirectoryEngineChecks:
                 assert synced[str(root / file.name)] == file.num_bytes
                 above = [path for path in (root / file.name).parents if path.is_relative_to(root)]
                 assert above and all(str(path) in synced for path in above)
-
-
-def ranks_save_and_load_alone(engines: Sequence[str], directory: Path) -> None:
-    """Within a process group, each rank a different number of times: nothing may be collective."""
-    code = """
-        import pathlib, sys, torch
-        import torch.distributed as dist
-        from datetime import timedelta
-        from megatron.checkpointing.engines.base import EngineOptions, FileState, SavedCheckpoint
-        from megatron.checkpointing.engines.registry import create_engine
-        from restart_trace.recorder import untraced_operation
-
-        directory, rank, engines = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
-        store = dist.FileStore(str(directory / "store"), 2)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-        for name in engines:
-            engine = create_engine(name, EngineOptions())
-            for i in range(1 + 2 * rank):
-                names = [f"{name}{rank}_{i}_{j}.pt" for j in range(rank + 1)]
-                states = [FileState(name, {"a": torch.full((5,), rank)}) for name in names]
-                saved = {file.name: file for file in engine.save(states, directory, untraced_operation())}
-                found = engine.load(names, SavedCheckpoint(directory, saved), untraced_operation())
-                assert all(state["a"].tolist() == [rank] * 5 for state in found.values())
-            engine.close()
-        print("done")
-        dist.barrier()
-        dist.destroy_process_group()
-        """
-    ranks = [start_python(code, directory, rank, *engines) for rank in range(2)]
-    try:
-        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [output.count("done") for output in outputs] == [1, 1]
 
 
 def _moved(spans: Sequence[dict[str, Any]], phase: str, detail: str) -> int:

@@ -264,6 +264,7 @@ def _namespace(attributes: dict[str, Any]) -> argparse.Namespace:
     return result
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(_nests)
 def test_any_nest_comes_back(state: Any) -> None:

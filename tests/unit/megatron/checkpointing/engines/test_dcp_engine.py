@@ -26,7 +26,6 @@ from tests.unit.megatron.checkpointing.engines.directory_engine_checks import (
     DirectoryEngineChecks,
     by_name,
     large,
-    ranks_save_and_load_alone,
 )
 from tests.unit.megatron.checkpointing.engines.nests import identical
 from tests.unit.trace_helpers import PROCESS, read
@@ -202,8 +201,3 @@ def test_nothing_more_is_begun_after_an_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="not written"), writer.fs.create_stream(tmp_path / "x", "wb"):
         pass
     assert str(failure.error) == "[Errno 28] first" and not (tmp_path / "x").exists()
-
-
-@pytest.mark.slow
-def test_ranks_save_and_load_alone(tmp_path: Path) -> None:
-    ranks_save_and_load_alone(["dcp", "dcp-async"], tmp_path)

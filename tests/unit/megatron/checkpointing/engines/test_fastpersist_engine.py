@@ -23,7 +23,6 @@ import torch
 from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointSaveError, EngineUnavailableError
 from megatron.checkpointing.engines.fastpersist import snapshot as fastpersist_snapshot
-from megatron.checkpointing.engines.fastpersist.decoupled_engine import FastPersistDecoupledEngine
 from megatron.checkpointing.engines.fastpersist.snapshot import SharedMemory
 from megatron.checkpointing.engines.fastpersist.writer import WRITER_EVENT
 from megatron.checkpointing.engines.registry import create_engine
@@ -51,16 +50,9 @@ def engines() -> Iterator[dict[str, CheckpointEngine]]:
         engine.close()
 
 
-@pytest.fixture(params=BOTH)
+@pytest.fixture(params=["fastpersist", pytest.param("fastpersist-decoupled", marks=pytest.mark.slow)])
 def engine(request: pytest.FixtureRequest, engines: dict[str, CheckpointEngine]) -> CheckpointEngine:
     return engines[request.param]
-
-
-@pytest.fixture
-def decoupled(engines: dict[str, CheckpointEngine]) -> FastPersistDecoupledEngine:
-    engine = engines["fastpersist-decoupled"]
-    assert isinstance(engine, FastPersistDecoupledEngine)
-    return engine
 
 
 # What is saved
@@ -126,6 +118,7 @@ def test_what_could_not_be_loaded_is_not_saved(engine: CheckpointEngine, tmp_pat
 # Which writer
 
 
+@pytest.mark.slow
 def test_the_writer_is_named_once_in_log_and_trace(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, engines: dict[str, CheckpointEngine]
 ) -> None:

@@ -212,6 +212,7 @@ def test_lazy_placement(lazy: tuple[Path, dict[str, SavedFile]], placement: Any)
     told_of("lazy", path.parent, with_size(files, path, path.parent), path)
 
 
+@pytest.mark.slow
 @MANY
 @given(data=st.data())
 def test_altered_lazy_header(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
@@ -267,6 +268,7 @@ def test_altered_datastates_header(tmp_path_factory: pytest.TempPathFactory, dat
 ENGINES = ["torch", "fastpersist", "dcp", "torchsnapshot", "lazy", "datastates"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @settings(MANY, max_examples=40)
 @given(data=st.data())

@@ -101,6 +101,7 @@ def test_trace_of_a_save_accounts_for_every_byte(tmp_path: Path) -> None:
     assert (end["bytes"], end["num_files"], end["durable"]) == (saved.num_bytes, 1, True)
 
 
+@pytest.mark.slow
 def test_peak_memory_stays_within_the_cache_and_64_mib(tmp_path: Path) -> None:
     """In a process of its own: 768 MiB of state, a cache of 96 MiB, and an optimizer step while nothing is written."""
     code = """

@@ -59,6 +59,7 @@ def train(installed: Path | None, save: Path, engine: str, *more: str | Path) ->
     return python(installed, [ROOT / "pretrain_gpt.py", *flags, *more])
 
 
+@pytest.mark.slow
 def test_names_of_plugins_are_known(installed: Path) -> None:
     code = (
         "from megatron.checkpointing.engines import registry; import sys; registry.check_engine_name('example')\n"
@@ -75,6 +76,7 @@ def test_names_of_plugins_are_known(installed: Path) -> None:
     assert refusal.endswith("example (of example_checkpoint_engine:ExampleEngine)")
 
 
+@pytest.mark.slow
 def test_training_with_a_plugin(installed: Path, tmp_path: Path) -> None:
     """Trained, resumed bit for bit, and without its package a clear error instead of another engine."""
     save = tmp_path / "run"
@@ -97,6 +99,7 @@ def test_training_with_a_plugin(installed: Path, tmp_path: Path) -> None:
     assert unreadable.returncode == 2 and "example" in unreadable.stderr
 
 
+@pytest.mark.slow
 def test_the_suite_can_be_run_for_a_plugin(installed: Path) -> None:
     """As docs/engines.md tells its author to."""
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", ROOT, "-c", ROOT / "pyproject.toml"]

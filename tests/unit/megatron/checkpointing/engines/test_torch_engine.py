@@ -198,6 +198,7 @@ def test_name_used_twice_is_an_error(tmp_path: Path) -> None:
 PROPERTY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("with_manifest", [True, False])
 @settings(PROPERTY, max_examples=500)

@@ -23,13 +23,7 @@ from megatron.checkpointing.engines.torchsnapshot import library  # noqa: E402
 from megatron.checkpointing.engines.torchsnapshot.engine import TorchSnapshotEngine, _PendingSnapshots  # noqa: E402
 from restart_trace.recorder import Recorder, untraced_operation  # noqa: E402
 from restart_trace.sink import JsonlSink  # noqa: E402
-from tests.unit.megatron.checkpointing.engines.directory_engine_checks import (  # noqa: E402
-    MIB,
-    NAME,
-    DirectoryEngineChecks,
-    large,
-    ranks_save_and_load_alone,
-)
+from tests.unit.megatron.checkpointing.engines.directory_engine_checks import MIB, NAME, DirectoryEngineChecks, large  # noqa: E402
 from tests.unit.megatron.checkpointing.engines.nests import identical  # noqa: E402
 from tests.unit.trace_helpers import PROCESS, read  # noqa: E402
 
@@ -38,6 +32,7 @@ class TestTorchSnapshotEngine(DirectoryEngineChecks):
     engine_name = "torchsnapshot"
     metadata = ".snapshot_metadata"
 
+    @pytest.mark.slow
     def test_tensors_that_the_library_writes_from_where_they_are_may_change(self, tmp_path: Path) -> None:
         state = {"a": torch.full((130 * MIB,), 7, dtype=torch.uint8)}  # above its limit for slabs, which it copies
         pending = self.engine(io_threads=1).begin_save([FileState(NAME, state)], tmp_path, untraced_operation())
@@ -45,6 +40,7 @@ class TestTorchSnapshotEngine(DirectoryEngineChecks):
         found = self.load(tmp_path, pending.wait())
         assert bool((found["a"] == 7).all())
 
+    @pytest.mark.slow
     def test_the_budget_bounds_all_snapshots_of_a_save_together(self, tmp_path: Path) -> None:
         trace = tmp_path / "trace.jsonl"
         recorder = Recorder(JsonlSink(trace), PROCESS)
@@ -153,7 +149,3 @@ class TestTorchSnapshotEngine(DirectoryEngineChecks):
         path.write_text(json.dumps(content))
         with pytest.raises(CheckpointDamagedError, match="not one of the files that were saved"):
             self.load(tmp_path, [])
-
-
-def test_ranks_save_and_load_alone(tmp_path: Path) -> None:
-    ranks_save_and_load_alone(["torchsnapshot"], tmp_path)

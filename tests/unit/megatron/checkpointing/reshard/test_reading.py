@@ -85,6 +85,7 @@ def some_runs(draw: st.DrawFn) -> Runs:
     return make_runs([a for a, _ in pairs], held, [b - a for a, b in pairs])
 
 
+@pytest.mark.slow
 @given(some_runs(), some_runs())
 def test_intersection_and_difference_are_those_of_sets(first: Runs, second: Runs) -> None:
     mine, theirs = elements(first), elements(second)

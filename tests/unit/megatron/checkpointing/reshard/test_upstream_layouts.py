@@ -115,7 +115,10 @@ def assert_same(reader: Reader, expected: State, vocab: int) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(1, 1, 1), Layout(1, 4, 2), Layout(4, 1, 2), Layout(2, 1, 3), Layout(1, 2, 5), Layout(4, 4, 1)],
+    [
+        *[Layout(1, 1, 1), Layout(1, 4, 2), Layout(2, 1, 3), Layout(1, 2, 5)],
+        *[pytest.param(layout, marks=pytest.mark.slow) for layout in (Layout(4, 1, 2), Layout(4, 4, 1))],
+    ],
     ids=str,
 )
 def test_upstreams_own_files_on_every_layout(layout: Layout) -> None:
@@ -125,6 +128,7 @@ def test_upstreams_own_files_on_every_layout(layout: Layout) -> None:
     assert_same(loaded(UPSTREAM, GOLDEN, layout), expected, GOLDEN.vocab)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padded", [500, 768])
 def test_another_padding_of_the_vocabulary(padded: int) -> None:
     """Where TP does not divide upstream's: its 12 rows of no token go, or as many as are new are zero."""
@@ -134,7 +138,11 @@ def test_another_padding_of_the_vocabulary(padded: int) -> None:
 
 @pytest.mark.parametrize("by_heads", [False, True], ids=["blocks", "heads"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("old", [Layout(2, 2, 3), Layout(1, 1, 1), Layout(1, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "old",
+    [pytest.param(Layout(2, 2, 3), marks=pytest.mark.slow), Layout(1, 1, 1), Layout(1, 2, 2)],
+    ids=str,
+)
 def test_tied_embeddings_and_grouped_heads(tmp_path: Path, old: Layout, dtype: str, by_heads: bool) -> None:
     """Also on the layout that saved them: the last stage has a position embedding more, QKV other rows."""
     state = some_state(GROUPED)

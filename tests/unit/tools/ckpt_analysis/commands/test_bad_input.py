@@ -76,6 +76,7 @@ def test_no_permission_for_the_directory(tmp_path: Path, command: str) -> None:
     assert f"{directory}: cannot be read as a directory: Permission denied" in said
 
 
+@pytest.mark.slow
 def test_no_permission_for_one_file_and_for_all(tmp_path: Path) -> None:
     directory = write_trace(tmp_path / "logs")
     file_of(directory, 3, 1).chmod(0)
@@ -90,6 +91,7 @@ def test_no_permission_for_one_file_and_for_all(tmp_path: Path) -> None:
     assert "none of its 17 trace files can be analysed: rank_00000_cycle_000.jsonl: Permission denied" in said
 
 
+@pytest.mark.slow
 def test_no_permission_to_write(tmp_path: Path) -> None:
     directory = write_trace(tmp_path / "logs")
     place = tmp_path / "place"
@@ -152,6 +154,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("damage", "kind"), DAMAGES.values(), ids=DAMAGES)
 def test_whatever_can_be_analysed_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Any, kind: str

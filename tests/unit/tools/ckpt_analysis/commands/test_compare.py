@@ -52,6 +52,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(imported(entry, base, name)) for name, entry in options.items()]
 
 
+@pytest.mark.slow
 def test_formats(three: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", *three]) == 0
     table = capsys.readouterr().out

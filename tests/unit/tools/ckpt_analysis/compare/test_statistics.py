@@ -50,6 +50,7 @@ def test_too_few_repeats_is_what_counting_says(first: int, second: int, enough: 
         assert (apart < ALPHA) is enough  # even without any overlap
 
 
+@pytest.mark.slow
 def test_it_does_not_see_differences_in_noise() -> None:
     """Of many comparisons of like with like about one in twenty may be called different (fixed seed)."""
     generator = np.random.default_rng(7)
@@ -64,6 +65,7 @@ def test_it_does_not_see_differences_in_noise() -> None:
     assert all(found.p_value is not None and found.p_value < ALPHA for found in slower)
 
 
+@pytest.mark.slow
 def test_the_interval_covers_the_true_ratio() -> None:
     """95 % intervals of samples with a known ratio of 1.5 hold it in at least 85 of 100 cases (fixed seed)."""
     generator = np.random.default_rng(11)

@@ -90,6 +90,7 @@ def test_the_waits_of_datastates() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(0, 200), st.text(alphabet="abc xyz=#", max_size=40)), max_size=20))
 def test_other_lines_change_nothing(others: list[tuple[int, str]]) -> None:

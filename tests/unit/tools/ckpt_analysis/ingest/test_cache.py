@@ -54,6 +54,7 @@ def no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tools.ckpt_analysis.ingest.load.read_records", fail)
 
 
+@pytest.mark.slow
 def test_second_look_reads_no_log_and_says_the_same(
     trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +94,7 @@ def removed(path: Path) -> None:
     path.unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [appended, rewritten, replaced, removed])
 def test_never_stale(trace: Path, change: Any) -> None:
     before = report(trace)
@@ -129,6 +131,7 @@ def test_both_runs_of_a_directory_come_from_one_entry(tmp_path: Path, monkeypatc
     assert report(directory, run_id="ffffffffffff")["run_id"] == "ffffffffffff"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [b"", b"not Parquet", None])
 def test_a_damaged_entry_is_made_anew(trace: Path, capsys: pytest.CaptureFixture[str], damage: bytes | None) -> None:
     expected = report(trace)
@@ -170,6 +173,7 @@ def test_small_logs_get_no_cache(trace: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "cache").exists() and not (trace / DIRECTORY).exists()
 
 
+@pytest.mark.slow
 def test_flags(
     trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,6 +35,7 @@ def test_a_value_that_is_no_text_is_found_among_any_texts(texts: list[str], valu
     assert misread([*texts[:place], value, *texts[place:]])
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(texts=st.lists(st.sampled_from(TEXTS) | st.text(st.characters(codec="utf-8"), max_size=4), min_size=1))
 def test_texts_are_not_taken_for_anything_else(texts: list[str]) -> None:

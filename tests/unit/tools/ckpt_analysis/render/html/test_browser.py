@@ -20,9 +20,12 @@ CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
 
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no Chromium here: install it with `apt-get install -y chromium` (Debian's package)"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="no Chromium here: install it with `apt-get install -y chromium` (Debian's package)"
+    ),
+]
 
 
 TEXTS_OUTSIDE = """() => Array.from(document.querySelectorAll('.plot')).flatMap(plot => {

@@ -84,6 +84,7 @@ def rows_of(page: Page, caption: str) -> list[list[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--all"]])
 def test_report_prints_what_compare_prints(
     flags: list[str], study: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -125,6 +125,7 @@ def a_save_of_no_length(log: RankLog) -> None:
     log.begin("save", tag="global_step5", step=5).end(bytes=0, num_files=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [nothing, only_first_steps, only_an_unfinished_save, a_save_without_bytes_or_files, a_save_of_no_length]
 )
