@@ -56,13 +56,6 @@ def held(tmp_path: Path) -> Iterator[Ownership]:
     mine.release()
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is waited out to its end is short: where the answer is the same however late it comes."""
-    monkeypatch.setattr(ownership, "PATIENCE_S", 0.05)
-    monkeypatch.setattr(ownership, "_LOCK_PATIENCE_S", 0.05)
-
-
 def on_another_host(save: Path) -> Owner:
     """Have the present owner be seen as one of another host; its heart beats on."""
     owner = newest_owner(save)
@@ -91,7 +84,6 @@ def test_generations_count_up_and_the_newest_owns(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / ".generations").iterdir()) == ["00000002", "lock"]
 
 
-@pytest.mark.usefixtures("impatient")
 def test_a_second_launch_beside_a_living_one_is_refused(tmp_path: Path) -> None:
     with other_launch(tmp_path) as process:
         with pytest.raises(SaveDirectoryInUseError, match=rf"pid {process.pid}.*--take-over"):
@@ -111,7 +103,6 @@ def test_a_killed_owner_is_followed_at_once(tmp_path: Path, signum: signal.Signa
         mine.release()
 
 
-@pytest.mark.usefixtures("impatient")
 def test_a_stopped_owner_is_alive(tmp_path: Path) -> None:
     with other_launch(tmp_path) as process:
         process.send_signal(signal.SIGSTOP)
@@ -127,7 +118,6 @@ def test_another_process_with_the_pid_of_the_owner_is_not_the_owner(tmp_path: Pa
     claim(tmp_path).release()
 
 
-@pytest.mark.usefixtures("impatient")
 def test_an_owner_on_another_host_is_alive_while_its_heart_beats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +168,6 @@ def test_a_silent_owner_on_another_host_is_not_waited_for(
         on_another_host(tmp_path)
 
 
-@pytest.mark.usefixtures("impatient")
 def test_other_ranks_know_their_own_launch(tmp_path: Path) -> None:
     ownership.check_not_in_use(tmp_path, "mine", first_of_host=True)
     with other_launch(tmp_path):
@@ -229,7 +218,6 @@ def test_without_locks_the_generation_alone_decides(tmp_path: Path, monkeypatch:
     test_of_many_launches_at_once_one_owns(tmp_path)
 
 
-@pytest.mark.usefixtures("impatient")
 def test_a_holder_that_hangs_does_not_keep_a_successor_waiting(tmp_path: Path, held: Ownership) -> None:
     with held.exclusively():
         mine = claim(tmp_path, take_over=True)  # returns
@@ -242,7 +230,6 @@ def test_a_holder_that_hangs_does_not_keep_a_successor_waiting(tmp_path: Path, h
     "content",
     ["", "{", "[]", "null", '{"generation": 1}', '{"generation": 1, "launch_id": "\\u001b[2J"}', "[" * 100_000],
 )
-@pytest.mark.usefixtures("impatient")
 def test_garbage_is_an_owner_that_is_not_known(tmp_path: Path, content: str) -> None:
     """Its number counts all the same, and it is as good as dead once its heart is silent."""
     (tmp_path / ".generations").mkdir()

@@ -139,9 +139,7 @@ def test_another_padding_of_the_vocabulary(padded: int) -> None:
 @pytest.mark.parametrize("by_heads", [False, True], ids=["blocks", "heads"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize(
-    "old",
-    [pytest.param(Layout(2, 2, 3), marks=pytest.mark.slow), Layout(1, 1, 1), Layout(1, 2, 2)],
-    ids=str,
+    "old", [pytest.param(Layout(2, 2, 3), marks=pytest.mark.slow), Layout(1, 1, 1), Layout(1, 2, 2)], ids=str
 )
 def test_tied_embeddings_and_grouped_heads(tmp_path: Path, old: Layout, dtype: str, by_heads: bool) -> None:
     """Also on the layout that saved them: the last stage has a position embedding more, QKV other rows."""

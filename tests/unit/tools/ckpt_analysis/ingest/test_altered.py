@@ -114,12 +114,7 @@ ALTERED_BEGINS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("which", "change"), ALTERED_BEGINS.values(), ids=ALTERED_BEGINS)
 def test_an_altered_begin_costs_its_operation(
-    tmp_path: Path,
-    trace: Path,
-    numbers_without: Without,
-    capsys: pytest.CaptureFixture[str],
-    which: Any,
-    change: Any,
+    tmp_path: Path, trace: Path, numbers_without: Without, capsys: pytest.CaptureFixture[str], which: Any, change: Any
 ) -> None:
     directory = tmp_path / "logs"
     shutil.copytree(trace, directory)
