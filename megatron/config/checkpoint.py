@@ -128,7 +128,7 @@ class CheckpointConfig(FlagGroup):
 
     def _check_universal(self) -> None:
         if self.load is None:
-            raise ConfigError("--redistribute does nothing without --load DIR: add it or drop the flag")
+            raise ConfigError("--redistribute universal: does nothing without --load DIR: add it or drop the flag")
         for name in ("no_load_optim", "finetune"):
             if getattr(self, name):
                 raise ConfigError(
