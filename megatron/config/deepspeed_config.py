@@ -145,7 +145,8 @@ def check_engine_stanza(config: Config) -> None:
             )
     if raw.get("aio") and not checkpoint.checkpoint_engine.startswith("fastpersist"):
         raise ConfigError(
-            f"--deepspeed_config {path}: aio is for DeepSpeed's checkpoint writer, and --checkpoint-engine is "
+            f"--deepspeed_config {path}: {', '.join(f'aio.{name}' for name in raw['aio'])}: aio is for DeepSpeed's "
+            "checkpoint writer, and --checkpoint-engine is "
             f"{checkpoint.checkpoint_engine}; use --checkpoint-engine fastpersist, or drop the section"
         )
     for leaf in _linked(_ENGINE_LINKS, checkpoint):
