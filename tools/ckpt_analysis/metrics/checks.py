@@ -14,7 +14,7 @@ from .results import OperationStats, StartStats, Stats
 
 COVERAGE_PROMISED = 0.98  # by our trainer
 COVERAGE_OF_HOOKS = 0.95  # of what other people's programs do: hooks see their calls of libraries
-_COVERAGE_FROM_S = 1.0  # a shorter operation's gaps are microseconds of Python between its spans
+COVERAGE_FROM_S = 1.0  # a shorter operation's gaps are microseconds of Python between its spans
 
 
 def check_operations(frames: Frames) -> list[Problem]:
@@ -158,7 +158,7 @@ def _bytes(stats: OperationStats, name: str) -> list[Problem]:
 
 def _coverage(stats: Stats, name: str, promised: float) -> list[Problem]:
     share, rank = stats.coverage_min, stats.coverage_rank
-    if share is None or share >= promised or not stats.wall or stats.wall.max_s < _COVERAGE_FROM_S:
+    if share is None or share >= promised or not stats.wall or stats.wall.max_s < COVERAGE_FROM_S:
         return []
     message = (
         f"{name}: named phases account for {percent(share)} of the wall time on rank "

@@ -58,7 +58,7 @@ class Content:
 class Figure:
     """A figure of the report. `make` takes the RunData of a run, or the Comparison of several.
 
-    `caption` defines its metric; `terms` are definitions that it links to.
+    `caption` defines its metric; `terms` are definitions that it links to, `rules` those whose findings it shows.
     """
 
     name: str
@@ -67,6 +67,7 @@ class Figure:
     make: Callable[[Any], Content]
     caption: str
     terms: tuple[str, ...]
+    rules: tuple[str, ...] = ()
 
 
 def plot(title: str, data: list[dict[str, Any]], layout: dict[str, Any], description: str) -> Plot:

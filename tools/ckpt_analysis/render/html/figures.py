@@ -15,6 +15,7 @@ FIGURES: tuple[Figure, ...] = (
         "length consists of. The grey bar behind a phase reaches from the first rank that began it to the "
         "last that ended it. What comes after the dotted line is training again work that was lost.",
         ("critical path", "restart_s", "time_to_first_step_s", "caught_up_s", "lost_steps", "lost_work_s"),
+        ("cold_imports",),
     ),
     Figure(
         "breakdown",
@@ -25,6 +26,7 @@ FIGURES: tuple[Figure, ...] = (
         "from what went on in the background. Then over all ranks: a bar from the fastest to the slowest "
         "rank, a line at the median. The rest that no phase accounts for is shown as unattributed.",
         ("busy time", "between ranks", "wall time", "unattributed_s", "coverage_min"),
+        ("fsync_dominates", "serialization_bound"),
     ),
     Figure(
         "ranks",
@@ -36,6 +38,7 @@ FIGURES: tuple[Figure, ...] = (
         "host, or by pipeline stage, data-parallel and tensor-parallel rank. In the row of barriers a dark "
         "cell is a rank that others waited for.",
         ("busy time", "own time", "between ranks"),
+        ("straggling_rank", "straggling_host", "more_ranks_than_cores"),
     ),
     Figure(
         "timeline",
@@ -55,6 +58,7 @@ FIGURES: tuple[Figure, ...] = (
         "Files that ranks wrote (without the manifest): how many of which size, and the time that each took "
         "in write and fsync, or in reading and decoding, by the kind that its name shows.",
         ("io_GBps",),
+        ("small_files",),
     ),
     Figure(
         "throughput",
@@ -65,6 +69,7 @@ FIGURES: tuple[Figure, ...] = (
         "checkpoint's size over the time that training stood still. A rank's are its own bytes over its own "
         "time; a host's are its ranks' bytes over the time of its slowest rank.",
         ("io_GBps", "blocked_GBps", "blocked_s", "between ranks"),
+        ("wait_previous",),
     ),
     Figure(
         "barriers",
@@ -73,6 +78,7 @@ FIGURES: tuple[Figure, ...] = (
         barriers.draw,
         "Time of each rank in barriers. A low bar among high ones is a rank that came late.",
         ("waiting", "skew"),
+        ("barrier_skew",),
     ),
     Figure(
         "steps",
@@ -92,5 +98,6 @@ FIGURES: tuple[Figure, ...] = (
         "I/O counters of the processes rose in it. Reads that were fetched from storage less than they were "
         "read came from the page cache.",
         ("probes", "operation"),
+        ("page_cache_reads",),
     ),
 )

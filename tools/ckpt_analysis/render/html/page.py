@@ -10,11 +10,12 @@ from typing import Any
 
 from ....common.formatting import plural
 from ...common.errors import CouldNotRunError
-from ...common.problems import ERROR
+from ...common.problems import ERROR, NOTE, WARNING, Problem
 from ...compare.results import Comparison
 from ...compare.variants import Variant
 from ...report import Analysis, Report
 from ..answer import answer
+from ..headline import headline
 from . import comparison
 from .content import Content, Figure, Plot
 from .definitions import DEFINITIONS
@@ -57,10 +58,20 @@ def _first_page(report: Report, name: str) -> dict[str, Any]:
         "broken": any(problem.severity == ERROR for problem in report.problems),
         "facts": _facts(report),
         "answer": answer(report),
+        "numbers": headline(report),
+        "state": _state(report.problems),
         "problems": shown,
         "more_problems": len(report.problems) - len(shown),
         "findings": report.findings,
     }
+
+
+def _state(problems: list[Problem]) -> str:
+    """How many problems of which severity the data have, in words."""
+    counts = {
+        severity: sum(problem.severity == severity for problem in problems) for severity in (ERROR, WARNING, NOTE)
+    }
+    return ", ".join(plural(number, severity) for severity, number in counts.items() if number)
 
 
 def _facts(report: Report) -> list[tuple[str, str]]:
@@ -103,11 +114,13 @@ def _render(title: str, first_pages: list[dict[str, Any]], figures: list[tuple[F
     environment.filters["marked"] = _marked
     environment.filters["unit"] = _unit
     plots = {f"plot-{f.name}-{i}": one for f, content in figures for i, one in enumerate(content.plots)}
+    sections = {rule: figure for figure, _ in figures for rule in figure.rules}
     used = {term for figure, _ in figures for term in figure.terms}
     return environment.get_template("report.html.j2").render(
         title=title,
         first_pages=first_pages,
         figures=figures,
+        sections=sections,
         definitions=[(term, DEFINITIONS[term]) for term in sorted(used, key=str.lower)],
         plots=Markup(_plots_json(plots)),
         style=Markup((_TEMPLATES / "report.css").read_text(encoding="utf-8")),

@@ -4,9 +4,8 @@
   const plots = JSON.parse(document.getElementById("plots").textContent);
   const shown = {}; // plot -> index of the variant that is shown
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
-  // Named one by one: none of them may lead out of this file.
-  const buttons = ["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"];
-  const config = { responsive: true, displaylogo: false, modeBarButtons: [buttons] };
+  // plotly's own buttons would cover what is drawn: ours stand above each figure.
+  const config = { responsive: true, displayModeBar: false };
   const PAPER = 680; // pixels: what A4 and letter have between their margins
   let printing = false;
 
@@ -24,7 +23,6 @@
       font: { color: ink, family: getComputedStyle(document.body).fontFamily, size: 13 },
       paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)",
-      modebar: { bgcolor: "rgba(0,0,0,0)", color: night ? "#7a8591" : "#a0a8b0", activecolor: ink },
       hoverlabel: { bgcolor: night ? "#1d232a" : "#ffffff", font: { color: ink }, align: "left" },
     });
     if (printing) result.width = PAPER;
@@ -104,6 +102,38 @@
       draw(group.dataset.plot);
     });
   }
+  for (const button of document.querySelectorAll("button.reset")) {
+    button.addEventListener("click", () => {
+      const name = button.dataset.plot;
+      Plotly.purge(document.getElementById(name)); // forgets how far the reader has zoomed
+      draw(name);
+    });
+  }
+  for (const button of document.querySelectorAll("button.image")) {
+    button.addEventListener("click", () => {
+      const figure = document.getElementById(button.dataset.plot);
+      const paper = { paper_bgcolor: getComputedStyle(document.body).backgroundColor };
+      const size = { width: figure.clientWidth, height: figure.clientHeight, scale: 2 };
+      const shown = { data: figure.data, layout: Object.assign({}, figure.layout, paper) };
+      Plotly.downloadImage(shown, Object.assign({ format: "png", filename: button.dataset.plot }, size));
+    });
+  }
+  // The entry of the section that is read is marked, and lies in sight where the contents are scrolled.
+  const entries = new Map(Array.from(document.querySelectorAll("nav a"), (a) => [a.hash.slice(1), a]));
+  const watcher = new IntersectionObserver(
+    (changes) => {
+      for (const change of changes) if (change.isIntersecting) mark(entries.get(change.target.id));
+    },
+    { rootMargin: "-15% 0px -80% 0px" }
+  );
+  function mark(entry) {
+    if (!entry) return;
+    for (const other of entries.values()) other.removeAttribute("aria-current");
+    entry.setAttribute("aria-current", "location");
+    const list = entry.closest("ul");
+    list.scrollLeft = entry.offsetLeft - list.offsetLeft - list.clientWidth / 2 + entry.clientWidth / 2;
+  }
+  for (const section of document.querySelectorAll("main > section")) watcher.observe(section);
   document.getElementById("theme").addEventListener("click", () => {
     root.dataset.theme = isDark() ? "light" : "dark";
     toggleLabel();

@@ -112,6 +112,31 @@ def test_draws_every_figure_without_a_word_or_a_request(opened: Watched, report:
     opened.assert_quiet(report)
 
 
+@pytest.mark.parametrize("width", [1400, 800])
+def test_the_answer_and_the_four_numbers_are_seen_first(fresh: Watched, width: int) -> None:
+    fresh.page.set_viewport_size({"width": width, "height": 900})
+    for part in ("#summary .answer", "#summary .numbers"):
+        box = fresh.page.locator(part).bounding_box()
+        assert box and box["y"] > 0 and box["y"] + box["height"] < 900, part
+    assert not fresh.page.locator("#summary .facts").is_visible()
+    assert fresh.page.locator(".modebar").count() == 0  # buttons stand above the figures, and cover nothing
+    fresh.page.locator("#barriers").scroll_into_view_if_needed()
+    contents = fresh.page.locator("nav").bounding_box()
+    assert contents and contents["y"] == 0 and contents["height"] < 60
+
+
+def test_zoom_is_undone_by_a_button(fresh: Watched) -> None:
+    ranges = "JSON.stringify(document.getElementById('plot-breakdown-0').layout.xaxis.range)"
+    before = fresh.page.evaluate(ranges)
+    fresh.page.evaluate("Plotly.relayout('plot-breakdown-0', {'xaxis.range': [0.01, 0.02]})")
+    assert fresh.page.evaluate(ranges) == "[0.01,0.02]"
+    fresh.page.locator("button.reset[data-plot='plot-breakdown-0']").click()
+    fresh.page.wait_for_function(f"{ranges} === {before!r}")
+    with fresh.page.expect_download() as saved:
+        fresh.page.locator("button.image[data-plot='plot-breakdown-0']").click()
+    assert saved.value.suggested_filename == "plot-breakdown-0.png"
+
+
 def test_every_text_of_a_plot_lies_within_it(opened: Watched) -> None:
     """Labels that are cut off would be missing in print, too."""
     assert opened.page.evaluate(TEXTS_OUTSIDE) == []

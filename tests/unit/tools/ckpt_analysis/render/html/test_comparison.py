@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,8 @@ def test_one_run_twice_and_repeats_under_a_name(
     named = [f"8/a={study[0]}", f"8/b={study[1]}", f"8/a={study[2]}", f"8/b={study[3]}"]
     page = page_of_runs(named, tmp_path, capsys)
     assert [trace["name"] for trace in plot_titled(page, "Times")] == ["A 8/a", "B 8/b"]
-    folded = [summary.text for summary in page.all("summary")]
+    runs = [after for before, after in pairwise(page.elements) if before.attributes.get("class") == "run"]
+    folded = [summary.text for summary in runs]
     assert [text.partition(":")[0] for text in folded] == [
         "A 8/a, run 1 of 2", "A 8/a, run 2 of 2", "B 8/b, run 1 of 2", "B 8/b, run 2 of 2",
     ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.unit.tools.ckpt_analysis.analysis_helpers import ROOT, file_of
 from tests.unit.tools.ckpt_analysis.render.html.report_pages import Page, analysis_of, page_comparing, page_of
 from tests.unit.tools.ckpt_analysis.trace_factory import Options, RankLog, dump, rank_log, write_trace
 from tools.ckpt_analysis.cli import main
+from tools.ckpt_analysis.findings import RULES
 from tools.ckpt_analysis.metrics.results import NO_GROUP, Spread
 from tools.ckpt_analysis.render.html.definitions import DEFINITIONS
 from tools.ckpt_analysis.render.html.figures import FIGURES
@@ -75,7 +77,7 @@ def test_what_people_with_screen_readers_and_keyboards_need(page: Page) -> None:
 
 
 def test_first_page_says_who_ran_what_is_wrong_and_the_answer(page: Page) -> None:
-    facts = dict(zip((e.text for e in page.all("dt")), (e.text for e in page.all("dd")), strict=False))
+    facts = {dt.text: dd.text for dt, dd in pairwise(page.elements) if (dt.tag, dd.tag) == ("dt", "dd")}
     assert facts["Layout"] == "TP2 PP2 DP2" and facts["Hosts"] == "2: node0, node1"
     assert facts["Engine that ran"] == "TorchCheckpointEngine (asked for: torch)"
     assert facts["Saves"] == "2 of 2 complete" and facts["Launches"] == "2 cycles, 1 restart"
@@ -83,6 +85,28 @@ def test_first_page_says_who_ran_what_is_wrong_and_the_answer(page: Page) -> Non
     assert "3 steps had to be trained again" in words
     assert "several_clocks" in [element.text for element in page.all("b")]
     assert "straggling_rank" in [element.text for element in page.all("code")]
+
+
+def test_the_four_numbers_stand_before_folded_facts(page: Page) -> None:
+    classes = [element.attributes.get("class") for element in page.elements]
+    assert classes.index("answer") < classes.index("numbers") < classes.index("facts") < classes.index("findings")
+    shown = [e.text for e in page.elements[classes.index("numbers") :] if e.tag in ("dt", "dd")][: 4 * 3]
+    titles, values, notes = shown[::3], shown[1::3], [note.strip() for note in shown[2::3]]
+    assert titles == ["Time to first step", "Blocked per save", "Lost work", "Coverage"]
+    # Rank 2 imports longest; ranks leave the first step together; rank 5 writes longest; rank 4 trains slowest.
+    assert values[2] == "0.330 s" and notes[2] == "3 steps undone in 1 restart"
+    assert notes[0].startswith("restart of cycle 1, from process start; ") and notes[0].endswith(" s from the failure")
+    assert notes[1].startswith("median of 2 saves, longest 0.") and values[3].endswith(" %")
+    assert "open" not in next(e for e in page.all("details") if e.attributes.get("class") == "data").attributes
+
+
+def test_findings_and_figures_link_to_each_other(page: Page) -> None:
+    assert sorted(rule for figure in FIGURES for rule in figure.rules) == sorted(rule.name for rule in RULES)
+    links = [a.attributes["href"] for a in page.all("a")]
+    found = [li.attributes["id"] for li in page.all("li") if "id" in li.attributes]
+    assert found and found == [f"finding-{i}" for i in range(1, len(found) + 1)]
+    assert sorted(link for link in links if link.startswith("#finding-")) == sorted(f"#{name}" for name in found)
+    assert links.count("#ranks") == 2  # of the contents, and of the straggler
 
 
 def test_hostile_names_are_text(tmp_path: Path) -> None:

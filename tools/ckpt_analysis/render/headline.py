@@ -1,0 +1,84 @@
+"""The four numbers that a report begins with: time to first step, blocked per save, lost work, coverage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+
+from ...common.formatting import digits_for, percent, plural, seconds
+from ..metrics.checks import COVERAGE_FROM_S
+from ..metrics.results import OperationStats, Stats
+from ..report import Report
+
+NOT_RECORDED = "not recorded"
+
+
+@dataclass(frozen=True)
+class HeadlineNumber:
+    """One number with its unit, as text; `note` says of what it is, `figure` which figure shows where it comes from."""
+
+    title: str
+    value: str
+    note: str
+    figure: str
+
+
+def headline(report: Report) -> list[HeadlineNumber]:
+    """The four numbers, in this order; docs/metrics.md defines them under "The report"."""
+    return [_first_step(report), _blocked(report), _lost(report), _coverage(report)]
+
+
+def name_of(stats: Stats) -> str:
+    """An operation within a sentence: "save global_step5 of cycle 0"."""
+    tag = f" {stats.tag}" if isinstance(stats, OperationStats) and stats.tag else ""
+    return f"{stats.kind}{tag} of cycle {stats.cycle}"
+
+
+def _first_step(report: Report) -> HeadlineNumber:
+    title, figure = "Time to first step", "waterfall"
+    starts = [start for start in (report.restarts or report.first_launches) if start.wall]
+    if not starts:
+        return HeadlineNumber(title, NOT_RECORDED, "no start reached its first step", figure)
+    start = starts[-1]
+    took_s = start.wall.max_s if start.wall else 0.0
+    note = f"{name_of(start)}, from process start"
+    if start.restart_s is not None:
+        note += f"; {seconds(start.restart_s)} s from the failure"
+    return HeadlineNumber(title, f"{seconds(took_s)} s", note, figure)
+
+
+def _blocked(report: Report) -> HeadlineNumber:
+    title, figure = "Blocked per save", "throughput"
+    blocked = [save.blocked_s for save in report.complete_saves if save.blocked_s is not None]
+    if not blocked:
+        return HeadlineNumber(title, NOT_RECORDED, "no save was recorded to its end", figure)
+    digits = digits_for(max(blocked))
+    note = f"median of {plural(len(blocked), 'save')}, longest {seconds(max(blocked), digits)} s"
+    return HeadlineNumber(title, f"{seconds(median(blocked), digits)} s", note, figure)
+
+
+def _lost(report: Report) -> HeadlineNumber:
+    title, figure = "Lost work", "waterfall"
+    lost = [start for start in report.restarts if start.lost_work_s is not None]
+    if not report.restarts:
+        return HeadlineNumber(title, "0 s", "the run had no restart", figure)
+    if not lost:
+        return HeadlineNumber(title, NOT_RECORDED, "no restart says which step it resumed after", figure)
+    took_s = sum(start.lost_work_s or 0.0 for start in lost)
+    steps = plural(sum(start.lost_steps or 0 for start in lost), "step")
+    return HeadlineNumber(title, f"{seconds(took_s)} s", f"{steps} undone in {plural(len(lost), 'restart')}", figure)
+
+
+def _coverage(report: Report) -> HeadlineNumber:
+    title, figure = "Coverage", "breakdown"
+    known = [
+        (stats.coverage_min, stats)
+        for stats in (*report.starts, *report.loads, *report.saves)
+        if stats.coverage_min is not None
+    ]
+    if not known:
+        return HeadlineNumber(title, NOT_RECORDED, "no operation was recorded to its end", figure)
+    long = [(share, stats) for share, stats in known if stats.wall and stats.wall.max_s >= COVERAGE_FROM_S]
+    share, stats = min(long or known, key=lambda entry: entry[0])
+    of = plural(len(long or known), "operation") + (f" of {COVERAGE_FROM_S:g} s or more" if long else "")
+    return HeadlineNumber(title, percent(share), f"lowest of {of}: {name_of(stats)}", figure)
