@@ -104,7 +104,7 @@ def test_a_process_ends_though_nobody_closed_its_engines(tmp_path: Path) -> None
         from tests.conformance.subjects import Subject, engines_under_test
 
         if __name__ == "__main__":
-            faulthandler.dump_traceback_later(60, exit=True)
+            faulthandler.dump_traceback_later(240, exit=True)
             subjects = [Subject(name) for name in engines_under_test()]
             for subject in subjects:
                 subject.save({{"a": {{"weight": torch.ones(1000)}}}}, Path({str(tmp_path)!r}) / subject.name)

@@ -99,7 +99,7 @@ def test_blocking_spans_account_for_the_time_that_training_waits(launcher: Launc
     gaps: list[float] = []  # seconds that are in no span
     allowed = 0.0
     while not gaps or gaps[-1] > allowed:  # what the scheduler takes is not left out every time
-        assert len(gaps) < 4, f"{gaps} s of the time are in no blocking span"
+        assert len(gaps) < 8, f"{gaps} s of the time are in no blocking span"
         finished = train(launcher, PAIR, *flags, "--restart-trace-dir", save / "restart_trace", env=env)
         waited = re.search(r"iteration 2 committed to \S+ training was blocked (\S+) s", finished.log(0))
         assert waited

@@ -111,19 +111,29 @@ def test_no_hook_was_switched_off(pair: Pair) -> None:
     assert "switched off" not in pair.traced.output and "restart_trace:" not in pair.traced.output
 
 
-def test_saves_and_loads_are_covered(pair: Pair) -> None:
+def test_saves_and_loads_are_covered(pair: Pair, clients: Zygote) -> None:
     """By their phases, nearly all of the time of all saves and loads over the ranks: 95 % on a machine of one's own.
 
     An operation takes 30 to 100 ms here, so that a rank that waits for a core between two calls costs it several
-    percent; a call that is not hooked costs it a third and more.
+    percent: then another run is looked at. A call that is not hooked costs it a third and more, every time.
     """
-    _, saves, loads = CLIENTS[pair.client]
-    found = {kind: operations(pair.trace_dir, kind) for kind in ("save", "load")}
+    ratios = [covered(pair.client, pair.trace_dir)]
+    while ratios[-1] < 0.85:
+        assert len(ratios) < 4, ratios
+        again = pair.directory / f"again{len(ratios)}"
+        assert run_client(clients, pair.client, again / "traced", again / "trace").ok
+        ratios.append(covered(pair.client, again / "trace"))
+
+
+def covered(client: str, trace_dir: Path) -> float:
+    """Share of the time of all saves and loads that their phases account for."""
+    _, saves, loads = CLIENTS[client]
+    found = {kind: operations(trace_dir, kind) for kind in ("save", "load")}
     assert {kind: len(those) for kind, those in found.items()} == {"save": RANKS * saves, "load": RANKS * loads}
     every = found["save"] + found["load"]
     assert all(rows[-1]["type"] == "operation_end" and rows[-1]["outcome"] == "ok" for rows in every)
     covered_ns = sum(row["duration_ns"] for rows in every for row in rows if row["type"] == "span")
-    assert covered_ns >= 0.85 * sum(rows[-1]["end_ns"] - rows[-1]["start_ns"] for rows in every)
+    return covered_ns / sum(rows[-1]["end_ns"] - rows[-1]["start_ns"] for rows in every)
 
 
 def test_phases_do_not_overlap(pair: Pair) -> None:

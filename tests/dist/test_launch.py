@@ -79,11 +79,12 @@ def test_ranks_that_are_killed_go_on_in_place(tmp_path: Path, dataset: list[str]
         for rank in (0, 1):
             os.kill(records(trace, 0, rank)[0]["pid"], signal.SIGKILL)
         assert job.wait(HANGS_S) == 0, (tmp_path / "log").read_text()[-4000:]
+        wait_for(lambda: marked(tmp_path) == [], "the end of all processes")
     finally:
         for process in marked(tmp_path):
             process.kill()
         job.wait(HANGS_S)
-    assert marked(tmp_path) == [] and left_in_shm(tmp_path / "shm") == []
+    assert left_in_shm(tmp_path / "shm") == []
     before, after = losses(trace, 0, 1), losses(trace, 1, 1)
     repeated = set(before) & set(after)
     assert sorted(before) == list(range(1, HELD_AT + 1)) and sorted(after) == list(range(6, 41))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
+HANGS_S = 120.0  # nothing takes as long, unless it waits for ever
 SCALARS = (
     st.none() | st.booleans() | st.integers() | st.sampled_from([-1, 0, 1 << 63, 10**400, 1e308])
     | st.floats(allow_nan=True, allow_infinity=True) | st.text(max_size=8)
@@ -51,17 +52,17 @@ def altered(draw: st.DrawFn, value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def no_longer_than(seconds: float) -> Iterator[None]:
-    """Fails the test in what blocks for longer, which opening a FIFO does for ever.
+def blocking_fails() -> Iterator[None]:
+    """Fails the test in what blocks, which opening a FIFO does for ever.
 
     Not by TimeoutError, which is an OSError: what is tested would take it for a file that cannot be read, and go on.
     """
 
     def give_up(*_: Any) -> None:
-        pytest.fail(f"blocked for {seconds} s")
+        pytest.fail(f"blocked for {HANGS_S:g} s")
 
     before = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, HANGS_S)
     try:
         yield
     finally:

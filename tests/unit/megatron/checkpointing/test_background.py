@@ -22,11 +22,13 @@ class Pending(PendingSave):
     """Released when told; notes on which threads."""
 
     def __init__(self) -> None:
+        self.asked = threading.Event()
         self.releasable = threading.Event()
         self.releasable.set()
         self.released: list[str] = []
 
     def release_state(self) -> None:
+        self.asked.set()
         self.releasable.wait()
         self.released.append(threading.current_thread().name)
 
@@ -68,8 +70,18 @@ def job(tmp_path: Path) -> Job:
     return Job(tmp_path / "trace.jsonl")
 
 
-def end_soon(job: Job, after_s: float = 0.05) -> None:
-    threading.Timer(after_s, job.may_end.set).start()
+@pytest.fixture
+def waited_for_job(job: Job, monkeypatch: pytest.MonkeyPatch) -> Job:
+    """Its saves end once training waits for them, and not before."""
+    span = Operation.span
+
+    def ending_span(self: Operation, phase: str, *args: Any, **kwargs: Any) -> Any:
+        if phase == "wait_previous":
+            job.may_end.set()
+        return span(self, phase, *args, **kwargs)
+
+    monkeypatch.setattr(Operation, "span", ending_span)
+    return job
 
 
 def test_training_hears_of_a_save_once_it_is_over(job: Job) -> None:
@@ -81,9 +93,9 @@ def test_training_hears_of_a_save_once_it_is_over(job: Job) -> None:
     assert job.saves.pending is None and save.error is None and save.total_ns > 0
 
 
-def test_drain_is_a_blocking_span_within_the_operation_of_the_save(job: Job) -> None:
+def test_drain_is_a_blocking_span_within_the_operation_of_the_save(waited_for_job: Job) -> None:
+    job = waited_for_job
     save = job.begin()
-    end_soon(job)
     job.saves.drain()
     (span,), (end,) = job.records("span"), job.records("operation_end")
     assert (span["phase"], span["blocking"], span["thread"]) == ("wait_previous", True, "MainThread")
@@ -92,9 +104,9 @@ def test_drain_is_a_blocking_span_within_the_operation_of_the_save(job: Job) -> 
     assert job.pending.released == ["MainThread"]
 
 
-def test_next_save_waits_in_its_own_operation(job: Job) -> None:
+def test_next_save_waits_in_its_own_operation(waited_for_job: Job) -> None:
+    job = waited_for_job
     job.begin(1)
-    end_soon(job)
     job.saves.wait_previous(job.operation(2))
     (end,), (span,) = job.records("operation_end", 1), job.records("span", 2)
     assert span["phase"] == "wait_previous" and span["blocking"] and span["end_ns"] >= end["end_ns"]
@@ -155,6 +167,7 @@ def test_operation_does_not_end_while_the_state_is_being_released(job: Job) -> N
     job.pending.releasable.clear()
     releasing = threading.Thread(target=job.saves.release_state)
     releasing.start()
+    assert job.pending.asked.wait(300)
     job.may_end.set()
     time.sleep(0.05)
     assert not save.over and job.records("operation_end") == []
@@ -168,9 +181,9 @@ def test_error_in_training_waits_for_a_limited_time(job: Job) -> None:
     job.begin()
     job.pending.releasable.clear()
     assert not job.saves.drain_after_error(0.05)
-    assert job.saves.pending is not None
+    assert job.saves.pending is not None and job.pending.asked.wait(300)
     job.pending.releasable.set()
-    end_soon(job)
+    job.may_end.set()
     assert job.saves.drain_after_error(300.0)
     assert job.pending.released == ["ckpt-release"]  # never on the thread that must get away
 

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 
 from megatron.checkpointing import commit
 from megatron.checkpointing.engines.base import SavedFile
-from tests.unit.hostile import NO_FILES, altered, fifo, no_longer_than
+from tests.unit.hostile import NO_FILES, altered, blocking_fails, fifo
 from tests.unit.megatron.checkpointing.test_commit import FILE, committed, found, manifest_of, write
 
-TIMEOUT_S = 10.0
 MANIFEST = "manifest.json"
 GARBAGE = [
     b"", b" \n", b"\xff\xff", b"a\x00b", b".", b"..", b"../..", b"/etc", b"a/b", b"x" * 300, b"x" * 100_000,
@@ -41,7 +40,7 @@ def content_of(step: int) -> dict[str, Any]:
 
 
 def discovered(save: Path) -> tuple[list[str], list[str]]:
-    with no_longer_than(TIMEOUT_S):
+    with blocking_fails():
         candidates, problems = commit.discover(save, None)
     return [c.directory.name for c in candidates], problems
 
@@ -80,7 +79,7 @@ def test_latest_that_is_no_file(tmp_path: Path, make: Callable[[Path], None]) ->
     names, problems = discovered(tmp_path)
     assert names == ["global_step1"] and len(problems) == 1
     assert "latest: names no checkpoint: is a" in problems[0]
-    with no_longer_than(TIMEOUT_S):
+    with blocking_fails():
         assert commit.next_sequence(tmp_path) == 2
         committed(tmp_path, 2)
     assert discovered(tmp_path)[0] == ["global_step2", "global_step1"]
@@ -127,7 +126,7 @@ def test_temporary_file_of_latest_that_is_no_file(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.write_text("untouched")
     (tmp_path / ".latest_checkpointed_iteration.txt.tmp").symlink_to(elsewhere)
-    with no_longer_than(TIMEOUT_S):
+    with blocking_fails():
         committed(tmp_path, 1)
     assert found(tmp_path) == ["global_step1"] and elsewhere.read_text() == "untouched"
 

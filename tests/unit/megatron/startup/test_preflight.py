@@ -29,7 +29,7 @@ from megatron.config import (
     TrainingConfig,
 )
 from megatron.startup.preflight import check_dataset, check_inputs, check_load, check_tokenizer, check_writable
-from tests.unit.hostile import fifo, no_longer_than
+from tests.unit.hostile import blocking_fails, fifo
 from tests.unit.megatron.checkpointing.test_commit import manifest_of
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -299,7 +299,7 @@ def test_latest_that_names_nothing_ends_the_run(tmp_path: Path) -> None:
 
 def test_latest_that_is_no_file_does_not_block(tmp_path: Path) -> None:
     fifo(tmp_path / "latest")
-    with no_longer_than(10.0), pytest.raises(ConfigError, match="latest: names no checkpoint: is a FIFO"):
+    with blocking_fails(), pytest.raises(ConfigError, match="latest: names no checkpoint: is a FIFO"):
         check_load(CheckpointConfig(load=str(tmp_path)))
 
 

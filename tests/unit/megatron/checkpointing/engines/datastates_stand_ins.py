@@ -32,7 +32,7 @@ class Behaviour:
     """What the library will do, and what was asked of it."""
 
     delay_s: float = 0.0  # before each write of the writer thread
-    header_delay_s: float = 0.0  # between starting the writer and opening the file for the header
+    header_last: bool = False  # the file is opened for the header when the writer has written its tensors
     lost: tuple[str, ...] = ()  # files whose save ends in sys.exit(-1) in a thread
     cut: dict[str, int] = field(default_factory=dict)  # file -> bytes that are missing at its end
     dies_at: int | None = None  # the writer thread ends before this write
@@ -102,7 +102,8 @@ def install_checkpointing(monkeypatch: pytest.MonkeyPatch, behaviour: Behaviour)
             for key, tensor in tensors.items():
                 at = base + header[key]["data_offsets"][0]
                 self._writer.queue.put(lambda at=at, tensor=tensor: _write_in_place(path, at, tensor))
-            time.sleep(behaviour.header_delay_s)
+            if behaviour.header_last:
+                self._writer.queue.join()
             with open(path, "wb") as file:
                 file.write(len(text).to_bytes(8, "little") + text)
                 file.seek(base + position)

@@ -60,7 +60,7 @@ def main_library(monkeypatch: pytest.MonkeyPatch) -> Library:
 def installed(api: str, monkeypatch: pytest.MonkeyPatch) -> Library:
     behaviour = Behaviour()
     INSTALL[api](monkeypatch, behaviour)
-    monkeypatch.setattr(datastates_engine, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(datastates_engine, "TIMEOUT_S", 300.0)  # the library's threads may seldom get to run
     monkeypatch.setattr(datastates_engine, "TIMEOUT_S_PER_GIB", 0.0)
     return Library(api, behaviour)
 
@@ -175,7 +175,8 @@ def test_wait_on_another_thread(tmp_path: Path, library: Library) -> None:
 
 
 def failure(library: Library, at: Path) -> str:
-    with pytest.raises((CheckpointDamagedError, OSError)) as caught:
+    with pytest.MonkeyPatch.context() as patience, pytest.raises((CheckpointDamagedError, OSError)) as caught:
+        patience.setattr(datastates_engine, "TIMEOUT_S", 1.0)
         library.engine().save(file_states(), at, untraced_operation())
     return str(caught.value)
 
@@ -188,7 +189,7 @@ def test_lost_file(tmp_path: Path, library: Library) -> None:
         assert found.startswith("DataStates lost 1 of 2 files in its thread (sys.exit(-1))")
     else:
         assert found.startswith(f"{tmp_path / NAMES[1]}: 0 bytes, too few for a DataStates file")
-        assert "given up after 0 s" in found or "given up after 1 s" in found
+        assert "given up after 1 s" in found
 
 
 def test_short_file(tmp_path: Path, library: Library) -> None:
@@ -219,7 +220,7 @@ def test_files_are_not_cut_off_by_their_own_header(
     tmp_path: Path, main_library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The library truncates the file after its thread has begun to write; left to itself, it loses tensors so."""
-    main_library.behaviour.header_delay_s = 0.1
+    main_library.behaviour.header_last = True
     engine, files = main_library.engine(), file_states()
     saved = engine.save(files, tmp_path, untraced_operation())
     assert identical(load(engine, tmp_path, saved), {file.name: file.state for file in files})

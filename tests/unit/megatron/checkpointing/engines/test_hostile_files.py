@@ -27,11 +27,10 @@ from megatron.checkpointing.engines.registry import create_engine
 from megatron.config import ConfigError
 from megatron.startup.injected_faults import InjectedFault
 from restart_trace.recorder import untraced_operation
-from tests.unit.hostile import NO_FILES, altered, no_longer_than
+from tests.unit.hostile import NO_FILES, altered, blocking_fails
 from tests.unit.megatron.checkpointing.engines import datastates_files
 
 NAME = "mp_rank_00_model_states.pt"
-TIMEOUT_S = 20.0
 MANY = settings(
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 )
@@ -64,7 +63,7 @@ def outcome(engine: str, directory: Path, files: dict[str, SavedFile]) -> str | 
     """What is told of the damage that a load found; None if it found none. Anything else that is raised fails."""
     reader = reader_of(engine)
     try:
-        with no_longer_than(TIMEOUT_S):
+        with blocking_fails():
             reader.load_into([FileState(NAME, state())], SavedCheckpoint(directory, files), untraced_operation())
             if engine == "lazy":
                 reader.placed_tensors(SavedCheckpoint(directory, files), untraced_operation())

@@ -25,7 +25,7 @@ def test_ranks_save_and_load_alone(tmp_path: Path) -> None:
 
         directory, rank, engines = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
         store = dist.FileStore(str(directory / "store"), 2)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(minutes=5))
         for name in engines:
             engine = create_engine(name, EngineOptions())
             for i in range(1 + 2 * rank):

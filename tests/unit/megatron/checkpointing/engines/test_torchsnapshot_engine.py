@@ -79,13 +79,16 @@ class TestTorchSnapshotEngine(DirectoryEngineChecks):
         self, tmp_path: Path, monkeypatch: Any, threads: int
     ) -> None:
         lock, now, most = threading.Lock(), 0, 0
-        write = os.write
+        all_at_once, write = threading.Event(), os.write
 
         def slow(fd: int, data: Any) -> int:
             nonlocal now, most
             with lock:
                 now += 1
                 most = max(most, now)
+            if now >= threads:
+                all_at_once.set()
+            all_at_once.wait(60)  # the first wait for as many as there are to be
             time.sleep(0.01)
             with lock:
                 now -= 1

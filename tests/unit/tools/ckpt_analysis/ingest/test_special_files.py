@@ -13,7 +13,7 @@ import pytest
 
 from restart_trace.cycles import newest_cycle
 from restart_trace.startup import reached_iteration
-from tests.unit.hostile import no_longer_than
+from tests.unit.hostile import blocking_fails
 from tests.unit.tools.ckpt_analysis.analysis_helpers import ROOT, file_of, kinds, problem, result
 from tests.unit.tools.ckpt_analysis.trace_factory import write_trace
 from tests.unit.tools.ckpt_analysis.upstream_log_factory import upstream_log
@@ -21,8 +21,6 @@ from tools.ckpt_analysis.cli import main
 from tools.ckpt_analysis.common.progress import Progress
 from tools.ckpt_analysis.ingest.cache import DIRECTORY, Cache
 from tools.ckpt_analysis.ingest.load import load_trace
-
-LIMIT_S = 120  # nothing here takes as long, unless it waits for ever
 
 
 def make_socket(path: Path) -> None:
@@ -42,7 +40,7 @@ SPECIAL: dict[str, Callable[[Path], object]] = {
 @pytest.fixture(autouse=True)
 def alarm() -> Iterator[None]:
     """A test that waits for ever fails."""
-    with no_longer_than(LIMIT_S):
+    with blocking_fails():
         yield
 
 
