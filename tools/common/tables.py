@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -99,6 +100,41 @@ def text_table(
         return indent + "  ".join(padded).rstrip()
 
     return [style.faint(line(header)) if style else line(header), *map(line, rows)]
+
+
+def terminal_width() -> int | None:
+    """Columns of the terminal: COLUMNS, else those of standard output; None where neither says."""
+    return shutil.get_terminal_size((0, 0)).columns or None
+
+
+def text_width(most: int = 100) -> int:
+    """Columns that sentences are broken at."""
+    return min(terminal_width() or most, most)
+
+
+def fitted_table(
+    columns: Sequence[Column[Item]],
+    items: Sequence[Item],
+    style: Style | None = None,
+    *,
+    optional: Sequence[str] = (),
+    left: int = 1,
+) -> list[str]:
+    """As `text_table`. Columns titled as in `optional` are left out, in this order, until the terminal has room.
+
+    A last line names those that were left out.
+    """
+    kept, gone = list(columns), list[str]()
+    width = terminal_width()
+    while True:
+        lines = text_table(titles(kept), texts(kept, items), left=left)
+        title = next((title for title in optional if any(column.title == title for column in kept)), None)
+        if width is None or title is None or max(map(len, lines)) <= width:
+            break
+        kept = [column for column in kept if column.title != title]
+        gone.append(title)
+    lines = text_table(titles(kept), texts(kept, items), style, left=left)
+    return [*lines, *([f"  (no room for: {', '.join(gone)})"] if gone else [])]
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: bool = False) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import chain
 from statistics import median
 
+from ...common.statistics import ALPHA, LEAST_REPEATS, difference
 from ..common.errors import CouldNotRunError
 from ..report import Report
 from .metrics import Metric, Samples, collect
@@ -21,7 +22,6 @@ from .results import (
     MetricRow,
     VariantFacts,
 )
-from .statistics import ALPHA, LEAST_REPEATS, difference
 from .variants import Variant, facts_of, label_of
 
 _NOISE_OF_OPERATIONS = (

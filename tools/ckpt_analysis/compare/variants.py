@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from string import ascii_uppercase
 
 from ..model.run_info import layout_text
 from ..report import Report
 from .results import VariantFacts
+
+_TRACES = ("restart_trace", "trace")  # what directories of traces are called, of trainings and of drills
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,23 @@ class Variant:
 def label_of(index: int) -> str:
     """A, B, ... in the order given."""
     return ascii_uppercase[index] if index < len(ascii_uppercase) else f"#{index + 1}"
+
+
+def short_name(variant: VariantFacts) -> str:
+    """The name of a variant; if it was given as a directory, the last part that is not a generic name."""
+    path = Path(variant.name)
+    if not Path(variant.directories[0]).is_relative_to(path):  # a NAME, which may hold slashes
+        return variant.name
+    return (path.parent.name if path.name in _TRACES else path.name) or variant.name
+
+
+def names_in_sentences(variants: list[VariantFacts]) -> list[str]:
+    """A name for each: its short name, with the label before it where two have the same."""
+    names = [short_name(variant) for variant in variants]
+    times = Counter(names)
+    return [
+        name if times[name] == 1 else f"{variant.label} ({name})" for name, variant in zip(names, variants, strict=True)
+    ]
 
 
 def facts_of(variant: Variant, label: str) -> VariantFacts:

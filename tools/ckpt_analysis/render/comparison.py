@@ -8,14 +8,26 @@ from dataclasses import asdict
 from typing import NamedTuple
 
 from ...common.escaping import markdown, shown
-from ...common.formatting import NOT_RECORDED, number
-from ...common.tables import Column, Style, csv_table, markdown_table, text_table, texts, titles
-from ..compare.results import DIFFERS, Comparison, MetricRow, VariantFacts
+from ...common.formatting import NOT_RECORDED, number, plural
+from ...common.statistics import ALPHA, LEAST_REPEATS
+from ...common.tables import (
+    Column,
+    Style,
+    csv_table,
+    fitted_table,
+    markdown_table,
+    text_table,
+    text_width,
+    texts,
+    titles,
+)
+from ..compare.results import DIFFERS, EQUAL, WITHIN_NOISE, Comparison, MetricRow, VariantFacts
 from ..compare.results import Cell as MetricCell
-from ..compare.statistics import ALPHA, LEAST_REPEATS
+from ..compare.verdict import verdict_of
 
-_WIDTH = 100
 _COLUMN = 30  # characters of a fact in a column
+_ALIKE = (EQUAL, WITHIN_NOISE)  # verdicts of rows that only --all shows
+_OPTIONAL = ("95 % interval", "unit", "p")  # columns that a narrow terminal has no room for, the first to go first
 METHOD = (
     f"differs: Mann-Whitney U test on the repeats of both, two-sided, p < {ALPHA}; too few repeats: not even "
     f"samples without overlap would reach that (or fewer than {LEAST_REPEATS}). Brackets: 95 % bootstrap interval of "
@@ -54,8 +66,13 @@ _COLUMNS: tuple[Column[Result], ...] = (
 
 
 def to_json(comparison: Comparison) -> str:
-    """All of it, every sample included; the keys are those of compare/results.py."""
-    return json.dumps(asdict(comparison) | {"method": METHOD}, indent=2, allow_nan=False) + "\n"
+    """All of it, every sample included; the keys are those of compare/results.py, `verdict` and `method`."""
+    return (
+        json.dumps(
+            {"verdict": verdict_of(comparison)} | asdict(comparison) | {"method": METHOD}, indent=2, allow_nan=False
+        )
+        + "\n"
+    )
 
 
 def to_csv(comparison: Comparison) -> str:
@@ -70,33 +87,52 @@ def to_csv(comparison: Comparison) -> str:
 
 
 def to_markdown(comparison: Comparison, *, show_all: bool = False) -> str:
-    """Tables in GitHub's Markdown."""
+    """The same in GitHub's Markdown."""
     comparison = shown(comparison, markdown)
-    lines = [f"- **{variant.label}** {_describe(variant)}" for variant in comparison.variants]
+    lines = [verdict_of(comparison), ""]
+    lines += [f"- **{variant.label}** {_describe(variant)}" for variant in comparison.variants]
     if comparison.differing:
         facts = [(name, *map(_text, values)) for name, values in comparison.differing.items()]
         lines += ["", *markdown_table(_differing_header(comparison), facts)]
     results = compared(comparison, headline_only=not show_all)
-    lines += ["", *markdown_table(titles(_COLUMNS), texts(_COLUMNS, results)), ""]
-    lines += [f"- {note}" for note in [*comparison.notes, METHOD]]
+    if differing := _differing_results(results, show_all):
+        lines += ["", *markdown_table(titles(_COLUMNS), texts(_COLUMNS, differing))]
+    lines += ["", *(f"- {note}" for note in [*_left_out(comparison, results, show_all), *comparison.notes, METHOD])]
     return "\n".join(lines) + "\n"
 
 
 def to_table(comparison: Comparison, style: Style, *, show_all: bool = False) -> str:
-    """For the terminal. Without `show_all` headline metrics alone."""
+    """For the terminal: the verdict, the runs, and the headline metrics that differ; with `show_all` every metric."""
     comparison = shown(comparison)
+    width = text_width()
     runs = sum(len(variant.directories) for variant in comparison.variants)
-    lines = [style.heading(f"Comparison of {runs} runs; ratios are to A, n counts {comparison.repeats}")]
+    lines = [*textwrap.wrap(verdict_of(comparison), width), ""]
+    lines += [style.heading(f"Comparison of {runs} runs; ratios are to A, n counts {comparison.repeats}")]
     lines += [f"  {variant.label}  {_describe(variant)}" for variant in comparison.variants]
     if comparison.differing:
         lines += ["", *_differing(comparison, style)]
     results = compared(comparison, headline_only=not show_all)
-    lines += ["", *text_table(titles(_COLUMNS), texts(_COLUMNS, results), style), ""]
-    for note in [*comparison.notes, METHOD]:
-        lines += textwrap.wrap(note, _WIDTH)
-    if not show_all and any(not row.headline for row in comparison.rows):
-        lines.append("--all shows every metric.")
+    if differing := _differing_results(results, show_all):
+        lines += ["", *fitted_table(_COLUMNS, differing, style, optional=_OPTIONAL)]
+    lines.append("")
+    for note in [*_left_out(comparison, results, show_all), *comparison.notes, METHOD]:
+        lines += textwrap.wrap(note, width)
     return "\n".join(lines) + "\n"
+
+
+def _differing_results(results: list[Result], show_all: bool) -> list[Result]:
+    return results if show_all else [result for result in results if result.cell.verdict not in _ALIKE]
+
+
+def _left_out(comparison: Comparison, results: list[Result], show_all: bool) -> list[str]:
+    """A sentence on what the table does not show without --all."""
+    if show_all:
+        return []
+    alike = dict.fromkeys(f"{r.row.name} of {r.variant.label}" for r in results if r.cell.verdict in _ALIKE)
+    parts = [f"level with A: {', '.join(alike)}"] if alike else []
+    details = sum(not row.headline for row in comparison.rows)
+    parts += [f"{plural(details, 'metric')} of phases and details"] if details else []
+    return [f"Not shown: {'; '.join(parts)} (--all shows them)."] if parts else []
 
 
 def _results(comparison: Comparison) -> list[Result]:

@@ -5,7 +5,20 @@ from __future__ import annotations
 import csv
 import io
 
-from tools.common.tables import Column, csv_table, markdown_table, numbers, text_table, texts, times, titles
+import pytest
+
+from tools.common.tables import (
+    Column,
+    csv_table,
+    fitted_table,
+    markdown_table,
+    numbers,
+    text_table,
+    text_width,
+    texts,
+    times,
+    titles,
+)
 
 COLUMNS: tuple[Column[dict], ...] = (
     Column("name", lambda item: item["name"]),
@@ -28,6 +41,22 @@ def test_text_is_aligned() -> None:
     assert text_table(titles(COLUMNS), rows) == expected
     assert text_table(titles(COLUMNS), rows, indent="", left=0)[2] == " lazy      -       -"
     assert text_table(titles(COLUMNS), []) == ["  name  files  took s"]
+
+
+def test_a_table_fits_the_terminal_and_says_what_it_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = text_table(titles(COLUMNS), texts(COLUMNS, ITEMS))
+    monkeypatch.setenv("COLUMNS", str(max(map(len, whole))))
+    assert fitted_table(COLUMNS, ITEMS, optional=("files", "took s")) == whole
+    monkeypatch.setenv("COLUMNS", str(max(map(len, whole)) - 1))
+    narrow = fitted_table(COLUMNS, ITEMS, optional=("files", "took s"))
+    assert narrow == ["  name   took s", "  torch    1.50", "  lazy        -", "  (no room for: files)"]
+    monkeypatch.setenv("COLUMNS", "1")
+    assert fitted_table(COLUMNS, ITEMS, optional=("files", "took s"))[1:] == [
+        "  torch", "  lazy", "  (no room for: files, took s)",
+    ]  # fmt: skip
+    assert text_width(30) == 1
+    monkeypatch.delenv("COLUMNS")
+    assert text_width(30) <= 30
 
 
 def test_markdown_has_a_ruler_of_as_many_columns() -> None:

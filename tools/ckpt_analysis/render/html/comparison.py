@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import log10
-from pathlib import Path
 from typing import Any
 
 from ....common.formatting import NOT_RECORDED, number, percent, size
 from ....common.tables import Cell, Column, numbers
 from ...compare import results
 from ...compare.results import Comparison, MetricRow, SpeedUp, VariantFacts
+from ...compare.variants import short_name
 from ..comparison import MEDIAN, METHOD, METRIC, RATIO, TEST, Result, compared, interval_text, verdict_text
 from .content import Content, Figure, Plot, Table, plot, table
 from .plots import LINE, SECOND_LINE, THIRD_LINE, layout
 
 _COLOURS = (LINE, SECOND_LINE, THIRD_LINE, "#AA3377", "#999933", "#66CCEE", "#888888")
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star")
-_TRACES = ("restart_trace", "trace")  # what directories of traces are called, of trainings and of drills
 _SHARE = "blocked_share"
 _TIMES = {
     "blocked_s": "save:<br>training<br>blocked",
@@ -62,12 +61,8 @@ def draw(comparison: Comparison) -> Content:
 
 
 def name_of(variant: VariantFacts) -> str:
-    """Label and name of a variant; if it was given as a directory, the last part that is not a generic name."""
-    path = Path(variant.name)
-    if not Path(variant.directories[0]).is_relative_to(path):  # a NAME, which may hold slashes
-        return f"{variant.label} {variant.name}"
-    named = path.parent.name if path.name in _TRACES else path.name
-    return f"{variant.label} {named or variant.name}"
+    """Label and short name of a variant."""
+    return f"{variant.label} {short_name(variant)}"
 
 
 def _sentences(comparison: Comparison) -> list[str]:

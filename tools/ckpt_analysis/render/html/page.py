@@ -13,6 +13,7 @@ from ...common.errors import CouldNotRunError
 from ...common.problems import ERROR, NOTE, WARNING, Problem
 from ...compare.results import Comparison
 from ...compare.variants import Variant
+from ...compare.verdict import verdict_of
 from ...report import Analysis, Report
 from ..answer import answer
 from ..headline import headline
@@ -47,7 +48,9 @@ def comparison_page(compared: Comparison, variants: list[Variant]) -> str:
             repeat = f", run {index} of {len(variant.reports)}" if len(variant.reports) > 1 else ""
             first_pages.append(_first_page(report, f"{comparison.name_of(facts)}{repeat}"))
     content = comparison.FIGURE.make(compared)
-    return _render(f"Comparison of {len(first_pages)} runs", first_pages, [(comparison.FIGURE, content)])
+    return _render(
+        f"Comparison of {len(first_pages)} runs", first_pages, [(comparison.FIGURE, content)], verdict_of(compared)
+    )
 
 
 def _first_page(report: Report, name: str) -> dict[str, Any]:
@@ -99,7 +102,9 @@ def _facts(report: Report) -> list[tuple[str, str]]:
     ]
 
 
-def _render(title: str, first_pages: list[dict[str, Any]], figures: list[tuple[Figure, Content]]) -> str:
+def _render(
+    title: str, first_pages: list[dict[str, Any]], figures: list[tuple[Figure, Content]], verdict: str | None = None
+) -> str:
     import jinja2
     from markupsafe import Markup
 
@@ -118,6 +123,7 @@ def _render(title: str, first_pages: list[dict[str, Any]], figures: list[tuple[F
     used = {term for figure, _ in figures for term in figure.terms}
     return environment.get_template("report.html.j2").render(
         title=title,
+        verdict=verdict,
         first_pages=first_pages,
         figures=figures,
         sections=sections,

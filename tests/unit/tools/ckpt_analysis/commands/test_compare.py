@@ -57,15 +57,23 @@ def test_formats(three: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", *three]) == 0
     table = capsys.readouterr().out
     rows = [line.split() for line in table.splitlines() if line.strip().startswith("blocked_s ")]
-    assert [row[4] for row in rows] == ["B", "C"] and rows[0][-2:] == ["differs:", "worse"]
-    assert rows[1][-3:] == ["within", "the", "noise"] and "timer.interval-time_s" not in table
+    assert [row[4] for row in rows] == ["B"] and rows[0][-2:] == ["differs:", "worse"]
+    assert "timer.interval-time_s" not in table
+    verdict = " ".join(table.partition("\n\n")[0].split())
+    assert verdict == (
+        "blocked times of a and c are level, 2.0 times shorter than the next, b; launches and steps are level."
+    )
+    assert "Not shown: level with A: " in table and "blocked_s of C" in table
     assert main(["compare", "--all", *three]) == 0
-    assert "timer.interval-time_s" in capsys.readouterr().out
+    everything = capsys.readouterr().out
+    rows = [line.split() for line in everything.splitlines() if line.strip().startswith("blocked_s ")]
+    assert [row[4] for row in rows] == ["B", "C"] and rows[1][-3:] == ["within", "the", "noise"]
+    assert "timer.interval-time_s" in everything and "Not shown" not in everything
     assert main(["compare", "--format", "json", *three]) == 0
     data = json.loads(capsys.readouterr().out)
     blocked = next(row for row in data["rows"] if row["name"] == "blocked_s")
     assert blocked["cells"][1]["ratio"] == pytest.approx(2.0) and len(blocked["cells"][0]["values"]) == 5
-    assert "Mann-Whitney" in data["method"]
+    assert "Mann-Whitney" in data["method"] and data["verdict"] == verdict
     assert main(["compare", "--format", "csv", *three]) == 0
     lines = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert len(lines) == 3 * len(data["rows"])

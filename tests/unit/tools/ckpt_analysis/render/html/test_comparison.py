@@ -247,3 +247,14 @@ def test_no_share_without_steps_or_saves(tmp_path: Path) -> None:
     log.iteration(1)
     dump(file_of(tmp_path, 0, 0), log.records)
     assert "blocked_share" not in collect(analysis_of(tmp_path).report)
+
+
+def test_the_page_begins_with_the_verdict(
+    study: list[str], study_page: Page, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", "--format", "json", *study]) == 0
+    verdict = json.loads(capsys.readouterr().out)["verdict"]
+    assert verdict.startswith("lazy-pp1 blocks training 2.0 times shorter than the next, ")
+    paragraphs = [element for element in study_page.elements if element.tag in ("p", "details")]
+    first = next(element for element in paragraphs if element.attributes.get("class") in ("answer", "run"))
+    assert (first.tag, first.text.strip()) == ("p", verdict)

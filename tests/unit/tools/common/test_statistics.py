@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.ckpt_analysis.compare.statistics import ALPHA, can_tell, difference
+from tools.common.statistics import ALPHA, can_tell, difference
 
 
 def exact_p(first: list[float], second: list[float]) -> float:

@@ -9,6 +9,7 @@ medians (Efron, "Bootstrap Methods: Another Look at the Jackknife", 1979). SciPy
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb
 
@@ -39,7 +40,7 @@ def difference(first: list[float], second: list[float]) -> Difference:
     if not can_tell(len(first), len(second)):
         return Difference(ratio, None, None, None)
     low, high = _interval(first, second) if ratio is not None and min(first) > 0 else (None, None)
-    return Difference(ratio, low, high, _p_value(first, second))
+    return Difference(ratio, low, high, p_value(first, second))
 
 
 def can_tell(first: int, second: int) -> bool:
@@ -48,7 +49,8 @@ def can_tell(first: int, second: int) -> bool:
     return min(first, second) >= LEAST_REPEATS and smallest_p < ALPHA
 
 
-def _p_value(first: list[float], second: list[float]) -> float:
+def p_value(first: Sequence[float], second: Sequence[float]) -> float:
+    """Of the rank sum test, two-sided. Samples of which all values are the same are for the caller to know."""
     pooled = np.array([*first, *second])
     tied = len(np.unique(pooled)) < len(pooled)
     if tied and min(len(first), len(second)) <= _EXACT_UP_TO:

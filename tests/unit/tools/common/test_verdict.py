@@ -1,0 +1,43 @@
+"""The sentence on variants side by side: what is claimed, what is level, and what a claim stands on."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.common.verdict import BLOCKED, COLD_LOAD, LOAD, standing, verdict
+
+SHORT, LONG = [1.0, 1.1, 1.0, 1.2], [4.0, 4.5, 4.1, 4.3]
+
+
+def test_a_difference_and_what_is_level() -> None:
+    goals = [(BLOCKED, {"torch": LONG, "lazy": SHORT}), (LOAD, {"torch": [1.0, 3.0], "lazy": [2.0, 2.5]})]
+    assert verdict(goals) == "lazy blocks training 4.0 times shorter than torch; loads are level."
+
+
+def test_several_variants_have_a_best_and_a_next() -> None:
+    alone = [(COLD_LOAD, {"a": LONG, "b": SHORT, "c": [100 * value for value in SHORT]})]
+    assert verdict(alone) == "b loads cold 4.0 times faster than the next, a."
+    tied = [(COLD_LOAD, {"a": LONG, "b": SHORT, "c": SHORT[::-1]})]
+    assert verdict(tied) == "cold loads of b and c are level, 4.0 times faster than the next, a."
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        ([1.0], [1.02], "b loads 2.0 % faster than a (one value each)."),
+        ([1.0, 1.1], [2.0, 2.4, 2.2], "b loads 2.1 times faster than a (2 and 3 values, untested)."),
+        ([1.0, 1.1, 1.2], [2.0, 2.4, 2.2], "b loads 2.0 times faster than a (3 values each, untested)."),
+        ([1.0, 1.5], [1.4, 2.4, 2.2], "loads are level."),  # ranges overlap
+        ([1.0] * 3 + [9.0], [1.1] * 3 + [9.1], "loads are level."),  # the test shows nothing
+        ([2.0], [2.0], "loads are level."),
+        ([0.0, 0.0], [2.0, 2.0], "b loads faster than a (2 values each, untested)."),  # no factor of nothing
+        ([20.0], [400.0], "b loads 20 times faster than a (one value each)."),
+    ],
+)
+def test_what_few_values_say(first: list[float], second: list[float], said: str) -> None:
+    assert verdict([(LOAD, {"a": second, "b": first})]) == said
+
+
+def test_what_is_missing_is_not_compared() -> None:
+    assert verdict([(LOAD, {"a": [1.0], "b": []})]).startswith("No time was measured in two of them")
+    assert standing({"a": LONG, "b": SHORT}).leaders == ("b",)

@@ -1,0 +1,123 @@
+"""The verdict on variants side by side, in a sentence: which takes the least time for what, and where they are level.
+
+Variants are level in a goal if no difference beyond the noise was shown: by the rank sum test where they have enough
+repeats for it, else because the ranges of their values overlap. A difference that was not tested says how few values
+it stands on.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+Samples = Mapping[str, Sequence[float]]  # variant -> seconds, one value per repeat
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A time that is to be short: "lazy `does` 4 times `better` than torch", "`name` are level"."""
+
+    does: str
+    better: str
+    name: str
+
+
+BLOCKED = Goal("blocks training", "shorter", "blocked times")
+DURABLE = Goal("is durable", "sooner", "times until durable")
+LOAD = Goal("loads", "faster", "loads")
+COLD_LOAD = Goal("loads cold", "faster", "cold loads")
+WARM_LOAD = Goal("loads warm", "faster", "warm loads")
+RESTART = Goal("restarts", "faster", "restarts")
+LAUNCH = Goal("launches", "faster", "launches")
+STEP = Goal("trains a step", "faster", "steps")
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Who leads in a goal: one variant, or several that are level with the best; `after` is the best of the others."""
+
+    leaders: tuple[str, ...]
+    after: str | None  # None: all are level
+    times: float | None  # median of `after` over that of the best; None if the best takes no time at all
+    values: tuple[int, int]  # of the best and of `after`
+    tested: bool
+
+
+def standing(samples: Samples) -> Standing:
+    """Compare all variants with the one of the shortest median. Raises ValueError if one has no values."""
+    ranked = sorted(samples, key=lambda name: statistics.median(samples[name]))
+    best = samples[ranked[0]]
+    leaders = [name for name in ranked if _level(best, samples[name])]
+    others = [name for name in ranked if name not in leaders]
+    if not others:
+        return Standing(tuple(leaders), None, None, (len(best), 0), tested=False)
+    after = samples[others[0]]
+    shortest = statistics.median(best)
+    times = statistics.median(after) / shortest if shortest > 0 else None
+    return Standing(tuple(leaders), others[0], times, (len(best), len(after)), _testable(best, after))
+
+
+def verdict(goals: Iterable[tuple[Goal, Samples]]) -> str:
+    """One sentence over all goals that two variants at least have values of."""
+    differing: list[str] = []
+    level: list[str] = []
+    for goal, samples in goals:
+        known = {name: values for name, values in samples.items() if values}
+        if len(known) < 2:
+            continue
+        found = standing(known)
+        if found.after is None:
+            level.append(goal.name)
+        else:
+            differing.append(clause(goal, found, of_two=len(known) == 2))
+    parts = [*differing, *([f"{listed(level)} are level"] if level else [])]
+    if not parts:
+        return "No time was measured in two of them: there is nothing to compare."
+    return "; ".join(parts) + "."
+
+
+def clause(goal: Goal, found: Standing, *, of_two: bool) -> str:
+    """ "lazy blocks training 4.0 times shorter than torch". `found.after` must not be None."""
+    after = f"{'' if of_two else 'the next, '}{found.after}{_caveat(found)}"
+    by = f"{factor(found.times)} " if found.times is not None else ""
+    if len(found.leaders) == 1:
+        return f"{found.leaders[0]} {goal.does} {by}{goal.better} than {after}"
+    return f"{goal.name} of {listed(found.leaders)} are level, {by}{goal.better} than {after}"
+
+
+def factor(times: float) -> str:
+    """ "4.0 times"; what is hardly more than once as the share of the time that is saved."""
+    if times < 1.1:
+        return f"{100 * (1 - 1 / times):.1f} %"
+    return f"{times:.0f} times" if times >= 10 else f"{times:.1f} times"
+
+
+def listed(words: Sequence[str]) -> str:
+    """ "a, b and c"."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _caveat(found: Standing) -> str:
+    if found.tested:
+        return ""
+    first, second = found.values
+    if first == second:
+        return " (one value each)" if first == 1 else f" ({first} values each, untested)"
+    return f" ({first} and {second} values, untested)"
+
+
+def _level(first: Sequence[float], second: Sequence[float]) -> bool:
+    if min(first) == max(first) == min(second) == max(second):
+        return True
+    if _testable(first, second):
+        from .statistics import ALPHA, p_value
+
+        return p_value(first, second) >= ALPHA
+    return min(first) <= max(second) and min(second) <= max(first)
+
+
+def _testable(first: Sequence[float], second: Sequence[float]) -> bool:
+    from .statistics import can_tell  # it imports SciPy, which takes long
+
+    return can_tell(len(first), len(second))
