@@ -1,4 +1,4 @@
-"""In a checkout, tools/ under its name in an installed package, which the console scripts call. See setup.py."""
+"""In a checkout, tools/ under its name in an installed package, which all scripts call. See setup.py."""
 
 from pathlib import Path
 

@@ -1,7 +1,11 @@
-"""Packaging of megatron-restart. Exact versions that work together are in constraints.txt."""
+"""Packaging of megatron-restart: trace, analysis and plan; the extra `train` brings what training needs.
+
+Exact versions that work together are in constraints.txt.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -14,6 +18,7 @@ HERE = Path(__file__).resolve().parent
 # and an editable install is of a checkout: with the explicit root as its only directory it is one plain path entry.
 # Otherwise setuptools installs an import hook, which every process of a training run would load at start-up.
 INSTALLED_TOOLS = "megatron_restart_tools"
+PRESETS = f"{INSTALLED_TOOLS}.restart_bench"
 EDITABLE = "editable_wheel" in sys.argv
 OURS = find_packages(include=["megatron", "megatron.*", "restart_trace", "restart_trace.*"])
 TOOLS = find_packages(include=["tools", "tools.*"])
@@ -23,31 +28,39 @@ else:
     PACKAGES = [*OURS, *(name.replace("tools", INSTALLED_TOOLS, 1) for name in TOOLS)]
     PACKAGE_DIR = {"": ".", INSTALLED_TOOLS: "tools"}
     REPORT = f"{INSTALLED_TOOLS}.ckpt_analysis.render.html"
+    # The presets, which plan, replay and drill read: a package of scripts alone.
+    PACKAGES.append(PRESETS)
+    PACKAGE_DIR[PRESETS] = "examples_deepspeed/restart_bench"
+
+VERSION = re.search(
+    r'^__version__ = "(.+)"$', (HERE / "restart_trace" / "version.py").read_text(encoding="utf-8"), re.MULTILINE
+)
+assert VERSION is not None
 
 # Lower bounds only: constraints.txt pins one set that is known to work.
 INSTALL_REQUIRES = [
-    "torch>=2.6",
-    "deepspeed>=0.19",
-    "sentencepiece>=0.2",
-    "tokenizers>=0.20",
-    "numpy>=2.0",
-    "psutil>=6.0",
-    "nvidia-ml-py>=12.0",
-    "isal>=1.7",  # CRC32 with carry-less multiplication: an order of magnitude faster than zlib's
-]
-
-ANALYSIS = [
     "polars>=2.0",
     "tqdm>=4.60",
     "scipy>=1.15",  # tests of comparisons, Lambert's function
     "plotly>=6.0",  # only the plotly.js that it brings
     "Jinja2>=3.1",
+    "psutil>=6.0",
+    "nvidia-ml-py>=12.0",  # GPU values of the trace
 ]
+TRAIN = [
+    "torch>=2.6",
+    "deepspeed>=0.19",
+    "sentencepiece>=0.2",
+    "tokenizers>=0.20",
+    "numpy>=2.0",
+    "isal>=1.7",  # CRC32 with carry-less multiplication: an order of magnitude faster than zlib's
+]
+
 TENSORBOARD = ["tensorboard>=2.15"]
 ENGINES = ["torchsnapshot==0.1.0"]
 CLIENTS = ["transformers>=5.0", "accelerate>=1.0"]  # trainers of others, which the tests of restart_trace.hooks trace
 DEV = [
-    *ANALYSIS,
+    *TRAIN,
     *TENSORBOARD,
     *CLIENTS,
     "pytest>=8.0",
@@ -64,7 +77,7 @@ DEV = [
 
 setup(
     name="megatron-restart",
-    version="0.1.0",
+    version=VERSION[1],
     description="3D-parallel GPT pretraining that measures its own checkpoints and restarts",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
@@ -75,24 +88,23 @@ setup(
     package_dir=PACKAGE_DIR,
     package_data={
         REPORT: ["templates/*"],
+        PRESETS: ["*.sh", "launch/*.sh", "models/*.sh"],
         "megatron": ["py.typed"],
         "restart_trace": ["py.typed"],
         "restart_trace.hooks": ["site/*.py"],
     },
     py_modules=["pretrain_gpt"],
     install_requires=INSTALL_REQUIRES,
-    extras_require={
-        "analysis": ANALYSIS,
-        "tensorboard": TENSORBOARD,
-        "engines": ENGINES,
-        "clients": CLIENTS,
-        "dev": DEV,
-    },
+    extras_require={"train": TRAIN, "tensorboard": TENSORBOARD, "engines": ENGINES, "clients": CLIENTS, "dev": DEV},
     entry_points={
         "console_scripts": [
             "restart-trace = restart_trace.run:main",
+            f"restart-drill = {INSTALLED_TOOLS}.console:drill",
+            f"restart-launch = {INSTALLED_TOOLS}.console:launch",
             f"ckpt-analysis = {INSTALLED_TOOLS}.ckpt_analysis.cli:main",
-            f"megatron-preprocess-data = {INSTALLED_TOOLS}.preprocess_data:main",
+            f"ckpt-plan = {INSTALLED_TOOLS}.console:plan",
+            f"ckpt-replay = {INSTALLED_TOOLS}.console:replay",
+            f"megatron-preprocess-data = {INSTALLED_TOOLS}.console:preprocess_data",
         ]
     },
 )

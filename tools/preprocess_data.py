@@ -285,7 +285,7 @@ def _write_documents(settings: Settings, outputs: dict[str, Output], workers: in
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="preprocess_data.py", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="megatron-preprocess-data", description=(__doc__ or "").split("\n\n")[0])
     group = parser.add_argument_group("input data")
     group.add_argument("--input", required=True, help="JSON lines file, UTF-8")
     group.add_argument("--json-keys", nargs="+", default=["text"], help="keys to make a dataset of, each its own")
@@ -341,10 +341,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         preprocess(settings, arguments.output_prefix, arguments.workers, arguments.log_interval)
     except (ValueError, OSError) as error:
-        logger.error("preprocess_data.py: error: %s", _explain(error, arguments))
+        logger.error("megatron-preprocess-data: error: %s", _explain(error, arguments))
         return 2
     except KeyboardInterrupt:
-        logger.error("preprocess_data.py: interrupted; nothing was written")
+        logger.error("megatron-preprocess-data: interrupted; nothing was written")
         return 130
     finally:
         signal.signal(signal.SIGTERM, previous)

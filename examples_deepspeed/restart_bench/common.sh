@@ -21,6 +21,10 @@
 
 BENCH_DIR=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 ROOT=$(cd "$BENCH_DIR/../.." && pwd)
+RUNS=$ROOT/runs
+if [[ ! -f $ROOT/setup.py ]]; then # installed: there is nothing to set up, and site-packages is no place for runs
+    RUNS=$PWD/runs SKIP_SETUP=1
+fi
 source "$BENCH_DIR/launch/environment.sh"
 source "$BENCH_DIR/launch/nodes.sh"
 source "$BENCH_DIR/launch/torchrun.sh"
@@ -59,7 +63,7 @@ load_settings() {
 
     WORLD_SIZE=$((TP * PP * DP))
     RUN_NAME=${MODEL}_tp${TP}_pp${PP}_dp${DP}
-    : "${WORK_DIR:=$ROOT/runs/$RUN_NAME}"
+    : "${WORK_DIR:=$RUNS/$RUN_NAME}"
     : "${SAVE_DIR:=$WORK_DIR/checkpoints}"
     : "${TRACE_DIR:=$SAVE_DIR/restart_trace}"
     settle_python
@@ -188,6 +192,6 @@ run_preset() {
         say "resuming from $(<"$SAVE_DIR/latest") in $SAVE_DIR"
     fi
     say "training $ITERS iterations on $WORLD_SIZE ranks (TP $TP x PP $PP x DP $DP), saving to $SAVE_DIR"
-    say "afterwards: $(python_path) -m tools.ckpt_analysis $TRACE_DIR"
+    say "afterwards: $(python_path) -m megatron_restart_tools.ckpt_analysis $TRACE_DIR"
     "${LAUNCHER}_launch"
 }

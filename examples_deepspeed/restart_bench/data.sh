@@ -51,13 +51,13 @@ run_tool() { PYTHONSAFEPATH=1 PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} "$(pyt
 
 prepare_corpus() {
     local data=$WORK_DIR/data
-    run_tool tools.build_corpus --output-dir "$data" || die "could not build the corpus in $data"
+    run_tool megatron_restart_tools.build_corpus --output-dir "$data" || die "could not build the corpus in $data"
     if [[ -f $DATA_PATH.idx && $DATA_PATH.idx -nt $data/corpus.jsonl && $DATA_PATH.idx -nt $TOKENIZER_MODEL ]]; then
         say "dataset $DATA_PATH exists"
         return
     fi
     say "tokenizing the corpus"
-    run_tool tools.preprocess_data --input "$data/corpus.jsonl" --output-prefix "$data/corpus" \
+    run_tool megatron_restart_tools.preprocess_data --input "$data/corpus.jsonl" --output-prefix "$data/corpus" \
         --tokenizer-type "$TOKENIZER_TYPE" --tokenizer-model "$TOKENIZER_MODEL" \
         --append-eod --document-sizes exact --workers 2 >&2 || die "could not tokenize $data/corpus.jsonl"
 }
@@ -65,6 +65,6 @@ prepare_corpus() {
 # Enough tokens for all iterations; the training part of the split is 94.9 %.
 prepare_synthetic() {
     local tokens=$(((ITERS * GLOBAL_BATCH + 1) * (SEQ_LENGTH + 1) * 12 / 10))
-    run_tool tools.make_synthetic_dataset --output-prefix "$DATA_PATH" --tokens "$tokens" \
+    run_tool megatron_restart_tools.make_synthetic_dataset --output-prefix "$DATA_PATH" --tokens "$tokens" \
         --vocab-size "$VOCAB_SIZE" || die "could not write $DATA_PATH"
 }

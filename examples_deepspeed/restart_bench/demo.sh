@@ -10,7 +10,7 @@ run_demo() {
     [[ -z ${TRACE_DIR:-} ]] || die "TRACE_DIR=$TRACE_DIR: the demonstration has a directory of its own for its trace;" \
         "leave it out, or train without a fault: KILL_AT=none"
     local demo_dir
-    : "${WORK_DIR:=$ROOT/runs/tiny}"
+    : "${WORK_DIR:=$RUNS/tiny}"
     demo_dir=$WORK_DIR/demo-$(date +%Y%m%d-%H%M%S)
     : "${SAVE_DIR:=$demo_dir/checkpoints}"
     load_settings "$@"
@@ -43,14 +43,14 @@ drill() {
     fi
     node_command 0
     # Both launches do the iterations after the checkpoint, so their losses can be compared without a third run.
-    run_tool tools.restart_drill --fault sigkill-all --at "iteration:$KILL_AT" --no-reference \
+    run_tool megatron_restart_tools.restart_drill --fault sigkill-all --at "iteration:$KILL_AT" --no-reference \
         --time-limit "${TIME_LIMIT:-300}" --out "$1" --checkpoints "$SAVE_DIR" -- "${COMMAND[@]}"
 }
 
 # The drill has written the report as report.json; this one is for people.
 analyse() {
     local status=0
-    run_tool tools.ckpt_analysis "$1/trace" --output "$1" | tee "$1/report.txt" || status=$?
+    run_tool megatron_restart_tools.ckpt_analysis "$1/trace" --output "$1" | tee "$1/report.txt" || status=$?
     # Findings are part of the report; only an analysis that could not run fails the demonstration.
     ((status < 2)) || die "the analysis of $1/trace could not run"
 }

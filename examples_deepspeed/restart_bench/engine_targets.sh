@@ -28,7 +28,7 @@ measure() {
     local name=$1 status=0
     shift
     printf '\n== %s\n' "$name"
-    "$PYTHON" -m tools.ckpt_replay --dir "$TARGET_DIR" --repeat "$REPEAT" --targets --output "$OUT_DIR/$name.json" "$@" ||
+    "$PYTHON" -m megatron_restart_tools.ckpt_replay --dir "$TARGET_DIR" --repeat "$REPEAT" --targets --output "$OUT_DIR/$name.json" "$@" ||
         status=$?
     ((status < 2)) || exit "$status"
     results+=("$OUT_DIR/$name.json")

@@ -12,8 +12,8 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 settle_python # that of the presets
-: "${OUT_DIR:=$ROOT/runs/kill_resume-$(date +%Y%m%d-%H%M%S)}"
-drill=(-m tools.restart_drill --fault sigkill-all --at mid-save-write --cycles 2 --out "$OUT_DIR" "$@")
+: "${OUT_DIR:=$RUNS/kill_resume-$(date +%Y%m%d-%H%M%S)}"
+drill=(-m megatron_restart_tools.restart_drill --fault sigkill-all --at mid-save-write --cycles 2 --out "$OUT_DIR" "$@")
 [[ " $* " == *" -- "* ]] || drill+=(-- tiny_tp2_pp2_dp2)
 if [[ -n ${DRY_RUN:-} ]]; then
     print_quoted "$(python_path)" "${drill[@]}"

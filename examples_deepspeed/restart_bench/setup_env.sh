@@ -6,12 +6,12 @@
 #   TORCH_VARIANT    cpu | cuda (default: cuda where an NVIDIA GPU answers, else cpu)
 #   TORCH_INDEX_URL  package index with CPU builds of torch (default: PyTorch's own, unless pip is already
 #                    told of a package source; an empty value adds none)
-#   EXTRAS           extras of setup.py to install (default: dev,analysis,engines)
+#   EXTRAS           extras of setup.py to install (default: dev,engines)
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 VENV_DIR=${VENV_DIR:-$ROOT/.venv}
-EXTRAS=${EXTRAS:-dev,analysis,engines}
+EXTRAS=${EXTRAS:-dev,engines}
 STAMP=$VENV_DIR/.setup_stamp
 LOG=$VENV_DIR/setup.log
 

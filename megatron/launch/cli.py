@@ -32,7 +32,7 @@ could be started; 128 + N stopped by signal N
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m megatron.launch",
+        prog="restart-launch",
         description="Start the ranks of a node by forking one process that has imported torch, DeepSpeed and megatron.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -16,7 +16,8 @@ def test_kill_resume_passes_its_arguments_on(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     first, preset = done.stdout.splitlines()
     assert shlex.split(first) == [
-        "py", "-m", "tools.restart_drill", "--fault", "sigkill-all", "--at", "mid-save-write", "--cycles", "2", "--out",
+        "py", "-m", "megatron_restart_tools.restart_drill", "--fault", "sigkill-all", "--at", "mid-save-write",
+        "--cycles", "2", "--out",
         "/o ut", "--", "tiny_tp2_pp2_dp2",
     ]  # fmt: skip
     assert split_command(preset).option("--nproc_per_node") == "8"

@@ -10,9 +10,14 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from collections.abc import Iterable
+from email.parser import Parser
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 pytestmark = pytest.mark.slow  # it builds and installs the package
 
@@ -20,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "trace_tp2_pp2_dp2"
 TOOLS = "megatron_restart_tools"
 # What a checkout has beside the code is no part of a build; build/ and *.egg-info may be of an older state.
-LEFT_OUT = (".*", "build", "dist", "*.egg-info", "runs", "__pycache__", "tests", "docs", "examples_deepspeed")
+LEFT_OUT = (".*", "build", "dist", "*.egg-info", "runs", "__pycache__", "tests", "docs")
 
 
 def clean() -> dict[str, str]:
@@ -37,7 +42,7 @@ def run(*words: object, cwd: Path, **environment: str) -> str:
 
 
 def make_environment(place: Path, *install: str) -> Path:
-    """An environment in `place` with this package; its dependencies are those of the one that runs the tests."""
+    """An environment in `place` with this package and nothing else."""
     run(sys.executable, "-m", "venv", "--without-pip", place, cwd=place.parent)
     python, dependencies = place / "bin" / "python", sysconfig.get_path("purelib")
     # pip sees setuptools by PYTHONPATH, and by --ignore-installed not the package that is installed there.
@@ -45,9 +50,25 @@ def make_environment(place: Path, *install: str) -> Path:
         sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index",
         "--no-build-isolation", "--ignore-installed", *install, cwd=place.parent, PYTHONPATH=dependencies,
     )  # fmt: skip
-    site = next(place.glob("lib/python3*/site-packages"))
-    (site / "dependencies.pth").write_text(f"{dependencies}\n")  # of it the .pth files are not read
     return place
+
+
+def site_packages(environment: Path) -> Path:
+    return next(environment.glob("lib/python3*/site-packages"))
+
+
+def link_requirements(names: Iterable[str], site: Path, linked: set[str]) -> None:
+    """Put these distributions, and what they require without extras, into `site`: links to those that run the tests."""
+    for requirement in map(Requirement, names):
+        name = canonicalize_name(requirement.name)
+        if name in linked or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        linked.add(name)
+        found = distribution(name)
+        for top in {file.parts[0] for file in found.files or ()} - {".."}:
+            if not (site / top).exists():
+                (site / top).symlink_to(str(found.locate_file(top)))
+        link_requirements(found.requires or (), site, linked)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +88,28 @@ def wheel(source: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path) -> Path:
-    return make_environment(wheel.parent / "installed", str(wheel))
+    """An environment with what `pip install WHEEL` brings: no torch."""
+    place = make_environment(wheel.parent / "installed", str(wheel))
+    site, linked = site_packages(place), set[str]()
+    (metadata,) = site.glob("*.dist-info/METADATA")
+    link_requirements(Parser().parsestr(metadata.read_text()).get_all("Requires-Dist", []), site, linked)
+    assert "polars" in linked and not linked & {"torch", "deepspeed"}
+    return place
+
+
+@pytest.fixture(scope="module")
+def editable(source: Path) -> Path:
+    return make_environment(source.parent / "editable", "-e", str(source))
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a job that has packages of names which are ours in a checkout, to work in and on its path."""
+    place = tmp_path_factory.mktemp("job")
+    for name in ("tools", "megatron", "tests", "benchmarks"):
+        (place / name).mkdir()
+        (place / name / "__init__.py").write_text("raise RuntimeError('the package of the job')\n")
+    return place
 
 
 def console_scripts(wheel: Path) -> dict[str, str]:
@@ -100,20 +142,41 @@ def test_type_checkers_may_use_our_annotations(wheel: Path) -> None:
         assert {"megatron/py.typed", "restart_trace/py.typed"} <= set(archive.namelist())
 
 
-def test_every_console_script_answers(wheel: Path, installed: Path, tmp_path: Path) -> None:
+def test_every_console_script_answers_whatever_the_job_calls_its_packages(
+    wheel: Path, installed: Path, job: Path
+) -> None:
     scripts = console_scripts(wheel)
-    assert set(scripts) == {"ckpt-analysis", "megatron-preprocess-data", "restart-trace"}
+    assert {"ckpt-analysis", "ckpt-plan", "ckpt-replay", "restart-drill", "restart-launch", "restart-trace"} < {
+        *scripts
+    }
     for name in scripts:
-        assert "usage:" in run(installed / "bin" / name, "--help", cwd=tmp_path)
+        command = installed / "bin" / name
+        assert f"usage: {name} " in run(command, "--help", cwd=job, PYTHONPATH=str(job))
 
 
-def test_the_installed_analysis_reads_a_trace_and_writes_a_page(installed: Path, tmp_path: Path) -> None:
-    trace, page = GOLDEN / "restart_trace", tmp_path / "page.html"
-    words = ("--format", "json", "--no-cache", "--quiet", "-o", page)
-    found = json.loads(run(installed / "bin" / "ckpt-analysis", trace, *words, cwd=tmp_path))
+def test_the_installed_analysis_reads_a_trace_and_writes_a_page(installed: Path, job: Path, tmp_path: Path) -> None:
+    analysis, trace, page = installed / "bin" / "ckpt-analysis", GOLDEN / "restart_trace", tmp_path / "page.html"
+    quietly = ("--no-cache", "--quiet")
+    report = run(analysis, trace, "--format", "json", *quietly, "-o", page, cwd=job, PYTHONPATH=str(job))
+    found = json.loads(report)
     assert found["saves"] and found["restarts"]
     assert "<html" in page.read_text()[:1000]
-    run(installed / "bin" / "ckpt-analysis", "validate", trace, "--no-cache", cwd=tmp_path)  # in processes of its own
+    # in processes of its own
+    run(analysis, "validate", trace, "--no-cache", cwd=job, PYTHONPATH=str(job))
+    compared = run(analysis, "compare", f"a={trace}", f"b={trace}", "--format", "json", *quietly, cwd=tmp_path)
+    assert json.loads(compared)
+
+
+def test_megatron_core_can_be_imported_beside_it(installed: Path, editable: Path, tmp_path: Path) -> None:
+    """Its wheel has the directory megatron/core, and no module megatron."""
+    for environment in (installed, editable):
+        core = site_packages(environment) / "megatron" / "core"
+        core.mkdir(parents=True)
+        (core / "__init__.py").write_text("")
+        code = "import megatron.core, megatron.config; print(megatron.core.__file__, megatron.config.__file__)"
+        core_file, config_file = run(environment / "bin" / "python", "-c", code, cwd=tmp_path).split()
+        assert Path(core_file).parent == core
+        assert (Path(config_file).parents[1] == core.parent) == (environment == installed)
 
 
 @pytest.mark.parametrize("tool", ["ckpt_analysis", "ckpt_plan", "restart_drill"])
@@ -129,12 +192,14 @@ def test_targets_are_refused_where_there_are_no_benchmarks(installed: Path, tmp_
     assert done.returncode == 2 and "--targets: the package `benchmarks`" in done.stderr
 
 
-def test_an_editable_install_has_no_import_hook_and_the_same_scripts(source: Path, tmp_path: Path) -> None:
-    place = make_environment(source.parent / "editable", "-e", str(source))
-    site = next(place.glob("lib/python3*/site-packages"))
-    (path_file,) = site.glob("__editable__*")
+def test_an_editable_install_has_no_import_hook_and_the_same_scripts(
+    source: Path, wheel: Path, editable: Path, job: Path
+) -> None:
+    (path_file,) = site_packages(editable).glob("__editable__*")
     assert path_file.read_text().strip() == str(source)
-    assert "usage:" in run(place / "bin" / "ckpt-analysis", "--help", cwd=tmp_path)
+    assert {script.name for script in (editable / "bin").iterdir()} > console_scripts(wheel).keys()
+    for name in ("ckpt-analysis", "ckpt-plan"):
+        assert f"usage: {name} " in run(editable / "bin" / name, "--help", cwd=job, PYTHONPATH=str(job))
 
 
 @pytest.mark.parametrize(

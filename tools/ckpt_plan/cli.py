@@ -51,7 +51,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     if "--" in own:
         cut = own.index("--")
         own, flags = own[:cut], own[cut + 1 :]
-    parser = make_parser("python -m tools.ckpt_plan", _DESCRIPTION, _EPILOG)
+    parser = make_parser("ckpt-plan", _DESCRIPTION, _EPILOG)
     parser.add_argument("--model", metavar="NAME", help="preset of examples_deepspeed/restart_bench: tiny, 3b, ... 70b")
     parser.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks (default: 1)")
     parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages (default: 1)")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 
 from megatron.config import Config, ConfigError, padded_vocab_size
 from megatron.config.arguments import config_from_args, parse_args
@@ -16,7 +15,8 @@ from megatron.config.errors import require_at_least
 from megatron.parallel.topology import Layout
 from megatron.startup.preflight import check_tokenizer
 
-BENCH_DIR = Path(__file__).resolve().parents[2] / "examples_deepspeed" / "restart_bench"
+from ..common.presets import SCRIPTS
+
 _TIMEOUT_S = 30.0
 # Prints the flags of pretrain_gpt.py, each ended by a zero byte. Whether this machine has GPUs does not matter.
 _ASK = """
@@ -37,7 +37,7 @@ def preset_names() -> list[str]:
     def size(name: str) -> float:
         return float(name[:-1]) if name[:-1].isdigit() else 0.0
 
-    return sorted((path.stem for path in (BENCH_DIR / "models").glob("*.sh")), key=size)
+    return sorted((path.stem for path in (SCRIPTS / "models").glob("*.sh")), key=size)
 
 
 def config_for(
@@ -89,13 +89,13 @@ def config_from_flags(argv: Sequence[str], dp: int, vocab_size: int | None) -> P
 def _ask_scripts(model: str, tp: int, pp: int, dp: int) -> list[str]:
     """Flags of pretrain_gpt.py; in an environment of its own, so that settings of this shell do not change the plan."""
     environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "DP": str(dp), "SKIP_SETUP": "1"}
-    command = ["bash", "-c", _ASK, "ckpt_plan", str(BENCH_DIR), model, str(tp), str(pp)]
+    command = ["bash", "-c", _ASK, "ckpt_plan", str(SCRIPTS), model, str(tp), str(pp)]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except FileNotFoundError:
         raise ConfigError(f"--model {model}: presets are shell scripts, and bash is not here; install it") from None
     if done.returncode != 0:
-        raise ConfigError(f"--model {model}: {BENCH_DIR / 'common.sh'} failed: {done.stderr.strip()}")
+        raise ConfigError(f"--model {model}: {SCRIPTS / 'common.sh'} failed: {done.stderr.strip()}")
     return done.stdout.split("\0")[:-1]
 
 

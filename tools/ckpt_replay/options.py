@@ -46,7 +46,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line's parser; the engine options are the trainer's own."""
-    parser = make_parser("python -m tools.ckpt_replay", _DESCRIPTION, _EPILOG, allow_abbrev=False)
+    parser = make_parser("ckpt-replay", _DESCRIPTION, _EPILOG, allow_abbrev=False)
     what = parser.add_argument_group("what is replayed")
     what.add_argument("--model", metavar="NAME", help="preset, as in tools.ckpt_plan: 3b to 70b, tiny")
     what.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel size (default: 1)")

@@ -27,8 +27,8 @@ VERIFIED, NOT_VERIFIED, COULD_NOT_RUN = 0, 1, 2
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _EXAMPLE = """examples:
-  python -m tools.restart_drill --fault sigkill-all --at mid-save-write --cycles 2 --out runs/drill -- tiny_tp2_pp2_dp2
-  python -m tools.restart_drill --fault exception --at random:7 --supervisor torchrun --out runs/drill -- \\
+  %(prog)s --fault sigkill-all --at mid-save-write --cycles 2 --out runs/drill -- tiny_tp2_pp2_dp2
+  %(prog)s --fault exception --at random:7 --supervisor torchrun --out runs/drill -- \\
       torchrun --nproc-per-node 8 pretrain_gpt.py ...
 
 exit status: 0 every cycle verified, 1 one was not, 2 the drill could not be carried out
@@ -37,7 +37,7 @@ exit status: 0 every cycle verified, 1 one was not, 2 the drill could not be car
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="restart_drill",
+        prog="restart-drill",
         description="Inject a fault into a training, let it restart, and verify that nothing but time was lost.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,

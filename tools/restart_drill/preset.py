@@ -8,9 +8,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from ..common.presets import SCRIPTS, SETTINGS
 from .launch import DrillError
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "examples_deepspeed" / "restart_bench"
 
 
 def expanded(words: list[str]) -> list[str]:
@@ -45,7 +44,7 @@ def command_of(script: Path) -> list[str]:
         told = Path(directory) / "command"
         done = subprocess.run(
             ["bash", str(script)],
-            env=os.environ | {"COMMAND_TO": str(told)},
+            env=SETTINGS | os.environ | {"COMMAND_TO": str(told)},
             stdin=subprocess.DEVNULL,
             stdout=2,  # of this process: its messages are none of ours
         )

@@ -201,7 +201,7 @@ def test_bad_lines_are_named(tmp_path: Path, lines: list[Any], message: str, wor
     done = run(["--input", path, *NULL, "--output-prefix", tmp_path / "o", "--workers", workers])
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()[-1:]
-    assert re.search(f"^preprocess_data.py: error: .*{message}", line), done.stderr
+    assert re.search(f"^megatron-preprocess-data: error: .*{message}", line), done.stderr
     assert "Traceback" not in done.stderr
     assert contents(tmp_path) == {"input.jsonl"}
 

@@ -169,4 +169,4 @@ def plotly_javascript() -> str:
         path = Path(place) / "package_data" / "plotly.min.js"
         if path.exists():
             return path.read_text(encoding="utf-8")
-    raise CouldNotRunError("the HTML report needs plotly: install it with `pip install '.[analysis]'`")
+    raise CouldNotRunError("the HTML report needs plotly: `pip install plotly`")
