@@ -201,6 +201,15 @@ def test_srun_starts_rank_0_on_the_first_host_of_the_allocation(tmp_path: Path) 
     assert one_node.environment["MASTER_ADDR"] == "127.0.0.1"
 
 
+def path_without(command: str, directory: Path) -> str:
+    """A PATH with the system's commands but this one, which may be installed here: links in `directory`."""
+    directory.mkdir()
+    for path in (*Path("/usr/bin").iterdir(), *Path("/bin").iterdir()):
+        if path.name != command and not (directory / path.name).is_symlink():
+            (directory / path.name).symlink_to(path)
+    return str(directory)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -211,6 +220,6 @@ def test_srun_starts_rank_0_on_the_first_host_of_the_allocation(tmp_path: Path) 
 )
 def test_what_srun_lacks_is_said(given: dict[str, str], message: str, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("n4 slots=4\nn5 slots=4\n")
-    common = {"LAUNCHER": "srun", "GPUS_PER_NODE": "4", "PATH": "/usr/bin:/bin"}
+    common = {"LAUNCHER": "srun", "GPUS_PER_NODE": "4", "PATH": path_without("scontrol", tmp_path / "bin")}
     done = run_script("run_7b_tp4_pp2.sh", tmp_path, **common, **given)
     assert done.returncode == 2 and message in done.stderr, done.stderr
