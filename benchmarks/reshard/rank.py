@@ -98,7 +98,9 @@ class Rank:
         from megatron.checkpointing.state import Progress
 
         config = self._config(save=str(directory), save_interval=1)
-        writer = create_engine(engine, engine_options(config.checkpoint, self._control.rank))
+        writer = create_engine(
+            engine, engine_options(config.checkpoint, self._control.rank, config.parallel.distributed_timeout_minutes)
+        )
         checkpointer = self._state.checkpointer(config=config, checkpoint_engine=writer)
         checkpointer.save(self._engine, Progress(iteration=1))
         checkpointer.background.drain()  # whose thread uses the group of this one meanwhile
@@ -124,7 +126,9 @@ class Rank:
         if way == UNIVERSAL:  # DeepSpeed verifies nothing
             options |= {"redistribute": UNIVERSAL, "verify_checkpoint": "size"}
         config = self._config(**options)
-        reader = create_engine(engine, engine_options(config.checkpoint, self._control.rank))
+        reader = create_engine(
+            engine, engine_options(config.checkpoint, self._control.rank, config.parallel.distributed_timeout_minutes)
+        )
         traced = {} if recorder is None else {"recorder": recorder}
         checkpointer = self._state.checkpointer(config=config, checkpoint_engine=reader, **traced)
         if checkpointer.load(self._engine) is None:

@@ -20,7 +20,9 @@ class ParallelConfig(FlagGroup):
         choices=("nccl", "gloo"),
     )
     distributed_timeout_minutes: float = flag(
-        10, "how long an operation of any process group may wait for the other ranks; 0.5: half a minute"
+        10,
+        "how long an operation of any process group may wait for the other ranks, and a save for its device; "
+        "0.5: half a minute",
     )
     no_pipeline_parallel: bool = flag(
         False, "no pipeline stages: --pipeline-model-parallel-size must be 1, and DeepSpeed's pipeline engine has one"

@@ -43,7 +43,8 @@ def build_checkpointer(
     `ownership`: rank 0's of --save. `vocab_sizes`: the tokenizer's, and that padded for TP. Raises
     EngineUnavailableError if --save is given and this machine cannot save with the engine.
     """
-    engine = create_engine(config.checkpoint.checkpoint_engine, engine_options(config.checkpoint, runtime.rank))
+    options = engine_options(config.checkpoint, runtime.rank, config.parallel.distributed_timeout_minutes)
+    engine = create_engine(config.checkpoint.checkpoint_engine, options)
     if config.checkpoint.save is not None:
         engine.check_can_save()
     # One name for the temporary directories of this launch; without --save there are none.

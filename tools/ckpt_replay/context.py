@@ -62,7 +62,8 @@ class RankContext:
 
     def create_engine(self) -> CheckpointEngine:
         """The engine of this task, as the trainer makes it."""
-        engine = create_engine(self.engine_name, engine_options(CheckpointConfig(**self.request.options), self.process))
+        flags, minutes = CheckpointConfig(**self.request.options), _TIMEOUT.total_seconds() / 60
+        engine = create_engine(self.engine_name, engine_options(flags, self.process, minutes))
         self.recorder.write(
             "runtime",
             engine_used=type(engine).__name__,

@@ -42,6 +42,7 @@ class EngineOptions:
     direct_io: str = "auto"  # --direct-io: auto, on or off
     rank: int = 0  # of the process that the engine runs in
     local_world_size: int = 1  # ranks that share this host's memory
+    device_timeout_s: float = 600.0  # --distributed-timeout-minutes: how long a save waits for the device
     library: tuple[tuple[str, Any], ...] = ()  # what a --deepspeed_config stanza says to the engine's library
 
 

@@ -8,8 +8,11 @@ from megatron.checkpointing.engines.base import MIB, EngineOptions
 from megatron.config import CheckpointConfig
 
 
-def engine_options(flags: CheckpointConfig, rank: int) -> EngineOptions:
-    """What the command line says about how engines work. `rank` is that of the process the engine runs in."""
+def engine_options(flags: CheckpointConfig, rank: int, timeout_minutes: float) -> EngineOptions:
+    """What the command line says about how engines work.
+
+    `rank` is that of the process the engine runs in, `timeout_minutes` how long a process group waits there.
+    """
     cache = flags.host_cache_size
     return EngineOptions(
         fsync=flags.checkpoint_durability == "fsync",
@@ -21,5 +24,6 @@ def engine_options(flags: CheckpointConfig, rank: int) -> EngineOptions:
         direct_io=flags.direct_io,
         rank=rank,
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1),
+        device_timeout_s=60 * timeout_minutes,
         library=flags.library_options,
     )

@@ -36,6 +36,7 @@ from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.file_loads import checked_content, report_load
 from megatron.config import ConfigError
 from megatron.fileio.checksums import checksum_text, crc32
+from megatron.fileio.device_waits import DeviceDeadline
 from megatron.fileio.host_memory import available_memory
 from megatron.fileio.timed_files import TimedReader, Timeline
 from restart_trace.clock import now_ns
@@ -78,7 +79,7 @@ class DataStatesEngine(CheckpointEngine):
                 span.bytes = len(parts[-1].apart.pickled)
         library = self._prepare(parts, directory)
         with op.span("device_to_host") as span:
-            span.bytes = sum(part.stage() for part in parts)
+            span.bytes = sum(part.stage(_deadline(self.options)) for part in parts)
         for part in parts:
             with op.span("serialize", file=part.path.name):
                 library.start(part.apart.for_library(part.staged), part.path)
@@ -136,7 +137,7 @@ class _Part:
         tensor_bytes = sum(_aligned_bytes(tensor) for tensor in self.apart.tensors)
         return tensor_bytes + len(self.apart.pickled) + _SLACK_BYTES
 
-    def stage(self) -> int:
+    def stage(self, deadline: DeviceDeadline) -> int:
         """Make what the library cannot change under: returns how many bytes were copied.
 
         It reads tensors on the CPU whenever it comes to it, so those are copied. It reads tensors on a device on a
@@ -154,7 +155,8 @@ class _Part:
             self.staged.append(tensor)
             self.sums.append(row_sums(tensor))
         for device in devices:
-            torch.cuda.current_stream(device).synchronize()
+            computed = torch.cuda.current_stream(device).record_event()
+            deadline.wait_for(computed, "device_to_host", f"what computes the tensors of {self.path.name}")
         self.state = None
         return copied
 
@@ -175,7 +177,8 @@ class _DataStatesSave(PendingSave):
         self.released = True
         try:
             with self.op.span("device_to_host") as span:
-                self.library.wait_for_copies()
+                copies = f"the copies for {', '.join(part.path.name for part in self.parts)}"
+                _deadline(self.options).wait_in(self.library.wait_for_copies, "device_to_host", copies)
                 staged = [tensor for part in self.parts for tensor in part.staged]
                 span.bytes = sum(tensor.nbytes for tensor in staged if tensor.device.type != "cpu")
         except Exception as exc:  # `wait` tells it
@@ -223,6 +226,10 @@ class _DataStatesSave(PendingSave):
                     os.close(fd)
                 span.bytes = num_bytes
         return SavedFile(name, num_bytes, checksum_text(crc if self.options.checksum else None))
+
+
+def _deadline(options: EngineOptions) -> DeviceDeadline:
+    return DeviceDeadline(options.device_timeout_s, options.rank)
 
 
 def row_sums(tensor: torch.Tensor) -> torch.Tensor:

@@ -112,6 +112,13 @@ class HostCache:
             self._ahead -= ahead
             self._condition.notify_all()
 
+    def abandon(self, ahead: bool) -> None:
+        """Make do without a buffer that was taken: the device may still write into it."""
+        with self._condition:
+            self._made -= 1
+            self._ahead -= ahead
+            self._condition.notify_all()
+
     def wake(self) -> None:
         """Let those who wait look again whether the save was given up."""
         with self._condition:

@@ -26,6 +26,7 @@ from megatron.checkpointing.engines.lazy import format as lazy_format
 from megatron.checkpointing.engines.lazy.host_cache import HostCache, Piece, gather
 from megatron.fileio import direct_files
 from megatron.fileio.checksums import RangeChecksum, by_file, combine, range_checksum
+from megatron.fileio.device_waits import DeviceDeadline, DeviceStalledError
 from megatron.fileio.files import with_name
 from megatron.fileio.host_buffers import Buffer
 from restart_trace.clock import now_ns
@@ -80,6 +81,7 @@ class LazySave(PendingSave):
         self._captured = captured
         self._path = path
         self._options = options
+        self._deadline = DeviceDeadline(options.device_timeout_s, options.rank)
         self._cache = cache
         self._op = op
         self._contents = captured.contents
@@ -115,8 +117,11 @@ class LazySave(PendingSave):
                 self._fail(exc)
         with self._condition:
             self._condition.wait_for(self._all_gathered)
-        if self._stream is not None:
-            self._stream.synchronize()
+        if self._stream is not None and self._error is None:
+            try:
+                self._wait_for_copies(self._stream.record_event(), f"the copies for {self._path.name}")
+            except DeviceStalledError as exc:
+                self._fail(exc)
         self._op.add("device_to_host", None, started, now_ns(), file=self._path.name, num_bytes=clock.gathered_bytes)
 
     def wait(self) -> list[SavedFile]:
@@ -160,11 +165,33 @@ class LazySave(PendingSave):
             self._give_back_all(blocks)
 
     def _give_back_all(self, blocks: list[Block]) -> None:
-        """After a failure: the buffers of blocks that were gathered and will not be written."""
+        """After a failure: the buffers of blocks that were gathered and are not written, once nothing fills them."""
         with self._condition:
             self._condition.wait_for(lambda: self._gathering == 0)
         for block in blocks:
+            if block.buffer is not None and self._still_copied_into(block):
+                self._cache.abandon(block.ahead)
+                block.buffer = None
             self._give_back(block)
+
+    def _still_copied_into(self, block: Block) -> bool:
+        """Whether the device may yet write into the buffer of `block`, which the next save must not get then."""
+        if block.copied is None or block.copied.query():
+            return False
+        if isinstance(self._error, DeviceStalledError):
+            return True  # waited for long enough
+        try:
+            self._wait_for_copy(block)
+        except DeviceStalledError:
+            return True
+        return False
+
+    def _wait_for_copy(self, block: Block) -> None:
+        what = f"the copy of bytes {block.position} to {block.position + block.length} of {self._path.name}"
+        self._wait_for_copies(block.copied, what)
+
+    def _wait_for_copies(self, event: Any, what: str) -> None:
+        self._deadline.wait_for(event, "device_to_host", what)
 
     def _run_threads(self, file: _Descriptor, num_blocks: int) -> None:
         count = min(self._cache.io_threads, max(num_blocks, 1))
@@ -264,7 +291,7 @@ class LazySave(PendingSave):
     def _write(self, file: _Descriptor, block: Block, clock: _Clock) -> None:
         assert block.buffer is not None
         if block.copied is not None:
-            block.copied.synchronize()
+            self._wait_for_copy(block)
         started = now_ns()
         if self._options.checksum:
             view, name = block.buffer.view, self._path.name

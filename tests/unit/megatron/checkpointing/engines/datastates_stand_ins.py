@@ -37,12 +37,15 @@ class Behaviour:
     cut: dict[str, int] = field(default_factory=dict)  # file -> bytes that are missing at its end
     dies_at: int | None = None  # the writer thread ends before this write
     exits: tuple[str, ...] = ()  # methods that end in sys.exit(-1)
+    device: threading.Event | None = None  # `wait` waits for copies until it is set
     calls: list[tuple[Any, ...]] = field(default_factory=list)
 
     def called(self, *call: Any) -> None:
         self.calls.append(call)
         if call[0] in self.exits:
             sys.exit(-1)
+        if call[0] == "wait" and self.device is not None:
+            self.device.wait(300)
 
 
 class _Writer:

@@ -24,6 +24,7 @@ from megatron.checkpointing.engines.datastates.engine import ROW_BYTES, _row_sum
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, EngineUnavailableError
 from megatron.checkpointing.engines.registry import create_engine
 from megatron.config import ConfigError
+from megatron.fileio.device_waits import DeviceStalledError
 from restart_trace.recorder import Recorder, untraced_operation
 from restart_trace.sink import JsonlSink
 from tests.dist.storage import small_disk
@@ -207,6 +208,15 @@ def test_thread_that_dies(tmp_path: Path, main_library: Library) -> None:
     main_library.behaviour.dies_at = 5
     found = failure(main_library, tmp_path)
     assert "is not what was saved, from byte" in found and NAMES[1] in found and "given up after" in found
+
+
+def test_copies_that_do_not_end_fail_the_save_within_its_deadline(library: Library, tmp_path: Path) -> None:
+    library.behaviour.device = threading.Event()
+    pending = library.engine(device_timeout_s=0.1, rank=2).begin_save(file_states(), tmp_path, untraced_operation())
+    pending.release_state()
+    with pytest.raises(DeviceStalledError, match=f"rank 2, phase device_to_host: the copies for {NAMES[0]}"):
+        pending.wait()
+    library.behaviour.device.set()
 
 
 @pytest.mark.parametrize("method", ["save", "wait"])
