@@ -5,10 +5,13 @@ Every name ends in its unit. A value that cannot be had here is left out, never 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from restart_trace.devices import nvml_device
 
 _IO_NAMES = {"rchar": "io_read_calls_bytes", "wchar": "io_write_calls_bytes"} | {
     "read_bytes": "io_read_storage_bytes",
@@ -18,7 +21,7 @@ _MEMINFO_NAMES = {"Cached": "page_cache_bytes", "Dirty": "dirty_bytes", "Writeba
 
 
 def make_probe(local_rank: int) -> Callable[[], Mapping[str, float]]:
-    """Return a function that samples this process, its host and, where there is one, GPU `local_rank`."""
+    """Return a function that samples this process, its host and, where there is one, the GPU of this rank."""
     nvml_device = _open_nvml(local_rank)
 
     def probe() -> Mapping[str, float]:
@@ -58,14 +61,14 @@ def _torch_values() -> dict[str, float]:
 
 
 def _open_nvml(local_rank: int) -> object | None:
-    """Handle of the GPU with this index; None where there is no NVIDIA driver or no such GPU."""
+    """Handle of this rank's GPU; None where there is no NVIDIA driver, or it cannot be said which it is."""
     if not Path("/proc/driver/nvidia/version").exists() and not Path("/dev/nvidiactl").exists():
         return None  # saves the import where no driver is
     import pynvml
 
     try:
         pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetHandleByIndex(local_rank)
+        return nvml_device(os.environ, local_rank, pynvml)
     except pynvml.NVMLError:
         return None
 

@@ -53,6 +53,8 @@ def _sees_cuda() -> bool:
     """Whether there is a CUDA device, as NVML says: asking CUDA itself would initialise it."""
     import torch
 
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
+        return torch.backends.cuda.is_built()  # of these devices torch asks CUDA in spite of the variable
     with _variables(PYTORCH_NVML_BASED_CUDA_CHECK="1"):
         return torch.cuda.is_available()
 

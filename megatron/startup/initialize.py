@@ -17,6 +17,7 @@ from megatron.parallel.random import seed_everything
 from megatron.parallel.topology import Coordinates, Layout
 from megatron.startup import lean_imports
 from megatron.startup.elastic_rendezvous import init_method
+from restart_trace.devices import device_index
 from restart_trace.startup import Startup
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,24 @@ def phase_apart_from_communicators(startup: Startup, name: str, timeout: datetim
             dist.new_group = create
 
 
+def _choose_device(local_rank: int) -> Any:
+    """This rank's CUDA device, made the current one. Raises ConfigError if there are too few."""
+    import torch
+
+    visible = torch.cuda.device_count()
+    index = device_index(local_rank, visible)
+    if index is None:
+        raise ConfigError(
+            f"LOCAL_RANK {local_rank}: this rank sees {visible} CUDA devices (CUDA_VISIBLE_DEVICES="
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}); start at most {visible} ranks on this host, or "
+            "show each rank the one that is its own"
+        )
+    # DeepSpeed takes LOCAL_RANK for the number of the device, in its process groups, its pipeline and its engine.
+    os.environ["LOCAL_RANK"] = str(index)
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
 def initialize_megatron(config: Config, startup: Startup, *, commits_in_background: bool = False) -> Runtime:
     """Rendezvous, control group and seeds. Raises RuntimeError from torch if the rendezvous fails.
 
@@ -126,9 +145,7 @@ def initialize_megatron(config: Config, startup: Startup, *, commits_in_backgrou
         # DeepSpeed refuses on CPUs without half-precision instructions, though torch computes there too.
         device_type.is_fp16_supported = lambda: True
         logger.warning("--fp16: this CPU has no half-precision instructions; torch emulates them, slowly")
-    if on_cuda:
-        device_type.set_device(parallel.local_rank)
-    device = torch.device(device_type.device_name(), parallel.local_rank) if on_cuda else torch.device("cpu")
+    device = _choose_device(parallel.local_rank) if on_cuda else torch.device("cpu")
     timeout = group_timeout(config)
     with startup.phase("rendezvous"):
         deepspeed.init_distributed(

@@ -1,0 +1,112 @@
+"""Which GPU a rank computes on: its index for torch, and the same device for NVML.
+
+torch counts the devices that CUDA_VISIBLE_DEVICES leaves, in its order. NVML counts all devices of the machine by
+their place on the bus and knows nothing of that variable. (Its syntax: "CUDA Environment Variables" in NVIDIA's
+CUDA C++ Programming Guide.)
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_ORDINAL = re.compile(r"[+-]?\d+")
+_OLD_MIG = re.compile(r"MIG-(GPU-[^/]+)/(\d+)/(\d+)")  # of drivers before R470: device, GPU and compute instance
+_MOST_MIG = 8  # instances of one device
+
+
+def visible_devices(env: Mapping[str, str]) -> list[int | str] | None:
+    """The devices of CUDA_VISIBLE_DEVICES, in torch's order: numbers, or the beginnings of UUIDs (GPU-, MIG-).
+
+    None: all of the machine are visible. As CUDA does, a list ends at what it cannot read, and one that names a device
+    twice is empty.
+    """
+    text = env.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return None
+    found: list[int | str] = []
+    for entry in map(str.strip, text.split(",")):
+        number = _ORDINAL.match(entry)
+        device = entry if entry.startswith(("GPU-", "MIG-")) else int(number.group()) if number else -1
+        if isinstance(device, int) and device < 0:
+            break
+        if device in found:
+            return []
+        found.append(device)
+    return found
+
+
+def device_index(local_rank: int, num_visible: int) -> int | None:
+    """The device that torch calls cuda:INDEX in the rank `local_rank` of a host; None if there is none for it.
+
+    A rank that sees one device takes it, whichever rank it is: some launchers (srun --gpus-per-task) show each task
+    its own, and on a machine with one device all ranks share it.
+    """
+    if local_rank < num_visible:
+        return local_rank
+    return 0 if num_visible == 1 else None
+
+
+def nvml_device(env: Mapping[str, str], local_rank: int, nvml: Any) -> Any:
+    """NVML's handle of the device that the rank `local_rank` computes on, by `nvml`, the module pynvml, initialised.
+
+    None if there is none, or it cannot be said which it is: CUDA's numbers are NVML's only with
+    CUDA_DEVICE_ORDER=PCI_BUS_ID or where all devices are of one kind. Raises nvml.NVMLError.
+    """
+    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    visible = visible_devices(env)
+    chosen: Sequence[int | str] = range(len(handles)) if visible is None else _usable(visible, len(handles))
+    index = device_index(local_rank, len(chosen))
+    if index is None:
+        return None
+    device = chosen[index]
+    if isinstance(device, str):
+        return _by_uuid(device, handles, nvml)
+    kinds = {_text(nvml.nvmlDeviceGetName(handle)) for handle in handles}
+    same_order = env.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len(kinds) == 1
+    return handles[device] if same_order else None
+
+
+def _usable(visible: Sequence[int | str], num_devices: int) -> list[int | str]:
+    """What CUDA makes of the list: it ends at a number that no device has, and a process sees one MIG device.
+
+    (The latter by NVIDIA's Multi-Instance GPU User Guide, "CUDA Device Enumeration".)
+    """
+    found = list(itertools.takewhile(lambda device: isinstance(device, str) or device < num_devices, visible))
+    return found[:1] if found and str(found[0]).startswith("MIG-") else found
+
+
+def _by_uuid(uuid: str, handles: Sequence[Any], nvml: Any) -> Any:
+    """The device whose UUID begins with `uuid`; None if there is none, or several."""
+    old = _OLD_MIG.fullmatch(uuid)
+    if old is not None:
+        parent = _by_uuid(old.group(1), handles, nvml)
+        instances = (int(old.group(2)), int(old.group(3)))
+        mine = [mig for mig in _mig_devices([parent] if parent else [], nvml) if _instances(mig, nvml) == instances]
+    else:
+        candidates = handles if uuid.startswith("GPU-") else _mig_devices(handles, nvml)
+        mine = [handle for handle in candidates if _text(nvml.nvmlDeviceGetUUID(handle)).startswith(uuid)]
+    return mine[0] if len(mine) == 1 else None
+
+
+def _mig_devices(handles: Sequence[Any], nvml: Any) -> list[Any]:
+    """The MIG devices of those devices."""
+    found = []
+    for handle in handles:
+        for index in range(_MOST_MIG):
+            try:
+                found.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
+            except nvml.NVMLError:  # this device is not divided, or into fewer parts; numbers may have gaps
+                continue
+    return found
+
+
+def _instances(mig: Any, nvml: Any) -> tuple[int, int]:
+    return nvml.nvmlDeviceGetGpuInstanceId(mig), nvml.nvmlDeviceGetComputeInstanceId(mig)
+
+
+def _text(value: str | bytes) -> str:
+    """pynvml before version 11.5 returns bytes."""
+    return value.decode() if isinstance(value, bytes) else value

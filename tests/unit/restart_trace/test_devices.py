@@ -1,0 +1,120 @@
+"""Which device a rank has, for torch and for NVML; pynvml's place takes a machine that is made up."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from restart_trace.devices import device_index, nvml_device, visible_devices
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, None), ("", []), ("0,1", [0, 1]), ("3,1", [3, 1]), (" 2 , 0 ", [2, 0]), ("1gpu,2b", [1, 2]),
+        ("0,-1,2", [0]), ("0,x,2", [0]), ("1,1", []), ("NoDevFiles", []), ("-1", []),
+        ("GPU-ab,GPU-cd", ["GPU-ab", "GPU-cd"]), ("GPU-ab,GPU-ab", []), ("MIG-1-2", ["MIG-1-2"]),
+        ("MIG-GPU-ab/1/0", ["MIG-GPU-ab/1/0"]),
+    ],
+)  # fmt: skip
+def test_visible_devices_are_read_as_cuda_reads_them(text: str | None, expected: list[int | str] | None) -> None:
+    assert visible_devices({} if text is None else {"CUDA_VISIBLE_DEVICES": text}) == expected
+
+
+def test_what_torch_reads_is_read_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    for text in ("0,1", "3,1", "1gpu,2b", "0,-1,2", "1,1", "GPU-ab,GPU-cd", "GPU-ab,GPU-ab", "MIG-1", "7"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
+        assert visible_devices({"CUDA_VISIBLE_DEVICES": text}) == torch.cuda._parse_visible_devices()
+
+
+def test_a_rank_takes_its_own_device_or_the_only_one() -> None:
+    assert [device_index(rank, 4) for rank in range(5)] == [0, 1, 2, 3, None]
+    assert [device_index(rank, 1) for rank in range(3)] == [0, 0, 0]
+    assert device_index(0, 0) is None
+
+
+class NVMLError(Exception):
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """The functions of pynvml that are used, of a machine with those devices: (UUID, name)."""
+
+    devices: tuple[tuple[str, str], ...]
+    mig: dict[str, tuple[tuple[str, int, int], ...]] = dataclasses.field(default_factory=dict)
+    NVMLError = NVMLError
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return len(self.devices)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:  # noqa: N802
+        return self.devices[index][0]
+
+    def nvmlDeviceGetName(self, handle: str) -> str:  # noqa: N802
+        return dict(self.devices)[handle]
+
+    def nvmlDeviceGetUUID(self, handle: Any) -> bytes | str:  # noqa: N802
+        return handle[0] if isinstance(handle, tuple) else handle.encode()
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: str, index: int) -> Any:  # noqa: N802
+        parts = self.mig.get(handle, ())
+        if index >= len(parts):
+            raise NVMLError("not found")
+        return parts[index]
+
+    def nvmlDeviceGetGpuInstanceId(self, mig: Any) -> int:  # noqa: N802
+        return mig[1]
+
+    def nvmlDeviceGetComputeInstanceId(self, mig: Any) -> int:  # noqa: N802
+        return mig[2]
+
+
+ALIKE = Machine((("GPU-aa1", "H100"), ("GPU-ab2", "H100"), ("GPU-bb3", "H100")))
+MIXED = Machine((("GPU-aa1", "T4"), ("GPU-ab2", "H100")))
+DIVIDED = Machine(
+    (("GPU-aa1", "H100"), ("GPU-ab2", "H100")), {"GPU-ab2": (("MIG-1", 7, 0), ("MIG-25", 9, 0), ("MIG-26", 9, 1))}
+)
+
+
+@pytest.mark.parametrize(
+    ("machine", "variables", "local_rank", "expected"),
+    [
+        (ALIKE, {}, 2, "GPU-bb3"),
+        (ALIKE, {}, 3, None),
+        (ALIKE, {"CUDA_VISIBLE_DEVICES": "2,0"}, 0, "GPU-bb3"),  # reordered
+        (ALIKE, {"CUDA_VISIBLE_DEVICES": "2,0"}, 1, "GPU-aa1"),
+        (ALIKE, {"CUDA_VISIBLE_DEVICES": "1"}, 2, "GPU-ab2"),  # one device per task
+        (ALIKE, {"CUDA_VISIBLE_DEVICES": ""}, 0, None),
+        (ALIKE, {"CUDA_VISIBLE_DEVICES": "7"}, 0, None),
+        (ALIKE, {"CUDA_VISIBLE_DEVICES": "1,7,2"}, 2, "GPU-ab2"),  # CUDA ends the list at 7: there is one device
+        (ALIKE, {"CUDA_VISIBLE_DEVICES": "GPU-bb,GPU-aa1"}, 0, "GPU-bb3"),
+        (ALIKE, {"CUDA_VISIBLE_DEVICES": "GPU-a"}, 0, None),  # two begin so
+        (ALIKE, {"CUDA_VISIBLE_DEVICES": "GPU-ff"}, 0, None),
+        (MIXED, {}, 0, None),  # CUDA puts the fastest first
+        (MIXED, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, 0, "GPU-aa1"),
+        (MIXED, {"CUDA_VISIBLE_DEVICES": "GPU-ab"}, 0, "GPU-ab2"),
+        (DIVIDED, {"CUDA_VISIBLE_DEVICES": "MIG-25"}, 3, ("MIG-25", 9, 0)),
+        (DIVIDED, {"CUDA_VISIBLE_DEVICES": "MIG-GPU-ab2/9/1"}, 0, ("MIG-26", 9, 1)),
+        (DIVIDED, {"CUDA_VISIBLE_DEVICES": "MIG-26,MIG-1"}, 1, ("MIG-26", 9, 1)),  # a process sees one
+        (DIVIDED, {"CUDA_VISIBLE_DEVICES": "MIG-GPU-ff/9/1"}, 0, None),
+    ],
+)
+def test_nvml_is_asked_for_the_device_that_torch_uses(
+    machine: Machine, variables: dict[str, str], local_rank: int, expected: Any
+) -> None:
+    assert nvml_device(variables, local_rank, machine) == expected
+
+
+def test_the_stand_in_has_the_names_of_pynvml() -> None:
+    import pynvml
+
+    used = {name for name in vars(Machine) if name.startswith("nvml")} | {"NVMLError"}
+    assert all(hasattr(pynvml, name) for name in used)
+    text = Path(nvml_device.__code__.co_filename).read_text()
+    assert all(f"nvml.{name}" in text for name in used)
