@@ -1,4 +1,5 @@
-"""In continuous integration (CI=true) nothing is skipped but what needs a GPU, and what takes ten minutes.
+"""In continuous integration (CI=true) nothing is skipped but what needs a GPU, what takes ten minutes, and what needs a
+cluster of namespaces (tests/cluster), which not every machine allows.
 
 No property fails because a machine is slow: hypothesis has a deadline of its own for each example otherwise.
 """
@@ -17,7 +18,7 @@ from hypothesis import HealthCheck, settings
 
 from tools.common.machine import filesystem_of
 
-MAY_BE_SKIPPED_IN_CI = re.compile(r"GPU|CUDA|takes 10 minutes")
+MAY_BE_SKIPPED_IN_CI = re.compile(r"GPU|CUDA|takes 10 minutes|no cluster here")
 # Variables that deepspeed, torch and polars set as they are imported.
 SET_BY_IMPORTS = {"PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR", "_RJEM_MALLOC_CONF"}
 ROOT = Path(__file__).resolve().parents[1]

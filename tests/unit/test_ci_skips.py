@@ -67,11 +67,14 @@ def test_in_ci_they_are_failures_with_the_reason(tmp_path: Path) -> None:
     assert "tests/install_system_packages.sh" in told
 
 
-def install(tmp_path: Path, *there: str) -> tuple[subprocess.CompletedProcess[str], str]:
+CLUSTER = ("ip", "ssh", "sshd", "pdsh", "munged", "slurmd")
+
+
+def install(tmp_path: Path, *there: str, apt: str = "") -> tuple[subprocess.CompletedProcess[str], str]:
     """Run the script where these commands are, and apt-get is a stand-in; what it was asked for."""
     for name in (*there, "apt-get"):
         command = tmp_path / name
-        command.write_text(f'#!/bin/bash\necho "$*" >>{tmp_path}/asked\n')
+        command.write_text(f'#!/bin/bash\necho "$*" >>{tmp_path}/asked\n{apt}\n')
         command.chmod(0o755)
     done = subprocess.run(
         ["/bin/bash", str(INSTALL)], env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=300
@@ -81,15 +84,23 @@ def install(tmp_path: Path, *there: str) -> tuple[subprocess.CompletedProcess[st
 
 
 def test_nothing_is_installed_where_all_is_there(tmp_path: Path) -> None:
-    done, asked = install(tmp_path, "google-chrome", "strace", "mount", "umount", "unshare")
+    done, asked = install(tmp_path, "google-chrome", "strace", "mount", "umount", "unshare", *CLUSTER)
     assert (done.returncode, done.stdout, done.stderr, asked) == (0, "", "", "")
 
 
 def test_what_is_missing_is_installed_by_root(tmp_path: Path) -> None:
-    done, asked = install(tmp_path, "mount", "umount", "unshare")
+    done, asked = install(tmp_path, "mount", "umount", "unshare", *CLUSTER[:-1])
     assert done.returncode == 0
     if os.geteuid() == 0:
         assert asked.splitlines()[0].startswith("update")
-        assert asked.splitlines()[1].startswith("install") and asked.endswith(" chromium strace\n")
+        assert asked.splitlines()[1].startswith("install") and asked.splitlines()[1].endswith(" chromium strace")
+        assert asked.endswith(" slurm-wlm\n")
     else:
-        assert asked == "" and "tests will be skipped without: chromium strace" in done.stderr
+        assert asked == "" and "tests will be skipped without: chromium strace slurm-wlm" in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="no cluster here: it takes root")
+def test_what_the_cluster_needs_may_fail_to_install(tmp_path: Path) -> None:
+    """Its tests are skipped, then; the others are run."""
+    done, _ = install(tmp_path, "google-chrome", "strace", "mount", "umount", "unshare", *CLUSTER[1:], apt="exit 100")
+    assert done.returncode == 0 and "tests/cluster will be skipped without: iproute2" in done.stderr

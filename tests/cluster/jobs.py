@@ -1,0 +1,122 @@
+"""The tiny preset as a user of a cluster starts it: by the launch script, on the login node."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.cluster import Cluster, Node
+from tests.dist.harness import HANGS_S, ROOT, losses, records, wait_for
+from tests.dist.hold import held_environment
+
+SCRIPT = ROOT / "examples_deepspeed" / "restart_bench" / "run_tiny_tp2_pp2_dp2.sh"
+RANKS_PER_NODE = 2
+SAVED_AT = 3
+HELD_AT = 5  # 4 and 5 are trained again
+ITERATIONS = 6
+
+
+@dataclass
+class Job:
+    """One training, which may be launched several times; its files are in `directory`."""
+
+    preset: Preset
+    directory: Path
+    nodes: Sequence[Node]
+    settings: dict[str, str]
+    launches: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def world_size(self) -> int:
+        return RANKS_PER_NODE * len(self.nodes)
+
+    @property
+    def trace(self) -> Path:
+        return self.directory / "checkpoints" / "restart_trace"
+
+    @property
+    def log(self) -> str:
+        """What the newest launch printed."""
+        return self._log(len(self.launches) - 1).read_text(errors="replace")
+
+    def start(self, *command: str | Path, **settings: str) -> subprocess.Popen[bytes]:
+        """Launch on the login node: the preset's script, behind `command` if one is given."""
+        log = self._log(len(self.launches))
+        environment = self.settings | settings
+        started = self.preset.cluster.login.start(*command, "bash", SCRIPT, env=environment, log=log)
+        self.launches.append(started)
+        return started
+
+    def train(self, *command: str | Path, **settings: str) -> None:
+        """Launch, and wait for the good end."""
+        code = self.start(*command, **settings).wait(HANGS_S)
+        assert code == 0, self.log[-6000:]
+
+    def train_and_kill(self, *command: str | Path, **settings: str) -> None:
+        """Launch; kill the ranks of the last node when all have done HELD_AT: the launch ends, and nothing is left."""
+        held = held_environment(cycles=1, after=HELD_AT)
+        started = self.start(
+            *command, **settings, **held, EXPORT=f"{settings.get('EXPORT', '')} HELD_CYCLES HELD_AFTER"
+        )
+        wait_for(lambda: self.all_held() or started.poll() is not None, f"iteration {HELD_AT}")
+        assert started.poll() is None, self.log[-6000:]
+        assert self.nodes[-1].send(signal.SIGKILL, "pretrain_gpt.py") >= RANKS_PER_NODE
+        assert started.wait(HANGS_S) != 0, self.log[-6000:]
+        for node in (*self.nodes, self.preset.cluster.login):
+            wait_for(lambda node=node: not self.left_on(node), f"the end of the launch on {node.name}")
+
+    def left_on(self, node: Node) -> dict[int, str]:
+        """Processes of this launch on a node."""
+        return {pid: command for pid, command in node.processes().items() if str(self.directory) in command}
+
+    def all_held(self) -> bool:
+        ranks = range(self.world_size)
+        return self.trace.exists() and all(HELD_AT in losses(self.trace, 0, rank) for rank in ranks)
+
+    def hosts(self, cycle: int) -> list[str]:
+        """The host of each rank, as its trace has it."""
+        return [self.first_record(cycle, rank)["host"] for rank in range(self.world_size)]
+
+    def first_record(self, cycle: int, rank: int) -> dict[str, Any]:
+        return records(self.trace, cycle, rank)[0]
+
+    def _log(self, launch: int) -> Path:
+        return self.directory / f"launch_{launch}.log"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Makes jobs on a cluster. `data`: a dataset and its tokenizer on the shared file system."""
+
+    cluster: Cluster
+    data: Path
+
+    def job(self, name: str, nodes: Sequence[Node], **settings: str) -> Job:
+        directory = self.cluster.directory / "jobs" / name
+        directory.mkdir(parents=True)
+        common = {
+            "WORK_DIR": str(directory),
+            "DATA_PATH": str(self.data / "corpus_text_document"),
+            "TOKENIZER_MODEL": str(self.data / "tokenizer.model"),
+            "KILL_AT": "none",
+            "ITERS": str(ITERATIONS),
+            "SAVE_INTERVAL": str(SAVED_AT),
+            "DP": str(len(nodes) * RANKS_PER_NODE // 4),
+            "EXTRA_ARGS": "--verify-restored-state --checkpoint-durability none --split 100,0,0",
+            "DEVICE": "cpu",
+            "SKIP_SETUP": "1",
+            "PYTHON": sys.executable,
+        }
+        return Job(self, directory, nodes, common | settings)
+
+    def hostfile(self, job: Job, lines: Mapping[str, str] | None = None) -> Path:
+        """The job's HOSTFILE: its nodes with two slots each."""
+        path = job.directory / "hosts"
+        named = lines or {node.name: f"slots={RANKS_PER_NODE}" for node in job.nodes}
+        path.write_text("".join(f"{name} {slots}\n" for name, slots in named.items()))
+        return path
