@@ -37,10 +37,10 @@ measure() {
 share=(--model 70b --tp 8 --pp 8 --limit-bytes "$BYTES")
 # While a GPU computes, the processors are nearly idle: these steps wait. Those of the next measurement but one compute.
 steps=(--steps-between "$STEP_SECONDS" --step-seconds "$STEP_SECONDS")
-measure one_rank "${share[@]}" --ranks 0 --engine "$ENGINES" --cold "${steps[@]}" --step-work idle
-measure two_ranks "${share[@]}" --ranks 0-1 --engine "$ENGINES" --cold "${steps[@]}" --step-work idle
-measure busy_steps "${share[@]}" --ranks 0 --engine torch,lazy --no-storage "${steps[@]}" --step-work matmul
-measure small_tensors --small-tensors 2000 --engine "$ENGINES" --cold
+measure one_rank "${share[@]}" --ranks 0 --engine "$ENGINES" "${steps[@]}" --step-work idle
+measure two_ranks "${share[@]}" --ranks 0-1 --engine "$ENGINES" "${steps[@]}" --step-work idle
+measure busy_steps "${share[@]}" --ranks 0 --engine torch,lazy --no-storage "${steps[@]}" --step-work matmul --no-cold
+measure small_tensors --small-tensors 2000 --engine "$ENGINES" --steps-between 0
 
 printf '\n== verdicts\n'
 "$PYTHON" -m benchmarks.engine_targets "${results[@]}"

@@ -174,7 +174,7 @@ def _check_merges(path: str) -> None:
 def check_load(checkpoint: CheckpointConfig, *, warn: bool = True) -> None:
     """Check that --load holds a checkpoint: a directory with a manifest, or one that `latest` names.
 
-    Without one the run starts from iteration 0, with a logged warning if `warn`, or stops if
+    Without one the run starts from iteration 0, with a logged warning if `warn` and --save is elsewhere, or stops if
     --exit-on-missing-checkpoint is given. It also stops if `latest` names a missing one: a checkpoint was lost, and
     only --allow-start-over starts again. A missing --load-tag is always an error. Whether a checkpoint is complete is
     checked on load.
@@ -210,7 +210,7 @@ def check_load(checkpoint: CheckpointConfig, *, warn: bool = True) -> None:
             f"--load {load}: no checkpoint there; {hint}, or drop "
             "--exit-on-missing-checkpoint to start from iteration 0"
         )
-    if warn:
+    if warn and load != checkpoint.save:  # a first launch into its own directory finds nothing, as it should
         logger.warning(
             "--load %s: no checkpoint there (%s): training starts from iteration 0; "
             "give --exit-on-missing-checkpoint to stop instead",

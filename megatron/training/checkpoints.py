@@ -88,7 +88,8 @@ def restore(checkpointer: Checkpointer, engine: Any) -> Progress | None:
             "give the directory of a run, or drop the flag to start from iteration 0"
         )
     if progress is None:
-        logger.info("--load %s: no checkpoint there; starting from iteration 0", options.load)
+        when = "yet" if options.load == options.save else "there"
+        logger.info("--load %s: no checkpoint %s; starting from iteration 0", options.load, when)
     elif options.reset_iteration:
         logger.info("loaded %s; counting iterations and samples from 0 (--reset-iteration)", options.load)
     elif not options.finetune:

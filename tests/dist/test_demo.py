@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 
 def test_killed_and_resumed_training_is_measured_and_exact(demo: Demonstration, tmp_path: Path) -> None:
     done, directory = demo.done, demo.directory
-    assert "cycle 0: sigkill-all at iteration:8 struck " in done.stderr
+    assert "cycle 0: sigkill-all at iteration:8 injected into " in done.stderr
     repeated, _, rest = done.stdout.partition("The repeated iterations are identical, to the last bit.")
     assert [line.split()[0] for line in repeated.splitlines()[-3:]] == ["6", "7", "8"]
     assert rest.count("sigkill-all") >= 2  # the drill's table and the report

@@ -40,6 +40,22 @@ def preset_names() -> list[str]:
     return sorted((path.stem for path in (SCRIPTS / "models").glob("*.sh")), key=size)
 
 
+def preset_layout(model: str) -> tuple[int, int]:
+    """(TP, PP) of the preset's own script, run_MODEL_tpT_ppP*.sh; of several the one with the fewest ranks.
+
+    Raises ConfigError if there is no such preset.
+    """
+    _check_preset(model)
+    names = [path.stem.split("_") for path in SCRIPTS.glob(f"run_{model}_tp*_pp*.sh")]
+    sizes = [(int(tp.removeprefix("tp")), int(pp.removeprefix("pp"))) for _, _, tp, pp, *_ in names]
+    return min(sizes, key=lambda size: size[0] * size[1])
+
+
+def _check_preset(model: str) -> None:
+    if model not in preset_names():
+        raise ConfigError(f"--model {model}: no such preset; there are: {', '.join(preset_names())}")
+
+
 def config_for(
     model: str = "70b",
     tp: int = 8,
@@ -54,8 +70,7 @@ def config_for(
     `vocab_size`: tokens of the tokenizer, before padding; None: those of the preset's own. `flags` come after those
     of the preset and overrule them, as EXTRA_ARGS does. Raises ConfigError naming flag, value and fix.
     """
-    if model not in preset_names():
-        raise ConfigError(f"--model {model}: no such preset; there are: {', '.join(preset_names())}")
+    _check_preset(model)
     for flag, value in (("--tp", tp), ("--pp", pp), ("--dp", dp), ("--vocab-size", vocab_size)):
         require_at_least(flag, value, 1)
     argv = _ask_scripts(model, tp, pp, dp)

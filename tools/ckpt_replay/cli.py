@@ -24,6 +24,7 @@ from restart_trace.cycles import launch_key
 
 from ..common.cli import COULD_NOT_RUN, FINDINGS, OK, write_stdout
 from ..common.machine import filesystem_of, machine
+from .answer import sentence
 from .figures import analyse
 from .launch import TaskError, crew_of
 from .options import ALL, TARGETS, parse_arguments, request_from
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = json.dumps(figures)
         if arguments.output is not None:
             arguments.output.write_text(text + "\n")
-        write_stdout((text if arguments.format == "json" else render(figures)) + "\n")
+        write_stdout((text if arguments.format == "json" else render(figures, show_all=arguments.all)) + "\n")
     except (ReplayError, ConfigError, UnknownEngineError, EngineUnavailableError, TaskError, OSError) as exc:
         print(f"ckpt_replay: {exc}", file=sys.stderr)
         return COULD_NOT_RUN
@@ -80,6 +81,7 @@ def _replay(arguments: argparse.Namespace) -> dict[str, Any] | None:
         return None
     kept = str(place) if request.keep else None
     figures = analyse(request, samples, left_out, before) | {"directory": request.directory, "kept": kept}
+    figures["verdict"] = sentence(figures)
     if not arguments.targets:
         return figures
     # By name, since a tool needs no benchmark: they are in a checkout alone. parse_arguments has looked for it.

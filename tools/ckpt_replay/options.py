@@ -14,6 +14,7 @@ from megatron.config import CheckpointConfig
 from megatron.config.flags import spec_of
 from megatron.parallel.topology import Layout
 
+from ..ckpt_plan.presets import preset_layout
 from ..common.cli import make_parser, parse_bytes, parse_rank_ranges, require_at_least
 from .plan import ReplayError, Request, Share, Steps
 
@@ -25,9 +26,11 @@ _ENGINE_FLAGS = (*_IO_FLAGS, "checksum", "checkpoint_durability", "verify_checkp
 _DESCRIPTION = "Write and read what chosen ranks of a model would, with the real engines, beside the storage."
 _EPILOG = """\
 examples:
-  %(prog)s --model 70b --tp 8 --pp 8 --ranks 0-1 --engine torch,lazy --dir /scratch --limit-bytes 2GiB --cold
+  %(prog)s --model 13b --dir /scratch
+      which engine for this model on this storage? All that can run here, 1 GiB of a rank; the last lines answer
+  %(prog)s --model 70b --tp 8 --pp 8 --ranks 0-1 --engine torch,lazy --dir /scratch --limit-bytes 2GiB
       a 2 GiB share of two ranks of the 70b preset, beside what the disk itself can do
-  %(prog)s --model 70b --tp 8 --pp 8 --ranks 0 --engine lazy --dir /scratch --repeat 1 --cold
+  %(prog)s --model 70b --tp 8 --pp 8 --engine lazy --dir /scratch --repeat 1 --limit-bytes none
       one rank at full size
   torchrun --nnodes 4 --nproc-per-node 8 ... -m tools.ckpt_replay --model 70b --tp 8 --pp 4 --engine all --dir /shared
       every rank of a layout, on as many nodes; DIR must be seen by all
@@ -44,31 +47,37 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     return tuple(found)
 
 
+def _limit(text: str) -> int | None:
+    """Bytes; None for "none". Raises argparse.ArgumentTypeError."""
+    return None if text == "none" else parse_bytes(text)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The command line's parser; the engine options are the trainer's own."""
     parser = make_parser("ckpt-replay", _DESCRIPTION, _EPILOG, allow_abbrev=False)
     what = parser.add_argument_group("what is replayed")
     what.add_argument("--model", metavar="NAME", help="preset, as in tools.ckpt_plan: 3b to 70b, tiny")
-    what.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel size (default: 1)")
-    what.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline-parallel size (default: 1)")
+    what.add_argument("--tp", type=int, metavar="N", help="tensor-parallel size (default: as the preset's script)")
+    what.add_argument("--pp", type=int, metavar="N", help="pipeline-parallel size (default: as the preset's script)")
     what.add_argument("--dp", type=int, default=1, metavar="N", help="data-parallel size (default: 1)")
     what.add_argument(
         "--ranks", type=parse_ranks, metavar="A-B,...", help="ranks of that layout (default: 0; under torchrun all)"
     )
     what.add_argument("--vocab-size", type=int, metavar="N", help="of the tokenizer (default: the preset's)")
-    what.add_argument("--limit-bytes", type=parse_bytes, metavar="SIZE", help="shrink a rank's tensors to this in all")
+    help_ = "shrink a rank's tensors to this in all; none: whole ranks (default: 1GiB)"
+    what.add_argument("--limit-bytes", type=_limit, default="1GiB", metavar="SIZE", help=help_)
     what.add_argument("--small-tensors", type=int, metavar="N", help="N small tensors a rank, instead of a model")
     what.add_argument(
         "--small-tensor-bytes", type=parse_bytes, default="16KiB", metavar="SIZE", help="(default: 16KiB)"
     )
     how = parser.add_argument_group("how")
-    how.add_argument("--engine", default="torch", metavar="NAME,...", help="engines, or all (default: torch)")
+    how.add_argument("--engine", default=ALL, metavar="NAME,...", help="engines (default: all that can run here)")
     how.add_argument("--dir", type=Path, required=True, metavar="DIR", help="where to write")
-    how.add_argument("--repeat", type=int, default=3, metavar="N", help="(default: 3)")
-    how.add_argument("--cold", action="store_true", help="also load with the page cache dropped")
-    how.add_argument(
-        "--steps-between", type=float, default=0.0, metavar="S", help="train for S seconds after a save (default: 0)"
-    )
+    how.add_argument("--repeat", type=int, default=4, metavar="N", help="4 are enough for a test (default: 4)")
+    help_ = "also load with the page cache dropped (default: --cold)"
+    how.add_argument("--cold", action=argparse.BooleanOptionalAction, default=True, help=help_)
+    help_ = "train for S seconds after a save; 0: the state changes at once (default: 2)"
+    how.add_argument("--steps-between", type=float, default=2.0, metavar="S", help=help_)
     how.add_argument("--step-seconds", type=float, default=1.0, metavar="S", help="of a step (default: 1)")
     how.add_argument(
         "--step-work", choices=("matmul", "idle"), default="matmul", help="what a step does (default: matmul)"
@@ -82,6 +91,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     out = parser.add_argument_group("output")
     out.add_argument("--format", choices=("table", "json"), default="table", help="(default: table)")
+    out.add_argument(
+        "--all", action="store_true", help="table: throughputs, ratios, all that was measured of the storage"
+    )
     out.add_argument("--output", type=Path, metavar="FILE", help="write the JSON here, too")
     out.add_argument("--targets", action="store_true", help="judge the performance targets of engine lazy")
     out.add_argument("--trace-dir", type=Path, metavar="DIR", help="leave a restart trace for tools.ckpt_analysis")
@@ -124,9 +136,17 @@ def chosen_engines(text: str) -> tuple[str, ...]:
     return names
 
 
+def _layout(arguments: argparse.Namespace) -> Layout:
+    """As asked for; without --tp and --pp that of the preset's script with the fewest ranks. Raises ConfigError."""
+    tp, pp = arguments.tp, arguments.pp
+    if tp is None and pp is None and arguments.model is not None:
+        tp, pp = preset_layout(arguments.model)
+    return Layout(tp or 1, pp or 1, arguments.dp)
+
+
 def request_from(arguments: argparse.Namespace, world_size: int | None) -> Request:
     """The request of a command line; `world_size` is the launcher's. Raises ReplayError or ConfigError too."""
-    layout = Layout(arguments.tp, arguments.pp, arguments.dp)
+    layout = _layout(arguments)
     ranks = arguments.ranks
     if ranks is None:
         ranks = tuple(range(world_size or 1))

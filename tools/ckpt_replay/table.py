@@ -2,25 +2,49 @@
 
 from __future__ import annotations
 
+import textwrap
+from functools import partial
 from typing import Any
 
-_SAVE_COLUMNS = (("blocked", "blocked_s"), ("durable", "durable_s"))
-_COLUMNS = (*_SAVE_COLUMNS, ("cold load", "load_cold_s"), ("warm load", "load_warm_s"))
-_WIDTH = 27
+from ..common.tables import Column, fitted_table, text_width
+from .answer import answer, sentence, what
+
+_TIMES = (
+    ("blocked s", "blocked_s"),
+    ("durable s", "durable_s"),
+    ("cold load s", "load_cold_s"),
+    ("warm load s", "load_warm_s"),
+)
+_OPTIONAL = ("memory MiB (kept)", "warm load s")  # columns that a narrow terminal has no room for
+_Engine = tuple[str, dict[str, Any]]  # name, figures
 
 
-def render(figures: dict[str, Any]) -> str:
-    """The table: one line per engine, ratios below, the storage, then what has to be known of the figures."""
-    lines = [*head(figures), "", _row("engine", [*(f"{title}, s" for title, _ in _COLUMNS), "peak memory, MiB (kept)"])]
-    for name, found in figures["engines"].items():
-        cells = [_seconds(found[key]) for _, key in _COLUMNS]
-        cells.append(_memory(found))
-        lines.append(_row(name, cells))
-    lines += ["", *_throughputs(figures), *_ratios(figures), "", *_storage(figures["storage"])]
-    lines += ["", *_notes(figures), *_explanation(figures)]
+def render(figures: dict[str, Any], *, show_all: bool = False) -> str:
+    """The verdict, a line per engine, what has to be known of the figures, and the answer in the last lines.
+
+    `show_all`: also throughputs, ratios, every measurement of the storage, and the loads that do not count.
+    """
+    columns = [Column[_Engine]("engine", lambda engine: engine[0])]
+    columns += [Column(title, partial(_time, name)) for title, name in _TIMES]
+    columns.append(Column("memory MiB (kept)", lambda engine: _memory(engine[1])))
+    engines = list(figures["engines"].items())
+    lines = [*_wrapped([sentence(figures)]), "", *_wrapped(head(figures)), ""]
+    lines += fitted_table(columns, engines, optional=_OPTIONAL)
+    if show_all:
+        lines += ["", *_throughputs(figures), *_ratios(figures)]
+    lines += ["", *_storage(figures["storage"], show_all)]
+    notes = [*_notes(figures), *(_details(figures) if show_all else []), *_explanation(figures)]
+    lines += [*_wrapped(notes), *([] if show_all else _wrapped([_HIDDEN]))]
     if figures.get("targets"):
         lines += ["", *render_targets(figures["targets"])]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *answer(figures)]) + "\n"
+
+
+_HIDDEN = "--all adds throughputs, ratios, every measurement of the storage, first saves and second loads."
+
+
+def _wrapped(paragraphs: list[str]) -> list[str]:
+    return [line for text in paragraphs for line in textwrap.wrap(text, text_width(), subsequent_indent="  ")]
 
 
 def render_targets(targets: list[dict[str, str]]) -> list[str]:
@@ -31,19 +55,11 @@ def render_targets(targets: list[dict[str, str]]) -> list[str]:
     return lines
 
 
-def _row(first: str, cells: list[str]) -> str:
-    return f"{first:<24}" + "".join(f"{cell:<{_WIDTH}}" for cell in cells).rstrip()
-
-
 def head(figures: dict[str, Any]) -> list[str]:
     """What was replayed."""
-    layout = " ".join(f"{name.upper()}{size}" for name, size in figures["layout"].items())
-    what = f"{figures['model']} {layout}"
-    if figures["small_tensors"] is not None:
-        what = f"{figures['small_tensors']} small tensors"
     ranks, size = figures["ranks"], figures["bytes_per_rank"]
     lines = [
-        f"{what}, rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {size / 2**30:.2f} GiB "
+        f"{what(figures)}, rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {size / 2**30:.2f} GiB "
         f"({size / 1e9:.2f} GB) a rank, {figures['repeat']} repeats, variants interleaved; medians [least to most], "
         "slowest rank"
     ]
@@ -53,6 +69,10 @@ def head(figures: dict[str, Any]) -> list[str]:
             f"LIMITED by --limit-bytes to {size / full:.1%} of the {full / 1e9:.2f} GB that such a rank really holds"
         )
     return lines
+
+
+def _time(name: str, engine: _Engine) -> str:
+    return _seconds(engine[1][name])
 
 
 def _seconds(found: dict[str, Any] | None) -> str:
@@ -69,38 +89,50 @@ def _memory(found: dict[str, Any]) -> str:
     return text + (f" + {children['median'] / 2**20:.0f} in children" if children["median"] else "")
 
 
+_GBPS = (("durable", "durable_GBps"), ("cold load", "load_cold_GBps"), ("warm load", "load_warm_GBps"))
+
+
 def _throughputs(figures: dict[str, Any]) -> list[str]:
-    lines = [_row("GB/s", ["", "durable", "cold load", "warm load", "steps, while flushing"])]
-    for name, found in figures["engines"].items():
-        cells = [f"{value:.2f}" if (value := found[key]) else "-" for key in _GBPS]
-        slower = found["step_interference"]
-        cells.append(f"{slower['median']:+.1%}" if slower else "-")
-        lines.append(_row("  " + name, ["", *cells]))
-    return lines
+    columns = [Column[_Engine]("GB/s", lambda engine: engine[0])]
+    columns += [Column(title, partial(_rate, name)) for title, name in _GBPS]
+    columns.append(Column("steps, while flushing", lambda engine: _slower(engine[1]["step_interference"])))
+    return fitted_table(columns, list(figures["engines"].items()), optional=("steps, while flushing",))
 
 
-_GBPS = ("durable_GBps", "load_cold_GBps", "load_warm_GBps")
+def _rate(name: str, engine: _Engine) -> str:
+    return f"{value:.2f}" if (value := engine[1][name]) else "-"
+
+
+def _slower(interference: dict[str, Any] | None) -> str:
+    return f"{interference['median']:+.1%}" if interference else "-"
 
 
 def _ratios(figures: dict[str, Any]) -> list[str]:
     """Times as fast as torch (blocked: as short), and parts of what the storage itself does."""
     lines: list[str] = []
+    engines = list(figures["engines"].items())
     torch = figures["engines"].get("torch")
-    if torch is not None and len(figures["engines"]) > 1:
-        lines.append("times torch's speed")
-        for name, found in figures["engines"].items():
-            lines.append(_row("  " + name, [_ratio(torch[key], found[key]) for _, key in _COLUMNS]))
+    if torch is not None and len(engines) > 1:
+        columns = [Column[_Engine]("times torch's speed", lambda engine: engine[0])]
+        columns += [Column(title[:-2], partial(_against, torch, name)) for title, name in _TIMES]
+        lines += ["", *fitted_table(columns, engines)]
     storage = figures["storage"]
     limits = (storage["write_direct_gbps"], storage["read_direct_gbps"])
     if any(limits):
-        lines.append("of the best raw direct write or read")
-        for name, found in figures["engines"].items():
-            parts = [
-                f"{value / limit:.0%}" if (value := found[key]) and limit else "-"
-                for key, limit in zip(_GBPS, limits, strict=False)
-            ]
-            lines.append(_row("  " + name, ["", *parts]))
+        columns = [Column[_Engine]("of the best raw direct write or read", lambda engine: engine[0])]
+        columns += [
+            Column(title, partial(_part, name, limit)) for (title, name), limit in zip(_GBPS, limits, strict=False)
+        ]
+        lines += ["", *fitted_table(columns, engines)]
     return lines
+
+
+def _against(torch: dict[str, Any], name: str, engine: _Engine) -> str:
+    return _ratio(torch[name], engine[1][name])
+
+
+def _part(name: str, limit: float | None, engine: _Engine) -> str:
+    return f"{value / limit:.0%}" if (value := engine[1][name]) and limit else "-"
 
 
 def _ratio(baseline: dict[str, Any] | None, found: dict[str, Any] | None) -> str:
@@ -109,26 +141,26 @@ def _ratio(baseline: dict[str, Any] | None, found: dict[str, Any] | None) -> str
     return f"{baseline['median'] / found['median']:.2f}"
 
 
-def _storage(storage: dict[str, Any]) -> list[str]:
-    """Per kind the best combination, and all of them."""
+def _storage(storage: dict[str, Any], show_all: bool) -> list[str]:
+    """Per kind the best combination; with `show_all` all of them."""
     if not storage["bytes_per_rank"]:
         return ["the storage itself was not measured"]
-    lines = [
-        f"the storage itself, {storage['bytes_per_rank'] / 2**20:.0f} MiB a rank, GB/s by threads x MiB of a block"
-    ]
+    lines = [f"the storage itself, {storage['bytes_per_rank'] / 2**20:.0f} MiB a rank, GB/s with threads x MiB"]
     for kind, found in storage["details"].items():
         if found["best"] is None:
             lines.append(f"  {kind:<22} not possible here")
             continue
         best = found["combinations"][found["best"]]
-        rest = "  ".join(f"{name} {one['gbps']:.2f}" for name, one in found["combinations"].items())
         spread = best["seconds"]
         total = best["gbps"] * spread["median"]
         lines.append(
-            f"  {kind:<22} best {best['gbps']:.2f} [{total / spread['max']:.2f} to {total / spread['min']:.2f}] "
-            f"with {found['best']}; {rest}"
+            f"  {kind:<22} {best['gbps']:.2f} [{total / spread['max']:.2f} to {total / spread['min']:.2f}] "
+            f"with {found['best']}"
         )
-    return lines
+        if show_all:
+            rest = "  ".join(f"{name} {one['gbps']:.2f}" for name, one in found["combinations"].items())
+            lines += textwrap.wrap(rest, text_width(), initial_indent=" " * 4, subsequent_indent=" " * 4)
+    return [*lines, ""]
 
 
 def _notes(figures: dict[str, Any]) -> list[str]:
@@ -138,8 +170,18 @@ def _notes(figures: dict[str, Any]) -> list[str]:
         if found["failed"]:
             told = found["failed"].splitlines()
             lines.append(f"FAILED: {name}: {' ... '.join(dict.fromkeys((told[0], told[-1])))}")
-        for figure, why in found["not_measured"].items():
-            lines.append(f"{name}: no {figure}: {why}")
+        lines += [f"{name}: no {figure}: {why}" for figure, why in found["not_measured"].items()]
+    if not figures["cold_asked"]:
+        lines.append("cold loads were not measured: --no-cold")
+    if figures.get("kept"):
+        lines.append(f"the last checkpoint of each engine was kept in {figures['kept']}")
+    return lines
+
+
+def _details(figures: dict[str, Any]) -> list[str]:
+    """Per engine its second load, the first write to what was loaded, and its first save."""
+    lines: list[str] = []
+    for name, found in figures["engines"].items():
         if found["load_warm_again_s"] and found["load_warm_s"]:
             again = _seconds(found["load_warm_again_s"])
             lines.append(f"{name}: a second warm load in the same process, memory it keeps used again: {again} s")
@@ -152,10 +194,6 @@ def _notes(figures: dict[str, Any]) -> list[str]:
             lines.append(
                 f"{name}: first save of a process, not counted above: blocked {blocked} s, durable {durable} s"
             )
-    if not figures["cold_asked"]:
-        lines.append("cold loads were not asked for: give --cold")
-    if figures.get("kept"):
-        lines.append(f"the last checkpoint of each engine was kept in {figures['kept']}")
     return lines
 
 
@@ -172,6 +210,5 @@ def _explanation(figures: dict[str, Any]) -> list[str]:
     return [
         f"blocked: what the training thread waited; {trained}.",
         f"{durable}. Loads: first of a fresh process, verified afterwards.",
-        "peak memory: what the process holds more than before the engine was there, the state not included; (kept):",
-        "of that, what it still holds after the save: caches, pinned memory, and what the allocator did not give back.",
+        "memory: the most that the process holds beside its state during a save; (kept): what it holds afterwards.",
     ]

@@ -7,9 +7,9 @@ it stands on.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 Samples = Mapping[str, Sequence[float]]  # variant -> seconds, one value per repeat
 
@@ -46,21 +46,21 @@ class Standing:
 
 def standing(samples: Samples) -> Standing:
     """Compare all variants with the one of the shortest median. Raises ValueError if one has no values."""
-    ranked = sorted(samples, key=lambda name: statistics.median(samples[name]))
+    ranked = sorted(samples, key=lambda name: median(samples[name]))
     best = samples[ranked[0]]
     leaders = [name for name in ranked if _level(best, samples[name])]
     others = [name for name in ranked if name not in leaders]
     if not others:
         return Standing(tuple(leaders), None, None, (len(best), 0), tested=False)
     after = samples[others[0]]
-    shortest = statistics.median(best)
-    times = statistics.median(after) / shortest if shortest > 0 else None
+    shortest = median(best)
+    times = median(after) / shortest if shortest > 0 else None
     return Standing(tuple(leaders), others[0], times, (len(best), len(after)), _testable(best, after))
 
 
 def verdict(goals: Iterable[tuple[Goal, Samples]]) -> str:
     """One sentence over all goals that two variants at least have values of."""
-    differing: list[str] = []
+    differing: list[tuple[str, str]] = []  # clause, caveat
     level: list[str] = []
     for goal, samples in goals:
         known = {name: values for name, values in samples.items() if values}
@@ -70,8 +70,12 @@ def verdict(goals: Iterable[tuple[Goal, Samples]]) -> str:
         if found.after is None:
             level.append(goal.name)
         else:
-            differing.append(clause(goal, found, of_two=len(known) == 2))
-    parts = [*differing, *([f"{listed(level)} are level"] if level else [])]
+            differing.append((clause(goal, found, of_two=len(known) == 2), caveat(found)))
+    caveats = {said for _, said in differing}
+    common = caveats.pop() if len(caveats) == 1 else ""  # once, after the last one
+    parts = [of_goal + ("" if common else said) for of_goal, said in differing]
+    parts[-1:] = [part + common for part in parts[-1:]]
+    parts += [f"{listed(level)} are level"] if level else []
     if not parts:
         return "No time was measured in two of them: there is nothing to compare."
     return "; ".join(parts) + "."
@@ -79,7 +83,7 @@ def verdict(goals: Iterable[tuple[Goal, Samples]]) -> str:
 
 def clause(goal: Goal, found: Standing, *, of_two: bool) -> str:
     """ "lazy blocks training 4.0 times shorter than torch". `found.after` must not be None."""
-    after = f"{'' if of_two else 'the next, '}{found.after}{_caveat(found)}"
+    after = f"{'' if of_two else 'the next, '}{found.after}"
     by = f"{factor(found.times)} " if found.times is not None else ""
     if len(found.leaders) == 1:
         return f"{found.leaders[0]} {goal.does} {by}{goal.better} than {after}"
@@ -98,7 +102,8 @@ def listed(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def _caveat(found: Standing) -> str:
+def caveat(found: Standing) -> str:
+    """How few values a difference stands on that was not tested; else nothing."""
     if found.tested:
         return ""
     first, second = found.values

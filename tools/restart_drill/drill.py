@@ -87,8 +87,8 @@ def _finish(supervisor: Supervisor, cycle: int) -> None:
 
 
 def _told(strike: Strike) -> str:
-    """A line on a strike, for people."""
-    text = f"cycle {strike.cycle}: {strike.fault} at {strike.moment} struck {strike.processes} processes "
+    """A line on an injected fault, for people."""
+    text = f"cycle {strike.cycle}: {strike.fault} at {strike.moment} injected into {strike.processes} processes "
     text += f"after iteration {strike.iteration}; "
     if strike.failed_save is not None:
         text += "a save failed, training went on, and all ranks were killed; "

@@ -42,7 +42,7 @@ def inject(fault: str, launch: Launch) -> int:
     """Cause a fault by signals; how many processes it struck. Raises DrillError if there was none to strike."""
     struck = (_kill_all if fault in DAMAGE else SIGNALS[fault])(launch)
     if struck == 0:
-        raise DrillError(f"--fault {fault}: no rank that lives has written a trace; none was struck")
+        raise DrillError(f"--fault {fault}: no rank that lives has written a trace; it was injected into none")
     return struck
 
 

@@ -133,4 +133,4 @@ def repetition_table(pairs: Sequence[tuple[int, list[float]]]) -> str:
         return "No iteration was repeated."
     if all(len(set(losses)) == 1 for _, losses in pairs):
         return "\n".join([*lines, "The repeated iterations are identical, to the last bit."])
-    return "\n".join([*lines, "THE REPEATED ITERATIONS DIFFER: the resumed run is not the run that was struck."])
+    return "\n".join([*lines, "THE REPEATED ITERATIONS DIFFER: the resumed run is not the run that failed."])

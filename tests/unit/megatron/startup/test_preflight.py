@@ -264,6 +264,9 @@ def test_load_without_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixt
         assert f"--load {load}: no checkpoint there" in caplog.messages[0]
         with pytest.raises(ConfigError, match="drop --exit-on-missing-checkpoint to start from iteration 0"):
             check_load(CheckpointConfig(load=load, exit_on_missing_checkpoint=True))
+    caplog.clear()
+    check_load(CheckpointConfig(load=str(tmp_path), save=str(tmp_path), save_interval=1))  # the first launch of a run
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize("mark", ["latest", "global_step5/manifest.json"])

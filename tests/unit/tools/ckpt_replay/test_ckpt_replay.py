@@ -70,7 +70,9 @@ def test_engine_options_are_the_trainers() -> None:
 @pytest.mark.parametrize(
     ("argv", "error", "message"),
     [
-        (["--model", "70b", "--ranks", "5"], ReplayError, "rank 5 is outside the layout TP1 PP1 DP1"),
+        (["--model", "70b", "--ranks", "64"], ReplayError, "rank 64 is outside the layout TP8 PP8 DP1"),
+        (["--model", "70b", "--pp", "2", "--ranks", "5"], ReplayError, "rank 5 is outside the layout TP1 PP2 DP1"),
+        (["--model", "71b"], ConfigError, "--model 71b: no such preset"),
         (["--model", "70b", "--engine", "torhc"], UnknownEngineError, "torhc: no such engine"),
         (["--model", "70b", "--engine", ","], ReplayError, "names no engine"),
         (["--model", "70b", "--io-threads", "0"], ConfigError, "--io-threads"),
@@ -79,6 +81,14 @@ def test_engine_options_are_the_trainers() -> None:
 def test_what_cannot_be_asked_for(argv: list[str], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         request_from(parse_arguments([*argv, "--dir", "."]), None)
+
+
+def test_a_model_alone_is_enough() -> None:
+    found = request_from(parse_arguments(["--model", "13b", "--dir", "."]), None)
+    assert (found.share.layout, found.share.ranks, found.share.limit_bytes) == ((4, 4, 1), (0,), 1 << 30)
+    assert found.cold and {"torch", "lazy"} <= set(found.engines)
+    whole = request_from(parse_arguments(["--model", "13b", "--dir", ".", "--limit-bytes", "none", "--no-cold"]), None)
+    assert whole.share.limit_bytes is None and not whole.cold
 
 
 def test_a_launcher_must_start_as_many_processes_as_ranks_are_named() -> None:
@@ -92,7 +102,7 @@ def test_a_wrong_command_line_ends_with_status_2(argv: list[str], capsys: pytest
     with pytest.raises(SystemExit) as stopped:
         parse_arguments([*argv, "--dir", "."])
     assert stopped.value.code == 2
-    assert "ckpt_replay" in capsys.readouterr().err
+    assert "ckpt-replay" in capsys.readouterr().err
 
 
 def test_a_directory_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

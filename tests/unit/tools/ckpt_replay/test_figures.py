@@ -54,7 +54,8 @@ def samples(lazy_durable: float = 1.0, cold_cache: str = COLD) -> Samples:
 
 
 def figures(found: Samples, **share: Any) -> dict[str, Any]:
-    return analyse(request(**share), found, {}, {"processors": 4})
+    made = analyse(request(**share), found, {}, {"processors": 4, "filesystem": "ext4"})
+    return made | {"directory": "/scratch"}
 
 
 def test_the_slowest_rank_counts_and_all_samples_are_kept() -> None:
@@ -96,11 +97,40 @@ def test_a_limited_share_says_so() -> None:
 
 
 def test_the_table_has_ratios_against_torch_and_storage() -> None:
-    text = render(figures(samples()))
+    text = render(figures(samples()), show_all=True)
     row = next(line for line in text.split("times torch's speed")[1].splitlines() if line.startswith("  lazy"))
     assert row.split() == ["lazy", "800.00", "8.00", "4.00", "4.00"]
     share = text.split("of the best raw direct")[1]
     assert next(line for line in share.splitlines() if line.startswith("  lazy")).split() == ["lazy", "91%", "91%"]
+
+
+def test_the_verdict_comes_first_and_the_answer_last() -> None:
+    text = render(figures(samples(), limit_bytes=10**9))
+    first, _, rest = (" ".join(part.split()) for part in text.partition("\n\n"))
+    assert first == (
+        "lazy blocks training 800 times shorter than torch; lazy is durable 8.0 times sooner than torch; "
+        "lazy loads cold 4.0 times faster than torch; lazy loads warm 4.0 times faster than torch."
+    )
+    assert "times torch's speed" not in rest and "--all adds" in rest
+    last = " ".join(text.rpartition("\n\n")[2].split())
+    assert last.startswith(
+        "Answer for 70b TP8 PP8 DP1 on /scratch (ext4) measured: 2 ranks at once, 1.00 GB of the 2.00"
+    )
+    assert '"about" is for a whole rank, in proportion to its bytes (x 2.0), with steps of 6 s' in last
+    assert "durable: lazy: 1.1 s [1.1 to 1.1], about 2.2 s; 8.0 times sooner than the next, torch" in last
+    assert last.endswith("load, warm files: lazy: 0.5 s [0.5 to 0.5], about 1 s; 4.0 times faster than the next, torch")
+
+
+def test_what_was_measured_whole_is_not_extrapolated() -> None:
+    whole = render(figures(samples())).rpartition("\n\n")[2]
+    assert "about" not in whole and "extrapolated" not in whole
+
+
+def test_a_narrow_terminal_gets_fewer_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "90")
+    text = render(figures(samples(), limit_bytes=10**9))
+    assert "(no room for: memory MiB (kept), warm load s)" in text
+    assert max(map(len, text.splitlines())) <= 90
 
 
 BUSY = ", steps on the processors"

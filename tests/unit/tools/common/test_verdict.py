@@ -14,6 +14,16 @@ def test_a_difference_and_what_is_level() -> None:
     assert verdict(goals) == "lazy blocks training 4.0 times shorter than torch; loads are level."
 
 
+def test_a_caveat_that_holds_for_all_is_said_once() -> None:
+    few = {"a": [4.0, 4.1], "b": [1.0, 1.1]}
+    assert verdict([(LOAD, few), (COLD_LOAD, few)]) == (
+        "b loads 3.9 times faster than a; b loads cold 3.9 times faster than a (2 values each, untested)."
+    )
+    assert verdict([(LOAD, few), (COLD_LOAD, {"a": LONG, "b": SHORT})]) == (
+        "b loads 3.9 times faster than a (2 values each, untested); b loads cold 4.0 times faster than a."
+    )
+
+
 def test_several_variants_have_a_best_and_a_next() -> None:
     alone = [(COLD_LOAD, {"a": LONG, "b": SHORT, "c": [100 * value for value in SHORT]})]
     assert verdict(alone) == "b loads cold 4.0 times faster than the next, a."
