@@ -7,8 +7,9 @@ from statistics import median
 from typing import Any
 
 from ..common import verdict
+from ..common.formatting import listed
 from ..common.tables import text_width
-from ..common.verdict import Goal, Standing, factor, listed, standing
+from ..common.verdict import Goal, Standing, factor, standing
 
 GOALS: tuple[tuple[str, Goal, str], ...] = (  # label, goal, figure
     ("training blocked", verdict.BLOCKED, "blocked_s"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 NOT_RECORDED = "-"
 
 
@@ -48,3 +50,8 @@ def percent(share: float | None) -> str:
 def plural(number: int, noun: str) -> str:
     """1 host, 2 hosts."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def listed(words: Sequence[str]) -> str:
+    """ "a, b and c"."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

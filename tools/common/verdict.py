@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from .formatting import listed
+
 Samples = Mapping[str, Sequence[float]]  # variant -> seconds, one value per repeat
 
 
@@ -95,11 +97,6 @@ def factor(times: float) -> str:
     if times < 1.1:
         return f"{100 * (1 - 1 / times):.1f} %"
     return f"{times:.0f} times" if times >= 10 else f"{times:.1f} times"
-
-
-def listed(words: Sequence[str]) -> str:
-    """ "a, b and c"."""
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def caveat(found: Standing) -> str:
