@@ -20,7 +20,6 @@ from .metrics.checks import (
     check_results,
 )
 from .metrics.iterations import StepTime, TrainingTime, step_times, training_times
-from .metrics.lost_time import LostTime, lost_time
 from .metrics.operations import measure, rank_times
 from .metrics.rank_tables import RankTables, rank_tables
 from .metrics.results import OperationStats, StartStats
@@ -84,10 +83,6 @@ class Report:
     @property
     def complete_saves(self) -> list[OperationStats]:
         return [save for save in self.saves if save.outcome == "ok"]
-
-    @property
-    def lost_time(self) -> LostTime:
-        return lost_time(self.saves, self.starts)
 
     @property
     def facts(self) -> RunFacts:

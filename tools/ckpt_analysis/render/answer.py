@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ...common.formatting import digits_for, listed, plural, rate, seconds, size
-from ..metrics.lost_time import LostTime
+from ...common.formatting import digits_for, plural, rate, seconds, size
 from ..metrics.results import OperationStats, PhaseStats, StartStats
 from ..report import Report
 
@@ -12,7 +11,7 @@ _NAMED_PHASES = 3
 
 def answer(report: Report) -> list[str]:
     """Sentences, the most important first."""
-    sentences = _lost_time(report.lost_time)
+    sentences: list[str] = []
     starts = report.restarts or report.first_launches
     if starts:
         sentences += _start(starts[-1])
@@ -24,21 +23,6 @@ def answer(report: Report) -> list[str]:
     if failed:
         sentences.append(f"{failed} of {len(report.saves)} saves did not complete.")
     return sentences or ["No save, load or start-up was recorded to its end."]
-
-
-def _lost_time(lost: LostTime) -> list[str]:
-    """What the whole run lost; nothing of a run without saves and restarts."""
-    parts = []
-    if lost.saves:
-        parts.append(f"{seconds(lost.blocked_s)} s blocked by {plural(lost.saves, 'save')}")
-    if lost.restarts:
-        parts.append(f"{seconds(lost.restarting_s)} s in {plural(lost.restarts, 'restart')}")
-    if lost.restarts or lost.lost_steps:
-        parts.append(f"{seconds(lost.lost_work_s)} s of work ({plural(lost.lost_steps, 'step')} trained again)")
-    if not parts:
-        return []
-    unknown = f" {plural(lost.unfinished, 'restart')} did not reach the first step, and is not in it."
-    return [f"The run lost {seconds(lost.total_s)} s: {listed(parts)}.{unknown if lost.unfinished else ''}"]
 
 
 def _start(start: StartStats) -> list[str]:
@@ -121,4 +105,4 @@ def _largest(phases: list[PhaseStats], wall_s: float) -> str:
         return ""
     digits = digits_for(wall_s)
     parts = [f"{name} took {seconds(time_s, digits)} s ({100 * time_s / wall_s:.0f} %)" for time_s, name in largest]
-    return listed(parts)
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

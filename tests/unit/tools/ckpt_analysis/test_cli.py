@@ -64,9 +64,7 @@ def test_terminal_report(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "\033" not in done.stdout  # no colour where there is no terminal
     assert "Run 0123456789ab: TP2 PP2 DP2, 8 ranks on 1 host (node0), 2 cycles" in done.stdout
-    words = " ".join(done.stdout.split())
-    assert "3 steps had to be trained again (0.330 s of work)" in words
-    assert "The run lost " in words and " s of work (3 steps trained again). Restart of cycle 1 took" in words
+    assert "3 steps had to be trained again (0.330 s of work)" in done.stdout
     for heading in ("Restart of cycle 1", "Load global_step5", "Save global_step10", "Saves (2)"):
         assert f"\n{heading}" in done.stdout
     assert "\nSave global_step5" not in done.stdout
