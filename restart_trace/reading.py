@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from restart_trace.regular import read_regular
-from restart_trace.schema import MAIN_THREAD
+from restart_trace.schema import MAIN_THREAD, SPAN, type_of
 
 IDENTITY = ("run_id", "cycle", "rank", "tp", "pp", "dp")
 LABELS = ("tag", "step", "engine")
@@ -29,9 +29,9 @@ class RecordContext:
         """The next record of the file with the fields that it leaves to earlier ones.
 
         Every record gets IDENTITY, those with an op `operation`, `start_ns` (the end of an operation) and LABELS,
-        and a span also the `duration_ns`, `thread` and `blocking` that it leaves out.
+        and a span also the `type`, `duration_ns`, `thread` and `blocking` that it leaves out.
         """
-        kind = record["type"]
+        kind = type_of(record)
         if kind == "process":
             self._identity = {name: record[name] for name in IDENTITY if name in record}
             return record
@@ -43,9 +43,9 @@ class RecordContext:
         if kind in ("operation_begin", "operation_label"):
             operation |= {name: record[name] for name in ("operation", "start_ns", *LABELS) if name in record}
         completed = self._identity | operation | record
-        if kind == "span":
+        if kind == SPAN:
             duration_ns = record["end_ns"] - record["start_ns"]
-            completed = {"duration_ns": duration_ns, "thread": MAIN_THREAD, "blocking": True} | completed
+            completed = {"type": SPAN, "duration_ns": duration_ns, "thread": MAIN_THREAD, "blocking": True} | completed
         return completed
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from restart_trace.clock import now_ns, read_anchor
-from restart_trace.schema import MAIN_THREAD, SCHEMA_VERSION, check_phase
+from restart_trace.schema import MAIN_THREAD, SCHEMA_VERSION, SPAN, check_phase
 from restart_trace.sink import NullSink
 
 Probe = Callable[[], Mapping[str, float]]
@@ -145,7 +145,7 @@ class Operation:
             "blocking": None if blocking else False,
             "error": error,
         }
-        self._recorder.write("span", **given(fields))
+        self._recorder.write(SPAN, **given(fields))
 
     def was_read_ahead(self, num_bytes: int) -> None:
         """Of what this load is going to read, `num_bytes` were read from storage before it, as background spans say.
@@ -205,7 +205,7 @@ class Recorder:
 
         After `close` nothing is written: a thread that is still at work as the process ends has nobody to tell.
         """
-        record = {"type": record_type} | fields
+        record = fields if record_type == SPAN else {"type": record_type} | fields
         with self._lock:
             if self._closed:
                 return

@@ -12,6 +12,7 @@ from typing import Any
 
 SCHEMA_VERSION = 3
 
+SPAN = "span"  # the type of a record that names none: most are spans
 MAIN_THREAD = "MainThread"  # of a span that names no thread
 
 RANK_FILE_PATTERN = "rank_{rank:05d}_cycle_{cycle:03d}.jsonl"
@@ -138,8 +139,7 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
     # What becomes known of an operation while it runs.
     "operation_label": _TYPE
     | {"op": Field("int", True, "number of the operation"), "tag": _TAG, "step": _STEP, "engine": _ENGINE},
-    "span": _TYPE
-    | {
+    SPAN: {
         "op": Field("int", True, "number of the operation"),
         "phase": Field("str", True, "see PHASES"),
         "detail": Field("str", False, "see PHASES"),
@@ -227,9 +227,14 @@ def int_range(name: str) -> tuple[int, int]:
     return low, _MOST.get(name, 1 << 53)
 
 
+def type_of(record: dict[str, Any]) -> Any:
+    """The type of a decoded record: what its `type` says, which may be none of RECORD_FIELDS."""
+    return record.get("type", SPAN)
+
+
 def check_record(record: dict[str, Any]) -> list[str]:
     """Return what is wrong with one decoded record by itself: an empty list if nothing is."""
-    record_type = record.get("type", "")
+    record_type = type_of(record)
     fields = RECORD_FIELDS.get(record_type) if isinstance(record_type, str) else None
     if fields is None:
         return [f"unknown record type {record_type!r}"]

@@ -25,7 +25,7 @@ def summary(directory: Path) -> list[dict[str, Any]]:
     records = pd.concat(frames, ignore_index=True)
     begins = records[(records["type"] == "operation_begin") & (records["operation"] == "save")]
     begins = begins[[*_OPERATION, "tag", "start_ns"]]
-    spans = records[records["type"] == "span"].drop(columns="tag").merge(begins[[*_OPERATION, "tag"]], on=_OPERATION)
+    spans = records[records["type"].isna()].drop(columns="tag").merge(begins[[*_OPERATION, "tag"]], on=_OPERATION)
     ends = records[records["type"] == "operation_end"].drop(columns=["tag", "start_ns"]).merge(begins, on=_OPERATION)
     ends["wall"] = (ends["end_ns"] - ends["start_ns"]) / 1e9
     spans["seconds"] = spans["duration_ns"].fillna(spans["end_ns"] - spans["start_ns"]) / 1e9

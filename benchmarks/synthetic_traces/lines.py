@@ -31,7 +31,7 @@ class RankLines:
         self._next_op = 0
 
     def write(self, record_type: str, rest: str) -> None:
-        """`rest`: the other fields as JSON without braces."""
+        """A record that is no span. `rest`: the other fields as JSON without braces."""
         self.lines.append(f'{{"type":"{record_type}",{rest}}}\n')
 
     def ns(self, us: int) -> int:
@@ -83,7 +83,7 @@ class RankLines:
         begin, end = self.ns(start), self.ns(start + window)
         shorter = f',"duration_ns":{busy * 1000}' if busy is not None and busy != window else ""
         background = f',"thread":"{thread}","blocking":false' if thread else ""
-        self.write("span", f'{op}{what},"start_ns":{begin},"end_ns":{end}{shorter}{background}')
+        self.lines.append(f'{{{op}{what},"start_ns":{begin},"end_ns":{end}{shorter}{background}}}\n')
         return start + window
 
     def iteration(self, step: int, start: int, end: int) -> None:

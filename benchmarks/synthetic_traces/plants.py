@@ -10,7 +10,7 @@ from benchmarks.synthetic_traces.shape import Shape
 from restart_trace.schema import RANK_FILE_PATTERN, SCHEMA_VERSION
 
 OTHER_VERSION = SCHEMA_VERSION + 1
-_TORN = b'{"type":"span","op":1,"pha'
+_TORN = b'{"op":1,"pha'
 
 
 def file_name(rank: int, cycle: int) -> str:

@@ -20,7 +20,7 @@ from megatron.checkpointing.engines.base import (
 from megatron.checkpointing.engines.registry import builtin_engines, create_engine
 from restart_trace.reading import RecordContext
 from restart_trace.recorder import Operation, Recorder
-from restart_trace.schema import check_record
+from restart_trace.schema import check_record, type_of
 
 # Engines of this project that save and load on a machine with no CUDA device: each passes the whole suite.
 EXPECTED = ("torch", "lazy", "fastpersist", "fastpersist-decoupled", "torchsnapshot", "dcp", "dcp-async")
@@ -49,7 +49,7 @@ class Records:
         self._context = RecordContext()
 
     def write(self, record: dict[str, Any]) -> bool:
-        if record["type"] != "process":  # that of the tests' recorder says of no process what it is
+        if type_of(record) != "process":  # that of the tests' recorder says of no process what it is
             self.problems += check_record(record)
         self.all.append(self._context.complete(record))
         return True

@@ -273,7 +273,7 @@ def test_reached_iteration(tmp_path: Path) -> None:
     path.write_text(iteration_line(7) + iteration_line(8) + iteration_line(9)[:-5])
     assert reached_iteration(tmp_path, 3, 1) == 8  # the torn one was not finished
     assert reached_iteration(tmp_path, 3, 0) is None
-    span = '{"type":"span","file":"' + "x" * 300 + '"}\n'
+    span = '{"op":0,"file":"' + "x" * 300 + '"}\n'
     path.write_text(iteration_line(8) + 2000 * span)
     assert reached_iteration(tmp_path, 3, 1) == 8  # a big save came after it
     (tmp_path / "rank_00003_cycle_001.jsonl").write_text(span)

@@ -15,7 +15,7 @@ import pytest
 
 from restart_trace.process import RankIdentity, open_rank_trace
 from restart_trace.recorder import Operation, Recorder, untraced_operation
-from restart_trace.schema import check_record
+from restart_trace.schema import check_record, type_of
 from restart_trace.sink import JsonlSink
 from restart_trace.startup import Startup
 from tests.unit.trace_helpers import PROCESS, read, start_python
@@ -88,10 +88,10 @@ def test_a_record_carries_only_its_own_fields(trace: tuple[Recorder, Path]) -> N
         op.add("collect", None, 10, 20)
         op.add("serialize", None, 10, 20, duration_ns=4, blocking=False, thread="writer")
     _, _, collect, serialize, end = [json.loads(line) for line in path.read_text().splitlines()]
-    assert collect == {"type": "span", "op": 0, "phase": "collect", "start_ns": 10, "end_ns": 20}
+    assert collect == {"op": 0, "phase": "collect", "start_ns": 10, "end_ns": 20}
     assert serialize == {
-        "type": "span", "op": 0, "phase": "serialize", "start_ns": 10, "end_ns": 20, "duration_ns": 4,
-        "thread": "writer", "blocking": False,
+        "op": 0, "phase": "serialize", "start_ns": 10, "end_ns": 20, "duration_ns": 4, "thread": "writer",
+        "blocking": False,
     }  # fmt: skip
     assert end == {"type": "operation_end", "op": 0, "end_ns": end["end_ns"], "outcome": "ok"}
 
@@ -348,7 +348,7 @@ def test_sigkill_loses_at_most_the_record_in_flight(tmp_path: Path, delay_ms: in
     content = path.read_bytes()
     lines = content.split(b"\n")
     whole, torn = [json.loads(line) for line in lines[:-1]], lines[-1]
-    spans = [int(record["file"].removeprefix("file")) for record in whole if record["type"] == "span"]
+    spans = [int(record["file"].removeprefix("file")) for record in whole if type_of(record) == "span"]
     assert spans == list(range(len(spans)))
     # Everything that the process told us of is there; at most the next record is too, or a part of it.
     assert told + 1 <= len(spans) <= told + 2

@@ -11,6 +11,7 @@ NAME = pl.Enum(sorted({"", *(n for ps in PHASES.values() for p, details in ps.it
 OPERATION = pl.Enum(list(PHASES))
 
 FILE = "file_index"  # which file a record came from: its place in the list of files
+LINE = "line"  # a number that grows from record to record of a file
 
 _POLARS_TYPES = {"int": pl.Int64(), "float": pl.Float64(), "str": pl.String(), "bool": pl.Boolean()}
 # Columns of each type of record but `type`. Process records are read apart, as objects. What nothing here uses is left

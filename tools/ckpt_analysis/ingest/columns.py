@@ -6,100 +6,120 @@ Where something is wrong it gives None and does not say what: `fallback` finds o
 from __future__ import annotations
 
 import functools
-import re
+from dataclasses import dataclass
 
+import numpy as np
 import polars as pl
 
-from restart_trace.schema import RECORD_FIELDS, WORDS, int_range
+from restart_trace.schema import RECORD_FIELDS, SPAN, WORDS, int_range
 
-from ..common.names import FILE, NAME, OPERATION, TYPE_SCHEMAS
+from ..common.names import FILE, LINE, NAME, OPERATION, TYPE_SCHEMAS
 from .files import FileText
 from .misread import is_misread
 
-Frames = dict[str, pl.DataFrame]  # record type -> its columns and file_index, in the order of the files
+Frames = dict[str, pl.DataFrame]  # record type -> its columns, file_index and line, in the order of the files
 
-# Neighbouring lines of one type at a time. Spans first: they are most of the lines.
-_RUNS = re.compile(
-    b"|".join(
-        rb'(?P<%b>(?:\{"type":"%b",[^\n]*\n)+)' % (name.encode(), name.encode())
-        for name in ["span", *(name for name in TYPE_SCHEMAS if name != "span")]
-    )
-)
+_NEWLINE = ord("\n")
+_TYPED = b'{"type":"'
+# What a line begins with, of every type but spans, which do not name theirs.
+_BEGINNINGS = {name: b'%b%b",' % (_TYPED, name.encode()) for name in TYPE_SCHEMAS if name != SPAN}
+_LONGEST = max(map(len, _BEGINNINGS.values()))
 # An object of numbers, as JSON text: what a probe sampled.
 _NUMBER = r"-?[0-9]{1,300}(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?"
 _PAIR = rf'"(?:[^"\\]|\\.)*": ?{_NUMBER}'
 _NUMBERS = rf"^\{{(?:{_PAIR}(?:, ?{_PAIR})*)?\}}$"
 
 
+@dataclass(frozen=True)
+class _Lines:
+    """The lines of one type: their text, the file of each, and its place among all lines of the batch."""
+
+    text: bytes
+    files: np.ndarray
+    places: np.ndarray
+
+
 def read_columns(texts: list[FileText]) -> Frames | None:
     """Frames of the files' records after the first; None if a line is no valid record."""
-    lines = {name: _Lines(name) for name in TYPE_SCHEMAS}
-    for text in texts:
-        runs: dict[str, list[bytes]] = {name: [] for name in TYPE_SCHEMAS}
-        left = len(text.content) - text.start
-        for run in _RUNS.finditer(text.content, text.start):
-            runs[run.lastgroup or ""].append(run[0])
-            left -= len(run[0])
-        if left:
-            return None
-        # Each type apart, for each further column costs time with every line.
-        for name, mine in runs.items():
-            if mine:
-                lines[name].add(text.index, mine)
+    split = _split(texts)
+    if split is None:
+        return None
     frames: Frames = {}
+    # Each type apart, for each further column costs time with every line.
     for name in TYPE_SCHEMAS:
-        frame = lines[name].decode()
+        frame = _decode(name, split[name])
         if frame is None:
             return None
         frames[name] = frame
     return frames
 
 
-class _Lines:
-    """Lines of one type of several files, and how many each has."""
-
-    def __init__(self, record_type: str) -> None:
-        self._type = record_type
-        self._runs: list[bytes] = []
-        self._files: list[int] = []
-        self._counts: list[int] = []
-
-    def add(self, file: int, runs: list[bytes]) -> None:
-        self._runs += runs
-        self._files.append(file)
-        self._counts.append(sum(run.count(b"\n") for run in runs))
-
-    def decode(self) -> pl.DataFrame | None:
-        """The records with file_index; None if one of them is not valid."""
-        schema = TYPE_SCHEMAS[self._type]
-        if not self._runs:
-            return with_words(self._type, pl.DataFrame(schema=schema | {FILE: pl.Int32()}))
+def _split(texts: list[FileText]) -> dict[str, _Lines] | None:
+    """The lines of each type; None if one is of none."""
+    whole = b"".join([*(memoryview(text.content)[text.start :] for text in texts), bytes(_LONGEST)])
+    content = np.frombuffer(whole, np.uint8)
+    ends = np.flatnonzero(content == _NEWLINE) + 1
+    starts = np.concatenate([[0], ends])[:-1]
+    types = _types(content, starts)
+    if types is None:
+        return None
+    last = np.searchsorted(ends, np.cumsum([len(text.content) - text.start for text in texts]), "right")
+    files = np.repeat(np.array([text.index for text in texts], np.int32), np.diff(last, prepend=0))
+    # Neighbouring lines of one type are cut out at once.
+    first = np.flatnonzero(np.diff(types, prepend=-1))
+    begins, kinds = starts[first], types[first]
+    finishes = np.append(begins[1:], len(whole) - _LONGEST)
+    view = memoryview(whole)
+    split = {}
+    for kind, name in enumerate(TYPE_SCHEMAS):
+        runs = zip(begins[kinds == kind].tolist(), finishes[kinds == kind].tolist(), strict=True)
+        places = np.flatnonzero(types == kind)
         # The blank line first, which is passed over: polars would unpack what begins as gzip or zstd do.
-        text = b"".join([b"\n", *self._runs])
-        try:
-            frame = pl.read_ndjson(text, schema=schema)
-        except pl.exceptions.ComputeError:
-            return None
-        # Words are looked up: what is no text is no word. In events, phase and detail are free text.
-        words = {*WORDS, "phase", "detail"} if self._type == "span" else set(WORDS)
-        # Polars passes over blank lines, too.
-        if frame.height != sum(self._counts) or is_misread(frame, text, words):
-            return None
-        cast = with_words(self._type, frame)
-        if not cast.select(_possible(self._type).all()).item() or (
-            # A word that is no detail is not the same as none.
-            self._type == "span" and cast["detail"].null_count() != frame["detail"].null_count()
-        ):
-            return None
-        counts = pl.DataFrame(
-            {FILE: self._files, "lines": self._counts}, schema={FILE: pl.Int32(), "lines": pl.UInt32()}
-        )
-        return cast.with_columns(counts.select(pl.col(FILE).repeat_by("lines").explode()).to_series())
+        text = b"".join([b"\n", *(view[begin:finish] for begin, finish in runs)])
+        split[name] = _Lines(text, files[places], places)
+    return split
+
+
+def _types(content: np.ndarray, starts: np.ndarray) -> np.ndarray | None:
+    """Of each line the place of its type in TYPE_SCHEMAS; None if one names another type."""
+    names = list(TYPE_SCHEMAS)
+    types = np.full(len(starts), names.index(SPAN), np.int8)
+    typed = np.flatnonzero(content[starts + _TYPED.index(b"t")] == ord("t"))
+    heads = np.lib.stride_tricks.sliding_window_view(content, _LONGEST)[starts[typed]]
+    for name, beginning in _BEGINNINGS.items():
+        is_it = (heads[:, : len(beginning)] == np.frombuffer(beginning, np.uint8)).all(axis=1)
+        types[typed[is_it]] = names.index(name)
+        typed, heads = typed[~is_it], heads[~is_it]
+    return None if len(typed) else types
+
+
+def _decode(name: str, lines: _Lines) -> pl.DataFrame | None:
+    """The records of one type with file_index and line; None if one of them is not valid."""
+    schema = TYPE_SCHEMAS[name]
+    origin = [pl.Series(FILE, lines.files, pl.Int32), pl.Series(LINE, lines.places, pl.UInt32)]
+    if not len(lines.places):
+        return with_words(name, pl.DataFrame(schema=schema).with_columns(origin))
+    try:
+        frame = pl.read_ndjson(lines.text, schema=schema)
+    except pl.exceptions.ComputeError:
+        return None
+    # Words are looked up: what is no text is no word. In events, phase and detail are free text.
+    words = {*WORDS, "phase", "detail"} if name == SPAN else set(WORDS)
+    # Polars passes over blank lines, too.
+    if frame.height != len(lines.places) or is_misread(name, frame, lines.text, words):
+        return None
+    cast = with_words(name, frame)
+    if not cast.select(_possible(name).all()).item() or (
+        # A word that is no detail is not the same as none.
+        name == SPAN and cast["detail"].null_count() != frame["detail"].null_count()
+    ):
+        return None
+    return cast.with_columns(origin)
 
 
 def with_words(record_type: str, frame: pl.DataFrame) -> pl.DataFrame:
     """The frame with the words that many records repeat as small types; a word that there is none of is null."""
-    if record_type == "span":
+    if record_type == SPAN:
         return frame.with_columns(pl.col("phase", "detail").cast(NAME, strict=False))
     if record_type == "operation_begin":
         return frame.with_columns(pl.col("operation").cast(OPERATION, strict=False))

@@ -8,7 +8,9 @@ from typing import Any
 
 import polars as pl
 
-from ..common.names import FILE, TYPE_SCHEMAS
+from restart_trace.schema import type_of
+
+from ..common.names import FILE, LINE, TYPE_SCHEMAS
 from ..common.problems import Problem
 from .columns import Frames, with_words
 from .files import FileText, Reading
@@ -21,7 +23,7 @@ def read_lines(text: FileText, reading: Reading) -> tuple[Frames, list[Problem]]
     """(records that can be used, what was left out). Records of other versions are counted in `reading`."""
     reader = LineReader(text.head.process)
     name = text.head.file.path.name
-    records: list[dict[str, Any]] = []
+    records: list[tuple[int, dict[str, Any]]] = []  # with the numbers of their lines
     wrong: list[str] = []
     strays: Counter[str] = Counter()  # run -> records of another process of it
     for number, content in enumerate(text.lines(), start=2):
@@ -29,7 +31,7 @@ def read_lines(text: FileText, reading: Reading) -> tuple[Frames, list[Problem]]
             continue
         line = reader.read(content, number)
         if line.record is not None:
-            records.append(line.record)
+            records.append((number, line.record))
         elif line.process is not None and (version := other_version(line.process)) is not None:
             counts = reading.other_versions.setdefault(version, {})
             counts[name] = counts.get(name, 0) + 1
@@ -42,14 +44,15 @@ def read_lines(text: FileText, reading: Reading) -> tuple[Frames, list[Problem]]
     return {record_type: _frame(record_type, records, text.index) for record_type in TYPE_SCHEMAS}, problems
 
 
-def _frame(record_type: str, records: list[dict[str, Any]], index: int) -> pl.DataFrame:
+def _frame(record_type: str, records: list[tuple[int, dict[str, Any]]], index: int) -> pl.DataFrame:
     schema = TYPE_SCHEMAS[record_type]
     rows = [
-        {name: _cell(record.get(name), kind) for name, kind in schema.items()}
-        for record in records
-        if record["type"] == record_type
+        {name: _cell(record.get(name), kind) for name, kind in schema.items()} | {LINE: number}
+        for number, record in records
+        if type_of(record) == record_type
     ]
-    frame = pl.DataFrame(rows, schema=schema).with_columns(pl.lit(index, pl.Int32).alias(FILE))
+    frame = pl.DataFrame(rows, schema=schema | {LINE: pl.UInt32()})
+    frame = frame.with_columns(pl.lit(index, pl.Int32).alias(FILE)).select(*schema, FILE, LINE)
     return with_words(record_type, frame)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from restart_trace.schema import AXES, RECORD_FIELDS, SCHEMA_VERSION, check_phase, check_record
+from restart_trace.schema import AXES, RECORD_FIELDS, SCHEMA_VERSION, SPAN, check_phase, check_record, type_of
 
 from .discover import TraceFile
 
@@ -40,7 +40,7 @@ class _Process:
         """What contradicts earlier records; the record by itself is valid."""
         if "op" not in record:
             return
-        kind, op_id = record["type"], record["op"]
+        kind, op_id = type_of(record), record["op"]
         begun = self.begun.get(op_id)
         if kind == "operation_begin":
             if begun is not None:
@@ -48,7 +48,7 @@ class _Process:
             self.begun.setdefault(op_id, record)
         elif begun is None:
             yield f"{kind} of operation {op_id}, which has no operation_begin before this"
-        elif kind == "span":
+        elif kind == SPAN:
             yield from check_phase(begun["operation"], record["phase"], record.get("detail"))
         elif kind == "operation_end":
             if record["end_ns"] < begun["start_ns"]:
@@ -73,7 +73,7 @@ class LineReader:
             return self._line(number, None, ["not a JSON record"])
         if not isinstance(decoded, dict):
             return self._line(number, None, ["not a JSON object"])
-        kind = decoded.get("type")
+        kind = type_of(decoded)
         if kind == "process":
             return self._second_process(decoded, number)
         fields = RECORD_FIELDS.get(kind) if isinstance(kind, str) else None
@@ -175,7 +175,10 @@ def _impossible_supervisor(record: dict[str, Any]) -> list[str]:
 
 
 def parse_json(line: bytes) -> Any:
-    """What a line holds. Raises ValueError if it is no JSON (NaN is none), or nested deeper than any record is."""
+    """What a line holds. Raises ValueError if it is no JSON, nested deeper than any record is, or gives a key twice.
+
+    NaN is no JSON.
+    """
     try:
         decoded = _DECODER.decode(line.decode(json.detect_encoding(line), "surrogatepass"))
         if b"\\ud" not in line.lower():
@@ -190,4 +193,12 @@ def _refuse(word: str) -> None:
     raise ValueError(f"{word} is no JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse)  # json.loads would make one for each line
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key is given twice")
+    return found
+
+
+# json.loads would make one for each line.
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_refuse)

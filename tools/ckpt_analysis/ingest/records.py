@@ -11,10 +11,10 @@ from dataclasses import dataclass, fields
 
 import polars as pl
 
-from restart_trace.schema import MAIN_THREAD, PHASES
+from restart_trace.schema import MAIN_THREAD, PHASES, SPAN
 
 from ..common.intervals import sorted_by_op
-from ..common.names import FILE, NAME, TYPE_SCHEMAS
+from ..common.names import FILE, LINE, NAME, TYPE_SCHEMAS
 from ..common.parallel import map_ahead
 from ..common.problems import Problem
 from .columns import Frames, read_columns
@@ -120,10 +120,10 @@ def _tables(frames: Frames, texts: list[FileText]) -> Records | None:
     operations = _operations(frames["operation_begin"], frames["operation_label"], frames["operation_end"])
     if operations is None:
         return None
-    span, probe = _rows_of(operations, frames["span"]), _rows_of(operations, frames["probe"])
-    if span.has_nulls() or probe.has_nulls():
+    span, probe = _rows_of(operations, frames[SPAN]), _rows_of(operations, frames["probe"])
+    if not (_follow(operations, frames[SPAN], span) and _follow(operations, frames["probe"], probe)):
         return None
-    spans = frames["span"].with_columns(
+    spans = frames[SPAN].with_columns(
         span.alias("op"),
         pl.coalesce("duration_ns", pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"),
         pl.col("thread").fill_null(MAIN_THREAD).cast(pl.Categorical),
@@ -137,7 +137,7 @@ def _tables(frames: Frames, texts: list[FileText]) -> Records | None:
         {FILE: [text.index for text in texts]} | {name: [p[name] for p in processes] for name in ("cycle", "rank")},
         schema={FILE: pl.Int32, "cycle": pl.Int64, "rank": pl.Int64},
     )
-    columns = list(TYPE_SCHEMAS["span"])
+    columns = list(TYPE_SCHEMAS[SPAN])
     return Records(
         operations=_placed(operations, files),
         spans=sorted_by_op(spans.select(columns)),
@@ -153,7 +153,7 @@ def _tables(frames: Frames, texts: list[FileText]) -> Records | None:
 def _placed(table: pl.DataFrame, files: pl.DataFrame) -> pl.DataFrame:
     """The table with cycle and rank of each row's file; an event may be of another cycle than its file."""
     own = ["cycle"] if "cycle" in table.columns else []
-    placed = table.join(files, on=FILE, how="left", maintain_order="left", suffix="_of_file")
+    placed = table.drop(LINE).join(files, on=FILE, how="left", maintain_order="left", suffix="_of_file")
     for name in own:
         placed = placed.with_columns(pl.coalesce(name, f"{name}_of_file").alias(name)).drop(f"{name}_of_file")
     return placed.select(FILE, "cycle", "rank", pl.exclude(FILE, "cycle", "rank"))
@@ -164,8 +164,9 @@ def _operations(begins: pl.DataFrame, labels: pl.DataFrame, ends: pl.DataFrame) 
     key = [FILE, "op_id"]
     if any(marks.select(pl.struct(key).is_duplicated().any()).item() for marks in (begins, ends)):
         return None
-    if any(rows.join(begins, on=key, how="anti").height for rows in (labels, ends)):
+    if not all(_follow(begins, rows, _rows_of(begins, rows)) for rows in (labels, ends)):
         return None
+    labels, ends = labels.drop(LINE), ends.drop(LINE)
     found = labels.group_by(key, maintain_order=True).agg(pl.col("tag", "step", "engine").drop_nulls().last())
     operations = (
         begins.join(found, on=key, how="left", suffix="_found")
@@ -177,8 +178,8 @@ def _operations(begins: pl.DataFrame, labels: pl.DataFrame, ends: pl.DataFrame) 
     if (operations["end_ns"] < operations["start_ns"]).any():
         return None
     return operations.select(
-        *key, "operation", "tag", "step", "engine", "start_ns", "end_ns", "outcome", "bytes", "num_files", "durable",
-        "error",
+        *key, LINE, "operation", "tag", "step", "engine", "start_ns", "end_ns", "outcome", "bytes", "num_files",
+        "durable", "error",
     )  # fmt: skip
 
 
@@ -193,6 +194,11 @@ def _rows_of(operations: pl.DataFrame, records: pl.DataFrame) -> pl.Series:
         if right.all():
             return row.cast(pl.UInt32).alias("op")
     return records.select(FILE, "op_id").join(rows, on=[FILE, "op_id"], how="left", maintain_order="left")["op"]
+
+
+def _follow(operations: pl.DataFrame, records: pl.DataFrame, rows: pl.Series) -> bool:
+    """Whether each record comes after the begin of its operation, whose row `rows` says."""
+    return not rows.has_nulls() and bool((operations[LINE].gather(rows) < records[LINE]).all())
 
 
 def _phases_are_known(operation: pl.Series, spans: pl.DataFrame) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from benchmarks.synthetic_traces.__main__ import main
 from benchmarks.synthetic_traces.shape import PLANTS, Shape, saves_for
 from benchmarks.synthetic_traces.write import write_run
-from restart_trace.schema import check_record
+from restart_trace.schema import check_record, type_of
 from tests.unit.tools.ckpt_analysis.analysis_helpers import result
 from tools.ckpt_analysis.ingest import files, records
 from tools.ckpt_analysis.ingest.discover import list_trace
@@ -110,7 +111,7 @@ def test_records_are_valid(tmp_path: Path, plants: frozenset[str]) -> None:
         for line in path.read_text().splitlines():
             record = json.loads(line)
             assert check_record(record) == [], record
-            kinds.add(record["type"])
+            kinds.add(type_of(record))
     assert kinds == {
         "process", "runtime", "operation_begin", "operation_label", "span", "operation_end", "iteration", "event",
         "probe",
@@ -129,6 +130,38 @@ def test_the_columns_and_the_lines_read_the_same(tmp_path: Path, monkeypatch: py
         assert rows.height and rows.equals(by_line.tables[table]), table
 
 
+def _given_twice(lines: list[str]) -> None:
+    lines[3] = lines[3].replace('"op":0,', '"op":0,"op":1,')
+
+
+def _before_its_begin(lines: list[str]) -> None:
+    begin = next(i for i, line in enumerate(lines) if '"operation":"save"' in line)
+    lines[begin], lines[begin + 2] = lines[begin + 2], lines[begin]
+
+
+def _unknown(lines: list[str]) -> None:
+    lines[3] = lines[3].replace('"op":0,', '"op":0,"colour":"red",')
+
+
+@pytest.mark.parametrize(("damage", "left_out"), [(_given_twice, 1), (_before_its_begin, 2), (_unknown, 0)])
+def test_the_columns_leave_to_the_lines_what_they_cannot_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[list[str]], None], left_out: int
+) -> None:
+    write_run(tmp_path / "run", Shape(ranks=4, saves=2))
+    path = tmp_path / "run" / "rank_00000_cycle_000.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    damage(lines)
+    path.write_text("".join(lines))
+    found = load_trace(tmp_path / "run")
+    counts = [problem.data["count"] for problem in found.problems if problem.kind == "invalid_record"]
+    assert counts == ([left_out] if left_out else [])
+    monkeypatch.setattr(records, "read_columns", lambda texts: None)
+    by_line = load_trace(tmp_path / "run")
+    assert by_line.problems == found.problems
+    for table, rows in found.records.tables.items():
+        assert rows.equals(by_line.records.tables[table]), table
+
+
 @pytest.mark.slow
 def test_large_logs_are_read_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path / "run", _SHAPES["all"])
@@ -144,7 +177,7 @@ def test_large_logs_are_read_in_batches(tmp_path: Path, monkeypatch: pytest.Monk
 def test_generator_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "run"), "--ranks", "4", "--spans", "400", "--plant", "torn-log"]) == 0
     truth = json.loads((tmp_path / "run" / "truth.json").read_text())
-    spans = sum(p.read_text().count('"type":"span"') for p in (tmp_path / "run").glob("rank_*"))
+    spans = sum(p.read_text().count('\n{"op":') for p in (tmp_path / "run").glob("rank_*"))
     assert abs(spans - 400) <= 4 * 10 and truth["planted"] == {"torn-log": 2}
     assert main([str(tmp_path / "run")]) == 2 and "is not empty" in capsys.readouterr().err
     for arguments, message in (

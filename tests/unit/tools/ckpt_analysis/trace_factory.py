@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from restart_trace.schema import CYCLE_FILE_PATTERN, RANK_FILE_PATTERN, SCHEMA_VERSION, SUPERVISOR_FILE_PATTERN
+from restart_trace.schema import CYCLE_FILE_PATTERN, RANK_FILE_PATTERN, SCHEMA_VERSION, SPAN, SUPERVISOR_FILE_PATTERN
 
 MS = 1_000_000
 RANKS = 8
@@ -99,7 +99,7 @@ class RankLog:
         return (1_000 + 500 * self.host()) * 1_000_000_000
 
     def write(self, record_type: str, **fields: Any) -> None:
-        self.records.append({"type": record_type} | fields)
+        self.records.append(fields if record_type == SPAN else {"type": record_type} | fields)
 
     def process(self, role: str = "rank") -> None:
         tp, dp, pp = self.rank % 2, self.rank // 2 % 2, self.rank // 4
@@ -183,7 +183,7 @@ class OperationLog:
         shorter = {} if busy_ms is None else {"duration_ns": round(busy_ms * MS)}
         background = {} if blocking else {"thread": "flush", "blocking": False}
         self.log.write(
-            "span",
+            SPAN,
             op=self.op_id,
             phase=phase,
             **optional,

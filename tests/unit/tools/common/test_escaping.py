@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from restart_trace.schema import type_of
 from tests.unit.tools.ckpt_analysis.trace_factory import write_trace
 from tools.ckpt_analysis.cli import main
 from tools.common.escaping import csv_cell, markdown, visible
@@ -28,9 +29,9 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
         records = [json.loads(line) for line in path.read_text().splitlines()]
         for record in records:
             record |= {name: PLANTED for name in FIELDS if name in record}
-            if record["type"] == "event" and path.name.startswith("rank_"):
+            if type_of(record) == "event" and path.name.startswith("rank_"):
                 record["detail"] = record["phase"] = PLANTED
-            if record["type"] == "process":
+            if type_of(record) == "process":
                 record["versions"] = {PLANTED: PLANTED}
         records[-1] |= {"colour\x1b[31m": 1}  # what `validate` names
         path.write_text("".join(json.dumps(record) + "\n" for record in records))

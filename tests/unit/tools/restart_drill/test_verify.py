@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from restart_trace.schema import SPAN
 from tools.restart_drill.facts import CycleFacts, facts_of
 from tools.restart_drill.plan import Strike
 from tools.restart_drill.verify import check_losses, judge, repeated, repetition_table
@@ -123,7 +124,8 @@ def test_without_a_reference_repeated_iterations_are_compared() -> None:
 
 
 def line(kind: str, rank: int = 0, **fields: Any) -> str:
-    return json.dumps({"type": kind, "cycle": 1, "rank": rank} | fields, separators=(",", ":")) + "\n"
+    told = {"op": 0, "start_ns": 1, "end_ns": 2} if kind == SPAN else {"type": kind}
+    return json.dumps(told | {"cycle": 1, "rank": rank} | fields, separators=(",", ":")) + "\n"
 
 
 def test_facts_of_a_trace(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.synthetic_traces.shape import Shape
 from benchmarks.synthetic_traces.write import write_run
-from restart_trace.schema import SCHEMA_VERSION
+from restart_trace.schema import SCHEMA_VERSION, type_of
 from tests.unit.tools.ckpt_analysis.analysis_helpers import file_of
 from tests.unit.tools.ckpt_analysis.trace_factory import Options, dump, write_trace
 from tools.ckpt_analysis.cli import main
@@ -48,11 +48,11 @@ def records_with(change: Any) -> Any:
 
 
 def set_of(kind: str, **fields: Any) -> Any:
-    return records_with(lambda records: next(r for r in records if r["type"] == kind).update(fields))
+    return records_with(lambda records: next(r for r in records if type_of(r) == kind).update(fields))
 
 
 def without(kind: str, field: str) -> Any:
-    return records_with(lambda records: next(r for r in records if r["type"] == kind).pop(field))
+    return records_with(lambda records: next(r for r in records if type_of(r) == kind).pop(field))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def without(kind: str, field: str) -> Any:
         (records_with(lambda records: records.pop(0)), ":1: the first record of a file, and no other"),
         (records_with(lambda records: records.append(records[1])), "operation 0 begins a second time"),
         (
-            records_with(lambda rs: rs.append(next(r for r in rs if r["type"] == "operation_end"))),
+            records_with(lambda rs: rs.append(next(r for r in rs if type_of(r) == "operation_end"))),
             "operation 0 ends a second time",
         ),
         (lambda path: path.unlink(), "missing_ranks: cycle 0: 1 of 8 ranks left no usable trace (3)"),

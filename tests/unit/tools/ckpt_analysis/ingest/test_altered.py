@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from restart_trace.schema import check_record
+from restart_trace.schema import check_record, type_of
 from tests.unit.tools.ckpt_analysis.analysis_helpers import ROOT, file_of, kinds
 from tests.unit.tools.ckpt_analysis.trace_factory import dump, write_trace
 from tools.ckpt_analysis.cli import main
@@ -73,7 +73,7 @@ def numbers(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def place_of(records: Records, kind: str, **fields: Any) -> int:
-    return next(i for i, r in enumerate(records) if r["type"] == kind and fields.items() <= r.items())
+    return next(i for i, r in enumerate(records) if type_of(r) == kind and fields.items() <= r.items())
 
 
 # (kind of record, what tells it, what is altered)
@@ -171,8 +171,8 @@ def alterations(draw: Any) -> tuple[str, int, str, Any]:
     """(file, line, field, value) of the golden trace."""
     path = draw(st.sampled_from(sorted(GOLDEN.glob("*.jsonl"))))
     records = records_of(path)
-    kind = draw(st.sampled_from(sorted({record["type"] for record in records})))
-    place = draw(st.sampled_from([i for i, record in enumerate(records) if record["type"] == kind]))
+    kind = draw(st.sampled_from(sorted({type_of(record) for record in records})))
+    place = draw(st.sampled_from([i for i, record in enumerate(records) if type_of(record) == kind]))
     field = draw(st.sampled_from(sorted(records[place])))
     value = records[place][field]
     if isinstance(value, dict) and value and draw(st.booleans()):

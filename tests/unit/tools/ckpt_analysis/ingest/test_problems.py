@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from restart_trace.schema import type_of
 from tests.unit.tools.ckpt_analysis.analysis_helpers import file_of, kinds, problem, result
 from tests.unit.tools.ckpt_analysis.trace_factory import MS, RANKS, RUN_ID, Options, dump, rank_log, write_trace
 from tools.ckpt_analysis.cli import main
@@ -47,7 +48,7 @@ def test_torn_last_line(tmp_path: Path, sound: dict[str, Any]) -> None:
     write_trace(tmp_path)
     path = file_of(tmp_path, 2, 1)
     whole = path.read_bytes()
-    path.write_bytes(whole + b'{"type":"span","op":1,"pha')
+    path.write_bytes(whole + b'{"op":1,"pha')
     report = result(tmp_path)
     assert problem(report, "torn_line")["data"] == {"file": path.name, "line": whole.count(b"\n") + 1}
     assert report["saves"] == sound["saves"] and report["restarts"] == sound["restarts"]
@@ -64,14 +65,15 @@ def test_a_last_line_that_lacks_only_its_newline_is_read(tmp_path: Path, sound: 
     ("garbage", "reason"),
     [
         (b"\x00\x01\xff\xfe binary\n", "not a JSON record"),
-        (b'{"type":"span","op\n', "not a JSON record"),
+        (b'{"op\n', "not a JSON record"),
         (b"[1,2]\n", "not a JSON object"),
         (b"null\n", "not a JSON object"),
         (b'{"type":"iteration","start_ns":"soon"}\n', "field start_ns is not int"),
         (b'{"type":"iteration","step":123456789012345678901234}\n', "field step is out of range"),
         (b'{"type":"nonsense"}\n', "unknown record type 'nonsense'"),
         (b'{"type":"iteration","step":4}\n', "missing field"),
-        (b"{}\n", "unknown record type"),
+        (b"{}\n", "missing field op"),
+        (b'{"type":null}\n', "unknown record type None"),
     ],
 )
 def test_a_bad_line_costs_one_line(tmp_path: Path, garbage: bytes, reason: str, sound: dict[str, Any]) -> None:
@@ -162,7 +164,7 @@ def test_a_lost_begin_costs_its_operation(tmp_path: Path) -> None:
     write_trace(tmp_path)
     path = file_of(tmp_path, 6, 1)
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    begin = next(r for r in records if r["type"] == "operation_begin" and r["operation"] == "save")
+    begin = next(r for r in records if type_of(r) == "operation_begin" and r["operation"] == "save")
     dump(path, [r for r in records if r is not begin])
     report = result(tmp_path)
     of_it = sum(r.get("op") == begin["op"] for r in records) - 1
@@ -263,7 +265,7 @@ def test_losses_of_repeated_steps(tmp_path: Path, sound: dict[str, Any]) -> None
     path = file_of(tmp_path, 0, 1)  # the lowest rank speaks for all
     records = [json.loads(line) for line in path.read_text().splitlines()]
     for record in records:
-        if record["type"] == "iteration" and record["step"] == 7:
+        if type_of(record) == "iteration" and record["step"] == 7:
             record["loss"] += 1e-12
     dump(path, records)
     report = result(tmp_path)
@@ -275,7 +277,7 @@ def test_bytes_that_disagree(tmp_path: Path) -> None:
     write_trace(tmp_path)
     records = [json.loads(line) for line in file_of(tmp_path, 0, 0).read_text().splitlines()]
     for record in records:
-        if record["type"] == "operation_end" and "bytes" in record:
+        if type_of(record) == "operation_end" and "bytes" in record:
             record["bytes"] += 1
     dump(file_of(tmp_path, 0, 0), records)
     found = problem(result(tmp_path), "bytes_disagree")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from restart_trace.schema import type_of
 from tests.unit.tools.ckpt_analysis.analysis_helpers import file_of
 from tests.unit.tools.ckpt_analysis.render.html.report_pages import Page, analysis_of
 from tests.unit.tools.ckpt_analysis.trace_factory import RANKS, Options, RankLog, dump, rank_log, write_trace
@@ -210,7 +211,7 @@ def test_blocked_share_of_a_trace(tmp_path: Path) -> None:
     trained_ns = 0
     for cycle in (0, 1):
         logs = [rank_log(Options(), rank, cycle).records for rank in range(RANKS)]
-        steps = [record for records in logs for record in records if record["type"] == "iteration"]
+        steps = [record for records in logs for record in records if type_of(record) == "iteration"]
         trained_ns += max(step["end_ns"] for step in steps) - min(step["start_ns"] for step in steps)
     (share,) = collect(report)["blocked_share"].values
     assert [save.blocked_s for save in report.saves] == pytest.approx([0.38, 0.38])
