@@ -33,7 +33,7 @@ def busy(spans: pl.DataFrame, by: list[str]) -> pl.DataFrame:
     """
     op = ["op"] if "op" in spans.columns and "op" not in by else []
     spans = spans.select(*op, *by, "start_ns", "end_ns", "duration_ns")
-    return pl.concat([_busy(in_order(piece, by), by) for piece in pieces(spans)])
+    return pl.concat([_busy(_in_order(piece, by), by) for piece in pieces(spans)])
 
 
 def pieces(spans: pl.DataFrame) -> Iterator[pl.DataFrame]:
@@ -52,19 +52,23 @@ def pieces(spans: pl.DataFrame) -> Iterator[pl.DataFrame]:
         start = end
 
 
-def in_order(spans: pl.DataFrame, by: list[str]) -> pl.DataFrame:
-    """Spans with those of each group of `by` together and sorted by start. Sorts no more than it must.
+def _in_order(spans: pl.DataFrame, by: list[str]) -> pl.DataFrame:
+    """Spans with those of each group of `by` together and sorted by start; `first` says where a group begins.
 
-    Where spans have the column `op` (which stands for group and rank) and are sorted by it and by start, a
-    stable sort by one small number does.
+    Sorts no more than it must: where spans have the column `op` (which stands for group and rank) and are sorted by
+    it and by start, a stable sort by one small number does.
     """
-    if "op" in spans.columns and by[:2] == ["group", "rank"]:
-        key = _key(by[2:])
-        keyed = spans.with_columns(key.alias("key"))
+    if by[0] == "op" or ("op" in spans.columns and by[:2] == ["group", "rank"]):
+        keyed = spans.with_columns(_key(by[1:] if by[0] == "op" else by[2:]).alias("key"))
         if not keyed["key"].is_sorted():
             keyed = keyed.sort("key", maintain_order=True)
-        return _by_start(keyed, "key").drop("key")
-    return spans.sort(*by, "start_ns")
+        return _by_start(keyed, "key").with_columns(_differs("key").alias("first")).drop("key")
+    return spans.sort(*by, "start_ns").with_columns(pl.any_horizontal(map(_differs, by)).alias("first"))
+
+
+def _differs(name: str) -> pl.Expr:
+    """Whether the value is not that of the row before; true in the first row."""
+    return (pl.int_range(pl.len()) == 0) | pl.col(name).ne_missing(pl.col(name).shift(1))
 
 
 def sorted_by_op(spans: pl.DataFrame) -> pl.DataFrame:
@@ -89,15 +93,28 @@ def _key(names: list[str]) -> pl.Expr:
 
 
 def _busy(ordered: pl.DataFrame, by: list[str]) -> pl.DataFrame:
-    """`busy` of spans that are in order.
+    """`busy` of spans that are in order."""
+    overlap = ~pl.col("first") & (pl.col("start_ns") < pl.col("end_ns").shift(1))
+    if ordered.select(overlap.any()).item():
+        return _busy_of_clusters(ordered, by)
+    last = pl.col("first").shift(-1, fill_value=True)
+    window_ns = pl.col("end_ns") - pl.col("start_ns")
+    sums = ordered.select(
+        pl.col("duration_ns").cum_sum().filter(last).alias("busy_ns"),
+        window_ns.cum_sum().filter(last).alias("union_ns"),
+    )
+    return ordered.filter("first").select(by).hstack(sums.select(pl.all() - pl.all().shift(1, fill_value=0)))
+
+
+def _busy_of_clusters(ordered: pl.DataFrame, by: list[str]) -> pl.DataFrame:
+    """`busy` of spans that are in order, some of which overlap.
 
     Each set of spans gets a stretch of one number line, as long as the longest set: then one running maximum
     over all rows serves as the running maximum within each set.
     """
-    is_first = pl.any_horizontal(pl.col(name).ne_missing(pl.col(name).shift(1)) for name in by)
     begin = pl.when("first").then("start_ns").forward_fill()
     rows = (
-        ordered.select(*by, "start_ns", "end_ns", "duration_ns", is_first.alias("first"))
+        ordered.select(*by, "start_ns", "end_ns", "duration_ns", "first")
         .with_columns(
             (pl.col("first").cum_sum().cast(pl.Int64) - 1).alias("set"),
             (pl.col("start_ns") - begin).alias("start"),
@@ -105,12 +122,10 @@ def _busy(ordered: pl.DataFrame, by: list[str]) -> pl.DataFrame:
         )
         .drop("start_ns", "end_ns")
     )
-    if rows.is_empty():
-        return rows.select(*by, pl.col("duration_ns").alias("busy_ns"), pl.col("end").alias("union_ns"))
     sets, longest = int(rows["set"][-1]) + 1, int(rows.select(pl.col("end").max()).item()) + 1
     if sets > 1 and sets * longest > _LINE_NS:
         middle = int(rows["set"].search_sorted(sets // 2))
-        return pl.concat([_busy(ordered.slice(0, middle), by), _busy(ordered.slice(middle), by)])
+        return pl.concat([_busy_of_clusters(half, by) for half in (ordered.slice(0, middle), ordered.slice(middle))])
     place = pl.col("set") * longest
     reached = (pl.col("end") + place).cum_max()
     rows = rows.with_columns((pl.col("start") + place).alias("start"), reached.alias("reached"))

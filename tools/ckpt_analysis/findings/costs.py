@@ -64,9 +64,8 @@ def small_files(e: Evidence, limits: Thresholds) -> list[Observation]:
     save = newest(e.saves)
     if save is None:
         return []
-    spans = e.frames.spans.filter(
-        (pl.col("group") == save.group) & (pl.col("phase") == "flush") & pl.col("file").is_not_null()
-    )
+    written = (pl.col("phase") == "flush") & pl.col("file").is_not_null()
+    spans = e.frames.spans_of(pl.col("group") == save.group, written)
     files = spans.group_by("rank", "file").agg(
         pl.col("bytes").filter(pl.col("detail") == "write").sum(), pl.col("duration_ns").sum()
     )
@@ -114,10 +113,10 @@ def cold_imports(e: Evidence, limits: Thresholds) -> list[Observation]:
 
 def wait_previous(e: Evidence, limits: Thresholds) -> list[Observation]:
     """Saves whose begin waited for the save before. Waiting for a save at the end of a run is not meant."""
-    waited = e.frames.spans.filter(pl.col("phase") == "wait_previous")
+    waited = e.frames.spans_of(what=pl.col("phase") == "wait_previous")
     if waited.is_empty():
         return []
-    collected = e.frames.spans.filter(pl.col("phase") == "collect").group_by("group", "rank")
+    collected = e.frames.spans_of(what=pl.col("phase") == "collect").group_by("group", "rank")
     begins = collected.agg(pl.col("start_ns").min().alias("collect_ns"))
     waits = (
         waited.join(begins, on=["group", "rank"])

@@ -49,7 +49,7 @@ def _quotes_expected(record_type: str, frame: pl.DataFrame) -> int:
             column = frame[name]
             quotes += (len(column) - column.null_count()) * (4 if field.json_type == "str" else 2)
             if field.json_type == "object":
-                quotes += column.str.count_matches('"', literal=True).sum()
+                quotes += int(column.str.count_matches('"', literal=True).sum())
         elif field.required:  # "type", and what no column is for
             quotes += frame.height * (4 if field.json_type == "str" else 2)
     return quotes

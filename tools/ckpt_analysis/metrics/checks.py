@@ -66,7 +66,7 @@ def _suspects(operations: pl.DataFrame, expected: dict[int, int]) -> pl.DataFram
 
 def _unfinished(frames: Frames, unfinished: pl.DataFrame, name: str, ranks: int) -> Problem:
     """An operation without its closing record, with the last phase that each rank completed."""
-    group = frames.spans.filter(pl.col("group") == unfinished["group"][0])
+    group = frames.spans_of(pl.col("group") == unfinished["group"][0])
     spans = group.join(unfinished.select("group", "rank"), on=["group", "rank"], how="semi")
     last = spans.sort("end_ns").group_by("rank").agg(pl.col("phase", "detail").last()).sort("rank")
     phases: dict[str, list[int]] = {}

@@ -49,7 +49,7 @@ def start_windows(frames: Frames, group: int) -> pl.DataFrame:
     startups = startups_to_first_step(frames).filter(pl.col("group") == group)
     loads = loads_inside(frames, startups)
     groups = [group, *loads["group"].unique()]
-    spans = frames.spans.filter(pl.col("group").is_in(groups))
+    spans = frames.spans_of(pl.col("group").is_in(groups))
     return (
         spans.select("rank", PHASE_NAME, "start_ns", "end_ns")
         .sort("rank", "phase", "start_ns", "end_ns")

@@ -10,7 +10,7 @@ from ..common.intervals import pieces
 from ..common.parallel import map_ahead
 from ..model.frame import Frames
 from .phases import phase_seconds, throughput_GBps
-from .rank_totals import RANK_BUSY_COLUMNS, finished_spread, join_totals, rank_busy, stats_over_ranks
+from .rank_totals import finished_spread, join_totals, rank_busy, stats_over_ranks
 from .results import OperationStats, PhaseStats
 from .volumes import VolumeParts, add_parts, volume_parts, volumes
 
@@ -34,15 +34,22 @@ class RankTimes:
 def rank_times(frames: Frames, operation: str) -> RankTimes:
     """Measure every rank in every `operation` ("save" or "load"), some ranks at a time."""
 
-    def work(piece: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame, VolumeParts]:
-        spans = piece.filter(pl.col("operation") == operation)
-        timed = spans.select("op", "group", "rank", "phase", "detail", "start_ns", "end_ns", "duration_ns")
-        seconds = phase_seconds(timed, timed.filter(pl.col("detail").is_not_null()))
-        return seconds, rank_busy(spans), volume_parts(spans)
+    operations = frames.operations.with_columns(pl.col("start_ns", "end_ns").name.prefix("operation_"))
+    is_it = operations["operation"] == operation
 
-    needed = frames.spans.select("operation", "bytes", "file", *RANK_BUSY_COLUMNS, "detail")
-    seconds, parts, moved = zip(*map_ahead(work, pieces(needed)), strict=True)
-    operations = frames.operations.filter(pl.col("operation") == operation)
+    def placed(rows: pl.DataFrame, *names: str) -> pl.DataFrame:
+        return rows.hstack(operations.select(names)[rows["op"]])
+
+    def work(piece: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame, VolumeParts]:
+        spans = piece.filter(is_it.gather(piece["op"]))
+        seconds = phase_seconds(spans, spans.filter(pl.col("detail").is_not_null()), of=["op"])
+        parts = rank_busy(placed(spans, "operation_start_ns", "operation_end_ns"), of=["op"])
+        moved = volume_parts(placed(spans, "group", "rank"))
+        columns = ["group", "rank", pl.exclude("op", "group", "rank")]
+        return placed(seconds, "group", "rank").select(columns), placed(parts, "group", "rank").select(columns), moved
+
+    seconds, parts, moved = zip(*map_ahead(work, pieces(frames.spans)), strict=True)
+    operations = operations.filter(is_it)
     totals = join_totals(operations, pl.concat(parts))
     return RankTimes(pl.concat(seconds), totals, add_parts(list(moved)))
 
@@ -57,7 +64,7 @@ def measure(frames: Frames, operation: str, times: RankTimes, *, per_rank: bool)
     over_ranks = stats_over_ranks(times.seconds, times.totals, moved, operation, per_rank=per_rank)
     blocked = finished_spread(times.totals, pl.col("blocked_ns"))
     drained = _drained(times.totals)
-    committed = _committed(operations, frames.spans)
+    committed = _committed(frames, operation)
     results = []
     for row in _facts(operations).iter_rows(named=True):
         group, durable = row.pop("group"), row.pop("durable")
@@ -118,11 +125,13 @@ def _drained(totals: pl.DataFrame) -> dict[int, float]:
     return {group: longest / 1e9 for group, longest in waited.iter_rows()}
 
 
-def _committed(operations: pl.DataFrame, spans: pl.DataFrame) -> dict[int, float]:
+def _committed(frames: Frames, operation: str) -> dict[int, float]:
     """Seconds from the first rank's start to the end of the last committing span; by group."""
-    start = operations.group_by("group").agg(pl.col("start_ns").min().alias("first_ns"))
+    of_kind = pl.col("operation") == operation
+    start = frames.operations.filter(of_kind).group_by("group").agg(pl.col("start_ns").min().alias("first_ns"))
     committing = pl.col("detail").is_in(_COMMITTING) & (pl.col("phase") == "commit") & pl.col("error").is_null()
-    ends = spans.filter(committing).group_by("group").agg(pl.col("end_ns").max().alias("last_ns"))
+    spans = frames.spans_of(what=committing).filter(of_kind)
+    ends = spans.group_by("group").agg(pl.col("end_ns").max().alias("last_ns"))
     table = ends.join(start, on="group").select("group", pl.col("last_ns") - pl.col("first_ns"))
     return {group: duration_ns / 1e9 for group, duration_ns in table.iter_rows()}
 

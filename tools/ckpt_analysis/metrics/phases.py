@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import polars as pl
@@ -24,11 +25,16 @@ START_ORDER = [*PHASES["startup"]]
 START_ORDER.insert(START_ORDER.index("first_step"), "load")
 
 
-def phase_seconds(phase_spans: pl.DataFrame, detail_spans: pl.DataFrame) -> pl.DataFrame:
-    """Time per (group, rank, phase, detail) in `busy_ns`; detail is "" for the phase as a whole."""
-    whole = busy(phase_spans, ["group", "rank", "phase"]).with_columns(pl.lit("", NAME).alias("detail"))
-    parts = busy(detail_spans, ["group", "rank", "phase", "detail"])
-    columns = ["group", "rank", "phase", "detail", "busy_ns"]
+def phase_seconds(
+    phase_spans: pl.DataFrame, detail_spans: pl.DataFrame, of: Sequence[str] = ("group", "rank")
+) -> pl.DataFrame:
+    """Time per (group, rank, phase, detail) in `busy_ns`; detail is "" for the phase as a whole.
+
+    `of` are the columns that say of which operation and rank a span is.
+    """
+    whole = busy(phase_spans, [*of, "phase"]).with_columns(pl.lit("", NAME).alias("detail"))
+    parts = busy(detail_spans, [*of, "phase", "detail"])
+    columns = [*of, "phase", "detail", "busy_ns"]
     return pl.concat([whole.select(columns), parts.select(columns)])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import polars as pl
@@ -12,8 +13,9 @@ from .results import Spread
 from .volumes import Volumes
 
 _RANK = ["group", "rank"]
-_OPERATION = ("operation_start_ns", "operation_end_ns")
-RANK_BUSY_COLUMNS = ("op", *_RANK, "phase", "start_ns", "end_ns", "duration_ns", "blocking", *_OPERATION)
+_BUSY_COLUMNS = (
+    "op", *_RANK, "phase", "start_ns", "end_ns", "duration_ns", "blocking", "operation_start_ns", "operation_end_ns",
+)  # fmt: skip
 
 
 def rank_totals(operations: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
@@ -35,27 +37,30 @@ def join_totals(operations: pl.DataFrame, parts: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def rank_busy(spans: pl.DataFrame) -> pl.DataFrame:
-    """blocked_ns, drained_ns and covered_ns per group and rank that has a span."""
-    spans = spans.select(name for name in RANK_BUSY_COLUMNS if name in spans.columns)
-    return pl.concat([_piece(piece) for piece in pieces(spans)])
+def rank_busy(spans: pl.DataFrame, of: Sequence[str] = _RANK) -> pl.DataFrame:
+    """blocked_ns, drained_ns and covered_ns per group and rank that has a span.
+
+    `of` are the columns that say of which operation and rank a span is.
+    """
+    spans = spans.select(name for name in _BUSY_COLUMNS if name in spans.columns)
+    return pl.concat([_piece(piece, list(of)) for piece in pieces(spans)])
 
 
-def _piece(spans: pl.DataFrame) -> pl.DataFrame:
-    drains = _drains(spans)
+def _piece(spans: pl.DataFrame, of: list[str]) -> pl.DataFrame:
+    drains = _drains(spans, of)
     blocking = spans.filter("blocking")
     if not drains.is_empty():
-        blocking = blocking.join(drains, on=[*_RANK, "phase", "start_ns"], how="anti", maintain_order="left")
+        blocking = blocking.join(drains, on=[*of, "phase", "start_ns"], how="anti", maintain_order="left")
     if blocking.height == spans.height and _nothing_cut(spans):
-        both = busy(spans, _RANK).rename({"union_ns": "blocked_ns", "busy_ns": "covered_ns"})
-        return both.select(*_RANK, "covered_ns", "blocked_ns", pl.lit(0, pl.Int64).alias("drained_ns"))
+        both = busy(spans, of).rename({"union_ns": "blocked_ns", "busy_ns": "covered_ns"})
+        return both.select(*of, "covered_ns", "blocked_ns", pl.lit(0, pl.Int64).alias("drained_ns"))
     inside = clip(spans, "operation_start_ns", "operation_end_ns")
-    covered = busy(inside, _RANK).select(*_RANK, pl.col("busy_ns").alias("covered_ns"))
-    blocked = busy(blocking, _RANK).select(*_RANK, pl.col("union_ns").alias("blocked_ns"))
-    drained = busy(drains, _RANK).select(*_RANK, pl.col("union_ns").alias("drained_ns"))
+    covered = busy(inside, of).select(*of, pl.col("busy_ns").alias("covered_ns"))
+    blocked = busy(blocking, of).select(*of, pl.col("union_ns").alias("blocked_ns"))
+    drained = busy(drains, of).select(*of, pl.col("union_ns").alias("drained_ns"))
     return (
-        covered.join(blocked, on=_RANK, how="full", coalesce=True)
-        .join(drained, on=_RANK, how="left")
+        covered.join(blocked, on=of, how="full", coalesce=True)
+        .join(drained, on=of, how="left")
         .with_columns(pl.col("blocked_ns", "drained_ns", "covered_ns").fill_null(0))
     )
 
@@ -67,13 +72,13 @@ def _nothing_cut(spans: pl.DataFrame) -> bool:
     return not spans.select((early | late.fill_null(False)).any()).item()
 
 
-def _drains(spans: pl.DataFrame) -> pl.DataFrame:
+def _drains(spans: pl.DataFrame, of: list[str]) -> pl.DataFrame:
     """Waits of the end of training, or of a load, for a save: those that come after what it collected itself."""
     waits = spans.filter(pl.col("phase") == "wait_previous")
     if waits.is_empty():
         return waits
-    collected = spans.filter(pl.col("phase") == "collect").group_by(_RANK).agg(collect_ns=pl.col("start_ns").min())
-    after = waits.join(collected, on=_RANK, how="inner", maintain_order="left")
+    collected = spans.filter(pl.col("phase") == "collect").group_by(of).agg(collect_ns=pl.col("start_ns").min())
+    after = waits.join(collected, on=of, how="inner", maintain_order="left")
     return after.filter(pl.col("start_ns") >= pl.col("collect_ns")).drop("collect_ns")
 
 

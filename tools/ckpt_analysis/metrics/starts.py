@@ -86,7 +86,7 @@ def _circumstances(
     if is_restart and resumed is not None and reached is not None:
         lost_steps = max(0, reached - resumed)
         lost_s = lost_work_s(frames.iterations, cycle, resumed, reached)
-    caught_up = frames.spans.filter((pl.col("cycle") == cycle) & (pl.col("phase") == "caught_up"))
+    caught_up = frames.spans_of(pl.col("cycle") == cycle, pl.col("phase") == "caught_up")
     times = caught_up.select("rank", "end_ns").join(startups.select("rank", "start_ns"), on="rank")
     repeated = repeated_losses(frames.iterations, cycle)
     failure = failure_of(frames.events, cycle - 1)
@@ -121,7 +121,9 @@ def _resumed_step(frames: Frames, loaded: pl.DataFrame, cycle: int) -> int | Non
 
 def _last_records(frames: Frames) -> dict[int, int]:
     """Time of the last record of a rank in each cycle that has one (Unix ns)."""
-    recorded = (frames.operations, frames.spans, frames.iterations)
+    last_spans = frames.spans.group_by("op").agg(pl.col("end_ns").max())
+    spans = last_spans.select(frames.operations["cycle"].gather(last_spans["op"]), "end_ns")
+    recorded = (frames.operations, spans, frames.iterations)
     moments = pl.concat(frame.group_by("cycle").agg(pl.col("end_ns").max()) for frame in recorded).drop_nulls()
     return dict(moments.group_by("cycle").agg(pl.col("end_ns").max()).iter_rows())
 

@@ -68,15 +68,14 @@ def _parts(spans: pl.DataFrame) -> VolumeParts:
         pl.col("blocking").all().alias("all"),
         pl.col("blocking").any().alias("any"),
     )
-    # A rank is one of its group: with the phase that makes a number, and few columns are compared fastest.
-    phase, detail = (pl.col(name).to_physical().cast(pl.Int64).fill_null(255) for name in ("phase", "detail"))
-    named = spans.filter(pl.col("file").is_not_null()).select(
-        *_KEY, "file", (pl.col("rank") * 256 + phase).alias("whose"), detail.alias("part")
-    )
+    # Of whom, and which file, as one number: a rank is one of its group, and few columns are compared fastest.
+    whose = pl.col("rank") * 256 + pl.col("phase").to_physical().cast(pl.Int64)
+    file = (whose * (1 << 32) + pl.col("file").to_physical().cast(pl.Int64)).alias("files")
+    named = spans.filter(pl.col("file").is_not_null()).select(*_KEY, file)
     # A file that passes through several details of a phase is one file of the phase.
-    of_phases = named.unique(["group", "whose", "file"]).with_columns(pl.lit("", NAME).alias("detail"))
-    of_details = named.filter(pl.col("detail").is_not_null()).unique(["group", "whose", "part", "file"])
-    files = [table.group_by(_KEY).agg(pl.len().alias("files")) for table in (of_phases, of_details)]
+    of_phases = named.with_columns(pl.lit("", NAME).alias("detail"))
+    of_details = named.filter(pl.col("detail").is_not_null())
+    files = [table.group_by(_KEY).agg(pl.col("files").n_unique()) for table in (of_phases, of_details)]
     return VolumeParts(sums, pl.concat(files))
 
 

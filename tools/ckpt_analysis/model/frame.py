@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from ..common.names import NAME
+from ..common.names import FILE, NAME, OPERATION
 from ..ingest.load import Trace
 
 __all__ = ["NAME", "Frames", "make_frames"]
@@ -23,9 +23,9 @@ class Frames:
 
     operations  group, operation, cycle, rank, op_id, tag, step, engine, start_ns, end_ns, outcome, bytes,
                 num_files, durable, error; end_ns is null and outcome "unfinished" without a closing record
-    spans       op, group, operation, cycle, rank, op_id, phase, detail, file, bytes, start_ns, end_ns,
-                duration_ns, thread, blocking, error, operation_start_ns, operation_end_ns; op is the row in
-                `operations`, and the spans are sorted by it and by start_ns
+    spans       op, phase, detail, file, bytes, start_ns, end_ns, duration_ns, thread, blocking, error; op is the
+                row in `operations`, and the spans are sorted by it and by start_ns. Those of a large run take more
+                memory than all else: what they share with their operation is added by `spans_of` and `placed`
     iterations  cycle, rank, step, start_ns, end_ns, loss
     events      cycle, rank, operation, phase, detail, step, time_ns
     runtimes    cycle, rank and the fields of the runtime record
@@ -39,18 +39,27 @@ class Frames:
     runtimes: pl.DataFrame
     probes: pl.DataFrame
 
+    def spans_of(self, which: pl.Expr | None = None, what: pl.Expr | None = None) -> pl.DataFrame:
+        """Spans that match `what`, of the operations that match `which`, as `placed` gives them; None: all."""
+        spans = self.spans
+        if which is not None:
+            spans = spans.filter(self.operations.select(which).to_series().fill_null(False).gather(spans["op"]))
+        return self.placed(spans if what is None else spans.filter(what))
+
+    def placed(self, spans: pl.DataFrame) -> pl.DataFrame:
+        """Some of the `spans` with group, operation, cycle, rank, op_id, operation_start_ns and operation_end_ns."""
+        of_op = self.operations.select(*_FROM_OPERATION, pl.col("start_ns", "end_ns").name.prefix("operation_"))
+        of_op = of_op.with_columns(pl.col("operation").cast(OPERATION))
+        return spans.hstack(of_op[spans["op"]])
+
 
 def make_frames(trace: Trace) -> Frames:
     """The records of a trace as frames."""
     records = trace.records
     operations = _without_origin(records.operations).select("group", pl.exclude("group"))
-    op = records.spans["op"]
-    columns = [operations[name].gather(op) for name in _FROM_OPERATION]
-    window = [operations[name].gather(op).alias(f"operation_{name}") for name in ("start_ns", "end_ns")]
-    spans = pl.DataFrame([op, *columns, *records.spans.drop("op").get_columns(), *window])
     return Frames(
         operations=operations.with_columns(pl.col("operation").cast(pl.String)),
-        spans=spans,
+        spans=records.spans,
         iterations=_without_origin(records.iterations),
         events=_without_origin(records.events),
         runtimes=_without_origin(records.runtimes),
@@ -59,7 +68,7 @@ def make_frames(trace: Trace) -> Frames:
 
 
 def _without_origin(table: pl.DataFrame) -> pl.DataFrame:
-    return table.drop("file_index")
+    return table.drop(FILE)
 
 
 def no_frames() -> Frames:
@@ -69,9 +78,8 @@ def no_frames() -> Frames:
     kind = {"group": pl.UInt32, "operation": pl.String}
     operation = kind | who | {"op_id": pl.Int64, "tag": pl.String, "step": pl.Int64, "engine": pl.String}
     operation |= window | {"outcome": pl.String, "bytes": pl.Int64, "num_files": pl.Int64}
-    span = {"op": pl.UInt32} | kind | who | {"op_id": pl.Int64, "phase": NAME, "detail": NAME, "file": pl.String}
-    span |= {"bytes": pl.Int64} | window | {"duration_ns": pl.Int64, "thread": pl.String, "blocking": pl.Boolean}
-    span |= {"error": pl.String, "operation_start_ns": pl.Int64, "operation_end_ns": pl.Int64}
+    span = {"op": pl.UInt32, "phase": NAME, "detail": NAME, "file": pl.Categorical, "bytes": pl.Int64} | window
+    span |= {"duration_ns": pl.Int64, "thread": pl.Categorical, "blocking": pl.Boolean, "error": pl.Categorical}
     event = {"operation": pl.String, "phase": pl.String, "detail": pl.String, "step": pl.Int64, "time_ns": pl.Int64}
     probe = {"operation": pl.String, "op_id": pl.Int64, "at": pl.String, "time_ns": pl.Int64, "values": pl.String}
     return Frames(

@@ -21,7 +21,7 @@ _COLUMNS = [
 def startups_to_first_step(frames: Frames) -> pl.DataFrame:
     """Start-up operations whose end_ns is the end of their `first_step` span; null if that is missing."""
     ends = (
-        frames.spans.filter((pl.col("operation") == "startup") & (pl.col("phase") == "first_step"))
+        frames.spans_of(pl.col("operation") == "startup", pl.col("phase") == "first_step")
         .group_by(_PLACE)
         .agg(pl.col("end_ns").max())
     )
@@ -35,7 +35,7 @@ def loads_inside(frames: Frames, startups: pl.DataFrame) -> pl.DataFrame:
     `startup` is the group of the start-up. The end_ns of an unfinished load is that of its last span.
     """
     last = (
-        frames.spans.filter(pl.col("operation") == "load")
+        frames.spans_of(pl.col("operation") == "load")
         .group_by("group", "rank")
         .agg(pl.col("end_ns").max().alias("last_ns"))
     )
@@ -62,7 +62,7 @@ def startup_spans(frames: Frames, startups: pl.DataFrame, loads: pl.DataFrame) -
         pl.col("end_ns").alias("operation_end_ns"),
     )
     own = (
-        frames.spans.filter(pl.col("operation") == "startup")
+        frames.spans_of(pl.col("operation") == "startup")
         .drop("group", "operation_start_ns", "operation_end_ns")
         .join(window, on=_PLACE, how="inner")
     )
@@ -72,14 +72,14 @@ def startup_spans(frames: Frames, startups: pl.DataFrame, loads: pl.DataFrame) -
         .with_columns(
             pl.lit("load", NAME).alias("phase"),
             pl.lit(None, NAME).alias("detail"),
-            pl.lit(None, pl.String).alias("file"),
+            pl.lit(None, pl.Categorical).alias("file"),
             (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"),
             pl.lit(True).alias("blocking"),
         )
     )
     of_loads = (
         # What was read ahead, before the load, delayed nothing.
-        frames.spans.filter((pl.col("operation") == "load") & pl.col("blocking"))
+        frames.spans_of(pl.col("operation") == "load", pl.col("blocking"))
         .drop("group", "operation_start_ns", "operation_end_ns")
         .join(loads.select(*_PLACE, "op_id"), on=[*_PLACE, "op_id"], how="semi")
         .join(window, on=_PLACE, how="inner")

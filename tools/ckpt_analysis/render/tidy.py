@@ -36,7 +36,7 @@ def _spans(frames: Frames) -> pl.DataFrame:
     op = frames.spans["op"]
     labels = [frames.operations[name].cast(kind).gather(op) for name, kind in _LABELS.items()]
     columns = [*_OPERATION, *_LABELS, *_SPAN]
-    return frames.spans.with_columns(labels).select(columns)
+    return frames.spans_of().with_columns(labels).select(columns)
 
 
 _OPERATION = ("cycle", "rank", "group", "operation", "op_id")

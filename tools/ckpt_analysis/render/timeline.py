@@ -55,7 +55,9 @@ def cut(frames: Frames, asked: Cut) -> Frames:
         window = operations.select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0)
         iterations = iterations.filter((pl.col("start_ns") < window[1]) & (pl.col("end_ns") > window[0]))
         events = events.clear()
-    spans = frames.spans.filter(pl.col("op").is_in(operations["op"].implode()))
+    rows = operations.select("op", pl.int_range(pl.len(), dtype=pl.UInt32).alias("row"))
+    spans = frames.spans.join(rows, on="op", how="inner", maintain_order="left")
+    spans = spans.with_columns(pl.col("row").alias("op")).drop("row")
     return replace(frames, operations=operations.drop("op"), spans=spans, iterations=iterations, events=events)
 
 
@@ -71,7 +73,7 @@ def write_timeline(
     stream.write(",\n".join(_names(trace, frames, tracks)))
     written = 0
     for piece in pieces(frames.spans):
-        written += _write(stream, _span_events(piece, frames.operations, tracks, zero))
+        written += _write(stream, _span_events(frames.placed(piece), frames.operations, tracks, zero))
         advance(piece.height)
     written += _write(stream, _operation_events(frames.operations, zero))
     written += _write(stream, _iteration_events(frames.iterations, tracks[_ITERATIONS], zero))
@@ -95,7 +97,8 @@ def _tracks(frames: Frames) -> dict[str, int]:
 def _names(trace: Trace, frames: Frames, tracks: dict[str, int]) -> list[str]:
     """Events that name each rank's process and the tracks that it uses."""
     places = {p["rank"]: p for p in [*trace.supervisors, *trace.ranks]}
-    used = frames.spans.select("rank", pl.col("thread").cast(pl.String)).unique()
+    threads = frames.spans.select("op", "thread").unique()
+    used = threads.select(frames.operations["rank"].gather(threads["op"]), pl.col("thread").cast(pl.String)).unique()
     named = {(rank, tracks[thread]): thread for rank, thread in used.iter_rows()}
     named |= {(rank, tracks[_ITERATIONS]): _ITERATIONS for rank in frames.iterations["rank"].unique()}
     events = []
@@ -117,8 +120,7 @@ def _meta(name: str, rank: int, track: int, arguments: dict[str, object]) -> str
 
 def _span_events(spans: pl.DataFrame, operations: pl.DataFrame, tracks: dict[str, int], zero: int) -> pl.Series:
     """Complete events, whose duration is the window; `busy_ns` is the time spent in the phase."""
-    tags = operations.select("cycle", "rank", "op_id", "tag")
-    rows = spans.join(tags, on=["cycle", "rank", "op_id"], how="left", maintain_order="left")
+    rows = spans.with_columns(operations["tag"].gather(spans["op"]))
     rows = rows.with_columns(_quoted(rows[name]) for name in ("tag", "file", "error"))
     track = pl.col("thread").cast(pl.String).replace_strict(tracks, return_dtype=pl.Int64)
     phase, operation, blocking = (pl.col(name).cast(pl.String) for name in ("phase", "operation", "blocking"))

@@ -91,7 +91,7 @@ def _times(run: RunData, stats: Stats, ranks: list[int]) -> pl.DataFrame:
         # The load is one block here: its own phases overlap in threads. They have a figure of their own.
         whole = phases.filter(pl.col("detail") == "")
         return whole.select("rank", PHASE_NAME, pl.lit(False).alias("background"), "busy_ns")
-    spans = run.frames.spans.filter(here).with_columns(
+    spans = run.frames.spans_of(here).with_columns(
         pl.col("detail").cast(pl.String).fill_null(""), (~pl.col("blocking")).alias("background")
     )
     parts = busy(spans, ["rank", "phase", "detail", "background"])

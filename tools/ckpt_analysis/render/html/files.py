@@ -47,6 +47,7 @@ def draw(run: RunData) -> Content:
 def _files(run: RunData, stats: OperationStats, phase: str, detail: str) -> pl.DataFrame:
     """rank, file, bytes, took_s, fsync_s, kind of every file; took_s is the time in the phase, all details."""
     named = run.spans_of(stats).filter((pl.col("phase") == phase) & pl.col("file").is_not_null())
+    named = named.with_columns(pl.col("file").cast(pl.String))
     moved = pl.col("detail") == detail
     files = named.group_by("rank", "file").agg(
         pl.col("bytes").filter(moved).sum(),

@@ -98,7 +98,7 @@ def _thin(spans: pl.DataFrame, begin: int) -> pl.DataFrame:
             pl.col("start_ns").min(),
             pl.col("end_ns").max(),
             pl.col("duration_ns").sum(),
-            pl.lit(None, pl.String).alias("file"),
+            pl.lit(None, pl.Categorical).alias("file"),
             (pl.len() - 1).alias("merged"),
         )
         .sort("start_ns", "end_ns")

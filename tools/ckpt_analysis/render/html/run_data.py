@@ -30,7 +30,7 @@ class RunData(Analysis):
         return [stats for stats in (self.save, self.load, self.start) if stats is not None]
 
     def spans_of(self, stats: Stats) -> pl.DataFrame:
-        return self.frames.spans.filter(pl.col("group") == stats.group)
+        return self.frames.spans_of(pl.col("group") == stats.group)
 
     def totals_of(self, stats: Stats) -> pl.DataFrame:
         """The rows of `tables.totals`: one per rank."""

@@ -126,7 +126,7 @@ def test_timeline_events_are_the_spans(run: Path, frames: Frames, tmp_path: Path
     path = tmp_path / "trace.json"
     assert main(["timeline", str(run), "-o", str(path), "--quiet"]) == 0
     events = events_of(path)
-    assert spans_of(events) == expected_spans(frames.spans)
+    assert spans_of(events) == expected_spans(frames.spans_of())
     steps = [e for e in events if e.get("cat") == "iteration"]
     assert len(steps) == frames.iterations.height and all(e["ph"] == "X" for e in steps)
     operations = [e for e in events if e.get("cat") == "operation"]
@@ -173,7 +173,7 @@ def test_timeline_background_threads_have_tracks_of_their_own(run: Path, tmp_pat
 )
 def test_timeline_cut_down(run: Path, frames: Frames, tmp_path: Path, flags: list[str], keep: pl.Expr) -> None:
     main(["timeline", str(run), "-o", str(tmp_path / "t.json"), "--quiet", *flags])
-    expected = frames.spans.filter(keep)
+    expected = frames.spans_of(keep)
     assert 0 < expected.height < frames.spans.height
     assert spans_of(events_of(tmp_path / "t.json")) == expected_spans(expected)
 

@@ -243,8 +243,8 @@ def test_page_cache_reads(tmp_path: Path, fetched: int | None, loaded: int, met:
             values = {"rss_bytes": 1} | ({} if fetched is None else {"io_read_storage_bytes": 777 + counter})
             log.write("probe", op=0, at=at, time_ns=time_ns, values=values)
 
-        probe("start", 0)
         op = log.begin("load", tag="global_step5", step=5)
+        probe("start", 0)
         op.span("load", "read", 100, bytes=loaded // 8)
         op.end(bytes=loaded // 8)
         probe("end", (fetched or 0) // 8)

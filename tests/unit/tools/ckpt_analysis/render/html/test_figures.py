@@ -186,10 +186,10 @@ def test_blocking_saves_overlap_no_step(trace: Path) -> None:
 def test_probes_are_drawn(tmp_path: Path) -> None:
     log = RankLog(Options(), 0, 0, 0)
     log.process()
+    op = log.begin("save", tag="global_step2", step=2)
     for at, rss in (("start", 2e9), ("end", 3e9)):
         values = {"rss_bytes": int(rss), "io_read_storage_bytes": int(rss), "made_up_by_a_later_version": 1}
         if at == "end":
-            op = log.begin("save", tag="global_step2", step=2)
             op.span("collect", None, 10)
             op.end()
         log.write("probe", op=0, at=at, time_ns=log.ns(log.now_ms), values=values)
