@@ -40,6 +40,7 @@ assert VERSION is not None
 # Lower bounds only: constraints.txt pins one set that is known to work.
 INSTALL_REQUIRES = [
     "polars>=2.0",
+    "numpy>=2.0",
     "tqdm>=4.60",
     "scipy>=1.15",  # tests of comparisons, Lambert's function
     "plotly>=6.0",  # only the plotly.js that it brings
@@ -52,7 +53,6 @@ TRAIN = [
     "deepspeed>=0.19",
     "sentencepiece>=0.2",
     "tokenizers>=0.20",
-    "numpy>=2.0",
     "isal>=1.7",  # CRC32 with carry-less multiplication: an order of magnitude faster than zlib's
 ]
 

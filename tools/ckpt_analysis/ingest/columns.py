@@ -69,13 +69,12 @@ def _split(texts: list[FileText]) -> dict[str, _Lines] | None:
     first = np.flatnonzero(np.diff(types, prepend=-1))
     begins, kinds = starts[first], types[first]
     finishes = np.append(begins[1:], len(whole) - _LONGEST)
-    view = memoryview(whole)
     split = {}
     for kind, name in enumerate(TYPE_SCHEMAS):
         runs = zip(begins[kinds == kind].tolist(), finishes[kinds == kind].tolist(), strict=True)
         places = np.flatnonzero(types == kind)
         # The blank line first, which is passed over: polars would unpack what begins as gzip or zstd do.
-        text = b"".join([b"\n", *(view[begin:finish] for begin, finish in runs)])
+        text = b"".join([b"\n", *[whole[begin:finish] for begin, finish in runs]])
         split[name] = _Lines(text, files[places], places)
     return split
 
