@@ -180,7 +180,7 @@ def test_engines_that_fail_are_named_and_the_others_are_measured(tmp_path: Path,
     assert done.returncode == 1
     assert "FAILED: faulty" in done.stdout and "FAILED: torn" in done.stdout
     assert "was saved as" in " ".join(done.stdout.split())
-    assert done.stdout.startswith("One engine was measured: there is nothing to compare.\n")
+    assert done.stdout.startswith("Fewer than two engines were measured: there is nothing to compare.\n")
     assert done.stdout.rpartition("\n\n")[2].startswith("Answer for 16 small tensors on ")
     engines = json.loads((tmp_path / "out.json").read_text())["engines"]
     assert "No space left on device" in engines["faulty"]["failed"] and "was saved as" in engines["torn"]["failed"]

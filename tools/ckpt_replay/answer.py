@@ -22,8 +22,8 @@ _Samples = dict[str, list[float]]
 
 def sentence(figures: dict[str, Any]) -> str:
     """The verdict over all goals."""
-    if len(figures["engines"]) < 2:
-        return "One engine was measured: there is nothing to compare."
+    if sum(not found["failed"] for found in figures["engines"].values()) < 2:
+        return "Fewer than two engines were measured: there is nothing to compare."
     return verdict.verdict((goal, _samples(figures, name)) for _, goal, name in GOALS)
 
 
@@ -50,8 +50,9 @@ def what(figures: dict[str, Any]) -> str:
 
 
 def _samples(figures: dict[str, Any], name: str) -> _Samples:
-    """Engine -> seconds of each repeat, of those that have any."""
-    return {engine: found[name]["samples"] for engine, found in figures["engines"].items() if found[name]}
+    """Engine -> seconds of each repeat, of those that have any; an engine that failed wins nothing."""
+    engines = figures["engines"].items()
+    return {engine: found[name]["samples"] for engine, found in engines if found[name] and not found["failed"]}
 
 
 def _scale(figures: dict[str, Any]) -> float | None:
