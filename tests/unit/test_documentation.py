@@ -100,3 +100,16 @@ def test_every_fault_and_injection_point_is_documented() -> None:
     text = (ROOT / "docs" / "restart_drill.md").read_text()
     rows = " ".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))
     assert {f"`{name}`" for name in (*FAULTS, *STAGES)} <= set(re.findall(r"`[\w-]+`", rows))
+
+
+def test_the_readme_is_short_and_names_commands_that_there_are() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    scripts = re.findall(r"\b(?:bash|python) ([\w./]+\.(?:sh|py))", text) + re.findall(
+        r"\.\./(tests/[\w./]+\.py)", text
+    )
+    assert scripts and not [script for script in scripts if not (ROOT / script).is_file()]
+    declared = (ROOT / "setup.py").read_text()
+    commands = set(re.findall(r"^\s*\(?(?:cd \w+ && )?((?:ckpt|restart)-[\w-]+)", text, re.MULTILINE))
+    assert {"ckpt-analysis", "ckpt-replay", "restart-trace"} <= commands
+    assert not [command for command in commands if f"{command} = " not in declared]
