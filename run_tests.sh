@@ -1,24 +1,23 @@
 #!/usr/bin/env bash
 # Everything that must hold: linter, type checker, tests.
 #
+# examples:
 #   run_tests.sh [ARGUMENTS OF PYTEST]           all of it, as in: run_tests.sh -k layering
 #   run_tests.sh --quick [ARGUMENTS OF PYTEST]   while you work: linter, types, and the unit tests that are not marked
 #                                                `slow`; those that start trainings (tests/dist) are left out
 #
 #   TEST_WORKERS   tests at a time (default: a worker for each core, at most four; 1 runs them one after the other)
+#
+# exit status: 0 all of it holds, else that of what does not
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/examples_deepspeed/restart_bench/usage.sh"
+answer_help "" "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")"
-case ${1:-} in
--h | --help)
-    sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
-    exit
-    ;;
---quick)
+quick=false
+if [[ ${1:-} == --quick ]]; then
     quick=true
     shift
-    ;;
-*) quick=false ;;
-esac
+fi
 examples_deepspeed/restart_bench/setup_env.sh
 [[ ${CI:-} != true ]] || tests/install_system_packages.sh
 bin=${VENV_DIR:-$PWD/.venv}/bin

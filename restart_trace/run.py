@@ -16,22 +16,37 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from restart_trace.command_line import CommandParser
 from restart_trace.hooks.session import DIRECTORY_VARIABLE, FUNCTION_VARIABLES
 
+_STATUS = "exit status: that of the command; 126 or 127 if it cannot be started, 2 wrong arguments\n"
+_EPILOG = f"""\
+examples:
+  restart-trace run -- torchrun --nproc-per-node 8 train.py ...
+  restart-trace run --trace-dir /shared/trace -- srun python train.py ...
+  ckpt-analysis restart-trace
+      afterwards, where the job was started
+
+{_STATUS}"""
+_PROGRAM_EPILOG = f"""\
+examples:
+  torchrun --nproc-per-node 8 -m restart_trace.run --trace-dir /shared/trace train.py ...
+
+{_STATUS}"""
 _SITE = Path(__file__).resolve().parent / "hooks" / "site"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """`restart-trace`: returns 127 or 126 as a shell does if the command cannot be started, else does not return."""
-    parser = argparse.ArgumentParser(
-        prog="restart-trace", description="Trace the restarts of a job that stays as it is."
+    parser = CommandParser(
+        prog="restart-trace", description="Trace the restarts of a job that stays as it is.", epilog=_EPILOG
     )
     subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="run")
     run = subcommands.add_parser(
         "run",
         help="run a command, and trace the ranks that it starts",
         usage="restart-trace run [OPTION ...] -- COMMAND [ARGUMENT ...]",
-        epilog="Then: ckpt-analysis DIR. The exit code is the command's own; 126 or 127 if it cannot be started.",
+        epilog=_EPILOG,
     )
     _add_options(run)
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the job, as it is")
@@ -44,10 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_program(arguments: Sequence[str] | None = None) -> int:
     """`python -m restart_trace.run`: a program, or -m and a module, in the interpreter that this one runs in."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m restart_trace.run",
         usage="python -m restart_trace.run [OPTION ...] [-m] PROGRAM [ARGUMENT ...]",
         description="Run a Python program, and trace it if it is a rank of a job.",
+        epilog=_PROGRAM_EPILOG,
     )
     _add_options(parser)
     parser.add_argument("-m", action="store_true", dest="module", help="PROGRAM is the name of a module")

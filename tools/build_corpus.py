@@ -8,7 +8,6 @@ DIR/corpus_build.json, which says what they were made with. Where that already s
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import io
 import json
@@ -20,6 +19,8 @@ import tokenize
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from restart_trace.command_line import CommandParser
 
 CORPUS = "corpus.jsonl"
 TOKENIZER = "tokenizer.model"
@@ -172,18 +173,26 @@ def build(output_dir: Path, settings: Settings) -> bool:
     return True
 
 
+_EPILOG = """\
+examples:
+  %(prog)s --output-dir runs/data
+
+exit status: 0 it is there, 2 it could not be made
+"""
+
+
 def parse_arguments(argv: list[str] | None) -> tuple[Path, Settings]:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output-dir", type=Path, required=True)
+    parser = CommandParser("python -m tools.build_corpus", description=(__doc__ or "").splitlines()[0], epilog=_EPILOG)
+    parser.add_argument("--output-dir", type=Path, required=True, help="where to write; made if it is not there")
     parser.add_argument(
         "--source",
         type=Path,
         default=Path(sysconfig.get_paths()["stdlib"]),
         help="directory of .py files (default: Python's standard library)",
     )
-    parser.add_argument("--max-bytes", type=int, default=4_000_000, help="size of the corpus (4000000)")
-    parser.add_argument("--vocab-size", type=int, default=4096, help="size of the vocabulary (4096)")
-    parser.add_argument("--model-type", choices=["bpe", "unigram"], default="bpe")
+    parser.add_argument("--max-bytes", type=int, default=4_000_000, help="size of the corpus")
+    parser.add_argument("--vocab-size", type=int, default=4096, help="size of the vocabulary")
+    parser.add_argument("--model-type", choices=["bpe", "unigram"], default="bpe", help="of SentencePiece")
     args = parser.parse_args(argv)
     return args.output_dir, Settings(str(args.source), args.max_bytes, args.vocab_size, args.model_type)
 

@@ -26,6 +26,7 @@ from megatron.data.indexed_dataset import (
     data_file_path,
     index_file_path,
 )
+from restart_trace.command_line import CommandParser
 
 MIN_DOCUMENT_TOKENS = 64
 MAX_DOCUMENT_TOKENS = 4096
@@ -74,12 +75,22 @@ def write_dataset(prefix: str, tokens: int, vocab_size: int, seed: int) -> None:
             Path(path).unlink(missing_ok=True)
 
 
+_EPILOG = """\
+examples:
+  %(prog)s --output-prefix data/random --tokens 1000000 --vocab-size 50256
+
+exit status: 0 it is there, 2 it could not be written
+"""
+
+
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(
+        "python -m tools.make_synthetic_dataset", description=(__doc__ or "").splitlines()[0], epilog=_EPILOG
+    )
     parser.add_argument("--output-prefix", required=True, help="path of the files without .bin and .idx")
-    parser.add_argument("--tokens", type=int, required=True)
+    parser.add_argument("--tokens", type=int, required=True, help="at least this many")
     parser.add_argument("--vocab-size", type=int, required=True, help="ids beside the one that ends documents")
-    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--seed", type=int, default=1234, help="of the random tokens")
     args = parser.parse_args(argv)
     for name in ("tokens", "vocab_size"):
         if getattr(args, name) < 1:

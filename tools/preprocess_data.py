@@ -35,6 +35,7 @@ if __package__ in (None, ""):  # run as a file: the packages are beside tools/
 
 from megatron.data.indexed_dataset import MMapIndexedDatasetBuilder, best_fitting_dtype  # noqa: E402
 from megatron.tokenizer import TOKENIZER_TYPES, Tokenizer, TokenizerError, build_tokenizer  # noqa: E402
+from restart_trace.command_line import CommandParser
 
 logger = logging.getLogger("preprocess_data")
 
@@ -284,8 +285,17 @@ def _write_documents(settings: Settings, outputs: dict[str, Output], workers: in
         logger.info("%s: %d blank lines skipped", settings.input, blank_lines)
 
 
+_EPILOG = """\
+examples:
+  %(prog)s --input text.jsonl --output-prefix data/text --append-eod --workers 8 \\
+      --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model tokenizer.model
+
+exit status: 0 written, 2 wrong arguments or input; nothing is written then
+"""
+
+
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="megatron-preprocess-data", description=(__doc__ or "").split("\n\n")[0])
+    parser = CommandParser("megatron-preprocess-data", description=(__doc__ or "").split("\n\n")[0], epilog=_EPILOG)
     group = parser.add_argument_group("input data")
     group.add_argument("--input", required=True, help="JSON lines file, UTF-8")
     group.add_argument("--json-keys", nargs="+", default=["text"], help="keys to make a dataset of, each its own")
@@ -294,7 +304,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     group.add_argument("--tokenizer-model", help="SentencePiece .model file")
     group.add_argument("--vocab-file", help="vocab.json of GPT2BPETokenizer")
     group.add_argument("--merge-file", help="merges.txt of GPT2BPETokenizer")
-    group.add_argument("--vocab-size", type=int, default=786, help="number of ids of NullTokenizer (786)")
+    group.add_argument("--vocab-size", type=int, default=786, help="number of ids of NullTokenizer")
     group.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     group = parser.add_argument_group("output data")
     group.add_argument("--output-prefix", required=True, help="files are PREFIX_KEY_document.bin and .idx")
@@ -307,9 +317,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "Megatron-DeepSpeed does, so that each document is cut one token further off; exact counts it",
     )
     group = parser.add_argument_group("running")
-    group.add_argument("--workers", type=int, default=1, help="processes that tokenize (1)")
+    group.add_argument("--workers", type=int, default=1, help="processes that tokenize")
     group.add_argument("--partitions", type=int, default=1, help="only 1: use --workers")
-    group.add_argument("--log-interval", type=int, default=1000, help="documents between progress lines (1000)")
+    group.add_argument("--log-interval", type=int, default=1000, help="documents between progress lines")
     group.add_argument("--split-sentences", action="store_true", help="not supported: GPT needs whole documents")
     arguments = parser.parse_args(argv)
     if arguments.partitions != 1:

@@ -5,12 +5,12 @@ python -m tools.upstream_flags_page tests/golden/upstream_flags.txt > docs/upstr
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from megatron.config.arguments import build_parser
 from megatron.config.unsupported_flags import NO_EFFECT, NO_EFFECT_VALUES, UNSUPPORTED
+from restart_trace.command_line import CommandParser
 
 _HEAD = """\
 # What upstream's flags do here
@@ -33,6 +33,13 @@ Length and schedules work as in upstream:
   and `--lr-warmup-iters` need `--train-iters`. `--lr-decay-tokens` and `--lr-warmup-tokens` go with either. Unlike
   upstream, `--lr-warmup-tokens` needs `--lr-decay-tokens`.
 - A resumed run takes its batch size from the number of consumed samples, and its schedule from the checkpoint.
+"""
+
+_EPILOG = """\
+examples:
+  %(prog)s tests/golden/upstream_flags.txt >docs/upstream_flags.md
+
+exit status: 0 printed, 2 wrong arguments
 """
 
 
@@ -68,4 +75,8 @@ def _cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    print(page(Path(sys.argv[1]).read_text().split()), end="")
+    parser = CommandParser(
+        "python -m tools.upstream_flags_page", description="Print docs/upstream_flags.md.", epilog=_EPILOG
+    )
+    parser.add_argument("names", type=Path, metavar="FILE", help="the names of upstream's flags")
+    print(page(parser.parse_args().names.read_text().split()), end="")

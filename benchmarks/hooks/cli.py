@@ -13,6 +13,7 @@ from pathlib import Path
 from benchmarks.common.ranks import MeasurementError, own_directory, run_ranks
 from benchmarks.common.samples import ratio_of_medians
 from benchmarks.hooks.rank import VARIANTS
+from restart_trace.command_line import CommandParser
 from restart_trace.reading import read_records
 from tools.common.samples import interquartile_range
 
@@ -23,15 +24,16 @@ examples:
   %(prog)s --agreement SAVE/restart_trace HOOKS
       a run of our trainer that was traced by both: RESTART_TRACE_HOOKS_SAVES and _LOADS name its functions,
       megatron.checkpointing.manager:Checkpointer.save and .load
+
+exit status: 0 measured, 2 could not run
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m benchmarks.hooks",
         description="Measure what hooks cost a DeepSpeed job, or compare what they saw with our own trainer's trace.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--rounds", type=int, default=24, metavar="N", help="(default: 24)")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="(default: 2)")

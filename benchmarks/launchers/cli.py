@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.launchers.measure import sample
 from benchmarks.launchers.report import analyse, render
 from benchmarks.launchers.variants import VARIANTS, MeasurementError, Setting, prepare_data
+from restart_trace.command_line import CommandParser
 from tools.common.machine import machine
 
 OK, COULD_NOT_RUN = 0, 2
@@ -28,17 +29,18 @@ examples:
   %(prog)s --only fork-in-place plain --repeat 3 --format json > restart_speed.json
 
 Run it on a machine that does nothing else.
+
+exit status: 0 measured, 2 could not run
 """
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; exits with status 2 and a message if it is wrong (argparse)."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m benchmarks.launchers",
         description="Measure restarts of the demonstration, by how its ranks are launched, against a plain DeepSpeed "
         "script.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--repeat", type=int, default=5, metavar="N", help="rounds (default: 5)")
     parser.add_argument(

@@ -17,18 +17,20 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
-
 from megatron.fileio.direct_files import ALIGNMENT, aligned_memory
 from megatron.fileio.extents import extents, file_plan
-from megatron.fileio.ranged_reader import Label, Targets, open_all, read_ranges
 from restart_trace.clock import now_ns
 from restart_trace.recorder import untraced_operation
 from tools.common import page_cache
 from tools.common.cli import COULD_NOT_RUN, OK, make_parser, parse_bytes, require_at_least
 from tools.common.tables import markdown_table
 
-_LABEL = Label(copy=("load", "host_to_device"), threads="lazy-io")
+_EPILOG = """\
+examples:
+  %(prog)s --dir /scratch --bytes 2GiB
+
+exit status: 0 measured, 2 could not run
+"""
 _WRITTEN_AT_ONCE = 64 << 20
 
 
@@ -51,20 +53,25 @@ VARIANTS: dict[str, Callable[[int], memoryview]] = {
 
 def sample(path: Path, size: int, memory: Callable[[int], memoryview]) -> float:
     """Seconds from the request for memory until the file is in it. Raises OSError."""
+    import torch
+
+    from megatron.fileio.ranged_reader import Label, Targets, open_all, read_ranges
+
     if page_cache.state_of(page_cache.drop([path])) != page_cache.COLD:
         raise OSError(f"{path}: stays in the page cache; choose a file system on a disk (--dir)")
     parts = extents(file_plan(path, [(0, 0, 0, size)]))
+    label = Label(copy=("load", "host_to_device"), threads="lazy-io")
     with ExitStack() as stack:
         files = open_all({path: size}, "on", stack)
         start = now_ns()
         target = torch.frombuffer(memory(size), dtype=torch.uint8)
-        read_ranges(parts, files, Targets([target], {}), None, _LABEL, untraced_operation())
+        read_ranges(parts, files, Targets([target], {}), None, label, untraced_operation())
         return (now_ns() - start) / 1e9
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; exits with status 2 and a message if it is wrong (argparse)."""
-    parser = make_parser("python -m benchmarks.new_memory", "Time cold reads into new memory, by its pages.")
+    parser = make_parser("python -m benchmarks.new_memory", "Time cold reads into new memory, by its pages.", _EPILOG)
     parser.add_argument("--bytes", type=parse_bytes, default=1 << 29, metavar="SIZE", help="(default: 512MiB)")
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="(default: 9)")
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), metavar="DIR", help="where to work")

@@ -18,6 +18,7 @@ from benchmarks.common.ranks import MeasurementError
 from benchmarks.overhead.launch import measure
 from benchmarks.overhead.plan import FAMILIES, Request
 from benchmarks.overhead.report import analyse, render
+from restart_trace.command_line import CommandParser
 from tools.common.cli import parse_bytes
 from tools.common.machine import filesystem_of, machine
 
@@ -39,6 +40,8 @@ examples:
 On a disk shared with others the noise is often larger than the overhead; the same in memory (/dev/shm, where
 fsync is free and the overhead's share therefore the largest it can be) then tells more. Run it on a machine
 that does nothing else.
+
+exit status: 0 measured, 2 could not run
 """
 
 
@@ -51,11 +54,10 @@ def parse_ranks(text: str) -> list[int]:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; exits with status 2 and a message if it is wrong (argparse)."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m benchmarks.overhead",
         description="Measure what tracing costs a save and a load, and what the torch engine costs over torch.save.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--bytes-per-rank", type=parse_bytes, default="1GiB", metavar="SIZE", help="(default: 1GiB)")
     parser.add_argument("--ranks", type=parse_ranks, default="1,2", metavar="N,...", help="(default: 1,2)")

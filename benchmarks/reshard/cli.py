@@ -15,6 +15,7 @@ from benchmarks.common.ranks import MeasurementError
 from benchmarks.reshard.launch import measure
 from benchmarks.reshard.plan import TARGETS, Request
 from benchmarks.reshard.report import analyse, render
+from restart_trace.command_line import CommandParser
 from tools.common.cli import parse_bytes
 from tools.common.machine import filesystem_of, machine
 
@@ -33,6 +34,8 @@ examples:
 
 The files are dropped from the page cache before each load, where that is possible; the table says what was seen.
 Run it on a machine that does nothing else.
+
+exit status: 0 measured, 2 could not run
 """
 
 
@@ -46,12 +49,11 @@ def parse_layout(text: str) -> Layout:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; exits with status 2 and a message if it is wrong (argparse)."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m benchmarks.reshard",
         description="Time loads onto another TP x PP x DP layout: --redistribute direct and universal, and plain "
         "loads of the same state.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--bytes", type=parse_bytes, default="1.1GiB", metavar="SIZE", help="of a checkpoint, about (default: 1.1GiB)"

@@ -32,6 +32,8 @@ examples:
       about 25 minutes on two cores, 10 GiB of disk
 
 Run it on a machine that does nothing else.
+
+exit status: 0 measured, 2 could not run
 """
 
 # What was measured -> seconds.

@@ -1,4 +1,4 @@
-# Shared by all run_*.sh scripts; to be sourced. A script calls `run_preset MODEL TP PP`.
+# Shared by all run_*.sh scripts; to be sourced. A script calls `run_preset MODEL TP PP "$@"`.
 #
 # Settings, all from the environment:
 #   ENGINE SAVE_INTERVAL SAVE_DIR TRACE_DIR        checkpoints and their trace
@@ -18,6 +18,14 @@
 #                                                  secrets (names with TOKEN KEY SECRET PASSWORD); touch nothing
 #   COMMAND_TO=FILE                                prepare everything, write the command to FILE, each word ended by a
 #                                                  NUL, and launch nothing: how tools/restart_drill runs a preset
+# Defaults are in docs/cluster.md.
+#
+# examples:
+#   DRY_RUN=1 bash run_70b_tp8_pp8.sh
+#   HOSTFILE=hosts DP=2 ENGINE=lazy SAVE_DIR=/scratch/70b bash run_70b_tp8_pp8.sh
+#   ITERS=20 DEVICE=cpu bash run_tiny_tp2_pp2_dp2.sh
+#
+# exit status: that of the training; 1 environment or data could not be made, 2 wrong settings or arguments
 
 BENCH_DIR=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 ROOT=$(cd "$BENCH_DIR/../.." && pwd)
@@ -25,6 +33,8 @@ RUNS=$ROOT/runs
 if [[ ! -f $ROOT/setup.py ]]; then # installed: there is nothing to set up, and site-packages is no place for runs
     RUNS=$PWD/runs SKIP_SETUP=1
 fi
+source "$BENCH_DIR/usage.sh"
+answer_help "$BENCH_DIR/common.sh" "$@" # of the script that sources this
 source "$BENCH_DIR/launch/environment.sh"
 source "$BENCH_DIR/launch/nodes.sh"
 source "$BENCH_DIR/launch/torchrun.sh"
@@ -169,7 +179,9 @@ tell_command() {
     printf '%s\0' "${COMMAND[@]}" >"$COMMAND_TO"
 }
 
+# run_preset MODEL TP PP [ARGUMENT ...]: the arguments are those of the script, which takes none.
 run_preset() {
+    no_arguments "${@:4}"
     load_settings "$@"
     build_training_args
     build_launch_env

@@ -1,6 +1,7 @@
 # The demonstration: train, kill, resume, analyse; sourced by run_tiny_tp2_pp2_dp2.sh.
 
 run_demo() {
+    no_arguments "${@:4}"
     : "${KILL_AT:=8}"
     if [[ -n ${DRY_RUN:-}${COMMAND_TO:-} || $KILL_AT == none || -e ${SAVE_DIR:-}/latest ]]; then
         run_preset "$@"

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The restart drill within a Slurm allocation, with srun as launcher:
+# The restart drill within a Slurm allocation, with srun as launcher.
 #
+# examples:
 #   sbatch --nodes 8 --ntasks-per-node 8 --gpus-per-node 8 drill_slurm.sh --fault sigkill-one --at mid-step -- 70b_tp8_pp8
 #   salloc --nodes 1 --ntasks-per-node 8 bash drill_slurm.sh          tiny TP2 x PP2 x DP2
 #
@@ -8,7 +9,8 @@
 # ends the ranks of the other nodes (--kill-on-bad-exit). The repository, --out and --checkpoints must be on a file system
 # that all nodes share.
 #   DRY_RUN=1   print the allocation, the command of the drill and that of the preset; touch nothing
-#   MASTER_ADDR MASTER_PORT   where rank 0 listens (first node, 29500)
+#   MASTER_ADDR MASTER_PORT   where rank 0 listens (default: first node, 29500)
+# exit status: 0 every cycle verified, 1 one was not, 2 the drill could not be carried out
 set -euo pipefail
 
 # sbatch runs a copy of this file; the repository is where it was submitted from, then.
@@ -20,6 +22,8 @@ die() {
     exit 2
 }
 [[ -f $SCRIPTS/kill_resume.sh ]] || die "kill_resume.sh not found: submit from the root of the repository"
+source "$SCRIPTS/usage.sh"
+answer_help "" "$@"
 [[ -n ${SLURM_JOB_ID:-} ]] || die "SLURM_JOB_ID is not set: start within an allocation, by sbatch or salloc"
 NNODES=${SLURM_JOB_NUM_NODES:-${SLURM_NNODES:-}}
 [[ $NNODES =~ ^[1-9][0-9]*$ ]] || die "SLURM_JOB_NUM_NODES=$NNODES: the allocation must say how many nodes it has"

@@ -11,8 +11,16 @@
 #   ENGINES          (default: all that can run here)
 #   STEP_SECONDS     length of a training step; must cover the flush of two ranks (default: 4)
 #   PYTHON           (default: the one of .venv, which setup_env.sh makes)
+#
+# examples:
+#   TARGET_DIR=/scratch/targets REPEAT=10 bash engine_targets.sh
+#
+# exit status: 0 measured, 2 a measurement could not run or the arguments are wrong
 
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
+answer_help "" "$@"
+no_arguments "$@"
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 : "${TARGET_DIR:=$ROOT/runs/engine_targets}" "${BYTES:=2GiB}" "${REPEAT:=5}" "${ENGINES:=all}" "${STEP_SECONDS:=4}"

@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # Kill and resume a training, and report where the time went: tools/restart_drill with other defaults.
 #
+# examples:
 #   bash kill_resume.sh                                               tiny TP2 x PP2 x DP2: two kills in the middle of saves
 #   bash kill_resume.sh --fault sigstop --at random:7 --supervisor torchrun
 #   bash kill_resume.sh --cycles 3 -- 7b_tp4_pp2                      another preset, or any training command after --
 #
-# All arguments are passed on; docs/restart_drill.md explains them. Settings of the preset: see common.sh.
-#   OUT_DIR     what --out is by default (runs/kill_resume-DATE in the repository)
+# All arguments are passed on: `restart-drill --help` and docs/restart_drill.md explain them.
+#   OUT_DIR     what --out is (default: runs/kill_resume-DATE in the repository)
 #   DRY_RUN=1   print the command of the drill and that of the preset; touch nothing
+# exit status: 0 every cycle verified, 1 one was not, 2 the drill could not be carried out
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

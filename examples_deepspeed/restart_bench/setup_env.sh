@@ -7,7 +7,16 @@
 #   TORCH_INDEX_URL  package index with CPU builds of torch (default: PyTorch's own, unless pip is already
 #                    told of a package source; an empty value adds none)
 #   EXTRAS           extras of setup.py to install (default: dev,engines)
+#
+# examples:
+#   bash setup_env.sh
+#   VENV_DIR=/opt/restart TORCH_VARIANT=cuda EXTRAS=train,engines bash setup_env.sh
+#
+# exit status: 0 it is up to date, 1 it could not be made, 2 wrong arguments
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
+answer_help "" "$@"
+no_arguments "$@"
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 VENV_DIR=${VENV_DIR:-$ROOT/.venv}

@@ -37,8 +37,17 @@ from megatron.config.deepspeed_config import (
 from megatron.config.deepspeed_file import load_deepspeed_file
 from megatron.config.flags import FlagSpec, on_off, spec_of
 from megatron.config.unsupported_flags import NO_EFFECT, NO_EFFECT_VALUES, UNSUPPORTED
+from restart_trace.version import __version__
 
 EXIT_CODE = 2
+_EPILOG = """\
+examples:
+  torchrun --nproc-per-node 8 pretrain_gpt.py FLAGS
+  DRY_RUN=1 bash examples_deepspeed/restart_bench/run_7b_tp4_pp2.sh
+      prints the flags of a preset
+
+exit status: 0 trained to the end or to a planned exit, 1 failed, 2 wrong flags or inputs; see docs/resuming.md
+"""
 GROUPS: dict[str, type] = {
     "model": ModelConfig,
     "parallel": ParallelConfig,
@@ -81,8 +90,11 @@ def build_parser() -> argparse.ArgumentParser:
         usage="%(prog)s FLAGS",
         description="GPT pretraining with 3D parallelism that measures its checkpoints and restarts.",
         argument_default=argparse.SUPPRESS,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"megatron-restart {__version__}")
     for cls in GROUPS.values():
         title, _, description = (cls.__doc__ or "").partition(":")
         group = parser.add_argument_group(title, description.strip(" .\n"))

@@ -13,6 +13,7 @@ from megatron.launch.plan import Plan
 from megatron.launch.preload import PreloadError, preload
 from megatron.launch.supervise import COULD_NOT_RUN, supervise
 from restart_trace import clock
+from restart_trace.command_line import CommandParser
 
 _DEFAULT_PORT = 29500  # torchrun's, where all nodes must know it
 _MEGATRON = Path(__file__).resolve().parents[1]
@@ -31,38 +32,36 @@ could be started; 128 + N stopped by signal N
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="restart-launch",
         description="Start the ranks of a node by forking one process that has imported torch, DeepSpeed and megatron.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
 
     def add(name: str, help: str, **options: object) -> None:
         spellings = dict.fromkeys((name, "--" + name[2:].replace("-", "_")))
         parser.add_argument(*spellings, help=help, **options)  # type: ignore[arg-type]
 
-    add("--nproc-per-node", "ranks on this node (1)", type=int, default=1, metavar="N")
-    add("--nnodes", "number of nodes; start the launcher on each (1)", type=int, default=1, metavar="N")
+    add("--nproc-per-node", "ranks on this node", type=int, default=1, metavar="N")
+    add("--nnodes", "number of nodes; start the launcher on each", type=int, default=1, metavar="N")
     add("--node-rank", "number of this node, from 0", type=int, default=0, metavar="N")
-    add("--master-addr", "host of node 0 (127.0.0.1 on one node)", metavar="HOST")
+    add("--master-addr", "host of node 0 (default: 127.0.0.1 on one node)", metavar="HOST")
     add(
         "--master-port",
-        f"port of node 0 ({_DEFAULT_PORT}; on one node a free port for every start)",
+        f"port of node 0 (default: {_DEFAULT_PORT}; on one node a free port for every start)",
         type=int,
         metavar="N",
     )
     add(
         "--max-restarts",
-        "how often all ranks are restarted in place after a failure; on one node only (0)",
+        "how often all ranks are restarted in place after a failure; on one node only",
         type=int,
         default=0,
         metavar="N",
     )
     add(
         "--shutdown-timeout",
-        "seconds between SIGTERM and SIGKILL when ranks are ended (30)",
+        "seconds between SIGTERM and SIGKILL when ranks are ended",
         type=float,
         default=30.0,
         metavar="S",

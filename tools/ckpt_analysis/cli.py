@@ -6,7 +6,10 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
+
+from restart_trace.command_line import hint
 
 from ..common.cli import COULD_NOT_RUN, make_parser
 from ..common.escaping import visible
@@ -42,9 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Exits with status 2 and a message if the command line is wrong (argparse).
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
+    if not words or words[0] in ("-h", "--help", "--version"):
         _overview().parse_args(words)
         print(f"{PROGRAM}: give a directory of trace files or a command; see --help", file=sys.stderr)
+        return COULD_NOT_RUN
+    if near := _mistyped(words[0]):
+        print(f"{PROGRAM}: {visible(words[0])}: no command and no directory{near}", file=sys.stderr)
         return COULD_NOT_RUN
     name = words.pop(0) if words[0] in COMMANDS else DEFAULT
     command = importlib.import_module(COMMANDS[name], __package__)
@@ -60,6 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"{PROGRAM}: {exc}: install what the package needs: `pip install .`", file=sys.stderr)
     return COULD_NOT_RUN
+
+
+def _mistyped(word: str) -> str:
+    """What to say of a word that is nearly a command; "" for a command, a directory or an option."""
+    return "" if word in COMMANDS or word.startswith("-") or Path(word).exists() else hint(word, COMMANDS)
 
 
 def _parser(name: str, command: ModuleType) -> argparse.ArgumentParser:

@@ -36,6 +36,8 @@ examples:
       every rank of a layout, on as many nodes; DIR must be seen by all
   bash examples_deepspeed/restart_bench/engine_targets.sh
       the whole table of performance targets
+
+exit status: 0 measured, 1 an engine failed, 2 could not run. docs/ckpt_replay.md explains the figures.
 """
 
 
@@ -54,7 +56,7 @@ def _limit(text: str) -> int | None:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line's parser; the engine options are the trainer's own."""
-    parser = make_parser("ckpt-replay", _DESCRIPTION, _EPILOG, allow_abbrev=False)
+    parser = make_parser("ckpt-replay", _DESCRIPTION, _EPILOG)
     what = parser.add_argument_group("what is replayed")
     what.add_argument("--model", metavar="NAME", help="preset, as in tools.ckpt_plan: 3b to 70b, tiny")
     what.add_argument("--tp", type=int, metavar="N", help="tensor-parallel size (default: as the preset's script)")

@@ -7,6 +7,8 @@ import os
 import re
 import sys
 
+from restart_trace.command_line import CommandParser
+
 OK = 0
 FINDINGS = 1  # the tool did its work, and there is something to look at
 COULD_NOT_RUN = 2  # wrong arguments, input that cannot be used, output that cannot be written
@@ -18,12 +20,9 @@ _UNITS = {"": 1, "B": 1} | {
 }
 
 
-def make_parser(
-    prog: str, description: str, epilog: str | None = None, *, allow_abbrev: bool = True
-) -> argparse.ArgumentParser:
-    """A parser whose description and epilog (examples, exit statuses) keep their lines."""
-    kept = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": allow_abbrev}
-    return argparse.ArgumentParser(prog, description=description, epilog=epilog, **kept)
+def make_parser(prog: str, description: str, epilog: str | None = None) -> CommandParser:
+    """A parser whose description and epilog (examples, exit status) keep their lines."""
+    return CommandParser(prog, description=description, epilog=epilog)
 
 
 def require_at_least(parser: argparse.ArgumentParser, arguments: argparse.Namespace, least: float, *names: str) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from restart_trace.command_line import CommandParser
+
 from . import command as commands
 from .drill import run_drill
 from .facts import facts_of
@@ -36,11 +38,10 @@ exit status: 0 every cycle verified, 1 one was not, 2 the drill could not be car
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="restart-drill",
         description="Inject a fault into a training, let it restart, and verify that nothing but time was lost.",
         epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--fault", required=True, choices=FAULTS, help="what is injected: docs/restart_drill.md")
     parser.add_argument(
@@ -50,16 +51,16 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         metavar="WHEN",
         help=f"injection point: {', '.join(STAGES)}, iteration:N or random:SEED",
     )
-    parser.add_argument("--cycles", type=int, default=1, help="how often it is injected (1)")
+    parser.add_argument("--cycles", type=int, default=1, help="how often it is injected")
     parser.add_argument(
         "--supervisor", choices=SUPERVISORS, default=RELAUNCH,
-        help="who starts the ranks again: the drill the whole job, or torchrun's agent its ranks in place (relaunch)",
+        help="who starts the ranks again: the drill the whole job, or torchrun's agent its ranks in place",
     )  # fmt: skip
     add_run_options(parser)
-    parser.add_argument("--checkpoint-engine", metavar="E", help="of the training (that of its command)")
+    parser.add_argument("--checkpoint-engine", metavar="E", help="of the training (default: that of its command)")
     parser.add_argument("--cold-cache", action="store_true", help="drop the page cache before each relaunch")
     for name, what in (("tp", "tensor-parallel"), ("pp", "pipeline-parallel"), ("dp", "data-parallel")):
-        help_ = f"{what} size of the launches after the first fault (unchanged)"
+        help_ = f"{what} size of the launches after the first fault (default: unchanged)"
         parser.add_argument(f"--resume-{name}", type=_size, metavar="N", help=help_)
     parser.add_argument(
         "--no-reference", action="store_true",
@@ -83,11 +84,9 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         help="where checkpoints go, if not below --out: on the storage that is to be drilled",
     )  # fmt: skip
     parser.add_argument("--disk-limit", type=float, default=4.0, metavar="GIB",
-                        help="largest file system that disk-full may fill (4)")  # fmt: skip
-    parser.add_argument(
-        "--time-limit", type=float, default=300.0, help="seconds for each launch and injection point (300)"
-    )
-    parser.add_argument("--hang-limit", type=float, default=30.0, help="seconds without an iteration: a hang (30)")
+                        help="largest file system that disk-full may fill")  # fmt: skip
+    parser.add_argument("--time-limit", type=float, default=300.0, help="seconds for each launch and injection point")
+    parser.add_argument("--hang-limit", type=float, default=30.0, help="seconds without an iteration: a hang")
     parser.add_argument(
         "--reference", type=Path, metavar="DIR",
         help="--out of a drill or a matrix whose run without a fault is to be compared with, too, instead of another",

@@ -20,6 +20,8 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+from restart_trace.command_line import CommandParser
+
 from ..common.escaping import markdown as escaped
 from ..common.formatting import count, number
 from ..common.tables import markdown_table
@@ -195,16 +197,26 @@ def markdown(results: list[Result], elapsed_s: float) -> str:
     return "\n".join([*markdown_table(header, rows), "", verdict, ""])
 
 
+_EXAMPLE = """examples:
+  %(prog)s --out runs/matrix
+      every fault, injection point, supervisor and engine, on a tiny model of two ranks
+  %(prog)s --out runs/matrix --sample 12 --engines lazy -- 7b_tp4_pp2
+
+exit status: 0 every cell verified, 1 one was not, 2 it could not be carried out
+"""
+
+
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="restart_drill.matrix",
+    parser = CommandParser(
+        prog="python -m tools.restart_drill.matrix",
         description="Drill faults x moments x supervisors x engines, and tabulate what was verified.",
+        epilog=_EXAMPLE,
     )
     add_run_options(parser)
-    parser.add_argument("--sample", type=int, metavar="N", help="only N cells, drawn at random (all)")
-    parser.add_argument("--seed", type=int, default=1, help="of the sample (1)")
+    parser.add_argument("--sample", type=int, metavar="N", help="only N cells, drawn at random (default: all)")
+    parser.add_argument("--seed", type=int, default=1, help="of the sample")
     for name, values in (("supervisors", SUPERVISORS), ("engines", ENGINES)):
-        parser.add_argument(f"--{name}", default=",".join(values), help=f"separated by commas ({','.join(values)})")
+        parser.add_argument(f"--{name}", default=",".join(values), help="separated by commas")
     parser.set_defaults(hang_limit=5.0)
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv if "--" in argv else [*argv, "--", _PRESET])

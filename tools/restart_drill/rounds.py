@@ -26,6 +26,7 @@ import psutil
 
 from megatron.checkpointing.commit import discover
 from megatron.processes.free_port import free_port
+from restart_trace.command_line import CommandParser
 
 from ..common.escaping import markdown as escaped
 from ..common.tables import markdown_table
@@ -264,17 +265,25 @@ def markdown(tallies: list[Tally], elapsed_s: float) -> str:
     return "\n".join([*lines, "", f"{rounds} rounds in {elapsed_s / 60:.1f} minutes.", ""])
 
 
+_EXAMPLE = """examples:
+  %(prog)s --out runs/rounds --rounds 40 --engines torch,lazy
+
+exit status: 0 no checkpoint was lost, 1 one was, 2 it could not be carried out
+"""
+
+
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="restart_drill.rounds",
+    parser = CommandParser(
+        prog="python -m tools.restart_drill.rounds",
         description="Kill launches and start others at once or beside them, over and over: is a checkpoint ever lost?",
+        epilog=_EXAMPLE,
     )
     parser.add_argument("--out", type=Path, required=True, help="new directory for everything that this leaves")
-    parser.add_argument("--rounds", type=int, default=300, help="over all engines (300)")
-    parser.add_argument("--seed", type=int, default=1, help="of what is drawn (1)")
-    parser.add_argument("--engines", default=",".join(ENGINES), help=f"separated by commas ({','.join(ENGINES)})")
-    parser.add_argument("--time-limit", type=float, default=300.0, help="seconds for each launch and commit (300)")
-    parser.add_argument("command", nargs="*", help="after --: the training command (a tiny model on two ranks)")
+    parser.add_argument("--rounds", type=int, default=300, help="over all engines")
+    parser.add_argument("--seed", type=int, default=1, help="of what is drawn")
+    parser.add_argument("--engines", default=",".join(ENGINES), help="separated by commas")
+    parser.add_argument("--time-limit", type=float, default=300.0, help="seconds for each launch and commit")
+    parser.add_argument("command", nargs="*", help="after --: the training (default: a tiny model on two ranks)")
     args = parser.parse_args(argv)
     args.engines = tuple(args.engines.split(","))
     if args.rounds < len(args.engines):

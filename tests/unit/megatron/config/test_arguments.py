@@ -103,7 +103,7 @@ def test_defaults_are_upstreams() -> None:
 def test_every_flag_reaches_a_field() -> None:
     fields = {field.name for cls in GROUPS.values() for field in dataclasses.fields(cls)}
     dests = {action.dest for action in build_parser()._actions}
-    assert dests - fields == {"help", "bf16", "fp16", "no_effect"}
+    assert dests - fields == {"help", "version", "bf16", "fp16", "no_effect"}
     assert len(fields) == sum(len(dataclasses.fields(cls)) for cls in GROUPS.values())
     # data_parallel_size is a copy, not a flag, and library_options are keys of --deepspeed_config; zero_stage_asked is
     # what --zero-stage was before it became 1; the rest comes from the environment or from --bf16 and --fp16.

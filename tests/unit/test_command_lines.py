@@ -1,0 +1,140 @@
+"""Every command and script: --help and --version before anything else, and a hint for what is mistyped."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import entry_points, version
+from pathlib import Path
+
+import pytest
+
+from restart_trace.command_line import VERSION_TEXT, CommandParser
+from restart_trace.version import __version__
+from tests.unit.script_helpers import BENCH, ROOT
+from tools.ckpt_analysis.cli import COMMANDS
+from tools.ckpt_analysis.cli import main as analysis
+from tools.ckpt_plan.cli import main as plan
+
+CONSOLE_SCRIPTS = sorted(
+    script.name
+    for script in entry_points(group="console_scripts")
+    if script.dist is not None and script.dist.name == "megatron-restart"
+)
+MODULES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
+    for folder in ("tools", "benchmarks", "megatron/launch", "restart_trace")
+    for path in (ROOT / folder).rglob("*.py")
+    if "__main__" in path.read_text() and "The former name of" not in path.read_text()
+)
+# Started by commands with arguments that nobody types.
+CHILD_PROCESSES = {
+    "tools.ckpt_replay.worker", "benchmarks.hooks.rank", "benchmarks.reshard.rank", "benchmarks.overhead.rank",
+    "benchmarks.launchers.plain_deepspeed", "benchmarks.analysis_speed.naive", "megatron.launch.rank",
+}  # fmt: skip
+SCRIPTS = [*sorted(path for path in BENCH.rglob("*.sh") if path.read_text().startswith("#!")), ROOT / "run_tests.sh"]
+HEAVY = ("torch", "deepspeed", "polars", "pandas", "scipy", "plotly")
+
+
+@pytest.fixture(scope="module")
+def without_heavy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment in which to import what takes long is an error."""
+    place = tmp_path_factory.mktemp("heavy")
+    for name in HEAVY:
+        (place / f"{name}.py").write_text(f"raise RuntimeError('{name} is imported')\n")
+    return {**os.environ, "PYTHONPATH": str(place)}
+
+
+def run(*words: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(word) for word in words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+
+
+def check(command: Sequence[object], env: dict[str, str] | None = None) -> str:
+    """--version and --help of `command`; returns the latter."""
+    version = run(*command, "--version", env=env)
+    assert (version.returncode, version.stdout) == (0, f"{VERSION_TEXT}\n"), version.stderr
+    told = run(*command, "--help", env=env)
+    assert (told.returncode, told.stderr) == (0, "")
+    assert "examples:" in told.stdout and "exit status:" in told.stdout
+    return told.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_answer_before_they_do_anything(script: Path) -> None:
+    check(["bash", script])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONSOLE_SCRIPTS)
+def test_console_scripts_answer_at_once(name: str, without_heavy: dict[str, str]) -> None:
+    assert f"usage: {name} " in check([Path(sys.executable).with_name(name)], without_heavy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", sorted({*MODULES} - CHILD_PROCESSES))
+def test_modules_that_are_commands_answer_at_once(module: str, without_heavy: dict[str, str]) -> None:
+    check([sys.executable, "-m", module], without_heavy)
+
+
+def test_the_trainer_answers_at_once(without_heavy: dict[str, str]) -> None:
+    check([sys.executable, "pretrain_gpt.py"], without_heavy)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_of_the_analysis_show_defaults_one_way(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        analysis([command, "--help"])
+    told = capsys.readouterr().out
+    assert "examples:" in told and "exit status:" in told
+    # The only default without the word would be one in parentheses at the end of a line.
+    assert not re.search(r"(?<!default:) \(?\d+\)$", told, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--modle", "70b"), "--modle: no such option; did you mean --model?"),
+        (("--model", "70b", "extra"), "unexpected argument 'extra'"),
+        (("--format", "jsn"), "did you mean json?"),
+    ],
+)
+def test_what_is_mistyped_is_refused_with_what_was_meant(
+    words: Sequence[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        plan(words)
+    assert message in capsys.readouterr().err
+
+
+def test_a_mistyped_option_is_named_before_what_is_missing_because_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = CommandParser("command")
+    parser.add_argument("--dir", required=True, type=int, default=3, help="the number")
+    assert "the number (default: 3)" in parser.format_help()
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args(["--dri", "4"])
+    assert "--dri: no such option; did you mean --dir?" in capsys.readouterr().err
+
+
+def test_a_mistyped_subcommand_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert analysis(["comprae", str(tmp_path), str(tmp_path)]) == 2
+    assert "did you mean compare?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("script", "argument", "message"),
+    [
+        ("run_tiny_tp2_pp2_dp2.sh", "--hlep", "did you mean --help?"),
+        ("setup_env.sh", "TORCH_VARIANT=cpu", "settings are environment variables: TORCH_VARIANT=cpu bash"),
+    ],
+)
+def test_scripts_refuse_arguments(script: str, argument: str, message: str) -> None:
+    refused = run("bash", BENCH / script, argument)
+    assert refused.returncode == 2 and message in refused.stderr
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert version("megatron-restart") == __version__
