@@ -6,7 +6,7 @@ import textwrap
 
 from ...common.escaping import shown
 from ...common.formatting import count, digits_for, percent, plural, rate, seconds, size
-from ...common.tables import Column, Style, numbers, text_table, texts, times, titles
+from ...common.tables import Column, Style, fitted_table, numbers, terminal_width, text_table, text_width, times
 from ..common.problems import ERROR, WARNING, Problem, number_list
 from ..findings import Finding
 from ..metrics.restart_parts import UNNAMED, parts_of
@@ -16,8 +16,13 @@ from ..report import Report
 from .answer import answer
 from .phase_table import PhaseLine, blocking_column, critical_columns, phase_lines, time_columns, volume_columns
 
-_WIDTH = 100
-_BAR = 40  # columns that a restart is drawn in
+_BAR = 40  # columns that a restart is drawn in, where the terminal has them
+_BESIDE_THE_BAR = 68  # columns of the table that the bars are in
+_AFTERWARDS = "caught_up"  # a phase that begins when the start is over: no part of its whole
+_SMALL = 0.01  # of the whole: rows below are one row, without --all
+# Columns that a narrow terminal has no room for, the first to go first.
+_OPTIONAL_OF_SAVES = ("cycle", "coverage", "files", "critical rank", "slowest rank", "GB/s")
+_OPTIONAL_OF_PHASES = ("spread s", "files", "min s", "rank", "blocking", "GB/s", "bytes", "median s")
 _Coordinates = dict[int, tuple[int, int, int]]  # rank -> (tp, pp, dp)
 _SAVES: tuple[Column[OperationStats], ...] = (
     Column("save", lambda save: save.tag or "?"),
@@ -36,22 +41,22 @@ _SAVES: tuple[Column[OperationStats], ...] = (
 def render(report: Report, style: Style, *, show_all: bool = False) -> str:
     """The whole report. Of many saves the last one is shown in full and the others in a line each."""
     report = shown(report)
-    lines = _header(report, style)
+    lines = [fitted for line in _header(report, style) for fitted in _fitted(line)]
     lines += _problems(report.problems, style)
-    lines += ["", *textwrap.wrap(" ".join(answer(report)), _WIDTH)]
+    lines += ["", *textwrap.wrap(" ".join(answer(report)), text_width())]
     lines += _findings(report.findings, style)
     coordinates = report.cycles[-1].coordinates
     for start in report.starts:
         if show_all or start.is_restart or not report.restarts:
-            lines += ["", *_start(start, coordinates, style)]
+            lines += ["", *_start(start, coordinates, style, show_all)]
     for load in report.loads:
-        lines += ["", *_operation(load, coordinates, style)]
+        lines += ["", *_operation(load, coordinates, style, show_all)]
     full = report.saves if show_all else report.saves[-1:]
     if len(report.saves) > len(full):
-        rows = texts(_SAVES, report.saves)
-        lines += ["", style.heading(f"Saves ({len(rows)})"), *text_table(titles(_SAVES), rows, style)]
+        table = fitted_table(_SAVES, report.saves, style, optional=_OPTIONAL_OF_SAVES)
+        lines += ["", style.heading(f"Saves ({len(report.saves)})"), *table]
     for save in full:
-        lines += ["", *_operation(save, coordinates, style)]
+        lines += ["", *_operation(save, coordinates, style, show_all)]
     lines += ["", *_hints(report, show_all)]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
@@ -73,6 +78,12 @@ def _header(report: Report, style: Style) -> list[str]:
     ]
 
 
+def _fitted(line: str) -> list[str]:
+    """A line of text as wide as the terminal; as it is where there is none."""
+    width = terminal_width()
+    return textwrap.wrap(line, width, subsequent_indent=" " * 6) if width else [line]
+
+
 def _presence(cycles: list[CycleInfo]) -> str:
     before = f" (and {len(cycles) - 4} cycles before)" if len(cycles) > 4 else ""
     return "; ".join(f"cycle {c.cycle}: {c.present} of {c.expected} present" for c in cycles[-4:]) + before
@@ -85,7 +96,7 @@ def _problems(problems: list[Problem], style: Style) -> list[str]:
     paint = {ERROR: style.error, WARNING: style.warning}
     for problem in problems:
         label = f"{problem.severity:<8}"
-        wrapped = textwrap.wrap(f"{problem.kind}: {problem.message}", _WIDTH - 10) or [problem.kind]
+        wrapped = textwrap.wrap(f"{problem.kind}: {problem.message}", text_width() - 10) or [problem.kind]
         lines.append("  " + paint.get(problem.severity, str)(label) + wrapped[0])
         lines += [" " * 10 + rest for rest in wrapped[1:]]
     return lines
@@ -97,12 +108,12 @@ def _findings(findings: list[Finding], style: Style) -> list[str]:
     lines = ["", style.heading(f"Findings ({len(findings)})")]
     for finding in findings:
         text = f"{finding.title} ({finding.rule}). {finding.evidence}. {finding.advice}"
-        first, *rest = textwrap.wrap(text, _WIDTH - 4)
+        first, *rest = textwrap.wrap(text, text_width() - 4)
         lines += ["  - " + first, *("    " + line for line in rest)]
     return lines
 
 
-def _start(start: StartStats, coordinates: _Coordinates, style: Style) -> list[str]:
+def _start(start: StartStats, coordinates: _Coordinates, style: Style, show_all: bool) -> list[str]:
     first = start.wall
     what = "Restart" if start.is_restart else "Launch"
     lines = [style.heading(f"{what} of cycle {start.cycle} ({plural(start.ranks, 'rank')})")]
@@ -126,29 +137,50 @@ def _start(start: StartStats, coordinates: _Coordinates, style: Style) -> list[s
             f"last record to first process start {seconds(start.down_s)} s"
         )
     lines.append(f"  coverage {_coverage(start)}")
+    lines = [fitted for line in lines for fitted in _fitted(line)]
     if start.restart_s is not None:
-        lines += [*_waterfall(start, start.restart_s, style), ""]
-    lines += _phase_lines(start, "to first step", style)
+        lines += [*_waterfall(start, start.restart_s, style, show_all), ""]
+    lines += _phase_lines(start, "to first step", style, show_all)
     return lines + _rank_lines(start, coordinates, style)
 
 
-def _waterfall(start: StartStats, whole_s: float, style: Style) -> list[str]:
+def _waterfall(start: StartStats, whole_s: float, style: Style, show_all: bool) -> list[str]:
     """From the failure to the first step in parts that follow one another, each drawn where it lies."""
     parts = parts_of(start)
+    small = [] if show_all else _small({name: took for name, took in parts.items() if name != UNNAMED}, whole_s)
+    bar = min(_BAR, max((terminal_width() or _BAR + _BESIDE_THE_BAR) - _BESIDE_THE_BAR, 0))
     rows = []
     until = 0.0
     for name, took in parts.items():
         begin, until = until, until + took
-        left, right = (round(_BAR * moment / whole_s) for moment in (begin, until))
-        drawn = (" " * left + "#" * (right - left)).ljust(_BAR)
-        rows.append((name, seconds(took), seconds(until), f"{100 * took / whole_s:.1f} %", drawn))
+        left, right = (round(bar * moment / whole_s) for moment in (begin, until))
+        drawn = (" " * left + "#" * (right - left)).ljust(bar)
+        if name not in small:
+            rows.append((name, seconds(took), seconds(until), f"{100 * took / whole_s:.1f} %", drawn))
+    if small:
+        took = sum(parts[name] for name in small)
+        rows.append(("other", seconds(took), "", f"{100 * took / whole_s:.1f} %", " " * bar))
     accounted = 1 - parts.get(UNNAMED, 0.0) / whole_s
     rank = start.wall.slowest_rank if start.wall else None
-    header = (f"failure to first step, rank {count(rank)}", "took s", "until s", "share", " " * _BAR)
-    return [*text_table(header, rows, style), f"  {percent(accounted)} of {seconds(whole_s)} s accounted for"]
+    header = (f"failure to first step, rank {count(rank)}", "took s", "until s", "share", " " * bar)
+    accounted_for = f"  {percent(accounted)} of {seconds(whole_s)} s accounted for"
+    return [*text_table(header, rows, style), *_named(small), accounted_for]
 
 
-def _operation(stats: OperationStats, coordinates: _Coordinates, style: Style) -> list[str]:
+def _small(times_s: dict[str, float], whole_s: float) -> list[str]:
+    """Names of what takes less than _SMALL of the whole; none if that is one alone, which is a row as well."""
+    small = [name for name, took in times_s.items() if took < _SMALL * whole_s]
+    return small if len(small) > 1 else []
+
+
+def _named(small: list[str]) -> list[str]:
+    if not small:
+        return []
+    text = f"  other: {', '.join(small)}, each under 1 % (--all shows them)"
+    return textwrap.wrap(text, text_width(), subsequent_indent=" " * 6)
+
+
+def _operation(stats: OperationStats, coordinates: _Coordinates, style: Style, show_all: bool) -> list[str]:
     title = f"{stats.operation.capitalize()} {stats.tag or '(no checkpoint)'} in cycle {stats.cycle}"
     outcome = "" if stats.outcome == "ok" else f": {stats.outcome.upper()}"
     ran = f"{plural(stats.ranks, 'rank')}, {stats.engine or 'engine not recorded'}"
@@ -166,9 +198,9 @@ def _operation(stats: OperationStats, coordinates: _Coordinates, style: Style) -
         else:
             facts.append(f"durable after {seconds(stats.durable_s, digits)} s")
     facts.append(f"I/O {rate(stats.io_GBps)} GB/s")
-    lines.append("  " + ", ".join(facts))
+    lines += _fitted("  " + ", ".join(facts))
     lines.append(f"  coverage {_coverage(stats)}")
-    lines += _phase_lines(stats, f"whole {stats.operation}", style)
+    lines += _phase_lines(stats, f"whole {stats.operation}", style, show_all)
     return lines + _rank_lines(stats, coordinates, style)
 
 
@@ -182,7 +214,7 @@ def _last_rank(first: Spread) -> str:
     return "" if first.slowest_rank is None else f" (rank {first.slowest_rank} last)"
 
 
-def _phase_lines(stats: Stats, whole: str, style: Style) -> list[str]:
+def _phase_lines(stats: Stats, whole: str, style: Style, show_all: bool) -> list[str]:
     wall = stats.wall
     digits = digits_for(wall.max_s if wall else 0.0)
     critical = f"on rank {wall.slowest_rank}" if wall and wall.slowest_rank is not None else None
@@ -193,10 +225,13 @@ def _phase_lines(stats: Stats, whole: str, style: Style) -> list[str]:
         *volume_columns(unknown=""),
         blocking_column("blocking"),
     ]
-    lines = phase_lines(stats.phases, detail="  {detail}")
+    small = [] if show_all or not wall else _small({p.name: p.time.max_s for p in stats.phases}, wall.max_s)
+    lines = phase_lines([phase for phase in stats.phases if phase.name not in small], detail="  {detail}")
     lines += [PhaseLine("unattributed", stats.unattributed)] if stats.unattributed else []
     lines += [PhaseLine(whole, wall)] if wall else []
-    return text_table(titles(columns), texts(columns, lines), style) if lines else ["  no phases recorded"]
+    if not lines:
+        return ["  no phases recorded"]
+    return [*fitted_table(columns, lines, style, optional=_OPTIONAL_OF_PHASES), *_named(small)]
 
 
 def _rank_lines(stats: Stats, coordinates: _Coordinates, style: Style) -> list[str]:
@@ -205,15 +240,37 @@ def _rank_lines(stats: Stats, coordinates: _Coordinates, style: Style) -> list[s
         return []
     digits = digits_for(max((rank.wall_s or 0.0) for rank in stats.per_rank))
     names = [phase.name for phase in stats.phases]
-    header = ("rank (tp,pp,dp)", *names, "unattrib.", "whole", "coverage")
+    kept = list(names)
+    while True:
+        table = _rank_table(stats, coordinates, kept, digits, style)
+        width = terminal_width()
+        if width is None or max(map(len, table)) <= width or not kept:
+            break
+        kept.remove(min(kept, key=lambda name: (name != _AFTERWARDS, _longest(stats, name))))
+    folded = [name for name in names if name not in kept and name != _AFTERWARDS]
+    notes = [f"other: {', '.join(folded)}, for which the terminal has no room"] if folded else []
+    notes += [f"no room for: {_AFTERWARDS}"] if _AFTERWARDS in names and _AFTERWARDS not in kept else []
+    return ["", *table, *(line for note in notes for line in _fitted(f"  {note}"))]
+
+
+def _longest(stats: Stats, phase: str) -> float:
+    """Seconds of the phase on the rank that spent most in it."""
+    return max(rank.phases.get(phase, 0.0) for rank in stats.per_rank)
+
+
+def _rank_table(stats: Stats, coordinates: _Coordinates, kept: list[str], digits: int, style: Style) -> list[str]:
+    """The phases `kept` in columns of their own, what the others took added up."""
+    others = [phase.name for phase in stats.phases if phase.name not in (*kept, _AFTERWARDS)]
+    header = ("rank (tp,pp,dp)", *kept, *(["other"] if others else []), "unattrib.", "whole", "coverage")
     rows = []
     for rank in stats.per_rank:
         place = coordinates.get(rank.rank)
         label = f"{rank.rank} ({','.join(map(str, place))})" if place else str(rank.rank)
-        took = [seconds(rank.phases.get(name, 0.0), digits) for name in names]
+        took = [seconds(rank.phases.get(name, 0.0), digits) for name in kept]
+        took += [seconds(sum(rank.phases.get(name, 0.0) for name in others), digits)] if others else []
         rest = seconds(rank.unattributed_s, digits)
         rows.append((label, *took, rest, seconds(rank.wall_s, digits), percent(rank.coverage)))
-    return ["", *text_table(header, rows, style)]
+    return text_table(header, rows, style)
 
 
 def _hints(report: Report, show_all: bool) -> list[str]:
@@ -224,4 +281,4 @@ def _hints(report: Report, show_all: bool) -> list[str]:
     if incomplete:
         last = incomplete[-1]
         hints.append(f"Ranks {number_list(last.missing)} of cycle {last.cycle} are not in these numbers.")
-    return textwrap.wrap(" ".join(hints), _WIDTH)
+    return textwrap.wrap(" ".join(hints), text_width())
