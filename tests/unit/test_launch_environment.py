@@ -112,7 +112,7 @@ def test_variables_reach_other_nodes_through_ssh(launcher: str, shell: str, tmp_
 
 def test_a_secret_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     bin_dir = tmp_path / "bin"
-    stand_in(bin_dir / "ssh", '#!/usr/bin/env bash\nstat -c %a "$NOTES"/work/launch_secrets >>"$NOTES/modes"\n')
+    stand_in(bin_dir / "ssh", '#!/usr/bin/env bash\nstat -c %a "$NOTES"/work/launch_secrets >>"$NOTES/modes" || true\n')
     given = settings(tmp_path, "torchrun", "py") | {"HF_TOKEN": "t", "NOTES": str(tmp_path)}
     assert run_script(TINY, tmp_path, **given).returncode == 0
     assert set((tmp_path / "modes").read_text().split()) == {"600"}

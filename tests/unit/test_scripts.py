@@ -202,6 +202,45 @@ def test_bad_settings_are_named(script: str, settings: dict[str, str], message: 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("lines", "settings", "message"),
+    [
+        ("a slots=4\nb slots=4\na slots=4\n", {}, "names a twice; give each host one line"),
+        ("a slots=4\n", {}, "names 1 hosts, and 8 ranks (TP 2 x PP 2 x DP 2) with 4 per node take 2"),
+        ("a slots=4\nb slots=3\n", {}, "b has slots=3, and every host gets 4 ranks"),
+        ("a slots=4\nb slots=x\n", {}, "'b slots=x' is not of the form HOST slots=N"),
+        ("a\nb\n", {"GPUS_PER_NODE": "2"}, "names 2 hosts, and 8 ranks"),
+    ],
+)
+def test_bad_hostfiles_are_named(lines: str, settings: dict[str, str], message: str, tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text(lines)
+    given = {"DEVICE": "cpu", "KILL_AT": "none", "SKIP_SETUP": "1", "WORK_DIR": str(tmp_path / "work")}
+    done = run_script(TINY, tmp_path, HOSTFILE=str(hostfile), **given, **settings)
+    assert done.returncode == 2 and f"HOSTFILE={hostfile}: " in done.stderr and message in done.stderr, done.stderr
+    assert list(tmp_path.iterdir()) == [hostfile]
+
+
+@pytest.mark.parametrize(
+    ("slurm", "message"),
+    [
+        ({"SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "4"}, "SLURM_NNODES=4 contradict each other"),
+        ({"SLURM_JOB_NUM_NODES": "2"}, "=2: 8 ranks (TP 2 x PP 2 x DP 2) with 2 per node take 4 nodes"),
+        ({"SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "n[1-3]"}, "names 3 hosts, SLURM_JOB_NUM_NODES=4"),
+    ],
+)
+def test_slurm_variables_that_contradict_are_named(slurm: dict[str, str], message: str, tmp_path: Path) -> None:
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text("#!/bin/bash\nprintf 'n1\\nn2\\nn3\\n'\n")
+    scontrol.chmod(0o755)
+    given = {"DEVICE": "cpu", "KILL_AT": "none", "SKIP_SETUP": "1", "LAUNCHER": "srun", "GPUS_PER_NODE": "2"}
+    given |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "PATH": f"{scontrol.parent}:/usr/bin:/bin"}
+    done = run_script(TINY, tmp_path, WORK_DIR=str(tmp_path / "work"), **given | slurm)
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert not (tmp_path / "work").exists()
+
+
 # In place of the interpreter: notes its arguments; node FAIL_NODE fails, the others wait to be stopped.
 STAND_IN = """#!/usr/bin/env bash
 while (($#)); do

@@ -35,11 +35,15 @@ read_hostfile() {
     local host rest
     while read -r host rest || [[ -n $host ]]; do
         [[ -n $host && $host != \#* ]] || continue
+        [[ " ${HOSTS[*]} " != *" $host "* ]] ||
+            die "HOSTFILE=$HOSTFILE: names $host twice; give each host one line, with all of its slots"
         HOSTS+=("$host")
-        if [[ $rest =~ slots=([0-9]+) ]]; then
+        if [[ $rest =~ ^slots=([0-9]+)$ ]]; then
             HOST_SLOTS+=("${BASH_REMATCH[1]}")
-        else
+        elif [[ -z $rest ]]; then
             HOST_SLOTS+=("${GPUS_PER_NODE:-8}")
+        else
+            die "HOSTFILE=$HOSTFILE: '$host $rest' is not of the form HOST slots=N"
         fi
     done <"$HOSTFILE"
     ((${#HOSTS[@]} > 0)) || die "HOSTFILE=$HOSTFILE: names no host; write lines like: node01 slots=4"
@@ -116,6 +120,47 @@ check_devices() {
     fi
     check_gpus
     check_nodes
+    if [[ $LAUNCHER == srun && -n ${SLURM_JOB_ID:-} ]]; then
+        check_allocation
+    elif ((${#HOSTS[@]} > 0)); then
+        check_slots
+        [[ -n ${NODE_RANK:-} ]] || ((NNODES == 1)) || check_reach
+    fi
+}
+
+# Whether the hosts have room for the ranks, on CPUs, too.
+check_slots() {
+    local node
+    ((${#HOSTS[@]} >= NNODES)) ||
+        die "HOSTFILE=$HOSTFILE: names ${#HOSTS[@]} hosts, and $WORLD_SIZE ranks (TP $TP x PP $PP x DP $DP) with" \
+            "$GPUS_PER_NODE per node take $NNODES; add hosts, or set GPUS_PER_NODE"
+    for ((node = 0; node < NNODES; node++)); do
+        ((HOST_SLOTS[node] >= GPUS_PER_NODE)) ||
+            die "HOSTFILE=$HOSTFILE: ${HOSTS[node]} has slots=${HOST_SLOTS[node]}, and every host gets" \
+                "$GPUS_PER_NODE ranks; give it more slots, leave it out, or set GPUS_PER_NODE"
+    done
+}
+
+# Whether ssh reaches every host and finds this repository there; one message about all that fail.
+check_reach() {
+    local host said failed='' answers
+    answers=$(mktemp -d)
+    for host in "${HOSTS[@]:0:NNODES}"; do
+        is_this_host "$host" || {
+            ssh -o BatchMode=yes -o ConnectTimeout=10 "$host" "test -f $(shell_quoted "$ROOT/pretrain_gpt.py") ||
+                { echo $(shell_quoted "$ROOT is not there; it must be on a file system that all nodes share") >&2; exit 1; }" \
+                </dev/null >/dev/null 2>"$answers/$host" && rm "$answers/$host"
+        } &
+    done
+    wait
+    for host in "${HOSTS[@]:0:NNODES}"; do
+        [[ -e $answers/$host ]] || continue
+        said=$(tail -n 1 "$answers/$host" | tr -d '\r')
+        failed+="${failed:+; }$host (${said:-ssh said nothing})"
+    done
+    rm -rf "$answers"
+    [[ -z $failed ]] || die "HOSTFILE=$HOSTFILE: no ranks can be started through ssh on $failed. 'ssh HOST true' must" \
+        "work without a password from here"
 }
 
 check_gpus() {

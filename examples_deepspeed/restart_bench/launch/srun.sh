@@ -26,6 +26,20 @@ first_allocated_host() {
     printf '%s' "${hosts[0]}"
 }
 
+# Whether Slurm's variables agree with each other and with the layout.
+check_allocation() {
+    local nodes=${SLURM_JOB_NUM_NODES:-${SLURM_NNODES:-}} list=${SLURM_JOB_NODELIST:-${SLURM_NODELIST:-}} hosts=()
+    [[ ${SLURM_NNODES:-$nodes} == "$nodes" ]] ||
+        die "SLURM_JOB_NUM_NODES=$nodes and SLURM_NNODES=$SLURM_NNODES contradict each other; unset what you have set"
+    [[ -z $nodes ]] || ((nodes >= NNODES)) ||
+        die "SLURM_JOB_NUM_NODES=$nodes: $WORLD_SIZE ranks (TP $TP x PP $PP x DP $DP) with $GPUS_PER_NODE per node take" \
+            "$NNODES nodes; allocate them, or set GPUS_PER_NODE"
+    [[ -n $nodes && -n $list ]] && command -v scontrol >/dev/null || return 0
+    mapfile -t hosts < <(scontrol show hostnames "$list")
+    ((${#hosts[@]} == nodes)) ||
+        die "SLURM_JOB_NODELIST=$list names ${#hosts[@]} hosts, SLURM_JOB_NUM_NODES=$nodes; unset what you have set"
+}
+
 die_without_allocation() { die "LAUNCHER=srun: no allocation; start within one, by salloc or sbatch"; }
 
 srun_launch() {

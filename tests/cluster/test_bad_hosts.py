@@ -1,0 +1,55 @@
+"""What is wrong with hosts is said in one message before any rank is started, with exit status 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.cluster import Cluster
+from tests.cluster.jobs import Job, Preset
+from tests.dist.harness import HANGS_S
+
+pytestmark = pytest.mark.slow
+LAUNCHERS = ("torchrun", "fork", "deepspeed")
+
+
+def message(job: Job, launcher: str, hostfile: Path) -> str:
+    """The one line that a launch ends with; it has started no rank and made no checkpoint directory."""
+    started = job.start(LAUNCHER=launcher, HOSTFILE=str(hostfile))
+    assert started.wait(HANGS_S) == 2, job.log
+    assert not (job.directory / "checkpoints").exists()
+    (line,) = job.log.splitlines()
+    assert line.startswith("run_tiny_tp2_pp2_dp2.sh: error: HOSTFILE=")
+    return line
+
+
+def test_hosts_that_cannot_be_reached_are_named(cluster: Cluster, preset: Preset) -> None:
+    """A wrong key, a host that is down and one that nobody knows: each with what ssh says."""
+    one, wrong_key, down, *_ = cluster.compute_nodes
+    job = preset.job("unreachable", cluster.compute_nodes)
+    wrong_key.run("cp", cluster.etc / "other_key.pub", "/run/authorized_keys")
+    down.cut_link()
+    slots = dict.fromkeys((one.name, wrong_key.name, down.name, "nobody"), "slots=2")
+    hostfile = preset.hostfile(job, slots)
+    try:
+        said = message(job, "torchrun", hostfile)
+    finally:
+        wrong_key.run("cp", cluster.etc / "user_key.pub", "/run/authorized_keys")
+        down.mend_link()
+    assert f"{wrong_key.name} (root@{wrong_key.name}: Permission denied" in said
+    assert f"{down.name} (ssh: connect to host {down.name} port 22: " in said
+    assert "nobody (ssh: Could not resolve hostname nobody" in said
+    assert f"on {one.name}" not in said
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_wrong_key_is_named_by_every_launcher(launcher: str, cluster: Cluster, preset: Preset) -> None:
+    one, other, *_ = cluster.compute_nodes
+    job = preset.job(f"wrong_key_{launcher}", [one, other])
+    other.run("cp", cluster.etc / "other_key.pub", "/run/authorized_keys")
+    try:
+        said = message(job, launcher, preset.hostfile(job))
+    finally:
+        other.run("cp", cluster.etc / "user_key.pub", "/run/authorized_keys")
+    assert f"on {other.name} (root@{other.name}: Permission denied" in said
