@@ -37,7 +37,7 @@ def render(figures: dict[str, Any], *, show_all: bool = False) -> str:
     lines += [*_wrapped(notes), *([] if show_all else _wrapped([_HIDDEN]))]
     if figures.get("targets"):
         lines += ["", *render_targets(figures["targets"])]
-    return "\n".join([*lines, "", *answer(figures)]) + "\n"
+    return "\n".join([*lines, "", *answer(figures)])
 
 
 _HIDDEN = "--all adds throughputs, ratios, every measurement of the storage, first saves and second loads."
