@@ -11,6 +11,7 @@ no fsync.
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -70,7 +71,7 @@ class Operation:
         self.durable: bool | None = None
         self.failure: str | None = None
         self._read_ahead = 0  # bytes
-        self._lock = threading.Lock()  # of _read_ahead
+        self._lock = threading.RLock()  # of _read_ahead; see Recorder
         recorder.write("operation_begin", operation=name, op=op_id, **given(self._labels), start_ns=start_ns)
 
     def label(self, *, tag: str | None = None, step: int | None = None, engine: str | None = None) -> None:
@@ -191,12 +192,13 @@ class Recorder:
         self._sink = sink
         self.enabled = not isinstance(sink, NullSink)
         self._probe = probe
-        self._next_op_id = 0
+        self._op_ids = itertools.count()
         # What must not be lost (_OWED), until a full disk takes it: nothing else is written before it.
         self._owed: list[dict[str, Any]] = []
         self._lost = 0
         self._closed = False
-        self._lock = threading.Lock()  # of the four above
+        # Of the three above. Reentrant: a signal handler of the program may save while this thread writes a record.
+        self._lock = threading.RLock()
         self.nvtx: NvtxRanges | None = None  # torch.cuda.nvtx, once it is imported and CUDA is there
         self.write("process", v=SCHEMA_VERSION, **process)
 
@@ -221,9 +223,12 @@ class Recorder:
 
     def _write_owed(self) -> bool:
         """Write what is owed; False if a full disk does not take it. The caller holds the lock."""
-        while self._owed and self._sink.write(self._owed[0]):
-            del self._owed[0]
-        return not self._owed
+        while self._owed:
+            record = self._owed.pop(0)  # first: what interrupts the write must not write it again
+            if not self._sink.write(record):
+                self._owed.insert(0, record)
+                return False
+        return True
 
     def begin(
         self,
@@ -235,9 +240,7 @@ class Recorder:
         start_ns: int | None = None,
     ) -> Operation:
         """Open an operation; the caller ends it. Prefer `operation`, which cannot be left open."""
-        with self._lock:
-            op_id = self._next_op_id
-            self._next_op_id += 1
+        op_id = next(self._op_ids)
         sample = self.sample()  # before the start, and written after it
         labels = {"tag": tag, "step": step, "engine": engine}
         operation = Operation(self, name, op_id, now_ns() if start_ns is None else start_ns, labels)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from restart_trace.command_line import CommandParser
-from restart_trace.hooks.session import DIRECTORY_VARIABLE, FUNCTION_VARIABLES
+from restart_trace.hooks.session import DIRECTORY_VARIABLE, FUNCTION_VARIABLES, check_function
 
 _STATUS = "exit status: that of the command; 126 or 127 if it cannot be started, 2 wrong arguments\n"
 _EPILOG = f"""\
@@ -69,9 +69,10 @@ def run_program(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-m", action="store_true", dest="module", help="PROGRAM is the name of a module")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM [ARGUMENT ...]")
     parsed = parser.parse_args(arguments)
-    if not parsed.program:
+    program = parsed.program[1:] if parsed.program[:1] == ["--"] else parsed.program
+    if not program:
         parser.error("no program is given: torchrun ... -m restart_trace.run train.py ...")
-    command = [sys.executable, *_interpreter_flags(), *(["-m"] if parsed.module else []), *parsed.program]
+    command = [sys.executable, *_interpreter_flags(), *(["-m"] if parsed.module else []), *program]
     return _replace_process(command, parsed)
 
 
@@ -100,10 +101,17 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     for kind in FUNCTION_VARIABLES:
         parser.add_argument(
-            f"--{kind}-function", metavar="MODULE:NAME", action="append", default=[],
+            f"--{kind}-function", metavar="MODULE:NAME", action="append", default=[], type=_function,
             help=f"a function that {kind}s a checkpoint without DeepSpeed's {kind}_checkpoint, such as "
             f"mypackage.trainer:Trainer.{kind}; may be given more than once",
         )  # fmt: skip
+
+
+def _function(name: str) -> str:
+    try:
+        return check_function(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _interpreter_flags() -> list[str]:

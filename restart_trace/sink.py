@@ -39,7 +39,7 @@ class JsonlSink:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._fd = os.open(path, flags, 0o644)
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler of the program may write while this thread does
         self._told = False
 
     def write(self, record: dict[str, Any]) -> bool:

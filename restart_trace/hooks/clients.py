@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from types import ModuleType
 
 from restart_trace.hooks.guard import Around, Call, wrap
@@ -24,13 +25,17 @@ def hook_transformers(session: Session, module: ModuleType) -> None:
 def hook_function(session: Session, kind: str, name: str, module: ModuleType) -> None:
     """Hook a function that saves or loads, as `kind` says: `name` in `module`, such as "Trainer.save".
 
-    Raises AttributeError if there is none.
+    Raises AttributeError if there is none, and TypeError if it does its work after the call.
     """
     *path, last = name.split(".")
     owner: object = module
     for part in path:
         owner = getattr(owner, part)
-    getattr(owner, last)
+    function = getattr(owner, last)
+    if any(kind_of(function) for kind_of in (isgeneratorfunction, iscoroutinefunction, isasyncgenfunction)):
+        raise TypeError(f"{module.__name__}:{name} is a generator or a coroutine: name a function that calls it")
+    if isinstance(owner, type):  # one that it inherits is hooked where it is defined
+        owner = next(one for one in owner.__mro__ if last in vars(one))
     wrap(owner, last, _around(session, kind))
 
 

@@ -38,8 +38,10 @@ class DeepSpeedHooks:
             yield
         recorder = self._session.recorder
         if recorder is not None:
+            from deepspeed.utils import groups
+
             engine = call.result[0]
-            place = place_of(engine)
+            place = place_of(engine, groups)
             if place is not None:
                 recorder.write("coordinates", **place)
             recorder.write("runtime", **_runtime(engine))
@@ -69,8 +71,6 @@ class DeepSpeedHooks:
         """Around load_checkpoint. Which tag and step it was is known in the end."""
         arguments = call.arguments()
         with self._operation("load", arguments["self"], arguments["load_dir"]) as running:
-            if running is not None:
-                running.between("discover")
             yield
             path = call.result[0]
             if running is not None and path is not None:
@@ -101,7 +101,7 @@ class DeepSpeedHooks:
             yield
             return
         running.unfinished = False
-        with self._session.until_end(running), running.phase(None):
+        with self._session.until_end(running), running.phase("commit", "publish"):
             yield
 
     def phase(self, name: str) -> Around:

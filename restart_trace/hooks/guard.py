@@ -10,10 +10,15 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 logger = logging.getLogger(__name__)
+
+
+class CallError(Exception):
+    """The call does not fit its function: that itself is going to say so."""
+
 
 _installed: list[tuple[Any, str, Any, Any]] = []  # owner, name, what it had, what it has
 
@@ -32,8 +37,11 @@ class Call:
         self._signature = signature
 
     def arguments(self) -> dict[str, Any]:
-        """Name -> value of every argument, defaults included. Raises TypeError if the call does not fit."""
-        bound = self._signature().bind(*self.args, **self.kwargs)
+        """Name -> value of every argument, defaults included. Raises CallError if the call does not fit."""
+        try:
+            bound = self._signature().bind(*self.args, **self.kwargs)
+        except TypeError as exc:
+            raise CallError from exc
         bound.apply_defaults()
         return dict(bound.arguments)
 
@@ -53,6 +61,8 @@ class Hook:
             manager = self._around(call)
             manager.__enter__()
             return manager
+        except CallError:
+            return None
         except Exception as exc:
             self._switch_off(exc)
             call.args, call.kwargs = args, kwargs
@@ -69,8 +79,10 @@ class Hook:
                 self._switch_off(exc)
 
     def _switch_off(self, exc: Exception) -> None:
-        if not self.off:
-            self.off = True
+        if self.off:
+            return
+        self.off = True
+        with suppress(Exception):  # of what the program has added to logging
             logger.error(
                 "the hook around %s is switched off, and the program goes on without it: %s: %s",
                 self.name, type(exc).__name__, exc, exc_info=logger.isEnabledFor(logging.DEBUG),
@@ -83,7 +95,8 @@ def wrap(owner: Any, name: str, around: Around) -> None:
     The caller says what is lost where a version of a library has no such function: here nothing is.
     """
     found = vars(owner).get(name)
-    original = found.__func__ if isinstance(found, classmethod) else found
+    kind = type(found) if isinstance(found, (classmethod, staticmethod)) else None
+    original = found if kind is None else found.__func__
     if not callable(original) or getattr(original, "_restart_trace_hook", None) is not None:
         return
     signature = functools.cache(lambda: inspect.signature(original))
@@ -104,7 +117,7 @@ def wrap(owner: Any, name: str, around: Around) -> None:
         return call.result
 
     hooked._restart_trace_hook = hook  # type: ignore[attr-defined]
-    replacement = classmethod(hooked) if isinstance(found, classmethod) else hooked
+    replacement = hooked if kind is None else kind(hooked)
     setattr(owner, name, replacement)
     _installed.append((owner, name, found, replacement))
 

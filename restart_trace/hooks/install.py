@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -12,7 +14,7 @@ from types import ModuleType
 from restart_trace.clock import now_ns
 from restart_trace.hooks import agent, clients, deepspeed_engine, distributed, serialization, steps
 from restart_trace.hooks.imports import ImportWatcher
-from restart_trace.hooks.session import DIRECTORY_VARIABLE, FUNCTION_VARIABLES, Session
+from restart_trace.hooks.session import DIRECTORY_VARIABLE, FUNCTION_VARIABLES, Session, check_function
 
 
 def _hook_deepspeed(session: Session, deepspeed: ModuleType) -> None:
@@ -33,6 +35,7 @@ _HOOKED: dict[str, Callable[[Session, ModuleType], None]] = {
     "torch.distributed.elastic.agent.server.local_elastic_agent": agent.hook,
 }
 _session: Session | None = None
+logger = logging.getLogger(__name__)
 
 
 def install(
@@ -43,7 +46,7 @@ def install(
     `trace_dir`: where the trace goes; by default RESTART_TRACE_HOOKS_DIR, or else `restart-trace` in the working
     directory. `saves` and `loads` name further functions that save or load a checkpoint, as "mypackage.module:Class.f";
     by default those of RESTART_TRACE_HOOKS_SAVES and RESTART_TRACE_HOOKS_LOADS. A second call changes nothing.
-    Raises ValueError for a name without a colon.
+    Raises ValueError for a name that is not so.
     """
     global _session
     if _session is not None:
@@ -55,13 +58,18 @@ def install(
     }
     for kind, given in (("save", saves), ("load", loads)):
         for function in given or os.environ.get(FUNCTION_VARIABLES[kind], "").split():
-            module, colon, name = function.partition(":")
-            if not colon:
-                raise ValueError(f"{function}: names no function; give mypackage.module:f or mypackage.module:Class.f")
+            module, _, name = check_function(function).partition(":")
             watched.setdefault(module, []).append(partial(clients.hook_function, session, kind, name))
+            atexit.register(_tell_unless_imported, session, module, function)
     watcher = ImportWatcher(watched, frozenset({"torch"}), session.open_if_rank, session.imported)
     sys.meta_path.insert(0, watcher)  # type: ignore[arg-type]
     for name in watched:
         if name in sys.modules:
             session.open_if_rank()
             watcher.imported_already(sys.modules[name])
+
+
+def _tell_unless_imported(session: Session, module: str, function: str) -> None:
+    """At the end of a rank: a function that was asked for and never seen is not left out silently."""
+    if session.recorder is not None and module not in sys.modules:
+        logger.error("restart_trace: %s was not traced: no module %s was imported", function, module)

@@ -19,17 +19,20 @@ class Running(Timeline):
         self.opaque = False  # within a call that is not looked into
         self.unfinished = False  # a helper process writes on: a later commit will end it
         self._directory: str | None = None
-        self._between = Piece(None)
+        self._between = Piece("discover" if kind == "load" else "engine_call")
 
     @contextmanager
     def within_deepspeed(self, directory: str) -> Iterator[None]:
-        """The body is DeepSpeed's part, of checkpoints in `directory`: time between its known parts is unattributed."""
+        """The body is DeepSpeed's part, of checkpoints in `directory`.
+
+        Time between its known parts is `discover` in a load and `engine_call` in a save, until `between` is called.
+        """
         self._directory = directory
-        with self.phase(None) as self._between:
+        with self.within(self._between):
             yield
 
-    def between(self, phase: str | None, detail: str | None = None) -> None:
-        """From here on, time between DeepSpeed's known parts is this phase; None: it is unattributed."""
+    def between(self, phase: str, detail: str | None = None) -> None:
+        """From here on, time between DeepSpeed's known parts is this phase."""
         self.change(self._between, phase, detail)
 
     def name_of(self, path: str | os.PathLike[str]) -> str:

@@ -125,7 +125,7 @@ class Serialization:
         if running is None or running.opaque or not isinstance(path, (str, os.PathLike)):
             yield
             return
-        if arguments.get("mmap") or not _is_archive(path):
+        if _is_mapped(arguments["mmap"]) or not _is_archive(path):
             with running.engine_call(path):
                 yield
             return
@@ -152,6 +152,15 @@ class Serialization:
             return
         with running.phase("flush", "fsync"):
             yield
+
+
+def _is_mapped(mmap: bool | None) -> bool:
+    """Whether torch.load maps a file, which it opens itself: by its argument `mmap`, or else by torch's setting."""
+    if mmap is not None:
+        return mmap
+    from torch.utils.serialization import config
+
+    return config.load.mmap
 
 
 def _is_archive(path: str | os.PathLike[str]) -> bool:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from restart_trace import cycles
+from restart_trace.clock import now_ns
 from restart_trace.hooks.running import Running
 from restart_trace.hooks.timeline import Timeline
 from restart_trace.process import RankIdentity, rank_fields
@@ -28,6 +30,12 @@ DIRECTORY_VARIABLE = "RESTART_TRACE_HOOKS_DIR"  # what is traced into; unset: no
 FUNCTION_VARIABLES = {"save": "RESTART_TRACE_HOOKS_SAVES", "load": "RESTART_TRACE_HOOKS_LOADS"}
 _RANK_PID_VARIABLE = "RESTART_TRACE_HOOKS_PID"  # of the rank that this process is, or descends from
 _SHORT_IMPORT_NS = 100_000  # is not worth a record
+# Programs whose own process is no rank, whatever its environment says.
+_LAUNCHERS = {
+    "torchrun", "torch.distributed.run", "torch.distributed.launch", "deepspeed", "deepspeed.launcher.runner",
+    "deepspeed.launcher.launch", "accelerate", "accelerate.commands.launch",
+}  # fmt: skip
+_FLAGS_WITH_VALUE = {"-X", "-W", "--check-hash-based-pycs"}  # of the interpreter
 
 
 class Session:
@@ -46,6 +54,8 @@ class Session:
 
     def open_if_rank(self) -> None:
         """Open the trace if the environment says that this process is a rank."""
+        if program_of(sys.orig_argv) in _LAUNCHERS:  # which a scheduler may give the RANK of its node
+            return
         rank, world_size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
         if rank.isdigit() and world_size.isdigit():
             self.open(int(rank), int(world_size))
@@ -139,9 +149,38 @@ class Session:
         return threading.get_ident() == self._thread
 
     def _forked(self) -> None:
-        """In a process that this one forked: nothing is recorded."""
+        """In a process that this one forked: a rank of its own, if a launcher did that, else nothing is recorded."""
+        if self.recorder is not None or "RANK" in os.environ:
+            os.environ.setdefault(_RANK_PID_VARIABLE, "0")
         self.recorder = self.startup = self._starting = self._running = None
-        os.environ.setdefault(_RANK_PID_VARIABLE, "0")
+        self._imports = []
+        self._installed_ns, self._thread = now_ns(), threading.get_ident()
+
+
+def check_function(name: str) -> str:
+    """A function's name as it was given: "package.module:f" or "package.module:Class.f".
+
+    Raises ValueError if it is not that, or names a function of the script itself, which no import tells of.
+    """
+    module, _, function = name.partition(":")
+    if not all(part.isidentifier() for part in [*module.split("."), *function.split(".")]):
+        raise ValueError(f"{name!r} names no function: give mypackage.module:f or mypackage.module:Class.f")
+    if module == "__main__":
+        raise ValueError(f"{name!r} is of the script itself, which cannot be hooked: move it into a module of its own")
+    return name
+
+
+def program_of(command: Sequence[str]) -> str:
+    """Name of what an interpreter with this command line runs: a module, or a script without its directory."""
+    words = iter(command[1:])
+    for word in words:
+        if word in _FLAGS_WITH_VALUE:
+            next(words, None)
+        elif word == "-m":
+            return next(words, "")
+        elif not word.startswith("-"):
+            return os.path.basename(word)
+    return ""
 
 
 def _pid() -> str:

@@ -15,9 +15,9 @@ from restart_trace.recorder import Operation
 
 @dataclass
 class Piece:
-    """An open phase; of phase None, time that is left unattributed. Its bytes go with its last piece."""
+    """An open phase. Its bytes go with its last piece."""
 
-    phase: str | None
+    phase: str
     detail: str | None = None
     file: str | None = None
     bytes: int | None = None
@@ -32,17 +32,23 @@ class Timeline:
         self._since_ns = operation.start_ns
 
     @contextmanager
-    def phase(self, phase: str | None, detail: str | None = None, file: str | None = None) -> Iterator[Piece]:
+    def phase(self, phase: str, detail: str | None = None, file: str | None = None) -> Iterator[Piece]:
         """The body is this phase, but for the phases within it."""
         piece = Piece(phase, detail, file)
         if self._open and self._open[-1] == piece:  # a part of the same
             yield self._open[-1]
             return
+        with self.within(piece):
+            yield piece
+
+    @contextmanager
+    def within(self, piece: Piece) -> Iterator[None]:
+        """The body is `piece`, which may become another phase, but for the phases within it."""
         self._cut()
         self._open.append(piece)
         error: str | None = None
         try:
-            yield piece
+            yield
         except BaseException as exc:
             error = f"{type(exc).__name__}: {exc}"
             raise
@@ -50,10 +56,11 @@ class Timeline:
             self._cut(last=piece, error=error)
             self._open.pop()
 
-    def change(self, piece: Piece, phase: str | None, detail: str | None = None) -> None:
+    def change(self, piece: Piece, phase: str, detail: str | None = None) -> None:
         """What is open as `piece` is another phase from here on."""
         if (piece.phase, piece.detail) != (phase, detail):
-            self._cut()
+            if self._open[-1] is piece:  # else its time is cut already
+                self._cut()
             piece.phase, piece.detail = phase, detail
 
     @contextmanager
@@ -81,7 +88,7 @@ class Timeline:
         """Record the time since the last cut as a piece of the innermost phase, the last one if that is `last`."""
         now = at_ns or now_ns()
         innermost = self._open[-1] if self._open else None
-        if innermost is not None and innermost.phase is not None:
+        if innermost is not None:
             self.operation.add(
                 innermost.phase, innermost.detail, self._since_ns, now, file=innermost.file,
                 num_bytes=innermost.bytes if innermost is last else None, error=error,

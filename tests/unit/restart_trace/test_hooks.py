@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 
+from restart_trace.hooks import guard
 from restart_trace.hooks.guard import Call, put, wrap
 from restart_trace.hooks.place import place_of
-from restart_trace.hooks.timeline import Timeline
+from restart_trace.hooks.session import program_of
+from restart_trace.hooks.timeline import Piece, Timeline
 from restart_trace.reading import read_records
 from restart_trace.recorder import Recorder
 from restart_trace.run import main
@@ -95,6 +97,55 @@ def test_a_class_method_can_be_hooked() -> None:
     assert target.name() == "Target" and target().name() == "Target"
 
 
+def test_a_static_method_can_be_hooked() -> None:
+    seen: list[Any] = []
+
+    @contextmanager
+    def around(call: Call) -> Iterator[None]:
+        seen.append(call.args)
+        yield
+
+    target = type("Target", (), {"save": staticmethod(lambda path: path)})
+    wrap(target, "save", around)
+    assert (target.save("a"), target().save("b"), seen) == ("a", "b", [("a",), ("b",)])
+
+
+def test_a_call_that_does_not_fit_fails_as_without_the_hook(caplog: pytest.LogCaptureFixture) -> None:
+    """It is the program's error, which it may expect: the hook stays on, and says nothing."""
+    seen: list[int] = []
+
+    @contextmanager
+    def around(call: Call) -> Iterator[None]:
+        seen.append(call.arguments()["x"])
+        yield
+
+    target = fresh()
+    wrap(target, "double", around)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'y'"):
+        target().double(y=1)
+    assert target().double(3) == 6
+    assert seen == [3] and caplog.records == []
+
+
+def test_a_program_whose_logging_fails_goes_on() -> None:
+    @contextmanager
+    def around(call: Call) -> Iterator[None]:
+        raise KeyError("planted")
+        yield
+
+    class Broken(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            raise OSError("no more logs")
+
+    target, broken = fresh(), Broken()
+    wrap(target, "double", around)
+    guard.logger.addFilter(broken)
+    try:
+        assert target().double(3) == 6
+    finally:
+        guard.logger.removeFilter(broken)
+
+
 @pytest.mark.parametrize("where", ["before", "after", "on error"])
 def test_a_hook_that_raises_is_switched_off_and_said_once(where: str, caplog: pytest.LogCaptureFixture) -> None:
     entered: list[int] = []
@@ -145,7 +196,8 @@ def test_what_is_no_exception_passes_through() -> None:
 def test_a_phase_within_a_phase_is_taken_out_of_it(tmp_path: Path) -> None:
     recorder = Recorder(JsonlSink(tmp_path / "rank_00000_cycle_000.jsonl"), PROCESS)
     timeline = Timeline(recorder.begin("save"))
-    with timeline.phase(None) as between, timeline.phase("collect"):
+    between = Piece("engine_call")
+    with timeline.within(between), timeline.phase("collect"):
         with timeline.phase("collect"):  # a part of the same: no piece of its own
             pass
         with timeline.phase("barrier"):
@@ -153,13 +205,15 @@ def test_a_phase_within_a_phase_is_taken_out_of_it(tmp_path: Path) -> None:
         with pytest.raises(OSError), timeline.phase("flush", "write", file="a") as piece:
             piece.bytes = 3
             raise OSError("full")
-    timeline.change(between, "commit", "publish")
+        timeline.change(between, "commit", "publish")
     timeline.operation.end()
     recorder.close()
     spans = [r for r in read_records(tmp_path / "rank_00000_cycle_000.jsonl") if r["type"] == "span"]
-    assert [span["phase"] for span in spans] == ["collect", "barrier", "collect", "flush", "collect"]
+    assert [span["phase"] for span in spans] == [
+        "engine_call", "collect", "barrier", "collect", "flush", "collect", "commit",
+    ]  # fmt: skip
     assert all(a["end_ns"] == b["start_ns"] for a, b in zip(spans, spans[1:], strict=False))
-    assert (spans[3]["bytes"], spans[3]["error"]) == (3, "OSError: full")
+    assert (spans[4]["bytes"], spans[4]["error"]) == (3, "OSError: full")
 
 
 # ---------------------------------------------------------------- where a rank stands
@@ -172,14 +226,14 @@ def test_coordinates_are_those_of_the_grid_or_the_mpu() -> None:
         return SimpleNamespace(**functions)
 
     grid = source(pipe_parallel=(1, 2), data_parallel=(3, 4), model_parallel=(0, 2))
-    assert place_of(SimpleNamespace(grid=grid, mpu=None)) == {
+    assert place_of(SimpleNamespace(grid=grid, mpu=None), None) == {
         "tp": 0, "pp": 1, "dp": 3, "layout": {"tp": 2, "pp": 2, "dp": 4},
     }  # fmt: skip
     mpu = source(tensor_model_parallel=(1, 2), context_parallel=(2, 4), data_parallel=(0, 1))
-    assert place_of(SimpleNamespace(mpu=mpu)) == {
+    assert place_of(SimpleNamespace(mpu=mpu), None) == {
         "tp": 1, "pp": 0, "dp": 0, "cp": 2, "layout": {"tp": 2, "pp": 1, "dp": 1, "cp": 4},
     }  # fmt: skip
-    assert place_of(SimpleNamespace(mpu=None)) is None
+    assert place_of(SimpleNamespace(mpu=None), None) is None
 
 
 # ---------------------------------------------------------------- in a program
@@ -239,6 +293,101 @@ def test_a_rank_is_traced_from_its_import_of_torch_and_what_it_starts_is_not(tmp
     assert phases[1][1] >= 20_000_000  # what it slept
 
 
+def test_a_launcher_is_no_rank_whatever_its_node_is_numbered(tmp_path: Path) -> None:
+    """Kubernetes' operators give RANK and WORLD_SIZE of the nodes to torchrun, which gives each process its own."""
+    fake_torch(tmp_path)
+    (tmp_path / "torchrun").write_text(
+        "import torch, subprocess, sys, os\n"
+        "subprocess.run([sys.executable, '-c', 'import torch'], env=os.environ | {'RANK': '3'}, check=True)\n"
+    )
+    done = trace_command(
+        "run", "--trace-dir", "here", "--", sys.executable, "-W", "ignore", "torchrun",
+        cwd=tmp_path, RANK="0", WORLD_SIZE="4", PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (tmp_path / "here").glob("rank_*")] == ["rank_00003_cycle_000.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("command", "program"),
+    [
+        ("python -u -m torch.distributed.run --nnodes 1 train.py", "torch.distributed.run"),
+        ("python -X importtime -W ignore /venv/bin/torchrun train.py", "torchrun"),
+        ("python -u train.py -m torchrun", "train.py"),
+        ("python -c pass", "pass"),  # no launcher's name
+        ("python", ""),
+    ],
+)
+def test_the_program_of_a_command_line(command: str, program: str) -> None:
+    assert program_of(command.split()) == program
+
+
+def test_ranks_that_a_launcher_forks_are_traced(tmp_path: Path) -> None:
+    """It has imported torch for them, and is no rank itself; what a rank forks is none."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "serialization_stand_in.py").write_text("save = load = _open_zipfile_writer = len\n")
+    (tmp_path / "torch" / "__init__.py").write_text(textwrap.dedent(FAKE_TORCH))
+    (tmp_path / "torch" / "distributed.py").write_text(
+        "def init_process_group(): pass\ndef is_initialized(): return False\nnew_group = barrier = len\n"
+    )
+    code = """
+        import os
+        import restart_trace.hooks
+        restart_trace.hooks.install("trace")
+        import torch.distributed
+        for rank in range(2):
+            pid = os.fork()
+            if pid == 0:
+                os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "RESTART_TRACE_LAUNCH_ID": "one"}
+                torch.distributed.init_process_group()
+                if os.fork() == 0:
+                    torch.distributed.init_process_group()
+                    os._exit(0)
+                os.wait()
+                os._exit(0)
+            assert os.waitpid(pid, 0)[1] == 0
+    """
+    done = python(code, tmp_path)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert sorted(path.name for path in (tmp_path / "trace").iterdir()) == [
+        "cycle_000.json", "rank_00000_cycle_000.jsonl", "rank_00001_cycle_000.jsonl",
+    ]  # fmt: skip
+    for rank in range(2):
+        trace = list(read_records(tmp_path / "trace" / f"rank_0000{rank}_cycle_000.jsonl"))
+        assert {"process_start", "rendezvous"} <= {r["phase"] for r in trace if r["type"] == "span"}
+
+
+FUNCTIONS = """
+    import asyncio
+    class Base:
+        def save(self): return "saved"
+    class Trainer(Base):
+        async def save_later(self): pass
+"""
+
+
+def test_functions_that_the_user_names(tmp_path: Path) -> None:
+    """An inherited one is hooked; what cannot be hooked, or was never seen, is said."""
+    fake_torch(tmp_path)
+    (tmp_path / "trainer.py").write_text(textwrap.dedent(FUNCTIONS))
+    code = """
+        import restart_trace.hooks
+        names = ["trainer:Trainer.save", "trainer:Trainer.save_later", "trainer:Trainer.no", "never.imported:save"]
+        restart_trace.hooks.install("trace", saves=names)
+        import torch, trainer
+        print(trainer.Trainer().save())
+    """
+    done = python(code, tmp_path, RANK="0", WORLD_SIZE="1")
+    assert (done.returncode, done.stdout) == (0, "saved\n"), done.stderr
+    told = done.stderr.splitlines()
+    assert len(told) == 3
+    assert "trainer:Trainer.save_later is a generator or a coroutine" in told[0]
+    assert "'Trainer' has no attribute 'no'" in told[1]
+    assert "never.imported:save was not traced: no module never.imported was imported" in told[2]
+    trace = read_records(tmp_path / "trace" / "rank_00000_cycle_000.jsonl")
+    assert [r["operation"] for r in trace if r["type"] == "operation_end"] == ["save"]
+
+
 def test_a_trace_that_cannot_be_written_stops_no_program(tmp_path: Path) -> None:
     fake_torch(tmp_path)
     (tmp_path / "trace").write_text("a file")
@@ -287,6 +436,13 @@ def test_a_command_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
     assert stopped.value.code == 2 and "no command is given" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["save", "trainer:", "trainer:Trainer.save()", "__main__:save"])
+def test_a_function_must_be_one(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["run", "--save-function", name, "--", "true"])
+    assert stopped.value.code == 2 and f"--save-function: '{name}'" in capsys.readouterr().err
+
+
 def test_a_program_of_the_command_is_traced_and_keeps_its_own_sitecustomize(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.mkdir()
@@ -303,7 +459,7 @@ def test_a_program_of_the_command_is_traced_and_keeps_its_own_sitecustomize(tmp_
     assert (tmp_path / "here" / "rank_00000_cycle_000.jsonl").exists()
 
 
-@pytest.mark.parametrize("words", [["train.py"], ["-m", "train"]])
+@pytest.mark.parametrize("words", [["train.py"], ["-m", "train"], ["--", "train.py"]])
 def test_a_program_is_run_in_the_same_interpreter(tmp_path: Path, words: list[str]) -> None:
     """As torchrun starts it: python -u -m restart_trace.run train.py."""
     fake_torch(tmp_path)

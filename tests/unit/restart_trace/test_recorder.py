@@ -63,6 +63,27 @@ def test_exceptions_are_recorded_and_passed_on(trace: tuple[Recorder, Path]) -> 
     assert end["outcome"] == "failed"
 
 
+def test_a_signal_handler_may_record_while_a_record_is_written(trace: tuple[Recorder, Path]) -> None:
+    """As a program does that saves when it is told to stop: the thread must not wait for itself."""
+    recorder, path = trace
+
+    class Interrupted:
+        def __str__(self) -> str:
+            signal.raise_signal(signal.SIGUSR1)
+            return "written"
+
+    def save(*_: object) -> None:
+        with recorder.operation("save"):
+            pass
+
+    before = signal.signal(signal.SIGUSR1, save)
+    try:
+        recorder.write("event", operation="save", phase="notice", detail=Interrupted(), time_ns=1, wall_ns=1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert [record["type"] for record in read(path)] == ["operation_begin", "operation_end", "event"]
+
+
 def test_failure_reported_by_another_rank(trace: tuple[Recorder, Path]) -> None:
     recorder, path = trace
     with recorder.operation("save") as op:
