@@ -1,4 +1,4 @@
-"""Command line: what hooks cost, and how far they agree with our own trace. Exit status: 0 done, 2 could not run."""
+"""Command line: what hooks see and what they cost, in Markdown. Exit status: 0 done, 2 could not run."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.common.ranks import MeasurementError, own_directory, run_ranks
 from benchmarks.common.samples import ratio_of_medians
+from benchmarks.hooks import jobs
 from benchmarks.hooks.rank import VARIANTS
 from restart_trace.command_line import CommandParser
-from restart_trace.reading import read_records
 from tools.common.samples import interquartile_range
 
 OK, COULD_NOT_RUN = 0, 2
 _EPILOG = """\
 examples:
-  %(prog)s                                   steps, saves and loads of a DeepSpeed engine, traced and not, interleaved
-  %(prog)s --agreement SAVE/restart_trace HOOKS
-      a run of our trainer that was traced by both: RESTART_TRACE_HOOKS_SAVES and _LOADS name its functions,
-      megatron.checkpointing.manager:Checkpointer.save and .load
+  %(prog)s                            all parts, as Markdown
+  %(prog)s --part cost --rounds 48    steps, saves and loads of a DeepSpeed engine, traced and not, interleaved
 
 exit status: 0 measured, 2 could not run
 """
@@ -32,80 +31,111 @@ exit status: 0 measured, 2 could not run
 def main(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser(
         prog="python -m benchmarks.hooks",
-        description="Measure what hooks cost a DeepSpeed job, or compare what they saw with our own trainer's trace.",
+        description="Measure which part of saves and loads hooks account for, what they cost a DeepSpeed job, and how\n"
+        "far they agree with our own trainer's trace.",
         epilog=_EPILOG,
     )
-    parser.add_argument("--rounds", type=int, default=24, metavar="N", help="(default: 24)")
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="(default: 2)")
-    parser.add_argument("--width", type=int, default=2048, metavar="N", help="of 8 square layers (default: 2048)")
+    parser.add_argument("--part", choices=PARTS, action="append", help="this part alone (default: all)")
+    parser.add_argument("--rounds", type=int, default=24, metavar="N", help="of the cost (default: 24)")
+    parser.add_argument("--width", type=int, default=2048, metavar="N", help="of the square layers (default: 2048)")
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="training steps per sample (default: 5)")
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="where checkpoints go")
-    parser.add_argument("--agreement", nargs=2, type=Path, metavar=("OWN", "HOOKS"), help="two trace directories")
     arguments = parser.parse_args(argv)
     try:
-        if arguments.agreement:
-            print(_agreement(*arguments.agreement))
-        else:
-            print(_overhead(arguments))
+        for name in arguments.part or PARTS:
+            with own_directory(arguments.dir, "hooks_") as directory:
+                print(PARTS[name](arguments, directory), end="\n\n", flush=True)
     except (MeasurementError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return COULD_NOT_RUN
     return OK
 
 
-def _overhead(arguments: argparse.Namespace) -> str:
-    """Medians over rounds of the slowest rank, with their spread, and the ratio with its 95 % interval."""
-    with own_directory(arguments.dir, "hooks_") as directory:
-        output = directory / "samples"
-        plan = {name: getattr(arguments, name) for name in ("rounds", "ranks", "width", "steps")}
-        plan |= {"directory": str(directory), "output": str(output)}
-        (directory / "plan.json").write_text(json.dumps(plan))
-        run_ranks(Path(__file__).with_name("rank.py"), arguments.ranks, directory, lambda: None)
-        samples = [
-            [json.loads(line) for line in Path(f"{output}.{rank}").read_text().splitlines()]
-            for rank in range(arguments.ranks)
-        ]
-    seconds: dict[tuple[str, str], list[float]] = {}
-    for of_ranks in zip(*samples, strict=True):
-        sample = of_ranks[0]
-        wall_s = max(rank["wall_s"] for rank in of_ranks)
-        seconds.setdefault((sample["family"], sample["variant"]), []).append(wall_s)
-    medians_of = [f"{name} s" for name in VARIANTS]
-    rows = [["", *medians_of, "interquartile ranges", "traced/untraced", "95 %", "control/untraced"]]
-    for family in dict.fromkeys(family for family, _ in seconds):
-        untraced, traced, control = (seconds[family, variant] for variant in VARIANTS)
-        ratio, noise = ratio_of_medians(traced, [untraced, control]), ratio_of_medians(control, [untraced])
-        medians = [f"{statistics.median(values):.5f}" for values in (untraced, traced, control)]
-        spreads = " ".join(f"{interquartile_range(values):.5f}" for values in (untraced, traced, control))
-        interval = f"{ratio.low:.4f} to {ratio.high:.4f}"
-        rows.append([family, *medians, spreads, f"{ratio.value:.4f}", interval, f"{noise.value:.4f}"])
+def _coverage(arguments: argparse.Namespace, directory: Path) -> str:
+    """Of every client: which part of all its saves and loads, all ranks added up, phases account for; the least."""
+    rows = [["client", "operation", "count", "GB", "s", "covered", "least covered"]]
+    for name in jobs.CLIENTS:
+        trace = jobs.trace_client(name, arguments.width, directory)
+        for kind in ("save", "load"):
+            found = jobs.covered(trace, kind)
+            if not found:
+                raise MeasurementError(f"{name}: the trace holds no {kind}")
+            wall_s, known_s = sum(wall for wall, _, _ in found), sum(known for _, known, _ in found)
+            least = min(known / wall for wall, known, _ in found)
+            gigabytes = sum(moved for _, _, moved in found) / 1e9
+            count = str(len(found))
+            rows.append(
+                [name, kind, count, f"{gigabytes:.3f}", f"{wall_s:.3f}", _percent(known_s / wall_s), _percent(least)]
+            )
     return _table(rows)
 
 
-def _agreement(own: Path, hooks: Path) -> str:
-    """Per kind of operation, over all ranks and cycles: seconds in both traces, and their ratio."""
-    totals = [_seconds(own), _seconds(hooks)]
+def _cost(arguments: argparse.Namespace, directory: Path) -> str:
+    """Wall and processor time with and without hooks, and the processor time that is spent within them."""
+    samples = _samples(arguments, directory)
+    unit = samples.pop(("unit", "cost"))[0]
+    medians_of = [f"{name} s" for name in VARIANTS]
+    head = ["", "time", *medians_of, "interquartile ranges", "traced/others", "95 %", "control/untraced"]
+    rows, within = [head], [["", "hooked calls", "records", "ms within hooks", "bound ms", "share of untraced"]]
+    for family in dict.fromkeys(family for family, _ in samples):
+        untraced, traced, control = (samples[family, variant] for variant in VARIANTS)
+        for name, key in (("wall", "wall_s"), ("processor", "cpu_s")):
+            values = [[sample[key] for sample in of] for of in (untraced, traced, control)]
+            ratio, noise = ratio_of_medians(values[1], [values[0], values[2]]), ratio_of_medians(values[2], [values[0]])
+            rows.append([
+                family, name, *(f"{statistics.median(one):.4f}" for one in values),
+                " ".join(f"{interquartile_range(one):.4f}" for one in values), f"{ratio.value:.4f}",
+                f"{ratio.low:.4f} to {ratio.high:.4f}", f"{noise.value:.4f}",
+            ])  # fmt: skip
+        calls, records, hooks_s = (statistics.median(s[key] for s in traced) for key in ("calls", "records", "hooks_s"))
+        bound_s = hooks_s + calls * unit["call_s"]
+        share = bound_s / statistics.median(sample["wall_s"] for sample in untraced)
+        within.append(
+            [family, f"{calls:g}", f"{records:g}", f"{hooks_s * 1e3:.3f}", f"{bound_s * 1e3:.3f}", _percent(share)]
+        )
+    one = f"A hooked call that records nothing takes {unit['call_s'] * 1e6:.2f} us of processor time, a record "
+    return f"{_table(rows)}\n\n{_table(within)}\n\n{one}{unit['record_s'] * 1e6:.2f} us."
+
+
+def _samples(arguments: argparse.Namespace, directory: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """(family, variant) -> a sample per round, each value that of the rank where it is largest."""
+    output = directory / "samples"
+    plan = {name: getattr(arguments, name) for name in ("rounds", "width", "steps")}
+    plan |= {"ranks": jobs.RANKS, "directory": str(directory), "output": str(output)}
+    (directory / "plan.json").write_text(json.dumps(plan))
+    run_ranks(Path(__file__).with_name("rank.py"), jobs.RANKS, directory, lambda: None)
+    by_rank = [
+        [json.loads(line) for line in Path(f"{output}.{rank}").read_text().splitlines()] for rank in range(jobs.RANKS)
+    ]
+    samples: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for of_ranks in zip(*by_rank, strict=True):
+        largest = {key: max(sample[key] for sample in of_ranks) for key in of_ranks[0]}
+        samples.setdefault((largest["family"], largest["variant"]), []).append(largest)
+    return samples
+
+
+def _agreement(arguments: argparse.Namespace, directory: Path) -> str:
+    """Per kind of operation, over all ranks and cycles: seconds in both traces of one job, and their ratio."""
+    own, hooks = map(jobs.seconds, jobs.trace_own_trainer(directory))
     rows = [["", "count", "own trace s", "hooks s", "hooks/own"]]
-    for name in sorted(totals[0].keys() & totals[1].keys()):
-        mine, theirs = totals[0][name], totals[1][name]
+    for name in sorted(own.keys() & hooks.keys()):
+        mine, theirs = own[name], hooks[name]
         count = f"{len(mine)}" if len(mine) == len(theirs) else f"{len(mine)} and {len(theirs)}"
         rows.append([name, count, *(f"{value:.4f}" for value in (sum(mine), sum(theirs), sum(theirs) / sum(mine)))])
     return _table(rows)
 
 
+PARTS: dict[str, Callable[[argparse.Namespace, Path], str]] = {
+    "coverage": _coverage,
+    "cost": _cost,
+    "agreement": _agreement,
+}
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.2f} %"
+
+
 def _table(rows: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-
-
-def _seconds(trace_dir: Path) -> dict[str, list[float]]:
-    """Kind of operation, or "iteration" -> wall times, s, of all that ended. Raises ValueError without a trace."""
-    found: dict[str, list[float]] = {}
-    for path in sorted(trace_dir.glob("rank_*.jsonl")):
-        for record in read_records(path):
-            if record["type"] in ("operation_end", "iteration"):
-                name = record.get("operation", "iteration")
-                found.setdefault(name, []).append((record["end_ns"] - record["start_ns"]) / 1e9)
-    if not found:
-        raise ValueError(f"{trace_dir}: holds no trace")
-    return found
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])

@@ -40,7 +40,9 @@ def place_of(engine: Any, groups: Any) -> dict[str, Any] | None:
 
 def _in_mesh(mesh: Any, names: tuple[str, ...]) -> tuple[int, int] | None:
     """(coordinate, size) in a torch.distributed.DeviceMesh; None without a dimension of these names."""
-    for dimension, name in enumerate(() if mesh is None else mesh.mesh_dim_names or ()):
+    if mesh is None:
+        return None
+    for dimension, name in enumerate(mesh.mesh_dim_names or ()):
         if name in names:
             return int(mesh.get_local_rank(dimension)), int(mesh.size(dimension))
     return None
@@ -48,9 +50,12 @@ def _in_mesh(mesh: Any, names: tuple[str, ...]) -> tuple[int, int] | None:
 
 def _by_functions(source: Any, names: tuple[str, ...]) -> tuple[int, int] | None:
     """(coordinate, size) by the first name that a grid or an mpu knows; None if it knows none."""
+    of_sequence = getattr(source, "get_sequence_parallel_rank", None)
     for name in names:
         size = getattr(source, f"get_{name}_world_size", None)
         rank = getattr(source, f"get_{name}_rank", None)
+        if rank is of_sequence and name != "sequence_parallel":  # DeepSpeed's mpu for sequences has it by both names
+            continue
         if size is not None and rank is not None:
             return int(rank()), int(size())
     return None

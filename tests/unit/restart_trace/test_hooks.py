@@ -236,6 +236,34 @@ def test_coordinates_are_those_of_the_grid_or_the_mpu() -> None:
     assert place_of(SimpleNamespace(mpu=None), None) is None
 
 
+def test_coordinates_are_those_of_experts_sequences_and_device_meshes() -> None:
+    """As DeepSpeed has them: its MoE groups, its mpu for sequence parallelism, its mesh of data and sequences."""
+    groups = SimpleNamespace(
+        _get_max_expert_size_name=lambda: "ep_size_2",
+        _get_expert_parallel_rank={"ep_size_2": 1}.get,
+        _get_expert_parallel_world_size={"ep_size_2": 2}.get,
+        _get_sequence_data_parallel_rank=lambda: 3,
+        _get_sequence_data_parallel_world_size=lambda: 4,
+    )
+    experts = SimpleNamespace(mpu=None, has_moe_layers=True)
+    assert place_of(experts, groups) == {
+        "tp": 0, "pp": 0, "dp": 3, "ep": 1, "layout": {"tp": 1, "pp": 1, "dp": 4, "ep": 2},
+    }  # fmt: skip
+    rank, size = lambda: 1, lambda: 2
+    mpu = SimpleNamespace(
+        get_sequence_parallel_rank=rank, get_sequence_parallel_world_size=size,
+        get_model_parallel_rank=rank, get_model_parallel_world_size=size,
+    )  # fmt: skip
+    sequences = {"tp": 0, "pp": 0, "dp": 1, "cp": 1, "layout": {"tp": 1, "pp": 1, "dp": 2, "cp": 2}}
+    assert place_of(SimpleNamespace(mpu=mpu), groups) == sequences
+    mesh = SimpleNamespace(
+        mesh_dim_names=("data_parallel", "sequence_parallel"),
+        get_local_rank=(1, 1).__getitem__,
+        size=(2, 2).__getitem__,
+    )
+    assert place_of(SimpleNamespace(mpu=None, mesh_device=mesh), groups) == sequences
+
+
 # ---------------------------------------------------------------- in a program
 
 

@@ -7,6 +7,7 @@ It saves at each second step, and then goes on from its checkpoint.
 """
 
 import copy
+import os
 import sys
 
 import deepspeed
@@ -14,6 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 steps = int(sys.argv[1])
+width = int(os.environ.get("WIDTH", "1024"))
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled for half a minute
 config = {
     "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 1},
@@ -28,7 +30,7 @@ for until in (steps, steps + 1):
         use_cpu=True, deepspeed=copy.deepcopy(config), logging_steps=1, report_to=[],
         disable_tqdm=True,
     )  # fmt: skip
-    shape = {"vocab_size": 64, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
+    shape = {"vocab_size": 64, "hidden_size": width // 2, "intermediate_size": width, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=4))
     trainer = Trainer(model=model, args=arguments, train_dataset=samples)
     trainer.train(resume_from_checkpoint=until > steps)

@@ -14,6 +14,7 @@ import torch
 from deepspeed.pipe import PipelineModule
 
 kind, steps = sys.argv[1], int(sys.argv[2])
+width = int(os.environ.get("WIDTH", "1024"))
 config = {
     "train_batch_size": 4, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1},
     "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}}, "bf16": {"enabled": True},
@@ -21,7 +22,7 @@ config = {
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled for half a minute
 deepspeed.init_distributed("gloo")
 torch.manual_seed(1)
-layers = [torch.nn.Linear(1024, 1024) for _ in range(4)]
+layers = [torch.nn.Linear(width, width) for _ in range(4)]
 if kind == "pipeline":
     model = PipelineModule(layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss)
     config["train_batch_size"] = 2
@@ -29,7 +30,7 @@ else:
     model = torch.nn.Sequential(*layers)
 engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
 engine.load_checkpoint("checkpoints")
-data = torch.randn(2, 1024, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(2)).split(1)
+data = torch.randn(2, width, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(2)).split(1)
 while engine.global_steps < steps:
     if kind == "pipeline":
         loss = engine.train_batch(iter([(row, row) for row in data]))
