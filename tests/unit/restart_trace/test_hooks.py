@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 
+from restart_trace.clock import now_ns
 from restart_trace.hooks import guard
 from restart_trace.hooks.guard import Call, put, wrap
 from restart_trace.hooks.place import place_of
-from restart_trace.hooks.session import program_of
+from restart_trace.hooks.serialization import Serialization
+from restart_trace.hooks.session import Session, program_of
 from restart_trace.hooks.timeline import Piece, Timeline
 from restart_trace.reading import read_records
 from restart_trace.recorder import Recorder
@@ -105,7 +107,7 @@ def test_a_static_method_can_be_hooked() -> None:
         seen.append(call.args)
         yield
 
-    target = type("Target", (), {"save": staticmethod(lambda path: path)})
+    target: Any = type("Target", (), {"save": staticmethod(lambda path: path)})
     wrap(target, "save", around)
     assert (target.save("a"), target().save("b"), seen) == ("a", "b", [("a",), ("b",)])
 
@@ -214,6 +216,29 @@ def test_a_phase_within_a_phase_is_taken_out_of_it(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert all(a["end_ns"] == b["start_ns"] for a, b in zip(spans, spans[1:], strict=False))
     assert (spans[4]["bytes"], spans[4]["error"]) == (3, "OSError: full")
+
+
+# ---------------------------------------------------------------- torch.load
+
+
+def test_a_file_is_mapped_if_torchs_setting_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch maps no file object: within a load that is traced it has to get the path."""
+    import torch
+    from torch.utils.serialization import config
+
+    monkeypatch.setenv("RESTART_TRACE_HOOKS_PID", str(os.getpid()))  # which it would leave in the environment
+    session = Session(tmp_path / "trace", now_ns())
+    session.open(0, 1)
+    module = SimpleNamespace(__name__="torch", load=torch.load)
+    wrap(module, "load", Serialization(session).load)
+    torch.save(torch.arange(4), tmp_path / "a.pt")
+    monkeypatch.setattr(config.load, "mmap", True)
+    running = session.begin("load")
+    assert running is not None
+    with session.until_end(running):
+        assert module.load(tmp_path / "a.pt").tolist() == [0, 1, 2, 3]
+    trace = list(read_records(tmp_path / "trace" / "rank_00000_cycle_000.jsonl"))
+    assert [r["phase"] for r in trace if r["type"] == "span" and r["operation"] == "load"] == ["engine_call"]
 
 
 # ---------------------------------------------------------------- where a rank stands
