@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -87,6 +88,8 @@ def _replace_process(command: Sequence[str], options: argparse.Namespace) -> int
     path = [str(_SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(path)
     sys.stdout.flush()
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and a program inherits that
+        signal.signal(ignored, signal.SIG_DFL)
     try:
         os.execvp(command[0], list(command))
     except OSError as error:

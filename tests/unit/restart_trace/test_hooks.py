@@ -472,7 +472,14 @@ def trace_command(*words: str, cwd: Path, **environment: str) -> subprocess.Comp
 
 
 @pytest.mark.parametrize(
-    ("command", "code"), [("exit 7", 7), ("exit 0", 0), ("kill -TERM $$", -signal.SIGTERM), ("kill -9 $$", -9)]
+    ("command", "code"),
+    [
+        ("exit 7", 7),
+        ("exit 0", 0),
+        ("kill -TERM $$", -signal.SIGTERM),
+        ("kill -9 $$", -9),
+        ("kill -PIPE $$", -signal.SIGPIPE),  # which Python ignores
+    ],
 )
 def test_exit_codes_and_signals_are_the_commands(tmp_path: Path, command: str, code: int) -> None:
     assert trace_command("run", "--", "sh", "-c", command, cwd=tmp_path).returncode == code
