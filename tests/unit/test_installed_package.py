@@ -167,6 +167,14 @@ def test_the_installed_analysis_reads_a_trace_and_writes_a_page(installed: Path,
     assert json.loads(compared)
 
 
+def test_the_installed_plan_tells_the_tensors_of_a_preset(installed: Path, job: Path) -> None:
+    plan = (installed / "bin" / "ckpt-plan", "--model", "70b", "--tp", "8", "--pp", "8")
+    found = json.loads(run(*plan, "--format", "json", cwd=job, PYTHONPATH=str(job)))
+    assert (found["bytes_by_kind"]["weights"], len(found["per_rank"])) == (138_600_906_752, 64)
+    refused = subprocess.run([*plan, "--summary"], cwd=job, env=clean(), capture_output=True, text=True, timeout=300)
+    assert refused.returncode == 2 and "pip install 'megatron-restart[train]'" in refused.stderr
+
+
 def test_megatron_core_can_be_imported_beside_it(installed: Path, editable: Path, tmp_path: Path) -> None:
     """Its wheel has the directory megatron/core, and no module megatron."""
     for environment in (installed, editable):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import resource
 import sys
@@ -77,9 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         planned = _configuration(arguments, flags)
         _check_ranks(planned[1].world_size, str(planned[1]))
-        listing = _read_listing(arguments.compare_listing)
-        plan = _plan(arguments, planned)
-        status = _answer(plan, listing, arguments)
+        if importlib.util.find_spec("torch") is None:
+            status = _answer_without_torch(planned, arguments)
+        else:
+            listing = _read_listing(arguments.compare_listing)
+            status = _answer(_plan(arguments, planned), listing, arguments)
     except (ValueError, OSError) as exc:  # ConfigError, TokenizerError and those of engines are ValueErrors
         print(f"ckpt_plan: error: {_own_flags(str(exc)) if arguments.model else exc}", file=sys.stderr)
         return COULD_NOT_RUN
@@ -167,6 +170,18 @@ def _read_listing(path: Path | None) -> dict[str, str] | None:
         return parse_listing(path.read_text(errors="replace"))
     except (OSError, ValueError) as exc:
         raise ConfigError(f"--compare-listing {path}: {exc}") from exc
+
+
+def _answer_without_torch(planned: Planned, arguments: argparse.Namespace) -> int:
+    """Write the bytes of the tensors. Raises ConfigError for a flag whose answer needs the files."""
+    from .tensors import NOTE, plan_tensors, render, to_json
+
+    for name in ("engine", "iteration", "upstream", "compare_listing", "summary"):
+        if getattr(arguments, name):
+            raise ConfigError(f"--{name.replace('_', '-')}: {NOTE}")
+    plan = plan_tensors(planned)
+    write_stdout(to_json(plan) if arguments.format == "json" else render(plan))
+    return OK
 
 
 def _answer(plan: Plan, listing: dict[str, str] | None, arguments: argparse.Namespace) -> int:

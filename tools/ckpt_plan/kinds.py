@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron.checkpointing.engines.base import FileState
-
-from ..common.tensor_trees import tensors_of
+if TYPE_CHECKING:
+    from megatron.checkpointing.engines.base import FileState
 
 WEIGHTS, MASTER_WEIGHTS, MOMENTS, METADATA = "weights", "master_weights", "moments", "metadata"
 TENSOR_KINDS: tuple[str, ...] = (WEIGHTS, MASTER_WEIGHTS, MOMENTS)
@@ -16,6 +15,8 @@ KINDS: tuple[str, ...] = (*TENSOR_KINDS, METADATA)
 
 def tensor_bytes_by_kind(files: Iterable[FileState]) -> dict[str, int]:
     """Bytes of the tensors of each of TENSOR_KINDS. Random states and step counters are not counted."""
+    from ..common.tensor_trees import tensors_of
+
     found: dict[str, int] = dict.fromkeys(TENSOR_KINDS, 0)
     for file in files:
         for path, tensor in tensors_of(file.state):
@@ -27,6 +28,8 @@ def tensor_bytes_by_kind(files: Iterable[FileState]) -> dict[str, int]:
 
 def file_tensor_bytes(file: FileState) -> int:
     """Bytes of all tensors of one file."""
+    from ..common.tensor_trees import tensors_of
+
     return sum(tensor.nbytes for _, tensor in tensors_of(file.state))
 
 

@@ -12,17 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from deepspeed.runtime.utils import partition_balanced
 
 from megatron.checkpointing.engines.host_staging import Staging, stage_on_host
 from megatron.config import ConfigError
 from megatron.parallel.topology import Layout
 from tests.unit.tools.ckpt_analysis.upstream_log_factory import LogOptions, upstream_log
 from tools.ckpt_plan.cli import main
+from tools.ckpt_plan.kinds import TENSOR_KINDS
 from tools.ckpt_plan.listing import compare, human_size, parse_listing
 from tools.ckpt_plan.plan import make_plan
 from tools.ckpt_plan.presets import config_for, config_from_flags, preset_names
 from tools.ckpt_plan.rank_state import planned_files
 from tools.ckpt_plan.sizes import torch_file_size, torch_named_file_size
+from tools.ckpt_plan.tensors import plan_tensors, stage_bounds
 from tools.common.tensor_trees import map_tensors, tensors_of
 
 pytestmark = pytest.mark.usefixtures("own_environment")
@@ -56,6 +59,34 @@ def test_presets_are_those_of_the_launchers() -> None:
     assert model.untie_embeddings_and_output_weights
     assert config.training.global_batch_size % 2 == 0
     assert vocab_sizes == (50257, 51200)  # GPT-2's, padded to a multiple of 128 x TP
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "dp"),
+    [
+        (["--bf16", "--pipeline-model-parallel-size", "2"], 2),  # embedding and head are tied, and apart
+        (["--fp16", "--tensor-model-parallel-size", "2", "--swiglu", "--ffn-hidden-size", "24",
+          "--num-layers", "5"], 1),
+        (["--use-rotary-position-embeddings", "--untie-embeddings-and-output-weights", "--normalization", "rmsnorm",
+          "--disable-bias-linear", "--pipeline-model-parallel-size", "3", "--num-layers", "7",
+          "--optimizer", "sgd"], 3),
+        (["--bf16", "--save", "none", "--save-interval", "2", "--no-save-optim",
+          "--tensor-model-parallel-size", "2"], 2),
+    ],
+)  # fmt: skip
+def test_tensors_by_arithmetic_are_those_of_the_plan(flags: list[str], dp: int) -> None:
+    base = [flag for flag in FLAGS if flag != "--bf16"]
+    planned = config_from_flags([*base, *flags], dp, None)
+    by_kind = [{kind: rank.by_kind[kind] for kind in TENSOR_KINDS} for rank in make_plan(planned, "torch").ranks]
+    assert [rank.by_kind for rank in plan_tensors(planned).ranks] == by_kind
+
+
+@pytest.mark.parametrize("blocks", [1, 7, 28, 60, 80])
+def test_stages_have_the_layers_that_deepspeed_gives_them(blocks: int) -> None:
+    weights = [0, 0, *[1] * blocks, 0, 0]
+    for stages in {1, 2, 3, 4, 8, 20} & set(range(len(weights))):
+        assert stage_bounds(blocks, stages) == list(partition_balanced(weights, stages))
 
 
 def test_the_shell_does_not_change_a_preset(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,207 @@
+"""The tensors of a checkpoint by arithmetic, for where torch is not installed: exact bytes, without the files' headers.
+
+The same layout as plan.py finds by running the trainer's code; a test compares the two over models, layouts and types.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megatron.config import Config, ConfigError, ModelConfig
+from megatron.parallel.parameter_slice import ParameterSlice
+from megatron.parallel.topology import Coordinates, Layout
+
+from ..common.formatting import size
+from ..common.tables import text_table
+from .kinds import MASTER_WEIGHTS, MOMENTS, TENSOR_KINDS, WEIGHTS
+from .presets import Planned
+
+NOTE = (
+    "torch is not installed: tensors alone, exact to the byte. Names and sizes of files need it: "
+    "pip install 'megatron-restart[train]'"
+)
+_ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+_FP32 = 4
+_ALIGNMENT = 2  # elements, times DP: as in shard.py
+_AROUND_BLOCKS = 4  # pipeline layers beside the blocks: nothing, embedding; final norm, head
+
+
+@dataclass(frozen=True)
+class RankTensors:
+    """Bytes of the tensors that one rank writes, by kinds.TENSOR_KINDS."""
+
+    rank: int
+    at: Coordinates
+    by_kind: dict[str, int]
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """The tensors of all ranks."""
+
+    layout: Layout
+    config: Config
+    vocab_sizes: tuple[int, int]
+    ranks: tuple[RankTensors, ...]
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        return {kind: sum(rank.by_kind[kind] for rank in self.ranks) for kind in TENSOR_KINDS}
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Elements of the parameters of a pipeline layer on one rank: those with weight decay, and biases and norms."""
+
+    decayed: int = 0
+    plain: int = 0
+
+
+def plan_tensors(planned: Planned) -> TensorPlan:
+    """The tensors of `planned`. Raises ConfigError if there are fewer layers than stages, or TP splits none of them."""
+    config, layout, vocab_sizes = planned
+    try:
+        layers = _layers(config.model, vocab_sizes[1], layout.tp)
+    except ValueError as exc:  # of ParameterSlice
+        raise ConfigError(str(exc)) from exc
+    bounds = stage_bounds(config.model.num_layers, layout.pp)
+    by_stage = []
+    for stage, (first, end) in enumerate(itertools.pairwise(bounds)):
+        held = layers[first:end]
+        last = stage == layout.pp - 1
+        tied = not config.model.untie_embeddings_and_output_weights and last and layout.pp > 1
+        copies = [_word_embedding(config.model, vocab_sizes[1], layout.tp)] if tied else []
+        by_stage.append([_rank_bytes(config, layout.dp, dp, held, [*held, *copies]) for dp in range(layout.dp)])
+    ranks = []
+    for rank, at in enumerate(map(layout.coordinates, range(layout.world_size))):
+        ranks.append(RankTensors(rank, at, by_stage[at.pp][at.dp]))
+    return TensorPlan(layout, config, vocab_sizes, tuple(ranks))
+
+
+def _rank_bytes(
+    config: Config, dp: int, dp_rank: int, written: Iterable[_Layer], optimized: Iterable[_Layer]
+) -> dict[str, int]:
+    """What a rank writes of a stage, by kind; `written`: layers with files, `optimized`: and tied copies."""
+    found = dict.fromkeys(TENSOR_KINDS, 0)
+    if dp_rank == 0:
+        elements = sum(layer.decayed + layer.plain for layer in written)
+        found[WEIGHTS] = elements * _ELEMENT_SIZE[config.model.params_dtype]
+    if config.checkpoint.no_save_optim:
+        return found
+    optimized = list(optimized)
+    moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
+    for group in (sum(layer.decayed for layer in optimized), sum(layer.plain for layer in optimized)):
+        # Each group is padded to a multiple of 2 x DP elements, and cut into DP equal partitions.
+        partition = -(-group // (_ALIGNMENT * dp)) * _ALIGNMENT
+        # The bf16 optimizer writes masters with the padding, the other one without.
+        kept = partition if config.model.bf16 else min(partition, max(0, group - dp_rank * partition))
+        found[MASTER_WEIGHTS] += _FP32 * kept
+        found[MOMENTS] += _FP32 * partition * moments
+    return found
+
+
+def _layers(model: ModelConfig, padded_vocab_size: int, tp: int) -> list[_Layer]:
+    """The pipeline layers as megatron.model.gpt_model numbers them."""
+    hidden, ffn, bias = model.hidden_size, model.ffn_hidden_size, model.add_bias_linear
+    query, kv = (model.kv_channels * heads for heads in (model.num_attention_heads, model.num_key_value_heads))
+    matrices = [  # (shape, split dimension, matrices fused along it)
+        ((query + 2 * kv, hidden), 0, (query, kv, kv)),
+        ((hidden, query), 1, (query,)),
+        ((ffn * (1 + model.swiglu), hidden), 0, (ffn,) * (1 + model.swiglu)),
+        ((hidden, ffn), 1, (ffn,)),
+    ]
+    norm = hidden * (2 if model.normalization == "layernorm" else 1)
+    weights = sum(_elements(ParameterSlice(*matrix, tp_size=tp)) for matrix in matrices)
+    # The biases of matrices that are split by rows are split, the others are on every rank.
+    biases = sum(shape[0] // tp if dim == 0 else shape[0] for shape, dim, _ in matrices) if bias else 0
+    embedding = _word_embedding(model, padded_vocab_size, tp)
+    positions = model.max_position_embeddings * hidden if model.add_position_embedding else 0
+    head = embedding if model.untie_embeddings_and_output_weights else _Layer()
+    blocks = [_Layer(weights, biases + 2 * norm)] * model.num_layers
+    return [_Layer(), _Layer(embedding.decayed + positions), *blocks, _Layer(0, norm), head]
+
+
+def _word_embedding(model: ModelConfig, padded_vocab_size: int, tp: int) -> _Layer:
+    shape = (padded_vocab_size, model.hidden_size)
+    return _Layer(_elements(ParameterSlice(shape, 0, (padded_vocab_size,), tp_size=tp)))
+
+
+def _elements(part: ParameterSlice) -> int:
+    return math.prod(part.local_shape)
+
+
+def stage_bounds(num_blocks: int, stages: int) -> list[int]:
+    """First pipeline layer of each stage, and the end, as DeepSpeed spreads them by the number of blocks.
+
+    Of all ways to cut, the one with the least difference between the fullest and the emptiest stage; of equal ones
+    that whose last stage is shortest, and so on backwards (DeepSpeed 0.19, runtime/utils.py, partition_balanced).
+    Raises ConfigError if there are no more layers than stages.
+    """
+    total = num_blocks + _AROUND_BLOCKS
+    if total <= stages:
+        raise ConfigError(f"--pipeline-model-parallel-size {stages}: more stages than the {num_blocks} layers can fill")
+    before = [min(max(layer - 2, 0), num_blocks) for layer in range(total + 1)]  # blocks before each layer
+    # Of the first layers, on one stage more each time: blocks of the fullest and of the emptiest stage.
+    best: dict[int, tuple[float, float]] = {0: (0.0, math.inf)}
+    cuts: list[dict[int, int]] = []
+    for stage in range(1, stages + 1):
+        found: dict[int, tuple[float, float]] = {}
+        cut_of: dict[int, int] = {}
+        for end in range(stage, total + 1):
+            for cut in range(end):
+                if cut not in best:
+                    continue
+                blocks = before[end] - before[cut]
+                candidate = max(best[cut][0], blocks), min(best[cut][1], blocks)
+                if end not in found or candidate[0] - candidate[1] <= found[end][0] - found[end][1]:
+                    found[end], cut_of[end] = candidate, cut
+        best = found
+        cuts.append(cut_of)
+    bounds = [total]
+    for cut_of in reversed(cuts):
+        bounds.append(cut_of[bounds[-1]])
+    return bounds[::-1]
+
+
+def to_json(plan: TensorPlan) -> str:
+    """One JSON object, with those fields of docs/ckpt_plan.md that can be told; `files` is null."""
+    content = {
+        "layout": plan.layout.as_dict(),
+        "params_dtype": plan.config.model.params_dtype,
+        "vocab_size": plan.vocab_sizes[0],
+        "padded_vocab_size": plan.vocab_sizes[1],
+        "files": None,
+        "tensor_bytes": sum(plan.by_kind.values()),
+        "bytes_by_kind": plan.by_kind,
+        "per_rank": [
+            {"rank": rank.rank, **rank.at._asdict(), "tensor_bytes": sum(rank.by_kind.values()),
+             "bytes_by_kind": rank.by_kind}
+            for rank in plan.ranks
+        ],
+        "notes": [NOTE],
+    }  # fmt: skip
+    return json.dumps(content) + "\n"
+
+
+def render(plan: TensorPlan) -> str:
+    """Text for a terminal: totals, then a line for each stage."""
+    total = sum(plan.by_kind.values())
+    lines = [
+        f"{plan.layout}, {plan.config.model.params_dtype}, vocabulary {plan.vocab_sizes[0]} padded to "
+        f"{plan.vocab_sizes[1]}",
+        f"tensors {total} bytes ({size(total, 2)})",
+        *(f"  {kind.replace('_', ' '):16} {num:>20}  {size(num, 2)}" for kind, num in plan.by_kind.items()),
+        "",
+    ]
+    rows = []
+    for rank in plan.ranks:
+        if rank.at.tp == 0 and rank.at.dp == 0:
+            rows.append((str(rank.at.pp), *(str(rank.by_kind[kind]) for kind in TENSOR_KINDS)))
+    header = ("stage", *(kind.replace("_", " ") for kind in TENSOR_KINDS))
+    lines += [*text_table(header, rows, indent="", left=0), "(bytes of each rank; weights of the first replica alone)"]
+    return "\n".join([*lines, "", f"note: {NOTE}"]) + "\n"
