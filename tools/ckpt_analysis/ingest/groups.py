@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import polars as pl
 
+from ..common.names import FILE
+
 
 def with_group(operations: pl.DataFrame) -> pl.DataFrame:
     """Operations of one run, in their order, with `group`: numbered by cycle and by start of the first rank.
@@ -11,14 +13,15 @@ def with_group(operations: pl.DataFrame) -> pl.DataFrame:
     The n-th save of a tag on each rank is one save of the run, and so for the n-th load.
     """
     # All attempts of a load belong together, whatever tag each rank ended with.
-    key = pl.when(pl.col("operation") == "save").then(pl.col("tag")).fill_null("").alias("key")
-    occurrence = pl.int_range(pl.len()).over("cycle", "rank", "operation", "key").alias("occurrence")
+    key = pl.when(pl.col("operation") == "save").then(pl.col("tag")).fill_null("").cast(pl.Categorical).alias("key")
+    # A file is of one rank in one cycle.
+    occurrence = pl.int_range(pl.len()).over(FILE, "operation", "key").alias("occurrence")
     group = ["cycle", "operation", "key", "occurrence"]
     operations = operations.with_columns(key).with_columns(occurrence)
     groups = (
         operations.group_by(group)
         .agg(pl.col("start_ns").min().alias("first_ns"))
-        .sort("cycle", "first_ns", pl.col("operation").cast(pl.String), "key", "occurrence")
+        .sort("cycle", "first_ns", pl.col("operation", "key").cast(pl.String), "occurrence")
         .with_row_index("group")
         .drop("first_ns")
     )

@@ -127,7 +127,7 @@ def _tables(frames: Frames, texts: list[FileText]) -> Records | None:
         span.alias("op"),
         pl.coalesce("duration_ns", pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"),
         pl.col("file").cast(pl.Categorical),
-        pl.col("thread").fill_null(MAIN_THREAD).cast(pl.Categorical),
+        pl.col("thread").cast(pl.Categorical).fill_null(MAIN_THREAD),
         pl.col("blocking").fill_null(True),
         pl.col("error").cast(pl.Categorical),
     )

@@ -34,22 +34,19 @@ class RankTimes:
 def rank_times(frames: Frames, operation: str) -> RankTimes:
     """Measure every rank in every `operation` ("save" or "load"), some ranks at a time."""
 
-    operations = frames.operations.with_columns(pl.col("start_ns", "end_ns").name.prefix("operation_"))
-    is_it = operations["operation"] == operation
-
-    def placed(rows: pl.DataFrame, *names: str) -> pl.DataFrame:
-        return rows.hstack(operations.select(names)[rows["op"]])
+    is_it = frames.operations["operation"] == operation
 
     def work(piece: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame, VolumeParts]:
         spans = piece.filter(is_it.gather(piece["op"]))
         seconds = phase_seconds(spans, spans.filter(pl.col("detail").is_not_null()), of=["op"])
-        parts = rank_busy(placed(spans, "operation_start_ns", "operation_end_ns"), of=["op"])
-        moved = volume_parts(placed(spans, "group", "rank"))
-        columns = ["group", "rank", pl.exclude("op", "group", "rank")]
-        return placed(seconds, "group", "rank").select(columns), placed(parts, "group", "rank").select(columns), moved
+        parts = rank_busy(frames.placed(spans, "operation_start_ns", "operation_end_ns"), of=["op"])
+        moved = volume_parts(frames.placed(spans, "group", "rank"))
+        tables = (frames.placed(table, "group", "rank") for table in (seconds, parts))
+        seconds, parts = (table.select("group", "rank", pl.exclude("op", "group", "rank")) for table in tables)
+        return seconds, parts, moved
 
     seconds, parts, moved = zip(*map_ahead(work, pieces(frames.spans)), strict=True)
-    operations = operations.filter(is_it)
+    operations = frames.operations.filter(is_it)
     totals = join_totals(operations, pl.concat(parts))
     return RankTimes(pl.concat(seconds), totals, add_parts(list(moved)))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import polars as pl
 
+from ..common.intervals import pieces
 from ..model.frame import Frames
 from ..model.startup_spans import as_details, loads_inside, startup_spans, startups_to_first_step
 from .failures import failure_of
@@ -121,9 +122,8 @@ def _resumed_step(frames: Frames, loaded: pl.DataFrame, cycle: int) -> int | Non
 
 def _last_records(frames: Frames) -> dict[int, int]:
     """Time of the last record of a rank in each cycle that has one (Unix ns)."""
-    last_spans = frames.spans.group_by("op").agg(pl.col("end_ns").max())
-    spans = last_spans.select(frames.operations["cycle"].gather(last_spans["op"]), "end_ns")
-    recorded = (frames.operations, spans, frames.iterations)
+    spans = (frames.placed(piece.select("op", "end_ns"), "cycle") for piece in pieces(frames.spans))
+    recorded = (frames.operations, *spans, frames.iterations)
     moments = pl.concat(frame.group_by("cycle").agg(pl.col("end_ns").max()) for frame in recorded).drop_nulls()
     return dict(moments.group_by("cycle").agg(pl.col("end_ns").max()).iter_rows())
 

@@ -46,11 +46,16 @@ class Frames:
             spans = spans.filter(self.operations.select(which).to_series().fill_null(False).gather(spans["op"]))
         return self.placed(spans if what is None else spans.filter(what))
 
-    def placed(self, spans: pl.DataFrame) -> pl.DataFrame:
-        """Some of the `spans` with group, operation, cycle, rank, op_id, operation_start_ns and operation_end_ns."""
-        of_op = self.operations.select(*_FROM_OPERATION, pl.col("start_ns", "end_ns").name.prefix("operation_"))
-        of_op = of_op.with_columns(pl.col("operation").cast(OPERATION))
-        return spans.hstack(of_op[spans["op"]])
+    def placed(self, rows: pl.DataFrame, *names: str) -> pl.DataFrame:
+        """Rows that have `op`, such as spans, with what their operations say.
+
+        Those are the columns `names` of group, operation, cycle, rank, op_id, operation_start_ns and operation_end_ns;
+        all of them if none is named.
+        """
+        operations = self.operations.select(
+            *_FROM_OPERATION, pl.col("start_ns", "end_ns").name.prefix("operation_")
+        ).with_columns(pl.col("operation").cast(OPERATION))
+        return rows.hstack(operations.select(names or pl.all())[rows["op"]])
 
 
 def make_frames(trace: Trace) -> Frames:
