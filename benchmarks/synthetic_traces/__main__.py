@@ -16,7 +16,7 @@ _EPILOG = """\
 examples:
   %(prog)s /tmp/small                                     16 ranks, 6 saves
   %(prog)s /tmp/bad --plant all                           with every problem planted
-  %(prog)s /tmp/large --ranks 10240 --spans 10000000      1.7 GB, a few minutes
+  %(prog)s /tmp/large --ranks 10240 --spans 10000000      1.5 GB, a few minutes
 
 exit status: 0 written, 2 could not be written
 """

@@ -62,21 +62,26 @@ def volumes(phases: VolumeParts, details: VolumeParts) -> Volumes:
 
 
 def _parts(spans: pl.DataFrame) -> VolumeParts:
-    sums = spans.group_by(_KEY).agg(
+    # One number for the three columns of _KEY, or for who and which file: few columns are compared fastest.
+    phase, detail = (pl.col(name).to_physical().cast(pl.Int64).fill_null(255) for name in ("phase", "detail"))
+    key = (pl.col("group").cast(pl.Int64) * 256 + phase) * 256
+    whose_file = (pl.col("rank") * 256 + phase) * (1 << 32) + pl.col("file").to_physical().cast(pl.Int64)
+    rows = spans.select(*_KEY, "bytes", "blocking", (key + detail).alias("key"), whose_file.alias("files"))
+    sums = rows.group_by("key").agg(
+        pl.col(_KEY).first(),
         pl.col("bytes").sum(),
         pl.col("bytes").count().alias("counted"),
         pl.col("blocking").all().alias("all"),
         pl.col("blocking").any().alias("any"),
     )
-    # Of whom, and which file, as one number: a rank is one of its group, and few columns are compared fastest.
-    whose = pl.col("rank") * 256 + pl.col("phase").to_physical().cast(pl.Int64)
-    file = (whose * (1 << 32) + pl.col("file").to_physical().cast(pl.Int64)).alias("files")
-    named = spans.filter(pl.col("file").is_not_null()).select(*_KEY, file)
+    named = rows.filter(pl.col("files").is_not_null()).select(*_KEY, "key", "files")
     # A file that passes through several details of a phase is one file of the phase.
-    of_phases = named.with_columns(pl.lit("", NAME).alias("detail"))
+    of_phases = named.with_columns(pl.lit("", NAME).alias("detail"), pl.col("key") // 256)
     of_details = named.filter(pl.col("detail").is_not_null())
-    files = [table.group_by(_KEY).agg(pl.col("files").n_unique()) for table in (of_phases, of_details)]
-    return VolumeParts(sums, pl.concat(files))
+    files = [
+        table.group_by("key").agg(pl.col(_KEY).first(), pl.col("files").n_unique()) for table in (of_phases, of_details)
+    ]
+    return VolumeParts(sums.drop("key"), pl.concat(files).drop("key"))
 
 
 def _added(sums: pl.DataFrame, key: list[str]) -> pl.DataFrame:
