@@ -16,6 +16,7 @@
 #   SKIP_SETUP=1 PYTHON                            run with this interpreter instead of the repository's .venv
 #   DRY_RUN=1                                      print the command of each node, one per line, with *** in place of
 #                                                  secrets (names with TOKEN KEY SECRET PASSWORD); touch nothing
+#   DRY_RUN=memory                                 then also show, on stderr, what each device must hold
 #   COMMAND_TO=FILE                                prepare everything, write the command to FILE, each word ended by a
 #                                                  NUL, and launch nothing: how tools/restart_drill runs a preset
 # Defaults are in docs/cluster.md.
@@ -168,6 +169,12 @@ print_commands() {
     done
 }
 
+# Memory of each rank by tools.ckpt_plan, which knows what the devices must hold.
+show_memory() {
+    (cd "$ROOT" && "$(python_path)" -m tools.ckpt_plan --model "$MODEL" --tp "$TP" --pp "$PP" --dp "$DP" \
+        --engine "$ENGINE" --summary -- "${TRAINING_ARGS[@]}")
+}
+
 # The one command that starts all ranks, for a program that launches it itself, repeatedly.
 tell_command() {
     "${LAUNCHER}_starts_all" ||
@@ -189,6 +196,7 @@ run_preset() {
     if [[ -n ${DRY_RUN:-} ]]; then
         check_nodes
         print_commands
+        [[ $DRY_RUN != memory ]] || show_memory >&2
         return
     fi
     check_devices

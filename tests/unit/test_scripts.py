@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -126,6 +127,17 @@ def test_tiny_runs_on_cpus(tmp_path: Path) -> None:
     assert command.option("--nproc_per_node") == "8"
     assert command.environment["DS_ACCELERATOR"] == "cpu"
     assert command.environment["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.slow
+def test_a_dry_run_shows_the_memory_of_its_own_settings(tmp_path: Path) -> None:
+    settings = {"SKIP_SETUP": "1", "PYTHON": sys.executable, "MICRO_BATCH": "1", "DRY_RUN": "memory"}
+    done = run_script("run_3b_tp4_pp1.sh", tmp_path, **settings, SEQ_LENGTH="100000", WORK_DIR=str(tmp_path / "work"))
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 1
+    assert "the fullest device, rank 0: " in done.stderr
+    assert done.stderr.count("; fits 80 GB, does not fit 40 GB\n") == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_deepspeed_launcher(tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ Device, by the arithmetic of DeepSpeed 0.19's ZeRO-1 optimizers:
                     there can be, when the backward pass ends; fp16 and fp32: .grad in the training type
     master_weights  fp32 partition of this DP rank
     moments         of the same size, two with Adam
+    activations     of the micro batches in flight (tools/ckpt_plan/activations.py)
 
-An estimate of the least that a rank needs: activations, communication buckets, workspaces of kernels and what the
-allocator cannot use are not counted, since they depend on the batch and the libraries.
+An estimate of the least that a rank needs: communication buckets, workspaces of kernels and what the allocator cannot
+use are not counted, since they depend on the libraries.
 
 Host: what the engine holds beside the state itself while it saves, an estimate as well; HOST_NOTES says what it is.
 """
@@ -21,9 +22,12 @@ from collections.abc import Sequence
 from megatron.checkpointing.engines.base import MIB, FileState
 from megatron.config import Config
 
+from .activations import ELEMENT_SIZE, activation_bytes
 from .kinds import MASTER_WEIGHTS, MOMENTS, file_tensor_bytes
+from .stage import StageOnMeta
 
-_ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+# Sizes that devices are sold in, bytes. They report some gigabytes more, which CUDA, NCCL and the allocator use.
+DEVICE_SIZES = (80 * 10**9, 40 * 10**9)
 _FAST_WRITER_BYTES = 64 * MIB  # page-locked buffers of DeepSpeed's FastFileWriter
 
 HOST_NOTES = {
@@ -35,10 +39,13 @@ HOST_NOTES = {
 }
 
 
-def device_bytes(config: Config, parameters: int, kinds: dict[str, int]) -> dict[str, int]:
-    """Bytes on the device by what they are for. `parameters`: elements on the stage; `kinds`: what is saved."""
+def device_bytes(
+    config: Config, stage: StageOnMeta, pp: int, padded_vocab_size: int, kinds: dict[str, int]
+) -> dict[str, int]:
+    """Bytes on the device of a rank of stage `pp` by what they are for. `kinds`: what is saved."""
     model, optimizer = config.model, config.optimizer
-    element_size = _ELEMENT_SIZE[model.params_dtype]
+    element_size = ELEMENT_SIZE[model.params_dtype]
+    parameters = sum(parameter.numel() for parameter in stage.parameters())
     # Without a saved optimizer (--no-save-optim) its size is that of the formula, alignment left out.
     master = kinds[MASTER_WEIGHTS] or 4 * -(-parameters // config.parallel.data_parallel_size)
     moments = 2 if optimizer.optimizer == "adam" else int(optimizer.sgd_momentum > 0)
@@ -47,6 +54,7 @@ def device_bytes(config: Config, parameters: int, kinds: dict[str, int]) -> dict
         "gradients": parameters * (element_size + (4 if model.bf16 else 0)),
         MASTER_WEIGHTS: master,
         MOMENTS: kinds[MOMENTS] or moments * master,
+        "activations": activation_bytes(config, padded_vocab_size, stage.num_blocks, pp),
     }
 
 

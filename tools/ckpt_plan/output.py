@@ -10,7 +10,7 @@ from ..common.formatting import size
 from ..common.tables import text_table
 from .kinds import KINDS
 from .listing import Comparison
-from .memory import HOST_NOTES
+from .memory import DEVICE_SIZES, HOST_NOTES
 from .plan import UPSTREAM, Plan, PlannedFile, RankPlan
 
 _MANY_RANKS = 16
@@ -65,8 +65,8 @@ def notes(plan: Plan) -> list[str]:
     else:
         engine = plan.engine
     found.append(
-        "device memory is an estimate of the least needed: weights, gradients, master weights and moments, without "
-        "activations, communication buckets and workspaces"
+        "device memory is an estimate of the least needed: weights, gradients, master weights, moments and "
+        "activations, without communication buckets and workspaces; it was not compared with a GPU"
     )
     found.append(f"host memory is an estimate of what saving needs beside the state: {HOST_NOTES[engine]}")
     if plan.config.checkpoint.keep_last is None:
@@ -84,6 +84,7 @@ def render(plan: Plan, with_files: bool) -> str:
         *(f"  {kind.replace('_', ' '):16} {plan.by_kind[kind]:>20}  {size(plan.by_kind[kind], 2)}" for kind in KINDS),
         "",
         *_rank_lines(plan.ranks),
+        *_device_lines(plan.ranks),
         "",
     ]
     if with_files:
@@ -119,6 +120,14 @@ def _rank_lines(ranks: Sequence[RankPlan]) -> list[str]:
     if len(groups) < len(ranks):
         text.append("(ranks of a stage together, with the largest of their amounts; --format json has each)")
     return text
+
+
+def _device_lines(ranks: Sequence[RankPlan]) -> list[str]:
+    """What the fullest device holds, and which devices that fits."""
+    most = max(ranks, key=lambda rank: rank.device_bytes)
+    parts = ", ".join(f"{name.replace('_', ' ')} {size(value, 2)}" for name, value in most.device.items())
+    fits = [f"{'fits' if most.device_bytes <= each else 'does not fit'} {size(each, 0)}" for each in DEVICE_SIZES]
+    return [f"the fullest device, rank {most.rank}: {size(most.device_bytes, 2)} = {parts}; {', '.join(fits)}"]
 
 
 def _span(values: list[int]) -> str:

@@ -123,7 +123,7 @@ def _plan_rank(planned: Planned, engine: str, progress: Progress, rank: int) -> 
     saved = upstream_sizes(states, config) if engine == UPSTREAM else sizer(engine)(states, rank, config)
     kinds = tensor_bytes_by_kind(states)
     stage = stage_on_meta(config.model, vocab_sizes[1], layout, at.tp if placements else 0, at.pp)
-    device = device_bytes(config, sum(param.numel() for param in stage.parameters()), kinds)
+    device = device_bytes(config, stage, at.pp, vocab_sizes[1], kinds)
     total = sum(file.num_bytes for file in saved)
     by_kind = kinds | {METADATA: total - sum(kinds.values())} if saved else dict.fromkeys(KINDS, 0)
     files = tuple(PlannedFile(file.name, file.num_bytes, rank) for file in saved)

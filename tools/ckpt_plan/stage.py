@@ -16,6 +16,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from megatron.config import ConfigError, ModelConfig
 from megatron.model import gpt_model
 from megatron.model.gpt_model import TORCH_DTYPES, GPTModelPipe
+from megatron.model.transformer import ParallelTransformerLayerPipe
 from megatron.parallel.placement import Placement
 from megatron.parallel.topology import Coordinates, Layout, TensorParallelGroup
 
@@ -50,6 +51,11 @@ class StageOnMeta(GPTModelPipe):
             self._build()
         except ValueError as exc:  # of ParameterSlice
             raise ConfigError(str(exc)) from exc
+
+    @property
+    def num_blocks(self) -> int:
+        """Transformer layers of the stage."""
+        return sum(isinstance(layer, ParallelTransformerLayerPipe) for layer in self.forward_funcs)
 
     def _spread_layers(self, key: tuple[ModelConfig, int, int], stage: int) -> None:
         if key not in _PARTS:

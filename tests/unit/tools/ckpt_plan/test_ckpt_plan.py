@@ -313,6 +313,7 @@ def test_bytes_by_kind_follow_from_the_number_of_parameters(capsys: pytest.Captu
     first = found["per_rank"][0]["device_bytes_by_use"]
     assert first["gradients"] == 3 * first["weights"]
     assert first["moments"] == 2 * first["master_weights"] == 4 * first["weights"]
+    assert sum(first.values()) == found["per_rank"][0]["device_bytes_estimate"] > first["activations"] > 0
 
 
 def test_replicas_share_the_optimizer_and_write_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
@@ -352,6 +353,7 @@ def test_the_table_lists_every_file_with_its_size(capsys: pytest.CaptureFixture[
     words = {tuple(line.split()) for line in table.splitlines()}
     assert {(str(file["bytes"]), str(file["rank"]), file["name"]) for file in files} <= words
     assert "estimate" in table  # of memory, which is not exact as sizes are
+    assert "the fullest device, rank " in table and table.count("; fits 80 GB, fits 40 GB\n") == 1
     _, summary, err = run(capsys, *arguments, "--summary", "--verbose")
     assert "layer_02" not in summary
     assert "planned in" in err

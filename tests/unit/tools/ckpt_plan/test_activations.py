@@ -1,0 +1,107 @@
+"""The memory of activations against what autograd really keeps of a layer, and against the published formula."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron.config import Config
+from megatron.model.transformer import ParallelTransformerLayerPipe
+from megatron.parallel.placement import Placement
+from megatron.parallel.topology import TensorParallelGroup
+from tools.ckpt_plan.activations import activation_bytes, head_bytes, in_flight, layer_bytes
+from tools.ckpt_plan.presets import config_for, config_from_flags
+
+BATCH, SEQ, HIDDEN, HEADS = 2, 64, 64, 4
+GPT = (
+    f"--num-layers 4 --hidden-size {HIDDEN} --num-attention-heads {HEADS} --seq-length {SEQ} "
+    f"--max-position-embeddings {SEQ} --micro-batch-size {BATCH} --train-iters 2 --lr 1e-3 --data-path x "
+    "--tokenizer-type NullTokenizer --vocab-size 99 --attention-dropout 0 --no-query-key-layer-scaling"
+)
+LLAMA = (
+    "--use-rotary-position-embeddings --untie-embeddings-and-output-weights --swiglu --normalization rmsnorm "
+    "--disable-bias-linear --ffn-hidden-size 160"
+)
+
+
+def config_of(flags: str, tp: int = 1, pp: int = 1) -> Config:
+    layout = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}"
+    return config_from_flags(f"{GPT} {layout} {flags}".split(), 1, 100)[0]
+
+
+def kept_by_autograd(config: Config) -> int:
+    """Bytes that the backward pass of one layer finds, parameters and the table of rotations left out."""
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[config.model.params_dtype]
+    place = Placement(TensorParallelGroup(rank=0, size=1), dtype, torch.device("cpu"))
+    layer = ParallelTransformerLayerPipe(config.model, place)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        is_table = tensor.dim() == 3 and tensor.shape[:2] == (SEQ, 1)
+        if storage.data_ptr() not in parameters and not is_table:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(torch.randn(BATCH, SEQ, HIDDEN, dtype=dtype, requires_grad=True))
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"--bf16 {LLAMA} --num-key-value-heads 2 --hidden-dropout 0",
+        f"--bf16 {LLAMA} --hidden-dropout 0.1",
+        "--bf16 --hidden-dropout 0.1",
+        "--hidden-dropout 0",
+    ],
+)
+def test_a_layer_keeps_what_autograd_keeps(flags: str) -> None:
+    config = config_of(flags)
+    model = config.model
+    # On a CPU the masks of dropout are of the training type, and so are LayerNorm's two statistics.
+    on_cpu = 2 * HIDDEN if model.hidden_dropout else 0
+    on_cpu -= 2 * 2 * 2 if (model.params_dtype, model.normalization) == ("bf16", "layernorm") else 0
+    assert BATCH * SEQ * (layer_bytes(model, 1) + on_cpu) == kept_by_autograd(config)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_the_layer_of_the_paper_needs_what_the_paper_says(tp: int) -> None:
+    """arXiv:2205.05198, equation 2 without the attention matrix; beside it the statistics of norms and softmax."""
+    model = config_of("--bf16 --hidden-dropout 0.1").model
+    statistics = 16 + 4 * HEADS // tp
+    assert layer_bytes(model, tp) - statistics == HIDDEN * (10 + 24 // tp)
+
+
+def test_a_stage_holds_what_its_schedule_has_in_flight() -> None:
+    config = config_of("--bf16 --hidden-dropout 0 --global-batch-size 12", pp=4)  # 6 micro batches
+    assert [in_flight(config, stage) for stage in range(4)] == [4, 3, 2, 1]
+    assert in_flight(replace(config, training=replace(config.training, global_batch_size=4)), 0) == 2
+    layer, boundary, tokens = layer_bytes(config.model, 1), 2 * HIDDEN, BATCH * SEQ
+    found = [activation_bytes(config, 128, 1, stage) for stage in range(4)]
+    head = head_bytes(config.model, 128, 1)
+    kept = [4 * (layer + boundary), 3 * (layer + 2 * boundary), 2 * (layer + 2 * boundary), layer + boundary + head]
+    assert found == [tokens * each for each in kept]
+
+
+def test_recomputation_keeps_the_inputs_of_chunks_and_one_chunk() -> None:
+    flags = "--bf16 --hidden-dropout 0 --checkpoint-activations --checkpoint-num-layers 2"
+    config = config_of(flags)
+    expected = 2 * 2 * HIDDEN + 2 * layer_bytes(config.model, 1) + head_bytes(config.model, 128, 1)
+    assert activation_bytes(config, 128, 4, 0) == BATCH * SEQ * expected
+    split = config_of(f"{flags} --deepspeed-activation-checkpointing --partition-activations", tp=2)
+    expected = 2 * HIDDEN + 2 * layer_bytes(split.model, 2) + head_bytes(split.model, 128, 2)
+    assert activation_bytes(split, 128, 4, 0) == BATCH * SEQ * expected
+
+
+def test_the_largest_preset_by_hand() -> None:
+    """70b, TP 8, PP 8, bf16, recomputed layers, 8192 wide, 10 layers a stage: 16 KiB per token and layer in flight."""
+    config, _, (_, padded) = config_for("70b", 8, 8)
+    tokens = config.training.micro_batch_size * config.model.seq_length
+    flight = in_flight(config, 0)
+    expected = tokens * (flight * 11 * 16384 + layer_bytes(config.model, 8))
+    assert activation_bytes(config, padded, 10, 0) == expected
