@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.cluster import Cluster
+from tests.cluster.cluster import Cluster, ClusterError
 from tests.cluster.jobs import Preset
-from tests.cluster.probe import why_no_cluster
+from tests.cluster.probe import why_no_cluster, why_no_slurm
+from tests.cluster.slurm import Slurm
 from tests.dist.harness import ROOT
 
 NODES = 4
@@ -32,3 +33,14 @@ def preset(cluster: Cluster) -> Preset:
     for name in ("corpus_text_document.bin", "corpus_text_document.idx", "tokenizer.model"):
         (data / name).write_bytes((golden / name).read_bytes())
     return Preset(cluster, data)
+
+
+@pytest.fixture(scope="module")
+def slurm(cluster: Cluster) -> Slurm:
+    reason = why_no_slurm()
+    if reason is not None:
+        pytest.skip(reason)
+    try:
+        return Slurm(cluster)
+    except ClusterError as error:
+        pytest.skip(f"no cluster here: Slurm does not run on this machine: {error}")

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.cluster import Cluster
-from tests.cluster.jobs import Job, Preset
+from tests.cluster.jobs import SCRIPT, Job, Preset
+from tests.cluster.slurm import Slurm
 from tests.dist.harness import HANGS_S
 
 pytestmark = pytest.mark.slow
@@ -53,3 +54,24 @@ def test_a_wrong_key_is_named_by_every_launcher(launcher: str, cluster: Cluster,
     finally:
         other.run("cp", cluster.etc / "user_key.pub", "/run/authorized_keys")
     assert f"on {other.name} (root@{other.name}: Permission denied" in said
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({}, "SLURM_JOB_NUM_NODES=1: 4 ranks (TP 2 x PP 2 x DP 1) with 2 per node take 2 nodes"),
+        ({"SLURM_NNODES": "2"}, "SLURM_JOB_NUM_NODES=1 and SLURM_NNODES=2 contradict each other"),
+        ({"SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "2"}, "SLURM_JOB_NODELIST=node0 names 1 hosts"),
+    ],
+)
+def test_an_allocation_that_does_not_fit_is_named(
+    changed: dict[str, str], message: str, cluster: Cluster, preset: Preset, slurm: Slurm
+) -> None:
+    """In an allocation of a real Slurm, with variables that its user has changed."""
+    nodes = cluster.compute_nodes[:2]
+    job = preset.job(f"allocation_{'_'.join(changed)}", nodes, LAUNCHER="srun", GPUS_PER_NODE="2")
+    assignments = [f"{name}={value}" for name, value in changed.items()]
+    launch = ("salloc", "--nodes=1", "--nodelist=node0", "env", *assignments, "bash", SCRIPT)
+    done = cluster.login.run(*launch, env=job.settings | slurm.environment, check=False)
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert not (job.directory / "checkpoints").exists()
