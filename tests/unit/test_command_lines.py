@@ -35,7 +35,10 @@ CHILD_PROCESSES = {
     "tools.ckpt_replay.worker", "benchmarks.hooks.rank", "benchmarks.reshard.rank", "benchmarks.overhead.rank",
     "benchmarks.launchers.plain_deepspeed", "benchmarks.analysis_speed.naive", "megatron.launch.rank",
 }  # fmt: skip
-SCRIPTS = [*sorted(path for path in BENCH.rglob("*.sh") if path.read_text().startswith("#!")), ROOT / "run_tests.sh"]
+SCRIPTS = [
+    *sorted(path for path in BENCH.rglob("*.*") if path.suffix in (".sh", ".sbatch") and path.read_text()[:2] == "#!"),
+    ROOT / "run_tests.sh",
+]
 HEAVY = ("torch", "deepspeed", "polars", "pandas", "scipy", "plotly")
 
 

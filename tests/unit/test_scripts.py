@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from megatron.launch.cli import parse_arguments
-from tests.unit.script_helpers import BENCH, ROOT, TINY, configuration, dry_run, run_script
+from tests.unit.script_helpers import BENCH, ROOT, TINY, configuration, dry_run, run_script, split_command
 
 
 class Preset(NamedTuple):
@@ -293,3 +294,24 @@ def test_one_launcher_per_host_of_a_hostfile(launcher: str, fail_node: str, tmp_
     assert done.returncode == (3 if fail_node else 0), done.stderr
     for path in tmp_path.glob("started_*"):
         assert not Path(f"/proc/{path.read_text().strip()}").exists()
+
+
+def test_the_sbatch_template_runs_a_preset_with_the_python_of_an_image(tmp_path: Path) -> None:
+    settings = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NUM_NODES": "2", "MASTER_ADDR": "node0", "DRY_RUN": "1"}
+    save = {"PRESET": "13b_tp4_pp4", "SAVE_DIR": str(tmp_path / "save"), "IMAGE": "/images/restart.sif"}
+    done = run_script("containers/train.sbatch", tmp_path, **settings, **save)
+    assert done.returncode == 0, done.stderr
+    command = split_command(done.stdout)
+    assert command.option("--nodes") == "2" and str(tmp_path / "save" / "python_in_image") in command.launcher
+    assert configuration(command, 16).checkpoint.load == str(tmp_path / "save")
+    refused = run_script("containers/train.sbatch", tmp_path, **settings, PRESET="9b")
+    assert refused.returncode == 2 and "PRESET=9b: there is no" in refused.stderr
+
+
+def test_container_files_copy_what_there_is() -> None:
+    copied = re.findall(r"^COPY (.+) \S+$", (BENCH / "containers" / "Dockerfile").read_text(), re.MULTILINE)
+    dockerfile = {name for names in copied for name in names.split()}
+    definition = (BENCH / "containers" / "megatron_restart.def").read_text()
+    assert set(re.findall(r"^    (\S+) /opt/megatron-restart/\1$", definition, re.MULTILINE)) == dockerfile
+    assert {"setup.py", "constraints.txt", "megatron", "restart_trace", "tools"} < dockerfile
+    assert all((ROOT / name).exists() for name in dockerfile)
