@@ -3,8 +3,8 @@
 #
 # examples:
 #   run_tests.sh [ARGUMENTS OF PYTEST]           all of it, as in: run_tests.sh -k layering
-#   run_tests.sh --quick [ARGUMENTS OF PYTEST]   while you work: linter, types, and the unit tests that are not marked
-#                                                `slow`; those that start trainings (tests/dist) are left out
+#   run_tests.sh --quick [ARGUMENTS OF PYTEST]   while you work: linter, types of everything but tests, and the unit tests
+#                                                that are not marked `slow`; those that train (tests/dist) are left out
 #
 #   TEST_WORKERS   tests at a time (default: a worker for each core, at most four; 1 runs them one after the other)
 #
@@ -22,9 +22,11 @@ examples_deepspeed/restart_bench/setup_env.sh
 [[ ${CI:-} != true ]] || tests/install_system_packages.sh
 bin=${VENV_DIR:-$PWD/.venv}/bin
 unset PYTHONDONTWRITEBYTECODE # the tests start hundreds of processes, each of which would compile our modules anew
+export OMP_NUM_THREADS=1      # there is a worker for each core: torch's threads would wait for one another
 workers=${TEST_WORKERS:-$(nproc)}
 ((workers <= 4)) || [[ -n ${TEST_WORKERS:-} ]] || workers=4
 
+# Arguments: the files and directories whose types are checked; none: all that pyproject.toml names.
 static_checks() {
     echo "== ruff"
     "$bin/ruff" check .
@@ -32,25 +34,26 @@ static_checks() {
     echo "== import-linter"
     "$bin/lint-imports" --no-cache --no-logo
     echo "== pyright"
-    PYRIGHT_PYTHON_IGNORE_WARNINGS=1 "$bin/pyright" --pythonpath "$bin/python"
+    PYRIGHT_PYTHON_IGNORE_WARNINGS=1 "$bin/pyright" --pythonpath "$bin/python" "$@"
 }
 
 # A file's tests share what it sets up, so they stay together; in the order of the files, the long ones come first.
 run_pytest() { "$bin/python" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder "$@"; }
 
+checked=()
+tests=()
 if $quick; then
-    said=$(mktemp)
-    trap 'rm -f "$said"' EXIT
-    static_checks >"$said" 2>&1 & # beside the tests: pyright takes about as long as they do
-    checks=$!
-    passed=true
-    echo "== pytest"
-    run_pytest -q tests/unit -m "not slow" "$@" || passed=false
-    wait "$checks" || passed=false
-    cat "$said"
-    $passed
-else
-    static_checks
-    echo "== pytest"
-    run_pytest "$@"
+    checked=(megatron restart_trace tools benchmarks examples_deepspeed ./*.py) # as long again without: tests
+    tests=(-q tests/unit -m "not slow")
+    export POLARS_MAX_THREADS=1 # the whole suite has several, whose results come in any order
 fi
+said=$(mktemp)
+trap 'rm -f "$said"' EXIT
+static_checks "${checked[@]}" >"$said" 2>&1 & # beside the tests: pyright alone is a minute of one core
+checks=$!
+passed=true
+echo "== pytest"
+run_pytest "${tests[@]}" "$@" || passed=false
+wait "$checks" || passed=false
+cat "$said"
+$passed

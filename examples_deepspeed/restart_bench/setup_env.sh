@@ -74,10 +74,10 @@ create_venv() {
     fi
 }
 
-# Run pip, showing what it downloads and builds; the whole output is in the log.
+# Run pip, showing what it downloads and builds; the whole output is in the log. `byte_compile` does what it leaves out.
 pip_install() {
     local status=0
-    "$VENV_DIR/bin/python" -m pip install --no-input --disable-pip-version-check --progress-bar off \
+    "$VENV_DIR/bin/python" -m pip install --no-input --disable-pip-version-check --progress-bar off --no-compile \
         -c "$ROOT/constraints.txt" "$@" 2>&1 | tee -a "$LOG" |
         grep --line-buffered -E '^ *(Downloading .*\([0-9.]+ (MB|GB)\)|Building|Installing collected|ERROR)' |
         cut -c1-110 >&2 || status=${PIPESTATUS[0]}
@@ -85,6 +85,12 @@ pip_install() {
         tail -n 25 "$LOG" >&2
         die "pip failed with status $status; the whole log is $LOG${HINT:+. $HINT}"
     fi
+}
+
+# byte_compile DIRECTORY CORES: compile what is not compiled yet; 0: on all cores, where pip would use one. That a file
+# cannot be compiled (a template, a test of another version's syntax) is no error, as it is none for pip.
+byte_compile() {
+    "$VENV_DIR/bin/python" -m compileall -q -j "$2" "$1" >>"$LOG" 2>&1 9>&- || true
 }
 
 # The package index to take a CPU build of torch from; empty: pip's configured sources.
@@ -124,10 +130,14 @@ install_everything() {
     : >"$LOG"
     pip_install setuptools
     install_torch "$1"
+    local site=("$VENV_DIR"/lib/python3.*/site-packages)
+    byte_compile "${site[0]}/torch" 1 & # while the others are downloaded
     say "installing deepspeed, the other dependencies and this project"
     # Without isolation, because a build environment of its own would fetch unpinned build tools.
     # No op is compiled ahead of time: none is needed, and a compiler for one may be missing.
     DS_BUILD_OPS=0 pip_install --no-build-isolation -e "$ROOT[$EXTRAS]"
+    wait
+    byte_compile "${site[0]}" 0
 }
 
 main() {

@@ -20,6 +20,7 @@ import pytest
 
 from megatron.data.indexed_dataset import MMapIndexedDataset
 from megatron.tokenizer import build_tokenizer
+from tools.preprocess_data import main
 
 ROOT = Path(__file__).resolve().parents[3]
 DATA = ROOT / "tests" / "golden" / "upstream_run" / "data"
@@ -234,16 +235,19 @@ def test_half_a_surrogate_pair_is_named(tmp_path: Path) -> None:
         ([*NULL, "--dataset-impl", "lazy"], "--dataset-impl: invalid choice: 'lazy'"),
     ],
 )
-def test_bad_flags_are_named(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_bad_flags_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture, arguments: list[str], message: str,
+) -> None:  # fmt: skip
     corpus(tmp_path, [GOOD])
-    done = run(
-        ["--input", "input.jsonl", "--output-prefix", "o", *arguments],
-        [sys.executable, str(ROOT / "tools" / "preprocess_data.py")],
-        tmp_path,
-    )
-    assert done.returncode == 2
-    assert re.search(message, done.stderr), done.stderr
-    assert "Traceback" not in done.stderr
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = main(["--input", "input.jsonl", "--output-prefix", "o", *arguments])
+    except SystemExit as stopped:
+        code = stopped.code
+    told = caplog.text + capfd.readouterr().err
+    assert code == 2
+    assert re.search(message, told), told
     assert contents(tmp_path) == {"input.jsonl"}
 
 

@@ -119,6 +119,7 @@ def test_every_key_of_deepspeed_has_a_rule(deepspeed_keys: tuple[set[str], dict[
     assert {key for key in asked if not has_rule(key)} == {"bfloat16"}  # read as bf16
 
 
+@pytest.mark.slow
 def test_defaults_are_those_of_deepspeed(deepspeed_keys: tuple[set[str], dict[str, Any]]) -> None:
     """What is accepted because it changes nothing is what DeepSpeed takes itself."""
     _, defaults = deepspeed_keys

@@ -264,6 +264,7 @@ states = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(states)
 def test_any_state_round_trips(state: Any) -> None:

@@ -285,7 +285,7 @@ def test_altered_bytes(tmp_path_factory: pytest.TempPathFactory, engine: str, da
     assert told is None or str(directory) in told
 
 
-@pytest.mark.parametrize("change", ["text", "list", "deep", "missing", "alien"])
+@pytest.mark.parametrize("change", ["text", "list", pytest.param("deep", marks=pytest.mark.slow), "missing", "alien"])
 def test_torchsnapshot_description(tmp_path: Path, change: str) -> None:
     files = saved_by("torchsnapshot", tmp_path)
     path = tmp_path / NAME / ".snapshot_metadata"

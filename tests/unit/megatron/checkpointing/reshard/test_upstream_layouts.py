@@ -113,12 +113,10 @@ def assert_same(reader: Reader, expected: State, vocab: int) -> None:
             assert not values[rows:].any(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
-    [
-        *[Layout(1, 1, 1), Layout(1, 4, 2), Layout(2, 1, 3), Layout(1, 2, 5)],
-        *[pytest.param(layout, marks=pytest.mark.slow) for layout in (Layout(4, 1, 2), Layout(4, 4, 1))],
-    ],
+    [Layout(1, 1, 1), Layout(1, 4, 2), Layout(2, 1, 3), Layout(1, 2, 5), Layout(4, 1, 2), Layout(4, 4, 1)],
     ids=str,
 )
 def test_upstreams_own_files_on_every_layout(layout: Layout) -> None:
