@@ -96,7 +96,7 @@ def _operation(
         "finished_ranks": len(ranks),
         "bytes": num_bytes,
         "num_files": files,
-        "slowest_rank": wall["slowest_rank"],
+        "critical_rank": wall["slowest_rank"],
         "wall": wall,
         "coverage_min": shares[lowest],
         "coverage_rank": lowest,
@@ -130,8 +130,8 @@ def _save(times: Times, save: Save, ranks: list[int]) -> dict[str, Any]:
     published = save.left + COMMIT_US["manifest"] + COMMIT_US["publish"]
     committed = (published - min(part.start for part in parts.values())) / US
     flush = max(sum(part.write) + sum(part.fsync) for part in parts.values()) / US
-    phases = _written(times, save, ranks, truth["slowest_rank"], later, num_bytes, num_files)
-    phases |= _agreed(times, save, ranks, truth["slowest_rank"], later)
+    phases = _written(times, save, ranks, truth["critical_rank"], later, num_bytes, num_files)
+    phases |= _agreed(times, save, ranks, truth["critical_rank"], later)
     return truth | {
         "blocked_s": blocked,
         "drain_s": max(drains) / US if drains else None,
@@ -190,7 +190,7 @@ def _load(times: Times, cycle: Cycle, ranks: list[int]) -> dict[str, Any]:
     files = times.shape.files * len(ranks)
     num_bytes = sum(times.bytes_per_file(rank) for rank in ranks) * times.shape.files
     truth = _operation(walls, covered, ranks, num_bytes, files)
-    phases = _load_phases(times, cycle, ranks, truth["slowest_rank"], num_bytes, files)
+    phases = _load_phases(times, cycle, ranks, truth["critical_rank"], num_bytes, files)
     read = phases["load"]["details"]["read"]["max_s"]
     return truth | {
         "tag": f"global_step{cycle.resumed}",
@@ -251,7 +251,7 @@ def _start(times: Times, cycle: Cycle, ranks: list[int]) -> dict[str, Any]:
         "ranks": len(ranks),
         "finished_ranks": len(ranks),
         "time_to_first_step_s": wall["max_s"],
-        "slowest_rank": critical,
+        "critical_rank": critical,
         "wall": wall,
         "resumed_step": cycle.resumed,
         "unattributed_s": BEFORE_LOOP_US / US,
@@ -271,7 +271,7 @@ def _restart(times: Times, cycles: list[Cycle], failure: dict[str, int], visible
     began = min(after.begin + late(rank) for rank in ranks)
     truth = _start(times, after, ranks)
     loaded = {rank: after.loaded + TAIL_US - engine_ready(times, after, rank) for rank in ranks}
-    critical = truth["slowest_rank"]
+    critical = truth["critical_rank"]
     truth["phases"]["load"] = _loaded_phase(times, after, ranks, loaded, critical)
     since = {rank: moment - after.first_step_end for rank, moment in caught_up.items()}
     truth["phases"]["caught_up"] = _phase(since, ranks, critical)

@@ -64,7 +64,7 @@ def assert_restarts_agree(out: Path, report: Report) -> None:
         )
         others = {*OUTSIDE, *PHASES["load"], UNNAMED}
         phases = {name: took for name, took in parts.items() if name not in others}
-        rank = restart.wall.slowest_rank
+        rank = restart.critical_rank
         own = [r for r in records if (r["cycle"], r["rank"], r["type"]) == (restart.cycle, rank, "span")]
         assert phases == pytest.approx(_summed(own), abs=EXACT)
 
@@ -102,7 +102,7 @@ def assert_timeline_agrees(out: Path, report: Report) -> None:
     drawn = [event for event in events if event["ph"] == "X"]
     for _, restart in restarts_of(out, report):
         assert restart.wall is not None
-        rank, phases = restart.wall.slowest_rank, _critical(restart)
+        rank, phases = restart.critical_rank, _critical(restart)
         own = [e for e in drawn if (e["pid"], e["args"]["cycle"], e["cat"]) == (rank, restart.cycle, "startup")]
         seconds: dict[str, int] = defaultdict(int)
         for event in own:

@@ -102,8 +102,8 @@ def cold_imports(e: Evidence, limits: Thresholds) -> list[Observation]:
         return [
             Observation(
                 title=f"Imports take {100 * took / first.max_s:.0f} % of the time to the first step",
-                evidence=f"{name_of('start', start)}: {seconds(took)} s of {seconds(first.max_s)} s on rank "
-                f"{first.slowest_rank}; the fastest rank needs {seconds(imports.time.min_s)} s",
+                evidence=f"{name_of('start', start)}: {seconds(took)} s of {seconds(first.max_s)} s on "
+                f"critical rank {start.critical_rank}; the fastest rank needs {seconds(imports.time.min_s)} s",
                 cost_s=took,
                 data={"cycle": start.cycle, "imports_s": took, "time_to_first_step_s": first.max_s},
             )

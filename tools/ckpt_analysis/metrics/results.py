@@ -9,7 +9,7 @@ NO_GROUP = -1  # of an operation that has no rows in any frame
 
 @dataclass(frozen=True)
 class Spread:
-    """A duration over the ranks. `at_critical_s`: on the rank whose whole operation took longest, or None.
+    """A duration over the ranks. `at_critical_s`: on the operation's critical rank (Stats.critical_rank), or None.
 
     The longest is always known. An imported log may know no more than it, or than it and the shortest.
     """
@@ -70,6 +70,14 @@ class Stats:
     def kind(self) -> str:
         """save, load, launch or restart."""
         raise NotImplementedError
+
+    @property
+    def critical_rank(self) -> int | None:
+        """The rank with the longest wall time, of equals the lowest; None: none finished, or it is not recorded.
+
+        Whatever is said of an operation on one rank is said of this one.
+        """
+        return self.wall.slowest_rank if self.wall else None
 
 
 @dataclass(frozen=True, kw_only=True)

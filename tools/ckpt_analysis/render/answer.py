@@ -36,12 +36,14 @@ def _start(start: StartStats) -> list[str]:
             lead += f", {seconds(start.failure.relaunched_s)} s of it until it was relaunched"
         sentences = [f"{lead}."]
     else:
-        last = "" if first.slowest_rank is None else f" (rank {first.slowest_rank} was last)"
+        last = "" if start.critical_rank is None else f" (critical rank {start.critical_rank})"
         sentences = [f"{what} took {seconds(first.max_s)} s from process start to the end of its first step{last}."]
     before = [phase for phase in start.phases if phase.name != "caught_up"]
     where = _largest(before, first.max_s)
     if where:
-        sentences.append(f"Of the {seconds(first.max_s)} s from process start on rank {first.slowest_rank}, {where}.")
+        sentences.append(
+            f"Of the {seconds(first.max_s)} s from process start on critical rank {start.critical_rank}, {where}."
+        )
     return sentences + _lost(start)
 
 
@@ -85,7 +87,7 @@ def _save(saves: list[OperationStats]) -> list[str]:
         waited = seconds(last.drain_s, digits)
         sentences.append(f"Its end was then waited for {waited} s, when no training was left to hold up.")
     where = _largest(last.phases, last.wall.max_s)
-    return sentences + ([f"On rank {last.wall.slowest_rank}, {where}."] if where else [])
+    return sentences + ([f"On its critical rank, {last.critical_rank}, {where}."] if where else [])
 
 
 def _load(load: OperationStats) -> list[str]:
@@ -94,11 +96,11 @@ def _load(load: OperationStats) -> list[str]:
     where = _largest(load.phases, load.wall.max_s)
     took = seconds(load.wall.max_s, digits_for(load.wall.max_s))
     text = f"The load of {load.tag or 'nothing'} took {took} s"
-    return [f"{text}; on rank {load.wall.slowest_rank}, {where}." if where else f"{text}."]
+    return [f"{text}; on its critical rank, {load.critical_rank}, {where}." if where else f"{text}."]
 
 
 def _largest(phases: list[PhaseStats], wall_s: float) -> str:
-    """Where the slowest rank's time went: its largest phases with their shares."""
+    """Where the critical rank's time went: its largest phases with their shares."""
     timed = [(phase.time.at_critical_s or 0.0, phase.name) for phase in phases]
     largest = sorted((entry for entry in timed if entry[0] > 0), key=lambda e: -e[0])[:_NAMED_PHASES]
     if not largest or wall_s <= 0:

@@ -64,7 +64,7 @@ def _start(start: StartStats) -> dict[str, Any]:
 
 
 def _wall(stats: Stats) -> dict[str, Any]:
-    return {"slowest_rank": stats.wall.slowest_rank if stats.wall else None, "wall": _spread(stats.wall)}
+    return {"critical_rank": stats.critical_rank, "wall": _spread(stats.wall)}
 
 
 def _coverage_and_phases(stats: Stats) -> dict[str, Any]:

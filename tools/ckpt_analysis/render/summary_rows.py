@@ -46,7 +46,7 @@ _OPERATION: tuple[Column[Stats], ...] = (
     _of_operation("bytes", "bytes", size),
     numbers("files", lambda stats: getattr(stats, "num_files", None)),
     times("slowest s", lambda stats: stats.wall and stats.wall.max_s),
-    numbers("rank", lambda stats: stats.wall and stats.wall.slowest_rank),
+    numbers("critical rank", lambda stats: stats.critical_rank),
     times("median s", lambda stats: stats.wall and stats.wall.median_s),
     _seconds_of_save("blocked s", "blocked_s"),
     _seconds_of_save("durable s", "durable_s"),

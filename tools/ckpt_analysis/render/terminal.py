@@ -10,7 +10,7 @@ from ...common.tables import Column, Style, fitted_table, numbers, terminal_widt
 from ..common.problems import ERROR, WARNING, Problem, number_list
 from ..findings import Finding
 from ..metrics.restart_parts import UNNAMED, parts_of
-from ..metrics.results import OperationStats, Spread, StartStats, Stats
+from ..metrics.results import OperationStats, StartStats, Stats
 from ..model.run_info import CycleInfo
 from ..report import Report
 from .answer import answer
@@ -33,7 +33,7 @@ _SAVES: tuple[Column[OperationStats], ...] = (
     times("blocked s", lambda save: save.blocked_s),
     times("durable s", lambda save: save.durable_s),
     numbers("GB/s", lambda save: save.blocked_GBps, rate),
-    numbers("slowest rank", lambda save: save.wall.slowest_rank if save.wall else None),
+    numbers("critical rank", lambda save: save.critical_rank),
     numbers("coverage", lambda save: save.coverage_min, percent),
 )
 
@@ -121,7 +121,7 @@ def _start(start: StartStats, coordinates: _Coordinates, style: Style, show_all:
         lines.append("  did not reach its first step")
     else:
         lines.append(
-            f"  process start to first step {seconds(first.max_s)} s{_last_rank(first)}, "
+            f"  process start to first step {seconds(first.max_s)} s{_on_critical_rank(start)}, "
             f"caught up after {seconds(start.caught_up_s)} s"
         )
     if failure := start.failure:
@@ -161,8 +161,8 @@ def _waterfall(start: StartStats, whole_s: float, style: Style, show_all: bool) 
         took = sum(parts[name] for name in small)
         rows.append(("other", seconds(took), "", f"{100 * took / whole_s:.1f} %", " " * bar))
     accounted = 1 - parts.get(UNNAMED, 0.0) / whole_s
-    rank = start.wall.slowest_rank if start.wall else None
-    header = (f"failure to first step, rank {count(rank)}", "took s", "until s", "share", " " * bar)
+    name = f"failure to first step, critical rank {count(start.critical_rank)}"
+    header = (name, "took s", "until s", "share", " " * bar)
     accounted_for = f"  {percent(accounted)} of {seconds(whole_s)} s accounted for"
     return [*text_table(header, rows, style), *_named(small), accounted_for]
 
@@ -210,14 +210,14 @@ def _coverage(stats: Stats) -> str:
     return f"{percent(stats.coverage_min)} at least (rank {count(stats.coverage_rank)})"
 
 
-def _last_rank(first: Spread) -> str:
-    return "" if first.slowest_rank is None else f" (rank {first.slowest_rank} last)"
+def _on_critical_rank(start: StartStats) -> str:
+    return "" if start.critical_rank is None else f" (critical rank {start.critical_rank})"
 
 
 def _phase_lines(stats: Stats, whole: str, style: Style, show_all: bool) -> list[str]:
     wall = stats.wall
     digits = digits_for(wall.max_s if wall else 0.0)
-    critical = f"on rank {wall.slowest_rank}" if wall and wall.slowest_rank is not None else None
+    critical = None if stats.critical_rank is None else f"critical rank {stats.critical_rank}"
     columns = [
         Column[PhaseLine]("phase", lambda line: line.name),
         *time_columns(digits),

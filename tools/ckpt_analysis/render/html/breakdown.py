@@ -54,7 +54,7 @@ def draw(run: RunData) -> Content:
 
 
 def _stacked(run: RunData, stats: Stats) -> Plot:
-    """Phases one after the other, on the slowest, the median and the fastest rank."""
+    """Phases one after the other, on the critical, the median and the fastest rank."""
     ranks = run.three_ranks(stats)
     times = _times(run, stats, [rank for _, rank in ranks])
     rest_ns = dict(run.totals_of(stats).select("rank", _REST_NS).iter_rows())
@@ -76,10 +76,10 @@ def _stacked(run: RunData, stats: Stats) -> Plot:
     arranged = lanes(names, 34, 130, x="seconds (busy time)", barmode="stack")
     wall = wall_of(stats)
     description = (
-        f"Stacked bars of the phases of {title_of(stats)} on {plural(len(ranks), 'rank')}; the slowest, rank "
-        f"{wall.slowest_rank}, took {wall.max_s:.3f} s in all."
+        f"Stacked bars of the phases of {title_of(stats)} on {plural(len(ranks), 'rank')}; the critical rank, "
+        f"{stats.critical_rank}, took {wall.max_s:.3f} s in all."
     )
-    title = f"{title_of(stats)}: phases of the slowest, median and fastest rank"
+    title = f"{title_of(stats)}: phases of the critical, the median and the fastest rank"
     return plot(title, data, arranged, description)
 
 
@@ -175,11 +175,11 @@ def _hover(name: str, entry: PhaseStats, digits: int) -> str:
 def _table(stats: Stats) -> Table:
     wall = wall_of(stats)
     digits = digits_for(wall.max_s)
-    rank = "the slowest" if wall.slowest_rank is None else f"rank {wall.slowest_rank}"
+    rank = "critical rank" if stats.critical_rank is None else f"critical rank {stats.critical_rank}"
     columns = [
         Column[PhaseLine]("phase", lambda line: line.name),
         *time_columns(digits, fastest="fastest s"),
-        *critical_columns(digits, f"on {rank} s"),
+        *critical_columns(digits, f"{rank} s"),
         *volume_columns(),
         blocking_column("training waits"),
     ]

@@ -15,7 +15,10 @@ DEFINITIONS: dict[str, str] = {
     "sum of its `duration_ns`, at most its length; the clusters are summed. So phases that alternate within "
     "one window (serialize and write) count what each took, and four writer threads at once count a moment "
     "once. Windows that only touch do not overlap.",
-    "critical rank": "of an operation: the one with the longest wall time.",
+    "critical rank": "of an operation: the rank with the longest wall time, of equals the lowest. What is said "
+    "of an operation on one rank (where its time went, the shares of its phases, a waterfall) is said of this "
+    "rank, in sentences, findings, tables, figures and JSON alike. It is chosen once per operation: the slowest "
+    "rank of a single phase may be another one, and is named as that phase's.",
     "own time": "of a rank in an operation: busy time in the phases in which it does not wait for others, "
     "which are all but `barrier`, `rendezvous` and `wait_previous`.",
     "critical path": "of a start: found backwards from the end of the last first step. On a rank it follows "

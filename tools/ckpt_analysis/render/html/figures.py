@@ -11,10 +11,18 @@ FIGURES: tuple[Figure, ...] = (
         "Restart",
         "Restart, from the failure to the first step",
         waterfall.draw,
-        "Phases one after the other along the critical path over the ranks, which is what the restart's "
-        "length consists of. The grey bar behind a phase reaches from the first rank that began it to the "
-        "last that ended it. What comes after the dotted line is training again work that was lost.",
-        ("critical path", "restart_s", "time_to_first_step_s", "caught_up_s", "lost_steps", "lost_work_s"),
+        "Phases one after the other on the critical rank, in which a rank also waits for others; they add up to "
+        "the restart's length. The grey bar behind a phase reaches from the first rank that began it to the last "
+        "that ended it. What comes after the dotted line is training again work that was lost.",
+        (
+            "critical rank",
+            "critical path",
+            "restart_s",
+            "time_to_first_step_s",
+            "caught_up_s",
+            "lost_steps",
+            "lost_work_s",
+        ),
         ("cold_imports",),
     ),
     Figure(
@@ -22,10 +30,11 @@ FIGURES: tuple[Figure, ...] = (
         "Phases",
         "Where saves, loads and starts spend their time",
         breakdown.draw,
-        "Busy time of each phase. First one after the other on three ranks: what training waited for apart "
-        "from what went on in the background. Then over all ranks: a bar from the fastest to the slowest "
-        "rank, a line at the median. The rest that no phase accounts for is shown as unattributed.",
-        ("busy time", "between ranks", "wall time", "unattributed_s", "coverage_min"),
+        "Busy time of each phase. First one after the other on three ranks, the critical rank on top: what "
+        "training waited for apart from what went on in the background. Then over all ranks: a bar from the "
+        "fastest to the slowest rank, a line at the median. The rest that no phase accounts for is shown as "
+        "unattributed.",
+        ("critical rank", "busy time", "between ranks", "wall time", "unattributed_s", "coverage_min"),
         ("fsync_dominates", "serialization_bound"),
     ),
     Figure(
@@ -45,7 +54,7 @@ FIGURES: tuple[Figure, ...] = (
         "Timeline",
         "One checkpoint as it happened",
         gantt.draw,
-        "Every span of the save on the threads of its slowest, its median and its fastest rank (of at most "
+        "Every span of the save on the threads of its critical, its median and its fastest rank (of at most "
         "four ranks: of all), with the training steps of the rank below. Spans that alternate within one "
         "window share the height of their lane; hover for the time that each really took.",
         ("operation", "wall time", "blocked_s", "durable_s"),

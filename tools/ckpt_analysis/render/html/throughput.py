@@ -204,7 +204,7 @@ _COLUMNS: tuple[Column[OperationStats], ...] = (
     times("blocked s", lambda stats: stats.blocked_s if stats.operation == "save" else None),
     times("durable s", lambda stats: stats.durable_s),
     times("wall s", lambda stats: stats.wall.max_s if stats.wall else None),
-    numbers("slowest rank", lambda stats: stats.wall.slowest_rank if stats.wall else None),
+    numbers("critical rank", lambda stats: stats.critical_rank),
     numbers("io_GBps", lambda stats: stats.io_GBps, rate),
     numbers("blocked_GBps", lambda stats: stats.blocked_GBps, rate),
 )

@@ -1,4 +1,4 @@
-"""Figure 1: a restart from the failure to the work caught up, along its critical path."""
+"""A restart from the failure to the work caught up, on its critical rank."""
 
 from __future__ import annotations
 
@@ -14,31 +14,24 @@ from ...metrics.failures import failure_of
 from ...metrics.restart_parts import ORDER, OUTSIDE, parts_of
 from ...metrics.results import FailureTimes, StartStats
 from .colours import colour
-from .content import Content, Plot, missing, plot, table
+from .content import Content, Plot, Table, missing, plot, table
 from .plots import bar, lanes, phase_bars, vertical
 from .run_data import RunData, title_of
 
 _ROW = 26  # pixels
 _MOST_STARTS = 40  # beside one another
 _LATE = 0.75  # of the plot's width
+_PHASE = pl.col("phase").str.split("/").list.first()  # as `parts_of` names them: without the detail
 
 
 @dataclass(frozen=True)
 class _Row:
-    """One phase: its bars on the path, (begin, end, rank), and where it lies on all ranks. Times are in s."""
+    """One phase: how long it took, its bars, (begin, end, rank), and where it lies on all ranks. Times are in s."""
 
     phase: str
+    took: float
     bars: list[tuple[float, float, int | None]] = field(default_factory=list)
     within: tuple[float, float] | None = None
-
-    @property
-    def label(self) -> str:
-        ranks = sorted({rank for _, _, rank in self.bars if rank is not None})
-        return self.phase + (f" (rank {', '.join(map(str, ranks[:3]))})" if ranks else "")
-
-    @property
-    def took(self) -> float:
-        return sum(end - begin for begin, end, _ in self.bars)
 
     @property
     def end(self) -> float:
@@ -51,19 +44,21 @@ def draw(run: RunData) -> Content:
         return missing("No start-up was recorded to the end of its first step, so there is no restart to show.")
     starts = run.report.starts
     by_start = table(f"All starts of the run ({plural(len(starts), 'start')})", _COLUMNS, starts)
-    windows = start_windows(run.frames, run.start.group)
-    path = critical_path(windows)
-    if not path:
+    windows = start_windows(run.frames, run.start.group).with_columns(_PHASE)
+    own = critical_path(windows.filter(pl.col("rank") == run.start.critical_rank))
+    if not own:
         return Content([], [by_start], ["The start was not recorded phase by phase, so only its length is known."])
     failure = failure_of(run.frames.events, run.start.cycle - 1) if run.start.is_restart else None
-    origin = failure.began_ns if failure else path[0].start_ns
-    rows = _failure_rows(failure.times, path[0], origin) if failure else []
-    rows += _path_rows(path, windows, origin)
+    origin = failure.began_ns if failure else own[0].start_ns
+    parts = parts_of(run.start)
+    rows = _failure_rows(failure.times, own[0], origin, parts) if failure else []
+    rows += _phase_rows(own, windows, origin, parts)
+    path = critical_path(windows)
     notes = [_ranks_on_path(path)]
     if run.start.is_restart and failure is None:
         notes.append(
-            "No supervisor recorded the failure, so time counts from the start of the first process on the "
-            "path. tools.restart_drill and the demonstration record it."
+            "No supervisor recorded the failure, so time counts from the start of the critical rank's process. "
+            "tools.restart_drill and the demonstration record it."
         )
     if run.start.caught_up_s is None:
         notes.append("When the lost work was caught up is not recorded.")
@@ -72,48 +67,50 @@ def draw(run: RunData) -> Content:
     plots = [_plot(rows, run.start)]
     if len(starts) > 1:
         plots.append(_side_by_side(starts[-_MOST_STARTS:]))
-    return Content(plots, [by_start], notes)
+    return Content(plots, [by_start, _path_table(path, origin)], notes)
 
 
-def _failure_rows(times: FailureTimes, first: Segment, origin: int) -> list[_Row]:
-    """What happened outside of the training's processes; the last ends where the path's first rank began."""
+def _failure_rows(times: FailureTimes, first: Segment, origin: int, parts: dict[str, float]) -> list[_Row]:
+    """What happened outside of the training's processes; the last ends where the critical rank's began."""
     began_s = (first.start_ns - origin) / 1e9
     moments = (times.detected_s, times.stopped_s, times.relaunched_s, began_s)
     rows: list[_Row] = []
     before = 0.0
     for name, moment in zip(OUTSIDE, moments, strict=True):
         if moment is not None:
-            rows.append(_Row(name, [(before, moment, None)]))
+            rows.append(_Row(name, parts.get(name, moment - before), [(before, moment, None)]))
             before = moment
     return rows
 
 
-def _path_rows(path: list[Segment], windows: pl.DataFrame, origin: int) -> list[_Row]:
-    """A row per phase on the path, by when it comes first, with the range over all ranks."""
+def _phase_rows(own: list[Segment], windows: pl.DataFrame, origin: int, parts: dict[str, float]) -> list[_Row]:
+    """A row per phase of the critical rank, by when it comes first, with the range over all ranks."""
     ranges = windows.group_by("phase").agg(pl.col("start_ns").min(), pl.col("end_ns").max())
     within = {phase: ((first - origin) / 1e9, (last - origin) / 1e9) for phase, first, last in ranges.iter_rows()}
     rows: dict[str, _Row] = {}
-    for part in path:
-        row = rows.setdefault(part.phase, _Row(part.phase, within=within.get(part.phase)))
+    for part in own:
+        took = parts.get(part.phase, 0.0)
+        row = rows.setdefault(part.phase, _Row(part.phase, took, within=within.get(part.phase)))
         row.bars.append(((part.start_ns - origin) / 1e9, (part.end_ns - origin) / 1e9, part.rank))
     return sorted(rows.values(), key=lambda row: row.phase == UNNAMED)  # last; else by their begin
 
 
 def _caught_up_row(windows: pl.DataFrame, origin: int) -> _Row:
     last = windows.filter(pl.col("phase") == "caught_up").sort("end_ns", "rank").row(-1, named=True)
-    return _Row("caught_up", [((last["start_ns"] - origin) / 1e9, (last["end_ns"] - origin) / 1e9, last["rank"])])
+    begin, end = (last["start_ns"] - origin) / 1e9, (last["end_ns"] - origin) / 1e9
+    return _Row("caught_up", end - begin, [(begin, end, last["rank"])])
 
 
 def _plot(rows: list[_Row], start: StartStats) -> Plot:
-    ranges = [(row.phase, row.label, *row.within) for row in rows if row.within]
+    ranges = [(row.phase, *row.within) for row in rows if row.within]
     data = [
         bar(
             "all ranks: first begin to last end",
             "rgba(128,128,128,0.25)",
-            x=[last - first for _, _, first, last in ranges],
-            y=[label for _, label, _, _ in ranges],
-            base=[first for _, _, first, _ in ranges],
-            hover=[f"{phase}: all ranks, {first:.3f} s to {last:.3f} s" for phase, _, first, last in ranges],
+            x=[last - first for _, first, last in ranges],
+            y=[phase for phase, _, _ in ranges],
+            base=[first for _, first, _ in ranges],
+            hover=[f"{phase}: all ranks, {first:.3f} s to {last:.3f} s" for phase, first, last in ranges],
             marker={"line": {"width": 0}},
             width=0.86,
         )
@@ -123,7 +120,7 @@ def _plot(rows: list[_Row], start: StartStats) -> Plot:
             row.phase,
             colour(row.phase),
             x=[end - begin for begin, end, _ in row.bars],
-            y=[row.label] * len(row.bars),
+            y=[row.phase] * len(row.bars),
             base=[begin for begin, _, _ in row.bars],
             hover=[_hover(row.phase, *one) for one in row.bars],
             width=0.5,
@@ -133,15 +130,16 @@ def _plot(rows: list[_Row], start: StartStats) -> Plot:
     ]
     end = max(row.end for row in rows)
     data += [_lengths(rows, end, late) for late in (False, True)]
-    origin = "the failure" if start.restart_s is not None else "the start of the first process on the path"
+    origin = "the failure" if start.restart_s is not None else "the start of the critical rank's process"
     more = {"barmode": "overlay", "xaxis": {"range": [0, end * 1.02]}} | _first_step_mark(rows)
-    arranged = lanes([row.label for row in rows], _ROW, 110, x=f"seconds since {origin}", **more)
+    arranged = lanes([row.phase for row in rows], _ROW, 110, x=f"seconds since {origin}", **more)
     longest = max(rows, key=lambda row: row.took)
     description = (
         f"Waterfall of {title_of(start)}: {len(rows)} phases in a row from {origin}; the longest is "
         f"{longest.phase}. The table below has the numbers."
     )
-    return plot(title_of(start), data, arranged, description)
+    title = f"{title_of(start)}, on critical rank {start.critical_rank}"
+    return plot(title, data, arranged, description)
 
 
 def _lengths(rows: list[_Row], end: float, late: bool) -> dict[str, Any]:
@@ -151,7 +149,7 @@ def _lengths(rows: list[_Row], end: float, late: bool) -> dict[str, Any]:
         if (row.end > _LATE * end) == late:
             begins = [begin for begin, *_ in (*row.bars, *([row.within] if row.within else []))]
             x.append(min(begins) if late else row.end)
-            y.append(row.label)
+            y.append(row.phase)
             text.append(f" {row.took:.3f} s ")
     place = {"type": "scatter", "mode": "text", "x": x, "y": y, "text": text, "showlegend": False}
     return place | {"textposition": f"middle {'left' if late else 'right'}", "hoverinfo": "skip"}
@@ -159,7 +157,7 @@ def _lengths(rows: list[_Row], end: float, late: bool) -> dict[str, Any]:
 
 def _first_step_mark(rows: list[_Row]) -> dict[str, Any]:
     """A dotted line at the end of the last first step."""
-    done = max(row.end for row in rows if row.phase == "first_step")
+    done = max(row.within[1] for row in rows if row.phase == "first_step" and row.within)
     mark = vertical(done, line={"color": "#228833", "width": 1.5, "dash": "dot"})
     place = {"x": done, "y": 1.0, "yref": "paper", "xanchor": "right", "yanchor": "bottom", "showarrow": False}
     return {"shapes": [mark], "annotations": [place | {"text": f"first step done: {done:.3f} s"}]}
@@ -174,9 +172,29 @@ def _ranks_on_path(path: list[Segment]) -> str:
     """Which ranks the path goes through, in words."""
     order = [segment.rank for i, segment in enumerate(path) if not i or path[i - 1].rank != segment.rank]
     if len(order) == 1:
-        return f"The critical path lies on rank {order[0]} from beginning to end."
+        return f"No other rank was waited for: the critical path lies on rank {order[0]} from beginning to end."
     shown = " to ".join(f"rank {rank}" for rank in order[:6]) + (" and on" if len(order) > 6 else "")
-    return f"The critical path goes from {shown}, each time to the rank that was waited for next."
+    return (
+        f"The critical rank waited for others: the critical path goes from {shown}, each time to the rank that was "
+        "waited for next."
+    )
+
+
+def _path_table(path: list[Segment], origin: int) -> Table:
+    """The critical path over the ranks, one row per segment; segments that follow one another as one."""
+    rows: list[Segment] = []
+    for segment in path:
+        if rows and (rows[-1].rank, rows[-1].phase) == (segment.rank, segment.phase):
+            segment = Segment(segment.rank, segment.phase, rows.pop().start_ns, segment.end_ns)
+        rows.append(segment)
+    columns: list[Column[Segment]] = [
+        Column("phase", lambda part: part.phase),
+        numbers("rank", lambda part: part.rank),
+        times("from s", lambda part: (part.start_ns - origin) / 1e9, 3),
+        times("until s", lambda part: (part.end_ns - origin) / 1e9, 3),
+        times("took s", lambda part: (part.end_ns - part.start_ns) / 1e9, 3),
+    ]
+    return table("The critical path over the ranks: what the last first step waited for", columns, rows, folded=True)
 
 
 def _side_by_side(starts: list[StartStats]) -> Plot:
@@ -204,7 +222,7 @@ _COLUMNS: tuple[Column[StartStats], ...] = (
     _after_failure("relaunched s", "relaunched_s"),
     times("failure to first step s", lambda start: start.restart_s, 3),
     times("process start to first step s", lambda start: start.wall.max_s if start.wall else None, 3),
-    numbers("slowest rank", lambda start: start.wall.slowest_rank if start.wall else None),
+    numbers("critical rank", lambda start: start.critical_rank),
     numbers("lost steps", lambda start: start.lost_steps),
     times("lost work s", lambda start: start.lost_work_s, 3),
     times("caught up s", lambda s: s.failure_to_caught_up_s if s.failure else s.caught_up_s, 3),

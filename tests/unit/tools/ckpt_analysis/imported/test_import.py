@@ -56,7 +56,7 @@ def test_saves_are_those_of_the_timers(tmp_path: Path) -> None:
 def test_what_the_log_does_not_say_is_null_and_named(tmp_path: Path) -> None:
     report = report_of(LogOptions(), tmp_path)
     for save in report["saves"]:
-        for key in ("bytes", "durable_s", "committed_s", "io_GBps", "blocked_GBps", "slowest_rank"):
+        for key in ("bytes", "durable_s", "committed_s", "io_GBps", "blocked_GBps", "critical_rank"):
             assert save[key] is None, key
         assert (save["phases"], save["per_rank"]) == ({}, [])
         assert save["wall"]["median_s"] is None and save["wall"]["slowest_rank"] is None

@@ -56,7 +56,7 @@ def test_save_numbers(sound: dict[str, Any]) -> None:
         assert save["committed_s"] == save["durable_s"]
         assert save["blocked_GBps"] == pytest.approx(TOTAL_BYTES / 1e9 / 0.380)
         assert save["io_GBps"] == pytest.approx(TOTAL_BYTES / 1e9 / 0.300)
-        assert save["slowest_rank"] == 5 and save["wall"]["max_s"] == pytest.approx(0.383, abs=1e-9)
+        assert save["critical_rank"] == 5 and save["wall"]["max_s"] == pytest.approx(0.383, abs=1e-9)
 
 
 def test_save_coverage_counts_a_shared_window_once(sound: dict[str, Any]) -> None:
@@ -111,7 +111,7 @@ def test_phase_volumes(sound: dict[str, Any]) -> None:
 def test_load_numbers(sound: dict[str, Any]) -> None:
     (load,) = sound["loads"]
     assert (load["tag"], load["step"], load["cycle"]) == ("global_step5", 5, 1)
-    assert load["load_s"] == pytest.approx(0.131, abs=1e-9) and load["slowest_rank"] == 6
+    assert load["load_s"] == pytest.approx(0.131, abs=1e-9) and load["critical_rank"] == 6
     assert (load["bytes"], load["num_files"]) == (TOTAL_BYTES, 16)
     assert load["coverage_min"] == pytest.approx(80 / 81)
     assert load["phases"]["load"]["max_s"] == pytest.approx(0.115, abs=1e-9)
@@ -124,7 +124,7 @@ def test_restart_numbers(sound: dict[str, Any]) -> None:
     assert restart["cycle"] == 1
     # Rank 2: 40 + 3500 + 100 + 50 + 200 + 60 + 300, load 81, gap 25, first step 100
     assert restart["time_to_first_step_s"] == pytest.approx(4.456, abs=1e-9)
-    assert restart["slowest_rank"] == 2
+    assert restart["critical_rank"] == 2
     assert restart["caught_up_s"] == pytest.approx(4.656, abs=1e-9)
     assert (restart["resumed_step"], restart["reached_step"], restart["lost_steps"]) == (5, 8, 3)
     assert restart["lost_work_s"] == pytest.approx(0.330, abs=1e-9)  # rank 4: 3 x 110

@@ -16,6 +16,8 @@ from tests.unit.tools.ckpt_analysis.analysis_helpers import file_of
 from tests.unit.tools.ckpt_analysis.render.html.report_pages import Page, analysis_of, page_of
 from tests.unit.tools.ckpt_analysis.trace_factory import RANKS, Options, RankLog, dump, write_trace
 from tools.ckpt_analysis.metrics.critical_path import Segment, critical_path, start_windows
+from tools.ckpt_analysis.metrics.restart_parts import parts_of
+from tools.ckpt_analysis.render.answer import answer
 from tools.ckpt_analysis.render.html import colours, heatmap
 from tools.ckpt_analysis.render.html.figures import FIGURES
 from tools.ckpt_analysis.render.html.plots import matrix
@@ -96,6 +98,14 @@ def test_waterfall_adds_up_to_the_restart(trace: Path) -> None:
     bars = [bar for bar in plots["plot-waterfall-0"][0]["data"][1:] if bar["type"] == "bar"]
     shown = sum(sum(bar["x"]) for bar in bars if bar["name"] != "caught_up")  # which comes after
     assert shown == pytest.approx(restart.restart_s, abs=1e-6)
+    # One definition of the critical rank: the sentences, the finding, the labels and the bars say the same.
+    rank = restart.critical_rank
+    labels = [text.strip() for bar in plots["plot-waterfall-0"][0]["data"] for text in bar.get("text", [])]
+    imports_s = parts_of(restart)["imports"]
+    assert f"{imports_s:.3f} s" in labels
+    assert f"on critical rank {rank}, imports took {imports_s:.3f} s" in " ".join(answer(analysis.report))
+    (cold,) = [finding for finding in analysis.report.findings if finding.rule == "cold_imports"]
+    assert f"{imports_s:.3f} s of" in cold.evidence and f"on critical rank {rank};" in cold.evidence
     title = "Restart, cycle 1"
     beside = [bar for bar in plots["plot-waterfall-1"][0]["data"] if title in bar["y"]]
     added = sum(bar["x"][bar["y"].index(title)] for bar in beside)
