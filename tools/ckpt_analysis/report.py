@@ -11,6 +11,7 @@ import polars as pl
 from .common.problems import NOTE, Problem, by_severity
 from .findings import Evidence, Finding, find
 from .ingest.load import Trace
+from .metrics.budget import Budget, make_budget
 from .metrics.checks import (
     COVERAGE_OF_HOOKS,
     COVERAGE_PROMISED,
@@ -54,7 +55,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Report:
-    """All results of one run. `model` names what was trained, None if nothing is recorded.
+    """All results of one run. `model` names what was trained, None if nothing is recorded, as `budget` is.
 
     `imported` is the imported log that the report was made from, None for a trace.
     """
@@ -70,6 +71,7 @@ class Report:
     steps: list[StepTime] = field(default_factory=list)
     training: list[TrainingTime] = field(default_factory=list)
     model: str | None = None
+    budget: Budget | None = None
     imported: ImportedRun | None = None
 
     @property
@@ -159,5 +161,6 @@ def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
         steps=step_times(frames.iterations),
         training=training_times(frames.iterations),
         model=describe_model(trace, frames),
+        budget=make_budget(frames, starts, of_starts, save_times.totals),
     )
     return Analysis(report, frames, tables, hosts, probes)

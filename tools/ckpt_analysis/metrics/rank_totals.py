@@ -47,10 +47,7 @@ def rank_busy(spans: pl.DataFrame, of: Sequence[str] = _RANK) -> pl.DataFrame:
 
 
 def _piece(spans: pl.DataFrame, of: list[str]) -> pl.DataFrame:
-    drains = _drains(spans, of)
-    blocking = spans.filter("blocking")
-    if not drains.is_empty():
-        blocking = blocking.join(drains, on=[*of, "phase", "start_ns"], how="anti", maintain_order="left")
+    blocking, drains = blocking_spans(spans, of)
     if blocking.height == spans.height and _nothing_cut(spans):
         both = busy(spans, of).rename({"union_ns": "blocked_ns", "busy_ns": "covered_ns"})
         return both.select(*of, "covered_ns", "blocked_ns", pl.lit(0, pl.Int64).alias("drained_ns"))
@@ -65,6 +62,15 @@ def _piece(spans: pl.DataFrame, of: list[str]) -> pl.DataFrame:
     )
 
 
+def blocking_spans(spans: pl.DataFrame, of: Sequence[str] = _RANK) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """(Spans that held training up, waits for this very save when there was none left to hold up); `of` as above."""
+    drains = _drains(spans, of)
+    blocking = spans.filter("blocking")
+    if not drains.is_empty():
+        blocking = blocking.join(drains, on=[*of, "phase", "start_ns"], how="anti", maintain_order="left")
+    return blocking, drains
+
+
 def _nothing_cut(spans: pl.DataFrame) -> bool:
     """Whether all spans lie within their operations."""
     early = pl.col("start_ns") < pl.col("operation_start_ns")
@@ -72,7 +78,7 @@ def _nothing_cut(spans: pl.DataFrame) -> bool:
     return not spans.select((early | late.fill_null(False)).any()).item()
 
 
-def _drains(spans: pl.DataFrame, of: list[str]) -> pl.DataFrame:
+def _drains(spans: pl.DataFrame, of: Sequence[str]) -> pl.DataFrame:
     """Waits of the end of training, or of a load, for a save: those that come after what it collected itself."""
     waits = spans.filter(pl.col("phase") == "wait_previous")
     if waits.is_empty():

@@ -24,6 +24,8 @@ class StartTimes:
 
     startups  operations whose end_ns is the end of the first step
     loads     loads within them, with column `startup`
+
+    `last_records`: cycle -> time of the last record of a rank in it, Unix ns.
     """
 
     startups: pl.DataFrame
@@ -31,6 +33,7 @@ class StartTimes:
     seconds: pl.DataFrame
     totals: pl.DataFrame
     moved: Volumes
+    last_records: dict[int, int]
 
 
 def start_times(frames: Frames) -> StartTimes:
@@ -41,7 +44,7 @@ def start_times(frames: Frames) -> StartTimes:
     # Catching up happens after the first step, so it is no part of the time up to it.
     totals = rank_totals(startups, phase_spans.filter(pl.col("phase") != "caught_up"))
     seconds = phase_seconds(phase_spans, as_details(of_loads))
-    return StartTimes(startups, loads, seconds, totals, _moved(phase_spans, of_loads))
+    return StartTimes(startups, loads, seconds, totals, _moved(phase_spans, of_loads), _last_records(frames))
 
 
 def _moved(phase_spans: pl.DataFrame, of_loads: pl.DataFrame) -> Volumes:
@@ -62,12 +65,11 @@ def measure_starts(frames: Frames, times: StartTimes, *, per_rank: bool) -> list
     """Statistics of the start of every cycle that recorded one, in order."""
     startups = times.startups
     over_ranks = stats_over_ranks(times.seconds, times.totals, times.moved, "startup", per_rank=per_rank)
-    last_records = _last_records(frames)
     results = []
     for group in sorted(startups["group"].unique()):
         mine = startups.filter(pl.col("group") == group)
         loads = times.loads.filter(pl.col("startup") == group)
-        around = _circumstances(frames, mine, loads, last_records)
+        around = _circumstances(frames, mine, loads, times.last_records)
         results.append(StartStats(**over_ranks[group], **around))
     return results
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from ...common.formatting import digits_for, plural, rate, seconds, size
+from ...common.formatting import digits_for, percent, plural, rate, seconds, size
+from ..metrics.budget import Budget
 from ..metrics.results import OperationStats, PhaseStats, StartStats
 from ..report import Report
 
 _NAMED_PHASES = 3
+_WORDS = {
+    "launching": "launching",
+    "restarting": "restarting",
+    "training": "training that counts",
+    "blocked": "blocked by saves",
+    "lost": "lost work",
+    "other": "other",
+}
 
 
 def answer(report: Report) -> list[str]:
@@ -22,7 +31,20 @@ def answer(report: Report) -> list[str]:
     failed = sum(save.outcome in ("failed", "unfinished") for save in report.saves)
     if failed:
         sentences.append(f"{failed} of {len(report.saves)} saves did not complete.")
+    if report.budget:
+        sentences.append(goodput_sentence(report.budget))
     return sentences or ["No save, load or start-up was recorded to its end."]
+
+
+def goodput_sentence(budget: Budget) -> str:
+    """The budget in words: what of the wall time was training that counts, and what was not."""
+    digits = digits_for(budget.wall_s)
+    spent = {part: took for part, took in budget.seconds.items() if took > 0}
+    words = [f"{seconds(took, digits)} s {_WORDS[part]}" for part, took in spent.items()]
+    return (
+        f"Goodput {percent(budget.goodput)}: of {seconds(budget.wall_s, digits)} s in "
+        f"{plural(len(budget.cycles), 'cycle')}, {', '.join(words)}."
+    )
 
 
 def _start(start: StartStats) -> list[str]:

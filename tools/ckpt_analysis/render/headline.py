@@ -58,7 +58,7 @@ def _blocked(report: Report) -> HeadlineNumber:
 
 
 def _lost(report: Report) -> HeadlineNumber:
-    title, figure = "Lost work", "waterfall"
+    title, figure = "Lost work", "budget"
     lost = [start for start in report.restarts if start.lost_work_s is not None]
     if not report.restarts:
         return HeadlineNumber(title, "0 s", "the run had no restart", figure)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from ..metrics.budget import Budget
 from ..metrics.results import OperationStats, PhaseStats, Spread, StartStats, Stats
 from ..report import Report
 
@@ -40,7 +41,16 @@ def to_dict(report: Report) -> dict[str, Any]:
         "problems": [_fields(problem, "kind severity message data") for problem in report.problems],
         "findings": [_fields(finding, _FINDING) for finding in report.findings],
         "model": report.model,
+        "budget": _budget(report.budget) if report.budget else None,
     }
+
+
+def _budget(budget: Budget) -> dict[str, Any]:
+    def parts(seconds: dict[str, float]) -> dict[str, float]:
+        return {f"{part}_s": took for part, took in seconds.items()}
+
+    cycles = [{"cycle": entry.cycle, "rank": entry.rank} | parts(entry.seconds) for entry in budget.cycles]
+    return {"wall_s": budget.wall_s, "goodput": budget.goodput} | parts(budget.seconds) | {"cycles": cycles}
 
 
 def _fields(value: object, names: str) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """One colour per phase, in every figure.
 
 The colours of a save and a load are Paul Tol's scheme "muted", those of a start-up his "light", those of a
-failure from his "vibrant" (Colour Schemes, SRON technical note EPS/TN/09-002, 2021): within each, colours can be
-told apart with any of the common forms of colour blindness. They read on white and on dark grey.
+failure, and of the parts of the budget, from "light", "vibrant" and "muted" (Colour Schemes, SRON technical note
+EPS/TN/09-002, 2021): within each, colours can be told apart with any of the common forms of colour blindness. They
+read on white and on dark grey.
 """
 
 from __future__ import annotations
@@ -48,6 +49,12 @@ _COLOURS = {
     "stop": "#EE3377",
     "relaunch": "#AA3377",
     "launcher": "#EEDD88",
+    "launching": "#BBCC33",
+    "restarting": "#EE8866",
+    "training": "#44BB99",
+    "blocked": "#AA4499",
+    "lost": "#CC3311",
+    "other": "#C8C8C8",
     UNATTRIBUTED: "#C8C8C8",
     STEP: "#B8C4D6",
 }

@@ -56,6 +56,7 @@ DEFINITIONS: dict[str, str] = {
     "cycle ran each, on the rank that spent most. Saves and evaluation between them, and the iteration "
     "under way at the failure, are not in it",
     "load_s": "loads only: wall time of the critical rank",
+    "goodput": "training that counts over wall time: the share of `training_s` in `wall_s` of the run's budget",
     "blocked share": "of a run: the sum of `blocked_s` over its saves, over its training time: from the begin of "
     "the first to the end of the last training step of each cycle, and what saves after that last step blocked. Of "
     "an imported log: all its log intervals, which hold the saves between steps.",

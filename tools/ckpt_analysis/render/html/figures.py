@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from . import barriers, breakdown, device, files, gantt, heatmap, steps, throughput, waterfall
+from . import barriers, breakdown, budget, device, files, gantt, heatmap, steps, throughput, waterfall
 from .content import Figure
 
 FIGURES: tuple[Figure, ...] = (
+    Figure(
+        "budget",
+        "Budget",
+        "What the run's wall time went to",
+        budget.draw,
+        "The wall time of all cycles in parts that follow one another without a gap, each cycle told on one rank. "
+        "Lost is training that a restart undid, and what came after the last step until the failure; other is "
+        "what no part accounts for: evaluation, the wait for the last save, shutting down.",
+        ("goodput", "blocked_s", "lost_work_s", "restart_s"),
+    ),
     Figure(
         "waterfall",
         "Restart",

@@ -45,7 +45,8 @@ def draw(run: RunData) -> Content:
     starts = run.report.starts
     by_start = table(f"All starts of the run ({plural(len(starts), 'start')})", _COLUMNS, starts)
     windows = start_windows(run.frames, run.start.group).with_columns(_PHASE)
-    own = critical_path(windows.filter(pl.col("rank") == run.start.critical_rank))
+    rank = run.start.critical_rank
+    own = [] if rank is None else critical_path(windows.filter(pl.col("rank") == rank))
     if not own:
         return Content([], [by_start], ["The start was not recorded phase by phase, so only its length is known."])
     failure = failure_of(run.frames.events, run.start.cycle - 1) if run.start.is_restart else None

@@ -193,6 +193,7 @@ def test_a_run_of_which_only_the_longest_times_are_known(trace: Path) -> None:
             for start in known.starts
         ],
         cycles=[replace(info, coordinates={}, hosts=[]) for info in known.cycles],
+        budget=None,
     )
     analysis = without_ranks(report)
     page = Page(run_page(analysis))

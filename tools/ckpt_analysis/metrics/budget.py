@@ -1,0 +1,164 @@
+"""Where the wall time of a whole run went, over all its cycles: training that counts, blocked, starting, lost.
+
+The run's wall time is cut into cycles without a gap. Each cycle is told on one rank, of those with the most training
+steps the one that saves blocked longest: other ranks wait for it in their next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import polars as pl
+
+from ..model.frame import Frames
+from .failures import failure_of
+from .rank_totals import blocking_spans
+from .results import StartStats
+from .starts import StartTimes
+
+LAUNCHING, RESTARTING, TRAINING, BLOCKED, LOST, OTHER = PARTS = (
+    "launching", "restarting", "training", "blocked", "lost", "other",
+)  # fmt: skip
+_PLACE = ["cycle", "rank"]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of a cycle that belongs to one part; times in s since the begin of the run."""
+
+    cycle: int
+    part: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class CycleBudget:
+    """One cycle: the rank it is told on (None: no rank recorded a step), and seconds of each of PARTS."""
+
+    cycle: int
+    rank: int | None
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A run. `seconds` has each of PARTS and adds up to `wall_s`; `segments` follow one another without a gap."""
+
+    wall_s: float
+    seconds: dict[str, float]
+    cycles: list[CycleBudget]
+    segments: list[Segment]
+
+    @property
+    def goodput(self) -> float | None:
+        """Training that counts over wall time; None for a run of no length."""
+        return self.seconds[TRAINING] / self.wall_s if self.wall_s > 0 else None
+
+
+@dataclass(frozen=True)
+class _Cycle:
+    """Unix ns: `ready` is the end of the last rank's first step, `end` where it has none."""
+
+    number: int
+    begin: int
+    ready: int
+    end: int
+    starting: str
+    kept: int | None  # last step that no later cycle resumed before; None: all count
+    is_last: bool
+
+
+def make_budget(
+    frames: Frames, starts: Sequence[StartStats], times: StartTimes, save_totals: pl.DataFrame
+) -> Budget | None:
+    """The budget of a run; None if no start-up was recorded. `save_totals`: `rank_totals` of its saves."""
+    cycles = _cycles(frames, starts, times)
+    if not cycles:
+        return None
+    told_on = _ranks(frames, save_totals)
+    chosen = pl.DataFrame(list(told_on.items()), schema=dict.fromkeys(_PLACE, pl.Int64), orient="row")
+    of_ranks = pl.col("rank").is_in(chosen["rank"].unique().implode())  # leaves few to join
+    saves = frames.spans_of((pl.col("operation") == "save") & of_ranks)
+    blocked, _ = blocking_spans(saves.join(chosen, on=_PLACE, how="semi"))
+    steps = frames.iterations.filter(of_ranks).join(chosen, on=_PLACE, how="semi")
+    origin = cycles[0].begin
+    segments: list[Segment] = []
+    entries: list[CycleBudget] = []
+    for cycle in cycles:
+        mine = pl.col("cycle") == cycle.number
+        rows = _cut(cycle, steps.filter(mine), blocked.filter(mine))
+        found = [Segment(cycle.number, part, (a - origin) / 1e9, (b - origin) / 1e9) for part, a, b in rows.iter_rows()]
+        segments += found
+        seconds = {part: sum(one.end_s - one.start_s for one in found if one.part == part) for part in PARTS}
+        entries.append(CycleBudget(cycle.number, told_on.get(cycle.number), seconds))
+    total = {part: sum(entry.seconds[part] for entry in entries) for part in PARTS}
+    return Budget((cycles[-1].end - origin) / 1e9, total, entries, segments)
+
+
+def _cycles(frames: Frames, starts: Sequence[StartStats], times: StartTimes) -> list[_Cycle]:
+    """The cycles that recorded a start. Each begins with the failure, or the last record, of the one before."""
+    begun = times.startups.group_by("cycle").agg(pl.col("start_ns").min(), pl.col("end_ns").max()).sort("cycle")
+    rows = list(begun.iter_rows())
+    begins: list[int] = []
+    for index, (number, start_ns, _) in enumerate(rows):
+        failure = failure_of(frames.events, number - 1) if index else None
+        moment = failure.began_ns if failure else times.last_records[rows[index - 1][0]] if index else start_ns
+        begins.append(max([moment, *begins[-1:]]))
+    resumed = {start.cycle: start.resumed_step for start in starts}
+    restarts = {start.cycle for start in starts if start.is_restart}
+    found = []
+    for index, (number, _, ready) in enumerate(rows):
+        is_last = index == len(rows) - 1
+        end = max(times.last_records[number] if is_last else begins[index + 1], begins[index])
+        later = [step for cycle, step in resumed.items() if cycle > number and step is not None]
+        starting = RESTARTING if number in restarts else LAUNCHING
+        until = end if ready is None else min(max(ready, begins[index]), end)
+        found.append(_Cycle(number, begins[index], until, end, starting, min(later, default=None), is_last))
+    return found
+
+
+def _ranks(frames: Frames, save_totals: pl.DataFrame) -> dict[int, int]:
+    """cycle -> rank that it is told on, of cycles with a step."""
+    of_group = frames.operations.select("group", "cycle").unique()
+    blocked = save_totals.join(of_group, on="group").group_by(_PLACE).agg(pl.col("blocked_ns").sum())
+    steps = frames.iterations.group_by(_PLACE).agg(pl.len().alias("steps"))
+    ranks = steps.join(blocked, on=_PLACE, how="left").with_columns(pl.col("blocked_ns").fill_null(0))
+    best = ranks.sort("steps", "blocked_ns", "rank", descending=[True, True, False])
+    return dict(best.unique("cycle", keep="first", maintain_order=True).select(_PLACE).iter_rows())
+
+
+def _cut(cycle: _Cycle, steps: pl.DataFrame, blocked: pl.DataFrame) -> pl.DataFrame:
+    """part, start_ns, end_ns: the cycle from begin to end. Where layers overlap, the first of these counts.
+
+    Starting; blocked by a save; a step that counts; one that was undone, and what came after the last step or save
+    until the failure. What no layer covers is `other`.
+    """
+    counts = pl.lit(True) if cycle.kept is None else pl.col("step") <= cycle.kept
+    ends = [end for part in (steps, blocked) if (end := part["end_ns"].max()) is not None]
+    tail = [] if cycle.is_last or not ends else [(max(ends), cycle.end)]  # type: ignore[type-var]
+    window = ["start_ns", "end_ns"]
+    schema = dict.fromkeys(window, pl.Int64)
+    layers = {
+        cycle.starting: pl.DataFrame([(cycle.begin, cycle.ready)], schema=schema, orient="row"),
+        BLOCKED: blocked.select(window),
+        TRAINING: steps.filter(counts).select(window),
+        LOST: pl.concat([steps.filter(~counts).select(window), pl.DataFrame(tail, schema=schema, orient="row")]),
+    }
+    edges = [pl.DataFrame({"at": [cycle.begin, cycle.end]})]
+    for part, layer in layers.items():
+        inside = layer.select(pl.all().clip(cycle.begin, cycle.end))
+        for name, change in (("start_ns", 1), ("end_ns", -1)):
+            edges.append(inside.select(pl.col(name).alias("at"), pl.lit(change, pl.Int32).alias(part)))
+    merged = pl.concat(edges, how="diagonal").group_by("at").agg(pl.col(*layers).sum()).sort("at")
+    open_now = merged.select("at", pl.col(*layers).cum_sum() > 0)
+    part = pl.coalesce(*(pl.when(name).then(pl.lit(name)) for name in layers), pl.lit(OTHER))
+    stretches = open_now.select(
+        part.alias("part"), pl.col("at").alias("start_ns"), pl.col("at").shift(-1).alias("end_ns")
+    )
+    stretches = stretches.drop_nulls().with_columns(pl.col("part").rle_id().alias("run"))
+    joined = stretches.group_by("run", maintain_order=True).agg(
+        pl.col("part").first(), pl.col("start_ns").first(), pl.col("end_ns").last()
+    )
+    return joined.select("part", *window)

@@ -1,0 +1,100 @@
+"""The wall time of the whole run by what it was spent on, and when, over all cycles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ....common.formatting import count, digits_for, percent, plural, seconds
+from ....common.tables import Column, numbers, times
+from ...metrics.budget import PARTS, Budget, CycleBudget, Segment
+from ..answer import goodput_sentence
+from .colours import colour
+from .content import Content, Plot, missing, plot, table
+from .plots import bar, lanes
+from .run_data import RunData
+
+_MOST_BARS = 1500
+_MOST_CYCLES = 40  # in the time line; the table has all
+
+
+def draw(run: RunData) -> Content:
+    """One bar for the run, a lane per cycle, and a row per cycle."""
+    budget = run.report.budget
+    if budget is None:
+        return missing("No start-up was recorded, so the wall time of the run is not known part by part.")
+    notes = [goodput_sentence(budget)]
+    cycles = budget.cycles[-_MOST_CYCLES:]
+    if len(cycles) < len(budget.cycles):
+        notes.append(f"The time line shows the last {len(cycles)} of {len(budget.cycles)} cycles.")
+    plots = [_whole(budget), _time_line(budget, cycles)]
+    return Content(plots, [table("The budget, cycle by cycle", _COLUMNS, budget.cycles)], notes)
+
+
+def _whole(budget: Budget) -> Plot:
+    digits = digits_for(budget.wall_s)
+    data = [
+        bar(
+            part,
+            colour(part),
+            x=[took],
+            y=["run"],
+            hover=[f"{part}: {seconds(took, digits)} s, {percent(took / budget.wall_s)}"],
+            text=[f"{part} {100 * took / budget.wall_s:.0f} %" if took >= 0.06 * budget.wall_s else ""],
+            textposition="inside",
+            insidetextanchor="middle",
+            textangle=0,
+            constraintext="inside",
+        )
+        for part, took in budget.seconds.items()
+        if took > 0
+    ]
+    arranged = lanes(["run"], 46, 110, x="seconds of wall time", barmode="stack")
+    return plot("The whole run", data, arranged, f"One stacked bar. {goodput_sentence(budget)}")
+
+
+def _time_line(budget: Budget, cycles: Sequence[CycleBudget]) -> Plot:
+    """When each part was: a lane per cycle on one axis of time."""
+    names = {entry.cycle: f"cycle {entry.cycle}" for entry in cycles}
+    drawn = _visible([one for one in budget.segments if one.cycle in names], budget.wall_s)
+    data = []
+    for part in PARTS:
+        mine = [one for one in drawn if one.part == part]
+        if mine:
+            data.append(
+                bar(
+                    part,
+                    colour(part),
+                    x=[one.end_s - one.start_s for one in mine],
+                    y=[names[one.cycle] for one in mine],
+                    base=[one.start_s for one in mine],
+                    hover=[f"{part}, {names[one.cycle]}: {one.start_s:.3f} s to {one.end_s:.3f} s" for one in mine],
+                    marker={"line": {"width": 0}},
+                    width=0.6,
+                )
+            )
+    arranged = lanes(list(names.values()), 34, 120, x="seconds since the run began", barmode="overlay")
+    description = f"Time line of {plural(len(cycles), 'cycle')}, each in a lane of its own. The table has the numbers."
+    return plot("When: cycle by cycle", data, arranged, description)
+
+
+def _visible(segments: list[Segment], wall_s: float) -> list[Segment]:
+    """The segments; of very many, those too short to be seen are part of the one before."""
+    if len(segments) <= _MOST_BARS:
+        return segments
+    joined: list[Segment] = []
+    for one in segments:
+        last = joined[-1] if joined else None
+        is_short = one.end_s - one.start_s < wall_s / _MOST_BARS
+        if last and last.cycle == one.cycle and (is_short or last.part == one.part):
+            joined[-1] = Segment(last.cycle, last.part, last.start_s, one.end_s)
+        else:
+            joined.append(one)
+    return joined
+
+
+_COLUMNS: tuple[Column[CycleBudget], ...] = (
+    numbers("cycle", lambda entry: entry.cycle),
+    numbers("on rank", lambda entry: entry.rank, count),
+    *(times(f"{part} s", lambda entry, part=part: entry.seconds[part], 3) for part in PARTS),
+    times("in all s", lambda entry: sum(entry.seconds.values()), 3),
+)
