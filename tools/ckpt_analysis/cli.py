@@ -31,7 +31,7 @@ COMMANDS: dict[str, str] = {
 DEFAULT = "report"
 
 _DOCS = "docs/metrics.md defines every number, docs/log_format.md the files that are read.\n"
-_STATUSES = "exit status: 0 fine, 1 findings (under --strict or --fail-if), 2 could not run."
+_STATUSES = "exit status: 0 fine, 1 findings (--strict, --fail-if, a --target missed), 2 could not run."
 _EXAMPLES = f"""
 examples:
   {PROGRAM} runs/tiny              the same as `{PROGRAM} report runs/tiny`

@@ -23,7 +23,7 @@ from .metrics.checks import (
 from .metrics.iterations import StepTime, TrainingTime, step_times, training_times
 from .metrics.operations import measure, rank_times
 from .metrics.rank_tables import RankTables, rank_tables
-from .metrics.results import OperationStats, StartStats
+from .metrics.results import OperationStats, StartStats, TargetResult
 from .metrics.starts import measure_starts, start_times
 from .model.frame import Frames, make_frames, no_frames
 from .model.model_info import describe_model
@@ -56,6 +56,7 @@ class RunFacts:
 @dataclass(frozen=True)
 class Report:
     """All results of one run. `model` names what was trained, None if nothing is recorded, as `budget` is.
+    `targets` are those that were asked for (--target).
 
     `imported` is the imported log that the report was made from, None for a trace.
     """
@@ -72,6 +73,7 @@ class Report:
     training: list[TrainingTime] = field(default_factory=list)
     model: str | None = None
     budget: Budget | None = None
+    targets: list[TargetResult] = field(default_factory=list)
     imported: ImportedRun | None = None
 
     @property

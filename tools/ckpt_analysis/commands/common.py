@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,14 @@ def add_strict(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strict", action="store_true", help="exit 1 if there are findings (notes are none)")
 
 
+def add_target(parser: argparse.ArgumentParser) -> None:
+    help_ = (
+        "number that the run is to stay within, such as restart_s=60 or goodput=0.9: exit 1 if its worst value does "
+        "not, or is not recorded; repeatable (docs/ckpt_analysis.md lists the names)"
+    )
+    parser.add_argument("--target", metavar="NAME=VALUE", action="append", default=[], help=help_)
+
+
 def add_format(parser: argparse.ArgumentParser, *formats: str) -> None:
     """--format, whose values are `formats`; without any, those that `write_formatted` knows of most commands."""
     choices = formats or ("table", "json", "csv", "markdown")
@@ -69,13 +78,17 @@ def progress_of(arguments: argparse.Namespace) -> Progress:
 
 def read_analysis(directory: Path, arguments: argparse.Namespace, *, per_rank: bool = False) -> Analysis:
     """The analysis of a trace or of an imported run. Raises LogDirectoryError if nothing can be analysed."""
+    from ..compare.targets import judge, parse_target
     from ..imported.file import is_imported, read_run
     from ..imported.to_report import to_report
     from ..report import analyse, without_ranks
 
+    targets = [parse_target(text) for text in getattr(arguments, "target", [])]
     if is_imported(directory):
-        return without_ranks(to_report(read_run(directory), directory))
-    return analyse(read_trace(directory, arguments), per_rank=per_rank)
+        analysis = without_ranks(to_report(read_run(directory), directory))
+    else:
+        analysis = analyse(read_trace(directory, arguments), per_rank=per_rank)
+    return replace(analysis, report=replace(analysis.report, targets=judge(analysis.report, targets)))
 
 
 def read_report(directory: Path, arguments: argparse.Namespace, *, per_rank: bool = False) -> Report:
@@ -111,9 +124,10 @@ def _reason(exc: OSError) -> str:
     return os.strerror(int(number[1])) if number else str(exc)
 
 
-def strict_status(arguments: argparse.Namespace, *reports: Report) -> int:
-    """FINDINGS under --strict if a report has any, else OK."""
-    return FINDINGS if arguments.strict and any(report.has_findings for report in reports) else OK
+def exit_status(arguments: argparse.Namespace, *reports: Report) -> int:
+    """FINDINGS if a report misses a target, or under --strict has any findings; else OK."""
+    missed = any(not target.met for report in reports for target in report.targets)
+    return FINDINGS if missed or (arguments.strict and any(report.has_findings for report in reports)) else OK
 
 
 def write_stdout(text: str) -> None:

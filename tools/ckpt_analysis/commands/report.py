@@ -11,11 +11,12 @@ from ..common.errors import CouldNotRunError
 from .common import (
     add_format,
     add_strict,
+    add_target,
+    exit_status,
     output_file,
     progress_of,
     read_analysis,
     read_variants,
-    strict_status,
     write_formatted,
     write_stdout,
 )
@@ -32,6 +33,7 @@ EXAMPLES = """\
   %(prog)s runs/torch runs/lazy -o cmp.html   two runs side by side, in the terminal and as a page
   %(prog)s --all runs/tiny                    every save and launch in full
   %(prog)s --format json runs/tiny > out.json the same numbers for programs
+  %(prog)s --target restart_s=60 --target blocked_s=2 runs/tiny   exit 1 if a restart or a save took longer
   %(prog)s --strict runs/tiny                 exit 1 if anything is missing, torn, failed or unfinished
 """
 
@@ -54,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="show every save and every launch in full")
     parser.add_argument("--per-rank", action="store_true", help="numbers rank by rank also for more than 16 ranks")
     add_strict(parser)
+    add_target(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -61,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     several = len(arguments.logdirs) > 1
     _check(arguments, several)
     reports = _compared(arguments) if several else _of_one(arguments)
-    return strict_status(arguments, *reports)
+    return exit_status(arguments, *reports)
 
 
 def _of_one(arguments: argparse.Namespace) -> list[Report]:
@@ -104,6 +107,8 @@ def _check(arguments: argparse.Namespace, several: bool) -> None:
     for flag, given in (("--checkpoint", arguments.checkpoint), ("--run-id", arguments.run_id)):
         if several and given is not None:
             raise CouldNotRunError(f"{flag} {given}: is of one run; give one LOGDIR with it")
+    if several and arguments.target:
+        raise CouldNotRunError(f"--target {arguments.target[0]}: is of one run; run it for each LOGDIR")
     if arguments.checkpoint is not None and arguments.output is None:
         raise CouldNotRunError(
             f"--checkpoint {arguments.checkpoint}: chooses what the HTML report shows; add -o PATH or drop it"

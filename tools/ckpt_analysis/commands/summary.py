@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 
-from .common import add_format, add_logdir, add_strict, read_report, strict_status, write_formatted
+from .common import add_format, add_logdir, add_strict, add_target, exit_status, read_report, write_formatted
 
 HELP = "print the numbers alone: a row per save, load and start, and a row per phase"
 EXAMPLES = """\
   %(prog)s runs/tiny                           two tables
   %(prog)s --format csv runs/tiny > tiny.csv   one line per operation and phase, for a spreadsheet
   %(prog)s --format json runs/tiny             everything that is known, for programs
+  %(prog)s --target restart_s=60 runs/tiny     exit 1 if a restart took longer
   %(prog)s --format markdown --all runs/tiny   for a document, with the phases of every save
 """
 
@@ -25,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help_ = "json: numbers rank by rank also for more than 16 ranks"
     parser.add_argument("--per-rank", action="store_true", help=help_)
     add_strict(parser)
+    add_target(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -41,4 +43,4 @@ def run(arguments: argparse.Namespace) -> int:
         csv=lambda: csv_text(report),
         markdown=lambda: markdown_text(report, show_all=arguments.all),
     )
-    return strict_status(arguments, report)
+    return exit_status(arguments, report)

@@ -84,6 +84,12 @@ _PRINTED_TOTAL = _total(
 )
 
 
+def known_metrics() -> list[Metric]:
+    """The metrics that a trace may have a value of, but for those of single phases."""
+    tables = [metric for table in (_SAVE, _LOAD, _RESTART) for metric, _ in table]
+    return [*tables, _LAUNCH, _STEP, _TOTAL_S, _TOTAL_GBPS, _SHARE]
+
+
 def collect(report: Report) -> dict[str, Samples]:
     """Name -> samples of every metric that `report` has a value of. Saves and loads that did not end well are out."""
     collected: dict[str, Samples] = {}

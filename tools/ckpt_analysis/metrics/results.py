@@ -40,6 +40,25 @@ class PhaseStats:
 
 
 @dataclass(frozen=True)
+class TargetResult:
+    """What a run has of a number that was asked to stay within `limit`. `worst` of `values`; None: not recorded."""
+
+    name: str
+    unit: str
+    limit: float
+    upper: bool  # whether the limit is the most that is allowed, else the least
+    worst: float | None
+    values: int
+
+    @property
+    def met(self) -> bool:
+        """Whether every value is within the limit; a number that was not recorded has not met it."""
+        if self.worst is None:
+            return False
+        return self.worst <= self.limit if self.upper else self.worst >= self.limit
+
+
+@dataclass(frozen=True)
 class RankStats:
     """One rank's part of an operation. `phases` maps "phase" and "phase/detail" to seconds."""
 

@@ -11,6 +11,7 @@ from ...common.tables import Column, Style, csv_table, markdown_table, numbers, 
 from ..metrics.results import OperationStats, PhaseStats, Stats
 from ..report import Report
 from .phase_table import PhaseLine, phase_lines, time_columns, volume_columns
+from .targets import COLUMNS as TARGETS
 
 # Columns of the CSV. docs/metrics.md defines them; phase and detail are empty for an operation as a whole.
 _SPREAD = ("max_s", "median_s", "min_s", "slowest_rank", "at_critical_s")
@@ -98,6 +99,9 @@ def table_text(report: Report, style: Style, *, show_all: bool) -> str:
     operations, phases = _both(shown(report), show_all)
     lines = [style.heading("Operations"), *text_table(*operations, style, indent="")]
     lines += ["", style.heading("Phases"), *text_table(*phases, style, indent="")]
+    if report.targets:
+        rows = texts(TARGETS, shown(report).targets)
+        lines += ["", style.heading("Targets"), *text_table(titles(TARGETS), rows, style, indent="")]
     return "\n".join(lines) + "\n"
 
 
@@ -105,6 +109,8 @@ def markdown_text(report: Report, *, show_all: bool) -> str:
     """Both tables as GitHub's Markdown."""
     operations, phases = _both(shown(report, markdown), show_all)
     lines = [*markdown_table(*operations, numbers=True), "", *markdown_table(*phases, numbers=True)]
+    if report.targets:
+        lines += ["", *markdown_table(titles(TARGETS), texts(TARGETS, report.targets), numbers=True)]
     return "\n".join(lines) + "\n"
 
 

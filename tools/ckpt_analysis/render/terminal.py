@@ -15,6 +15,7 @@ from ..model.run_info import CycleInfo
 from ..report import Report
 from .answer import answer
 from .phase_table import PhaseLine, blocking_column, critical_columns, phase_lines, time_columns, volume_columns
+from .targets import COLUMNS as TARGETS
 
 _BAR = 40  # columns that a restart is drawn in, where the terminal has them
 _BESIDE_THE_BAR = 68  # columns of the table that the bars are in
@@ -44,6 +45,8 @@ def render(report: Report, style: Style, *, show_all: bool = False) -> str:
     lines = [fitted for line in _header(report, style) for fitted in _fitted(line)]
     lines += _problems(report.problems, style)
     lines += ["", *textwrap.wrap(" ".join(answer(report)), text_width())]
+    if report.targets:
+        lines += ["", style.heading("Targets"), *fitted_table(TARGETS, report.targets, style)]
     lines += _findings(report.findings, style)
     coordinates = report.cycles[-1].coordinates
     for start in report.starts:

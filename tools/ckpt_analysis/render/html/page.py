@@ -14,11 +14,13 @@ from ...common.problems import ERROR, NOTE, WARNING, Problem
 from ...compare.results import Comparison
 from ...compare.variants import Variant
 from ...compare.verdict import verdict_of
+from ...metrics.results import TargetResult
 from ...report import Analysis, Report
 from ..answer import answer
 from ..headline import headline
+from ..targets import COLUMNS as TARGETS
 from . import comparison
-from .content import Content, Figure, Plot
+from .content import Content, Figure, Plot, Table, table
 from .definitions import DEFINITIONS
 from .figures import FIGURES
 from .run_data import choose
@@ -62,11 +64,17 @@ def _first_page(report: Report, name: str) -> dict[str, Any]:
         "facts": _facts(report),
         "answer": answer(report),
         "numbers": headline(report),
+        "targets": _targets(report.targets),
         "state": _state(report.problems),
         "problems": shown,
         "more_problems": len(report.problems) - len(shown),
         "findings": report.findings,
     }
+
+
+def _targets(targets: list[TargetResult]) -> Table | None:
+    """What was asked of the run (--target), and whether it was met; None if nothing was."""
+    return table("Targets", TARGETS, targets) if targets else None
 
 
 def _state(problems: list[Problem]) -> str:
