@@ -126,6 +126,9 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
         "backend": Field("str", False, "torch.distributed backend"),
         "parameters": Field("int", False, "number of parameters held by this rank"),
         "save_dir": Field("str", False, "checkpoint directory"),
+        "save_mount": Field("str", False, "file system of the checkpoint directory, as mount(8) lists it"),
+        "load_dir": Field("str", False, "directory that checkpoints are loaded from"),
+        "load_mount": Field("str", False, "file system of that directory"),
     },
     "operation_begin": _TYPE
     | {

@@ -28,7 +28,7 @@ from .metrics.starts import measure_starts, start_times
 from .model.frame import Frames, make_frames, no_frames
 from .model.model_info import describe_model
 from .model.probe_values import probe_values
-from .model.run_info import CycleInfo, crowded_hosts, describe_cycles, is_ours, layout_text
+from .model.run_info import CycleInfo, Storage, crowded_hosts, describe_cycles, describe_storage, is_ours, layout_text
 
 if TYPE_CHECKING:
     from .model.imported_run import ImportedRun
@@ -72,6 +72,7 @@ class Report:
     steps: list[StepTime] = field(default_factory=list)
     training: list[TrainingTime] = field(default_factory=list)
     model: str | None = None
+    storage: list[Storage] = field(default_factory=list)
     budget: Budget | None = None
     targets: list[TargetResult] = field(default_factory=list)
     imported: ImportedRun | None = None
@@ -163,6 +164,7 @@ def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
         steps=step_times(frames.iterations),
         training=training_times(frames.iterations),
         model=describe_model(trace, frames),
+        storage=describe_storage(frames.runtimes),
         budget=make_budget(frames, starts, of_starts, save_times.totals),
     )
     return Analysis(report, frames, tables, hosts, probes)

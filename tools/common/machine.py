@@ -7,6 +7,8 @@ import platform
 from pathlib import Path
 from typing import Any
 
+from restart_trace.mounts import mount_of
+
 
 def machine() -> dict[str, Any]:
     """What of the machine matters to the figures; no names."""
@@ -19,15 +21,6 @@ def machine() -> dict[str, Any]:
 
 
 def filesystem_of(place: Path) -> str:
-    """Type of the file system that `place` is on, as /proc/mounts has it; "unknown" elsewhere."""
-    best, kind = "", "unknown"
-    try:
-        lines = Path("/proc/mounts").read_text().splitlines()
-    except OSError:
-        return kind
-    where = str(place.resolve())
-    for line in lines:
-        _, mount, found, *_ = line.split()
-        if (where + "/").startswith(mount.rstrip("/") + "/") and len(mount) >= len(best):
-            best, kind = mount, found
-    return kind
+    """Type of the file system that `place` is on; "unknown" where the kernel does not tell."""
+    mount = mount_of(place)
+    return mount.fs_type if mount else "unknown"

@@ -114,6 +114,30 @@ def _between_cycles(cycles: list[CycleInfo], claimed: list[int]) -> list[Problem
     return problems
 
 
+@dataclass(frozen=True)
+class Storage:
+    """Where `ranks` ranks of the newest cycle that tells save to or load from; `mount` is as mount(8) lists it."""
+
+    use: str  # save or load
+    directory: str
+    mount: str
+    ranks: int
+
+
+def describe_storage(runtimes: pl.DataFrame) -> list[Storage]:
+    """The directories of checkpoints and the file systems that they are on, as the runtime records tell."""
+    found = []
+    for use in ("save", "load"):
+        place = [f"{use}_dir", f"{use}_mount"]
+        if not set(place) <= set(runtimes.columns):
+            continue
+        known = runtimes.drop_nulls(place)
+        newest = known.filter(pl.col("cycle") == pl.col("cycle").max())
+        rows = newest.group_by(place).agg(pl.len()).sort("len", *place, descending=[True, False, False])
+        found += [Storage(use, *row) for row in rows.iter_rows()]
+    return found
+
+
 def layout_text(layout: dict[str, int]) -> str:
     """{"tp": 2, "pp": 2, "dp": 2} as TP2 PP2 DP2; axes besides these where there are any."""
     shown = [*("tp", "pp", "dp"), *(name for name in AXES if layout.get(name, 1) > 1)]

@@ -18,6 +18,7 @@ _FAILURE = "fault detected_s stopped_s relaunched_s"
 _SPREAD = "max_s median_s min_s spread_s slowest_rank"
 _PHASE = "ranks bytes num_files GBps blocking"
 _RANK = "rank wall_s blocked_s coverage unattributed_s phases"
+_STORAGE = "use directory mount ranks"
 _TARGET = "name unit limit worst values"
 _FINDING = "rule title evidence advice cost_s data"
 
@@ -42,6 +43,7 @@ def to_dict(report: Report) -> dict[str, Any]:
         "problems": [_fields(problem, "kind severity message data") for problem in report.problems],
         "findings": [_fields(finding, _FINDING) for finding in report.findings],
         "model": report.model,
+        "storage": [_fields(storage, _STORAGE) for storage in report.storage],
         "targets": [_fields(target, _TARGET) | {"met": target.met} for target in report.targets],
         "budget": _budget(report.budget) if report.budget else None,
     }

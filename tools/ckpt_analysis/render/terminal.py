@@ -15,14 +15,16 @@ from ..model.run_info import CycleInfo
 from ..report import Report
 from .answer import answer
 from .phase_table import PhaseLine, blocking_column, critical_columns, phase_lines, time_columns, volume_columns
+from .storage import storage_text
 from .targets import COLUMNS as TARGETS
 
+_MOST_STORAGE = 2  # directories that a header names
 _BAR = 40  # columns that a restart is drawn in, where the terminal has them
 _BESIDE_THE_BAR = 68  # columns of the table that the bars are in
 _AFTERWARDS = "caught_up"  # a phase that begins when the start is over: no part of its whole
 _SMALL = 0.01  # of the whole: rows below are one row, without --all
 # Columns that a narrow terminal has no room for, the first to go first.
-_OPTIONAL_OF_SAVES = ("cycle", "coverage", "files", "critical rank", "slowest rank", "GB/s")
+_OPTIONAL_OF_SAVES = ("cycle", "coverage", "files", "critical rank", "GB/s")
 _OPTIONAL_OF_PHASES = ("spread s", "files", "min s", "rank", "blocking", "GB/s", "bytes", "median s")
 _Coordinates = dict[int, tuple[int, int, int]]  # rank -> (tp, pp, dp)
 _SAVES: tuple[Column[OperationStats], ...] = (
@@ -77,6 +79,7 @@ def _header(report: Report, style: Style) -> list[str]:
         f"  ranks       {_presence(report.cycles)}",
         f"  model       {report.model or 'not recorded'}",
         f"  engine      asked for (and used): {', '.join(engines)}; durability {', '.join(durability)}",
+        *(f"  {storage.use:<12}{storage_text(storage)}" for storage in report.storage[:_MOST_STORAGE]),
         f"  versions    {', '.join(facts.versions)}",
     ]
 
@@ -164,7 +167,7 @@ def _waterfall(start: StartStats, whole_s: float, style: Style, show_all: bool) 
         took = sum(parts[name] for name in small)
         rows.append(("other", seconds(took), "", f"{100 * took / whole_s:.1f} %", " " * bar))
     accounted = 1 - parts.get(UNNAMED, 0.0) / whole_s
-    name = f"failure to first step, critical rank {count(start.critical_rank)}"
+    name = f"to first step, critical rank {count(start.critical_rank)}"
     header = (name, "took s", "until s", "share", " " * bar)
     accounted_for = f"  {percent(accounted)} of {seconds(whole_s)} s accounted for"
     return [*text_table(header, rows, style), *_named(small), accounted_for]

@@ -18,6 +18,7 @@ from ...metrics.results import TargetResult
 from ...report import Analysis, Report
 from ..answer import answer
 from ..headline import headline
+from ..storage import storage_text
 from ..targets import COLUMNS as TARGETS
 from . import comparison
 from .content import Content, Figure, Plot, Table, table
@@ -26,6 +27,7 @@ from .figures import FIGURES
 from .run_data import choose
 
 _TEMPLATES = Path(__file__).parent / "templates"
+_MOST_STORAGE = 4  # shown; ranks may each have a directory of their own
 _MOST_PROBLEMS = 200  # shown; a torn directory of ten thousand files has one each
 
 
@@ -102,6 +104,7 @@ def _facts(report: Report) -> list[tuple[str, str]]:
         ("Layout", ", then ".join(facts.layouts)),
         ("Engine that ran", "; ".join(sorted(engines))),
         ("Durability", ", ".join(sorted({value or "not recorded" for value in facts.durability}))),
+        *((storage.use.capitalize(), storage_text(storage)) for storage in report.storage[:_MOST_STORAGE]),
         ("Hosts", hosts if facts.hosts else "not recorded"),
         ("Ranks", present + "".join(incomplete[-4:])),
         ("Launches", f"{plural(len(report.cycles), 'cycle')}, {plural(len(report.restarts), 'restart')}"),

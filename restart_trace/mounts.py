@@ -1,0 +1,57 @@
+"""Which file system a directory is on, as the kernel lists its mounts. Only /proc is read, nothing on storage."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from restart_trace.redaction import redact_text
+
+_MOUNTS = Path("/proc/self/mountinfo")
+_OCTAL = re.compile(r"\\([0-7]{3})")
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A mounted file system: its type, where it comes from, where it is mounted, and the options of the mount."""
+
+    fs_type: str
+    source: str
+    point: str
+    options: str
+
+    def __str__(self) -> str:
+        """As mount(8) lists it, without passwords."""
+        return redact_text(f"{self.source} on {self.point} type {self.fs_type} ({self.options})")
+
+
+def mount_of(directory: str | Path) -> Mount | None:
+    """The mount that `directory` is on, or will be on once it is made; None where the kernel does not tell."""
+    try:
+        lines = _MOUNTS.read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    return mount_among(lines, os.path.realpath(directory))
+
+
+def mount_among(lines: Iterable[str], directory: str) -> Mount | None:
+    """The mount of an absolute path without links, among the lines of mountinfo (proc(5)); None if there is none."""
+    found: Mount | None = None
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        fields, of_fs = before.split(), after.split()
+        if len(fields) < 6 or len(of_fs) < 2:
+            continue
+        point = _plain(fields[4])
+        # Of two mounts on one place the later one is seen.
+        if f"{directory}/".startswith(f"{point.rstrip('/')}/") and (found is None or len(point) >= len(found.point)):
+            found = Mount(of_fs[0], _plain(of_fs[1]), point, fields[5])
+    return found
+
+
+def _plain(text: str) -> str:
+    """Spaces and the like, which the kernel writes as octal numbers."""
+    return _OCTAL.sub(lambda match: chr(int(match[1], 8)), text)

@@ -1,0 +1,38 @@
+"""Where a run saves to and loads from, with the file systems, in every output."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.tools.ckpt_analysis.analysis_helpers import file_of, result
+from tests.unit.tools.ckpt_analysis.trace_factory import RANKS, Options, RankLog, dump, write_trace
+from tools.ckpt_analysis.cli import main
+
+MOUNT = "10.0.0.1@tcp:/fs on /scratch type lustre (rw,flock)"
+
+
+def test_directories_and_mounts_of_the_newest_cycle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for cycle in (0, 1):
+        for rank in range(RANKS):
+            log = RankLog(Options(), rank, cycle, 1000 * cycle)
+            log.process()
+            save_dir = f"/scratch/{'old' if cycle == 0 else 'new'}"
+            loads = {"load_dir": "/mnt/one", "load_mount": "disk on / type xfs (ro)"} if rank == 3 else {}
+            log.write("runtime", engine_used="TorchEngine", save_dir=save_dir, save_mount=MOUNT, **loads)
+            dump(file_of(tmp_path, rank, cycle), log.records)
+    assert result(tmp_path)["storage"] == [
+        {"use": "save", "directory": "/scratch/new", "mount": MOUNT, "ranks": 8},
+        {"use": "load", "directory": "/mnt/one", "mount": "disk on / type xfs (ro)", "ranks": 1},
+    ]
+    assert main([str(tmp_path), "-o", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert f"  save        /scratch/new on 8 ranks: {MOUNT}\n" in text
+    assert "  load        /mnt/one on 1 rank: disk on / type xfs (ro)\n" in text
+    page = (tmp_path / "ckpt_report.html").read_text()
+    assert f"<dt>Save</dt><dd>/scratch/new on 8 ranks: {MOUNT}</dd>" in page
+
+
+def test_what_was_not_recorded_is_not_guessed(tmp_path: Path) -> None:
+    assert result(write_trace(tmp_path))["storage"] == []

@@ -1,0 +1,11 @@
+"""Where checkpoints are saved to and loaded from, as people read it."""
+
+from __future__ import annotations
+
+from ...common.formatting import plural
+from ..model.run_info import Storage
+
+
+def storage_text(storage: Storage) -> str:
+    """The directory, its mount as mount(8) lists it, and how many ranks use it."""
+    return f"{storage.directory} on {plural(storage.ranks, 'rank')}: {storage.mount}"
