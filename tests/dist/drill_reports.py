@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from restart_trace.mounts import mount_of
 from restart_trace.reading import read_records
 from restart_trace.schema import PHASES
 from tools.ckpt_analysis.cli import main
@@ -135,7 +136,11 @@ def _loaded_s(events: list[dict[str, Any]], rank: int | None, cycle: int) -> flo
 
 def assert_saves_agree(out: Path, report: Report) -> None:
     """Bytes and number of files of every checkpoint that is still there, as the save that wrote it last has them."""
-    (checkpoints,) = {Path(r["save_dir"]) for r in _records(out / "trace") if r["type"] == "runtime"}
+    ((save_dir, save_mount),) = {
+        (r["save_dir"], r["save_mount"]) for r in _records(out / "trace") if r["type"] == "runtime"
+    }
+    checkpoints = Path(save_dir)
+    assert save_mount == str(mount_of(checkpoints))
     newest = {save.tag: save for save in report.saves if save.outcome == "ok" and save.tag}
     there = {tag: save for tag, save in newest.items() if (checkpoints / tag / _MANIFEST).is_file()}
     assert there, f"no checkpoint of this drill is left in {checkpoints}"
