@@ -56,8 +56,8 @@ def draw(comparison: Comparison) -> Content:
         _shares(comparison),
     ]
     tables = [_runs(comparison), *_grid(comparison), _differences(comparison)]
-    notes = [*_sentences(comparison), *comparison.notes, METHOD]
-    return Content([drawn for drawn in plots if drawn], tables, notes)
+    method = [*comparison.notes, METHOD]
+    return Content([drawn for drawn in plots if drawn], tables, _sentences(comparison), method)
 
 
 def name_of(variant: VariantFacts) -> str:

@@ -47,11 +47,15 @@ class Table:
 
 @dataclass(frozen=True)
 class Content:
-    """What one figure shows, in this order: notes (sentences with its result), plots, tables."""
+    """What one figure shows, in this order: notes (sentences with its result), plots, tables.
+
+    `method` are sentences on how the result was found; they are folded.
+    """
 
     plots: list[Plot] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    method: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
