@@ -113,7 +113,7 @@ def test_the_terminal_shows_the_waterfall(
 
 def _waterfall(printed: str) -> dict[str, tuple[float, float]]:
     """Part -> (took, until) of the table in a terminal report."""
-    after = printed.partition("failure to first step, rank")[2].splitlines()[1:]
+    after = printed.partition("to first step, critical rank")[2].splitlines()[1:]
     rows: dict[str, Any] = {}
     for line in after:
         cells = line.split()

@@ -35,7 +35,7 @@ def test_both_ways_to_run_it(tmp_path: Path) -> None:
 def test_the_waterfall_of_a_restart(tmp_path: Path) -> None:
     """From the failure on: 18.97 s in all, of which the trace's constants are known (trace_factory)."""
     lines = run_cli("--all", str(write_trace(tmp_path))).stdout.splitlines()
-    (first,) = [i for i, line in enumerate(lines) if line.startswith("  failure to first step, rank 2 ")]
+    (first,) = [i for i, line in enumerate(lines) if line.startswith("  to first step, critical rank 2 ")]
     (last,) = [i for i, line in enumerate(lines) if line == "  99.86 % of 18.970 s accounted for"]
     shown = {cells[0]: cells[1:3] for cells in (line.split() for line in lines[first + 1 : last])}
     assert shown == {

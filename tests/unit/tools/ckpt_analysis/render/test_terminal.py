@@ -20,7 +20,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
 
 def rows(text: str) -> list[str]:
     """First words of the rows of the waterfall."""
-    table = text.partition("failure to first step, ")[2].partition("accounted for")[0]
+    table = text.partition("to first step, critical rank ")[2].partition("accounted for")[0]
     return [line.split()[0] for line in table.splitlines()[1:-1]]
 
 
