@@ -97,7 +97,7 @@ def test_the_terminal_shows_the_waterfall(
     demo: Demonstration, report: Report, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From the failure to the first step, part by part; the numbers are drill.json's, to three decimals."""
-    assert main(["report", str(demo.directory / "trace"), "--no-cache"]) == 0
+    assert main(["report", "--all", str(demo.directory / "trace"), "--no-cache"]) == 0
     printed = capsys.readouterr().out
     ((entry, restart),) = restarts_of(demo.directory, report)
     told = dict(entry["phases"])
