@@ -6,6 +6,8 @@ import functools
 import os
 import shutil
 import subprocess
+import tempfile
+from pathlib import Path
 
 INSTALL = "tests/install_system_packages.sh"
 PROGRAMS = ("unshare", "nsenter", "setpriv", "mount", "ip", "tc", "ssh", "ssh-keygen", "sshd", "pdsh")
@@ -37,6 +39,9 @@ def why_no_cluster() -> str | None:
     missing = [program for program in PROGRAMS if shutil.which(program, path=SYSTEM_PATH) is None]
     if missing:
         return f"no cluster here: {' '.join(missing)} missing; as root: CI=true bash {INSTALL}"
+    temporary = Path(tempfile.gettempdir()).resolve()
+    if temporary.is_relative_to("/dev/shm") or temporary.is_relative_to("/run"):
+        return f"no cluster here: every node has its own {temporary}; set TMPDIR to a directory on a disk"
     tried = _in_namespaces(_TRIED)
     if tried.returncode != 0:
         return f"no cluster here: this machine allows no namespaces, bridges or mounts ({tried.stderr.strip()})"
