@@ -13,7 +13,7 @@ from ..metrics.restart_parts import UNNAMED, parts_of
 from ..metrics.results import OperationStats, StartStats, Stats
 from ..model.run_info import CycleInfo
 from ..report import Report
-from .answer import answer
+from .answer import answer, goodput_sentence
 from .phase_table import PhaseLine, blocking_column, critical_columns, phase_lines, time_columns, volume_columns
 from .storage import storage_text
 from .targets import COLUMNS as TARGETS
@@ -63,6 +63,8 @@ def render(report: Report, style: Style, *, show_all: bool = False) -> str:
     for save in full:
         lines += ["", *_operation(save, coordinates, style, show_all)]
     lines += ["", *_hints(report, show_all)]
+    if report.budget:  # what the whole run lost is what one looks for, and the end is what a terminal shows
+        lines += ["", *textwrap.wrap(goodput_sentence(report.budget), text_width())]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 

@@ -42,3 +42,9 @@ def test_every_line_fits(report: Report, columns: int, monkeypatch: pytest.Monke
     assert max(map(len, tables)) <= columns
     if columns == 80:
         assert any("for which the terminal has no room" in line for line in lines)
+
+
+def test_the_last_lines_say_what_the_run_lost(report: Report) -> None:
+    last = " ".join(render(report, Style(io.StringIO())).rpartition("\n\n")[2].split())
+    assert last.startswith("Goodput ") and " s restarting, " in last and " s blocked by saves, " in last
+    assert " s lost work" in last
