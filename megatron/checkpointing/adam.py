@@ -6,10 +6,15 @@ moments' bias is corrected, not by which rule weights decay (it is the decoupled
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+
+from megatron.checkpointing.engines.errors import CheckpointMismatchError
+
+logger = logging.getLogger(__name__)
 
 _OF_FUSED = "bias_correction"
 
@@ -17,7 +22,10 @@ _OF_FUSED = "bias_correction"
 def as_here(base: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """`base`, the state_dict of an Adam, as one with the parameter groups `own` keeps it; as it is if that is its kind.
 
-    Both have the groups in the same order. No tensor of `base` is copied or changed.
+    Both have the groups in the same order. No tensor of `base` is copied or changed: moments and steps are carried over
+    bit for bit, which is logged, since the other Adam rounds its steps otherwise.
+
+    Raises CheckpointMismatchError if `base` was trained with L2 weight decay, which FusedAdam would take for decoupled.
     """
     if isinstance(base, list):  # zero_optimization.elastic_checkpoint
         return base
@@ -27,6 +35,7 @@ def as_here(base: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> Mappin
         if (_OF_FUSED in saved) == (_OF_FUSED in here):
             groups.append(saved)
             continue
+        _check_weight_decay(saved, here)
         known = {key: value for key, value in saved.items() if key in here}
         groups.append(dict(here) | known)
         for param in saved["params"]:
@@ -38,4 +47,21 @@ def as_here(base: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> Mappin
                 groups[-1]["step"] = int(step)
             else:
                 state[param] = {**values, "step": torch.tensor(float(step))}
+    if any(mine is not theirs for mine, theirs in zip(groups, base["param_groups"], strict=True)):
+        kinds = ("FusedAdam (apex's or DeepSpeed's)", "torch's Adam")
+        saved_by, here_is = kinds if _OF_FUSED not in own[0] else kinds[::-1]
+        logger.info(
+            "the checkpoint's optimizer is %s and this run's %s: moments and steps are the same bits, and steps from "
+            "here on may round otherwise",
+            saved_by,
+            here_is,
+        )
     return {**base, "state": state, "param_groups": groups}
+
+
+def _check_weight_decay(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    if _OF_FUSED in here and saved.get("decoupled_weight_decay") is False and saved.get("weight_decay"):
+        raise CheckpointMismatchError(
+            "the checkpoint was trained by torch's Adam with L2 weight decay (upstream on CPU), and this run's, "
+            "FusedAdam, decouples it: that would be another training; resume without apex, or with --no-load-optim"
+        )

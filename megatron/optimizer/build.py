@@ -32,7 +32,7 @@ def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.op
     """The optimizer that --optimizer names, for all parameters of `model`.
 
     adam is Adam with decoupled weight decay (AdamW, arXiv:1711.05101) on every device, as apex's FusedAdam is:
-    apex's where apex is installed and CUDA is there, else torch's fused one.
+    apex's where CUDA is there and apex was built with its extensions for it, else torch's fused one.
     Raises ValueError for a name that is not supported.
     """
     groups = parameter_groups(model)
@@ -41,13 +41,17 @@ def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.op
             groups, lr=config.lr, weight_decay=config.weight_decay, momentum=config.sgd_momentum
         )
     elif config.optimizer == "adam":
-        optimizer = _adam_class()(
+        fused_adam = _apex_fused_adam()
+        # torch's AdamW is its Adam with the last option, except that it ignores what a checkpoint says about it:
+        # a run that was started with L2 weight decay (upstream on CPU) must continue with it.
+        options = {"adam_w_mode": True} if fused_adam else {"fused": True, "decoupled_weight_decay": True}
+        optimizer = (fused_adam or torch.optim.Adam)(
             groups,
             lr=config.lr,
             weight_decay=config.weight_decay,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_eps,
-            **_adam_options(),
+            **options,
         )
     else:
         raise ValueError(f"--optimizer {config.optimizer}: not supported; use adam or sgd")
@@ -56,22 +60,23 @@ def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.op
     return optimizer
 
 
-def _apex_here() -> bool:
-    return torch.cuda.is_available() and util.find_spec("apex") is not None
+def _apex_fused_adam() -> Any:
+    """apex's FusedAdam; None, with a warning if apex is installed, where it could not run.
 
-
-def _adam_class() -> Any:
-    if not _apex_here():
-        return torch.optim.Adam
-    from apex.optimizers import FusedAdam  # pyright: ignore[reportMissingImports]
-
+    Its module can be imported without the extension, and then its first object raises RuntimeError.
+    """
+    if not torch.cuda.is_available() or util.find_spec("apex") is None:
+        return None
+    try:
+        import amp_C  # pyright: ignore[reportMissingImports]
+        from apex.optimizers import FusedAdam  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        logger.warning("apex is installed without its CUDA extensions (%s): torch's Adam is used instead", error)
+        return None
+    if not hasattr(amp_C, "multi_tensor_adam"):
+        logger.warning("apex's extension amp_C has no multi_tensor_adam: torch's Adam is used instead")
+        return None
     return FusedAdam
-
-
-def _adam_options() -> dict[str, Any]:
-    # torch's AdamW is its Adam with this option, except that it ignores what a checkpoint says about it:
-    # a run that was started with L2 weight decay (upstream on CPU) must continue with it.
-    return {"adam_w_mode": True} if _apex_here() else {"fused": True, "decoupled_weight_decay": True}
 
 
 def warn_of_l2_weight_decay(optimizer: Any) -> None:

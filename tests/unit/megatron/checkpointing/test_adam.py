@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 import torch
 
 from megatron.checkpointing.adam import as_here
+from megatron.checkpointing.engines.errors import CheckpointMismatchError
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -63,3 +65,33 @@ def test_what_is_of_the_same_kind_is_left_alone() -> None:
     assert as_here(base, ours.param_groups) == base
     begun = adam().state_dict()
     assert as_here(begun, ours.param_groups)["state"] == {}
+
+
+def test_moments_and_steps_go_to_the_other_adam_and_back_bit_for_bit(caplog: pytest.LogCaptureFixture) -> None:
+    """The classes of apex cannot be had without CUDA: what counts here is the form of their state."""
+    saved = adam()
+    saved.param_groups[0]["params"][0].grad = torch.tensor([0.1, 0.3, -0.7])
+    for _ in range(3):
+        saved.step()
+    before = saved.state_dict()
+    own = [OPTIONS | {"name": "wd_no_scale_lr", "bias_correction": True, "params": []}]
+    with caplog.at_level(logging.INFO):
+        there = as_here(before, own)
+        back = adam()
+        back.load_state_dict(dict(as_here(there, back.param_groups)))
+    for name in ("exp_avg", "exp_avg_sq", "step"):
+        assert torch.equal(back.state_dict()["state"][0][name], before["state"][0][name]), name
+    told = [message.split(":")[0] for message in caplog.messages]
+    assert told == [
+        "the checkpoint's optimizer is torch's Adam and this run's FusedAdam (apex's or DeepSpeed's)",
+        "the checkpoint's optimizer is FusedAdam (apex's or DeepSpeed's) and this run's torch's Adam",
+    ]
+
+
+def test_l2_weight_decay_is_not_taken_for_decoupled() -> None:
+    own = [OPTIONS | {"name": "wd_no_scale_lr", "bias_correction": True, "params": []}]
+    with pytest.raises(
+        CheckpointMismatchError, match=r"L2 weight decay .*resume without apex, or with --no-load-optim"
+    ):
+        as_here(adam(decoupled_weight_decay=False).state_dict(), own)
+    assert as_here(adam(decoupled_weight_decay=False, weight_decay=0.0).state_dict(), own)

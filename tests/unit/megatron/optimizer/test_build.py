@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -85,3 +88,39 @@ def test_l2_weight_decay_of_a_checkpoint_is_told(caplog: pytest.LogCaptureFixtur
     assert caplog.messages == []
     warn_of_l2_weight_decay(torch.optim.Adam(params))
     assert len(caplog.messages) == 1 and "continues with L2" in caplog.messages[0]
+
+
+def install_apex(monkeypatch: pytest.MonkeyPatch, with_extension: bool) -> type:
+    """Stand-ins for the modules of apex, which cannot be built without CUDA; `amp_C` is the extension."""
+
+    class FusedAdam(torch.optim.Adam):
+        def __init__(self, groups: Any, adam_w_mode: bool, **options: Any) -> None:
+            super().__init__(groups, **options)
+            self.adam_w_mode = adam_w_mode
+
+    modules = {name: ModuleType(name) for name in ("apex", "apex.optimizers")}
+    modules["apex.optimizers"].FusedAdam = FusedAdam  # type: ignore[attr-defined]
+    if with_extension:
+        modules["amp_C"] = ModuleType("amp_C")
+        modules["amp_C"].multi_tensor_adam = None  # type: ignore[attr-defined]
+    for name, module in modules.items():
+        module.__spec__ = ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return FusedAdam
+
+
+def test_apex_is_taken_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    cls = install_apex(monkeypatch, with_extension=True)
+    optimizer = build_optimizer(Block(), OptimizerConfig(lr=0.1))
+    assert type(optimizer) is cls and vars(optimizer)["adam_w_mode"] is True
+
+
+def test_apex_without_its_extension_is_told_and_not_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install_apex(monkeypatch, with_extension=False)
+    optimizer = build_optimizer(Block(), OptimizerConfig(lr=0.1))
+    assert type(optimizer) is torch.optim.Adam and optimizer.param_groups[0]["decoupled_weight_decay"] is True
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "apex is installed without its CUDA extensions (No module named 'amp_C'): torch's Adam is used" in warning
