@@ -111,6 +111,7 @@ _MEANINGS: dict[Kind, dict[str, str]] = {
         "it concerns this process and machine only":
             "distributed_backend distributed_timeout_minutes local_rank rank exit_signal_handler "
             "allow_injected_faults",
+        "it changes the order of sums, and so their rounding": "deterministic",
         "every accepted value runs as stage 1": "zero_stage zero_stage_asked",
         "it is a path; the settings in the file are compared as flags": "deepspeed_config",
         "an iteration has the same samples; dropout masks and rounding differ": "micro_batch_size",

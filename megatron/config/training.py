@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from megatron.config.batch_ramp import BatchSizes, batch_sizes
-from megatron.config.flags import REQUIRED, FlagGroup, flag
+from megatron.config.flags import REQUIRED, FlagGroup, flag, on_off
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -34,6 +34,12 @@ class TrainingConfig(FlagGroup):
         None, "stop, and save, after so many tokens; --train-iters or --train-samples may stop the run earlier", least=1
     )
     seed: int = flag(1234, "seed of initialization, dropout and data order", least=1)
+    deterministic: bool | None = flag(
+        None,
+        "the same numbers from the same state on the same layout, to the last bit: settings of torch, cuBLAS, NCCL and "
+        "attention, which cost time; on or off (default: off)",
+        parse=on_off,
+    )
     data_parallel_random_init: bool = flag(
         False, "seed each DP rank differently (by 10 x its rank); DeepSpeed still broadcasts the weights of rank 0"
     )

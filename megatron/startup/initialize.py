@@ -16,6 +16,7 @@ from megatron.parallel.accelerator import accelerator
 from megatron.parallel.random import seed_everything
 from megatron.parallel.topology import Coordinates, Layout
 from megatron.startup import lean_imports
+from megatron.startup.determinism import make_deterministic
 from megatron.startup.elastic_rendezvous import init_method
 from restart_trace.devices import device_index
 from restart_trace.startup import Startup
@@ -145,6 +146,8 @@ def initialize_megatron(config: Config, startup: Startup, *, commits_in_backgrou
         # DeepSpeed refuses on CPUs without half-precision instructions, though torch computes there too.
         device_type.is_fp16_supported = lambda: True
         logger.warning("--fp16: this CPU has no half-precision instructions; torch emulates them, slowly")
+    if config.training.deterministic:
+        make_deterministic()
     device = _choose_device(parallel.local_rank) if on_cuda else torch.device("cpu")
     timeout = group_timeout(config)
     with startup.phase("rendezvous"):

@@ -186,10 +186,16 @@ def base_plan(args: argparse.Namespace, training: list[str]) -> Plan:
     )
 
 
-def tolerance_of(command: list[str]) -> float:
-    """How far losses may be apart on another layout; for flags that cannot be seen, as in bf16."""
+def tolerances_of(command: list[str]) -> tuple[float, float]:
+    """How far losses may be apart on another layout, and repeated on one; for flags that cannot be seen, as in bf16."""
     config = commands.configuration(command)
-    return TOLERANCES["bf16" if config is None else config.model.params_dtype]
+    tolerance = TOLERANCES["bf16" if config is None else config.model.params_dtype]
+    if commands.repeats_exactly(command):
+        return tolerance, 0.0
+    say(
+        f"this training need not repeat its losses to the last bit (--deterministic off): compared within {tolerance:g}"
+    )
+    return tolerance, tolerance
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -219,9 +225,9 @@ def _report(plan: Plan, strikes: list[Strike], reference: Reference | None) -> d
     cycles = facts_of(plan.trace_dir)
     report = analysed(plan.trace_dir)
     (plan.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    content = describe(strikes, plan.supervisor, report, cycles, reference, tolerance_of(plan.command))
+    content = describe(strikes, plan.supervisor, report, cycles, reference, *tolerances_of(plan.command))
     (plan.out / "drill.json").write_text(json.dumps(content, indent=1) + "\n")
-    if reference is None and plan.command == plan.resumed_command:
+    if reference is None and plan.command == plan.resumed_command and commands.repeats_exactly(plan.command):
         print(repetition_table(repeated(cycles)), end="\n\n")
     print(table(content))
     return content

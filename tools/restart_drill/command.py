@@ -188,10 +188,29 @@ def _devices(command: list[str], config: Config) -> int | None:
     return found if visible is None else min(found, len([name for name in visible.split(",") if name]))
 
 
+def repeats_exactly(command: list[str]) -> bool:
+    """Whether the training has the same losses to the last bit when repeated: on CPUs, or if a flag sees to it."""
+    # With NCCL the ranks have GPUs, though this machine, which may only start them, has none.
+    if shutil.which("nvidia-smi") is None and not any(word.endswith("nccl") for word in command):
+        return True
+    config = configuration(command)
+    if config is None:
+        return False
+    on_gpus = config.parallel.distributed_backend == "nccl" or _devices(command, config) is not None
+    return bool(config.training.deterministic) or not on_gpus
+
+
 def completed(command: list[str], save: Path, trace_dir: Path, engine: str | None) -> list[str]:
-    """The command with its directories, and all that a drill needs; of repeated flags the last one counts."""
-    return [
+    """The command with its directories, and all that a drill needs; of repeated flags the last one counts.
+
+    A training on GPUs is to repeat its losses, unless its command says otherwise (--deterministic).
+    """
+    words = [
         *command, "--save", str(save), "--load", str(save), "--restart-trace-dir", str(trace_dir),
         "--verify-restored-state", "--allow-injected-faults",
         *(["--checkpoint-engine", engine] if engine else []),
     ]  # fmt: skip
+    flags = training_flags(command)
+    if flags is None or "--deterministic" in flags or repeats_exactly(words):
+        return words
+    return [*words, "--deterministic", "on"]

@@ -34,7 +34,7 @@ from .cli import (
     base_plan,
     catch_stop_signals,
     check_out,
-    tolerance_of,
+    tolerances_of,
 )
 from .drill import run_drill
 from .facts import facts_of
@@ -154,8 +154,14 @@ def run_course(base: Plan, number: int, course: list[Cell], reference: Reference
 def content_of(plan: Plan, done: list[Strike], reference: Reference) -> dict[str, Any]:
     if not done:
         return {"cycles": []}
-    tolerance = tolerance_of(plan.command)
-    content = describe(done, plan.supervisor, analysed(plan.trace_dir), facts_of(plan.trace_dir), reference, tolerance)
+    content = describe(
+        done,
+        plan.supervisor,
+        analysed(plan.trace_dir),
+        facts_of(plan.trace_dir),
+        reference,
+        *tolerances_of(plan.command),
+    )
     (plan.out / "drill.json").write_text(json.dumps(content, indent=1) + "\n")
     return content
 

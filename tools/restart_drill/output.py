@@ -40,10 +40,11 @@ def describe(
     cycles: dict[int, CycleFacts],
     reference: Reference | None,
     tolerance: float,
+    repeated: float = 0.0,
 ) -> dict[str, Any]:
     """Content of drill.json: for each strike what it was, the restart that followed it, and the verdict."""
     restarts = {restart["cycle"]: restart for restart in report["restarts"]}
-    losses = check_losses(cycles, None if reference is None else reference.facts, tolerance)
+    losses = check_losses(cycles, None if reference is None else reference.facts, tolerance, repeated)
     told = []
     for strike in strikes:
         verdict = judge(strike, cycles, losses)

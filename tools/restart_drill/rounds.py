@@ -82,6 +82,11 @@ class Course:
         self._limit_s = limit_s
         self._save, self._trace = out / "checkpoints", out / "trace"
         self._command = commands.completed(training, self._save, self._trace, engine)
+        if not commands.repeats_exactly(self._command):
+            raise DrillError(
+                "rounds compare losses to the last bit, and this training on GPUs need not repeat them; drop "
+                "--deterministic off, or give a command whose flags can be seen"
+            )
         self._all: list[Launch] = []
         self._tails: list[TraceTail] = []
         self._commits: list[tuple[int, int]] = []

@@ -31,12 +31,15 @@ class LossCheck:
         return IDENTICAL if self.within == 0 else f"within {self.within:g} relative"
 
 
-def check_losses(cycles: dict[int, CycleFacts], reference: CycleFacts | None, tolerance: float) -> dict[int, LossCheck]:
+def check_losses(
+    cycles: dict[int, CycleFacts], reference: CycleFacts | None, tolerance: float, repeated: float = 0.0
+) -> dict[int, LossCheck]:
     """Cycle -> comparison of its losses.
 
     On the layout of the first launch every loss must have the bits of the reference run's; without a reference, of
     those that an earlier launch recorded. On another layout a loss must have the bits that an earlier launch on that
-    layout recorded, else be within `tolerance` of the first layout's.
+    layout recorded, else be within `tolerance` of the first layout's. `repeated`: how far losses of one layout may be
+    apart where a training does not repeat them to the last bit (--deterministic off on GPUs). Both are relative.
     """
     first = next(iter(cycles.values())).layout if cycles else (0, 0, 0)
     by_layout: dict[tuple[int, int, int], dict[int, float]] = {}
@@ -48,10 +51,10 @@ def check_losses(cycles: dict[int, CycleFacts], reference: CycleFacts | None, to
         same = facts.layout == first
         for step, loss in facts.losses.items():
             if step in earlier:
-                _compare(check, step, loss, earlier[step], 0.0, "in an earlier launch")
+                _compare(check, step, loss, earlier[step], repeated, "in an earlier launch")
             elif reference is not None or step in expected:
                 where = "in the reference run" if reference is not None else "in an earlier launch"
-                _compare(check, step, loss, expected.get(step), 0.0 if same else tolerance, where)
+                _compare(check, step, loss, expected.get(step), repeated if same else tolerance, where)
             earlier.setdefault(step, loss)
     return found
 

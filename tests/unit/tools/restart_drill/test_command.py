@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tools.restart_drill import command as commands
+from tools.restart_drill.cli import tolerances_of
 from tools.restart_drill.command import Sizes
 from tools.restart_drill.launch import DrillError
 from tools.restart_drill.preset import SCRIPTS, expanded
@@ -112,19 +113,41 @@ def test_a_layout_that_does_not_fit(command: list[str], sizes: Sizes, message: s
         commands.on_layout(command, sizes)
 
 
-def test_a_layout_that_this_machine_has_too_few_gpus_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """nvidia-smi is a stand-in: a machine with GPUs cannot be had here."""
+@pytest.fixture
+def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The training on a machine with two GPUs; nvidia-smi is a stand-in: such a machine cannot be had here."""
     smi = tmp_path / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho 'GPU 0: A'\necho 'GPU 1: A'\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    on_gpus = [word if word != "gloo" else "nccl" for word in training()]
+    return [word if word != "gloo" else "nccl" for word in training()]
+
+
+def test_a_layout_that_this_machine_has_too_few_gpus_for(two_gpus: list[str]) -> None:
     with pytest.raises(DrillError, match="--resume-tp 1 --resume-pp 2 --resume-dp 2: needs 4 GPUs, sees 2"):
-        commands.on_layout(on_gpus, Sizes(tp=1))
-    assert commands.on_layout(on_gpus, Sizes(tp=1, dp=1))
-    assert commands.on_layout(["env", "DS_ACCELERATOR=cpu", *on_gpus], Sizes(tp=1))
+        commands.on_layout(two_gpus, Sizes(tp=1))
+    assert commands.on_layout(two_gpus, Sizes(tp=1, dp=1))
+    assert commands.on_layout(["env", "DS_ACCELERATOR=cpu", *two_gpus], Sizes(tp=1))
+
+
+def test_a_training_on_gpus_is_made_to_repeat_its_losses(
+    two_gpus: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = (Path("/s"), Path("/t"), None)
+    added = commands.completed(two_gpus, *places)
+    config = commands.configuration(added)
+    assert config is not None and config.training.deterministic
+    assert tolerances_of(added) == (2e-2, 0.0)
+    off = commands.completed([*two_gpus, "--deterministic", "off"], *places)
+    assert off.count("--deterministic") == 1
+    assert capsys.readouterr().err == ""
+    assert tolerances_of(off) == (2e-2, 2e-2)
+    assert "(--deterministic off): compared within 0.02" in capsys.readouterr().err
+    on_cpus = commands.completed(training(), *places)
+    assert "--deterministic" not in on_cpus and tolerances_of(on_cpus) == (2e-2, 0.0)
+    assert tolerances_of(["bash", "train.sh"]) == (2e-2, 2e-2), "what cannot be seen may run on the GPUs"
 
 
 def test_flags_that_the_training_would_refuse_are_refused_before() -> None:
