@@ -222,6 +222,7 @@ def _set_up(
     from megatron.training.checkpoints import CheckpointSaves, build_checkpointer
     from megatron.training.data import build_data_iterators
     from megatron.training.exit_conditions import ExitConditions
+    from megatron.training.free_space import warn_of_lack_of_space
     from megatron.training.log import TrainingLog
     from megatron.training.statistics import TrainingStatistics
 
@@ -238,6 +239,8 @@ def _set_up(
     what_runs = _record_what_runs(checkpointer, engine, runtime, config, recorder, vocabulary.padded)
     _mark_ranges(recorder, config, runtime.device)
     progress = _restore_or_begin(checkpointer, engine, startup)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    warn_of_lack_of_space(config, parameters, runtime.coordinates.dp, progress.iteration, control)
     with startup.phase("data_build"):
         data = build_data_iterators(providers.datasets, config, control, runtime.layout, runtime.coordinates, progress)
     with startup.phase("imports"):

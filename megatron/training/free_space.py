@@ -1,0 +1,73 @@
+"""Whether the storage has room for the checkpoints that a run will keep, asked before it trains."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from megatron.checkpointing.commit import discover
+from megatron.config import Config
+from megatron.parallel.control_plane import ControlPlane
+
+logger = logging.getLogger(__name__)
+
+_ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+_MASTER_WEIGHT = 4  # bytes, and as many for each moment
+
+
+def checkpoint_bytes(config: Config, parameters: int) -> int:
+    """Bytes of the tensors that a model of so many parameters puts into a checkpoint: weights and optimizer.
+
+    As tools.ckpt_plan, without the alignment of shards and without metadata.
+    """
+    optimizer = config.optimizer
+    moments = 2 if optimizer.optimizer == "adam" else int(optimizer.sgd_momentum > 0)
+    per_parameter = 0 if config.checkpoint.no_save_optim else _MASTER_WEIGHT * (1 + moments)
+    return parameters * (_ELEMENT_SIZE[config.model.params_dtype] + per_parameter)
+
+
+def saves_left(config: Config, iteration: int) -> int:
+    """Checkpoints that are still to be saved after `iteration`: one each --save-interval, and one at the end."""
+    last, interval = config.training.train_iters, config.checkpoint.save_interval
+    if iteration >= last or interval is None:
+        return 0
+    return last // interval - iteration // interval + (last % interval > 0)
+
+
+def lack_of_space(config: Config, one: int, present: int, left: int, free: int) -> str | None:
+    """What to warn of; None if there is room.
+
+    `one`: bytes of a checkpoint; `present`: complete ones in --save; `left`: saves to come; `free`: bytes. With
+    --keep-last N there are N, and one more while it is saved.
+    """
+    keep = config.checkpoint.keep_last
+    more = left if keep is None else min(left, max(keep + 1 - present, 1))
+    if more * one <= free:
+        return None
+    kept = f"all of {left} to come" if keep is None else f"--keep-last {keep}, and one more while it is saved"
+    fix = "free space, give another --save" + (", or --keep-last N" if keep is None else ", or a smaller --keep-last")
+    return (
+        f"--save {config.checkpoint.save}: {free / 1e9:.1f} GB are free, which is room for {free // one} checkpoints "
+        f"of {one / 1e9:.1f} GB, and {more} more are needed ({kept}): later saves will fail; {fix}"
+    )
+
+
+def warn_of_lack_of_space(config: Config, parameters: int, dp: int, iteration: int, control: ControlPlane) -> None:
+    """Log a warning on rank 0 if --save will become too small; collective, one number from each rank.
+
+    `parameters` of this rank, of which those of the first DP replica (`dp` 0) are counted. Quotas and other users of
+    the storage are not seen, so that it is no error: a save that fails is told, and training goes on.
+    """
+    if config.checkpoint.save is None or config.checkpoint.checkpoint_engine == "none":
+        return
+    gathered = control.gather(parameters if dp == 0 else 0)
+    if gathered is None:
+        return
+    directory = Path(config.checkpoint.save)
+    present = len(discover(directory, None)[0])
+    storage = os.statvfs(directory)
+    one, free = checkpoint_bytes(config, sum(gathered)), storage.f_bavail * storage.f_frsize
+    found = lack_of_space(config, one, present, saves_left(config, iteration), free)
+    if found is not None:
+        logger.warning("%s", found)
