@@ -79,8 +79,9 @@ def test_log_interval_averages(launcher: Launcher, tmp_path: Path) -> None:
 def test_exit_interval_saves_and_stops(launcher: Launcher, tmp_path: Path) -> None:
     save = tmp_path / "save"
     run = launcher.train(
-        Layout(1, 1, 1), *FLAGS, "--train-iters", "9", "--exit-interval", "3", "--save", save, "--save-interval", "100"
-    )
+        Layout(1, 1, 1), *FLAGS, "--train-iters", "9", "--exit-interval", "3", "--save", save, "--save-interval", "100",
+        "--deterministic", "on",
+    )  # fmt: skip
     assert "stopping after iteration 3: --exit-interval 3" in run.log()
     assert (save / "latest").read_text() == "global_step3"
 
