@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -19,9 +18,7 @@ from tools.ckpt_analysis.cli import COMMANDS, main
 
 def run_cli(*arguments: str, cwd: Path = ROOT, module: bool = True) -> subprocess.CompletedProcess[str]:
     start = ["-m", "tools.ckpt_analysis"] if module else [str(ROOT / "tools" / "ckpt_analysis")]
-    environment = dict(os.environ)  # without COLUMNS, which readline adds to that of pytest's process
-    command = [sys.executable, *start, *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run([sys.executable, *start, *arguments], cwd=cwd, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.slow
