@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import readline
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -24,6 +25,12 @@ SET_BY_IMPORTS = {"PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR", "_
 ROOT = Path(__file__).resolve().parents[1]
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+# What a command prints into a pipe must not depend on the terminal of pytest. Its width is in the environment that
+# processes inherit once readline was imported, where os.environ does not show it.
+readline.get_history_length()
+for variable in ("COLUMNS", "LINES"):
+    os.environ.pop(variable, None)
+    os.unsetenv(variable)
 
 
 def fail_if_skipped(report: Any) -> None:
