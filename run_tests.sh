@@ -22,9 +22,10 @@ examples_deepspeed/restart_bench/setup_env.sh
 [[ ${CI:-} != true ]] || tests/install_system_packages.sh
 bin=${VENV_DIR:-$PWD/.venv}/bin
 unset PYTHONDONTWRITEBYTECODE # the tests start hundreds of processes, each of which would compile our modules anew
-export OMP_NUM_THREADS=1      # there is a worker for each core: torch's threads would wait for one another
 workers=${TEST_WORKERS:-$(nproc)}
 ((workers <= 4)) || [[ -n ${TEST_WORKERS:-} ]] || workers=4
+# There is a worker for each core: torch's threads would wait for one another. nproc would count by this, too.
+export OMP_NUM_THREADS=1
 
 # Arguments: the files and directories whose types are checked; none: all that pyproject.toml names.
 static_checks() {

@@ -316,7 +316,7 @@ def test_use_checkpoint_args_trains(launcher: Launcher, small: Path) -> None:
 
 
 def test_no_unneeded_package_is_imported(launcher: Launcher) -> None:
-    """A run imports what setup.py asks for and what that asks for; upstream's run needs transformers and einops too."""
+    """A run imports what setup.py asks for with `train`, and what that asks for; upstream's run needs transformers and einops too."""
     script = Path(__file__).parent / "scripts" / "imported_packages.py"
     run = launcher.train(SINGLE, *SMALL, *buffered_saving(launcher.directory / "run", 8), script=str(script))
     listed = re.search(r"installed packages: (.*)", run.output)
@@ -324,18 +324,22 @@ def test_no_unneeded_package_is_imported(launcher: Launcher) -> None:
     imported = set(json.loads(listed[1]))
     assert {"torch", "deepspeed", "sentencepiece"} <= imported
     providers = importlib.metadata.packages_distributions()
-    needed = needed_distributions(install_requires())
+    needed = needed_distributions(requirements_of_training())
     unneeded = {name for name in imported if not needed & {normal(d) for d in providers.get(name, [name])}}
     assert not unneeded
     assert "transformers" not in imported
 
 
-def install_requires() -> list[str]:
-    """Names of the distributions in INSTALL_REQUIRES of setup.py."""
-    for node in ast.parse((ROOT / "setup.py").read_text()).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "INSTALL_REQUIRES":
-            return [distribution_of(line) for line in ast.literal_eval(node.value)]
-    raise AssertionError("setup.py has no INSTALL_REQUIRES")
+def requirements_of_training() -> list[str]:
+    """Names of the distributions that setup.py asks for: always, and with its extra `train`."""
+    lists = {"INSTALL_REQUIRES", "TRAIN"}
+    found = {
+        node.targets[0].id: ast.literal_eval(node.value)
+        for node in ast.parse((ROOT / "setup.py").read_text()).body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in lists
+    }
+    assert found.keys() == lists
+    return [distribution_of(line) for lines in found.values() for line in lines]
 
 
 def distribution_of(requirement: str) -> str:
