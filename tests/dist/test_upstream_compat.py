@@ -316,7 +316,7 @@ def test_use_checkpoint_args_trains(launcher: Launcher, small: Path) -> None:
 
 
 def test_no_unneeded_package_is_imported(launcher: Launcher) -> None:
-    """A run imports what setup.py asks for with `train`, and what that asks for; upstream's run needs transformers and einops too."""
+    """A run imports what setup.py asks for with `train`, and what that asks for; upstream needs other packages, too."""
     script = Path(__file__).parent / "scripts" / "imported_packages.py"
     run = launcher.train(SINGLE, *SMALL, *buffered_saving(launcher.directory / "run", 8), script=str(script))
     listed = re.search(r"installed packages: (.*)", run.output)
