@@ -19,6 +19,16 @@ RANKS_PER_NODE = 2
 SAVED_AT = 3
 HELD_AT = 5  # 4 and 5 are trained again
 ITERATIONS = 6
+# Set by the user on the login node; every rank must have them.
+CARRIED = {
+    "NCCL_DEBUG_FILE": '/logs/it\'s a "file" of $HOME',
+    "GLOO_SOCKET_IFNAME": "eth0",
+    "OMP_NUM_THREADS": "1",
+    "OMP_PLACES": "{0},{1}",
+    "LD_LIBRARY_PATH": "/opt/a b/lib",
+    "HF_HOME": "/hf; exit 3",
+    "MY_SETTING": "[c]*",
+}
 
 
 @dataclass
@@ -29,6 +39,7 @@ class Job:
     directory: Path
     nodes: Sequence[Node]
     settings: dict[str, str]
+    command: Sequence[str | Path] = ("bash", SCRIPT)
     launches: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
@@ -44,31 +55,40 @@ class Job:
         """What the newest launch printed."""
         return self._log(len(self.launches) - 1).read_text(errors="replace")
 
-    def start(self, *command: str | Path, **settings: str) -> subprocess.Popen[bytes]:
-        """Launch on the login node: the preset's script, behind `command` if one is given."""
+    def start(self, **settings: str) -> subprocess.Popen[bytes]:
+        """Launch on the login node."""
         log = self._log(len(self.launches))
-        environment = self.settings | settings
-        started = self.preset.cluster.login.start(*command, "bash", SCRIPT, env=environment, log=log)
+        started = self.preset.cluster.login.start(*self.command, env=self.settings | settings, log=log)
         self.launches.append(started)
         return started
 
-    def train(self, *command: str | Path, **settings: str) -> None:
+    def train(self) -> None:
         """Launch, and wait for the good end."""
-        code = self.start(*command, **settings).wait(HANGS_S)
+        code = self.start().wait(HANGS_S)
         assert code == 0, self.log[-6000:]
 
-    def train_and_kill(self, *command: str | Path, **settings: str) -> None:
-        """Launch; kill the ranks of the last node when all have done HELD_AT: the launch ends, and nothing is left."""
+    def train_and_kill(self, *, all_nodes: bool = False) -> None:
+        """Launch; kill the ranks of the last node when all have done HELD_AT: the launch ends, and nothing is left.
+
+        `all_nodes`: kill those of all nodes, where the launcher does not end the others itself.
+        """
         held = held_environment(cycles=1, after=HELD_AT)
-        started = self.start(
-            *command, **settings, **held, EXPORT=f"{settings.get('EXPORT', '')} HELD_CYCLES HELD_AFTER"
-        )
+        started = self.start(**held, EXPORT="MY_SETTING HELD_CYCLES HELD_AFTER")
         wait_for(lambda: self.all_held() or started.poll() is not None, f"iteration {HELD_AT}")
         assert started.poll() is None, self.log[-6000:]
-        assert self.nodes[-1].send(signal.SIGKILL, "pretrain_gpt.py") >= RANKS_PER_NODE
+        for node in self.nodes:
+            assert self.ranks_with(node, CARRIED) >= RANKS_PER_NODE, f"{node.name} lacks some of {CARRIED}"
+        for node in self.nodes if all_nodes else self.nodes[-1:]:
+            assert node.send(signal.SIGKILL, "pretrain_gpt.py") >= RANKS_PER_NODE
         assert started.wait(HANGS_S) != 0, self.log[-6000:]
         for node in (*self.nodes, self.preset.cluster.login):
             wait_for(lambda node=node: not self.left_on(node), f"the end of the launch on {node.name}")
+
+    def ranks_with(self, node: Node, variables: Mapping[str, str]) -> int:
+        """Processes of the training on a node that were started with these variables."""
+        entries = {f"{name}={value}".encode() for name, value in variables.items()}
+        found = [pid for pid, command in self.left_on(node).items() if "pretrain_gpt.py" in command]
+        return sum(entries <= set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")) for pid in found)
 
     def left_on(self, node: Node) -> dict[int, str]:
         """Processes of this launch on a node."""
@@ -111,6 +131,8 @@ class Preset:
             "DEVICE": "cpu",
             "SKIP_SETUP": "1",
             "PYTHON": sys.executable,
+            **CARRIED,
+            "EXPORT": "MY_SETTING",
         }
         return Job(self, directory, nodes, common | settings)
 

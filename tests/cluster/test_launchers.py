@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.cluster.cluster import Cluster
-from tests.cluster.jobs import HELD_AT, ITERATIONS, RANKS_PER_NODE, SAVED_AT, Job, Preset
+from tests.cluster.jobs import HELD_AT, ITERATIONS, RANKS_PER_NODE, SAVED_AT, SCRIPT, Job, Preset
+from tests.cluster.slurm import Slurm
 from tests.dist.harness import losses
 
 pytestmark = pytest.mark.slow
@@ -26,6 +27,47 @@ def assert_resumed_exactly(job: Job) -> None:
 def test_torchrun_over_ssh(cluster: Cluster, preset: Preset) -> None:
     job = preset.job("torchrun", cluster.compute_nodes[:2])
     job.settings |= {"LAUNCHER": "torchrun", "HOSTFILE": str(preset.hostfile(job))}
+    job.train_and_kill()
+    job.train()
+    assert_resumed_exactly(job)
+
+
+def test_megatron_launch_over_ssh(cluster: Cluster, preset: Preset) -> None:
+    """On all four nodes: eight ranks cost four times the imports, not eight times."""
+    job = preset.job("fork", cluster.compute_nodes)
+    job.settings |= {"LAUNCHER": "fork", "HOSTFILE": str(preset.hostfile(job))}
+    job.train_and_kill()
+    job.train()
+    assert_resumed_exactly(job)
+
+
+def test_deepspeed_over_pdsh(cluster: Cluster, preset: Preset) -> None:
+    """pdsh leaves the ranks of other nodes alone: they end when they notice a lost connection, and held ones do not."""
+    job = preset.job("deepspeed", cluster.compute_nodes[:2])
+    job.settings |= {"LAUNCHER": "deepspeed", "HOSTFILE": str(preset.hostfile(job))}
+    job.train_and_kill(all_nodes=True)
+    job.train()
+    assert_resumed_exactly(job)
+
+
+def allocation(job: Job) -> tuple[str, ...]:
+    """The job's own nodes: Slurm would take others while these are still completing another job."""
+    return "--nodes=2", "--ntasks-per-node=2", f"--nodelist={','.join(node.name for node in job.nodes)}"
+
+
+def test_srun_launch_over_salloc(cluster: Cluster, preset: Preset, slurm: Slurm) -> None:
+    """From the login node, where salloc leaves its user and no rank runs."""
+    job = preset.job("salloc", cluster.compute_nodes[:2], LAUNCHER="srun", GPUS_PER_NODE="2", **slurm.environment)
+    job.command = ("salloc", *allocation(job), *job.command)
+    job.train_and_kill()
+    job.train()
+    assert_resumed_exactly(job)
+
+
+def test_srun_launch_over_sbatch(cluster: Cluster, preset: Preset, slurm: Slurm) -> None:
+    job = preset.job("sbatch", cluster.compute_nodes[:2], LAUNCHER="srun", GPUS_PER_NODE="2", **slurm.environment)
+    output = f"--output={job.directory}/sbatch.log"
+    job.command = ("sbatch", "--wait", *allocation(job), output, "--wrap", f"bash {SCRIPT}")
     job.train_and_kill()
     job.train()
     assert_resumed_exactly(job)
