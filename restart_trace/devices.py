@@ -52,8 +52,8 @@ def device_index(local_rank: int, num_visible: int) -> int | None:
 def nvml_device(env: Mapping[str, str], local_rank: int, nvml: Any) -> Any:
     """NVML's handle of the device that the rank `local_rank` computes on, by `nvml`, the module pynvml, initialised.
 
-    None if there is none, or it cannot be said which it is: CUDA's numbers are NVML's only with
-    CUDA_DEVICE_ORDER=PCI_BUS_ID or where all devices are of one kind. Raises nvml.NVMLError.
+    None if there is no such device, or if it cannot be identified: CUDA and NVML number the devices alike only with
+    CUDA_DEVICE_ORDER=PCI_BUS_ID or if all devices are the same model. Raises nvml.NVMLError.
     """
     handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
     visible = visible_devices(env)

@@ -53,7 +53,7 @@ class Measurement:
 
 
 def measurements(size: int, engines: str, directory: Path) -> dict[str, Measurement]:
-    """By name. `size`: bytes of a rank's state in the replays; a fourth of it is resharded."""
+    """Measurements by name. `size`: bytes of a rank's state in the replays; the resharded checkpoint has a fourth."""
     replay = (
         *("-m", "tools.ckpt_replay", "--model", "70b", "--tp", "8", "--pp", "8", "--limit-bytes", str(size)),
         *("--engine", engines, "--cold", "--no-storage", "--repeat", "1", "--format", "json", "--dir", str(directory)),

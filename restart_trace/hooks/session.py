@@ -166,7 +166,7 @@ def check_function(name: str) -> str:
     if not all(part.isidentifier() for part in [*module.split("."), *function.split(".")]):
         raise ValueError(f"{name!r} names no function: give mypackage.module:f or mypackage.module:Class.f")
     if module == "__main__":
-        raise ValueError(f"{name!r} is of the script itself, which cannot be hooked: move it into a module of its own")
+        raise ValueError(f"{name!r} is defined in the script itself and cannot be hooked there: move it to a module")
     return name
 
 

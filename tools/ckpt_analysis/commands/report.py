@@ -106,16 +106,16 @@ def _check(arguments: argparse.Namespace, several: bool) -> None:
     """Refuse flags that mean nothing here. Raises CouldNotRunError."""
     for flag, given in (("--checkpoint", arguments.checkpoint), ("--run-id", arguments.run_id)):
         if several and given is not None:
-            raise CouldNotRunError(f"{flag} {given}: is of one run; give one LOGDIR with it")
+            raise CouldNotRunError(f"{flag} {given}: applies to one run; give one LOGDIR with it")
     if several and arguments.target:
-        raise CouldNotRunError(f"--target {arguments.target[0]}: is of one run; run it for each LOGDIR")
+        raise CouldNotRunError(f"--target {arguments.target[0]}: applies to one run; run it for each LOGDIR")
     if arguments.checkpoint is not None and arguments.output is None:
         raise CouldNotRunError(
             f"--checkpoint {arguments.checkpoint}: chooses what the HTML report shows; add -o PATH or drop it"
         )
     if several and arguments.format == "json":
         raise CouldNotRunError(
-            "--format json: is of one run; run it for each LOGDIR, or take `ckpt-analysis compare` for several"
+            "--format json: describes one run; run it for each LOGDIR, or use `ckpt-analysis compare` for several"
         )
 
 

@@ -18,7 +18,7 @@ _MORE = (
 
 @dataclass(frozen=True)
 class Target:
-    """`metric` is to stay within `limit`: at most that, or at least that if more of it is better."""
+    """`metric` must not exceed `limit`, or, where higher is better, not fall below it."""
 
     metric: Metric
     limit: float

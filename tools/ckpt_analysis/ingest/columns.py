@@ -55,7 +55,7 @@ def read_columns(texts: list[FileText]) -> Frames | None:
 
 
 def _split(texts: list[FileText]) -> dict[str, _Lines] | None:
-    """The lines of each type; None if one is of none."""
+    """The lines of each record type; None if a line has no known type."""
     whole = b"".join([*(memoryview(text.content)[text.start :] for text in texts), bytes(_LONGEST)])
     content = np.frombuffer(whole, np.uint8)
     ends = np.flatnonzero(content == _NEWLINE) + 1

@@ -14,7 +14,7 @@ def with_group(operations: pl.DataFrame) -> pl.DataFrame:
     """
     # All attempts of a load belong together, whatever tag each rank ended with.
     key = pl.when(pl.col("operation") == "save").then(pl.col("tag")).fill_null("").cast(pl.Categorical).alias("key")
-    # A file is of one rank in one cycle.
+    # Each file belongs to one rank in one cycle.
     occurrence = pl.int_range(pl.len()).over(FILE, "operation", "key").alias("occurrence")
     group = ["cycle", "operation", "key", "occurrence"]
     operations = operations.with_columns(key).with_columns(occurrence)

@@ -63,7 +63,7 @@ def kept_by_autograd(config: Config) -> int:
 def test_a_layer_keeps_what_autograd_keeps(flags: str) -> None:
     config = config_of(flags)
     model = config.model
-    # On a CPU the masks of dropout are of the training type, and so are LayerNorm's two statistics.
+    # On a CPU dropout masks and LayerNorm's two statistics have the training's data type.
     on_cpu = 2 * HIDDEN if model.hidden_dropout else 0
     on_cpu -= 2 * 2 * 2 if (model.params_dtype, model.normalization) == ("bf16", "layernorm") else 0
     assert BATCH * SEQ * (layer_bytes(model, 1) + on_cpu) == kept_by_autograd(config)

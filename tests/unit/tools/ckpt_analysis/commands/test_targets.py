@@ -65,7 +65,7 @@ def test_in_json_csv_and_the_page(trace: Path, tmp_path: Path, capsys: pytest.Ca
     ("text", "words"),
     [
         ("restart=60", ["there is no number restart;", "restart_s", "coverage_min"]),
-        ("save_bytes=5", ["there is no number save_bytes;"]),  # neither more nor less of it is better
+        ("save_bytes=5", ["there is no number save_bytes;"]),  # larger and smaller are equally good
         ("restart_s", ["give NAME=VALUE"]),
         ("restart_s=fast", ["give NAME=VALUE"]),
         ("restart_s=-1", ["a number of 0 or more"]),
@@ -83,7 +83,7 @@ def test_what_is_no_target_is_refused(
 
 def test_several_runs_take_no_target(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(trace), str(trace), "--target", "restart_s=60"]) == 2
-    assert "--target restart_s=60: is of one run" in capsys.readouterr().err
+    assert "--target restart_s=60: applies to one run" in capsys.readouterr().err
 
 
 def test_the_documented_names_are_those_that_exist() -> None:
