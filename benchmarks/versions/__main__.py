@@ -81,7 +81,8 @@ def measurements(size: int, engines: str, directory: Path) -> dict[str, Measurem
 def _of_replay(found: dict[str, Any]) -> Iterator[tuple[str, float]]:
     for engine, figures in found["engines"].items():
         for name in _REPLAYED:
-            yield f"{engine}: {name.removesuffix('_s').replace('_', ' ')}", figures[name]["median"]
+            if figures[name] is not None:  # a cold load is left out if files stayed in the page cache
+                yield f"{engine}: {name.removesuffix('_s').replace('_', ' ')}", figures[name]["median"]
 
 
 def _of_reshard(found: dict[str, Any]) -> Iterator[tuple[str, float]]:
@@ -107,10 +108,17 @@ def measure(measurement: Measurement, version: Path, directory: Path) -> Sample:
 
 
 def table(name: str, before: Sequence[Sample], now: Sequence[Sample]) -> list[str]:
-    """Markdown of one measurement: medians of the rounds, and of their ratios, with least and most."""
+    """Markdown of one measurement: medians of the rounds, and of their ratios, with least and most.
+
+    Only rounds count in which both versions have a value.
+    """
     rows = []
-    for what in before[0]:
-        old, new = ([sample[what] for sample in samples] for samples in (before, now))
+    for what in dict.fromkeys(what for sample in before for what in sample):
+        pairs = [(b[what], n[what]) for b, n in zip(before, now, strict=True) if what in b and what in n]
+        if not pairs:
+            rows.append([what, "-", "-", "-", "not measured"])
+            continue
+        old, new = zip(*pairs, strict=True)
         ratios = [of_now / of_before for of_now, of_before in zip(new, old, strict=True)]
         rows.append([what, _spread(old, 3), _spread(new, 3), _spread(ratios, 2), verdict(ratios)])
     return ["", f"## {name[0].upper()}{name[1:]}", "", *markdown_table(["", "before, s", "now, s", "ratio", ""], rows)]

@@ -52,3 +52,11 @@ def test_rounds_are_compared_pairwise() -> None:
     before, now = [{"x": value} for value in (1.0, 2.0, 4.0)], [{"x": value} for value in (2.0, 4.0, 4.0)]
     *_, row = table("restart", before, now)
     assert row == "| x | 2.000 [1.000, 4.000] | 4.000 [2.000, 4.000] | 2.00 [1.00, 2.00] | too few rounds |"
+
+
+def test_a_round_without_a_value_does_not_count() -> None:
+    before: list[dict[str, float]] = [{"x": 1.0, "y": 1.0}, {"y": 1.0}]
+    now: list[dict[str, float]] = [{"x": 3.0}, {"x": 5.0}]
+    *_, x, y = table("replay", before, now)
+    assert x == "| x | 1.000 [1.000, 1.000] | 3.000 [3.000, 3.000] | 3.00 [3.00, 3.00] | too few rounds |"
+    assert y == "| y | - | - | - | not measured |"
