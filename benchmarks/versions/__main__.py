@@ -57,6 +57,7 @@ def measurements(size: int, engines: str, directory: Path) -> dict[str, Measurem
     replay = (
         *("-m", "tools.ckpt_replay", "--model", "70b", "--tp", "8", "--pp", "8", "--limit-bytes", str(size)),
         *("--engine", engines, "--cold", "--no-storage", "--repeat", "1", "--format", "json", "--dir", str(directory)),
+        *("--steps-between", "0"),  # its default is not the same in all versions
     )
     return {
         "replay, 1 rank": Measurement((*replay, "--ranks", "0"), _of_replay),
