@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from restart_trace.reading import read_records
 from restart_trace.schema import check_record
@@ -274,17 +273,3 @@ def test_a_job_under_torchrun_is_traced_over_its_restart(tmp_path: Path) -> None
     moments = [0.0, second.failure.stopped_s, second.failure.relaunched_s, second.restart_s]
     assert moments == sorted(moments, key=lambda moment: moment or 0.0) and None not in moments
     assert [phase.name for phase in second.phases][:3] == ["process_start", "imports", "rendezvous"]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="Lightning's DeepSpeed strategy needs a CUDA device")
-def test_lightning_is_traced(tmp_path: Path) -> None:
-    """Not run yet."""
-    pytest.importorskip("lightning")
-    command = [str(Path(sys.executable).with_name("restart-trace")), "run", "--trace-dir", "trace", "--"]
-    command += [sys.executable, str(SCRIPTS / "lightning_trainer.py")]
-    environment = os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS_S)
-    assert done.returncode == 0, done.stderr[-3000:]
-    saved = operations(tmp_path / "trace", "save")
-    assert saved and all(rows[-1]["outcome"] == "ok" for rows in saved)

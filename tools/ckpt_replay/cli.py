@@ -81,7 +81,7 @@ def _replay(arguments: argparse.Namespace) -> dict[str, Any] | None:
         return None
     kept = str(place) if request.keep else None
     figures = analyse(request, samples, left_out, before) | {"directory": request.directory, "kept": kept}
-    figures["verdict"] = sentence(figures)
+    figures["verdict"] = None if arguments.no_verdict else sentence(figures)
     if not arguments.targets:
         return figures
     # By name, since a tool needs no benchmark: they are in a checkout alone. parse_arguments has looked for it.

@@ -58,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The command line's parser; the engine options are the trainer's own."""
     parser = make_parser("ckpt-replay", _DESCRIPTION, _EPILOG)
     what = parser.add_argument_group("what is replayed")
-    what.add_argument("--model", metavar="NAME", help="preset, as in tools.ckpt_plan: 3b to 70b, tiny")
+    what.add_argument("--model", metavar="NAME", help="preset, as in tools.ckpt_plan: 1b to 70b, tiny")
     what.add_argument("--tp", type=int, metavar="N", help="tensor-parallel size (default: as the preset's script)")
     what.add_argument("--pp", type=int, metavar="N", help="pipeline-parallel size (default: as the preset's script)")
     what.add_argument("--dp", type=int, default=1, metavar="N", help="data-parallel size (default: 1)")
@@ -97,6 +97,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--all", action="store_true", help="table: throughputs, ratios, all that was measured of the storage"
     )
     out.add_argument("--output", type=Path, metavar="FILE", help="write the JSON here, too")
+    out.add_argument(
+        "--no-verdict", action="store_true", help="json: do not compare the engines; where SciPy is not installed"
+    )
     out.add_argument("--targets", action="store_true", help="judge the performance targets of engine lazy")
     out.add_argument("--trace-dir", type=Path, metavar="DIR", help="leave a restart trace for tools.ckpt_analysis")
     out.add_argument("--keep", action="store_true", help="leave the last checkpoint of each engine in DIR")
@@ -121,6 +124,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     require_at_least(parser, arguments, 0, "warmup_saves")
     if arguments.steps_between < 0 or arguments.step_seconds <= 0:
         parser.error("--steps-between must be at least 0 and --step-seconds above 0")
+    if arguments.no_verdict and arguments.format != "json":
+        parser.error("--no-verdict: the table is a comparison; add --format json")
     if arguments.targets and importlib.util.find_spec(TARGETS.partition(".")[0]) is None:
         parser.error("--targets: the package `benchmarks`, which judges, is in a checkout alone; run it in one")
     return arguments

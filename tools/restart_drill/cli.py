@@ -66,6 +66,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--no-reference", action="store_true",
         help="no run without a fault: losses are compared between launches that did the same iterations",
     )  # fmt: skip
+    parser.add_argument(
+        "--until-caught-up", action="store_true",
+        help="end the last launch once it has done the lost iterations again, not at the end of the training",
+    )  # fmt: skip
+    parser.add_argument(
+        "--no-analysis", action="store_true",
+        help="verify, and leave out report.json and every duration: where polars is not installed",
+    )  # fmt: skip
     args = parser.parse_args(argv)
     if args.cycles < 1:
         parser.error(f"--cycles {args.cycles}: must be at least 1")
@@ -125,6 +133,11 @@ def _refusal(args: argparse.Namespace) -> str | None:
     elsewhere = sizes_of(args).given
     if args.reference is not None and args.no_reference:
         return f"--reference {args.reference} with --no-reference: give one of them"
+    if args.until_caught_up and not args.no_reference and args.reference is None:
+        return (
+            "--until-caught-up: the reference run would train to its end, and be compared with little; add "
+            "--no-reference, or --reference DIR"
+        )
     if args.fault in DAMAGE and args.at.strikes_a_restart and args.cycles > 1:
         return (
             f"--fault {args.fault} --at {args.at.text} --cycles {args.cycles}: nothing is saved between such strikes, "
@@ -165,7 +178,7 @@ def plan_of(args: argparse.Namespace, training: list[str]) -> Plan:
     resumed = commands.on_layout(command, sizes) if sizes.given else command
     return replace(
         base, command=command, resumed_command=resumed, strikes=strikes, supervisor=args.supervisor,
-        cold_cache=args.cold_cache,
+        cold_cache=args.cold_cache, to_the_end=not args.until_caught_up,
     )  # fmt: skip
 
 
@@ -210,7 +223,7 @@ def main(argv: list[str] | None = None) -> int:
         if reference is None and not args.no_reference:
             say("the same training without a fault, for comparison")
             reference = run_reference(plan, training, args.checkpoint_engine)
-        content = _report(plan, strikes, reference)
+        content = _report(plan, strikes, reference, analysis=not args.no_analysis)
     except (DrillError, OSError) as error:
         say(f"error: {error}")
         return COULD_NOT_RUN
@@ -220,11 +233,13 @@ def main(argv: list[str] | None = None) -> int:
     return VERIFIED if all(cycle["verified"] for cycle in content["cycles"]) else NOT_VERIFIED
 
 
-def _report(plan: Plan, strikes: list[Strike], reference: Reference | None) -> dict[str, Any]:
-    """Write report.json (of the analysis) and drill.json, print the table; the content of drill.json."""
+def _report(plan: Plan, strikes: list[Strike], reference: Reference | None, *, analysis: bool) -> dict[str, Any]:
+    """Write report.json (of the `analysis`, if there is to be one) and drill.json, print the table; drill.json."""
     cycles = facts_of(plan.trace_dir)
-    report = analysed(plan.trace_dir)
-    (plan.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    report = None
+    if analysis:
+        report = analysed(plan.trace_dir)
+        (plan.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     content = describe(strikes, plan.supervisor, report, cycles, reference, *tolerances_of(plan.command))
     (plan.out / "drill.json").write_text(json.dumps(content, indent=1) + "\n")
     if reference is None and plan.command == plan.resumed_command and commands.repeats_exactly(plan.command):

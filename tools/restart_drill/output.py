@@ -36,14 +36,17 @@ def analysed(trace_dir: Path) -> dict[str, Any]:
 def describe(
     strikes: list[Strike],
     supervisor: str,
-    report: dict[str, Any],
+    report: dict[str, Any] | None,
     cycles: dict[int, CycleFacts],
     reference: Reference | None,
     tolerance: float,
     repeated: float = 0.0,
 ) -> dict[str, Any]:
-    """Content of drill.json: for each strike what it was, the restart that followed it, and the verdict."""
-    restarts = {restart["cycle"]: restart for restart in report["restarts"]}
+    """Content of drill.json: for each strike what it was, the restart that followed it, and the verdict.
+
+    `report` is what `analysed` returned; without one there are no durations.
+    """
+    restarts = {restart["cycle"]: restart for restart in report["restarts"]} if report is not None else {}
     losses = check_losses(cycles, None if reference is None else reference.facts, tolerance, repeated)
     told = []
     for strike in strikes:

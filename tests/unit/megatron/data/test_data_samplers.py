@@ -122,12 +122,3 @@ def test_a_batch_does_not_share_memory_with_the_dataset() -> None:
     assert loader is not None
     next(loader)["text"].fill_(7)
     assert Constant.text.tolist() == [0, 0, 0]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory needs a CUDA device")
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_pinned_batches(num_workers: int) -> None:
-    sampler = PretrainingSampler(None, 0, 2, 0, 1)
-    loader = build_pretraining_data_loader(Counting(), sampler, num_workers, pin_memory=True)
-    assert loader is not None and next(loader)["text"].is_pinned()

@@ -1,0 +1,60 @@
+"""The rehearsal of the GPU tier, and the page that is made of it: no part may fail for a silly reason on a GPU.
+
+All parts: bash tests/gpu/run.sh --rehearse. Those left out here differ from these by the name of the engine or of the
+launcher, which other tests of this directory run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.dist.harness import ROOT
+
+pytestmark = pytest.mark.slow
+PARTS = ("machine", "resume-lazy", "engines", "tests", "shared-gpu", "overhead", "resume-datastates")
+SMALL_BYTES = 2 << 20
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("gpu_tier")
+    command = ["bash", str(ROOT / "tests/gpu/run.sh"), "--rehearse", "--out", str(place / "out"), *PARTS]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True, timeout=850
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [path.name for path in place.iterdir()] == ["out"]  # no checkpoints are left
+    return place / "out"
+
+
+def test_every_part_passes(out: Path) -> None:
+    outcomes = {name: json.loads((out / name / "part.json").read_text())["outcome"] for name in PARTS}
+    assert outcomes.pop("resume-datastates") == "left out"  # it is installed where there is CUDA
+    assert set(outcomes.values()) == {"passed"}
+    drilled = json.loads((out / "resume-lazy" / "drill" / "drill.json").read_text())
+    assert [(cycle["verified"], cycle["state_hashes"]) for cycle in drilled["cycles"]] == [(True, "equal")]
+
+
+def test_what_is_left_is_small(out: Path) -> None:
+    files = [path for path in out.rglob("*") if path.is_file()]
+    assert files and not [path for path in files if path.stat().st_size > SMALL_BYTES]
+
+
+def test_the_page(out: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.page", str(out)], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    text = done.stdout
+    assert "**A rehearsal on CPUs" in text
+    assert "| resume-lazy | yes |" in text and "| shared-gpu | yes |" in text
+    assert "| fork | a rank that megatron.launch forks uses CUDA | not run |" in text
+    for heading in ("Parts", "Killed and resumed", "Start-up phases of the restarts", "What the trace costs"):
+        assert f"\n## {heading}\n" in text
+    assert "| imports |" in text and "| first_step |" in text and "`torch` |" in text

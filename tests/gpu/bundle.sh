@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Makes a bundle of wheels that brings deepspeed and what the GPU tier needs to a machine without a network: for Python
+# 3.12 on x86-64 Linux, beside an installed torch. No compiled extension of deepspeed is in it, and none is needed.
+#
+#   PYTHON   an interpreter with pip, setuptools and torch, which deepspeed's build imports (default: that of .venv)
+#
+# examples:
+#   bundle.sh runs/bundle           makes the bundle in this new directory
+#
+# On the other machine, in the environment that has torch; what is installed there and new enough is kept:
+#   python3 -m pip install --no-index --find-links runs/bundle -r tests/gpu/requirements.txt
+#   PYTHON=python3 bash tests/gpu/run.sh
+#
+# exit status: 0 made, 1 could not be made or is larger than 60 MiB, 2 wrong arguments
+set -euo pipefail
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+source "$ROOT/examples_deepspeed/restart_bench/usage.sh"
+answer_help "" "$@"
+MOST_MIB=60
+: "${PYTHON:=${VENV_DIR:-$ROOT/.venv}/bin/python}"
+# All that requirements.txt needs but torch and what torch brings; tests/unit/test_gpu_tier.py compares it with the
+# packages' own metadata.
+BUNDLED=(
+    numpy psutil nvidia-ml-py isal tqdm einops hjson msgpack ninja packaging py-cpuinfo
+    pydantic pydantic_core annotated-types typing-inspection typing_extensions
+    torchsnapshot aiofiles aiohttp aiohappyeyeballs aiosignal attrs frozenlist idna importlib_metadata
+    multidict nest-asyncio propcache PyYAML yarl zipp
+    pytest pytest-timeout hypothesis lazy-importer iniconfig pluggy Pygments sortedcontainers
+)
+
+die() {
+    printf 'bundle.sh: error: %s\n' "$*" >&2
+    exit "${STATUS:-1}"
+}
+
+(($# == 1)) && [[ $1 != -* ]] || STATUS=2 die "give one argument, the directory to make; see --help"
+[[ ! -e $1 ]] || STATUS=2 die "$1 is there already; name a new directory"
+mkdir -p "$1"
+TARGET=$(cd "$1" && pwd)
+pip=("$PYTHON" -m pip --disable-pip-version-check --quiet)
+platforms=()
+for version in 2_28 2_27 2_17 2_12 2_5; do platforms+=(--platform "manylinux_${version}_x86_64"); done
+for name in 2014 2010 1; do platforms+=(--platform "manylinux${name}_x86_64"); done
+
+DS_BUILD_OPS=0 "${pip[@]}" wheel --no-deps --no-build-isolation -c "$ROOT/constraints.txt" -w "$TARGET" deepspeed ||
+    die "deepspeed's wheel could not be built"
+"${pip[@]}" download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp "${platforms[@]}" \
+    -c "$ROOT/constraints.txt" -d "$TARGET" "${BUNDLED[@]}" || die "not all wheels could be had"
+
+mib=$(du -sm --apparent-size "$TARGET" | cut -f1)
+((mib <= MOST_MIB)) || die "the bundle has $mib MiB, and may have $MOST_MIB; see ls -lS $TARGET"
+printf '%s: %s wheels, %s MiB\n' "$1" "$(find "$TARGET" -name '*.whl' | wc -l)" "$mib"

@@ -1,0 +1,220 @@
+"""The parts of the GPU tier: which commands each consists of, on the GPU and in the rehearsal on CPUs.
+
+A part measures nothing itself: its commands are the drill, the replay and the benchmarks of this project. What the
+rehearsal changes is in `Sizes` and in the environment; the commands are the same.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 540.0  # of a part; then what it runs is ended
+ENGINES_HERE = "ENGINES"
+_MODEL = ROOT / "tests" / "gpu" / "run_model.sh"
+FIRST_ENGINES = ("lazy", "torch", "fastpersist-decoupled", "dcp-async")
+OTHER_ENGINES = ("fastpersist", "torchsnapshot", "dcp", "datastates")
+ENGINES = (*FIRST_ENGINES, *OTHER_ENGINES)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What differs between GPU and rehearsal. `model` is a preset."""
+
+    model: str
+    vocab_size: int
+    seq_length: int
+    micro_batch: int
+    save_interval: int
+    replay_bytes: str
+    replay_repeat: int
+    replay_steps_s: str
+    overhead_bytes: str
+    overhead_repeat: int
+
+
+# 1b: 17 GB of checkpoint. Two of them and a torn one fit on a disk of 64 GB.
+ON_GPU = Sizes("1b", 50_256, 2048, 4, 10, "2GiB", 3, "2", "1GiB", 12)
+SMALL = Sizes("tiny", 1_023, 64, 1, 20, "4MiB", 1, "0", "4MiB", 1)  # also on the GPU, where the model does not matter
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and how the tier runs. `out` gets small files; `work`, removed after each part, checkpoints and data."""
+
+    rehearsal: bool
+    out: Path
+    work: Path
+
+    @property
+    def sizes(self) -> Sizes:
+        return SMALL if self.rehearsal else ON_GPU
+
+    def environment(self) -> dict[str, str]:
+        """Of every command."""
+        kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        kept |= {"SKIP_SETUP": "1", "PYTHON": sys.executable, "PYTHONPATH": _with_root(kept.get("PYTHONPATH"))}
+        kept |= {"TMPDIR": str(self.work / "tmp"), "DEVICE": "cpu" if self.rehearsal else "cuda"}
+        if self.rehearsal:
+            kept |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        return kept
+
+
+def _with_root(path: str | None) -> str:
+    parts = [str(ROOT), *(part for part in (path or "").split(os.pathsep) if part and part != str(ROOT))]
+    return os.pathsep.join(parts)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of a part. If `stdout` is given, what it prints goes to that file in the part's directory."""
+
+    name: str
+    argv: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+    stdout: str | None = None
+    engines: tuple[str, ...] = ()  # what ENGINES_HERE in argv stands for: those of them that can save here
+
+    def shown(self) -> str:
+        """As one would type it in the repository's root."""
+        settings = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        meant = {sys.executable: "python", ENGINES_HERE: ",".join(self.engines)}
+        words = [meant.get(word, word.replace(f"{ROOT}/", "")) for word in self.argv]
+        return " ".join([*settings, shlex.join(words)] + ([f"> {self.stdout}"] if self.stdout else []))
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part: its directory below OUT has its `name`. `expected_s` is an estimate for one H100."""
+
+    name: str
+    expected_s: int
+    shows: str
+    steps: Callable[[Setting], list[Step]]
+    limit_s: float = LIMIT_S
+
+
+def part_named(name: str) -> Part:
+    """Raises StopIteration if there is none."""
+    return next(part for part in PARTS if part.name == name)
+
+
+def _python(module: str, *words: str) -> list[str]:
+    return [sys.executable, "-m", module, *words]
+
+
+def _training(setting: Setting, sizes: Sizes, *extra: str, iterations: int = 1000) -> dict[str, str]:
+    """Settings of run_model.sh. A drill ends the training itself, so it may be long."""
+    return {
+        "MODEL": sizes.model, "DATA_PATH": str(setting.work / "data" / f"random_{sizes.vocab_size}"),
+        "VOCAB_SIZE": str(sizes.vocab_size), "SEQ_LENGTH": str(sizes.seq_length),
+        "MICRO_BATCH": str(sizes.micro_batch), "ITERS": str(iterations), "SAVE_INTERVAL": str(sizes.save_interval),
+        "EXTRA_ARGS": " ".join(["--keep-last 1", *extra]), "WORK_DIR": str(setting.work),
+    }  # fmt: skip
+
+
+def _data(setting: Setting, sizes: Sizes) -> Step:
+    """Random tokens. Each part makes its own, so that it can be run alone."""
+    words = ["--output-prefix", str(setting.work / "data" / f"random_{sizes.vocab_size}")]
+    words += ["--tokens", "2000000", "--vocab-size", str(sizes.vocab_size)]
+    return Step("data", _python("tools.make_synthetic_dataset", *words))
+
+
+def _drill(setting: Setting, part: str, environment: dict[str, str], engine: str) -> Step:
+    """SIGKILL after the first checkpoint, resume, compare losses and every restored tensor."""
+    words = ["--fault", "sigkill-all", "--at", "mid-step", "--no-reference", "--no-analysis", "--until-caught-up"]
+    words += ["--quiet", "--time-limit", "240", "--checkpoint-engine", ENGINES_HERE]
+    words += [] if setting.rehearsal else ["--cold-cache"]  # the cache of a machine that others use
+    words += ["--out", str(setting.out / part / "drill"), "--checkpoints", str(setting.work / "checkpoints")]
+    argv = _python("tools.restart_drill", *words, "--", str(_MODEL))
+    return Step("drill", argv, environment, engines=(engine,))
+
+
+def _machine(setting: Setting) -> list[Step]:
+    directory = setting.out / "machine"
+    training = _training(setting, SMALL, "--restart-trace-nvtx on --profile-backward", iterations=4)
+    training |= {"SAVE_INTERVAL": "2", "TRACE_DIR": str(directory / "trace")}
+    return [
+        Step("machine", _python("tests.gpu.machine", str(directory / "machine.json"))),
+        _data(setting, SMALL),
+        Step("training", ["bash", str(_MODEL)], training),
+    ]
+
+
+def _resume(engine: str) -> Callable[[Setting], list[Step]]:
+    def steps(setting: Setting) -> list[Step]:
+        sizes = setting.sizes
+        return [_data(setting, sizes), _drill(setting, f"resume-{engine}", _training(setting, sizes), engine)]
+
+    return steps
+
+
+def _replay(part: str, engines: tuple[str, ...]) -> Callable[[Setting], list[Step]]:
+    def steps(setting: Setting) -> list[Step]:
+        sizes, directory = setting.sizes, setting.out / part
+        words = ["--model", sizes.model, "--tp", "1", "--pp", "1", "--ranks", "0", "--engine", ENGINES_HERE]
+        words += ["--limit-bytes", sizes.replay_bytes, "--repeat", str(sizes.replay_repeat)]
+        words += ["--steps-between", sizes.replay_steps_s, "--step-seconds", "0.5", "--dir", str(setting.work)]
+        words += ["--no-cold"] if setting.rehearsal else []
+        words += ["--trace-dir", str(directory / "trace"), "--output", str(directory / "replay.json")]
+        argv = _python("tools.ckpt_replay", *words, "--format", "json", "--no-verdict")
+        return [Step("replay", argv, engines=engines)]
+
+    return steps
+
+
+def _tests(setting: Setting) -> list[Step]:
+    words = ["-q", "-rs", "-m", "gpu", "-p", "no:cacheprovider", "--junitxml", str(setting.out / "tests" / "junit.xml")]
+    return [Step("pytest", _python("pytest", *words, "tests/gpu"))]
+
+
+def _fork(setting: Setting) -> list[Step]:
+    environment = _training(setting, SMALL) | {"LAUNCHER": "fork"}
+    return [_data(setting, SMALL), _drill(setting, "fork", environment, "lazy")]
+
+
+def _shared_gpu(setting: Setting) -> list[Step]:
+    """NCCL refuses two ranks on one device; gloo does not, and has no point-to-point operations for CUDA tensors."""
+    extra = "--distributed-backend gloo --deterministic on"
+    layout = {"TP": "2", "DP": "2", "SHARED_GPU": "4", "LAUNCHER": "fork"}
+    return [
+        _data(setting, SMALL), _drill(setting, "shared-gpu", _training(setting, SMALL, extra) | layout, "lazy")
+    ]  # fmt: skip
+
+
+def _overhead(setting: Setting) -> list[Step]:
+    sizes = setting.sizes
+    words = ["--bytes-per-rank", sizes.overhead_bytes, "--ranks", "1", "--repeat", str(sizes.overhead_repeat)]
+    words += ["--only", "save", "load", "--dir", str(setting.work), "--format", "json"]
+    return [Step("overhead", _python("benchmarks.overhead", *words), stdout="overhead.json")]
+
+
+def _resume_part(engine: str) -> Part:
+    name = f"resume-{engine}"
+    return Part(name, 120, f"trained with NCCL, saved, killed, resumed: engine {engine}", _resume(engine))
+
+
+def _replay_part(name: str, expected_s: int, engines: tuple[str, ...]) -> Part:
+    shows = f"blocked, durable and load times, interleaved: {', '.join(engines)}"
+    return Part(name, expected_s, shows, _replay(name, engines))
+
+
+# Where time is short, the first ones tell most.
+PARTS: tuple[Part, ...] = (
+    Part("machine", 60, "device, driver, libraries, engines; a tiny training to its end", _machine),
+    _resume_part("lazy"),
+    _replay_part("engines", 330, FIRST_ENGINES),
+    Part("tests", 120, "the tests that are marked gpu", _tests),
+    _resume_part("torch"),
+    Part("fork", 60, "a rank that megatron.launch forks uses CUDA", _fork),
+    Part("shared-gpu", 90, "four ranks on one GPU over gloo: TP2 DP2", _shared_gpu),
+    Part("overhead", 120, "what the trace costs a save and a load", _overhead),
+    *(_resume_part(engine) for engine in FIRST_ENGINES[2:]),
+    _replay_part("engines-others", 400, ("lazy", *OTHER_ENGINES)),
+    *(_resume_part(engine) for engine in OTHER_ENGINES),
+)
