@@ -22,6 +22,8 @@ from megatron.data.indexed_dataset import MMapIndexedDataset
 from megatron.tokenizer import build_tokenizer
 from tools.preprocess_data import main
 
+pytestmark = pytest.mark.slow  # each starts the tool as a process, which starts workers
+
 ROOT = Path(__file__).resolve().parents[3]
 DATA = ROOT / "tests" / "golden" / "upstream_run" / "data"
 SENTENCEPIECE = ["--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model", str(DATA / "tokenizer.model")]
@@ -159,7 +161,6 @@ def test_gpt2_bpe_end_to_end(tmp_path: Path) -> None:
     assert MMapIndexedDataset(tmp_path / "o_text_document")[0].tolist() == expected
 
 
-@pytest.mark.slow
 def test_an_older_dataset_is_replaced_by_a_good_run_only(tmp_path: Path) -> None:
     path = corpus(tmp_path, [{"text": "1 2 3"}])
     assert run(["--input", path, *NULL, "--output-prefix", tmp_path / "o"]).returncode == 0
@@ -176,7 +177,6 @@ def test_an_older_dataset_is_replaced_by_a_good_run_only(tmp_path: Path) -> None
 GOOD = {"text": "1"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(
     ("lines", "message"),
@@ -306,7 +306,6 @@ def processes_of_session(session: int) -> list[int]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_killed_run_leaves_no_dataset_and_no_process(tmp_path: Path, workers: int, signum: int) -> None:

@@ -6,7 +6,11 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.unit.trace_helpers import ROOT
+
+pytestmark = pytest.mark.slow  # each starts interpreters that import torch
 
 TRAIN = """
 import os

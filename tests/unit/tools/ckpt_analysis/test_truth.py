@@ -18,6 +18,8 @@ from tools.ckpt_analysis.ingest import files, records
 from tools.ckpt_analysis.ingest.discover import list_trace
 from tools.ckpt_analysis.ingest.load import load_trace
 
+pytestmark = pytest.mark.slow  # each writes and analyses the traces of whole runs
+
 # Keys that the truth leaves out on purpose: where the data lies, what needs no arithmetic, and what rules make of
 # the numbers, which test_findings holds to the planted stragglers; test_budget and test_targets have theirs.
 _NOT_IN_TRUTH = {"cycles", "per_rank", "findings", "model", "budget", "targets", "storage"}
@@ -162,7 +164,6 @@ def test_the_columns_leave_to_the_lines_what_they_cannot_tell(
         assert rows.equals(by_line.records.tables[table]), table
 
 
-@pytest.mark.slow
 def test_large_logs_are_read_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path / "run", _SHAPES["all"])
     whole = result(tmp_path / "run")

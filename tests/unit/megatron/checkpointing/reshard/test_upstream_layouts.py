@@ -46,6 +46,8 @@ from tests.upstream_files import (
     write_upstream,
 )
 
+pytestmark = pytest.mark.slow  # each reads a whole upstream checkpoint
+
 UPSTREAM = Path(__file__).resolve().parents[4] / "golden" / "upstream_run" / "global_step5"
 SAVED = Layout(2, 2, 2)
 OP = untraced_operation()
@@ -113,7 +115,6 @@ def assert_same(reader: Reader, expected: State, vocab: int) -> None:
             assert not values[rows:].any(), name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [Layout(1, 1, 1), Layout(1, 4, 2), Layout(2, 1, 3), Layout(1, 2, 5), Layout(4, 1, 2), Layout(4, 4, 1)],
@@ -126,7 +127,6 @@ def test_upstreams_own_files_on_every_layout(layout: Layout) -> None:
     assert_same(loaded(UPSTREAM, GOLDEN, layout), expected, GOLDEN.vocab)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("padded", [500, 768])
 def test_another_padding_of_the_vocabulary(padded: int) -> None:
     """Where TP does not divide upstream's: its 12 rows of no token go, or as many as are new are zero."""

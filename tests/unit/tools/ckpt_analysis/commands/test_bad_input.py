@@ -22,6 +22,8 @@ from tests.unit.tools.ckpt_analysis.trace_factory import RUN_ID, Options, dump, 
 from tests.unit.tools.ckpt_analysis.upstream_log_factory import upstream_log
 from tools.ckpt_analysis.cli import main
 
+pytestmark = pytest.mark.slow  # each starts the command as a process
+
 COMMANDS: dict[str, list[str]] = {
     "report": [], "summary": [], "validate": [], "export": ["-o", "out.csv"], "timeline": ["-o", "out.json"],
     "compare": ["elsewhere"], "project": ["--nodes", "4", "--mtbf-hours", "9"],
@@ -76,7 +78,6 @@ def test_no_permission_for_the_directory(tmp_path: Path, command: str) -> None:
     assert f"{directory}: cannot be read as a directory: Permission denied" in said
 
 
-@pytest.mark.slow
 def test_no_permission_for_one_file_and_for_all(tmp_path: Path) -> None:
     directory = write_trace(tmp_path / "logs")
     file_of(directory, 3, 1).chmod(0)
@@ -91,7 +92,6 @@ def test_no_permission_for_one_file_and_for_all(tmp_path: Path) -> None:
     assert "none of its 17 trace files can be analysed: rank_00000_cycle_000.jsonl: Permission denied" in said
 
 
-@pytest.mark.slow
 def test_no_permission_to_write(tmp_path: Path) -> None:
     directory = write_trace(tmp_path / "logs")
     place = tmp_path / "place"
@@ -154,7 +154,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("damage", "kind"), DAMAGES.values(), ids=DAMAGES)
 def test_whatever_can_be_analysed_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Any, kind: str

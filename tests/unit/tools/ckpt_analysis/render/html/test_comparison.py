@@ -22,6 +22,8 @@ from tools.ckpt_analysis.imported.to_report import to_report
 from tools.ckpt_analysis.render.html.comparison import FIGURE
 from tools.ckpt_analysis.render.html.definitions import DEFINITIONS
 
+pytestmark = pytest.mark.slow  # each writes a page
+
 TORCH_MS = [1000.0, 505.0, 510.0, 515.0, 520.0, 525.0]
 
 
@@ -86,7 +88,6 @@ def rows_of(page: Page, caption: str) -> list[list[str]]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--all"]])
 def test_report_prints_what_compare_prints(
     flags: list[str], study: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -22,6 +22,8 @@ from tools.ckpt_analysis.render.html.page import run_page
 from tools.ckpt_analysis.render.html.run_data import choose
 from tools.ckpt_analysis.report import without_ranks
 
+pytestmark = pytest.mark.slow  # each writes a page
+
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>"
 
 
@@ -149,7 +151,6 @@ def a_save_of_no_length(log: RankLog) -> None:
     log.begin("save", tag="global_step5", step=5).end(bytes=0, num_files=0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [nothing, only_first_steps, only_an_unfinished_save, a_save_without_bytes_or_files, a_save_of_no_length]
 )
