@@ -52,18 +52,19 @@ def run_part(part: Part, setting: Setting) -> str:
     start = time.monotonic()
     record: dict[str, Any] = {
         "part": part.name, "shows": part.shows, "rehearsal": setting.rehearsal, "version": __version__,
-        "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "expected_s": part.expected_s, "steps": [],
+        "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "expected_s": part.expected_s,
+        "outcome": FAILED, "seconds": 0.0, "steps": [],
     }  # fmt: skip
-    (directory / RECORD).write_text(json.dumps(record | {"outcome": FAILED, "seconds": 0.0}))  # if this is killed
+    (directory / RECORD).write_text(json.dumps(record))  # a part that is interrupted has failed
     try:
         for step in part.steps(setting):
             found = _run_step(step, setting, directory, start + part.limit_s)
             record["steps"].append(found)
             _say(f"{part.name}: {step.name}: {found['outcome']} after {found['seconds']:.1f} s")
-    finally:
-        shutil.rmtree(setting.work, ignore_errors=True)
         outcomes = [step["outcome"] for step in record["steps"]]
         record["outcome"] = next((outcome for outcome in (FAILED, LEFT_OUT) if outcome in outcomes), PASSED)
+    finally:
+        shutil.rmtree(setting.work, ignore_errors=True)
         record["seconds"] = round(time.monotonic() - start, 2)
         (directory / RECORD).write_text(json.dumps(record, indent=1) + "\n")
     return str(record["outcome"])

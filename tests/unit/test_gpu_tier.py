@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from megatron.checkpointing.engines.registry import engine_names
+from tests.dist.harness import wait_for
 from tests.gpu.parts import ENGINES, LIMIT_S, PARTS, Part, Setting, Step
 from tests.gpu.runner import FAILED, PASSED, TierError, run_part, write_overview
 
@@ -82,6 +83,25 @@ def test_a_part_ends_with_its_time_and_leaves_no_process(tmp_path: Path) -> None
         "ended: the time of the part was over", "not started: the time of the part was over"
     ]  # fmt: skip
     assert left_of(tmp_path) == []
+
+
+def test_a_part_that_is_interrupted_has_failed(tmp_path: Path) -> None:
+    program = (
+        "import signal, sys; from pathlib import Path; from tests.gpu.parts import Part, Setting, Step\n"
+        "from tests.gpu.runner import run_part\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+        "begun = 'import pathlib, time; pathlib.Path(sys.argv[1], sys.argv[2]).touch(); time.sleep(1000)'\n"
+        "steps = [Step('fine', [sys.executable, '-c', 'print(1)']), Step('long', [sys.executable, '-c',\n"
+        "    'import sys; ' + begun, sys.argv[1], 'begun'])]\n"
+        "run_part(Part('cut', 1, '', lambda _: steps), Setting(True, Path(sys.argv[1]), Path(sys.argv[1], 'work')))\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, env=os.environ | {MARK: str(tmp_path)}) as process:
+        wait_for(lambda: (tmp_path / "begun").exists(), "the second step")
+        process.terminate()
+    assert process.returncode == 143 and left_of(tmp_path) == []
+    record = json.loads((tmp_path / "cut" / "part.json").read_text())
+    assert (record["outcome"], [step["step"] for step in record["steps"]]) == (FAILED, ["fine"])
 
 
 def left_of(tmp_path: Path) -> list[int]:
