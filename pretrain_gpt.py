@@ -24,7 +24,13 @@ def model_provider(config: Config, padded_vocab_size: int, runtime: Runtime) -> 
     from megatron.model.gpt_model import GPTModelPipe
 
     return GPTModelPipe(
-        config.model, padded_vocab_size, runtime.layout, runtime.coordinates.tp, runtime.device, loss_func
+        config.model,
+        padded_vocab_size,
+        runtime.layout,
+        runtime.coordinates.tp,
+        runtime.device,
+        loss_func,
+        sequence_parallel=config.parallel.sequence_parallel,
     )
 
 

@@ -1,4 +1,4 @@
-"""Samples of the process, the host and the device, taken at the boundaries of operations.
+"""Samples of the process, the host and the device, taken at the boundaries of operations or at intervals.
 
 Every name ends in its unit. A value that cannot be had here is left out, never guessed.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from restart_trace.devices import nvml_device
+from restart_trace.devices import device_index, nvml_device
 
 _IO_NAMES = {"rchar": "io_read_calls_bytes", "wchar": "io_write_calls_bytes"} | {
     "read_bytes": "io_read_storage_bytes",
@@ -20,12 +20,24 @@ _IO_NAMES = {"rchar": "io_read_calls_bytes", "wchar": "io_write_calls_bytes"} | 
 _MEMINFO_NAMES = {"Cached": "page_cache_bytes", "Dirty": "dirty_bytes", "Writeback": "writeback_bytes"}
 
 
-def make_probe(local_rank: int) -> Callable[[], Mapping[str, float]]:
-    """Return a function that samples this process, its host and, where there is one, the GPU of this rank."""
-    nvml_device = _open_nvml(local_rank)
+_ALL_LINKS = 0xFFFFFFFF  # scope of NVML's NVLink counters
+
+
+def make_probe(local_rank: int, *, bus: bool = False) -> Callable[[], Mapping[str, float]]:
+    """Return a function that samples this process, its host and, where there is one, the GPU of this rank.
+
+    With `bus` also the traffic of PCIe and NVLink: for a thread of its own, since NVML measures PCIe for 20 ms per
+    direction while the caller waits.
+    """
+    device = _open_nvml(local_rank)
 
     def probe() -> Mapping[str, float]:
-        return _host_values() | _torch_values() | (_nvml_values(nvml_device) if nvml_device else {})
+        values = _host_values() | _torch_values(local_rank)
+        if device is not None:
+            import pynvml
+
+            values |= nvml_values(device, pynvml, bus=bus)
+        return values
 
     return probe
 
@@ -50,13 +62,17 @@ def _host_values() -> dict[str, float]:
     return values
 
 
-def _torch_values() -> dict[str, float]:
+def _torch_values(local_rank: int) -> dict[str, float]:
     torch = sys.modules.get("torch")  # never the one to import it
     if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return {}
+    # By its number: a thread that is not the training's has device 0 for its current one.
+    index = device_index(local_rank, torch.cuda.device_count())
+    if index is None:
+        return {}
     return {
-        "device_allocated_bytes": torch.cuda.memory_allocated(),
-        "device_reserved_bytes": torch.cuda.memory_reserved(),
+        "device_allocated_bytes": torch.cuda.memory_allocated(index),
+        "device_reserved_bytes": torch.cuda.memory_reserved(index),
     }
 
 
@@ -73,20 +89,45 @@ def _open_nvml(local_rank: int) -> object | None:
         return None
 
 
-def _nvml_values(device: object) -> dict[str, float]:
-    import pynvml
+def nvml_values(device: object, nvml: Any, *, bus: bool) -> dict[str, float]:
+    """What `nvml`, the module pynvml, says of the handle `device`; with `bus` the traffic of PCIe and NVLink, too.
 
+    What the device does not support, or virtualisation hides, is left out.
+    """
     values: dict[str, float] = {}
     readers: dict[str, Callable[[], Any]] = {
-        "gpu_memory_used_bytes": lambda: pynvml.nvmlDeviceGetMemoryInfo(device).used,
-        "gpu_utilization_percent": lambda: pynvml.nvmlDeviceGetUtilizationRates(device).gpu,
-        # NVML samples PCIe over 20 ms; in KB/s by its documentation.
-        "pcie_tx_bytes_per_s": lambda: 1000 * pynvml.nvmlDeviceGetPcieThroughput(device, 0),
-        "pcie_rx_bytes_per_s": lambda: 1000 * pynvml.nvmlDeviceGetPcieThroughput(device, 1),
+        "gpu_memory_used_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(device).used,
+        "gpu_utilization_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(device).gpu,
     }
+    if bus:  # in KB/s by NVML's documentation
+        readers |= {
+            "pcie_tx_bytes_per_s": lambda: (
+                1000 * nvml.nvmlDeviceGetPcieThroughput(device, nvml.NVML_PCIE_UTIL_TX_BYTES)
+            ),
+            "pcie_rx_bytes_per_s": lambda: (
+                1000 * nvml.nvmlDeviceGetPcieThroughput(device, nvml.NVML_PCIE_UTIL_RX_BYTES)
+            ),
+        }
     for name, read in readers.items():
         try:
             values[name] = read()
-        except pynvml.NVMLError:  # not supported by this device or hidden by virtualisation: leave it out
+        except nvml.NVMLError:
             continue
-    return values
+    return values | (_nvlink_values(device, nvml) if bus else {})
+
+
+def _nvlink_values(device: object, nvml: Any) -> dict[str, float]:
+    """Data that went over all NVLinks so far, by counters in KiB ("Field Value Enums" of NVML's documentation)."""
+    fields = {
+        "nvlink_tx_bytes": nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX,
+        "nvlink_rx_bytes": nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX,
+    }
+    try:
+        found = nvml.nvmlDeviceGetFieldValues(device, [(field, _ALL_LINKS) for field in fields.values()])
+    except nvml.NVMLError:
+        return {}
+    return {
+        name: 1024 * int(value.value.ullVal)
+        for name, value in zip(fields, found, strict=True)
+        if value.nvmlReturn == nvml.NVML_SUCCESS
+    }

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from restart_trace.clock import now_ns, read_anchor
+from restart_trace.sampler import Sampler
 from restart_trace.schema import MAIN_THREAD, SCHEMA_VERSION, SPAN, check_phase
 from restart_trace.sink import NullSink
 
@@ -197,7 +198,8 @@ class Recorder:
         self._owed: list[dict[str, Any]] = []
         self._lost = 0
         self._closed = False
-        # Of the three above. Reentrant: a signal handler of the program may save while this thread writes a record.
+        self._sampler: Sampler | None = None
+        # Of what is owed, lost and closed. Reentrant: a signal handler of the program may save amid a write.
         self._lock = threading.RLock()
         self.nvtx: NvtxRanges | None = None  # torch.cuda.nvtx, once it is imported and CUDA is there
         self.write("process", v=SCHEMA_VERSION, **process)
@@ -302,7 +304,14 @@ class Recorder:
         if sample is not None:
             self.write("probe", op=op_id, at=at, time_ns=sample[0], values=sample[1])
 
+    def sample_every(self, interval_s: float, probe: Probe) -> None:
+        """Record what `probe` returns every `interval_s` seconds from now on, whether operations run or not."""
+        if self.enabled and self._sampler is None:
+            self._sampler = Sampler(self.write, probe, interval_s)
+
     def close(self) -> None:
+        if self._sampler is not None:
+            self._sampler.stop()
         with self._lock:
             if not self._closed:
                 self._closed = True

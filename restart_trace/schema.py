@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 SPAN = "span"  # the type of a record that names none: most are spans
 MAIN_THREAD = "MainThread"  # of a span that names no thread
@@ -189,6 +189,12 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
     | {
         "op": Field("int", True, "number of the operation sampled"),
         "at": Field("str", True, "start or end"),
+        "time_ns": Field("int", True, "monotonic, ns"),
+        "values": Field("object", True, "name -> number; the unit is the end of the name"),
+    },
+    # Samples every so many seconds, on request.
+    "sample": _TYPE
+    | {
         "time_ns": Field("int", True, "monotonic, ns"),
         "values": Field("object", True, "name -> number; the unit is the end of the name"),
     },

@@ -96,10 +96,12 @@ class RankLines:
         self.write("event", f'"operation":"failure","phase":"{phase}",{detail}{moment}')
 
     def _probe(self, op: str, at: str, us: int) -> None:
-        """On one rank of each host."""
+        """On one rank of each host, and a sample at the end."""
         if self.rank % RANKS_PER_HOST == 0:
             values = _VALUES % (2_000_000_000 + us, 8_000_000_000 + us, 1_000_000 + us)
             self.write("probe", f'{op}"at":"{at}","time_ns":{self.ns(us)},"values":{values}')
+            if at == "end":
+                self.write("sample", f'"time_ns":{self.ns(us)},"values":{values}')
 
 
 def rank_lines(times: Times, cycle: Cycle, rank: int, version: int = SCHEMA_VERSION) -> list[str]:

@@ -3,6 +3,7 @@
 # Settings, all from the environment:
 #   ENGINE SAVE_INTERVAL SAVE_DIR TRACE_DIR        checkpoints and their trace
 #   DP ITERS MICRO_BATCH GLOBAL_BATCH SEQ_LENGTH   the training
+#   SEQUENCE_PARALLEL=1|0                          with --sequence-parallel, or without; 70b has it
 #   DATA_PATH TOKENIZER_TYPE TOKENIZER_MODEL VOCAB_FILE MERGE_FILE VOCAB_SIZE
 #                                                  the data; random tokens are made where DATA_PATH is unset
 #   EXTRA_ARGS                                     more flags of pretrain_gpt.py, split at white space
@@ -67,7 +68,8 @@ load_settings() {
     RUNS_ON_CPU=
     source "$BENCH_DIR/models/$MODEL.sh"
     : "${SEQ_LENGTH:=2048}" "${MICRO_BATCH:=16}" "${ITERS:=15}" "${SAVE_INTERVAL:=5}"
-    : "${GLOBAL_BATCH:=$((MICRO_BATCH * DP))}" "${ENGINE:=torch}" "${LAUNCHER:=torchrun}"
+    : "${GLOBAL_BATCH:=$((MICRO_BATCH * DP))}" "${ENGINE:=torch}" "${LAUNCHER:=torchrun}" "${SEQUENCE_PARALLEL:=0}"
+    [[ $SEQUENCE_PARALLEL =~ ^[01]$ ]] || die "SEQUENCE_PARALLEL=$SEQUENCE_PARALLEL: use 1 or 0"
     require_whole_number SEQ_LENGTH MICRO_BATCH ITERS SAVE_INTERVAL GLOBAL_BATCH
     [[ $LAUNCHER =~ ^(torchrun|deepspeed|srun|fork)$ ]] || die "LAUNCHER=$LAUNCHER: use torchrun, deepspeed, srun or fork"
     [[ $LAUNCHER == fork || -z ${MAX_RESTARTS:-} ]] || die "MAX_RESTARTS=$MAX_RESTARTS: only LAUNCHER=fork restarts in place"
@@ -100,13 +102,14 @@ ensure_environment() {
 
 # Sets TRAINING_ARGS, the command line of pretrain_gpt.py.
 build_training_args() {
-    local extra=() data=() backend=nccl
+    local extra=() data=() backend=nccl sequence=()
     [[ $DEVICE == cuda ]] || backend=gloo
+    [[ $SEQUENCE_PARALLEL == 0 ]] || sequence=(--sequence-parallel)
     # read returns non-zero at the end of its input, which is where it is meant to stop
     read -r -d '' -a extra <<<"${EXTRA_ARGS:-}" || true
     read -r -d '' -a data <<<"$DATA_PATH" || true
     TRAINING_ARGS=(
-        --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP"
+        --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP" "${sequence[@]}"
         --distributed-backend "$backend"
         --num-layers "$NUM_LAYERS" --hidden-size "$HIDDEN_SIZE" --ffn-hidden-size "$FFN_HIDDEN_SIZE"
         --num-attention-heads "$NUM_ATTENTION_HEADS" --num-key-value-heads "$NUM_KEY_VALUE_HEADS"

@@ -112,6 +112,7 @@ _MEANINGS: dict[Kind, dict[str, str]] = {
             "distributed_backend distributed_timeout_minutes local_rank rank exit_signal_handler "
             "allow_injected_faults",
         "it changes the order of sums, and so their rounding": "deterministic",
+        "the function stays; dropout masks and rounding differ": "sequence_parallel",
         "every accepted value runs as stage 1": "zero_stage zero_stage_asked",
         "it is a path; the settings in the file are compared as flags": "deepspeed_config",
         "an iteration has the same samples; dropout masks and rounding differ": "micro_batch_size",
@@ -124,7 +125,8 @@ _MEANINGS: dict[Kind, dict[str, str]] = {
             "log_timers_to_tensorboard log_batch_size_to_tensorboard log_learning_rate_to_tensorboard "
             "log_loss_scale_to_tensorboard log_validation_ppl_to_tensorboard log_memory_to_tensorboard "
             "log_world_size_to_tensorboard log_params_norm log_num_zeros_in_grad "
-            "log_optimizer_states_to_tensorboard restart_trace restart_trace_dir trace_probes trace_nvtx",
+            "log_optimizer_states_to_tensorboard restart_trace restart_trace_dir trace_probes "
+            "trace_probes_interval trace_nvtx",
         "the samples and their order stay": "data_impl data_cache_path num_workers",
         "it changes how and when this launch saves":
             "save save_interval keep_last no_save_optim no_save_rng checkpoint_engine checkpoint_durability "

@@ -225,8 +225,7 @@ def _config(given: dict[str, Any], notes: list[Note]) -> Config:
 def _note_of_no_effect(name: str, values: list[str]) -> Note:
     """Raises ConfigError for a value that would need to have an effect."""
     if not values:
-        level = logging.WARNING if name == "--sequence-parallel" else logging.INFO  # it costs memory
-        return Note(level, f"{name}: no effect, {NO_EFFECT[name]}")
+        return Note(logging.INFO, f"{name}: no effect, {NO_EFFECT[name]}")
     inert = NO_EFFECT_VALUES[name]
     if inert.accepted is not None and not set(values) <= set(inert.accepted):
         raise ConfigError(f"{name} {' '.join(values)} is not supported: {inert.otherwise}")

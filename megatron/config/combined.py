@@ -129,6 +129,12 @@ class Config:
                     f"not divisible by --tensor-model-parallel-size {tp}; "
                     "use a multiple of it, or a TP that divides it",
                 )
+        if self.parallel.splits_sequence and self.model.seq_length % tp:
+            self.model.refuse(
+                "seq_length",
+                f"not divisible by --tensor-model-parallel-size {tp}, over which --sequence-parallel splits it; use a "
+                "multiple of it, or drop --sequence-parallel",
+            )
 
     def _check_stages(self) -> None:
         pp = self.parallel.pipeline_model_parallel_size
@@ -177,6 +183,13 @@ class Config:
         if asked == 2:
             yield _warning(
                 "--zero-stage 2: ZeRO-1 is used, which computes the same but keeps the whole gradient on every rank"
+            )
+        if self.parallel.sequence_parallel and not self.parallel.splits_sequence:
+            yield _info("--sequence-parallel: no effect, --tensor-model-parallel-size is 1")
+        if self.parallel.splits_sequence and self.model.hidden_dropout:
+            yield _info(
+                "--sequence-parallel: TP ranks draw dropout masks of their own; with --hidden-dropout losses are not "
+                "those of a run without the flag"
             )
         if self.parallel.no_pipeline_parallel:
             yield _info("--no-pipeline-parallel: there is one stage, and DeepSpeed's pipeline engine runs it")

@@ -229,18 +229,22 @@ def _check_optimizer(merged: dict[str, Any], config: Config) -> None:
 
 
 def _leaves(config: Config) -> list[_Leaf]:
-    training, model = config.training, config.model
+    training, model, parallel = config.training, config.model, config.parallel
     precision_flag = f"--{model.params_dtype}" if model.bf16 or model.fp16 else "the fp32 run"
     batches = "--global-batch-size / (--micro-batch-size x data-parallel size)"
     grad_dtype = "fp32" if training.accumulate_allreduce_grads_in_fp32 else model.params_dtype
     leaves = [
-        *_linked(_LINKS, training, config.parallel, config.optimizer),
+        *_linked(_LINKS, training, parallel, config.optimizer),
         _Leaf("gradient_accumulation_steps", training.num_micro_batches, batches),
         _Leaf("data_types.grad_accum_dtype", grad_dtype, precision_flag),
         _Leaf("data_types.param_dtype", model.params_dtype, precision_flag, True),
         _Leaf("activation_checkpointing.number_checkpoints", model.num_layers, "--num-layers", True),
-        *(leaf._replace(only_if_present=True) for leaf in _linked(_SWITCHES, config.parallel)),
+        *(leaf._replace(only_if_present=True) for leaf in _linked(_SWITCHES, parallel)),
     ]
+    # Between stages DeepSpeed would send of each TP rank a share of what it takes for the same on all of them.
+    shown = "--sequence-parallel" if parallel.splits_sequence else "a run without --sequence-parallel"
+    for key in ("pipeline.pipe_partitioned", "pipeline.grad_partitioned"):
+        leaves.append(_Leaf(key, not parallel.splits_sequence, shown, only_if_present=not parallel.splits_sequence))
     for precision in ("bf16", "fp16"):
         on = model.params_dtype == precision
         shown = f"--{precision}" if on else f"the run's {model.params_dtype}"

@@ -130,7 +130,7 @@ _TOP: dict[str, Rule] = {
     "disable_allgather": Inert(False, _NOT_READ),
     "zero_force_ds_cpu_optimizer": Inert(True, "nothing is offloaded here"),
     **_inert(
-        "sequences are not split over ranks", seq_parallel_communication_data_type="fp32", sequence_parallel_size=1
+        "sequences are split over TP ranks alone", seq_parallel_communication_data_type="fp32", sequence_parallel_size=1
     ),
     "dataloader_drop_last": Inert(False, "this program has its own data loader, and its batches are complete"),
     "use_data_before_expert_parallelism": Inert(False, "there are no experts here"),
@@ -302,8 +302,7 @@ _SECTIONS: dict[str, dict[str, Rule]] = {
         **_inert(_PARTITION, stages="auto", partition="best"),
         "seed_layers": Inert(False, "use --seed; every layer has its own random numbers"),
         **_inert(_RECOMPUTE, activation_checkpoint_interval=0, use_reentrant=True),
-        "pipe_partitioned": Inert(True, "TP ranks send activations to the next stage in parts"),
-        "grad_partitioned": Inert(True, "TP ranks send gradients to the stage before in parts"),
+        **_all("pipe_partitioned grad_partitioned", Settled(BOOL)),
     },
     "flops_profiler": {
         **_all("enabled detailed", Passes(BOOL)),

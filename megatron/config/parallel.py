@@ -14,6 +14,11 @@ class ParallelConfig(FlagGroup):
 
     tensor_model_parallel_size: int = flag(1, "ranks that share each layer (TP)", least=1)
     pipeline_model_parallel_size: int = flag(1, "pipeline stages (PP)", least=1)
+    sequence_parallel: bool = flag(
+        False,
+        "split activations along the sequence over the TP ranks wherever layers are not split: less memory of "
+        "activations, as much communication; TP must divide --seq-length",
+    )
     distributed_backend: str | None = flag(
         None,
         "torch.distributed backend: nccl or gloo (default: nccl where CUDA is there, else gloo)",
@@ -76,6 +81,16 @@ class ParallelConfig(FlagGroup):
                 "--partition-activations splits over the TP ranks, and --tensor-model-parallel-size is 1: "
                 "drop it or raise TP"
             )
+        if self.partition_activations and self.sequence_parallel:
+            raise ConfigError(
+                "--partition-activations splits activations that all TP ranks have, and --sequence-parallel leaves "
+                "none: drop --partition-activations"
+            )
+
+    @property
+    def splits_sequence(self) -> bool:
+        """Whether --sequence-parallel has an effect."""
+        return self.sequence_parallel and self.tensor_model_parallel_size > 1
 
     @property
     def data_parallel_size(self) -> int:

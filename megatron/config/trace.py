@@ -22,6 +22,13 @@ class TraceConfig(FlagGroup):
         names=("--restart-trace-probes",),
         parse=on_off,
     )
+    trace_probes_interval: float | None = flag(
+        None,
+        "sample them every so many seconds, too, and the throughput of PCIe and NVLink, from a thread of its own; 0.1 "
+        "shows a save of seconds (default: not at all)",
+        names=("--restart-trace-probes-interval", "--trace-probes-interval"),
+        least=0.01,
+    )
     trace_nvtx: bool | None = flag(
         None,
         "mark the phases as NVTX ranges: on or off (default: on where CUDA is there)",
@@ -30,7 +37,11 @@ class TraceConfig(FlagGroup):
     )
 
     def __post_init__(self) -> None:
+        self.check_values()
         if self.restart_trace_dir == "":
             refuse("--restart-trace-dir", "''", "is empty; give a directory")
         if not self.restart_trace and self.restart_trace_dir is not None:
             self.refuse("restart_trace_dir", "does nothing with --restart-trace off; drop one of them")
+        if self.trace_probes_interval is not None and not (self.restart_trace and self.trace_probes):
+            off = "--restart-trace-probes" if self.restart_trace else "--restart-trace"
+            self.refuse("trace_probes_interval", f"does nothing with {off} off; drop one of them")

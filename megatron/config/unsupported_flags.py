@@ -46,7 +46,8 @@ UNSUPPORTED = _by_flag("""
 --curriculum-learning --data-efficiency-curriculum-learning --random-ltd
     : curricula and random-LTD are not supported, every batch has the same shape; drop it
 --force-ds-sequence-parallel --ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size
-    --ds-sequence-parallel-fpdt-offloading: sequence parallelism is not supported; use --tensor-model-parallel-size
+    --ds-sequence-parallel-fpdt-offloading
+    : sequences are split over the TP ranks alone; use --tensor-model-parallel-size with --sequence-parallel
 --num-layers-teacher --num-experts-teacher --hidden-size-teacher --num-attention-heads-teacher --mos --kd
     --kd-alpha-ce --kd-beta-ce --kd-temp --load-teacher: knowledge distillation is not part of this fork; drop it
 --inference --ds-inference --inference-batch-times-seqlen-threshold --max-tokens-to-oom
@@ -105,7 +106,6 @@ scaled_dot_product_attention accumulates in fp32 and needs no help with fp16's r
 --no-barrier-with-level-1-timing: timers add no barrier here
 --use-flash-attn --use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton --use-flash-attn-builder
     : scaled_dot_product_attention selects its flash kernel by itself if dtype and head size allow it
---sequence-parallel: every TP rank keeps all activations between its parallel layers: same result, more memory
 --use-checkpoint-args: the flags define the model; a checkpoint of another model is refused, with the names of the \
 flags that differ
 --no-data-sharding: it concerns retrieval models only
@@ -136,7 +136,9 @@ NO_EFFECT_VALUES: dict[str, InertValue] = {
         InertValue(_DENSE),
     ),
     "--ds-sequence-parallel-size": InertValue(
-        "a sequence is never split over ranks", ("1",), UNSUPPORTED["--force-ds-sequence-parallel"]
+        "a sequence is split over the TP ranks alone, by --sequence-parallel",
+        ("1",),
+        UNSUPPORTED["--force-ds-sequence-parallel"],
     ),
     "--dataloader-type": InertValue(
         "samples are read once, in order", ("single",), UNSUPPORTED["--repeated-dataloader"]

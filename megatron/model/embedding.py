@@ -7,20 +7,25 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.config import ModelConfig
-from megatron.parallel.layers import ColumnParallelLinear, DrawnLayer, VocabParallelEmbedding
-from megatron.parallel.mappings import copy_to_tensor_parallel_region
+from megatron.parallel.layers import ColumnParallelLinear, DrawnLayer, VocabParallelEmbedding, column_parallel_linear
 from megatron.parallel.placement import Placement
+from megatron.parallel.random import residual_dropout
+from megatron.parallel.sequence import part_of_sequence, replicated
 
 
 class PositionEmbedding(DrawnLayer):
-    """Learned positions [max_position_embeddings, hidden], replicated over TP. Input ids [b, s] -> [b, s, hidden]."""
+    """Learned positions [max_position_embeddings, hidden], replicated over TP.
+
+    Input ids [b, s]; output [b, s, hidden], or with --sequence-parallel a part of the sequence, [b, s / TP, hidden].
+    """
 
     def __init__(self, config: ModelConfig, place: Placement) -> None:
         super().__init__(config.init_method_std)
+        self.tp = place.tp
         self.weight = place.parameter(config.max_position_embeddings, config.hidden_size)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(ids, self.weight)
+        return F.embedding(part_of_sequence(ids, self.tp), replicated(self.weight, self.tp))
 
 
 class TiedHead(nn.Module):
@@ -36,7 +41,7 @@ class TiedHead(nn.Module):
 class EmbeddingPipe(TiedHead):
     """Word embedding, plus learned positions in the GPT-2-style model.
 
-    Input (ids [b, s], position_ids [b, s]); output [b, s, hidden].
+    Input (ids [b, s], position_ids [b, s]); output [b, s, hidden], or with --sequence-parallel [b, s / TP, hidden].
     """
 
     def __init__(self, config: ModelConfig, padded_vocab_size: int, place: Placement) -> None:
@@ -49,17 +54,21 @@ class EmbeddingPipe(TiedHead):
         x = self.word_embeddings(ids)
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(position_ids)
-        return F.dropout(x, self.hidden_dropout, self.training)
+        return residual_dropout(x, self.hidden_dropout, self.training, self.word_embeddings.tp)
 
 
 def tied_logits(module: TiedHead, hidden: torch.Tensor) -> torch.Tensor:
-    """Logits [b, s, padded_vocab / TP] of hidden states [b, s, hidden] by the tied word embedding."""
+    """Logits [b, s, padded_vocab / TP] by the tied word embedding.
+
+    `hidden` [b, s, hidden], or with --sequence-parallel [b, s / TP, hidden].
+    """
     embedding = module.word_embeddings
-    return F.linear(copy_to_tensor_parallel_region(hidden, embedding.tp), embedding.weight)
+    return column_parallel_linear(hidden, embedding.weight, None, embedding.tp)
 
 
 class LMHeadPipe(nn.Module):
-    """Untied head: hidden states [b, s, hidden] to logits [b, s, padded_vocab / TP]."""
+    """Untied head: hidden states [b, s, hidden], or with --sequence-parallel [b, s / TP, hidden], to logits
+    [b, s, padded_vocab / TP]."""
 
     def __init__(self, config: ModelConfig, padded_vocab_size: int, place: Placement) -> None:
         super().__init__()

@@ -32,7 +32,8 @@ def _pass_through(inputs: Any) -> Any:
 class GPTModelPipe(PipelineModule):
     """The model of one pipeline stage; parameters are zero until initialize_parameters or a load.
 
-    `loss_func(logits, labels, tensor-parallel group)` runs on the last stage.
+    `loss_func(logits, labels, tensor-parallel group)` runs on the last stage. `sequence_parallel`: see
+    megatron/parallel/sequence.py.
     Raises ValueError from DeepSpeed if the layers cannot be spread over the stages.
     """
 
@@ -44,8 +45,10 @@ class GPTModelPipe(PipelineModule):
         tp_rank: int,
         device: torch.device,
         loss_func: LossFunction,
+        *,
+        sequence_parallel: bool = False,
     ) -> None:
-        self.tp = TensorParallelGroup(rank=tp_rank, size=layout.tp)
+        self.tp = TensorParallelGroup(rank=tp_rank, size=layout.tp, sequence_parallel=sequence_parallel)
         self.model_config = config
         place = Placement(self.tp, TORCH_DTYPES[config.params_dtype], device)
         interval = config.checkpoint_num_layers if config.checkpoint_activations else 0

@@ -13,7 +13,7 @@ from megatron.model.norms import build_norm
 from megatron.model.rotary import apply_rotary, rotary_cos_sin
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.placement import Placement
-from megatron.parallel.random import model_parallel_rng
+from megatron.parallel.random import model_parallel_rng, residual_dropout
 
 
 def output_layer_std(config: ModelConfig) -> float:
@@ -25,12 +25,11 @@ class ParallelAttention(nn.Module):
     """Causal self-attention with grouped key/value heads; heads split over TP.
 
     The rows of query_key_value.weight on a rank are its query heads, then its key heads, then its value heads.
-    Input and output [b, s, hidden].
+    Input and output [b, s, hidden], or with --sequence-parallel [b, s / TP, hidden].
     """
 
     def __init__(self, config: ModelConfig, place: Placement) -> None:
         super().__init__()
-        self.tp = place.tp
         self.config = config
         self.head_dim = config.kv_channels
         self.num_heads = config.num_attention_heads // place.tp.size
@@ -49,8 +48,8 @@ class ParallelAttention(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, seq, _ = x.shape
-        heads = self.query_key_value(x).view(batch, seq, -1, self.head_dim)
+        heads = self.query_key_value(x).unflatten(-1, (-1, self.head_dim))
+        batch, seq = heads.shape[:2]
         query, key, value = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
         if self.config.use_rotary_position_embeddings:
             rotary_dim = int(self.head_dim * self.config.rotary_percent)
@@ -71,8 +70,9 @@ class ParallelAttention(nn.Module):
 
 
 class ParallelMLP(nn.Module):
-    """hidden -> ffn -> hidden; SwiGLU (arXiv:2002.05202) or GELU. Input and output [b, s, hidden].
+    """hidden -> ffn -> hidden; SwiGLU (arXiv:2002.05202) or GELU.
 
+    Input and output [b, s, hidden], or with --sequence-parallel [b, s / TP, hidden].
     With SwiGLU the rows of dense_h_to_4h.weight on a rank are its gate rows, then its up rows.
     """
 
@@ -103,10 +103,14 @@ class ParallelMLP(nn.Module):
 
 
 class ParallelTransformerLayerPipe(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)). Input and output [b, s, hidden]."""
+    """x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Input and output [b, s, hidden], or with --sequence-parallel a part of the sequence, [b, s / TP, hidden].
+    """
 
     def __init__(self, config: ModelConfig, place: Placement) -> None:
         super().__init__()
+        self.tp = place.tp
         self.hidden_dropout = config.hidden_dropout
         norm = (config.normalization, config.hidden_size, config.layernorm_epsilon, place)
         self.input_layernorm = build_norm(*norm)
@@ -116,6 +120,6 @@ class ParallelTransformerLayerPipe(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         attention = self.self_attention(self.input_layernorm(x))
-        x = x + F.dropout(attention, self.hidden_dropout, self.training)
+        x = x + residual_dropout(attention, self.hidden_dropout, self.training, self.tp)
         mlp = self.mlp(self.post_attention_layernorm(x))
-        return x + F.dropout(mlp, self.hidden_dropout, self.training)
+        return x + residual_dropout(mlp, self.hidden_dropout, self.training, self.tp)

@@ -14,6 +14,24 @@ from torch import nn
 from megatron.parallel.mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
 from megatron.parallel.parameter_init import init_normal_
 from megatron.parallel.placement import Placement
+from megatron.parallel.sequence import linear_of_gathered_sequence, reduce_scatter_sequence, replicated
+from megatron.parallel.topology import TensorParallelGroup
+
+
+def column_parallel_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp: TensorParallelGroup
+) -> torch.Tensor:
+    """x W^T + b where each rank has some rows of W and b; see ColumnParallelLinear."""
+    if tp.splits_sequence:
+        return linear_of_gathered_sequence(x, weight, bias, tp)
+    return F.linear(copy_to_tensor_parallel_region(x, tp), weight, bias)
+
+
+def _sum_over_ranks(partial: torch.Tensor, tp: TensorParallelGroup) -> torch.Tensor:
+    """The sum of `partial` [b, s, n] on every rank; with --sequence-parallel its part of the sequence."""
+    if tp.splits_sequence:
+        return reduce_scatter_sequence(partial, tp)
+    return reduce_from_tensor_parallel_region(partial, tp)
 
 
 class DrawnLayer(nn.Module):
@@ -34,7 +52,8 @@ class ColumnParallelLinear(DrawnLayer):
 
     `output_sizes` are the full row counts of the matrices fused into W ([sum/TP, input_size] here);
     `vocabulary`: there is one row per token of the padded vocabulary.
-    Input [..., input_size], replicated; output [..., sum(output_sizes) / TP], split.
+    Input [b, s, input_size], replicated, or with --sequence-parallel a part of the sequence, [b, s / TP, input_size];
+    output [b, s, sum(output_sizes) / TP], split.
     """
 
     def __init__(
@@ -54,13 +73,14 @@ class ColumnParallelLinear(DrawnLayer):
         self.bias = place.parameter(rows, dim=0, blocks=output_sizes, vocabulary=vocabulary) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(copy_to_tensor_parallel_region(x, self.tp), self.weight, self.bias)
+        return column_parallel_linear(x, self.weight, self.bias, self.tp)
 
 
 class RowParallelLinear(DrawnLayer):
     """y = x W^T + b with W split along its input columns; b is replicated and added after the sum.
 
-    Input [..., input_size / TP], split; output [..., output_size], replicated.
+    Input [b, s, input_size / TP], split; output [b, s, output_size], replicated, or with --sequence-parallel a part of
+    the sequence, [b, s / TP, output_size].
     """
 
     def __init__(self, input_size: int, output_size: int, *, bias: bool, init_std: float, place: Placement) -> None:
@@ -70,14 +90,15 @@ class RowParallelLinear(DrawnLayer):
         self.bias = place.parameter(output_size) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = reduce_from_tensor_parallel_region(F.linear(x, self.weight), self.tp)
-        return y if self.bias is None else y + self.bias
+        y = _sum_over_ranks(F.linear(x, self.weight), self.tp)
+        return y if self.bias is None else y + replicated(self.bias, self.tp)
 
 
 class VocabParallelEmbedding(DrawnLayer):
     """Word embedding [padded_vocab / TP, hidden] with the vocabulary split over TP.
 
-    Input ids [b, s]; output [b, s, hidden], replicated.
+    Input ids [b, s]; output [b, s, hidden], replicated, or with --sequence-parallel a part of the sequence,
+    [b, s / TP, hidden].
     """
 
     def __init__(self, padded_vocab_size: int, hidden_size: int, *, init_std: float, place: Placement) -> None:
@@ -92,4 +113,4 @@ class VocabParallelEmbedding(DrawnLayer):
         local = ids - self.first_id
         foreign = (local < 0) | (local >= self.weight.shape[0])
         out = F.embedding(local.masked_fill(foreign, 0), self.weight)
-        return reduce_from_tensor_parallel_region(out.masked_fill(foreign.unsqueeze(-1), 0.0), self.tp)
+        return _sum_over_ranks(out.masked_fill(foreign.unsqueeze(-1), 0.0), self.tp)

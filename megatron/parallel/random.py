@@ -1,17 +1,22 @@
 """Seeds and the two random streams of a rank.
 
 The default stream is equal on all TP ranks (dropout of replicated activations); the tracked stream
-"model-parallel-rng" differs between them (dropout of split activations). The tracker is DeepSpeed's, because
-its activation checkpointing saves and restores it around a recomputation.
+"model-parallel-rng" differs between them (dropout of split activations: of heads, and of parts of a sequence). The
+tracker is DeepSpeed's, because its activation checkpointing saves and restores it around a recomputation.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.parallel.accelerator import accelerator
+from megatron.parallel.topology import TensorParallelGroup
+
+if TYPE_CHECKING:
+    import torch
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
 _TENSOR_PARALLEL_OFFSET = 2718  # upstream's constant
@@ -41,6 +46,16 @@ def model_parallel_rng() -> AbstractContextManager[None]:
     from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 
     return get_cuda_rng_tracker().fork(MODEL_PARALLEL_RNG)
+
+
+def residual_dropout(x: torch.Tensor, probability: float, training: bool, tp: TensorParallelGroup) -> torch.Tensor:
+    """Dropout of the residual stream: the same mask on all TP ranks, or one for each part of the sequence."""
+    from torch.nn.functional import dropout
+
+    if not (training and probability):
+        return x
+    with model_parallel_rng() if tp.splits_sequence else contextlib.nullcontext():
+        return dropout(x, probability)
 
 
 def get_rng_state() -> dict[str, Any]:

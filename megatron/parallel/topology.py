@@ -51,9 +51,15 @@ class TensorParallelGroup:
     """Rank and size within the tensor-parallel group, and the process group once it exists.
 
     Layers are built from rank and size; `group` (a torch.distributed.ProcessGroup) is only needed when they
-    run, and DeepSpeed's pipeline grid creates it, so it is filled in after that.
+    run, and DeepSpeed's pipeline grid creates it, so it is filled in after that. `sequence_parallel`: the flag.
     """
 
     rank: int = 0
     size: int = 1
     group: Any = field(default=None, repr=False)
+    sequence_parallel: bool = False
+
+    @property
+    def splits_sequence(self) -> bool:
+        """Whether each rank holds a part of the sequence between the tensor-parallel layers."""
+        return self.sequence_parallel and self.size > 1

@@ -84,6 +84,7 @@ def pretrain(
         exit_with(error, rank, every_rank_sees_it=False)
     with startup.phase("imports"):
         import_everything()
+    _sample_continuously(config, recorder)
     from megatron.startup.logging_setup import set_up_logging
     from megatron.training.data import DataError
     from megatron.training.lost_ranks import explain
@@ -202,6 +203,15 @@ def _open_trace(config: Config, entered_ns: int) -> tuple[Recorder, Startup]:
         ) from error
     preload = preload_of(os.environ)
     return recorder, Startup(recorder, trace_dir, parallel.rank, cycle, entered_ns, preload)
+
+
+def _sample_continuously(config: Config, recorder: Recorder) -> None:
+    """With --restart-trace-probes-interval; not before torch is imported, which the samples ask for its memory."""
+    interval = config.trace.trace_probes_interval
+    if interval is not None and recorder.enabled:
+        from restart_trace.probes import make_probe
+
+        recorder.sample_every(interval, make_probe(config.parallel.local_rank, bus=True))
 
 
 def _set_up(

@@ -109,6 +109,24 @@ def test_resumed_run_equals_uninterrupted_one(launcher: Launcher, whole: Whole, 
     assert_same_checkpoint(saved / "global_step5", resumed / "global_step5")
 
 
+def test_resumed_run_with_sequence_parallelism(launcher: Launcher, whole: Whole) -> None:
+    """Each TP rank draws its own dropout masks, and what all hold, norms and positions, stays the same on all."""
+    resumed = launcher.directory / "resumed"
+    flags = [*CLASSIC, "--bf16", "--sequence-parallel"]
+    saved = whole(ALL_THREE, *flags)
+    launcher.train(ALL_THREE, *flags, *FIVE, *buffered_saving(resumed, 3), "--load", saved, *RESUME)
+    assert losses_of_ranks(resumed, ALL_THREE) == from_iteration(losses_of_ranks(saved, ALL_THREE), 4)
+    assert_same_checkpoint(saved / "global_step5", resumed / "global_step5")
+    held_by_all = 0
+    for path in (saved / "global_step5").glob("layer_*-model_00-model_states.pt"):
+        one, other = load_file(path), load_file(path.with_name(path.name.replace("model_00", "model_01")))
+        for name in one:
+            if "layernorm" in name or "position" in name or name.endswith(("dense.bias", "4h_to_h.bias")):
+                assert torch.equal(one[name], other[name]), name
+                held_by_all += 1
+    assert held_by_all == 2 * 6 + 1  # two norms and two biases of each layer, and the positions
+
+
 def test_recorded_hashes_are_those_of_the_files(whole: Whole) -> None:
     """So that comparing a live state with them compares it with what lies on the disk."""
     checkpoint = whole(TENSOR_PARALLEL, *LLAMA, "--bf16") / "global_step3"

@@ -68,7 +68,7 @@ class Trained:
     initial: Path
 
 
-Trainer = Callable[[str, str, Layout], Trained]
+Trainer = Callable[..., Trained]
 
 
 @pytest.fixture(autouse=True)
@@ -82,14 +82,14 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def trained(zygote: Zygote, dataset: list[str], tmp_path_factory: pytest.TempPathFactory) -> Trainer:
-    """Trains once per style, optimizer and layout."""
+    """Trains once per style, optimizer, layout and further flags."""
     directory = tmp_path_factory.mktemp("equivalence")
 
     @functools.cache
-    def train(style: str, optimizer: str, layout: Layout) -> Trained:
-        save = directory / f"{style}_{optimizer}_{layout}".replace(" ", "_")
+    def train(style: str, optimizer: str, layout: Layout, *more: str) -> Trained:
+        save = directory / "_".join([style, optimizer, shown(layout), *more]).replace("/", "_")
         lr, min_lr = RATES[optimizer]
-        flags = [*STYLES[style], *TRAINING, "--optimizer", optimizer, "--lr", lr, "--min-lr", min_lr]
+        flags = [*STYLES[style], *TRAINING, "--optimizer", optimizer, "--lr", lr, "--min-lr", min_lr, *more]
         flags += ["--restart-trace-dir", str(save / "restart_trace")]
         if layout in WITH_CHECKPOINT:
             flags += [*buffered_saving(save, 1), "--keep-last", "10"]
@@ -102,8 +102,8 @@ def trained(zygote: Zygote, dataset: list[str], tmp_path_factory: pytest.TempPat
     return train
 
 
-def assert_same_curve(found: Curve, expected: Curve) -> None:
-    assert len(found) == len(expected) == ITERATIONS
+def assert_same_curve(found: Curve, expected: Curve, iterations: int = ITERATIONS) -> None:
+    assert len(found) == len(expected) == iterations
     loss = max(abs(a[0] - b[0]) for a, b in zip(found, expected, strict=True))
     norm = max(abs(a[1] - b[1]) for a, b in zip(found, expected, strict=True))
     assert loss < TOLERANCE, f"losses differ by {loss}:\n{found}\n{expected}"
@@ -120,6 +120,28 @@ def test_curve_is_that_of_one_process(trained: Trainer, style: str, layout: Layo
 def test_curve_under_sgd_is_that_of_one_process(trained: Trainer, style: str) -> None:
     """Adam hides gradients that are a constant factor off; plain SGD does not."""
     assert_same_curve(trained(style, "sgd", ALL_THREE).curve, trained(style, "sgd", SINGLE).curve)
+
+
+@pytest.mark.parametrize("layout", [ALL_THREE, FOUR_OF_TP], ids=shown)
+@pytest.mark.parametrize("style", STYLES)
+def test_sequence_parallelism_changes_neither_curve_nor_files(trained: Trainer, style: str, layout: Layout) -> None:
+    found = trained(style, "sgd", layout, "--sequence-parallel")
+    assert_same_curve(found.curve, trained(style, "sgd", SINGLE).curve)
+    other = trained(style, "adam", layout)
+    assert sorted(path.name for path in found.initial.iterdir()) == sorted(p.name for p in other.initial.iterdir())
+    for tp_rank in range(layout.tp):
+        with_it, without = initial_weights(found.initial, tp_rank), initial_weights(other.initial, tp_rank)
+        assert with_it.keys() == without.keys()
+        assert all(torch.equal(value, without[name]) for name, value in with_it.items())
+
+
+@pytest.mark.parametrize("more", [(), ("--sequence-parallel",)], ids=["off-then-on", "on-then-off"])
+def test_resume_with_sequence_parallelism_switched(trained: Trainer, more: tuple[str, ...]) -> None:
+    """The checkpoint after iteration 3 is resumed with the flag, or without it."""
+    saved = trained("classic", "sgd", ALL_THREE, *more).initial.parent
+    switched = () if more else ("--sequence-parallel",)
+    resumed = trained("classic", "sgd", ALL_THREE, *switched, "--load", str(saved), "--load-tag", "global_step3")
+    assert_same_curve(resumed.curve, trained("classic", "sgd", SINGLE).curve[3:], ITERATIONS - 3)
 
 
 @pytest.mark.parametrize("optimizer", RATES)

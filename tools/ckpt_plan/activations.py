@@ -2,9 +2,10 @@
 
 The method is that of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
 (arXiv:2205.05198), section 4: count what each operation saves. Their layer needs 34 sbh bytes without the attention
-matrix (equation 1), and sbh (10 + 24/t) over t tensor-parallel ranks (equation 2). The formulas here are for the layer
-of megatron/model/transformer.py: attention by a kernel that keeps no matrix, SwiGLU or GELU, grouped key/value heads,
-normalisation in fp32. For their layer they give the same, and statistics beside it.
+matrix (equation 1), sbh (10 + 24/t) over t tensor-parallel ranks (equation 2), and 34 sbh / t with sequence parallelism
+(equation 4). The formulas here are for the layer of megatron/model/transformer.py: attention by a kernel that keeps no
+matrix, SwiGLU or GELU, grouped key/value heads, normalisation in fp32. For their layer they give the same, and
+statistics beside it.
 
 All are bytes per token; s tokens per sample, b samples in a micro batch.
 """
@@ -17,7 +18,7 @@ _FP32 = 4
 ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
-def layer_bytes(model: ModelConfig, tp: int) -> int:
+def layer_bytes(model: ModelConfig, tp: int, sequence_parallel: bool = False) -> int:
     """Of one transformer layer on a rank, per token."""
     size, hidden = ELEMENT_SIZE[model.params_dtype], model.hidden_size
     query = model.num_attention_heads * model.kv_channels
@@ -26,9 +27,11 @@ def layer_bytes(model: ModelConfig, tp: int) -> int:
     projected = query + 2 * key + (query + key if model.use_rotary_position_embeddings else 0)
     attention = size * (projected + query) + _FP32 * model.num_attention_heads  # and the logarithms of the sums
     mlp = size * model.ffn_hidden_size * (4 if model.swiglu else 2)
-    inputs = 2 * size * hidden  # of the two column-parallel layers, whole on every rank
+    inputs = 2 * size * hidden  # of the two column-parallel layers
     masks = 2 * hidden if model.hidden_dropout else 0  # a byte per element, as CUDA's kernel keeps them
-    return inputs + 2 * norm_bytes(model) + masks + (attention + mlp) // tp
+    # The same on every rank, or each rank's part of the sequence.
+    between = (inputs + 2 * norm_bytes(model) + masks) // (tp if sequence_parallel else 1)
+    return between + (attention + mlp) // tp
 
 
 def norm_bytes(model: ModelConfig) -> int:
@@ -39,14 +42,15 @@ def norm_bytes(model: ModelConfig) -> int:
     return size * model.hidden_size + 2 * _FP32
 
 
-def head_bytes(model: ModelConfig, padded_vocab_size: int, tp: int) -> int:
+def head_bytes(model: ModelConfig, padded_vocab_size: int, tp: int, sequence_parallel: bool = False) -> int:
     """Of the last normalisation, the head and the cross entropy, per token, at the most: while the loss is computed.
 
     Then there are the logits, in the training type and in fp32, less their maximum, and their exponentials
     (megatron/parallel/cross_entropy.py).
     """
     size = ELEMENT_SIZE[model.params_dtype]
-    return norm_bytes(model) + size * model.hidden_size + (size + 3 * _FP32) * padded_vocab_size // tp
+    between = (norm_bytes(model) + size * model.hidden_size) // (tp if sequence_parallel else 1)
+    return between + (size + 3 * _FP32) * padded_vocab_size // tp
 
 
 def in_flight(config: Config, stage: int) -> int:
@@ -64,14 +68,16 @@ def activation_bytes(config: Config, padded_vocab_size: int, layers: int, stage:
     model, parallel = config.model, config.parallel
     tp, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     tokens = config.training.micro_batch_size * model.seq_length
-    boundary = ELEMENT_SIZE[model.params_dtype] * model.hidden_size
-    kept, once = layers * layer_bytes(model, tp), 0
+    split = parallel.splits_sequence
+    boundary = ELEMENT_SIZE[model.params_dtype] * model.hidden_size // (tp if split else 1)
+    of_layer = layer_bytes(model, tp, split)
+    kept, once = layers * of_layer, 0
     if model.checkpoint_activations:
         chunk = min(model.checkpoint_num_layers, layers)
         saved = boundary // tp if parallel.partition_activations else boundary
         kept = 0 if parallel.checkpoint_in_cpu else -(-layers // max(chunk, 1)) * saved
-        once = chunk * layer_bytes(model, tp)
+        once = chunk * of_layer
     kept += boundary * ((stage > 0) + (stage < stages - 1))  # DeepSpeed's buffers of what is received and sent
     if stage == stages - 1:
-        once += head_bytes(model, padded_vocab_size, tp)
+        once += head_bytes(model, padded_vocab_size, tp, split)
     return tokens * (in_flight(config, stage) * kept + once)

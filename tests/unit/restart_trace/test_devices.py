@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from restart_trace.devices import device_index, nvml_device, visible_devices
+from restart_trace.probes import nvml_values
 
 
 @pytest.mark.parametrize(
@@ -118,3 +120,40 @@ def test_the_stand_in_has_the_names_of_pynvml() -> None:
     assert all(hasattr(pynvml, name) for name in used)
     text = Path(nvml_device.__code__.co_filename).read_text()
     assert all(f"nvml.{name}" in text for name in used)
+
+
+@dataclasses.dataclass
+class Bus:
+    """The functions of pynvml that sample a device, where pynvml itself cannot run; `links`: it has NVLink."""
+
+    links: bool
+    calls: list[str] = dataclasses.field(default_factory=list)
+    NVMLError = NVMLError
+    NVML_SUCCESS = 0
+    NVML_PCIE_UTIL_TX_BYTES, NVML_PCIE_UTIL_RX_BYTES = 0, 1
+    NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX = 138, 139
+
+    def nvmlDeviceGetMemoryInfo(self, _device: str) -> Any:  # noqa: N802
+        return types.SimpleNamespace(used=5)
+
+    def nvmlDeviceGetUtilizationRates(self, _device: str) -> Any:  # noqa: N802
+        raise NVMLError("not supported")
+
+    def nvmlDeviceGetPcieThroughput(self, _device: str, counter: int) -> int:  # noqa: N802
+        self.calls.append("pcie")
+        return 7 + counter
+
+    def nvmlDeviceGetFieldValues(self, _device: str, fields: list[tuple[int, int]]) -> list[Any]:  # noqa: N802
+        assert all(scope == 2**32 - 1 for _, scope in fields)  # all links
+        found = [(field, types.SimpleNamespace(ullVal=field)) for field, _ in fields]
+        return [types.SimpleNamespace(nvmlReturn=0 if self.links else 3, value=value) for _, value in found]
+
+
+def test_a_device_is_sampled_and_what_it_has_not_is_left_out() -> None:
+    with_links, without = Bus(links=True), Bus(links=False)
+    assert nvml_values("GPU-0", with_links, bus=True) == {
+        "gpu_memory_used_bytes": 5, "pcie_tx_bytes_per_s": 7000, "pcie_rx_bytes_per_s": 8000,
+        "nvlink_tx_bytes": 138 * 1024, "nvlink_rx_bytes": 139 * 1024,
+    }  # fmt: skip
+    assert nvml_values("GPU-0", without, bus=False) == {"gpu_memory_used_bytes": 5}
+    assert without.calls == []  # each takes 20 ms: nothing for the thread that trains

@@ -8,18 +8,21 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from restart_trace import clock, cycles
 from restart_trace.probes import make_probe
 from restart_trace.process import RankIdentity, environment, open_rank_trace, versions
-from restart_trace.recorder import Recorder
+from restart_trace.recorder import Recorder, untraced_recorder
 from restart_trace.redaction import redact_command
 from restart_trace.sink import JsonlSink
 from restart_trace.startup import Startup, reached_iteration
+from tests.dist.harness import wait_for
 from tests.unit.trace_helpers import PROCESS, ROOT, read, read_process, start_python
 
 # ---------------------------------------------------------------- cycles
@@ -198,6 +201,32 @@ def test_probes_surround_the_operation(tmp_path: Path) -> None:
     written = [probe["values"]["io_write_calls_bytes"] for probe in (start, stop)]
     assert 1_000_000 <= written[1] - written[0] < 1_100_000
     assert all(name.endswith(("_bytes", "_percent", "_bytes_per_s")) for name in stop["values"])
+
+
+def test_samples_are_taken_while_an_operation_runs(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    recorder = Recorder(JsonlSink(path), PROCESS)
+    recorder.sample_every(0.01, make_probe(0, bus=True))
+    with recorder.operation("save"):
+        (tmp_path / "data").write_bytes(b"x" * 1_000_000)
+        wait_for(lambda: len(samples_after_begin(path)) >= 3, "three samples of a save")
+    recorder.close()
+    wait_for(lambda: not is_sampling(), "the end of the sampling thread")
+    taken = [record for record in read(path) if record["type"] == "sample"]
+    times = [sample["time_ns"] for sample in taken]
+    assert times == sorted(times)
+    assert all(sample["values"]["rss_bytes"] > 1_000_000 for sample in taken)
+    untraced_recorder().sample_every(0.01, make_probe(0))
+    assert not is_sampling()
+
+
+def is_sampling() -> bool:
+    return "restart-trace-sampler" in {thread.name for thread in threading.enumerate()}
+
+
+def samples_after_begin(path: Path) -> list[Any]:
+    types = [record["type"] for record in read(path)]
+    return [kind for kind in types[types.index("operation_begin") :] if kind == "sample"]
 
 
 # ---------------------------------------------------------------- start-up

@@ -15,7 +15,7 @@ EXAMPLES = """\
   %(prog)s runs/tiny -o steps.csv --table iterations      a row per training iteration and rank
   %(prog)s runs/tiny -o out.gz --format csv               the format is the ending's, unless --format names it
 """
-_TABLES = ("spans", "operations", "iterations", "events", "probes")  # those of tidy.py, which needs polars
+_TABLES = ("spans", "operations", "iterations", "events", "probes", "samples")  # those of tidy.py, which needs polars
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

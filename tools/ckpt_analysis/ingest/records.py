@@ -35,6 +35,7 @@ class Records:
     events      file_index, cycle, rank, operation, phase, detail, step, time_ns
     runtimes    file_index, cycle, rank and the fields of the runtime record
     probes      file_index, cycle, rank, operation, op_id, at, time_ns, values (JSON text)
+    samples     file_index, cycle, rank, time_ns, values (JSON text)
     """
 
     operations: pl.DataFrame
@@ -43,6 +44,7 @@ class Records:
     events: pl.DataFrame
     runtimes: pl.DataFrame
     probes: pl.DataFrame
+    samples: pl.DataFrame
 
     @property
     def tables(self) -> dict[str, pl.DataFrame]:
@@ -148,6 +150,7 @@ def _tables(frames: Frames, texts: list[FileText]) -> Records | None:
         probes=_placed(
             frames["probe"].with_columns(operations["operation"].gather(probe).cast(pl.String)), files
         ).select(FILE, "cycle", "rank", "operation", "op_id", "at", "time_ns", "values"),
+        samples=_placed(frames["sample"], files),
     )
 
 

@@ -30,6 +30,7 @@ class Frames:
     events      cycle, rank, operation, phase, detail, step, time_ns
     runtimes    cycle, rank and the fields of the runtime record
     probes      cycle, rank, operation, op_id, at, time_ns, values (JSON text)
+    samples     cycle, rank, time_ns, values (JSON text)
     """
 
     operations: pl.DataFrame
@@ -38,6 +39,7 @@ class Frames:
     events: pl.DataFrame
     runtimes: pl.DataFrame
     probes: pl.DataFrame
+    samples: pl.DataFrame
 
     def spans_of(self, which: pl.Expr | None = None, what: pl.Expr | None = None) -> pl.DataFrame:
         """Spans that match `what`, of the operations that match `which`, as `placed` gives them; None: all."""
@@ -69,6 +71,7 @@ def make_frames(trace: Trace) -> Frames:
         events=_without_origin(records.events),
         runtimes=_without_origin(records.runtimes),
         probes=_without_origin(records.probes),
+        samples=_without_origin(records.samples),
     )
 
 
@@ -94,4 +97,5 @@ def no_frames() -> Frames:
         events=pl.DataFrame(schema=who | event),
         runtimes=pl.DataFrame(schema=who | {"engine_used": pl.String, "parameters": pl.Int64}),
         probes=pl.DataFrame(schema=who | probe),
+        samples=pl.DataFrame(schema=who | {"time_ns": pl.Int64, "values": pl.String}),
     )

@@ -11,7 +11,7 @@ NAMES = (
     "rss_bytes", "device_allocated_bytes", "device_reserved_bytes", "gpu_memory_used_bytes",
     "page_cache_bytes", "dirty_bytes", "writeback_bytes",
     "io_read_calls_bytes", "io_write_calls_bytes", "io_read_storage_bytes", "io_write_storage_bytes",
-    "gpu_utilization_percent", "pcie_tx_bytes_per_s", "pcie_rx_bytes_per_s",
+    "gpu_utilization_percent",
 )  # fmt: skip
 _VALUES = pl.Struct(dict.fromkeys(NAMES, pl.Float64()))
 

@@ -7,7 +7,7 @@ import polars as pl
 from ..ingest.load import Trace
 from ..model.frame import Frames
 
-TABLES = ("spans", "operations", "iterations", "events", "probes")
+TABLES = ("spans", "operations", "iterations", "events", "probes", "samples")
 
 
 def tidy(trace: Trace, frames: Frames, table: str) -> pl.DataFrame:

@@ -19,7 +19,10 @@ REFUSALS = [
     ("--no-pipeline-parallel --pipeline-model-parallel-size 2", 2, "--no-pipeline-parallel contradicts"),
     ("--num-experts 8", 1, "--num-experts 8 is not supported: mixture of experts"),
     ("--num-experts 1 8", 1, "--num-experts 1 8 is not supported: mixture of experts"),
-    ("--ds-sequence-parallel-size 2", 1, "--ds-sequence-parallel-size 2 is not supported: sequence"),
+    ("--ds-sequence-parallel-size 2", 1, "--ds-sequence-parallel-size 2 is not supported: sequences"),
+    ("--sequence-parallel --tensor-model-parallel-size 2 --seq-length 33", 2, "--seq-length 33: not divisible by"),
+    ("--sequence-parallel --tensor-model-parallel-size 2 --checkpoint-activations --deepspeed-activation-checkpointing "
+     "--partition-activations", 2, "--sequence-parallel leaves none: drop --partition-activations"),
     ("--dataloader-type cyclic", 1, "--dataloader-type cyclic is not supported: data is read once"),
     ("--DDP-impl fsdp", 1, "--DDP-impl fsdp is not supported"),
     ("--transformer-impl transformer_engine", 1, "--transformer-impl transformer_engine is not supported: fp8"),
@@ -65,7 +68,7 @@ def test_value_without_effect_is_noted(name: str) -> None:
         ("--zero-stage 2", logging.WARNING, "--zero-stage 2: ZeRO-1 is used, which computes the same but"),
         ("--no-pipeline-parallel", logging.INFO, "--no-pipeline-parallel: there is one stage"),
         ("--recompute-activations", logging.INFO, "--recompute-granularity selective: no effect"),
-        ("--sequence-parallel", logging.WARNING, "--sequence-parallel: no effect, every TP rank keeps"),
+        ("--sequence-parallel", logging.INFO, "--sequence-parallel: no effect, --tensor-model-parallel-size is 1"),
     ],
 )
 def test_what_is_taken_otherwise_is_said(extra: str, level: int, text: str) -> None:

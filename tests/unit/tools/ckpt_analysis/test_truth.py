@@ -116,7 +116,7 @@ def test_records_are_valid(tmp_path: Path, plants: frozenset[str]) -> None:
             kinds.add(type_of(record))
     assert kinds == {
         "process", "runtime", "operation_begin", "operation_label", "span", "operation_end", "iteration", "event",
-        "probe",
+        "probe", "sample",
     }  # fmt: skip
 
 

@@ -31,10 +31,11 @@ def config_of(flags: str, tp: int = 1, pp: int = 1) -> Config:
     return config_from_flags(f"{GPT} {layout} {flags}".split(), 1, 100)[0]
 
 
-def kept_by_autograd(config: Config) -> int:
+def kept_by_autograd(config: Config, tp: TensorParallelGroup) -> int:
     """Bytes that the backward pass of one layer finds, parameters and the table of rotations left out."""
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[config.model.params_dtype]
-    place = Placement(TensorParallelGroup(rank=0, size=1), dtype, torch.device("cpu"))
+    place = Placement(tp, dtype, torch.device("cpu"))
+    length = SEQ // tp.size if tp.splits_sequence else SEQ
     layer = ParallelTransformerLayerPipe(config.model, place)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
@@ -47,7 +48,7 @@ def kept_by_autograd(config: Config) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer(torch.randn(BATCH, SEQ, HIDDEN, dtype=dtype, requires_grad=True))
+        layer(torch.randn(BATCH, length, HIDDEN, dtype=dtype, requires_grad=True))
     return sum(storage.nbytes() for storage in kept.values())
 
 
@@ -62,19 +63,25 @@ def kept_by_autograd(config: Config) -> int:
 )
 def test_a_layer_keeps_what_autograd_keeps(flags: str) -> None:
     config = config_of(flags)
-    model = config.model
-    # On a CPU dropout masks and LayerNorm's two statistics have the training's data type.
-    on_cpu = 2 * HIDDEN if model.hidden_dropout else 0
-    on_cpu -= 2 * 2 * 2 if (model.params_dtype, model.normalization) == ("bf16", "layernorm") else 0
-    assert BATCH * SEQ * (layer_bytes(model, 1) + on_cpu) == kept_by_autograd(config)
+    expected = BATCH * SEQ * (layer_bytes(config.model, 1) + more_on_a_cpu(config))
+    assert expected == kept_by_autograd(config, TensorParallelGroup())
+
+
+def more_on_a_cpu(config: Config) -> int:
+    """Per token: on a CPU dropout masks and LayerNorm's two statistics have the training's data type."""
+    masks = 2 * HIDDEN if config.model.hidden_dropout else 0
+    in_bf16 = (config.model.params_dtype, config.model.normalization) == ("bf16", "layernorm")
+    return masks - (2 * 2 * 2 if in_bf16 else 0)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_the_layer_of_the_paper_needs_what_the_paper_says(tp: int) -> None:
     """arXiv:2205.05198, equation 2 without the attention matrix; beside it the statistics of norms and softmax."""
     model = config_of("--bf16 --hidden-dropout 0.1").model
-    statistics = 16 + 4 * HEADS // tp
-    assert layer_bytes(model, tp) - statistics == HIDDEN * (10 + 24 // tp)
+    of_norms, of_heads = 16, 4 * HEADS
+    assert layer_bytes(model, tp) - of_norms - of_heads // tp == HIDDEN * (10 + 24 // tp)
+    # equation 4: sequence parallelism divides all of it
+    assert layer_bytes(model, tp, sequence_parallel=True) == (34 * HIDDEN + of_norms + of_heads) // tp
 
 
 def test_a_stage_holds_what_its_schedule_has_in_flight() -> None:
@@ -99,9 +106,12 @@ def test_recomputation_keeps_the_inputs_of_chunks_and_one_chunk() -> None:
 
 
 def test_the_largest_preset_by_hand() -> None:
-    """70b, TP 8, PP 8, bf16, recomputed layers, 8192 wide, 10 layers a stage: 16 KiB per token and layer in flight."""
+    """70b, TP 8, PP 8, bf16, recomputed layers, 8192 wide, 10 layers a stage: 2 KiB per token and layer in flight.
+
+    That is 16 KiB over 8 ranks, among which --sequence-parallel splits it.
+    """
     config, _, (_, padded) = config_for("70b", 8, 8)
     tokens = config.training.micro_batch_size * config.model.seq_length
     flight = in_flight(config, 0)
-    expected = tokens * (flight * 11 * 16384 + layer_bytes(config.model, 8))
+    expected = tokens * (flight * 11 * 2048 + layer_bytes(config.model, 8, sequence_parallel=True))
     assert activation_bytes(config, padded, 10, 0) == expected

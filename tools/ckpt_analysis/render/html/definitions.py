@@ -31,7 +31,7 @@ DEFINITIONS: dict[str, str] = {
     "span of it were waited for. No clocks of different hosts are compared.",
     "step during a save": "a training step of which a save of the same rank was under way for some part, on any rank.",
     "probes": "samples that each rank takes of itself, its host and its device just before an operation "
-    "begins and just after it ended. Nothing is sampled in between.",
+    "begins and just after it ended; in between with --restart-trace-probes-interval.",
     "blocked_s": "saves only: union of the blocking spans but those of `drain_s`, of the rank where it is "
     "largest: by how much the save held training up",
     "committed_s": "saves only: first rank's start to the end of the last `commit` span with detail "

@@ -1,4 +1,4 @@
-"""Figure 9: memory, page cache, I/O counters and device over the operations of a run."""
+"""Figure 9: memory, page cache, I/O counters and device over the operations of a run; throughput over one save."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ import polars as pl
 from ....common.formatting import size
 from ....common.tables import Column
 from ...model.probe_values import NAMES
+from ...model.sample_rates import NAMES as RATES
+from ...model.sample_rates import rates_over
 from .content import Content, Plot, Table, missing, plot, table
-from .plots import LINE, MARK, SECOND_LINE, THIRD_LINE, columns, layout, line
-from .run_data import RunData
+from .plots import LINE, MARK, SECOND_LINE, THIRD_LINE, columns, layout, line, vertical
+from .run_data import RunData, title_of, wall_of
 
 _MOST_MOMENTS = 400
+_MOST_SAMPLES = 1000
 _MOST_TICKS = 8
 _COLOURS = (LINE, SECOND_LINE, THIRD_LINE, MARK)
+_RATE_COLOURS = (*_COLOURS, "#AA3377", "#66CCEE", "#CCBB44", "#BBBBBB")
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,6 @@ _LEVELS = (
     _Panel("Memory of a device", "GB, highest rank", 1e9, _OF_DEVICE),
     _Panel("Page cache of a host", "GB, highest rank", 1e9, ("page_cache_bytes", "dirty_bytes", "writeback_bytes")),
     _Panel("Device in use", "%, highest rank", 1.0, ("gpu_utilization_percent",)),
-    _Panel("PCIe of a device", "GB/s, highest rank", 1e9, ("pcie_tx_bytes_per_s", "pcie_rx_bytes_per_s")),
 )
 _COUNTERS = {
     "io_read_calls_bytes": "read by calls",
@@ -47,7 +50,7 @@ _COUNTERS = {
 
 
 def draw(run: RunData) -> Content:
-    """Levels at the ends of operations, and what the I/O counters rose by in each operation."""
+    """Throughput over a save; levels at the ends of operations, and what the I/O counters rose by in each."""
     probes = run.probes
     known = [name for name in NAMES if probes[name].count()]
     if not known:
@@ -62,7 +65,37 @@ def draw(run: RunData) -> Content:
     notes = [f"Not recorded (no such device, or hidden there): {', '.join(absent)}."] if absent else []
     if moments.height > _MOST_MOMENTS:
         notes.append(f"The plots show the last {_MOST_MOMENTS} moments; the table is over all.")
-    return Content(plots, [_table(probes, known)], notes)
+    over_save = _over_save(run)
+    if over_save is not None:
+        plots.insert(0, over_save[0])
+    tables = [_table(probes, known), *([] if over_save is None else [over_save[1]])]
+    return Content(plots, tables, notes)
+
+
+def _over_save(run: RunData) -> tuple[Plot, Table] | None:
+    """Throughput on the critical rank while the save that is shown ran, and a table over all ranks."""
+    if run.save is None or run.frames.samples.is_empty():
+        return None
+    rates = rates_over(run.frames, run.save.group)
+    known = [name for name in RATES if rates[name].drop_nulls().len()]
+    critical = run.save.critical_rank
+    mine = rates.filter(pl.col("rank") == critical)
+    if not known or mine.is_empty():
+        return None
+    every = -(-mine.height // _MOST_SAMPLES)
+    shown = mine.with_row_index("row").group_by(pl.col("row") // every, maintain_order=True).agg(pl.all().max())
+    data = [
+        line(name, paint, x=shown["seconds"].to_list(), y=(shown[name] / 1e9).to_list(), showlegend=True)
+        for name, paint in zip(known, _RATE_COLOURS, strict=False)
+    ]
+    end = wall_of(run.save).max_s
+    shapes = [vertical(x, line={"dash": "dot", "width": 1}) for x in (0.0, end)]
+    arranged = layout(320, x="s since the save began", y="GB/s", shapes=shapes)
+    title = f"Throughput over {title_of(run.save)}, critical rank {critical}"
+    description = f"Lines of {', '.join(known)} in {shown.height} samples; dotted: the save's start and end."
+    rows = [_rate_of(rates, name) for name in known]
+    caption = f"Throughput over {title_of(run.save)}, all ranks"
+    return plot(title, data, arranged, description), table(caption, _RATE_COLUMNS, rows)
 
 
 def _labels(run: RunData) -> pl.DataFrame:
@@ -136,6 +169,31 @@ def _ticks(labels: list[str]) -> dict[str, Any]:
     every = -(-len(labels) // _MOST_TICKS) or 1
     shown = list(range(len(labels)))[::every]
     return {"tickmode": "array", "tickvals": shown, "ticktext": labels[::every], "tickangle": 0}
+
+
+class _Rate(NamedTuple):
+    name: str
+    mean: float  # B/s; of the ranks' means
+    highest: float
+    rank: int  # with the highest
+
+    def show(self, value: float) -> str:
+        return f"{value / 1e9:.3g}"
+
+
+_RATE_COLUMNS: tuple[Column[_Rate], ...] = (
+    Column("throughput", lambda rate: rate.name),
+    Column("mean of the ranks, GB/s", lambda rate: rate.show(rate.mean), lambda rate: rate.mean),
+    Column("highest sample, GB/s", lambda rate: rate.show(rate.highest), lambda rate: rate.highest),
+    Column("on rank", lambda rate: str(rate.rank)),
+)
+
+
+def _rate_of(rates: pl.DataFrame, name: str) -> _Rate:
+    values = rates.select("rank", pl.col(name).alias("rate")).drop_nulls()
+    highest = values.sort("rate", "rank", descending=[True, False]).row(0)
+    means = values.group_by("rank").agg(pl.col("rate").mean())["rate"].to_list()
+    return _Rate(name, sum(means) / len(means), highest[1], highest[0])
 
 
 class _Probe(NamedTuple):

@@ -115,7 +115,8 @@ FIGURES: tuple[Figure, ...] = (
         device.draw,
         "The highest value over the ranks at the start and the end of each operation, and by how much the "
         "I/O counters of the processes rose in it. Reads that were fetched from storage less than they were "
-        "read came from the page cache.",
+        "read came from the page cache. With --restart-trace-probes-interval also the throughput of PCIe, "
+        "NVLink and storage while the save ran.",
         ("probes", "operation"),
         ("page_cache_reads",),
     ),

@@ -193,6 +193,33 @@ def test_blocking_saves_overlap_no_step(trace: Path) -> None:
     assert content.notes[0].startswith("No training step ran during a save")
 
 
+def test_throughput_over_a_save_is_drawn(tmp_path: Path) -> None:
+    """Sampled rates as they are, counters as their rise per second; nothing of before and after the save."""
+    log = RankLog(Options(), 0, 0, 0)
+    log.process()
+    for at_ms in range(0, 1100, 100):
+        written = 1_000_000 * max(0, min(at_ms, 700) - 200)  # 1 GB/s from 200 to 700 ms
+        rate = 2e9 if 200 < at_ms <= 700 else 0.0
+        values = {"pcie_tx_bytes_per_s": rate, "nvlink_tx_bytes": 0, "io_write_storage_bytes": written}
+        log.write("sample", time_ns=log.ns(at_ms), values=values)
+    log.now_ms = 250
+    op = log.begin("save", tag="global_step2", step=2)
+    log.write("probe", op=0, at="start", time_ns=log.ns(250), values={"rss_bytes": 1})
+    op.span("collect", None, 400)
+    op.end()
+    dump(file_of(tmp_path, 0, 0), log.records)
+    content = next(figure for figure in FIGURES if figure.name == "probes").make(choose(analysis_of(tmp_path)))
+    assert content.plots[0].title == "Throughput over Save global_step2, cycle 0, critical rank 0"
+    found = {line["name"]: line for line in content.plots[0].variants[0].data}
+    assert {name: line["y"] for name, line in found.items()} == {
+        "PCIe, from the device": [2.0] * 5, "NVLink, from the device": [0.0] * 5,
+        "sent to storage": pytest.approx([1.0] * 5),
+    }  # fmt: skip
+    assert found["sent to storage"]["x"] == pytest.approx([0.05, 0.15, 0.25, 0.35, 0.45])  # to the first after the end
+    (written,) = [row for row in content.tables[-1].rows if row[0].text == "sent to storage"]
+    assert [cell.text for cell in written] == ["sent to storage", "1", "1", "0"]
+
+
 def test_probes_are_drawn(tmp_path: Path) -> None:
     log = RankLog(Options(), 0, 0, 0)
     log.process()

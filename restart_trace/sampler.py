@@ -1,0 +1,38 @@
+"""Samples while operations run, from a thread of its own: what the bus, the links and the host did over a save."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from restart_trace.clock import now_ns
+
+
+class Sampler:
+    """Calls `write("sample", time_ns=..., values=...)` at once and then every `interval_s` seconds, until `stop`.
+
+    A sample that takes longer than the interval delays the next one; none is made up for.
+    """
+
+    def __init__(self, write: Callable[..., Any], probe: Callable[[], Mapping[str, float]], interval_s: float) -> None:
+        self._write = write
+        self._probe = probe
+        self._interval_ns = round(interval_s * 1e9)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="restart-trace-sampler", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Take no more samples. One that is being taken is waited for, a second at the most."""
+        self._stopped.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(1.0)
+
+    def _run(self) -> None:
+        due = now_ns()
+        while not self._stopped.is_set():
+            values = dict(self._probe())
+            self._write("sample", time_ns=now_ns(), values=values)
+            due = max(due + self._interval_ns, now_ns())
+            self._stopped.wait((due - now_ns()) / 1e9)
