@@ -31,6 +31,7 @@ PHASES: dict[str, dict[str, tuple[str, ...]]] = {
         "tag_validation": (),
         "device_to_host": (),
         "serialize": (),
+        "verify": (),
         "flush": ("write", "fsync"),
         "engine_call": (),
         "barrier": (),

@@ -84,9 +84,10 @@ class CheckpointConfig(FlagGroup):
     )
     verify_checkpoint: str = flag(
         "checksum",
-        "check of a checkpoint's files before it is loaded",
+        "check of a checkpoint's files before it is loaded; none: as size, and engine datastates does not read back "
+        "what its library has saved",
         names=("--checkpoint-verify",),
-        choices=("checksum", "size"),
+        choices=("checksum", "size", "none"),
     )
     universal_checkpoint: bool = flag(
         False,

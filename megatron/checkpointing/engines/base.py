@@ -35,6 +35,7 @@ class EngineOptions:
 
     fsync: bool = True  # --checkpoint-durability fsync
     verify_checksums: bool = True  # --checkpoint-verify checksum
+    verify_saved: bool = True  # not --checkpoint-verify none: an engine reads back what a library reports no loss of
     checksum: bool = True  # --checksum crc32: computed while saving, where the format has none of its own
     host_cache_bytes: int | None = None  # --host-cache-size
     io_threads: int | None = None  # --io-threads

@@ -17,6 +17,7 @@ def engine_options(flags: CheckpointConfig, rank: int, timeout_minutes: float) -
     return EngineOptions(
         fsync=flags.checkpoint_durability == "fsync",
         verify_checksums=flags.verify_checkpoint == "checksum",
+        verify_saved=flags.verify_checkpoint != "none",
         checksum=flags.checksum == "crc32",
         host_cache_bytes=None if cache is None else int(cache * 1024 * MIB),
         io_threads=flags.io_threads,

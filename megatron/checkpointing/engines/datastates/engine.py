@@ -3,7 +3,9 @@
 The library copies tensors off the device while training computes, into a pinned host cache of fixed size, and writes
 them from there. It reports neither a lost nor an unfinished file. So sums over every mebibyte of every tensor are
 taken when a save begins, on the device, and compared with what is in the files at its end; then come fsync and
-checksum. Needs the library and a CUDA device for saving, and neither for loading.
+checksum. What that costs is the phase `verify`. With --checkpoint-verify none --checksum none it is left out, as the
+library's authors run it: then a file counts as saved once its header is there and it is as long as that says.
+Needs the library and a CUDA device for saving, and neither for loading.
 """
 
 from __future__ import annotations
@@ -80,6 +82,9 @@ class DataStatesEngine(CheckpointEngine):
         library = self._prepare(parts, directory)
         with op.span("device_to_host") as span:
             span.bytes = sum(part.stage(_deadline(self.options)) for part in parts)
+        if self.options.verify_saved:
+            with op.span("verify") as span:
+                span.bytes = sum(part.take_sums(_deadline(self.options)) for part in parts)
         for part in parts:
             with op.span("serialize", file=part.path.name):
                 library.start(part.apart.for_library(part.staged), part.path)
@@ -144,21 +149,26 @@ class _Part:
         stream of its own, which waits for nothing, so what computes them must be done.
         """
         copied = 0
-        devices = set()
         for live in self.apart.tensors:
             tensor = live.detach().resolve_conj().resolve_neg().contiguous()
             if tensor.device.type == "cpu":
                 tensor = tensor.clone() if tensor.data_ptr() == live.data_ptr() else tensor
                 copied += tensor.nbytes
-            else:
-                devices.add(tensor.device)
             self.staged.append(tensor)
-            self.sums.append(row_sums(tensor))
-        for device in devices:
-            computed = torch.cuda.current_stream(device).record_event()
-            deadline.wait_for(computed, "device_to_host", f"what computes the tensors of {self.path.name}")
+        self._wait_for_devices(deadline, "device_to_host", "what computes the tensors")
         self.state = None
         return copied
+
+    def take_sums(self, deadline: DeviceDeadline) -> int:
+        """Take the sums of what was staged, which are done on return; returns how many bytes they are of."""
+        self.sums = [row_sums(tensor) for tensor in self.staged]
+        self._wait_for_devices(deadline, "verify", "the sums of the tensors")
+        return sum(tensor.nbytes for tensor in self.staged)
+
+    def _wait_for_devices(self, deadline: DeviceDeadline, phase: str, what: str) -> None:
+        for device in {tensor.device for tensor in self.staged if tensor.device.type != "cpu"}:
+            done = torch.cuda.current_stream(device).record_event()
+            deadline.wait_for(done, phase, f"{what} of {self.path.name}")
 
 
 @dataclass
@@ -209,8 +219,7 @@ class _DataStatesSave(PendingSave):
         name = part.path.name
         while True:
             try:
-                with self.op.span("serialize", file=name, blocking=False):
-                    num_bytes, crc = check_content(part.path, part.apart, part.sums)
+                num_bytes, crc = self._check(part)
                 break
             except CheckpointDamagedError as exc:
                 if time.monotonic() >= deadline:
@@ -226,6 +235,20 @@ class _DataStatesSave(PendingSave):
                     os.close(fd)
                 span.bytes = num_bytes
         return SavedFile(name, num_bytes, checksum_text(crc if self.options.checksum else None))
+
+    def _check(self, part: _Part) -> tuple[int, int]:
+        """(bytes, CRC-32) of a file that is complete, as far as it is checked; without either its CRC is 0.
+
+        Raises CheckpointDamagedError if it is not.
+        """
+        if not (self.options.verify_saved or self.options.checksum):
+            file_format.verify_complete(part.path)
+            return part.path.stat().st_size, 0
+        sums = part.sums if self.options.verify_saved else None
+        with self.op.span("verify", file=part.path.name, blocking=False) as span:
+            num_bytes, crc = check_content(part.path, part.apart, sums)
+            span.bytes = num_bytes
+        return num_bytes, crc
 
 
 def _deadline(options: EngineOptions) -> DeviceDeadline:
@@ -243,8 +266,8 @@ def row_sums(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([sums, flat[whole:].sum(dtype=torch.int64).reshape(1)])
 
 
-def check_content(path: Path, apart: Apart, sums: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """(bytes, CRC-32) of a file that holds the state `apart`, with those sums of its tensors.
+def check_content(path: Path, apart: Apart, sums: Sequence[torch.Tensor] | None) -> tuple[int, int]:
+    """(bytes, CRC-32) of a file that holds the state `apart`, with those sums of its tensors; None: whatever they hold.
 
     Raises CheckpointDamagedError if it is missing, short, or holds something else.
     """
@@ -255,7 +278,7 @@ def check_content(path: Path, apart: Apart, sums: Sequence[torch.Tensor]) -> tup
             raise CheckpointDamagedError(
                 f"{path}: its header has no {key_of(index)} of {live.dtype} {list(live.shape)}"
             )
-    expected = {key_of(index): mine.cpu() for index, mine in enumerate(sums)}
+    expected = {key_of(index): mine.cpu() for index, mine in enumerate(sums or ())}
     view = memoryview(bytearray(ROW_BYTES))
     crc, size = 0, path.stat().st_size
     skeleton = bytearray()
@@ -269,7 +292,7 @@ def check_content(path: Path, apart: Apart, sums: Sequence[torch.Tensor]) -> tup
                 if key is None:
                     first = max(0, header.skeleton.start - start)
                     skeleton += view[first : max(first, min(length, header.skeleton.stop - start))]
-                elif _row_sum(view[:length], header.tensors[key].dtype) != int(expected[key][row]):
+                elif expected and _row_sum(view[:length], header.tensors[key].dtype) != int(expected[key][row]):
                     raise CheckpointDamagedError(
                         f"{path}: {key} is not what was saved, from byte {start} on: up to {region.stop - start} "
                         "bytes are missing or wrong"

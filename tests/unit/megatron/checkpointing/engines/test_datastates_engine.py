@@ -286,7 +286,9 @@ def test_what_is_recorded(tmp_path: Path, library: Library) -> None:
     spans = [record for record in read(log) if record["type"] == "span"]
     recorder.close()
     training = [(s["phase"], s.get("file")) for s in spans if s["operation"] == "save" and s["blocking"]]
-    assert set(training) == {("device_to_host", None), *[("serialize", name) for name in NAMES]}
+    assert set(training) == {("device_to_host", None), ("verify", None), *[("serialize", name) for name in NAMES]}
+    read_back = [s for s in spans if s["phase"] == "verify" and s.get("file")]
+    assert {s["file"] for s in read_back} == set(NAMES) and not any(s["blocking"] for s in read_back)
     synced = [s["file"] for s in spans if s.get("detail") == "fsync"]
     assert synced == NAMES
     waited = [s for s in spans if s.get("detail") == "write"]
@@ -294,6 +296,27 @@ def test_what_is_recorded(tmp_path: Path, library: Library) -> None:
     assert {s["detail"] for s in spans if s["operation"] == "load"} == {"read", "verify", "deserialize"}
     read_bytes = sum(s.get("bytes", 0) for s in spans if s.get("detail") == "read")
     assert 0.9 < read_bytes / sum(file.num_bytes for file in saved) <= 1.0 or library.api == LATER
+
+
+def test_bare_as_its_authors_run_it(tmp_path: Path, library: Library) -> None:
+    """No sums, no reading back, no checksum; files are complete when the save ends, however late they are written."""
+    library.behaviour.delay_s = 0.02
+    log = tmp_path / "log.jsonl"
+    recorder = Recorder(JsonlSink(log), PROCESS)
+    at = directory(tmp_path, "at")
+    with recorder.operation("save") as op:
+        saved = library.engine(verify_saved=False, checksum=False).save(file_states(), at, op)
+    recorder.close()
+    assert not [record for record in read(log) if record.get("phase") == "verify"]
+    assert {file.checksum for file in saved} == {"none"}
+    assert [file.num_bytes for file in saved] == [(at / file.name).stat().st_size for file in saved]
+    load(library.engine(verify_checksums=False), at, saved)
+
+
+def test_a_checksum_without_sums(tmp_path: Path, library: Library) -> None:
+    saved = library.engine(verify_saved=False).save(file_states(), tmp_path, untraced_operation())
+    assert all(file.checksum.startswith("crc32:") for file in saved)
+    load(library.engine(), tmp_path, saved)
 
 
 def test_nothing_is_synchronised_without_being_asked(tmp_path: Path, library: Library) -> None:
