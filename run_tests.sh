@@ -57,4 +57,7 @@ echo "== pytest"
 run_pytest "${tests[@]}" "$@" || passed=false
 wait "$checks" || passed=false
 cat "$said"
+if ! $quick && [[ ${CI:-} == true ]]; then
+    tests/other_pythons.sh || passed=false
+fi
 $passed

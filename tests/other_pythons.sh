@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Runs a short part of the suite, the trace and its analysis, under each other Python of this machine: 3.10, 3.12, 3.13.
+# It needs no torch. Each has an environment below runs/pythons, which is kept. run_tests.sh calls this if CI=true.
+#
+# examples:
+#   bash tests/other_pythons.sh
+#
+# exit status: 0 all passed, 1 one did not or could not be set up, 2 wrong arguments
+set -euo pipefail
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$ROOT/examples_deepspeed/restart_bench/usage.sh"
+answer_help "" "$@"
+no_arguments "$@"
+cd "$ROOT"
+PACKAGES=(polars numpy tqdm scipy plotly Jinja2 psutil nvidia-ml-py pytest pytest-timeout hypothesis)
+TESTS=(
+    tests/unit/restart_trace/test_recorder.py tests/unit/restart_trace/test_log_format.py
+    tests/unit/restart_trace/test_reading.py tests/unit/tools/ckpt_analysis/metrics
+)
+
+# The interpreter of version $1: on PATH, or one of pyenv's, whose commands on PATH run only for versions chosen before.
+find_python() {
+    local candidate
+    for candidate in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin/python; do
+        if "$candidate" -c "import sys, ensurepip; sys.exit('%d.%d' % sys.version_info[:2] != '$1')" 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    return 1
+}
+
+for version in 3.10 3.12 3.13; do
+    if ! python=$(find_python "$version"); then
+        echo "== Python $version is not here"
+        continue
+    fi
+    echo "== Python $version"
+    venv=$ROOT/runs/pythons/$version
+    "$python" -m venv "$venv"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt "${PACKAGES[@]}"
+    "$venv/bin/python" -m pytest -q -p no:cacheprovider -m "not slow" "${TESTS[@]}"
+done
