@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from restart_trace import under_way
 from restart_trace.clock import now_ns, read_anchor
 from restart_trace.sampler import Sampler
 from restart_trace.schema import MAIN_THREAD, SCHEMA_VERSION, SPAN, check_phase
@@ -73,6 +74,8 @@ class Operation:
         self.failure: str | None = None
         self._read_ahead = 0  # bytes
         self._lock = threading.RLock()  # of _read_ahead; see Recorder
+        # Nobody ends an untraced operation.
+        self._under_way = under_way.begin(under_way.OWN_WORK, name, thread=0) if recorder.enabled else None
         recorder.write("operation_begin", operation=name, op=op_id, **given(self._labels), start_ns=start_ns)
 
     def label(self, *, tag: str | None = None, step: int | None = None, engine: str | None = None) -> None:
@@ -93,6 +96,7 @@ class Operation:
         if nvtx is not None:
             nvtx.range_push(f"{self._name}/{phase}" + (f"/{detail}" if detail else ""))
         error: str | None = None
+        number = under_way.begin(under_way.OWN_WORK, self._name, self._labels["tag"], phase, detail, file)
         start = now_ns()
         try:
             yield handle
@@ -101,6 +105,7 @@ class Operation:
             raise
         finally:
             end = now_ns()
+            under_way.end(number)
             # Ranges are a stack per thread: a span that ends on another thread must not close a range of that one.
             if nvtx is not None and threading.get_ident() == thread:
                 nvtx.range_pop()
@@ -170,6 +175,8 @@ class Operation:
     def end(self, error: str | None = None) -> None:
         """Write the closing record. `bytes`, `num_files` and `durable` are taken as they stand."""
         error = error or self.failure
+        if self._under_way is not None:
+            under_way.end(self._under_way)
         fields = {
             "op": self._op_id,
             "end_ns": now_ns(),

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from restart_trace import clock
+from restart_trace import clock, under_way
 from restart_trace.recorder import Operation, Recorder, SpanHandle
 from restart_trace.regular import open_regular
 from restart_trace.schema import RANK_FILE_PATTERN
@@ -104,12 +104,13 @@ class Startup:
 
     @contextmanager
     def phase_around(self, name: str, inner: str) -> Iterator[Stopwatch]:
-        """Measure one phase that another one, `inner`, interrupts again and again.
+        """Measure one phase that another one, `inner`, interrupts again and again; in both ranks wait for each other.
 
         The body runs the interruptions within the Stopwatch it is given. Both phases get a span over the whole
         window, each with the duration that is its own.
         """
         watch = Stopwatch()
+        number = under_way.begin(under_way.RANKS, "startup", name)
         start = clock.now_ns()
         error: str | None = None
         try:
@@ -119,6 +120,7 @@ class Startup:
             raise
         finally:
             end = clock.now_ns()
+            under_way.end(number)
             self._op.add(name, None, start, end, duration_ns=end - start - watch.total_ns, error=error)
             if watch.total_ns:
                 self._op.add(inner, None, start, end, duration_ns=watch.total_ns)

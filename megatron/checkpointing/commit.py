@@ -32,7 +32,7 @@ from megatron.checkpointing.manifest import (
     read_manifest_text,
 )
 from megatron.checkpointing.ownership import Ownership
-from megatron.fileio.files import sync_directory
+from megatron.fileio.files import sync_directory, sync_file
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def _write_beside(path: Path, text: str, fsync: bool) -> Path:
         file.write(text)
         file.flush()
         if fsync:
-            os.fsync(file.fileno())
+            sync_file(file.fileno())
     return temporary
 
 

@@ -7,6 +7,8 @@ by the engine that wrote them, whichever saves now.
 from __future__ import annotations
 
 import logging
+import os
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +32,15 @@ from megatron.checkpointing.hashes import compare_hashes
 from megatron.checkpointing.reshard.loading import load_elsewhere
 from megatron.checkpointing.state import Progress, live_state, restore_state, restore_tied_weights
 from megatron.config.arguments import namespace_from_config
+from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
+from restart_trace.under_way import RANKS, READING, UnderWay
 
 logger = logging.getLogger(__name__)
+
+# A rank that reads so many times longer than the median one, and so many seconds, is named in the log.
+_SLOW_READER = 2.0
+_SLOW_READER_S = 1.0
 
 
 def load_newest(ctx: RunContext, engine: Any) -> Progress | None:
@@ -135,26 +143,44 @@ def _load_candidate(
         with op.span("discover"):
             return check_candidate(candidate, ctx.config, place.layout, ctx.padded_vocab_size, reader.redistributable)
 
-    def read() -> None:
+    def read() -> tuple[float, str]:
         with op.span("discover"):
             live = live_state(engine, place, with_optimizer, reader.loads_in_place)
             _check_wanted(candidate, [file.name for file in live])
         checkpoint = SavedCheckpoint(candidate.directory, manifest.files if manifest else {})
-        with reading(candidate.directory):  # engines name the file, where they can
-            states.update(reader.load_into(live, checkpoint, op))
+        with reading(candidate.directory), UnderWay(READING, f"the reading of {candidate.directory}"):
+            begun = now_ns()
+            states.update(reader.load_into(live, checkpoint, op))  # engines name the file, where they can
+            return (now_ns() - begun) / 1e9, os.uname().nodename
 
     # Without a manifest each rank judges it by what it reads itself, and one alone may fail.
     if is_elsewhere() if manifest else together(ctx.control, op, is_elsewhere, all):
         return load_elsewhere(ctx, reader, engine, candidate, op)
-    together(ctx.control, op, read)
+    together(ctx.control, op, read, _name_slow_readers)
     progress = _apply(ctx, engine, candidate, states, op)
-    with op.span("redistribute", "all_gather" if with_optimizer else "broadcast"):
+    shared = "all_gather" if with_optimizer else "broadcast"
+    with op.span("redistribute", shared), UnderWay(RANKS, "sharing of tied weights"):
         restore_tied_weights(engine, with_optimizer)
     if options.verify_restored_state and not options.finetune:
         _verify_restored(ctx, engine, candidate, op)
     if manifest is None:
         logger.info("%s has no manifest (upstream wrote it): its checksums cannot be verified", candidate.tag)
     return progress
+
+
+def _name_slow_readers(by_rank: list[tuple[float, str]]) -> None:
+    """On rank 0: log the ranks for which the others have waited; `by_rank`: seconds and host of each."""
+    median = statistics.median(seconds for seconds, _ in by_rank)
+    for rank, (seconds, host) in enumerate(by_rank):
+        if seconds > max(_SLOW_READER * median, median + _SLOW_READER_S):
+            logger.warning(
+                "rank %d on %s took %.1f s to read its files, and the median rank %.1f s: look at that host's storage "
+                "and load",
+                rank,
+                host,
+                seconds,
+                median,
+            )
 
 
 class _NotAppliedError(CheckpointRejectedError):

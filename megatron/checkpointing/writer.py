@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from megatron.checkpointing.background import BackgroundSave, BackgroundSaves
 from megatron.checkpointing.engines.base import CheckpointEngine, FileState, PendingSave, SavedFile
 from megatron.checkpointing.engines.errors import CheckpointSaveError, SaveDirectorySupersededError
 from megatron.checkpointing.ownership import Ownership
+from megatron.fileio.files import make_directory, sync_file
 from megatron.parallel.control_plane import ControlPlane
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation, Recorder
@@ -165,7 +165,7 @@ class CheckpointWriter:
             with op.span("collect"):
                 files = collect()
                 if self.engine.writes_files:
-                    save.temporary.mkdir(parents=True, exist_ok=True)
+                    make_directory(save.temporary)
             save.pending = self.engine.begin_save(files, save.temporary, op)
             for extra in extra_files if self.engine.writes_files else ():
                 with op.span("serialize", file=extra.name):
@@ -198,8 +198,9 @@ class CheckpointWriter:
             return self._finish(save)
         except Exception as exc:
             rank = self._control.rank
-            logger.exception("rank %d could not agree with the others on checkpoint %s", rank, save.tag)
             failure = f"{type(exc).__name__}: {exc}"
+            logger.error("rank %d could not agree with the others on checkpoint %s: %s", rank, save.tag, failure)
+            logger.debug("where it waited", exc_info=True)
         # Out of the handler: the connections stay open as long as the traceback refers to them.
         self._control.give_up()
         return (
@@ -218,7 +219,7 @@ class CheckpointWriter:
                 span.bytes = file.write(content)
             if self.engine.options.fsync:
                 with save.op.span("flush", "fsync", file=name, blocking=self._blocking):
-                    os.fsync(file.fileno())
+                    sync_file(file.fileno())
         save.op.bytes = (save.op.bytes or 0) + len(content)
         save.op.num_files = (save.op.num_files or 0) + 1
         return SavedFile(name, len(content), "sha256:" + hashlib.sha256(content).hexdigest())

@@ -31,6 +31,13 @@ class CheckpointConfig(FlagGroup):
         "which checkpoint of --load to load, such as global_step5 (default: the newest complete one)",
         needs="load",
     )
+    load_timeout: float | None = flag(
+        None,
+        "seconds that a rank may take to read its files of a checkpoint before the run ends (default: as long as the "
+        "other ranks wait for it, --distributed-timeout-minutes)",
+        above=0,
+        needs="load",
+    )
     no_load_optim: bool = flag(False, "restore no optimizer state", needs="load")
     no_load_rng: bool = flag(False, "restore no random-number state", needs="load")
     no_load_lr_state: bool = flag(False, "restore no schedule state", needs="load")

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
+from restart_trace.under_way import STORAGE, UnderWay
+
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 4096
@@ -87,7 +89,8 @@ def make_buffered(fd: int) -> None:
 def write_all(fd: int, view: memoryview, offset: int) -> None:
     """Write `view` at `offset`, however many calls that takes."""
     while view:
-        written = os.pwrite(fd, view, offset)
+        with UnderWay(STORAGE, "write to", fd):
+            written = os.pwrite(fd, view, offset)
         view, offset = view[written:], offset + written
 
 
@@ -95,7 +98,8 @@ def read_all(fd: int, view: memoryview, offset: int) -> int:
     """Read into `view` from `offset` until it is full or the file ends; returns the bytes read."""
     total = 0
     while total < len(view):
-        count = os.preadv(fd, [view[total:]], offset + total)
+        with UnderWay(STORAGE, "read of", fd):
+            count = os.preadv(fd, [view[total:]], offset + total)
         total += count
         if count == 0 or count % ALIGNMENT:  # the end of the file: a direct read after it would be misaligned
             break

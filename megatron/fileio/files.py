@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
+
+from restart_trace.under_way import STORAGE, UnderWay
 
 
 class DamagedFileError(RuntimeError):
@@ -17,10 +20,28 @@ def with_name(exc: OSError, path: Path | str) -> OSError:
     return OSError(exc.errno, exc.strerror, str(path))
 
 
+def sync_file(fd: int) -> None:
+    """fsync an open file."""
+    with UnderWay(STORAGE, "fsync of", fd):
+        os.fsync(fd)
+
+
 def sync_directory(path: Path) -> None:
     """fsync a directory: the names of the files in it."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(fd)
+        sync_file(fd)
     finally:
         os.close(fd)
+
+
+def make_directory(path: Path) -> None:
+    """The directory and those above it, where they are not there yet."""
+    with UnderWay(STORAGE, "making of", str(path)):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+def write_some(fd: int, data: Any) -> int:
+    """One write(2): the bytes that it took."""
+    with UnderWay(STORAGE, "write to", fd):
+        return os.write(fd, data)

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fileio.checksums import CheckedBytes, RangeChecksum, combine, crc32, range_checksum
-from megatron.fileio.files import DamagedFileError, with_name
+from megatron.fileio.files import DamagedFileError, with_name, write_some
 from restart_trace.clock import now_ns
+from restart_trace.under_way import STORAGE, UnderWay
 
 _SMALL_WRITE = 1 << 16
 _BLOCK = 1 << 19  # read, then verified while it is still in the processor's cache
@@ -74,7 +75,7 @@ class _RawFile(io.FileIO):
     def write(self, data: Any, /) -> int:
         start = now_ns()
         try:
-            count = os.write(self.fileno(), data)
+            count = write_some(self.fileno(), data)
         except OSError as exc:
             self.error = with_name(exc, self.path)
             raise self.error from None
@@ -133,7 +134,8 @@ class TimedReader(io.FileIO):
         position, total = self.tell(), 0
         while total < len(view):
             start = now_ns()
-            count = super().readinto(view[total : total + _BLOCK]) or 0
+            with UnderWay(STORAGE, "read of", str(self.path)):
+                count = super().readinto(view[total : total + _BLOCK]) or 0
             done = self._timeline.add("read", start)
             if not count:
                 break
@@ -153,7 +155,8 @@ class TimedReader(io.FileIO):
     def readall(self) -> bytes:
         """The rest of the file, at once: in blocks it would have to be copied together."""
         position, start = self.tell(), now_ns()
-        content = super().readall()
+        with UnderWay(STORAGE, "read of", str(self.path)):
+            content = super().readall()
         done = self._timeline.add("read", start)
         if self._checked:
             self._take_checksums(position, memoryview(content))

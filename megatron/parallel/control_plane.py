@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from restart_trace.under_way import RANKS, UnderWay
+
+_AGREEMENT = "agreement of all ranks"
+
 
 class AgreementLostError(RuntimeError):
     """The ranks can no longer agree: one has ended, or took longer than --distributed-timeout-minutes."""
@@ -30,7 +34,8 @@ class ControlPlane:
         self._check_open()
 
         items: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(item, items, dst=0, group=self._group)
+        with UnderWay(RANKS, _AGREEMENT):
+            dist.gather_object(item, items, dst=0, group=self._group)
         return items
 
     def broadcast(self, item: Any) -> Any:
@@ -41,7 +46,8 @@ class ControlPlane:
 
         self._check_open()
         box = [item]
-        dist.broadcast_object_list(box, src=0, group=self._group)
+        with UnderWay(RANKS, _AGREEMENT):
+            dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
 
     def agree(self, error: str | None) -> list[tuple[int, str]]:

@@ -17,9 +17,10 @@ from megatron.parallel.random import seed_everything
 from megatron.parallel.topology import Coordinates, Layout
 from megatron.startup import lean_imports
 from megatron.startup.determinism import make_deterministic
-from megatron.startup.elastic_rendezvous import init_method
+from megatron.startup.rendezvous import init_method
 from restart_trace.devices import device_index
 from restart_trace.startup import Startup
+from restart_trace.under_way import RANKS, UnderWay
 
 logger = logging.getLogger(__name__)
 
@@ -150,11 +151,11 @@ def initialize_megatron(config: Config, startup: Startup, *, commits_in_backgrou
         make_deterministic()
     device = _choose_device(parallel.local_rank) if on_cuda else torch.device("cpu")
     timeout = group_timeout(config)
-    with startup.phase("rendezvous"):
+    with startup.phase("rendezvous"), UnderWay(RANKS, "meeting of all ranks"):
         deepspeed.init_distributed(
             dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout, init_method=init_method()
         )
-    with startup.phase("communicators"):
+    with startup.phase("communicators"), UnderWay(RANKS, "connecting of all ranks"):
         control_group = None
         if backend != "gloo":
             control_group = torch.distributed.new_group(backend="gloo", timeout=timeout)

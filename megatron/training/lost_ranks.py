@@ -13,6 +13,7 @@ from types import FrameType
 
 from megatron.config import Config
 from megatron.parallel.control_plane import AgreementLostError
+from megatron.startup.watch import Watch
 
 # module:function -> what a rank is at; the innermost one on the stack counts.
 ACTIVITIES = {
@@ -36,27 +37,39 @@ _TRANSPORT = re.compile(r"gloo/|\bTCPStore\b|\bDist\w*Error\b")
 _PEER_LENGTH = 300
 
 
-def explain(error: BaseException, config: Config) -> str | None:
-    """One line on an operation that failed for want of another rank; None if `error` is nothing of that kind."""
+def explain(error: BaseException, config: Config, watch: Watch) -> str | None:
+    """One line on an operation that failed for want of another rank; None if `error` is nothing of that kind.
+
+    The caller prints it and ends the process. It says whom this rank waited for, as far as `watch` finds out.
+    """
     if isinstance(error, AgreementLostError):
         return str(error)
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+    text = _text(error)
     if not isinstance(error, RuntimeError) or not _TRANSPORT.search(text):
         return None
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     flag = f"--distributed-timeout-minutes {config.parallel.distributed_timeout_minutes:g}"
     where = f"{_operation(frames)} {_activity(frames)}"
     if _TIMED_OUT.search(text):
-        return (
-            f"{where} waited longer than {flag}: another rank is stopped, hangs, or is slower than that; find it "
-            f"before you restart, or raise the flag ({text[:_PEER_LENGTH]})"
-        )
+        missing = watch.verdict(where)
+        return f"{where} waited longer than {flag}: {missing}. See to it before you restart, or raise the flag"
     if _CONNECTION_LOST.search(text):
+        watch.wait_if_called()
         return (
             f"{where} lost the connection to another rank, which has ended: see its own message; a rank that waits "
             f"longer than {flag} ends, and the ranks that wait for it end, too ({text[:_PEER_LENGTH]})"
         )
     return None
+
+
+def has_waited_in_vain(error: BaseException) -> bool:
+    """Whether `error` says that a wait for other ranks has passed its deadline, so that another wait would, too."""
+    text = _text(error)
+    return isinstance(error, RuntimeError) and bool(_TRANSPORT.search(text) and _TIMED_OUT.search(text))
+
+
+def _text(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _operation(frames: list[FrameType]) -> str:

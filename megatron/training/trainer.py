@@ -20,6 +20,7 @@ from restart_trace.clock import now_ns
 from restart_trace.process import RankIdentity, open_rank_trace
 from restart_trace.recorder import Recorder
 from restart_trace.startup import Startup, preload_of
+from restart_trace.under_way import RANKS, UnderWay
 
 if TYPE_CHECKING:
     from megatron.checkpointing.manager import Checkpointer
@@ -86,11 +87,13 @@ def pretrain(
         import_everything()
     _sample_continuously(config, recorder)
     from megatron.startup.logging_setup import set_up_logging
+    from megatron.startup.watch import Watch
     from megatron.training.data import DataError
     from megatron.training.lost_ranks import explain
 
     set_up_logging(config.training.log_level, rank)
     config.log_notes(logger)
+    watch = Watch(config).start()
     try:
         providers = _Providers(datasets_provider, model_provider, batch_fn)
         trainer = _set_up(config, recorder, startup, ownership, vocabulary, prefetch, providers)
@@ -100,13 +103,15 @@ def pretrain(
         recorder.close()
         exit_with(error, rank)
     except RuntimeError as error:
-        explained = explain(error, config)
+        explained = explain(error, config, watch)
         if explained is None:
             raise
         recorder.close()
         logger.debug("rank %d waited in vain", rank, exc_info=True)
         print(f"error on rank {rank}, {os.uname().nodename}: {explained}", file=sys.stderr, flush=True)
         return 1
+    finally:
+        watch.close()
     if ownership is not None:
         ownership.release()
     return 1 if trainer.saves.failed else 0
@@ -114,10 +119,13 @@ def pretrain(
 
 def _train_to_the_last_commit(trainer: Trainer) -> None:
     """Train; no save is pending afterwards, unless it hangs while an exception ends training."""
+    from megatron.training.lost_ranks import has_waited_in_vain
+
     try:
         train(trainer)
-    except BaseException:
-        trainer.saves.drain_after_error()
+    except BaseException as error:
+        if not has_waited_in_vain(error):  # else a save that is pending waits in vain, too
+            trainer.saves.drain_after_error()
         raise
     trainer.saves.drain()
 
@@ -363,11 +371,11 @@ def _train_step(trainer: Trainer, loop_start: int) -> None:
     batch_size = _begin_iteration(trainer)
     start = now_ns()
     skipped_before = engine.skipped_steps
-    loss_tensor = engine.train_batch(data_iter=trainer.data.train)
+    with UnderWay(RANKS, "training step", str(progress.iteration + 1)):
+        # Reading the loss waits for the device; DeepSpeed has broadcast it to all stages already.
+        loss = float(engine.train_batch(data_iter=trainer.data.train))
     progress.iteration += 1
     progress.consumed_train_samples += batch_size
-    # Reading the loss waits for the device; DeepSpeed has broadcast it to all stages already.
-    loss = float(loss_tensor)
     end = now_ns()
     trainer.startup.iteration_done(progress.iteration, loop_start, end)
     trainer.recorder.iteration(progress.iteration, start, end, loss)
@@ -388,7 +396,8 @@ def _evaluate(trainer: Trainer, split: str) -> None:
         return
     total = 0.0
     for _ in range(training.eval_iters):
-        total += float(trainer.engine.eval_batch(iterator))
+        with UnderWay(RANKS, "evaluation after iteration", str(progress.iteration)):
+            total += float(trainer.engine.eval_batch(iterator))
         if split == "validation":
             progress.consumed_valid_samples += trainer.engine.train_batch_size()
     trainer.log.evaluation(total / training.eval_iters, progress, split)
@@ -403,5 +412,6 @@ def _shut_down(trainer: Trainer) -> None:
     trainer.recorder.close()
     sys.stdout.flush()
     if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+        with UnderWay(RANKS, "end of the run"):
+            dist.barrier()
+            dist.destroy_process_group()

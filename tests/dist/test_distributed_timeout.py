@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.parallel.topology import Layout
-from tests.dist.harness import LLAMA_STYLE, Zygote, losses, wait_for
+from tests.dist.harness import LLAMA_STYLE, Zygote, wait_for
 from tests.dist.tiny_runs import MODEL, NO_DROPOUT, TRAINING, Launcher, saving
 
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -51,34 +51,47 @@ def test_every_group_waits_as_long_as_the_flag_says(launcher: Launcher, engine: 
         assert found["store"] == 450.0
 
 
-def test_ranks_that_wait_for_a_stopped_one_end_and_say_why(launcher: Launcher) -> None:
-    """One message of each, with the flag and the kind of wait; no traceback."""
-    layout = Layout(tp=1, pp=2, dp=2)
-    save = launcher.directory / "save"
-    stopped_at: list[float] = []
+@pytest.mark.parametrize(
+    ("where", "engine", "phase"),
+    [
+        ("startup communicators", "torch", "the start-up|startup"),
+        ("load load", "lazy", "a load|load global_step4"),
+        ("step 3", "torch", "a training step|training step 4"),
+        ("save flush", "torch", "a save|save global_step2"),
+        ("save serialize", "lazy", "a training step|training step 3|save global_step2"),
+    ],
+)
+def test_a_stopped_rank_is_named_by_all_others(launcher: Launcher, where: str, engine: str, phase: str) -> None:
+    """One message of each: rank, host and what it waited in. No traceback, and nobody waits for ever."""
+    layout, save = Layout(tp=1, pp=2, dp=2), launcher.directory / "save"
+    run_flags = [*RUN, "--checkpoint-engine", engine, "--lr-decay-iters", "8"]
+    if where.startswith("load"):
+        launcher.train(layout, *run_flags, "--train-iters", "4", *saving(save, 4))
+        run_flags += ["--load", save]
+    ended: list[float] = []
 
-    def stop_one(pids: list[int]) -> None:
-        wait_for(lambda: len(losses(save / "restart_trace")) >= 2, "two iterations")
-        os.kill(pids[3], signal.SIGSTOP)
-        stopped_at.append(time.monotonic())
-        others = pids[:3]
+    def wait_for_the_others(pids: list[int]) -> None:
         try:
-            wait_for(lambda: all(map(has_ended, others)), "the end of the ranks that wait")
+            wait_for(lambda: state_of(pids[3]) == "T", "the stop of rank 3")
+            ended.append(time.monotonic())
+            wait_for(lambda: all(state_of(pid) in ("", "Z") for pid in pids[:3]), "the end of the ranks that wait")
         finally:
             os.kill(pids[3], signal.SIGKILL)
 
     run = launcher.run(
-        layout, *RUN, "--train-iters", "100000", *saving(save, 100000), "--distributed-timeout-minutes", "0.25",
-        during=stop_one, timeout=AT_MOST_S,
+        layout, *run_flags, "--train-iters", "8", *saving(save, 2), "--distributed-timeout-minutes", "0.25",
+        script=str(SCRIPTS / "stops_itself.py"), env={"STOPPED_RANK": "3", "STOPPED_IN": where},
+        during=wait_for_the_others, timeout=AT_MOST_S,
     )  # fmt: skip
-    assert time.monotonic() - stopped_at[0] >= 15.0
-    assert run.exit_codes == [1, 1, 1, -signal.SIGKILL]
+    print(f"{where}: {time.monotonic() - ended[0]:.1f} s")
+    assert time.monotonic() - ended[0] >= 15.0
+    assert run.exit_codes == [1, 1, 1, -signal.SIGKILL], run.output
     for rank in range(3):
         log = run.log(rank)
         errors = re.findall(rf"^error on rank {rank}, .*", log, re.MULTILINE)
         assert len(errors) == 1 and "Traceback" not in log, log
         assert "--distributed-timeout-minutes 0.25" in errors[0], errors
-        assert "in a training step" in errors[0], errors
+        assert re.search(phase, errors[0]) and f"rank 3 on {os.uname().nodename} does not answer" in errors[0], errors
 
 
 def test_a_rank_that_the_others_never_meet(launcher: Launcher) -> None:
@@ -89,12 +102,12 @@ def test_a_rank_that_the_others_never_meet(launcher: Launcher) -> None:
     )  # fmt: skip
     assert run.exit_codes == [1] and "Traceback" not in run.output
     (error,) = re.findall(r"^error on rank 0, .*", run.output, re.MULTILINE)
-    assert "in the rendezvous of all ranks waited longer than --distributed-timeout-minutes 0.02" in error
+    assert "in the rendezvous of all ranks waited longer than --distributed-timeout-minutes 0.02: rank 1 never" in error
 
 
-def has_ended(pid: int) -> bool:
-    """Whether the process is gone, or a zombie that its parent has yet to ask for."""
+def state_of(pid: int) -> str:
+    """The kernel's letter for what a process does: T if it is stopped, Z if it has ended; empty if it is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except FileNotFoundError:
-        return True
+        return ""

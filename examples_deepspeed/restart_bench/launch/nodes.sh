@@ -26,6 +26,17 @@ settle_device() {
     fi
 }
 
+# Within a PBS job, sets HOSTFILE to a list of its hosts, unless one is given. PBS_NODEFILE names a host once for each of
+# its tasks (mpiprocs, ppn); where it names each once, nothing is said of slots.
+settle_pbs_hosts() {
+    [[ -n ${PBS_JOBID:-} && -n ${PBS_NODEFILE:-} && -z ${HOSTFILE:-} && -z ${NODE_RANK:-} && $LAUNCHER != srun ]] || return 0
+    [[ -r $PBS_NODEFILE ]] || die "PBS_NODEFILE=$PBS_NODEFILE: cannot be read; set HOSTFILE to a list of the job's hosts"
+    HOSTFILE=${TMPDIR:-/tmp}/hosts.$PBS_JOBID
+    awk 'NF { if (!tasks[$1]++) hosts[++count] = $1; most = most < tasks[$1] ? tasks[$1] : most }
+         END { for (i = 1; i <= count; i++) print hosts[i] (most > 1 ? " slots=" tasks[hosts[i]] : "") }' \
+        "$PBS_NODEFILE" >"$HOSTFILE" || die "PBS_NODEFILE=$PBS_NODEFILE: its hosts cannot be written to $HOSTFILE"
+}
+
 # Sets HOSTS and HOST_SLOTS from HOSTFILE: lines `HOST slots=N`, or host names alone.
 read_hostfile() {
     HOSTS=() HOST_SLOTS=()
@@ -51,6 +62,7 @@ read_hostfile() {
 
 # Sets NNODES, GPUS_PER_NODE, MASTER_ADDR and GPUS_SEEN.
 settle_nodes() {
+    settle_pbs_hosts
     read_hostfile
     if [[ -z ${GPUS_PER_NODE:-} ]]; then
         if ((${#HOSTS[@]} > 0)); then

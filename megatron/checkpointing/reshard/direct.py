@@ -38,6 +38,7 @@ from megatron.checkpointing.state import Progress, restore_optimizer, restore_pr
 from megatron.fileio.checksums import RangeChecksum
 from megatron.parallel.parameter_slice import slice_of
 from megatron.parallel.topology import Layout
+from restart_trace.under_way import READING, UnderWay
 
 _MASTER = "master"
 
@@ -139,7 +140,8 @@ class DirectLoad(LayoutLoad):
             return Reading(plan(targets, index), sizes, options.direct_io, options.io_threads)
 
     def _read(self, reading: Reading, shares: list[Share]) -> list[RangeChecksum]:
-        checksums = reading.run(shares, self._ctx.control.rank, self._op)
+        with UnderWay(READING, f"the reading of {self._directory}"):
+            checksums = reading.run(shares, self._ctx.control.rank, self._op)
         note_loaded(reading.bytes_read, reading.num_files, self._op)
         return checksums
 

@@ -39,6 +39,7 @@ from megatron.checkpointing.engines.file_loads import checked_content, report_lo
 from megatron.config import ConfigError
 from megatron.fileio.checksums import checksum_text, crc32
 from megatron.fileio.device_waits import DeviceDeadline
+from megatron.fileio.files import sync_file
 from megatron.fileio.host_memory import available_memory
 from megatron.fileio.timed_files import TimedReader, Timeline
 from restart_trace.clock import now_ns
@@ -230,7 +231,7 @@ class _DataStatesSave(PendingSave):
             with self.op.span("flush", "fsync", file=name, blocking=False) as span:
                 fd = os.open(part.path, os.O_RDONLY | os.O_CLOEXEC)
                 try:
-                    os.fsync(fd)
+                    sync_file(fd)
                 finally:
                     os.close(fd)
                 span.bytes = num_bytes

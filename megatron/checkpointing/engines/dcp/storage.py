@@ -22,6 +22,7 @@ from megatron.checkpointing.engines.unpickling import PlainUnpickler
 from megatron.fileio.checksums import CheckedBytes
 from megatron.fileio.files import with_name
 from megatron.fileio.timed_files import TimedReader, TimedWriter, Timeline, read_file
+from restart_trace import under_way
 from restart_trace.clock import now_ns
 
 METADATA = ".metadata"
@@ -70,16 +71,21 @@ class _SyncedFile(TimedWriter):
     def __init__(self, path: Path, timeline: Timeline, checksum: bool) -> None:
         super().__init__(path, timeline, checksum)
         self._timeline = timeline
+        self._path = path
         self._sync_ns: int | None = None
+        self._under_way = -1
 
     def fileno(self) -> int:
         self.flush()
         self._sync_ns = now_ns()
+        under_way.end(self._under_way)
+        self._under_way = under_way.begin(under_way.STORAGE, "fsync of", str(self._path))
         return super().fileno()
 
     def close(self) -> None:
         if not self.closed and self._sync_ns is not None:
             self._timeline.add("fsync", self._sync_ns)
+            under_way.end(self._under_way)
         super().close()
 
 

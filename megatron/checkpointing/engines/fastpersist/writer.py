@@ -28,7 +28,7 @@ from megatron.checkpointing.engines.base import MIB, EngineOptions, SavedFile
 from megatron.checkpointing.engines.errors import EngineUnavailableError
 from megatron.checkpointing.engines.host_staging import Staging, check_loadable
 from megatron.checkpointing.engines.torch_files import report_writing, write_state
-from megatron.fileio.files import with_name
+from megatron.fileio.files import sync_file, with_name
 from megatron.fileio.zip_records import open_directory_checksum
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
@@ -139,7 +139,7 @@ class StateWriter:
                 closed = now_ns()
                 report_writing(add, name, opened, closed, write_ns, num_bytes)
                 if self._options.fsync:
-                    os.fsync(fd)
+                    sync_file(fd)
                     add("flush", "fsync", closed, now_ns(), file=name, num_bytes=num_bytes)
             finally:
                 os.close(fd)

@@ -27,7 +27,7 @@ from megatron.checkpointing.engines.lazy.host_cache import HostCache, Piece, gat
 from megatron.fileio import direct_files
 from megatron.fileio.checksums import RangeChecksum, by_file, combine, range_checksum
 from megatron.fileio.device_waits import DeviceDeadline, DeviceStalledError
-from megatron.fileio.files import with_name
+from megatron.fileio.files import sync_file, with_name
 from megatron.fileio.host_buffers import Buffer
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
@@ -323,7 +323,7 @@ class LazySave(PendingSave):
             span.bytes = len(header)
         if self._options.fsync:
             with self._op.span("flush", "fsync", file=name, blocking=False) as span:
-                os.fsync(file.fd)
+                sync_file(file.fd)
                 span.bytes = self._contents.file_bytes
         self._result = [SavedFile(name, self._contents.file_bytes, checksum, self._state_names)]
 

@@ -7,12 +7,12 @@ refused when saving.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from megatron.checkpointing.engines.base import FileState, SavedFile
 from megatron.checkpointing.engines.host_staging import Staging, check_loadable, stage_on_host
 from megatron.checkpointing.engines.torch_files import TorchFilesEngine, report_writing, write_state
+from megatron.fileio.files import sync_file
 from megatron.fileio.timed_files import TimedWriter, Timeline
 from megatron.fileio.zip_records import open_directory_checksum
 from restart_trace.clock import now_ns
@@ -40,7 +40,7 @@ class TorchEngine(TorchFilesEngine):
             report_writing(op.add, file.name, opened, now_ns(), timeline.total("write"), writer.num_bytes)
             if self.options.fsync:
                 with op.span("flush", "fsync", file=file.name) as span:
-                    os.fsync(writer.fileno())
+                    sync_file(writer.fileno())
                     span.bytes = writer.num_bytes
         finally:
             writer.close()

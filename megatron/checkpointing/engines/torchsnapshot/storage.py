@@ -18,7 +18,7 @@ from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.file_loads import checked_content
 from megatron.checkpointing.engines.torchsnapshot.library import Buffers
 from megatron.fileio.checksums import checksum_text, crc32
-from megatron.fileio.files import with_name
+from megatron.fileio.files import make_directory, sync_file, with_name, write_some
 from megatron.fileio.timed_files import Timeline, read_file
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
@@ -78,17 +78,17 @@ class WritingStorage(_Storage):
         if self._options.checksum:
             with self._op.span("serialize", file=f"{state}/{name}", blocking=False):
                 crc = crc32(view)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             with self._op.span("flush", "write", file=f"{state}/{name}", blocking=False) as span:
                 position = 0
                 while position < len(view):
-                    position += os.write(fd, view[position:])
+                    position += write_some(fd, view[position:])
                 span.bytes = len(view)
             if self._options.fsync:
                 with self._op.span("flush", "fsync", file=f"{state}/{name}", blocking=False) as span:
-                    os.fsync(fd)
+                    sync_file(fd)
                     span.bytes = len(view)
         except OSError as exc:
             raise with_name(exc, path) from None

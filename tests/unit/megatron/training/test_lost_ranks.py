@@ -12,7 +12,8 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from megatron.config import Config
 from megatron.config.arguments import config_from_args, parse_args
 from megatron.parallel.control_plane import AgreementLostError
-from megatron.training.lost_ranks import ACTIVITIES, explain
+from megatron.startup.watch import Watch
+from megatron.training.lost_ranks import ACTIVITIES, explain, has_waited_in_vain
 
 ROOT = Path(__file__).resolve().parents[4]
 FLAGS = (
@@ -25,6 +26,12 @@ GLOO = "[/b/gloo/transport/tcp/pair.cc:534] "
 @pytest.fixture(scope="module")
 def config() -> Config:
     return config_from_args(parse_args(FLAGS.split()), {})
+
+
+@pytest.fixture
+def watch(config: Config) -> Watch:
+    """Of a rank that is alone: it asks nobody."""
+    return Watch(config)
 
 
 def test_every_activity_is_a_function_that_is_there() -> None:
@@ -43,22 +50,24 @@ def test_every_activity_is_a_function_that_is_there() -> None:
         (GLOO + "writev [127.0.0.1]:2190: Broken pipe", "lost the connection to another rank"),
     ],
 )
-def test_gloo(config: Config, text: str, part: str) -> None:
-    found = explain(RuntimeError(text), config)
+def test_gloo(config: Config, watch: Watch, text: str, part: str) -> None:
+    error = RuntimeError(text)
+    found = explain(error, config, watch)
     assert found is not None and "\n" not in found
-    assert part in found and "--distributed-timeout-minutes 0.5" in found and text in found
+    assert part in found and "--distributed-timeout-minutes 0.5" in found
+    assert has_waited_in_vain(error) == (part == "waited longer than")
 
 
-def test_store(config: Config) -> None:
+def test_store(config: Config, watch: Watch) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True)
     store.set_timeout(datetime.timedelta(milliseconds=10))
     with pytest.raises(RuntimeError) as caught:
         store.get("never set")
-    assert "waited longer than --distributed-timeout-minutes 0.5" in (explain(caught.value, config) or "")
+    assert "waited longer than --distributed-timeout-minutes 0.5" in (explain(caught.value, config, watch) or "")
 
 
-def test_agreement_that_was_lost_tells_itself(config: Config) -> None:
-    assert explain(AgreementLostError("the ranks cannot agree"), config) == "the ranks cannot agree"
+def test_agreement_that_was_lost_tells_itself(config: Config, watch: Watch) -> None:
+    assert explain(AgreementLostError("the ranks cannot agree"), config, watch) == "the ranks cannot agree"
 
 
 @pytest.mark.parametrize(
@@ -69,5 +78,5 @@ def test_agreement_that_was_lost_tells_itself(config: Config) -> None:
         ValueError(GLOO + "Connection closed by peer"),
     ],
 )
-def test_other_errors_keep_their_traceback(config: Config, error: Exception) -> None:
-    assert explain(error, config) is None
+def test_other_errors_keep_their_traceback(config: Config, watch: Watch, error: Exception) -> None:
+    assert explain(error, config, watch) is None and not has_waited_in_vain(error)

@@ -1,0 +1,117 @@
+"""The rendezvous of all ranks: as torch's env://, but that it compares versions and says who has not come.
+
+torchrun's agent keeps one store through all its restarts (TORCHELASTIC_USE_AGENT_STORE), and torch reads the keys of
+its process groups from it. Restarted ranks would find the addresses of dead ranks and try to connect to them, so each
+start has keys of its own.
+
+Each rank tells where it runs, and the first of each host compares its versions with rank 0's. No rank goes on before
+all have come and none has found a difference.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import zlib
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import megatron
+import restart_trace
+from megatron.config import ConfigError
+from megatron.startup import roll_call
+from restart_trace.version import __version__
+
+_SCHEME = "all-ranks"
+_VERSIONS, _ARRIVED, _GO = "versions", "arrived", "go"
+
+
+@functools.cache
+def init_method() -> str:
+    """The init_method for torch.distributed. The process group raises ConfigError if the ranks do not fit together."""
+    from torch.distributed.rendezvous import register_rendezvous_handler
+
+    register_rendezvous_handler(_SCHEME, _rendezvous)
+    return f"{_SCHEME}://"
+
+
+def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, int, int]]:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = roll_call.keys_of_this_start(_open_store(rank, world_size, timeout))
+    _check_in(store, rank, world_size)
+    yield store, rank, world_size
+
+
+def _open_store(rank: int, world_size: int, timeout: timedelta) -> Any:
+    """The store at MASTER_ADDR and MASTER_PORT, served by this process if it is rank 0 and no launcher serves it."""
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  it is documented
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    serves = rank == 0 and not roll_call.launcher_serves_store()
+    try:
+        return TCPStore(address, port, world_size, serves, timeout, wait_for_workers=False, multi_tenant=True)
+    except RuntimeError as error:
+        if not serves or "EADDRINUSE" not in str(error):
+            raise
+        raise ConfigError(
+            f"MASTER_PORT {port}: another process listens there on {os.uname().nodename}, where rank 0 runs; give "
+            "another MASTER_PORT"
+        ) from error
+
+
+def _check_in(store: Any, rank: int, world_size: int) -> None:
+    """Return when all ranks have come. Raises ConfigError, the same on all, if the versions of one are not rank 0's."""
+    host = os.uname().nodename
+    roll_call.register(store, rank, host)
+    several_hosts = os.environ.get("LOCAL_WORLD_SIZE", str(world_size)) != str(world_size)
+    if several_hosts and rank == 0:
+        store.set(_VERSIONS, json.dumps({"host": host} | versions()))
+    elif several_hosts and os.environ.get("LOCAL_RANK") == "0":
+        found = difference(json.loads(store.get(_VERSIONS)), {"host": host} | versions())
+        if found is not None:
+            store.compare_set(_GO, "", found)
+    if store.add(_ARRIVED, 1) == world_size:
+        store.compare_set(_GO, "", "go")
+    store.wait([_GO])
+    told = store.get(_GO).decode()
+    if told != "go":
+        raise ConfigError(told)
+
+
+def difference(first: Mapping[str, str], other: Mapping[str, str]) -> str | None:
+    """What the user is to be told if two hosts, by their `host` and `versions`, do not run the same; else None."""
+    differing = [name for name in first if name != "host" and first[name] != other.get(name)]
+    if not differing:
+        return None
+    what = ", ".join(f"{name} {other.get(name)} (rank 0 on {first['host']}: {first[name]})" for name in differing)
+    return (
+        f"host {other['host']} runs {what}: a run needs the same on all hosts; use one environment and one checkout, "
+        "best on a file system that all of them share"
+    )
+
+
+def versions() -> dict[str, str]:
+    """What has to be the same on all hosts. Of this project: its version, and a checksum of its source files."""
+    import deepspeed
+    import torch
+
+    return {
+        "torch": str(torch.__version__),
+        "deepspeed": str(deepspeed.__version__),
+        "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "megatron-restart": f"{__version__} source {_source_checksum():08x}",
+    }
+
+
+def _source_checksum() -> int:
+    """CRC-32 of the sources of both packages, by path: they are a megabyte, and each host reads them once."""
+    crc = 0
+    for package in (megatron, restart_trace):
+        root = Path(str(package.__file__)).parent
+        for path in sorted(root.rglob("*.py")):
+            crc = zlib.crc32(path.read_bytes(), zlib.crc32(str(path.relative_to(root)).encode(), crc))
+    return crc

@@ -1,0 +1,212 @@
+"""Ends a rank that waits in vain, and says for whom: a thread that looks on while the others wait.
+
+Gloo raises in a thread that has waited for --distributed-timeout-minutes; then pretrain() asks `Watch.verdict` whom it
+waited for. NCCL, a file system that does not answer, and a rank that waits for one of those raise nothing: the thread
+sees that something has been under way (restart_trace.under_way) past its deadline, prints one line and ends the
+process. Nothing is sent and nothing is opened until something has been under way for half of its deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any, NamedTuple, NoReturn
+
+from megatron.config import Config
+from megatron.startup import roll_call
+from megatron.startup.roll_call import STUCK, WAITS, WORKS, Answer
+from restart_trace.under_way import RANKS, READING, STORAGE, Entry, entries
+
+_LONGEST_PAUSE_S = 0.25
+_AFTER_GLOO_S = 0.5  # gloo's own error says more, so it comes first
+_BEFORE_NCCL_S = 2.0  # whose own watchdog aborts the process, and says less
+_ASKING_S = roll_call.CONNECT_S + roll_call.SETTLED_S + 0.5
+_PRINTING_S = 1.0
+_LOOKS = 10  # so many times a thread was at one place: a machine that stood still for a while proves nothing
+_MAIN = threading.main_thread().ident or 0
+
+
+class _Unmoved(NamedTuple):
+    stack: int
+    since: float  # monotonic, s
+    looks: int
+
+
+class Watch:
+    """The watching thread of this rank. `close` it when the rank waits for nobody any more."""
+
+    def __init__(self, config: Config) -> None:
+        self._rank = config.parallel.rank
+        self._world_size = config.parallel.world_size
+        self._host = os.uname().nodename
+        self._limit_s = 60 * config.parallel.distributed_timeout_minutes
+        self._flag = f"--distributed-timeout-minutes {config.parallel.distributed_timeout_minutes:g}"
+        on_cuda = os.environ.get("DS_ACCELERATOR") == "cuda"
+        nccl = (config.parallel.distributed_backend or ("nccl" if on_cuda else "gloo")) == "nccl"
+        self._wait_limit_s = self._limit_s + (-min(_BEFORE_NCCL_S, self._limit_s / 10) if nccl else _AFTER_GLOO_S)
+        self._load_limit_s = config.checkpoint.load_timeout
+        self._closed = threading.Event()
+        self._listens = False
+        self._last_doing = ""  # of the main thread
+        self._unmoved: dict[int, _Unmoved] = {}  # by thread
+        self._called = threading.Event()  # by another rank
+        self._told = threading.Lock()  # taken by the thread that prints the one line
+
+    def start(self) -> Watch:
+        threading.Thread(target=self._run, name="watch", daemon=True).start()
+        return self
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def verdict(self, doing: str) -> str:
+        """For a thread whose wait has failed: whom the job waits for, as far as the other ranks tell. Tells it alone.
+
+        The caller prints it and ends the process; the watching thread does neither any more. `doing`: what this rank
+        waited in.
+        """
+        self._tell_alone()
+        return self._ask(Answer(self._rank, self._host, doing, self._limit_s, WAITS))
+
+    def wait_if_called(self) -> None:
+        """For a thread that has lost its connections: do not return if that is because the roll was called.
+
+        The listening thread says for whom, and ends the process. Gloo closes the connections of a rank whose wait has
+        passed its deadline, before that rank can call: one that has itself waited for long gives it time to.
+        """
+        if self._listens and self._called.wait(roll_call.SETTLED_S):
+            threading.Event().wait()
+
+    def _tell_alone(self) -> None:
+        if not self._told.acquire(blocking=False):
+            threading.Event().wait()  # another thread is about to end the process
+
+    def _run(self) -> None:
+        pause = min(_LONGEST_PAUSE_S, self._limit_s / 20)
+        while not self._closed.wait(pause):
+            under_way = entries().values()
+            oldest = max((entry.seconds for entry in under_way), default=0.0)
+            if oldest > self._limit_s / 2 and not self._listens and self._world_size > 1:
+                self._listens = True
+                threading.Thread(target=self._listen, name="watch-listen", daemon=True).start()
+            self._last_doing = _doing(_MAIN) or self._last_doing
+            self._note_stacks([entry for entry in under_way if entry.depends_on == RANKS])
+            for entry in under_way:
+                why = self._too_long(entry)
+                if why is not None:
+                    self._end(why, self._answer())
+
+    def _note_stacks(self, waiting: list[Entry]) -> None:
+        """Since when the threads that may wait for other ranks are at one place: a step, say, is more than a wait."""
+        frames = sys._current_frames() if waiting else {}  # for debuggers, and what looks on is one
+        now, before = time.monotonic(), self._unmoved
+        self._unmoved = {}
+        for entry in waiting:
+            stack = _stack(frames.get(entry.thread))
+            known = before.get(entry.thread)
+            if known is None or known.stack != stack:
+                known = _Unmoved(stack, now, 0)
+            self._unmoved[entry.thread] = known._replace(looks=known.looks + 1)
+
+    def _too_long(self, entry: Entry) -> str | None:
+        """Why the rank is to end because of `entry`; None if it is within its deadline, or has none."""
+        seconds = entry.seconds
+        if entry.depends_on == STORAGE and seconds > self._limit_s:
+            return f"{entry.text} has not returned for {seconds:.1f} s ({self._flag}): the storage does not answer"
+        if entry.depends_on == READING and self._load_limit_s is not None and seconds > self._load_limit_s:
+            return f"{entry.text} has taken {seconds:.1f} s, longer than --load-timeout {self._load_limit_s:g}"
+        if entry.depends_on == RANKS and seconds > self._wait_limit_s:
+            unmoved = self._unmoved[entry.thread]
+            still = time.monotonic() - unmoved.since
+            if still > self._wait_limit_s and unmoved.looks >= _LOOKS:
+                return f"{_doing(entry.thread)} waited {still:.1f} s for other ranks ({self._flag})"
+        return None
+
+    def _answer(self) -> Answer:
+        """What this rank is at: storage that does not answer before anything else, then what its main thread does."""
+        old = [entry for entry in entries().values() if entry.seconds > self._limit_s / 2]
+        main = [entry for entry in entries().values() if entry.thread == _MAIN]
+        for depends_on, state in ((STORAGE, STUCK), (RANKS, WAITS)):
+            for entry in old:
+                if entry.depends_on == depends_on:
+                    return Answer(self._rank, self._host, _doing(entry.thread), entry.seconds, state)
+        if not main:  # a wait of the main thread has just failed
+            return Answer(self._rank, self._host, self._last_doing, self._limit_s, WAITS)
+        state = WAITS if main[-1].depends_on == RANKS else WORKS
+        return Answer(self._rank, self._host, _doing(_MAIN), main[-1].seconds, state)
+
+    def _listen(self) -> None:
+        """Until the roll is called, or nothing has been under way for long; then answer, and end as the caller does."""
+        try:
+            store = roll_call.connect()
+            while not self._closed.is_set():
+                with contextlib.suppress(RuntimeError):
+                    roll_call.wait_for_call(store, timedelta(seconds=self._limit_s))
+                    break
+                store.add("alive", 0)  # raises if it was not the time that was up
+        except Exception:  # nobody can call the roll then
+            self._listens = False
+            return
+        if not self._closed.is_set():
+            self._called.set()
+            answer = self._answer()
+            self._end(f"in {answer.doing}; another rank has waited longer than {self._flag}", answer)
+
+    def _ask(self, answer: Answer) -> str:
+        """Call the roll. On a thread, as a store whose process is stopped does not even refuse."""
+        found: list[str] = []
+
+        def ask() -> None:
+            with contextlib.suppress(Exception):
+                store = roll_call.connect()
+                found.append(roll_call.call(store, answer, self._world_size))
+                if self._rank == 0 and not roll_call.launcher_serves_store():
+                    roll_call.wait_until_heard(store)
+
+        if self._world_size == 1:
+            return "there is no other rank"
+        thread = threading.Thread(target=ask, name="watch-ask", daemon=True)
+        thread.start()
+        thread.join(_ASKING_S)
+        return found[0] if found else _store_is_silent()
+
+    def _end(self, why: str, answer: Answer) -> NoReturn:
+        self._tell_alone()
+        found = self._ask(answer)
+        line = f"error on rank {self._rank}, {self._host}: {why}: {found}"
+        # On a thread: what it prints to may be on the storage that does not answer.
+        printing = threading.Thread(target=_print, args=(line,), daemon=True)
+        printing.start()
+        printing.join(_PRINTING_S)
+        os._exit(1)  # the main thread cannot be woken
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _store_is_silent() -> str:
+    last = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1
+    ranks = f"the launcher of ranks 0 to {last}" if roll_call.launcher_serves_store() else "rank 0"
+    return (
+        f"{ranks}, which serves the rendezvous at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, does not "
+        "answer: stopped or ended, or the host is down or cut off"
+    )
+
+
+def _doing(thread: int) -> str:
+    """All that a thread is in the middle of, from the widest to the narrowest."""
+    return ", ".join(entry.text for entry in entries().values() if entry.thread == thread)
+
+
+def _stack(frame: Any) -> int:
+    """One number for where a thread is."""
+    found: list[tuple[int, int]] = []
+    while frame is not None:
+        found.append((id(frame.f_code), frame.f_lasti))
+        frame = frame.f_back
+    return hash(tuple(found))

@@ -1,0 +1,93 @@
+"""Ranks meet apart from those of earlier starts, all of one version, and hear what keeps them from meeting."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  it is documented
+from torch.distributed.rendezvous import rendezvous as meet
+
+from megatron.config import ConfigError
+from megatron.startup import rendezvous
+
+ROOT = Path(__file__).resolve().parents[4]
+# One rank: prints what the rendezvous raises, or "met".
+RANK = """
+import sys
+from datetime import timedelta
+from torch.distributed.rendezvous import rendezvous as meet
+from megatron.config import ConfigError
+from megatron.startup import rendezvous
+versions = rendezvous.versions
+rendezvous.versions = lambda: versions() | ({"torch": sys.argv[1]} if sys.argv[1:] else {})
+try:
+    next(meet(rendezvous.init_method(), timeout=timedelta(minutes=5)))
+    print("met")
+except ConfigError as error:
+    print(error)
+"""
+
+
+def serving(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
+    """A launcher's store, and the variables of a rank that is alone."""
+    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for name, value in {
+        "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    return agent
+
+
+def test_each_start_has_keys_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = serving(monkeypatch)
+    stores = []
+    for start in ("0", "1", "2"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", start)
+        store, rank, world_size = next(meet(rendezvous.init_method(), timeout=timedelta(seconds=30)))
+        assert (rank, world_size) == (0, 1)
+        stores.append(store)
+    stores[1].set("address", "of a rank that is gone")
+    assert [store.check(["address"]) for store in stores] == [False, True, False]
+    assert not agent.check(["address"])
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as taken:
+        serving(monkeypatch)
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+        with pytest.raises(ConfigError, match=r"MASTER_PORT \d+: another process listens there on .*; give another"):
+            next(meet(rendezvous.init_method(), timeout=timedelta(seconds=30)))
+
+
+def test_versions_are_those_of_this_process_and_differences_are_named() -> None:
+    mine = rendezvous.versions()
+    assert mine == rendezvous.versions() and set(mine) == {"torch", "deepspeed", "Python", "megatron-restart"}
+    here = {"host": "node0"} | mine
+    assert rendezvous.difference(here, {"host": "node1"} | mine) is None
+    found = rendezvous.difference(here, {"host": "node1"} | mine | {"torch": "2.0.0"})
+    assert found is not None and found.startswith(f"host node1 runs torch 2.0.0 (rank 0 on node0: {mine['torch']}): ")
+
+
+def test_every_rank_hears_of_a_host_with_another_torch() -> None:
+    """Two hosts of a rank each; the second one says that it has torch 2.0.0, which cannot be installed here, too."""
+    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = os.environ | {
+        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(agent.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, *versions], env=common | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True
+        )
+        for rank, versions in enumerate(([], ["2.0.0"]))
+    ]
+    said = [process.communicate()[0].splitlines()[-1] for process in started]
+    assert said[0] == said[1] and "runs torch 2.0.0 (rank 0 on " in said[0], said
