@@ -28,6 +28,7 @@ class TraceConfig(FlagGroup):
         "shows a save of seconds (default: not at all)",
         names=("--restart-trace-probes-interval", "--trace-probes-interval"),
         least=0.01,
+        below=3600,
     )
     trace_nvtx: bool | None = flag(
         None,

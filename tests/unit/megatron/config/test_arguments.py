@@ -261,6 +261,11 @@ REFUSALS = [
     ("--load /s --load-tag a/b", 1, "--load-tag a/b: must name one directory inside --load"),
     ("--checkpoint-durability maybe", 1, "--checkpoint-durability maybe: choose one of fsync, none"),
     ("--restart-trace off --restart-trace-dir /t", 1, "does nothing with --restart-trace off"),
+    ("--restart-trace off --trace-probes-interval 1", 1, "-interval 1.0: does nothing with --restart-trace off; drop"),
+    ("--restart-trace-probes off --trace-probes-interval 1", 1, "does nothing with --restart-trace-probes off; drop"),
+    ("--trace-probes-interval nan", 1, "--restart-trace-probes-interval nan: must be in [0.01, 3600)"),
+    ("--trace-probes-interval inf", 1, "--restart-trace-probes-interval inf: must be in [0.01, 3600)"),
+    ("--trace-probes-interval 0", 1, "--restart-trace-probes-interval 0.0: must be in [0.01, 3600)"),
     ("--local_rank 3", 1, "--local_rank 3 contradicts LOCAL_RANK 0"),
 ]  # fmt: skip
 

@@ -46,6 +46,18 @@ def with_file(tmp_path: Path, content: Any, extra: str = BATCH, world_size: int 
     return configure(f"{extra} --deepspeed_config {file}", world_size)
 
 
+@pytest.mark.parametrize(("flags", "value"), [("--sequence-parallel", True), ("", False)])
+def test_stages_send_shares_unless_sequences_are_split(tmp_path: Path, flags: str, value: bool) -> None:
+    keys = ("pipe_partitioned", "grad_partitioned")
+    for key in keys:
+        with pytest.raises(
+            ConfigError, match=rf"pipeline\.{key} is {value}, but .*--sequence-parallel makes it {not value}"
+        ):
+            with_file(tmp_path, {"pipeline": {key: value}}, BATCH + TP2_PP2 + flags, world_size=8)
+    agreeing = with_file(tmp_path, {"pipeline": dict.fromkeys(keys, not value)}, BATCH + TP2_PP2 + flags, world_size=8)
+    assert build_deepspeed_config(agreeing)["pipeline"] == dict.fromkeys(keys, not value)
+
+
 def test_golden_bf16() -> None:
     assert build_deepspeed_config(configure(BATCH + TP2_PP2 + "--bf16", world_size=8)) == {
         "train_batch_size": 8,
