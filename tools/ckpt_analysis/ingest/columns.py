@@ -1,147 +1,198 @@
 """The fast reader: files in which nothing is wrong, as nearly all are, decoded together into columns.
 
-Where something is wrong it gives None and does not say what: `fallback` finds out, line by line.
+One line of each shape is read as JSON; the others of that shape are compared with it, byte by byte, and what differs is
+decoded as arrays. Where something is wrong this gives None and does not say what: `fallback` finds out, line by line.
 """
 
 from __future__ import annotations
 
-import functools
+import json
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import polars as pl
 
-from restart_trace.schema import RECORD_FIELDS, SPAN, WORDS, int_range
+from restart_trace.schema import RECORD_FIELDS, check_record, int_range, type_of
 
-from ..common.names import FILE, LINE, NAME, OPERATION, TYPE_SCHEMAS
+from ..common.names import FILE, LINE, TYPE_SCHEMAS
 from .files import FileText
-from .misread import is_misread
+from .lines import parse_json
+from .shapes import MARGIN, Rows, Shape, Slot, shape_of
 
 Frames = dict[str, pl.DataFrame]  # record type -> its columns, file_index and line, in the order of the files
 
-_NEWLINE = ord("\n")
-_TYPED = b'{"type":"'
-# What a line begins with, of every type but spans, which do not name theirs.
-_BEGINNINGS = {name: b'%b%b",' % (_TYPED, name.encode()) for name in TYPE_SCHEMAS if name != SPAN}
-_LONGEST = max(map(len, _BEGINNINGS.values()))
-# An object of numbers, as JSON text: what a probe sampled.
-_NUMBER = r"-?[0-9]{1,300}(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?"
-_PAIR = rf'"(?:[^"\\]|\\.)*": ?{_NUMBER}'
-_NUMBERS = rf"^\{{(?:{_PAIR}(?:, ?{_PAIR})*)?\}}$"
+_LONGEST = 4096  # bytes of a line; longer ones are read one by one
+_MOST_SHAPES = 64  # of one length; lines of further ones are read one by one
+_NUMBER = r"-?(?:0|[1-9][0-9]{0,199})(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?"
+_NUMBERS = re.compile(rf"(?:{_NUMBER}\n)*")
+_KEY = r'"[^"\\\x00-\x1f]*":'
+# The objects that records hold are of numbers.
+_OBJECTS = {
+    name: rf"^\{{(?:{_KEY}{number}(?:,{_KEY}{number})*)?\}}$"
+    for name, number in {"values": _NUMBER, "layout": "(?:0|[1-9][0-9]{0,14})"}.items()
+}
+
+
+class _NotAllValidError(Exception):
+    """A line is no valid record."""
 
 
 @dataclass(frozen=True)
-class _Lines:
-    """The lines of one type: their text, the file of each, and its place among all lines of the batch."""
+class _Found:
+    """Lines of one shape: their places among all lines, and their bytes."""
 
-    text: bytes
-    files: np.ndarray
+    shape: Shape
     places: np.ndarray
+    rows: Rows
 
 
 def read_columns(texts: list[FileText]) -> Frames | None:
     """Frames of the files' records after the first; None if a line is no valid record."""
-    split = _split(texts)
-    if split is None:
-        return None
-    frames: Frames = {}
-    # Each type apart, for each further column costs time with every line.
-    for name in TYPE_SCHEMAS:
-        frame = _decode(name, split[name])
-        if frame is None:
-            return None
-        frames[name] = frame
-    return frames
-
-
-def _split(texts: list[FileText]) -> dict[str, _Lines] | None:
-    """The lines of each record type; None if a line has no known type."""
-    whole = b"".join([*(memoryview(text.content)[text.start :] for text in texts), bytes(_LONGEST)])
-    content = np.frombuffer(whole, np.uint8)
-    ends = np.flatnonzero(content == _NEWLINE) + 1
-    starts = np.concatenate([[0], ends])[:-1]
-    types = _types(content, starts)
-    if types is None:
-        return None
-    last = np.searchsorted(ends, np.cumsum([len(text.content) - text.start for text in texts]), "right")
-    files = np.repeat(np.array([text.index for text in texts], np.int32), np.diff(last, prepend=0))
-    # Neighbouring lines of one type are cut out at once.
-    first = np.flatnonzero(np.diff(types, prepend=-1))
-    begins, kinds = starts[first], types[first]
-    finishes = np.append(begins[1:], len(whole) - _LONGEST)
-    split = {}
-    for kind, name in enumerate(TYPE_SCHEMAS):
-        runs = zip(begins[kinds == kind].tolist(), finishes[kinds == kind].tolist(), strict=True)
-        places = np.flatnonzero(types == kind)
-        # The blank line first, which is passed over: polars would unpack what begins as gzip or zstd do.
-        text = b"".join([b"\n", *[whole[begin:finish] for begin, finish in runs]])
-        split[name] = _Lines(text, files[places], places)
-    return split
-
-
-def _types(content: np.ndarray, starts: np.ndarray) -> np.ndarray | None:
-    """Of each line the place of its type in TYPE_SCHEMAS; None if one names another type."""
-    names = list(TYPE_SCHEMAS)
-    types = np.full(len(starts), names.index(SPAN), np.int8)
-    typed = np.flatnonzero(content[starts + _TYPED.index(b"t")] == ord("t"))
-    heads = np.lib.stride_tricks.sliding_window_view(content, _LONGEST)[starts[typed]]
-    for name, beginning in _BEGINNINGS.items():
-        is_it = (heads[:, : len(beginning)] == np.frombuffer(beginning, np.uint8)).all(axis=1)
-        types[typed[is_it]] = names.index(name)
-        typed, heads = typed[~is_it], heads[~is_it]
-    return None if len(typed) else types
-
-
-def _decode(name: str, lines: _Lines) -> pl.DataFrame | None:
-    """The records of one type with file_index and line; None if one of them is not valid."""
-    schema = TYPE_SCHEMAS[name]
-    origin = [pl.Series(FILE, lines.files, pl.Int32), pl.Series(LINE, lines.places, pl.UInt32)]
-    if not len(lines.places):
-        return with_words(name, pl.DataFrame(schema=schema).with_columns(origin))
+    parts = [memoryview(text.content)[text.start :] for text in texts]
+    content = b"".join([bytes(MARGIN), *parts, bytes(_LONGEST + MARGIN)])
+    ends = np.flatnonzero(np.frombuffer(content, np.uint8) == ord("\n"))
+    starts = np.concatenate([[MARGIN], ends + 1])[:-1]
+    lines_of = np.diff(np.searchsorted(ends, MARGIN + np.cumsum([len(part) for part in parts])), prepend=0)
+    files = np.repeat(np.array([text.index for text in texts], np.int32), lines_of)
+    by_type: dict[str, list[_Found]] = {name: [] for name in TYPE_SCHEMAS}
     try:
-        frame = pl.read_ndjson(lines.text, schema=schema)
-    except pl.exceptions.ComputeError:
+        for found in _shapes(content, starts, ends):
+            by_type[type_of(found.shape.record)].append(found)
+        return {name: _frame(name, found, files) for name, found in by_type.items()}
+    except _NotAllValidError:
         return None
-    # Words are looked up: what is no text is no word. In events, phase and detail are free text.
-    words = {*WORDS, "phase", "detail"} if name == SPAN else set(WORDS)
-    # Polars passes over blank lines, too.
-    if frame.height != len(lines.places) or is_misread(name, frame, lines.text, words):
-        return None
-    cast = with_words(name, frame)
-    if not cast.select(_possible(name).all()).item() or (
-        # A word that is no detail is not the same as none.
-        name == SPAN and cast["detail"].null_count() != frame["detail"].null_count()
-    ):
-        return None
-    return cast.with_columns(origin)
 
 
-def with_words(record_type: str, frame: pl.DataFrame) -> pl.DataFrame:
-    """The frame with the words that many records repeat as small types; a word that there is none of is null."""
-    if record_type == SPAN:
-        return frame.with_columns(pl.col("phase", "detail").cast(NAME, strict=False))
-    if record_type == "operation_begin":
-        return frame.with_columns(pl.col("operation").cast(OPERATION, strict=False))
-    return frame
+def _shapes(content: bytes, starts: np.ndarray, ends: np.ndarray) -> Iterator[_Found]:
+    """All lines, those of one shape together. Raises _NotAllValidError."""
+    lengths = np.minimum(ends - starts, _LONGEST + 1).astype(np.uint16)
+    order = np.argsort(lengths, kind="stable")
+    all_bytes = np.frombuffer(content, np.uint8)
+    for places in np.split(order, np.flatnonzero(np.diff(lengths[order])) + 1) if len(order) else []:
+        if lengths[places[0]] <= _LONGEST:
+            width = MARGIN + -(-int(lengths[places[0]]) // 8) * 8
+            rows = np.lib.stride_tricks.sliding_window_view(all_bytes, width)[starts[places] - MARGIN]
+            for _ in range(_MOST_SHAPES):
+                line = content[starts[places[0]] : ends[places[0]]]
+                record = _record(line)
+                shape = shape_of(line, record, width) or Shape.of_one(record)
+                is_it = shape.matches(rows)
+                if is_it.all():
+                    yield _Found(shape, places, rows)
+                    places = places[:0]
+                    break
+                yield _Found(shape, places[is_it], rows[is_it])
+                places, rows = places[~is_it], rows[~is_it]
+        for place in places.tolist():
+            record = _record(content[starts[place] : ends[place]])
+            yield _Found(Shape.of_one(record), np.array([place]), np.empty((1, 0), np.uint8))
 
 
-@functools.cache
-def _possible(record_type: str) -> pl.Expr:
-    """Whether a record has every required field of its type, each with a value that can be."""
-    fields = {name: field for name, field in RECORD_FIELDS[record_type].items() if name in TYPE_SCHEMAS[record_type]}
-    valid = pl.all_horizontal(pl.lit(True), *(pl.col(n).is_not_null() for n, f in fields.items() if f.required))
-    for name, field in fields.items():
+def _record(line: bytes) -> dict[str, Any]:
+    """The record that a line holds. Raises _NotAllValidError if it is none that can be used."""
+    try:
+        record = parse_json(line)
+    except ValueError:
+        raise _NotAllValidError from None
+    if not isinstance(record, dict) or check_record(record) or type_of(record) not in TYPE_SCHEMAS:
+        raise _NotAllValidError
+    return record
+
+
+def _frame(record_type: str, found: list[_Found], files: np.ndarray) -> pl.DataFrame:
+    """The records of one type in the order of their lines. Raises _NotAllValidError."""
+    schema = TYPE_SCHEMAS[record_type]
+    if not found:
+        return pl.DataFrame(schema=schema | {FILE: pl.Int32(), LINE: pl.UInt32()})
+    places = np.concatenate([one.places for one in found])
+    order = pl.Series(np.argsort(places).astype(np.uint32))
+    columns = [pl.Series(FILE, files[places], pl.Int32), pl.Series(LINE, places, pl.UInt32)]
+    for name, field in RECORD_FIELDS[record_type].items():
         if field.json_type == "int":
-            valid &= pl.col(name).is_between(*int_range(name)).fill_null(True)
-        elif field.json_type == "float":
-            valid &= pl.col(name).abs().lt(1e300).fill_null(True)
-        elif name in WORDS:
-            valid &= pl.col(name).cast(pl.String).is_in(WORDS[name])
-        elif name == "values":
-            valid &= pl.col(name).str.contains(_NUMBERS)
-    if "start_ns" in fields and "end_ns" in fields:
-        window = pl.col("end_ns") - pl.col("start_ns")
-        valid &= window >= 0
-        if "duration_ns" in fields:
-            valid &= (pl.col("duration_ns") <= window).fill_null(True)
-    return valid.fill_null(False)
+            columns.append(_integers(name, found))
+        elif name != "type":
+            columns.append(_values(name, found, schema[name]))
+    frame = pl.DataFrame(columns)[order]
+    if not _are_possible(frame):
+        raise _NotAllValidError
+    return frame.select(*schema, FILE, LINE)
+
+
+def _are_possible(frame: pl.DataFrame) -> bool:
+    """Whether no record ends before it starts, or spends longer than that in its phase."""
+    if not {"start_ns", "end_ns"} <= set(frame.columns):
+        return True
+    window = frame["end_ns"] - frame["start_ns"]
+    return not (window < 0).any() and not ("duration_ns" in frame.columns and (frame["duration_ns"] > window).any())
+
+
+def _integers(name: str, found: list[_Found]) -> pl.Series:
+    """An int of every line, null where it has none."""
+    low, high = int_range(name)
+    height = sum(len(one.places) for one in found)
+    values, there = np.zeros(height, np.int64), np.ones(height, np.bool_)
+    end = 0
+    for one in found:
+        begin, end = end, end + len(one.places)
+        slot, value = one.shape.slots.get(name), one.shape.record.get(name)
+        if slot is not None:
+            numbers = slot.integers(one.rows)
+            leading_zero = slot.stop - slot.start > 1 and (one.rows[:, slot.start] == ord("0")).any()
+            if leading_zero or numbers.min() < max(low, 0) or numbers.max() > high:
+                raise _NotAllValidError
+            values[begin:end] = numbers
+        elif value is not None:
+            values[begin:end] = value
+        else:
+            there[begin:end] = False
+    if there.all():
+        return pl.Series(name, values)
+    return pl.select(pl.when(pl.Series(there)).then(pl.Series(values)).alias(name)).to_series()
+
+
+def _values(name: str, found: list[_Found], kind: pl.DataType) -> pl.Series:
+    """A value of every line, null where it has none, of a field that is no int: equal ones are made once."""
+    different: list[Any] = [None]
+    parts = []
+    for one in found:
+        slot, value = one.shape.slots.get(name), one.shape.record.get(name)
+        if slot is not None:
+            places, rows = slot.distinct(one.rows)
+            parts.append(places + len(different))
+            different += _decoded(kind, slot, one.rows[rows])
+        elif value is not None:
+            parts.append(np.full(len(one.places), len(different)))
+            different.append(json.dumps(value, separators=(",", ":")) if isinstance(value, dict) else value)
+        else:
+            parts.append(np.zeros(len(one.places), np.int64))
+    values = pl.Series(name, different, dtype=pl.String if isinstance(kind, (pl.Enum, pl.Categorical)) else kind)
+    values = values.cast(kind, strict=False)  # a word that there is none of is null
+    if values.null_count() > 1 or (name in _OBJECTS and not _are_objects(name, values)):
+        raise _NotAllValidError
+    return values[pl.Series(np.concatenate(parts).astype(np.uint32))]
+
+
+def _decoded(kind: pl.DataType, slot: Slot, rows: Rows) -> list[Any]:
+    """The texts, floats or objects (as text) that stand in a slot."""
+    try:
+        texts = slot.texts(rows)
+    except UnicodeDecodeError:
+        raise _NotAllValidError from None
+    if kind != pl.Float64:
+        return texts
+    if not _NUMBERS.fullmatch("\n".join([*texts, ""])):
+        raise _NotAllValidError
+    floats = [float(text) for text in texts]
+    if not all(abs(number) < 1e300 for number in floats):
+        raise _NotAllValidError
+    return floats
+
+
+def _are_objects(name: str, values: pl.Series) -> bool:
+    """Whether all are objects of numbers, without a key given twice."""
+    keys = values.str.extract_all(_KEY).list
+    valid = values.str.contains(_OBJECTS[name]) & (keys.n_unique() == keys.len())
+    return bool(valid.all())

@@ -12,7 +12,7 @@ from restart_trace.schema import type_of
 
 from ..common.names import FILE, LINE, TYPE_SCHEMAS
 from ..common.problems import Problem
-from .columns import Frames, with_words
+from .columns import Frames
 from .files import FileText, Reading
 from .lines import LineReader, other_version
 
@@ -52,14 +52,13 @@ def _frame(record_type: str, records: list[tuple[int, dict[str, Any]]], index: i
         if type_of(record) == record_type
     ]
     frame = pl.DataFrame(rows, schema=schema | {LINE: pl.UInt32()})
-    frame = frame.with_columns(pl.lit(index, pl.Int32).alias(FILE)).select(*schema, FILE, LINE)
-    return with_words(record_type, frame)
+    return frame.with_columns(pl.lit(index, pl.Int32).alias(FILE)).select(*schema, FILE, LINE)
 
 
 def _cell(value: Any, kind: Any) -> Any:
     """A value as its column has it: an object as its JSON text, an int of any size as a float if need be."""
     if isinstance(value, dict):
-        return json.dumps(value)
+        return json.dumps(value, separators=(",", ":"))
     return float(value) if value is not None and kind == pl.Float64 else value
 
 

@@ -16,7 +16,7 @@ from .lines import other_version, parse_json, placed, process_record
 _COORDINATES = b'\n{"type":"coordinates",'
 # Decoded at once: some 70,000 records. Much larger buffers would each be of new memory, whose pages take longer to come
 # by than to fill.
-BATCH_BYTES = 8 << 20
+BATCH_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)

@@ -128,10 +128,8 @@ def _tables(frames: Frames, texts: list[FileText]) -> Records | None:
     spans = frames[SPAN].with_columns(
         span.alias("op"),
         pl.coalesce("duration_ns", pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"),
-        pl.col("file").cast(pl.Categorical),
-        pl.col("thread").cast(pl.Categorical).fill_null(MAIN_THREAD),
+        pl.col("thread").fill_null(MAIN_THREAD),
         pl.col("blocking").fill_null(True),
-        pl.col("error").cast(pl.Categorical),
     )
     if not _phases_are_known(operations["operation"].gather(span), spans):
         return None
