@@ -248,7 +248,9 @@ def check_record(record: dict[str, Any]) -> list[str]:
     fields = RECORD_FIELDS.get(record_type) if isinstance(record_type, str) else None
     if fields is None:
         return [f"unknown record type {record_type!r}"]
-    problems = [f"missing field {name}" for name, f in fields.items() if f.required and name not in record]
+    problems = []
+    if not _required(record_type) <= record.keys():
+        problems = [f"missing field {name}" for name, f in fields.items() if f.required and name not in record]
     for name, value in record.items():
         field = fields.get(name)
         fault = f"unknown field {name}" if field is None else _check_value(name, field.json_type, value)
@@ -261,6 +263,12 @@ def check_record(record: dict[str, Any]) -> list[str]:
     return problems
 
 
+@functools.cache
+def _required(record_type: str) -> frozenset[str]:
+    """Names of the fields that every record of the type has."""
+    return frozenset(name for name, field in RECORD_FIELDS[record_type].items() if field.required)
+
+
 def _check_value(name: str, json_type: str, value: Any) -> str | None:
     """What is wrong with the value of a field; None if nothing is."""
     if type(value) is str and json_type == "str" and name not in WORDS:  # most are, and need no second look
@@ -271,8 +279,10 @@ def _check_value(name: str, json_type: str, value: Any) -> str | None:
     fault = _fault(json_type, value, name)
     if fault is None and isinstance(value, (dict, list)):
         inside = value.values() if isinstance(value, dict) else value
-        faults = [_fault(_ELEMENTS[name], element, "") for element in inside]
-        fault = next((f"holds what {found}" for found in faults if found), None)
+        element_type = _ELEMENTS[name]
+        if element_type != "str" or set(map(type, inside)) - {str}:  # most are texts
+            faults = [_fault(element_type, element, "") for element in inside]
+            fault = next((f"holds what {found}" for found in faults if found), None)
     if fault is None and name in WORDS and value not in WORDS[name]:
         return f"unknown {name} {value!r}"
     return None if fault is None else f"field {name} {fault}"

@@ -125,7 +125,8 @@ class Analysis:
 def without_ranks(report: Report) -> Analysis:
     """The analysis of a run of which a report is known, but nothing rank by rank (an imported log)."""
     frames = no_frames()
-    tables = rank_tables(rank_times(frames, "save"), rank_times(frames, "load"), start_times(frames))
+    times = rank_times(frames)
+    tables = rank_tables(times["save"], times["load"], start_times(frames))
     hosts = pl.DataFrame(schema=_HOSTS)
     return Analysis(report, frames, tables, hosts, probe_values(frames))
 
@@ -136,15 +137,14 @@ def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
     cycles, found = describe_cycles(trace, frames)
     problems = [*trace.problems, *found]
     per_rank = per_rank or max(info.expected for info in cycles) <= PER_RANK_UP_TO
-    save_times, load_times = rank_times(frames, "save"), rank_times(frames, "load")
-    of_starts = start_times(frames)
-    saves = measure(frames, "save", save_times, per_rank=per_rank)
-    loads = measure(frames, "load", load_times, per_rank=per_rank)
+    times, of_starts = rank_times(frames), start_times(frames)
+    saves = measure(frames, "save", times["save"], per_rank=per_rank)
+    loads = measure(frames, "load", times["load"], per_rank=per_rank)
     starts = measure_starts(frames, of_starts, per_rank=per_rank)
     promised = COVERAGE_PROMISED if is_ours(trace.ranks) else COVERAGE_OF_HOOKS
     problems += check_operations(frames) + check_events(frames) + check_results(saves, loads, starts, promised)
     problems += check_losses(frames, {info.cycle: info.layout for info in cycles})
-    tables, probes = rank_tables(save_times, load_times, of_starts), probe_values(frames)
+    tables, probes = rank_tables(times["save"], times["load"], of_starts), probe_values(frames)
     hosts = pl.DataFrame(
         [(process["cycle"], process["rank"], process["host"]) for process in trace.ranks], schema=_HOSTS, orient="row"
     )
@@ -165,6 +165,6 @@ def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
         training=training_times(frames.iterations),
         model=describe_model(trace, frames),
         storage=describe_storage(frames.runtimes),
-        budget=make_budget(frames, starts, of_starts, save_times.totals),
+        budget=make_budget(frames, starts, of_starts, times["save"].totals),
     )
     return Analysis(report, frames, tables, hosts, probes)

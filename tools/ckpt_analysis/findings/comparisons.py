@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import polars as pl
 
 from ..metrics.phases import PHASE_NAME
-from ..metrics.rank_tables import WAITING, RankTables
+from ..metrics.rank_tables import RankTables
+from ..metrics.rank_totals import WAITING
 
 RANK_LIMITS = {"ratio": 1.5, "share": 0.1, "least_s": 0.1, "most_ranks": 0.125, "least_ranks": 4}
 HOST_LIMITS = {"ratio": 1.3, "share": 0.1, "least_s": 0.1, "most_hosts": 0.25}

@@ -73,7 +73,7 @@ class _Cycle:
 def make_budget(
     frames: Frames, starts: Sequence[StartStats], times: StartTimes, save_totals: pl.DataFrame
 ) -> Budget | None:
-    """The budget of a run; None if no start-up was recorded. `save_totals`: `rank_totals` of its saves."""
+    """The budget of a run; None if no start-up was recorded. `save_totals`: `RankTimes.totals` of its saves."""
     cycles = _cycles(frames, starts, times)
     if not cycles:
         return None

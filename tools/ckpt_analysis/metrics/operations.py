@@ -10,12 +10,13 @@ from ..common.intervals import pieces
 from ..common.parallel import map_ahead
 from ..model.frame import Frames
 from .phases import phase_seconds, throughput_GBps
-from .rank_totals import finished_spread, join_totals, rank_busy, stats_over_ranks
+from .rank_totals import finished_spread, join_totals, own_time, rank_busy, stats_over_ranks
 from .results import OperationStats, PhaseStats
 from .volumes import VolumeParts, add_parts, volume_parts, volumes
 
 # The details of a commit after which the checkpoint counts; pruning old ones comes later.
 _COMMITTING = ("manifest", "publish")
+_MEASURED = ("save", "load")
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class RankTimes:
     """Every rank's part of all operations of one kind, in ns.
 
     seconds  group, rank, phase, detail ("": the phase as a whole), busy_ns
-    totals    group, rank, wall_ns (null: unfinished), blocked_ns, drained_ns, covered_ns
+    totals   group, rank, wall_ns (null: unfinished), blocked_ns, drained_ns, covered_ns, own_ns
+    volumes  of this and other operations
     """
 
     seconds: pl.DataFrame
@@ -31,30 +33,37 @@ class RankTimes:
     volumes: VolumeParts
 
 
-def rank_times(frames: Frames, operation: str) -> RankTimes:
-    """Measure every rank in every `operation` ("save" or "load"), some ranks at a time."""
+def rank_times(frames: Frames) -> dict[str, RankTimes]:
+    """Measure every rank in all saves and loads, some ranks at a time; by operation, "save" and "load"."""
+    kind = frames.operations["operation"]
+    is_measured = kind.is_in(_MEASURED)
 
-    is_it = frames.operations["operation"] == operation
-
-    def work(piece: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame, VolumeParts]:
-        spans = piece.filter(is_it.gather(piece["op"]))
+    def work(piece: pl.DataFrame) -> tuple[list[tuple[pl.DataFrame, pl.DataFrame]], VolumeParts]:
+        spans = piece.filter(is_measured.gather(piece["op"]))
         seconds = phase_seconds(spans, spans.filter(pl.col("detail").is_not_null()), of=["op"])
         parts = rank_busy(frames.placed(spans, "operation_start_ns", "operation_end_ns"), of=["op"])
-        moved = volume_parts(frames.placed(spans, "group", "rank"))
-        tables = (frames.placed(table, "group", "rank") for table in (seconds, parts))
-        seconds, parts = (table.select("group", "rank", pl.exclude("op", "group", "rank")) for table in tables)
-        return seconds, parts, moved
+        parts = parts.join(own_time(seconds, ["op"]), on="op", how="left")
+        of_kinds = [(of_kind(seconds, operation), of_kind(parts, operation)) for operation in _MEASURED]
+        return of_kinds, volume_parts(frames.placed(spans, "group", "rank"))
 
-    seconds, parts, moved = zip(*map_ahead(work, pieces(frames.spans)), strict=True)
-    operations = frames.operations.filter(is_it)
-    totals = join_totals(operations, pl.concat(parts))
-    return RankTimes(pl.concat(seconds), totals, add_parts(list(moved)))
+    def of_kind(table: pl.DataFrame, operation: str) -> pl.DataFrame:
+        mine = frames.placed(table.filter((kind == operation).gather(table["op"])), "group", "rank")
+        return mine.select("group", "rank", pl.exclude("op", "group", "rank"))
+
+    by_piece, moved = zip(*map_ahead(work, pieces(frames.spans)), strict=True)
+    volumes_of_all = add_parts(list(moved))
+    times = {}
+    for operation, measured in zip(_MEASURED, zip(*by_piece, strict=True), strict=True):
+        seconds, parts = (pl.concat(tables) for tables in zip(*measured, strict=True))
+        totals = join_totals(frames.operations.filter(kind == operation), parts)
+        times[operation] = RankTimes(seconds, totals, volumes_of_all)
+    return times
 
 
 def measure(frames: Frames, operation: str, times: RankTimes, *, per_rank: bool) -> list[OperationStats]:
     """Statistics of every `operation` ("save" or "load"), in the order in which they began.
 
-    `times` is what `rank_times` gives for it.
+    `times` is what `rank_times` has for it.
     """
     operations = frames.operations.filter(pl.col("operation") == operation)
     moved = volumes(times.volumes, times.volumes)

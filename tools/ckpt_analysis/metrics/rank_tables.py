@@ -10,9 +10,6 @@ from ..common.names import OPERATION
 from .operations import RankTimes
 from .starts import StartTimes
 
-# Time in these is time in which a rank does nothing but wait for other ranks, or for an earlier save.
-WAITING = ("barrier", "rendezvous", "wait_previous")
-
 
 @dataclass(frozen=True)
 class RankTables:
@@ -38,21 +35,8 @@ def rank_tables(saves: RankTimes, loads: RankTimes, starts: StartTimes) -> RankT
     parts = (("save", saves), ("load", loads), ("startup", starts))
     phases = pl.concat(times.seconds.with_columns(_named(name)) for name, times in parts)
     totals = pl.concat(times.totals.with_columns(_named(name)) for name, times in parts)
-    return RankTables(phases, _with_own(totals, phases))
+    return RankTables(phases, totals)
 
 
 def _named(operation: str) -> pl.Expr:
     return pl.lit(operation, OPERATION).alias("operation")
-
-
-def _with_own(totals: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFrame:
-    """Add own_ns. A start-up's load counts without the barriers inside it."""
-    whole = (pl.col("detail") == "") & ~pl.col("phase").is_in(WAITING) & (pl.col("phase") != "caught_up")
-    inner_wait = (pl.col("phase") == "load") & pl.col("detail").is_in(WAITING)
-    own = (
-        phases.filter(whole | inner_wait)
-        .with_columns(pl.when(inner_wait).then(-pl.col("busy_ns")).otherwise(pl.col("busy_ns")))
-        .group_by("group", "rank")
-        .agg(pl.col("busy_ns").sum().alias("own_ns"))
-    )
-    return totals.join(own, on=["group", "rank"], how="left").with_columns(pl.col("own_ns").fill_null(0))

@@ -12,28 +12,40 @@ from .phases import phase_stats, rank_stats, spread_over_ranks
 from .results import Spread
 from .volumes import Volumes
 
+# Time in these is time in which a rank does nothing but wait for other ranks, or for an earlier save.
+WAITING = ("barrier", "rendezvous", "wait_previous")
 _RANK = ["group", "rank"]
 _BUSY_COLUMNS = (
     "op", *_RANK, "phase", "start_ns", "end_ns", "duration_ns", "blocking", "operation_start_ns", "operation_end_ns",
 )  # fmt: skip
 
 
-def rank_totals(operations: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
-    """Per group and rank: wall_ns (null if unfinished), blocked_ns, drained_ns, covered_ns.
-
-    blocked_ns is the union of the spans that blocked training; drained_ns that of the waits
-    for this very save when training was over. covered_ns is what the spans account for within the
-    operation: the blocking ones, and those in the background while training goes on.
-    """
-    return join_totals(operations, rank_busy(spans))
-
-
 def join_totals(operations: pl.DataFrame, parts: pl.DataFrame) -> pl.DataFrame:
-    """`rank_totals` out of what `rank_busy` gave."""
+    """Per group and rank: wall_ns (null if unfinished), blocked_ns, drained_ns, covered_ns, own_ns.
+
+    `parts` are what `rank_busy` and `own_time` gave. blocked_ns is the union of the spans that blocked training;
+    drained_ns that of the waits for this very save when training was over. covered_ns is what the spans account for
+    within the operation: the blocking ones, and those in the background while training goes on.
+    """
     return (
         operations.select(*_RANK, (pl.col("end_ns") - pl.col("start_ns")).alias("wall_ns"))
         .join(parts, on=_RANK, how="left")
-        .with_columns(pl.col("blocked_ns", "drained_ns", "covered_ns").fill_null(0))
+        .with_columns(pl.col("blocked_ns", "drained_ns", "covered_ns", "own_ns").fill_null(0))
+    )
+
+
+def own_time(seconds: pl.DataFrame, of: Sequence[str] = _RANK) -> pl.DataFrame:
+    """own_ns per operation and rank: busy time in the phases that are no waiting, of what `phase_seconds` gave.
+
+    `of` as in `rank_busy`. A start-up's load counts without the barriers inside it.
+    """
+    whole = (pl.col("detail") == "") & ~pl.col("phase").is_in(WAITING) & (pl.col("phase") != "caught_up")
+    inner_wait = (pl.col("phase") == "load") & pl.col("detail").is_in(WAITING)
+    return (
+        seconds.filter(whole | inner_wait)
+        .with_columns(pl.when(inner_wait).then(-pl.col("busy_ns")).otherwise(pl.col("busy_ns")))
+        .group_by(of)
+        .agg(pl.col("busy_ns").sum().alias("own_ns"))
     )
 
 
@@ -104,7 +116,7 @@ def stats_over_ranks(
 ) -> dict[int, dict[str, Any]]:
     """group -> the fields of `Stats` that are computed over ranks, of every operation in `totals`.
 
-    `seconds` is what `phase_seconds` gives, `totals` what `rank_totals` does, `moved` what `volumes` does.
+    `seconds` is what `phase_seconds` gives, `totals` what `join_totals` does, `moved` what `volumes` does.
     """
     phases = phase_stats(seconds, moved, with_critical(totals), operation)
     ranks = rank_stats(seconds, totals) if per_rank else {}

@@ -13,7 +13,7 @@ from ..model.startup_spans import as_details, loads_inside, startup_spans, start
 from .failures import failure_of
 from .lost_work import lost_work_s, reached_step, repeated_losses
 from .phases import phase_seconds
-from .rank_totals import rank_totals, stats_over_ranks
+from .rank_totals import join_totals, own_time, rank_busy, stats_over_ranks
 from .results import StartStats
 from .volumes import Volumes, volume_parts, volumes
 
@@ -42,8 +42,9 @@ def start_times(frames: Frames) -> StartTimes:
     loads = loads_inside(frames, startups)
     phase_spans, of_loads = startup_spans(frames, startups, loads)
     # Catching up happens after the first step, so it is no part of the time up to it.
-    totals = rank_totals(startups, phase_spans.filter(pl.col("phase") != "caught_up"))
     seconds = phase_seconds(phase_spans, as_details(of_loads))
+    parts = rank_busy(phase_spans.filter(pl.col("phase") != "caught_up"))
+    totals = join_totals(startups, parts.join(own_time(seconds), on=["group", "rank"], how="left"))
     return StartTimes(startups, loads, seconds, totals, _moved(phase_spans, of_loads), _last_records(frames))
 
 
