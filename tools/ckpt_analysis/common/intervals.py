@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import polars as pl
 
 _PIECE_ROWS = 500_000  # that are worked on at once: large enough for speed, small enough for memory
@@ -94,52 +95,41 @@ def _key(names: list[str]) -> pl.Expr:
 
 def _busy(ordered: pl.DataFrame, by: list[str]) -> pl.DataFrame:
     """`busy` of spans that are in order."""
-    overlap = ~pl.col("first") & (pl.col("start_ns") < pl.col("end_ns").shift(1))
-    if ordered.select(overlap.any()).item():
-        return _busy_of_clusters(ordered, by)
-    last = pl.col("first").shift(-1, fill_value=True)
-    window_ns = pl.col("end_ns") - pl.col("start_ns")
-    sums = ordered.select(
-        pl.col("duration_ns").cum_sum().filter(last).alias("busy_ns"),
-        window_ns.cum_sum().filter(last).alias("union_ns"),
-    )
-    return ordered.filter("first").select(by).hstack(sums.select(pl.all() - pl.all().shift(1, fill_value=0)))
+    start, end, duration = (ordered[name].to_numpy() for name in ("start_ns", "end_ns", "duration_ns"))
+    first = ordered["first"].to_numpy()
+    sets = np.flatnonzero(first)
+    if (~first[1:] & (start[1:] < end[:-1])).any():
+        busy_ns, union_ns = _clusters(start, end, duration, first)
+    else:
+        busy_ns, union_ns = _sums(duration, sets), _sums(end - start, sets)
+    return ordered.filter("first").select(by).hstack(pl.DataFrame({"busy_ns": busy_ns, "union_ns": union_ns}))
 
 
-def _busy_of_clusters(ordered: pl.DataFrame, by: list[str]) -> pl.DataFrame:
-    """`busy` of spans that are in order, some of which overlap.
+def _sums(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """The sum of each stretch of `values`; `starts` says where they begin."""
+    return np.add.reduceat(values, starts) if len(starts) else values
 
-    Each set of spans gets a stretch of one number line, as long as the longest set: then one running maximum
-    over all rows serves as the running maximum within each set.
+
+def _clusters(start: np.ndarray, end: np.ndarray, duration: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, ...]:
+    """busy_ns and union_ns of each set of spans, some of which overlap; `first` is true where a set begins.
+
+    Each set gets a stretch of one number line, as long as the longest set: then one running maximum over all rows
+    serves as the running maximum within each set.
     """
-    begin = pl.when("first").then("start_ns").forward_fill()
-    rows = (
-        ordered.select(*by, "start_ns", "end_ns", "duration_ns", "first")
-        .with_columns(
-            (pl.col("first").cum_sum().cast(pl.Int64) - 1).alias("set"),
-            (pl.col("start_ns") - begin).alias("start"),
-            (pl.col("end_ns") - begin).alias("end"),
-        )
-        .drop("start_ns", "end_ns")
-    )
-    sets, longest = int(rows["set"][-1]) + 1, int(rows.select(pl.col("end").max()).item()) + 1
+    number = np.cumsum(first) - 1  # of each row's set
+    begin = start[first][number]
+    sets, longest = int(number[-1]) + 1, int((end - begin).max()) + 1
     if sets > 1 and sets * longest > _LINE_NS:
-        middle = int(rows["set"].search_sorted(sets // 2))
-        return pl.concat([_busy_of_clusters(half, by) for half in (ordered.slice(0, middle), ordered.slice(middle))])
-    place = pl.col("set") * longest
-    reached = (pl.col("end") + place).cum_max()
-    rows = rows.with_columns((pl.col("start") + place).alias("start"), reached.alias("reached"))
-    opens = (pl.col("start") >= pl.col("reached").shift(1)).fill_null(True)
-    closes = opens.shift(-1, fill_value=True)
-    spent = pl.col("duration_ns").cum_sum().filter(closes)
-    totals = (
-        rows.select(
-            pl.col("set").filter(opens),
-            (pl.col("reached").filter(closes) - pl.col("start").filter(opens)).alias("union_ns"),
-            (spent - spent.shift(1, fill_value=0)).alias("sum_ns"),
+        middle = int(np.searchsorted(number, sets // 2))
+        halves = (
+            _clusters(*(a[part] for a in (start, end, duration, first))) for part in (np.s_[:middle], np.s_[middle:])
         )
-        .with_columns(pl.col("set").set_sorted())
-        .group_by("set", maintain_order=True)
-        .agg(pl.min_horizontal("union_ns", "sum_ns").sum().alias("busy_ns"), pl.col("union_ns").sum())
-    )
-    return rows.filter("first").select(by).hstack(totals.drop("set"))
+        return tuple(np.concatenate(both) for both in zip(*halves, strict=True))
+    shift = number * longest - begin
+    start, reached = start + shift, np.maximum.accumulate(end + shift)
+    opens = np.flatnonzero(np.concatenate([[True], start[1:] >= reached[:-1]]))  # where clusters begin
+    closes = np.append(opens[1:], len(start)) - 1
+    union = reached[closes] - start[opens]
+    spent = np.minimum(union, _sums(duration, opens))
+    clusters = np.flatnonzero(first[opens])  # the first one of each set
+    return _sums(spent, clusters), _sums(union, clusters)

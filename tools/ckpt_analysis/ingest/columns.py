@@ -70,11 +70,11 @@ def _shapes(content: bytes, starts: np.ndarray, ends: np.ndarray) -> Iterator[_F
     """All lines, those of one shape together. Raises _NotAllValidError."""
     lengths = np.minimum(ends - starts, _LONGEST + 1).astype(np.uint16)
     order = np.argsort(lengths, kind="stable")
-    all_bytes = np.frombuffer(content, np.uint8)
     for places in np.split(order, np.flatnonzero(np.diff(lengths[order])) + 1) if len(order) else []:
         if lengths[places[0]] <= _LONGEST:
             width = MARGIN + -(-int(lengths[places[0]]) // 8) * 8
-            rows = np.lib.stride_tricks.sliding_window_view(all_bytes, width)[starts[places] - MARGIN]
+            from_each_byte = np.ndarray(len(content) - width, f"V{width}", content, strides=(1,))
+            rows = from_each_byte[starts[places] - MARGIN].view(np.uint8).reshape(-1, width)
             for _ in range(_MOST_SHAPES):
                 line = content[starts[places[0]] : ends[places[0]]]
                 record = _record(line)
@@ -108,7 +108,9 @@ def _frame(record_type: str, found: list[_Found], files: np.ndarray) -> pl.DataF
     if not found:
         return pl.DataFrame(schema=schema | {FILE: pl.Int32(), LINE: pl.UInt32()})
     places = np.concatenate([one.places for one in found])
-    order = pl.Series(np.argsort(places).astype(np.uint32))
+    row_of_line = np.full(len(files), -1)
+    row_of_line[places] = np.arange(len(places))
+    order = pl.Series(row_of_line[row_of_line >= 0].astype(np.uint32))
     columns = [pl.Series(FILE, files[places], pl.Int32), pl.Series(LINE, places, pl.UInt32)]
     for name, field in RECORD_FIELDS[record_type].items():
         if field.json_type == "int":
