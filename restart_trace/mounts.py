@@ -37,6 +37,14 @@ def mount_of(directory: str | Path) -> Mount | None:
     return mount_among(lines, os.path.realpath(directory))
 
 
+def storage_fields(use: str, directory: str | Path | None) -> dict[str, str]:
+    """Fields of the runtime record: where checkpoints are saved to or loaded from, as `use` says, and its mount."""
+    if not directory:
+        return {}
+    mount = mount_of(directory)
+    return {f"{use}_dir": str(directory)} | ({f"{use}_mount": str(mount)} if mount else {})
+
+
 def mount_among(lines: Iterable[str], directory: str) -> Mount | None:
     """The mount of an absolute path without links, among the lines of mountinfo (proc(5)); None if there is none."""
     found: Mount | None = None

@@ -11,7 +11,7 @@ from megatron.config.deepspeed_config import build_deepspeed_config
 from megatron.optimizer.build import build_optimizer
 from megatron.optimizer.param_scheduler import OptimizerParamScheduler
 from megatron.startup.initialize import Runtime
-from restart_trace.mounts import mount_of
+from restart_trace.mounts import storage_fields
 
 logger = logging.getLogger(__name__)
 
@@ -102,14 +102,6 @@ def runtime_facts(engine: Any, runtime: Runtime, config: Config) -> dict[str, An
         "accelerator": runtime.device.type,
         "backend": runtime.backend,
         "parameters": sum(p.numel() for p in engine.module.parameters()),
-        **_storage("save", config.checkpoint.save),
-        **_storage("load", config.checkpoint.load),
+        **storage_fields("save", config.checkpoint.save),
+        **storage_fields("load", config.checkpoint.load),
     }
-
-
-def _storage(use: str, directory: str | None) -> dict[str, str]:
-    """Where checkpoints are saved to, or loaded from, and on which file system, as far as it is known."""
-    if not directory:
-        return {}
-    mount = mount_of(directory)
-    return {f"{use}_dir": directory} | ({f"{use}_mount": str(mount)} if mount else {})

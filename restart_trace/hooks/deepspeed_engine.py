@@ -36,15 +36,12 @@ class DeepSpeedHooks:
         """Around deepspeed.initialize."""
         with self._session.startup_phase("engine_init"):
             yield
-        recorder = self._session.recorder
-        if recorder is not None:
+        if self._session.recorder is not None:
             from deepspeed.utils import groups
 
             engine = call.result[0]
-            place = place_of(engine, groups)
-            if place is not None:
-                recorder.write("coordinates", **place)
-            recorder.write("runtime", **_runtime(engine))
+            self._session.stands(place_of(engine, groups))
+            self._session.runs(_runtime(engine))
 
     @contextmanager
     def model_build(self, call: Call) -> Iterator[None]:
@@ -80,12 +77,13 @@ class DeepSpeedHooks:
     @contextmanager
     def _operation(self, kind: str, engine: Any, directory: Any) -> Iterator[Running | None]:
         """A save or load of its own, or the part of one that a library above DeepSpeed has begun."""
+        checkpoint_engine = type(engine.checkpoint_engine)
+        self._session.uses(kind, os.path.abspath(directory), checkpoint_engine.__name__)
         begun = self._session.begin(kind)
         running = begun or self._session.running()
         if running is None:
             yield None
             return
-        checkpoint_engine = type(engine.checkpoint_engine)
         for one in checkpoint_engine.__mro__:
             self._hook_checkpoint_engine(one)
         running.operation.label(engine=checkpoint_engine.__name__)

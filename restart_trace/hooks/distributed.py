@@ -1,4 +1,4 @@
-"""torch.distributed: the rendezvous and new groups of a start-up, barriers of saves and loads."""
+"""torch.distributed: the rendezvous and new groups of a start-up, barriers of saves and loads, shards of FSDP."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from types import ModuleType
 
 from restart_trace.hooks.guard import Call, wrap
+from restart_trace.hooks.place import place_in_groups, place_in_mesh
 from restart_trace.hooks.session import Session
 
 
@@ -35,6 +36,29 @@ def hook(session: Session, dist: ModuleType) -> None:
     wrap(dist, "new_group", communicators)
     wrap(dist, "barrier", barrier)
     wrap(dist, "monitored_barrier", barrier)
+
+
+def hook_fsdp(session: Session, fsdp: ModuleType) -> None:
+    """Hook torch.distributed.fsdp: it knows where a rank stands. Modules are sharded from the inside out."""
+    import torch.distributed as dist
+
+    @contextmanager
+    def fully_shard(call: Call) -> Iterator[None]:
+        yield
+        given = call.arguments()
+        ranks = dist.get_rank(), dist.get_world_size()
+        session.stands(place_in_mesh(given["mesh"], given.get("dp_mesh_dims"), *ranks))
+
+    @contextmanager
+    def wrapped(call: Call) -> Iterator[None]:
+        yield
+        module = call.args[0]
+        replicas = getattr(module, "_inter_node_pg", None)
+        strategy = module.sharding_strategy.name
+        session.stands(place_in_groups(strategy, module.process_group, replicas, dist.get_world_size()))
+
+    wrap(fsdp, "fully_shard", fully_shard)
+    wrap(fsdp.FullyShardedDataParallel, "__init__", wrapped)
 
 
 def hook_deepspeed(session: Session, module: ModuleType) -> None:

@@ -26,6 +26,7 @@ def _hook_deepspeed(session: Session, deepspeed: ModuleType) -> None:
 _HOOKED: dict[str, Callable[[Session, ModuleType], None]] = {
     "torch": serialization.hook,
     "torch.distributed": distributed.hook,
+    "torch.distributed.fsdp": distributed.hook_fsdp,
     "deepspeed.comm.torch": distributed.hook_deepspeed,
     "deepspeed": _hook_deepspeed,
     "accelerate.accelerator": clients.hook_accelerate,

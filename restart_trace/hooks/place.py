@@ -1,18 +1,22 @@
-"""Where a rank stands: from DeepSpeed's grid or device mesh, or the program's mpu, and its expert groups."""
+"""Where a rank stands: from DeepSpeed's grid or device mesh, the program's mpu, its expert groups, or torch's FSDP."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+from restart_trace.schema import AXES
 
 # axis -> the names that a grid, a device mesh or an mpu has for it, the better known first
 _NAMES = {
-    "tp": ("tensor_model_parallel", "model_parallel", "slice_parallel", "tensor_parallel"),
-    "pp": ("pipeline_model_parallel", "pipe_parallel"),
+    "tp": ("tensor_model_parallel", "model_parallel", "slice_parallel", "tensor_parallel", "tp"),
+    "pp": ("pipeline_model_parallel", "pipe_parallel", "pp"),
     "dp": ("data_parallel",),
-    "cp": ("context_parallel", "sequence_parallel"),
+    "cp": ("context_parallel", "sequence_parallel", "cp"),
     "ep": ("expert_model_parallel", "expert_parallel"),
 }
 _ALWAYS = ("tp", "pp", "dp")
+_Place = tuple[int, int]  # coordinate, size
 
 
 def place_of(engine: Any, groups: Any) -> dict[str, Any] | None:
@@ -22,7 +26,7 @@ def place_of(engine: Any, groups: Any) -> dict[str, Any] | None:
     """
     mesh = getattr(engine, "mesh_device", None)
     source = getattr(engine, "grid", None) or getattr(engine, "mpu", None)
-    found: dict[str, tuple[int, int]] = {}
+    found: dict[str, _Place] = {}
     for axis, names in _NAMES.items():
         place = _in_mesh(mesh, names) or _by_functions(source, names)
         if place is not None:
@@ -34,21 +38,63 @@ def place_of(engine: Any, groups: Any) -> dict[str, Any] | None:
         return None
     if "dp" not in found:
         found["dp"] = _data_parallel(engine, groups, found.get("cp", (0, 1))[1])
-    layout = {axis: size for axis in _NAMES if (size := found.get(axis, (0, 1))[1]) > 1 or axis in _ALWAYS}
-    return {axis: found.get(axis, (0, 1))[0] for axis in layout} | {"layout": layout}
+    return _fields(found)
 
 
-def _in_mesh(mesh: Any, names: tuple[str, ...]) -> tuple[int, int] | None:
+def place_in_mesh(mesh: Any, dims: Any, rank: int, world_size: int) -> dict[str, Any] | None:
+    """Fields of the coordinates record of a rank whose module torch's fully_shard shards over `mesh`.
+
+    `dims`: which dimensions of the mesh shard and replicate, a DataParallelMeshDims; None: the last one shards, and the
+    first of two replicates. None if that does not tell where every rank of the job stands.
+    """
+    if mesh is None:  # over all ranks
+        return _fields({"fsdp": (rank, world_size)})
+    names = list(mesh.mesh_dim_names or ())
+    sharded, replicated = [mesh.ndim - 1], list(range(mesh.ndim - 1))
+    if dims is not None:
+        sharded, replicated = ([names.index(name) for name in of] for of in (dims.shard_names, dims.replicate_names))
+    if len(sharded) != 1 or len(replicated) > 1:
+        return None
+    found = dict(zip(("fsdp", "dp"), (_in_dimension(mesh, one) for one in (*sharded, *replicated)), strict=False))
+    whole = mesh._get_root_mesh()  # of which this one may be a slice
+    for axis in ("tp", "pp", "cp"):
+        place = _in_mesh(whole, _NAMES[axis])
+        if place is not None:
+            found[axis] = place
+    return _fields(found) if math.prod(size for _, size in found.values()) >= world_size else None
+
+
+def place_in_groups(strategy: str, group: Any, replicas: Any, world_size: int) -> dict[str, Any] | None:
+    """The same of a rank of FullyShardedDataParallel: the name of its strategy, its process group, that of replicas."""
+    place = group.rank(), group.size()
+    found = {"dp": place} if strategy == "NO_SHARD" else {"fsdp": place}
+    if strategy.startswith(("HYBRID", "_HYBRID")):
+        found["dp"] = replicas.rank(), replicas.size()
+    return _fields(found) if math.prod(size for _, size in found.values()) >= world_size else None
+
+
+def _fields(found: dict[str, _Place]) -> dict[str, Any]:
+    axes = [axis for axis in AXES if axis in _ALWAYS or found.get(axis, (0, 1))[1] > 1]
+    places = {axis: found.get(axis, (0, 1)) for axis in axes}
+    layout = {axis: size for axis, (_, size) in places.items()}
+    return {axis: at for axis, (at, _) in places.items()} | {"layout": layout}
+
+
+def _in_mesh(mesh: Any, names: tuple[str, ...]) -> _Place | None:
     """(coordinate, size) in a torch.distributed.DeviceMesh; None without a dimension of these names."""
     if mesh is None:
         return None
     for dimension, name in enumerate(mesh.mesh_dim_names or ()):
         if name in names:
-            return int(mesh.get_local_rank(dimension)), int(mesh.size(dimension))
+            return _in_dimension(mesh, dimension)
     return None
 
 
-def _by_functions(source: Any, names: tuple[str, ...]) -> tuple[int, int] | None:
+def _in_dimension(mesh: Any, dimension: int) -> _Place:
+    return int(mesh.get_local_rank(dimension)), int(mesh.size(dimension))
+
+
+def _by_functions(source: Any, names: tuple[str, ...]) -> _Place | None:
     """(coordinate, size) by the first name that a grid or an mpu knows; None if it knows none."""
     of_sequence = getattr(source, "get_sequence_parallel_rank", None)
     for name in names:
@@ -61,7 +107,7 @@ def _by_functions(source: Any, names: tuple[str, ...]) -> tuple[int, int] | None
     return None
 
 
-def _data_parallel(engine: Any, groups: Any, sequence_size: int) -> tuple[int, int]:
+def _data_parallel(engine: Any, groups: Any, sequence_size: int) -> _Place:
     """(coordinate, size) where nobody tells: ranks that share a sequence are neighbours in DeepSpeed's mpu for that."""
     rank, size = groups._get_sequence_data_parallel_rank(), groups._get_sequence_data_parallel_world_size()
     return int(rank) // sequence_size, int(size) // sequence_size

@@ -10,7 +10,7 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from restart_trace import cycles
 from restart_trace.clock import now_ns
 from restart_trace.hooks.running import Running
 from restart_trace.hooks.timeline import Timeline
+from restart_trace.mounts import storage_fields
 from restart_trace.process import RankIdentity, rank_fields
 from restart_trace.recorder import Recorder
 from restart_trace.schema import RANK_FILE_PATTERN
@@ -49,6 +50,7 @@ class Session:
         self._running: Running | None = None  # of the save or load that is under way
         self._installed_ns = installed_ns
         self._imports: list[tuple[int, int]] = []  # before there was a recorder
+        self._told: dict[str, Mapping[str, Any]] = {}  # type -> fields of the last such record
         self._thread = threading.get_ident()
         os.register_at_fork(after_in_child=self._forked)
 
@@ -91,6 +93,29 @@ class Session:
         starting = self._start_up()
         if starting is not None and self._running is None:
             starting.interrupted("imports", start_ns, end_ns)
+
+    def stands(self, place: Mapping[str, Any] | None) -> None:
+        """Record where this rank stands, if that is known: fields of the coordinates record. The last one counts."""
+        if place is not None:
+            self._tell("coordinates", place)
+
+    def runs(self, found: Mapping[str, Any]) -> None:
+        """Record what runs: fields of the runtime record, of which the last one counts; those told before stay."""
+        self._tell("runtime", {**self._told.get("runtime", {}), **found})
+
+    def uses(self, kind: str, directory: str, engine_used: str) -> None:
+        """Record where checkpoints are saved to or loaded from, as `kind` says, when that is first seen.
+
+        Directories beside each other count as one: some trainers give each checkpoint a directory of its own.
+        """
+        told = self._told.get("runtime", {}).get(f"{kind}_dir")
+        if told is None or os.path.dirname(told) != os.path.dirname(directory):
+            self.runs({"engine_used": engine_used} | storage_fields(kind, directory))
+
+    def _tell(self, record_type: str, fields: Mapping[str, Any]) -> None:
+        if self.recorder is not None and self._told.get(record_type) != fields:
+            self._told[record_type] = fields
+            self.recorder.write(record_type, **fields)
 
     def startup_phase(self, name: str) -> AbstractContextManager[Any]:
         """The body is this phase of the start-up, but for phases within it; nothing once the start-up is over."""
@@ -153,7 +178,7 @@ class Session:
         if self.recorder is not None or "RANK" in os.environ:
             os.environ.setdefault(_RANK_PID_VARIABLE, "0")
         self.recorder = self.startup = self._starting = self._running = None
-        self._imports = []
+        self._imports, self._told = [], {}
         self._installed_ns, self._thread = now_ns(), threading.get_ident()
 
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from megatron.processes.free_port import free_port
+from restart_trace.mounts import mount_of
 from restart_trace.reading import read_records
 from restart_trace.schema import check_record
 from tests.dist.harness import HANGS_S, LLAMA_STYLE, ROOT, Run, Zygote, records
@@ -177,6 +179,12 @@ def test_the_analysis_reads_it(pair: Pair) -> None:
     assert start.wall is not None and start.finished_ranks == RANKS
     assert {"imports", "rendezvous", "engine_init", "first_step"} - {"imports"} <= {p.name for p in start.phases}
     assert len([save for save in report.saves if save.outcome == "ok"]) == CLIENTS[pair.client][1]
+    checkpoints = pair.directory / "traced" / "checkpoints"
+    for place in report.storage:  # the Trainer gives DeepSpeed a directory for each checkpoint
+        assert place.directory in {str(checkpoints), *map(str, checkpoints.iterdir())}
+        assert (place.mount, place.ranks) == (str(mount_of(checkpoints)), RANKS)
+    assert [place.use for place in report.storage] == ["save", "load"]
+    assert report.model is not None and report.model.endswith(" parameters")
     steps = {r["step"] for r in records(pair.trace_dir) if r["type"] == "iteration"}
     assert steps == ({1, 2, 3} if pair.client == "trainer" else {1, 2})
 
@@ -198,6 +206,25 @@ def test_exit_codes_are_the_jobs_own(clients: Zygote, tmp_path: Path) -> None:
     traced = run_client(clients, "ordinary", tmp_path / "traced", tmp_path / "trace", FAIL_AT="1/0")
     assert traced.exit_codes == [7] * RANKS
     assert {r["step"] for r in records(tmp_path / "trace") if r["type"] == "iteration"} == {1}
+
+
+def test_coordinates_are_those_of_fsdp(clients: Zygote, tmp_path: Path) -> None:
+    """On 4 ranks: all of them shard; two replicas of two shards; two shards with TP2; by groups; none shards."""
+    words = [str(tmp_path), str(tmp_path / "trace"), str(SCRIPTS / "fsdp_meshes.py")]
+    run = clients.run(words, 4, tmp_path / "logs", script=str(SCRIPTS / "hooked.py"))
+    assert run.ok and "switched off" not in run.output, run.output[-3000:]
+    for rank in range(4):
+        lines = (tmp_path / "trace" / f"rank_0000{rank}_cycle_000.jsonl").read_text().splitlines()
+        found = [record for record in map(json.loads, lines) if record.get("type") == "coordinates"]
+        high, low, none = rank // 2, rank % 2, {"tp": 0, "pp": 0, "dp": 0}
+        assert [{name: at for name, at in one.items() if name not in ("type", "layout")} for one in found] == [
+            none | {"fsdp": rank},
+            none | {"dp": high, "fsdp": low},
+            none | {"tp": low, "fsdp": high},
+            none | {"dp": high, "fsdp": low},
+            none | {"dp": rank},
+        ]
+        assert all(check_record(one) == [] for one in found)
 
 
 OWN = [
@@ -249,21 +276,63 @@ def agreement(own: list[dict[str, Any]], seen: list[dict[str, Any]]) -> dict[str
     return {name: theirs[name] / mine[name] for name in mine if name in theirs}
 
 
-@pytest.mark.slow
-def test_a_job_under_torchrun_is_traced_over_its_restart(tmp_path: Path) -> None:
-    """The command of the guide: the first launch fails at step 3, the second goes on from step 2."""
-    command = [
-        str(Path(sys.executable).with_name("restart-trace")), "run", "--trace-dir", "trace", "--",
-        str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", str(RANKS),
-        "--max-restarts", "1", str(SCRIPTS / "plain_deepspeed.py"), "ordinary", "4",
-    ]  # fmt: skip
+def trace_command(directory: Path, *words: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    """The command of the guide, in `directory`; `words`: a launcher, beside this interpreter, and its arguments."""
+    binaries = Path(sys.executable).parent
+    command = [str(binaries / "restart-trace"), "run", "--trace-dir", "trace", "--", str(binaries / words[0])]
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environment = kept | {
         "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "LOCAL_SIZE": str(RANKS),
-        "FAIL_AT": "3/0",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else restarted ranks may find the addresses of dead ones
     }  # fmt: skip
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS_S)
+    return subprocess.run(
+        [*command, *words[1:]],
+        env=environment | settings, cwd=directory, capture_output=True, text=True, timeout=HANGS_S,
+    )  # fmt: skip
+
+
+# Launchers besides torchrun, as their documentation has them on one node, with the client that they start.
+LAUNCHERS = {
+    "accelerate": (
+        ["launch", "--use_deepspeed", "--num_processes", str(RANKS), "--num_machines", "1", "--mixed_precision", "bf16",
+         "--dynamo_backend", "no", "--main_process_port", "0"],
+        ["accelerate_loop.py", "2"],
+    ),
+    "deepspeed": (
+        ["--num_accelerators", str(RANKS), "--no_local_rank", "--master_port", "PORT"],
+        ["plain_deepspeed.py", "ordinary", "2"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_job_under_another_launcher_is_traced(launcher: str, tmp_path: Path) -> None:
+    """Its ranks are, and neither the launcher nor the processes between it and them."""
+    options, (script, *arguments) = LAUNCHERS[launcher]
+    options = [str(free_port()) if option == "PORT" else option for option in options]
+    done = trace_command(tmp_path, launcher, *options, str(SCRIPTS / script), *arguments)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and "switched off" not in said and "restart_trace:" not in said, said[-3000:]
+    assert sorted(path.name for path in (tmp_path / "trace").iterdir()) == [
+        "cycle_000.json", *(f"rank_{rank:05d}_cycle_000.jsonl" for rank in range(RANKS)),
+    ]  # fmt: skip
+    report = analyse(load_trace(tmp_path / "trace")).report
+    assert [problem.message for problem in report.problems if problem.severity == "error"] == []
+    (start,) = report.starts
+    assert start.finished_ranks == RANKS and {"imports", "rendezvous", "first_step"} <= {p.name for p in start.phases}
+    assert [save.outcome for save in report.saves] == ["ok"]
+    assert [load.outcome for load in report.loads if load.tag] == ["ok"]
+
+
+@pytest.mark.slow
+def test_a_job_under_torchrun_is_traced_over_its_restart(tmp_path: Path) -> None:
+    """The command of the guide: the first launch fails at step 3, the second goes on from step 2."""
+    done = trace_command(
+        tmp_path, "torchrun", "--standalone", "--nproc-per-node", str(RANKS), "--max-restarts", "1",
+        str(SCRIPTS / "plain_deepspeed.py"), "ordinary", "4",
+        FAIL_AT="3/0",
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",  # else restarted ranks may find the addresses of dead ones
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     report = analyse(load_trace(tmp_path / "trace")).report
     first, second = report.starts

@@ -285,9 +285,9 @@ def test_what_goes_wrong_is_said(tmp_path: Path, dataset: list[str]) -> None:
     assert "error: --at iteration:3: no checkpoint was committed before" in done.stderr
     done = drill(tmp_path / "b", dataset, "sigkill-all", "iteration:500", training=("--train-iters", "8"))
     assert done.returncode == 2
-    assert "ended with exit code 0 before the moment iteration:500 had come" in done.stderr
+    assert "ended with exit code 0 before the injection point iteration:500" in done.stderr
     done = drill(tmp_path / "c", dataset, "sigkill-all", "mid-step", training=("--data-path", "/no/such"))
-    assert done.returncode == 2 and "before the moment mid-step had come; see its log" in done.stderr
+    assert done.returncode == 2 and "before the injection point mid-step; see its log" in done.stderr
     assert "/no/such" in (tmp_path / "c" / "logs" / "cycle_000.log").read_text()
     done = drill(tmp_path / "d", dataset, "sigkill-all", "iteration:25", "--time-limit", "1")
     assert done.returncode == 2 and "did not come within 1 s; raise --time-limit" in done.stderr

@@ -4,78 +4,34 @@ from __future__ import annotations
 
 import configparser
 import json
-import os
-import shutil
 import subprocess
 import sys
-import sysconfig
 import zipfile
-from collections.abc import Iterable
-from email.parser import Parser
-from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
+
+from tests.unit.fresh_environment import (
+    ROOT,
+    clean,
+    copy_of_the_checkout,
+    link_requirements,
+    make_environment,
+    required,
+    run,
+    site_packages,
+)
 
 pytestmark = pytest.mark.slow  # it builds and installs the package
 
-ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "trace_tp2_pp2_dp2"
 TOOLS = "megatron_restart_tools"
-# What a checkout has beside the code is no part of a build; build/ and *.egg-info may be of an older state.
-LEFT_OUT = (".*", "build", "dist", "*.egg-info", "runs", "__pycache__", "tests", "docs")
-
-
-def clean() -> dict[str, str]:
-    """This environment without what leads a process to the checkout."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
-
-
-def run(*words: object, cwd: Path, **environment: str) -> str:
-    done = subprocess.run(
-        [str(word) for word in words], cwd=cwd, env=clean() | environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def make_environment(place: Path, *install: str) -> Path:
-    """An environment in `place` with this package and nothing else."""
-    run(sys.executable, "-m", "venv", "--without-pip", place, cwd=place.parent)
-    python, dependencies = place / "bin" / "python", sysconfig.get_path("purelib")
-    # pip sees setuptools by PYTHONPATH, and by --ignore-installed not the package that is installed there.
-    run(
-        sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index",
-        "--no-build-isolation", "--ignore-installed", *install, cwd=place.parent, PYTHONPATH=dependencies,
-    )  # fmt: skip
-    return place
-
-
-def site_packages(environment: Path) -> Path:
-    return next(environment.glob("lib/python3*/site-packages"))
-
-
-def link_requirements(names: Iterable[str], site: Path, linked: set[str]) -> None:
-    """Put these distributions, and what they require without extras, into `site`: links to those that run the tests."""
-    for requirement in map(Requirement, names):
-        name = canonicalize_name(requirement.name)
-        if name in linked or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
-            continue
-        linked.add(name)
-        found = distribution(name)
-        for top in {file.parts[0] for file in found.files or ()} - {".."}:
-            if not (site / top).exists():
-                (site / top).symlink_to(str(found.locate_file(top)))
-        link_requirements(found.requires or (), site, linked)
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the checkout's code to build from."""
-    copy = tmp_path_factory.mktemp("source") / "checkout"
-    return shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*LEFT_OUT))
+    return copy_of_the_checkout(tmp_path_factory.mktemp("source") / "checkout", "tests", "docs")
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +47,7 @@ def installed(wheel: Path) -> Path:
     """An environment with what `pip install WHEEL` brings: no torch."""
     place = make_environment(wheel.parent / "installed", str(wheel))
     site, linked = site_packages(place), set[str]()
-    (metadata,) = site.glob("*.dist-info/METADATA")
-    link_requirements(Parser().parsestr(metadata.read_text()).get_all("Requires-Dist", []), site, linked)
+    link_requirements(required(site), site, linked)
     assert "polars" in linked and not linked & {"torch", "deepspeed"}
     return place
 

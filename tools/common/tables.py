@@ -23,22 +23,27 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Cell:
-    """Text of a cell, and the number that it is sorted by (None: by its text)."""
+    """Text of a cell, the number that it is sorted by (None: by its text), and whether it is good or bad news."""
 
     text: str
     order: float | None = None
+    mark: str = ""  # good, bad, or neither
 
 
 @dataclass(frozen=True)
 class Column(Generic[Item]):
-    """A column: its title, the text that it shows of an item, and the number that this is (None: it is a word)."""
+    """A column: its title, the text that it shows of an item, and the number that this is (None: it is a word).
+
+    `mark` says whether that is "good" or "bad": HTML gives it a colour.
+    """
 
     title: str
     text: Callable[[Item], str]
     order: Callable[[Item], float | None] | None = None
+    mark: Callable[[Item], str] | None = None
 
     def cell(self, item: Item) -> Cell:
-        return Cell(self.text(item), self.order(item) if self.order else None)
+        return Cell(self.text(item), self.order(item) if self.order else None, self.mark(item) if self.mark else "")
 
 
 def numbers(title: str, value: Callable[[Item], Any], show: Callable[[Any], str] = count) -> Column[Item]:

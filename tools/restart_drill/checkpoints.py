@@ -39,8 +39,8 @@ class Checkpoints:
         found = self.whole()
         if len(found) < number:
             raise DrillError(
-                f"{self.directory} holds {len(found)} whole checkpoints after the fault, and the drill needs {number}: "
-                "save more often, keep more of them (--keep-last), or strike later"
+                f"{self.directory} holds {len(found)} complete checkpoints after the fault, and the drill needs "
+                f"{number}: save more often, keep more of them (--keep-last), or inject the fault later"
             )
         return found
 

@@ -140,8 +140,8 @@ def _refusal(args: argparse.Namespace) -> str | None:
         )
     if args.fault in DAMAGE and args.at.strikes_a_restart and args.cycles > 1:
         return (
-            f"--fault {args.fault} --at {args.at.text} --cycles {args.cycles}: nothing is saved between such strikes, "
-            "so no whole checkpoint would be left; use --cycles 1"
+            f"--fault {args.fault} --at {args.at.text} --cycles {args.cycles}: nothing is saved between such "
+            "faults, so no complete checkpoint would be left; use --cycles 1"
         )
     if args.supervisor == TORCHRUN and elsewhere:
         return (

@@ -23,7 +23,7 @@ from typing import Any
 from restart_trace.command_line import CommandParser
 
 from ..common.escaping import markdown as escaped
-from ..common.formatting import count, number
+from ..common.formatting import count, number, plural
 from ..common.tables import markdown_table
 from . import command as commands
 from .cli import (
@@ -180,7 +180,7 @@ def run_matrix(base: Plan, chosen: list[Cell], reference: Reference) -> list[Res
     number = 0
     while waiting:
         course = waiting.pop(0)
-        say(f"course {number}: {len(course)} strikes, {course[0].supervisor}, engine {course[0].engine}")
+        say(f"course {number}: {plural(len(course), 'fault')}, {course[0].supervisor}, engine {course[0].engine}")
         found = run_course(base, number, course, reference)
         results += found
         if len(found) < len(course):

@@ -154,8 +154,8 @@ def _records(
         yield from tail.new_records()
         if ended:
             raise DrillError(
-                f"the command ended with exit code {launch.exit_code} before the moment {wanted} had come; see "
-                f"its log, or choose a moment that it reaches{why()}"
+                f"the command ended with exit code {launch.exit_code} before the injection point {wanted}; "
+                f"see its log, or choose one that it reaches{why()}"
             )
         if time.monotonic() > deadline:
             raise DrillError(f"the moment {wanted} did not come within {limit_s:g} s; raise --time-limit{why()}")

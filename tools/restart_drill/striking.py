@@ -42,7 +42,7 @@ def strike(supervisor: Supervisor, cycle: int, intent: Intent) -> Struck:
     launch.await_ranks(plan.trace_dir, cycle, plan.limit_s, supervisor.has_failed)  # in a start they come one by one
     if supervisor.has_failed():
         raise DrillError(
-            f"the training ended before {intent.fault} could strike at {intent.moment.text}; let it train longer"
+            f"the training ended before {intent.fault} could be injected at {intent.moment.text}; let it train longer"
         )
     launch.of_ranks()  # what a rank has started cannot be found by it once it is dead
     launch.expect_failure()

@@ -33,7 +33,7 @@ class Records:
                 blocking, error; sorted by op and start_ns
     iterations  file_index, cycle, rank, step, start_ns, end_ns, loss
     events      file_index, cycle, rank, operation, phase, detail, step, time_ns
-    runtimes    file_index, cycle, rank and the fields of the runtime record
+    runtimes    file_index, cycle, rank and the fields of the last runtime record
     probes      file_index, cycle, rank, operation, op_id, at, time_ns, values (JSON text)
     samples     file_index, cycle, rank, time_ns, values (JSON text)
     """
@@ -144,7 +144,7 @@ def _tables(frames: Frames, texts: list[FileText]) -> Records | None:
         spans=sorted_by_op(spans.select(columns)),
         iterations=_placed(frames["iteration"], files),
         events=_placed(frames["event"], files),
-        runtimes=_placed(frames["runtime"], files),
+        runtimes=_placed(frames["runtime"].unique(FILE, keep="last", maintain_order=True), files),
         probes=_placed(
             frames["probe"].with_columns(operations["operation"].gather(probe).cast(pl.String)), files
         ).select(FILE, "cycle", "rank", "operation", "op_id", "at", "time_ns", "values"),

@@ -26,7 +26,7 @@ from ..compare.results import Cell as MetricCell
 from ..compare.verdict import verdict_of
 
 _COLUMN = 30  # characters of a fact in a column
-_ALIKE = (EQUAL, WITHIN_NOISE)  # verdicts of rows that only --all shows
+ALIKE = (EQUAL, WITHIN_NOISE)  # verdicts of rows that only --all shows
 _OPTIONAL = ("95 % interval", "unit", "p")  # columns that a narrow terminal has no room for, the first to go first
 METHOD = (
     f"differs: Mann-Whitney U test on the repeats of both, two-sided, p < {ALPHA}; too few repeats: not even "
@@ -121,14 +121,17 @@ def to_table(comparison: Comparison, style: Style, *, show_all: bool = False) ->
 
 
 def _differing_results(results: list[Result], show_all: bool) -> list[Result]:
-    return results if show_all else [result for result in results if result.cell.verdict not in _ALIKE]
+    return results if show_all else [result for result in results if result.cell.verdict not in ALIKE]
 
 
 def _left_out(comparison: Comparison, results: list[Result], show_all: bool) -> list[str]:
     """A sentence on what the table does not show without --all."""
     if show_all:
         return []
-    alike = dict.fromkeys(f"{r.row.name} of {r.variant.label}" for r in results if r.cell.verdict in _ALIKE)
+    several = len(comparison.variants) > 2
+    alike = dict.fromkeys(
+        f"{r.row.name} of {r.variant.label}" if several else r.row.name for r in results if r.cell.verdict in ALIKE
+    )
     parts = [f"level with A: {', '.join(alike)}"] if alike else []
     details = sum(not row.headline for row in comparison.rows)
     parts += [f"{plural(details, 'metric')} of phases and details"] if details else []

@@ -22,5 +22,5 @@ COLUMNS: tuple[Column[TargetResult], ...] = (
     Column("limit", _limit),
     numbers("worst", lambda target: target.worst, lambda worst: number(worst, ".4g")),
     numbers("of values", lambda target: target.values),
-    Column("verdict", verdict),
+    Column("verdict", verdict, mark=lambda target: "good" if target.met else "bad"),
 )

@@ -48,7 +48,8 @@ def render(report: Report, style: Style, *, show_all: bool = False) -> str:
     lines += _problems(report.problems, style)
     lines += ["", *textwrap.wrap(" ".join(answer(report)), text_width())]
     if report.targets:
-        lines += ["", style.heading("Targets"), *fitted_table(TARGETS, report.targets, style)]
+        rows = fitted_table(TARGETS, report.targets, style)
+        lines += ["", style.heading("Targets"), *(style.error(row) if "MISSED" in row else row for row in rows)]
     lines += _findings(report.findings, style)
     coordinates = report.cycles[-1].coordinates
     for start in report.starts:

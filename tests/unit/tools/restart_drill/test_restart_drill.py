@@ -125,7 +125,7 @@ RIGHT = ["--fault", "sigkill-all", "--at", "mid-step"]
         (["--fault", "disk-full", "--at", "mid-load"], "--fault disk-full --at mid-load: nothing is saved then"),
         (
             ["--fault", "truncate", "--at", "mid-startup", "--cycles", "2"],
-            "--fault truncate --at mid-startup --cycles 2: nothing is saved between such strikes",
+            "--fault truncate --at mid-startup --cycles 2: nothing is saved between such faults",
         ),
         (["--reference", "/a", "--no-reference"], "--reference /a with --no-reference: give one of them"),
         (["--supervisor", "torchrun", "--resume-pp", "2"], "--supervisor torchrun with --resume-tp"),
@@ -157,7 +157,7 @@ def test_a_training_without_a_checkpoint_cannot_be_struck(tmp_path: Path) -> Non
     command = [sys.executable, "-m", "tools.restart_drill", *options, "--", sys.executable, "-c", NEVER_SAVES]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     told = done.stderr
-    assert done.returncode == 2 and "before the moment mid-step had come" in told
+    assert done.returncode == 2 and "before the injection point mid-step" in told
     assert "No checkpoint was committed, from which on moments within training count: save more often" in told
 
 

@@ -12,7 +12,7 @@ from ....common.tables import Cell, Column, numbers
 from ...compare import results
 from ...compare.results import Comparison, MetricRow, SpeedUp, VariantFacts
 from ...compare.variants import short_name
-from ..comparison import MEDIAN, METHOD, METRIC, RATIO, TEST, Result, compared, interval_text, verdict_text
+from ..comparison import ALIKE, MEDIAN, METHOD, METRIC, RATIO, TEST, Result, compared, interval_text, verdict_text
 from .content import Content, Figure, Plot, Table, plot, table
 from .plots import LINE, SECOND_LINE, THIRD_LINE, layout
 
@@ -66,14 +66,14 @@ def name_of(variant: VariantFacts) -> str:
 
 
 def _sentences(comparison: Comparison) -> list[str]:
-    """What every run after the first did to the times that matter, and what its saves block."""
+    """How far the times that matter of every run after the first differ, and what the saves of each block."""
     shares = comparison.row(_SHARE)
     sentences = []
     for index, variant in enumerate(comparison.variants):
         parts = []
         for row in (row for name in _IN_SENTENCES if (row := comparison.row(name))):
             gain = row.speed_up(row.cells[index])
-            if gain is not None:
+            if gain is not None and row.cells[index].verdict not in ALIKE:
                 verdict = verdict_text(row, row.cells[index])
                 parts.append(f"{row.name} {gain.times:.3g} times as fast as A{_interval(gain)}: {verdict}")
         share = shares.cells[index].median if shares else None

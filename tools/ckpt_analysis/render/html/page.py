@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ....common.formatting import plural
+from ....common.tables import Column
 from ...common.errors import CouldNotRunError
 from ...common.problems import ERROR, NOTE, WARNING, Problem
 from ...compare.results import Comparison
@@ -52,9 +53,8 @@ def comparison_page(compared: Comparison, variants: list[Variant]) -> str:
             repeat = f", run {index} of {len(variant.reports)}" if len(variant.reports) > 1 else ""
             first_pages.append(_first_page(report, f"{comparison.name_of(facts)}{repeat}"))
     content = comparison.FIGURE.make(compared)
-    return _render(
-        f"Comparison of {len(first_pages)} runs", first_pages, [(comparison.FIGURE, content)], verdict_of(compared)
-    )
+    title = f"Comparison of {len(first_pages)} runs"
+    return _render(title, first_pages, [(comparison.FIGURE, content)], verdict_of(compared), _numbers(first_pages))
 
 
 def _first_page(report: Report, name: str) -> dict[str, Any]:
@@ -77,6 +77,14 @@ def _first_page(report: Report, name: str) -> dict[str, Any]:
 def _targets(targets: list[TargetResult]) -> Table | None:
     """What was asked of the run (--target), and whether it was met; None if nothing was."""
     return table("Targets", TARGETS, targets) if targets else None
+
+
+def _numbers(first_pages: list[dict[str, Any]]) -> Table:
+    """The four numbers of each run, a row per run."""
+    columns = [Column[dict[str, Any]]("run", lambda page: page["name"])]
+    for index, number in enumerate(first_pages[0]["numbers"]):
+        columns.append(Column(number.title, lambda page, index=index: page["numbers"][index].value))
+    return table("The runs in four numbers", columns, first_pages)
 
 
 def _state(problems: list[Problem]) -> str:
@@ -114,7 +122,11 @@ def _facts(report: Report) -> list[tuple[str, str]]:
 
 
 def _render(
-    title: str, first_pages: list[dict[str, Any]], figures: list[tuple[Figure, Content]], verdict: str | None = None
+    title: str,
+    first_pages: list[dict[str, Any]],
+    figures: list[tuple[Figure, Content]],
+    verdict: str | None = None,
+    numbers: Table | None = None,
 ) -> str:
     import jinja2
     from markupsafe import Markup
@@ -135,6 +147,7 @@ def _render(
     return environment.get_template("report.html.j2").render(
         title=title,
         verdict=verdict,
+        numbers=numbers,
         first_pages=first_pages,
         figures=figures,
         sections=sections,

@@ -20,7 +20,8 @@ from .run_data import RunData, title_of
 
 _ROW = 26  # pixels
 _MOST_STARTS = 40  # beside one another
-_LATE = 0.75  # of the plot's width
+_LATE = 0.75  # of the plot's width: a bar that ends after it has no room for a label on its right
+_ROOM = 0.15  # of the plot's width: what a label takes
 _PHASE = pl.col("phase").str.split("/").list.first()  # as `parts_of` names them: without the detail
 
 
@@ -34,8 +35,17 @@ class _Row:
     within: tuple[float, float] | None = None
 
     @property
+    def begin(self) -> float:
+        """Of all its bars, that of all ranks included."""
+        return min([begin for begin, *_ in self.bars] + ([self.within[0]] if self.within else []))
+
+    @property
     def end(self) -> float:
         return max(end for _, end, _ in self.bars)
+
+    def is_labelled_left(self, end: float) -> bool:
+        """Whether its label stands to the left of its bars in a plot that ends at `end`: where there is room."""
+        return self.end > _LATE * end and self.begin > _ROOM * end
 
 
 def draw(run: RunData) -> Content:
@@ -130,9 +140,10 @@ def _plot(rows: list[_Row], start: StartStats) -> Plot:
         for row in rows
     ]
     end = max(row.end for row in rows)
-    data += [_lengths(rows, end, late) for late in (False, True)]
+    data += [_lengths(rows, end, left) for left in (False, True)]
+    full = any(row.end > _LATE * end and not row.is_labelled_left(end) for row in rows)
     origin = "the failure" if start.restart_s is not None else "the start of the critical rank's process"
-    more = {"barmode": "overlay", "xaxis": {"range": [0, end * 1.02]}} | _first_step_mark(rows)
+    more = {"barmode": "overlay", "xaxis": {"range": [0, end * (1 + _ROOM if full else 1.02)]}} | _first_step_mark(rows)
     arranged = lanes([row.phase for row in rows], _ROW, 110, x=f"seconds since {origin}", **more)
     longest = max(rows, key=lambda row: row.took)
     description = (
@@ -143,17 +154,19 @@ def _plot(rows: list[_Row], start: StartStats) -> Plot:
     return plot(title, data, arranged, description)
 
 
-def _lengths(rows: list[_Row], end: float, late: bool) -> dict[str, Any]:
-    """The duration of each row, next to its bars: to their left if they lie `late` in the plot."""
-    x, y, text = [], [], []
-    for row in rows:
-        if (row.end > _LATE * end) == late:
-            begins = [begin for begin, *_ in (*row.bars, *([row.within] if row.within else []))]
-            x.append(min(begins) if late else row.end)
-            y.append(row.phase)
-            text.append(f" {row.took:.3f} s ")
-    place = {"type": "scatter", "mode": "text", "x": x, "y": y, "text": text, "showlegend": False}
-    return place | {"textposition": f"middle {'left' if late else 'right'}", "hoverinfo": "skip"}
+def _lengths(rows: list[_Row], end: float, left: bool) -> dict[str, Any]:
+    """The duration of each row next to its bars, of those with the label to their `left`, or the others."""
+    shown = [row for row in rows if row.is_labelled_left(end) == left]
+    return {
+        "type": "scatter",
+        "mode": "text",
+        "x": [row.begin if left else row.end for row in shown],
+        "y": [row.phase for row in shown],
+        "text": [f" {row.took:.3f} s " for row in shown],
+        "textposition": f"middle {'left' if left else 'right'}",
+        "showlegend": False,
+        "hoverinfo": "skip",
+    }
 
 
 def _first_step_mark(rows: list[_Row]) -> dict[str, Any]:

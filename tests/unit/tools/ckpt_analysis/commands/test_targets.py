@@ -57,6 +57,7 @@ def test_in_json_csv_and_the_page(trace: Path, tmp_path: Path, capsys: pytest.Ca
     page = (tmp_path / "ckpt_report.html").read_text()
     assert page.index("<caption>Targets</caption>") < page.index('class="findings"')
     assert page.count("MISSED") == 1
+    assert '<td class="bad">MISSED</td>' in page and '<td class="good">met</td>' in page
     assert main(["summary", str(trace), "--format", "csv", *asked]) == 1
     assert "MISSED" not in capsys.readouterr().out
 

@@ -34,5 +34,18 @@ def test_directories_and_mounts_of_the_newest_cycle(tmp_path: Path, capsys: pyte
     assert f"<dt>Save</dt><dd>/scratch/new on 8 ranks: {MOUNT}</dd>" in page
 
 
+def test_the_last_record_of_a_process_counts(tmp_path: Path) -> None:
+    """Hooks write another once they see a directory."""
+    for rank in range(RANKS):
+        log = RankLog(Options(), rank, 0, 0)
+        log.process()
+        log.write("runtime", engine_used="TorchEngine", parameters=1000)
+        log.write("runtime", engine_used="TorchEngine", parameters=1000, save_dir="/scratch", save_mount=MOUNT)
+        dump(file_of(tmp_path, rank, 0), log.records)
+    found = result(tmp_path)
+    assert found["storage"] == [{"use": "save", "directory": "/scratch", "mount": MOUNT, "ranks": 8}]
+    assert found["model"] == "4 k parameters"  # of the ranks with dp 0, each once
+
+
 def test_what_was_not_recorded_is_not_guessed(tmp_path: Path) -> None:
     assert result(write_trace(tmp_path))["storage"] == []

@@ -237,10 +237,16 @@ def test_comparison_draws(browser: Any, tmp_path: Path) -> None:
     second = write_trace(tmp_path / "background", Options(background_flush=True))
     path = tmp_path / "page.html"
     assert main(["--quiet", str(first), str(second), "-o", str(path)]) == 0
-    page = browser.new_page()
+    page = browser.new_page(viewport={"width": 1400, "height": 900})
     watched = Watched(page)
     watched.open(path)
     assert page.locator("#comparison .plot .point").count() > 6
     assert page.evaluate(TEXTS_OUTSIDE) == []
+    for width in (1400, 800):  # the verdict and the four numbers of each run are seen first
+        page.set_viewport_size({"width": width, "height": 900})
+        numbers = page.locator("#numbers").bounding_box()
+        verdict = page.locator("main > .answer").bounding_box()
+        assert verdict and numbers and 0 < verdict["y"] < numbers["y"] and numbers["y"] + numbers["height"] < 900
+        assert page.locator("#numbers thead th").count() == 5 and page.locator("#numbers tbody tr").count() == 2
     watched.assert_quiet(path)
     page.close()
