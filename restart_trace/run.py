@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -49,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         usage="restart-trace run [OPTION ...] -- COMMAND [ARGUMENT ...]",
         epilog=_EPILOG,
     )
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and words[0] != "run" and shutil.which(words[0]):
+        parser.error(f"{words[0]} is a command of your job: restart-trace run -- {words[0]} ...")
     _add_options(run)
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the job, as it is")
     parsed = parser.parse_args(arguments)

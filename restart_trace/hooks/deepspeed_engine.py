@@ -78,14 +78,14 @@ class DeepSpeedHooks:
     def _operation(self, kind: str, engine: Any, directory: Any) -> Iterator[Running | None]:
         """A save or load of its own, or the part of one that a library above DeepSpeed has begun."""
         checkpoint_engine = type(engine.checkpoint_engine)
+        for one in checkpoint_engine.__mro__:
+            self._hook_checkpoint_engine(one)
         self._session.uses(kind, os.path.abspath(directory), checkpoint_engine.__name__)
         begun = self._session.begin(kind)
         running = begun or self._session.running()
         if running is None:
             yield None
             return
-        for one in checkpoint_engine.__mro__:
-            self._hook_checkpoint_engine(one)
         running.operation.label(engine=checkpoint_engine.__name__)
         whole = nullcontext() if begun is None else self._session.until_end(begun)
         with whole, running.within_deepspeed(str(directory)):

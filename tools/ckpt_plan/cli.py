@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             listing = _read_listing(arguments.compare_listing)
             status = _answer(_plan(arguments, planned), listing, arguments)
     except (ValueError, OSError) as exc:  # ConfigError, TokenizerError and those of engines are ValueErrors
-        print(f"ckpt_plan: error: {_own_flags(str(exc)) if arguments.model else exc}", file=sys.stderr)
+        print(f"ckpt-plan: error: {_own_flags(str(exc)) if arguments.model else exc}", file=sys.stderr)
         return COULD_NOT_RUN
     if arguments.verbose:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
@@ -150,7 +150,7 @@ class _Progress:
         if now - self._reported >= REPORT_EVERY_S:
             self._reported = now
             left_s = (now - self._began) / done * (ranks - done)
-            print(f"ckpt_plan: {done} of {ranks} ranks planned, about {left_s:.0f} s left", file=sys.stderr)
+            print(f"ckpt-plan: {done} of {ranks} ranks planned, about {left_s:.0f} s left", file=sys.stderr)
 
 
 def _own_flags(message: str) -> str:

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.output.write_text(text + "\n")
         write_stdout((text if arguments.format == "json" else render(figures, show_all=arguments.all)) + "\n")
     except (ReplayError, ConfigError, UnknownEngineError, EngineUnavailableError, TaskError, OSError) as exc:
-        print(f"ckpt_replay: {exc}", file=sys.stderr)
+        print(f"ckpt-replay: {str(exc).replace('--checkpoint-engine', '--engine')}", file=sys.stderr)
         return COULD_NOT_RUN
     return FINDINGS if any(found["failed"] for found in figures["engines"].values()) else OK
 

@@ -541,6 +541,12 @@ def test_a_command_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
     assert stopped.value.code == 2 and "no command is given" in capsys.readouterr().err
 
 
+def test_a_job_without_run_before_it_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["true", "train.py"])
+    assert stopped.value.code == 2 and "restart-trace run -- true ..." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["save", "trainer:", "trainer:Trainer.save()", "__main__:save"])
 def test_a_function_must_be_one(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:

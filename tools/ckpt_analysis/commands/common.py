@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ..ingest.load import Trace
     from ..report import Analysis, Report
 
+FILE_NAME = "ckpt_report.html"
+
 
 def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of every command: --quiet, --run-id and --cache-dir. The command line adds them itself."""
@@ -48,6 +50,14 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         "not, or is not recorded; repeatable (docs/ckpt_analysis.md lists the names)"
     )
     parser.add_argument("--target", metavar="NAME=VALUE", action="append", default=[], help=help_)
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    help_ = (
+        f"write the HTML report: to PATH/{FILE_NAME}, or to PATH if it ends in .html. One file that needs no "
+        "network. Without it nothing is written"
+    )
+    parser.add_argument("-o", "--output", metavar="PATH", type=Path, help=help_)
 
 
 def add_format(parser: argparse.ArgumentParser, *formats: str) -> None:
@@ -156,3 +166,19 @@ def output_file(path: Path) -> Iterator[Path]:
     finally:
         if not is_special:
             draft.unlink(missing_ok=True)
+
+
+def write_page(page: str, arguments: argparse.Namespace) -> None:
+    """Write an HTML page to where -o says. Raises CouldNotRunError if that cannot be done."""
+    path: Path = arguments.output
+    if path.suffix.lower() not in (".html", ".htm"):
+        path = path / FILE_NAME
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise CouldNotRunError(
+            f"-o {arguments.output}: {path.parent} cannot be made: {exc.strerror}; give another place with -o"
+        ) from exc
+    with output_file(path) as draft:
+        draft.write_text(page, encoding="utf-8")
+    progress_of(arguments).remark(f"the HTML report is {path}")

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from ...common.cli import FINDINGS, OK
-from .common import add_format, read_variants, write_formatted
+from .common import add_format, add_output, read_variants, write_formatted, write_page
 
 HELP = "compare runs: engines, layouts, model sizes or versions, with what exceeds the noise"
 EXAMPLES = """\
@@ -15,6 +15,7 @@ EXAMPLES = """\
   %(prog)s --fail-if 'restart_s>1.05' old new      exit 1 if restarts got more than 5 %% slower
   %(prog)s --fail-if 'blocked_GBps<0.9' --fail-if 'load_s>1.1' old new
   %(prog)s a=runs/a1 b=runs/b1 a=runs/a2 b=runs/b2   runs repeated under a name: the noise is between runs
+  %(prog)s runs/torch runs/lazy -o cmp.html        and a page with figures
   %(prog)s --format csv runs/torch runs/lazy > both.csv
 """
 
@@ -23,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this command."""
     help_ = "two runs or more; ratios are to the first. Runs of the same NAME are repeats"
     parser.add_argument("logdirs", metavar="[NAME=]LOGDIR", nargs="+", help=help_)
+    add_output(parser)
     add_format(parser)
     parser.add_argument("--all", action="store_true", help="every metric, details of phases and timers too")
     help_ = "exit 1 if the ratio of a median to that of the first is above (>) or below (<) RATIO; repeatable"
@@ -50,6 +52,10 @@ def run(arguments: argparse.Namespace) -> int:
         csv=lambda: to_csv(comparison),
         markdown=lambda: to_markdown(comparison, show_all=arguments.all),
     )
+    if arguments.output is not None:
+        from ..render.html.page import comparison_page
+
+        write_page(comparison_page(comparison, variants), arguments)
     for sentence in failed:
         print(f"ckpt-analysis: {visible(sentence)}", file=sys.stderr)
     return FINDINGS if failed else OK

@@ -10,21 +10,20 @@ from typing import TYPE_CHECKING
 from ..common.errors import CouldNotRunError
 from .common import (
     add_format,
+    add_output,
     add_strict,
     add_target,
     exit_status,
-    output_file,
-    progress_of,
     read_analysis,
     read_variants,
     write_formatted,
+    write_page,
     write_stdout,
 )
 
 if TYPE_CHECKING:
     from ..report import Report
 
-FILE_NAME = "ckpt_report.html"
 HELP = "show where saves, loads and restarts of a traced run spent their time"
 EXAMPLES = """\
   %(prog)s runs/tiny/restart_trace            where the last save and restart went, rank by rank
@@ -45,11 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "of the same NAME are repeats"
     )
     parser.add_argument("logdirs", metavar="[NAME=]LOGDIR", nargs="+", help=help_)
-    help_ = (
-        "write the HTML report: to PATH/ckpt_report.html, or to PATH if it ends in .html. One file that needs no "
-        "network. Without it nothing is written"
-    )
-    parser.add_argument("-o", "--output", metavar="PATH", type=Path, help=help_)
+    add_output(parser)
     help_ = "save that the HTML report shows in detail (default: the newest that all ranks finished)"
     parser.add_argument("--checkpoint", metavar="TAG", help=help_)
     add_format(parser, "table", "json")
@@ -82,7 +77,7 @@ def _of_one(arguments: argparse.Namespace) -> list[Report]:
     if arguments.output is not None:
         from ..render.html.page import run_page
 
-        _write_page(run_page(analysis, arguments.checkpoint), arguments)
+        write_page(run_page(analysis, arguments.checkpoint), arguments)
     return [analysis.report]
 
 
@@ -98,7 +93,7 @@ def _compared(arguments: argparse.Namespace) -> list[Report]:
     if arguments.output is not None:
         from ..render.html.page import comparison_page
 
-        _write_page(comparison_page(comparison, variants), arguments)
+        write_page(comparison_page(comparison, variants), arguments)
     return [report for variant in variants for report in variant.reports]
 
 
@@ -117,18 +112,3 @@ def _check(arguments: argparse.Namespace, several: bool) -> None:
         raise CouldNotRunError(
             "--format json: describes one run; run it for each LOGDIR, or use `ckpt-analysis compare` for several"
         )
-
-
-def _write_page(page: str, arguments: argparse.Namespace) -> None:
-    path: Path = arguments.output
-    if path.suffix.lower() not in (".html", ".htm"):
-        path = path / FILE_NAME
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as exc:
-        raise CouldNotRunError(
-            f"-o {arguments.output}: {path.parent} cannot be made: {exc.strerror}; give another place with -o"
-        ) from exc
-    with output_file(path) as draft:
-        draft.write_text(page, encoding="utf-8")
-    progress_of(arguments).remark(f"the HTML report is {path}")

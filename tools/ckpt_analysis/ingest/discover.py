@@ -65,7 +65,8 @@ def list_trace(given: Path) -> Listing:
         found = "it is empty" if not os.listdir(given) else "it holds other things"
         raise LogDirectoryError(
             f"{given}: no restart trace here ({found}): looked for rank_RRRRR_cycle_CCC.jsonl in it and in "
-            f"{DEFAULT_SUBDIRECTORY}/ below it. Give the directory named by --restart-trace-dir or --save"
+            f"{DEFAULT_SUBDIRECTORY}/ below it. Give the directory named by --restart-trace-dir or --save, "
+            "or by --trace-dir of restart-trace"
         )
     return listing
 

@@ -71,8 +71,8 @@ def render(report: Report, style: Style, *, show_all: bool = False) -> str:
 
 def _header(report: Report, style: Style) -> list[str]:
     facts = report.facts
-    engines = sorted({f"{asked or '?'} ({used or 'not recorded'})" for asked, used in facts.engines})
-    durability = sorted({value or "?" for value in facts.durability})
+    engines = sorted({_engine(asked, used or "not recorded") for asked, used in facts.engines})
+    durability = sorted({value or "not recorded" for value in facts.durability})
     named = f" ({facts.hosts[0]})" if len(facts.hosts) == 1 else ""
     where = f"{plural(len(facts.hosts), 'host')}{named}" if facts.hosts else "hosts not recorded"
     ranks, cycles = plural(facts.ranks, "rank"), plural(len(report.cycles), "cycle")
@@ -81,10 +81,14 @@ def _header(report: Report, style: Style) -> list[str]:
         f"  trace       {report.directory}",
         f"  ranks       {_presence(report.cycles)}",
         f"  model       {report.model or 'not recorded'}",
-        f"  engine      asked for (and used): {', '.join(engines)}; durability {', '.join(durability)}",
+        f"  engine      {', '.join(engines)}; durability {', '.join(durability)}",
         *(f"  {storage.use:<12}{storage_text(storage)}" for storage in report.storage[:_MOST_STORAGE]),
         f"  versions    {', '.join(facts.versions)}",
     ]
+
+
+def _engine(asked: str | None, used: str) -> str:
+    return used if asked is None else f"{used} (asked for: {asked})"
 
 
 def _fitted(line: str) -> list[str]:
@@ -129,10 +133,8 @@ def _start(start: StartStats, coordinates: _Coordinates, style: Style, show_all:
     if first is None:
         lines.append("  did not reach its first step")
     else:
-        lines.append(
-            f"  process start to first step {seconds(first.max_s)} s{_on_critical_rank(start)}, "
-            f"caught up after {seconds(start.caught_up_s)} s"
-        )
+        caught_up = "" if start.caught_up_s is None else f", caught up after {seconds(start.caught_up_s)} s"
+        lines.append(f"  process start to first step {seconds(first.max_s)} s{_on_critical_rank(start)}{caught_up}")
     if failure := start.failure:
         lines.append(
             f"  failure{f' ({failure.fault})' if failure.fault else ''} to first step {seconds(start.restart_s)} s: "
@@ -207,7 +209,8 @@ def _operation(stats: OperationStats, coordinates: _Coordinates, style: Style, s
         else:
             facts.append(f"durable after {seconds(stats.durable_s, digits)} s")
     facts.append(f"I/O {rate(stats.io_GBps)} GB/s")
-    lines += _fitted("  " + ", ".join(facts))
+    if stats.tag or stats.bytes:  # else it found no checkpoint to load
+        lines += _fitted("  " + ", ".join(facts))
     lines.append(f"  coverage {_coverage(stats)}")
     lines += _phase_lines(stats, f"whole {stats.operation}", style, show_all)
     return lines + _rank_lines(stats, coordinates, style)

@@ -423,4 +423,4 @@ def test_a_long_planning_says_how_far_it_is(
     monkeypatch.setattr("tools.ckpt_plan.cli.REPORT_EVERY_S", 0.0)
     assert main(["--model", "tiny", "--dp", "2", "--summary"]) == 0
     told = capsys.readouterr().err.splitlines()
-    assert [line.partition(",")[0] for line in told] == [f"ckpt_plan: {n} of 2 ranks planned" for n in (1, 2)]
+    assert [line.partition(",")[0] for line in told] == [f"ckpt-plan: {n} of 2 ranks planned" for n in (1, 2)]

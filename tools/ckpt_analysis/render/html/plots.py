@@ -28,7 +28,14 @@ def layout(height: int, *, x: str, y: str, **more: Any) -> dict[str, Any]:
         "margin": MARGIN,
         "xaxis": xaxis,
         "yaxis": yaxis,
-        "legend": {"orientation": "h", "yanchor": "bottom", "y": 1.02, "x": 0, "traceorder": "normal"},
+        "legend": {
+            "orientation": "h",
+            "yanchor": "bottom",
+            "y": 1.02,
+            "x": 0,
+            "traceorder": "normal",
+            "maxheight": 0.9,
+        },
         "hovermode": "closest",
     } | more
 

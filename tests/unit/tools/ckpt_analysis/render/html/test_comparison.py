@@ -260,3 +260,10 @@ def test_the_page_begins_with_the_verdict(
     paragraphs = [element for element in study_page.elements if element.tag in ("p", "details")]
     first = next(element for element in paragraphs if element.attributes.get("class") in ("answer", "run"))
     assert (first.tag, first.text.strip()) == ("p", verdict)
+
+
+def test_compare_writes_the_page_of_report(study: list[str], tmp_path: Path) -> None:
+    pages = [tmp_path / "compare.html", tmp_path / "report.html"]
+    for path in pages:
+        assert main([path.stem, *study[:2], "-o", str(path), "--quiet"]) == 0
+    assert pages[0].read_bytes() == pages[1].read_bytes()

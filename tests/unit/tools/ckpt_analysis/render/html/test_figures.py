@@ -100,7 +100,12 @@ def test_waterfall_adds_up_to_the_restart(trace: Path) -> None:
     assert shown == pytest.approx(restart.restart_s, abs=1e-6)
     # One definition of the critical rank: the sentences, the finding, the labels and the bars say the same.
     rank = restart.critical_rank
-    labels = [text.strip() for bar in plots["plot-waterfall-0"][0]["data"] for text in bar.get("text", [])]
+    texts = [drawn for drawn in plots["plot-waterfall-0"][0]["data"] if drawn.get("mode") == "text"]
+    labels = [text.strip() for drawn in texts for text in drawn["text"]]
+    room, width = 0.12, plots["plot-waterfall-0"][0]["layout"]["xaxis"]["range"][1]  # what a label takes of the plot
+    for drawn in texts:  # none is cut by an end of the axis
+        left = drawn["textposition"] == "middle left"
+        assert all(x > room * width if left else x < (1 - room) * width for x in drawn["x"])
     imports_s = parts_of(restart)["imports"]
     assert f"{imports_s:.3f} s" in labels
     assert f"on critical rank {rank}, imports took {imports_s:.3f} s" in " ".join(answer(analysis.report))
