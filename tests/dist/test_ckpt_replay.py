@@ -18,7 +18,7 @@ from tools.ckpt_replay.plan import STORAGE_KINDS
 from tools.common.machine import filesystem_of
 
 MIB = 1 << 20
-WITHOUT_DATASTATES = ["--checkpoint-engine datastates"] if importlib.util.find_spec("datastates") is None else []
+WITHOUT_DATASTATES = ["--engine datastates"] if importlib.util.find_spec("datastates") is None else []
 COMMAND = [sys.executable, "-m", "tools.ckpt_replay", "--steps-between", "0", "--no-cold"]
 SMALL = ["--small-tensors", "16", "--small-tensor-bytes", "64KiB"]
 MEASURES = ("blocked_s", "durable_s", "load_warm_s", "load_warm_again_s", "peak_rss_bytes")
