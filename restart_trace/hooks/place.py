@@ -55,7 +55,9 @@ def place_in_mesh(mesh: Any, dims: Any, rank: int, world_size: int) -> dict[str,
         sharded, replicated = ([names.index(name) for name in of] for of in (dims.shard_names, dims.replicate_names))
     if len(sharded) != 1 or len(replicated) > 1:
         return None
-    found = dict(zip(("fsdp", "dp"), (_in_dimension(mesh, one) for one in (*sharded, *replicated)), strict=False))
+    found: dict[str, _Place] = {"fsdp": _in_dimension(mesh, sharded[0])}
+    if replicated:
+        found["dp"] = _in_dimension(mesh, replicated[0])
     whole = mesh._get_root_mesh()  # of which this one may be a slice
     for axis in ("tp", "pp", "cp"):
         place = _in_mesh(whole, _NAMES[axis])
