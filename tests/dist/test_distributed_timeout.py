@@ -91,7 +91,9 @@ def test_a_stopped_rank_is_named_by_all_others(launcher: Launcher, where: str, e
         errors = re.findall(rf"^error on rank {rank}, .*", log, re.MULTILINE)
         assert len(errors) == 1 and "Traceback" not in log, log
         assert "--distributed-timeout-minutes 0.25" in errors[0], errors
-        assert re.search(phase, errors[0]) and f"rank 3 on {os.uname().nodename} does not answer" in errors[0], errors
+        # On a machine that is too busy for another rank to answer in time, that one is named beside it.
+        missing = rf"ranks? ([0-2], )*3 on {re.escape(os.uname().nodename)} do(es)? not answer"
+        assert re.search(phase, errors[0]) and re.search(missing, errors[0]), errors
 
 
 def test_a_rank_that_the_others_never_meet(launcher: Launcher) -> None:
