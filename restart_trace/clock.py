@@ -33,10 +33,22 @@ def _read_once() -> Anchor:
     return Anchor(wall, (before + after) // 2, after - before)
 
 
+_FIRST_TIME_NAMESPACE = "time:[4026531834]"  # PROC_TIME_INIT_INO, linux/proc_ns.h
+
+
 def boot_id() -> str:
-    """Kernel boot id; empty where the kernel does not tell."""
+    """Kernel boot id; empty where the kernel does not tell.
+
+    In a time namespace (time_namespaces(7)), where the monotonic clock may be another one, the namespace follows.
+    """
     path = Path("/proc/sys/kernel/random/boot_id")
-    return path.read_text().strip() if path.exists() else ""
+    if not path.exists():
+        return ""
+    try:
+        namespace = os.readlink("/proc/self/ns/time")
+    except OSError:
+        namespace = _FIRST_TIME_NAMESPACE
+    return path.read_text().strip() + ("" if namespace == _FIRST_TIME_NAMESPACE else f"/{namespace}")
 
 
 def process_start_ticks(pid: int | None = None) -> int | None:

@@ -131,16 +131,19 @@ class Ownership:
                 os.utime(path)
 
 
-def claim(save_dir: Path, launch_key: str = "", *, take_over: bool = False) -> Ownership:
+def claim(save_dir: Path, launch_key: str = "", *, take_over: bool = False, restarted: bool = False) -> Ownership:
     """Become the owner of `save_dir`, which is there; for rank 0. Waits PATIENCE_S at most, and as a rule not at all.
 
+    `restarted`: the launcher has started the ranks of this launch again. Then an owner with the same `launch_key` is
+    the start before, whose ranks it has ended, or which a node took with it that is lost: nobody looks for its heart.
     Raises SaveDirectoryInUseError if the present owner is provably alive, unless `take_over`; OSError if the directory
     cannot be written.
     """
     (save_dir / names.GENERATIONS).mkdir(exist_ok=True)
     while True:
         present = newest_owner(save_dir)
-        if present is not None and not take_over and _is_alive(save_dir, present):
+        own = restarted and present is not None and present.launch_key == launch_key != ""
+        if present is not None and not take_over and not own and _is_alive(save_dir, present):
             _refuse_beside(save_dir, present)
             continue
         with _locked(save_dir):

@@ -1,34 +1,66 @@
-"""The command line of the launcher: those flags of torchrun that it supports."""
+"""The command line of the launcher: those flags of torchrun that it supports, and the coordinator's."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.machinery
 import os
+import socket
 import sys
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from megatron.launch.agent import Agent
+from megatron.launch.coordinator import Coordinator, Launch
 from megatron.launch.plan import Plan
 from megatron.launch.preload import PreloadError, preload
-from megatron.launch.supervise import COULD_NOT_RUN, supervise
+from megatron.launch.supervise import COULD_NOT_RUN, say, supervise
 from restart_trace import clock
 from restart_trace.command_line import CommandParser
+from restart_trace.cycles import LAUNCH_ID_VARIABLE
 
 _DEFAULT_PORT = 29500  # torchrun's, where all nodes must know it
 _MEGATRON = Path(__file__).resolve().parents[1]
+COORDINATE = "coordinate"  # first word of the coordinator's command line
 
 _EPILOG = """\
 examples:
   %(prog)s --nproc-per-node 8 pretrain_gpt.py ...
   %(prog)s --nproc-per-node 8 --max-restarts 3 pretrain_gpt.py ...
       start all ranks again when one fails, up to three times, without importing anything again
+  %(prog)s coordinate --nnodes 2 --spares 1 --nproc-per-node 8 --port 29400 --max-restarts 3 pretrain_gpt.py ...
+  %(prog)s --coordinator login:29400 --node-rank 0 --nproc-per-node 8 pretrain_gpt.py ...
+      and the same on two more nodes with --node-rank 1 and 2: three nodes, the last of which is a hot spare
   %(prog)s --nnodes 2 --node-rank 0 --master-addr node0 --nproc-per-node 8 pretrain_gpt.py ...
-      and the same on the other node with --node-rank 1
+      and the same on the other node with --node-rank 1: no coordinator, and no restarts
 
-exit status: 0 every rank ended with 0; 1 a rank failed, and no restart was left; 2 wrong command line, or no rank
-could be started; 128 + N stopped by signal N
+exit status: 0 every rank ended with 0; 1 a rank failed or a node was lost, and no restart was left; 2 wrong command
+line, or no rank could be started; 128 + N stopped by signal N
 """
+_COORDINATOR_EPILOG = """\
+Start it where the launch is typed, and `restart-launch --coordinator HOST:PORT --node-rank N ...` with the same script
+and arguments on every node. The nodes of the training have the numbers 0 to --nnodes - 1, spares those that follow.
+SIGUSR1 tells it that the launcher of a node has failed: then the launch ends, unless it has begun to train.
+
+exit status: as `restart-launch`
+"""
+
+
+def _adder(parser: argparse.ArgumentParser) -> Any:
+    """A function that adds an option in both spellings, with - and with _."""
+
+    def add(name: str, help: str, **options: object) -> None:
+        spellings = dict.fromkeys((name, "--" + name[2:].replace("-", "_")))
+        parser.add_argument(*spellings, help=help, **options)  # type: ignore[arg-type]
+
+    return add
+
+
+def _add_script(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("script", help="the training script, followed by its arguments")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -37,24 +69,21 @@ def _parser() -> argparse.ArgumentParser:
         description="Start the ranks of a node by forking one process that has imported torch, DeepSpeed and megatron.",
         epilog=_EPILOG,
     )
-
-    def add(name: str, help: str, **options: object) -> None:
-        spellings = dict.fromkeys((name, "--" + name[2:].replace("-", "_")))
-        parser.add_argument(*spellings, help=help, **options)  # type: ignore[arg-type]
-
+    add = _adder(parser)
     add("--nproc-per-node", "ranks on this node", type=int, default=1, metavar="N")
     add("--nnodes", "number of nodes; start the launcher on each", type=int, default=1, metavar="N")
-    add("--node-rank", "number of this node, from 0", type=int, default=0, metavar="N")
+    add("--node-rank", "number of this node, from 0; with --coordinator that of a spare, too", type=int, default=0,
+        metavar="N")  # fmt: skip
     add("--master-addr", "host of node 0 (default: 127.0.0.1 on one node)", metavar="HOST")
     add(
         "--master-port",
-        f"port of node 0 (default: {_DEFAULT_PORT}; on one node a free port for every start)",
+        f"port of node 0 (default: {_DEFAULT_PORT}; on one node, and with --coordinator, a free port for every start)",
         type=int,
         metavar="N",
     )
     add(
         "--max-restarts",
-        "how often all ranks are restarted in place after a failure; on one node only",
+        "how often all ranks are restarted in place after a failure; on one node only, see `coordinate`",
         type=int,
         default=0,
         metavar="N",
@@ -66,8 +95,9 @@ def _parser() -> argparse.ArgumentParser:
         default=30.0,
         metavar="S",
     )
-    parser.add_argument("script", help="the training script, followed by its arguments")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    add("--coordinator", "do what `restart-launch coordinate` says, which listens there", metavar="HOST:PORT")
+    add("--address", "where other nodes reach this one (default: its host name)", metavar="HOST")
+    _add_script(parser)
     return parser
 
 
@@ -75,21 +105,17 @@ def parse_arguments(argv: Sequence[str] | None) -> Plan:
     """Parse the command line; exits with status 2 and a message if it is wrong (argparse)."""
     parser = _parser()
     args = parser.parse_args(argv)
-    for name, least in (("nproc_per_node", 1), ("nnodes", 1), ("max_restarts", 0), ("shutdown_timeout", 0)):
-        if getattr(args, name) < least:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
-    if not 0 <= args.node_rank < args.nnodes:
+    _check_least(parser, args, (("nproc_per_node", 1), ("nnodes", 1), ("max_restarts", 0), ("shutdown_timeout", 0)))
+    _check_port(parser, "--master-port", args.master_port)
+    coordinator = None
+    if args.coordinator is not None:
+        coordinator = _coordinator_of(parser, args)
+    elif args.address is not None:
+        parser.error(f"--address {args.address}: other nodes are told of it by a coordinator; give --coordinator, too")
+    elif not 0 <= args.node_rank < args.nnodes:
         parser.error(f"--node-rank {args.node_rank}: must be from 0 to --nnodes - 1 = {args.nnodes - 1}")
-    if args.master_port is not None and not 0 < args.master_port < 65536:
-        parser.error(f"--master-port {args.master_port}: must be from 1 to 65535")
-    if args.nnodes > 1:
-        if args.master_addr is None:
-            parser.error(f"--nnodes {args.nnodes}: needs --master-addr, the host of node 0")
-        if args.max_restarts:
-            parser.error(
-                f"--max-restarts {args.max_restarts} with --nnodes {args.nnodes}: launchers of several nodes do not "
-                "agree on restarts; use --max-restarts 0 and start the job again, or torchrun"
-            )
+    elif args.nnodes > 1:
+        _check_nodes_alone(parser, args)
         args.master_port = args.master_port or _DEFAULT_PORT
     _check_script(parser, args.script)
     return Plan(
@@ -102,7 +128,93 @@ def parse_arguments(argv: Sequence[str] | None) -> Plan:
         master_port=args.master_port,
         max_restarts=args.max_restarts,
         shutdown_timeout_s=args.shutdown_timeout,
+        coordinator=coordinator,
+        address=args.address or socket.gethostname(),
     )
+
+
+def _check_nodes_alone(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """What several nodes need without a coordinator."""
+    if args.master_addr is None:
+        parser.error(f"--nnodes {args.nnodes}: needs --master-addr, the host of node 0")
+    if args.max_restarts:
+        parser.error(
+            f"--max-restarts {args.max_restarts} with --nnodes {args.nnodes}: launchers of several nodes do not "
+            "agree on restarts by themselves; give --coordinator, see `restart-launch coordinate --help`"
+        )
+
+
+def _coordinator_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[str, int]:
+    """Host and port of the coordinator; what it decides may not be given here."""
+    host, _, port = args.coordinator.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        parser.error(f"--coordinator {args.coordinator}: must be HOST:PORT, as login:29400")
+    if args.node_rank < 0:
+        parser.error(f"--node-rank {args.node_rank}: must be at least 0")
+    for name, default in (("nnodes", 1), ("max_restarts", 0), ("master_addr", None)):
+        if getattr(args, name) != default:
+            flag = f"--{name.replace('_', '-')}"
+            parser.error(
+                f"{flag} {getattr(args, name)} with --coordinator: the coordinator decides on that; leave it out here"
+            )
+    return host.strip("[]"), int(port)
+
+
+def parse_coordinator_arguments(argv: Sequence[str]) -> Launch:
+    """Parse what follows `coordinate`; exits with status 2 and a message if it is wrong (argparse)."""
+    parser = CommandParser(
+        prog="restart-launch coordinate",
+        description="Decide for the launchers of several nodes which of them train, and start and restart their ranks.",
+        epilog=_COORDINATOR_EPILOG,
+    )
+    add = _adder(parser)
+    add("--nnodes", "number of nodes that train", type=int, required=True, metavar="N")
+    add("--nproc-per-node", "ranks on each node", type=int, default=1, metavar="N")
+    add("--spares", "nodes beyond these: they import everything and wait", type=int, default=0, metavar="N")
+    add("--max-restarts", "how often all ranks are started again", type=int, default=0, metavar="N")
+    add("--heartbeat-timeout", "seconds without a sign of life until a node counts as lost", type=float, default=2.0,
+        metavar="S")  # fmt: skip
+    add("--join-timeout", "seconds from now until all nodes must have joined", type=float, default=600.0, metavar="S")
+    add("--allow-shrink", "go on with fewer nodes where no spare is left: on the largest layout that fits, with fewer "
+        "replicas first", action="store_true")  # fmt: skip
+    add("--port", "where it listens (default: a free port)", type=int, metavar="N")
+    add("--port-file", "write the port to this file", type=Path, metavar="FILE")
+    _add_script(parser)
+    args = parser.parse_args(argv)
+    _check_least(
+        parser, args,
+        (("nnodes", 1), ("nproc_per_node", 1), ("spares", 0), ("max_restarts", 0), ("heartbeat_timeout", 0.1),
+         ("join_timeout", 0)),
+    )  # fmt: skip
+    _check_port(parser, "--port", args.port)
+    _check_script(parser, args.script)
+    return Launch(
+        script=args.script,
+        arguments=tuple(args.arguments),
+        nodes=args.nnodes,
+        ranks_per_node=args.nproc_per_node,
+        spares=args.spares,
+        max_restarts=args.max_restarts,
+        heartbeat_timeout_s=args.heartbeat_timeout,
+        join_timeout_s=args.join_timeout,
+        port=args.port or 0,
+        port_file=args.port_file,
+        allow_shrink=args.allow_shrink,
+        launch_id=os.environ.setdefault(LAUNCH_ID_VARIABLE, uuid.uuid4().hex[:12]),
+    )
+
+
+def _check_least(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, limits: Sequence[tuple[str, float]]
+) -> None:
+    for name, least in limits:
+        if getattr(args, name) < least:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
+
+
+def _check_port(parser: argparse.ArgumentParser, flag: str, port: int | None) -> None:
+    if port is not None and not 0 < port < 65536:
+        parser.error(f"{flag} {port}: must be from 1 to 65535")
 
 
 def _check_script(parser: argparse.ArgumentParser, script: str) -> None:
@@ -118,14 +230,29 @@ def _check_script(parser: argparse.ArgumentParser, script: str) -> None:
     )
 
 
+def _coordinate(argv: Sequence[str]) -> int:
+    launch = parse_coordinator_arguments(argv)
+    try:
+        coordinator = Coordinator(launch)
+    except OSError as error:
+        say(f"error: --port {launch.port}: cannot be listened on: {error.strerror}; name a port that is free")
+        return COULD_NOT_RUN
+    return coordinator.run()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Launch and supervise; the exit status. In a rank it does not return, but raises SystemExit."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == [COORDINATE]:
+        return _coordinate(words[1:])
     started_ns = clock.process_start_ns() or clock.now_ns()
-    plan = parse_arguments(argv)
+    plan = parse_arguments(words)
     try:
         preloaded = preload(plan, started_ns)
     except PreloadError as error:
-        print(f"[launch] error: {error}", file=sys.stderr, flush=True)
+        say(f"error: {error}")
         return COULD_NOT_RUN
-    # Nothing around this call may catch exceptions or clean up: the forked ranks return through it, too.
+    # Nothing around these calls may catch exceptions or clean up: the forked ranks return through them, too.
+    if plan.coordinator is not None:
+        return Agent(plan, preloaded).run()
     return supervise(plan, preloaded)

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Plan:
-    """The ranks of this node. If `master_port` is None, every start uses a free port (one node only)."""
+    """The ranks of this node. If `master_port` is None, every start uses a free port (one node, or a coordinator).
+
+    With a `coordinator`, (host, port), that decides on nodes, starts and restarts. Then `node_rank` is the number of
+    this node, spares included, and `address` where other nodes reach it.
+    """
 
     script: str
     arguments: tuple[str, ...]
@@ -18,6 +22,8 @@ class Plan:
     master_port: int | None
     max_restarts: int
     shutdown_timeout_s: float
+    coordinator: tuple[str, int] | None = None
+    address: str = ""
 
     @property
     def world_size(self) -> int:

@@ -173,7 +173,7 @@ def _claim_save_directory(config: Config) -> Ownership | None:
     take_over = config.checkpoint.take_over and not restarted
     try:
         if config.parallel.rank == 0:
-            return claim(save_dir, key, take_over=take_over)
+            return claim(save_dir, key, take_over=take_over, restarted=restarted)
         if not take_over:
             check_not_in_use(save_dir, key, first_of_host=config.parallel.local_rank == 0)
     except OSError as error:

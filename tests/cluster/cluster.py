@@ -123,7 +123,11 @@ class Node:
         return len(pids)
 
     def lose(self) -> None:
-        """All processes of the node end at once; its shared memory, its local disk and its link are gone."""
+        """All processes of the node end at once; its shared memory, its local disk and its link are gone.
+
+        The link goes first, as when power fails: no connection is closed, so no peer hears of it.
+        """
+        self.cut_link()
         os.kill(self.pid, signal.SIGKILL)
         self._init.wait()  # unshare and nsenter wait for it, and it for all processes of its namespace
         self._cluster.forget(self)

@@ -1,22 +1,88 @@
 # Launching with megatron.launch, which imports once for all ranks of a node; sourced by common.sh. One command per node.
+#
+# Over HOSTFILE with MAX_RESTARTS a coordinator on this host decides which nodes train, and starts all ranks again when one
+# fails or a node is lost. Hosts beyond those that the layout takes are spares (SPARES: how many of them).
 
-fork_num_commands() { echo "$NNODES"; }
+fork_num_commands() {
+    local commands=$((NNODES + SPARES))
+    ! fork_coordinates || commands=$((commands + 1))
+    echo "$commands"
+}
 
 fork_starts_all() { ((NNODES == 1)); }
 
-# Sets COMMAND for node $1. MAX_RESTARTS: how often it starts all ranks again in place; on one node.
+# Whether this launch has a coordinator.
+fork_coordinates() {
+    ((${#HOSTS[@]} > 0 && NNODES + SPARES > 1 && ${MAX_RESTARTS:-0} > 0)) && [[ -z ${NODE_RANK:-} ]]
+}
+
+# Sets COMMAND for node $1, or for the coordinator, whose number follows those of all nodes. COORDINATOR: where it listens.
 fork_command() {
-    local port=()
-    if ((NNODES > 1)) || [[ -n ${MASTER_PORT:-} ]]; then
-        port=(--master-port "${MASTER_PORT:-29500}")
+    local options=(--master-addr "$MASTER_ADDR")
+    if (($1 == NNODES + SPARES)); then
+        fork_coordinate
+        return
+    fi
+    if fork_coordinates; then
+        options=(--coordinator "${COORDINATOR:-$COORDINATOR_ADDR:PORT}" --node-rank "$1" --address "${HOSTS[$1]}")
+        [[ -z ${MASTER_PORT:-} ]] || options+=(--master-port "$MASTER_PORT")
+    else
+        options+=(--nnodes "$NNODES" --node-rank "$1" --max-restarts "${MAX_RESTARTS:-0}")
+        if ((NNODES > 1)) || [[ -n ${MASTER_PORT:-} ]]; then
+            options+=(--master-port "${MASTER_PORT:-29500}")
+        fi
     fi
     COMMAND=(
         env "${CARRIED_ENV[@]}" "${LAUNCH_ENV[@]}"
-        "$(python_path)" "$ROOT/megatron/launch"
-        --nnodes "$NNODES" --node-rank "$1" --nproc-per-node "$GPUS_PER_NODE"
-        --master-addr "$MASTER_ADDR" "${port[@]}" --max-restarts "${MAX_RESTARTS:-0}"
+        "$(python_path)" "$ROOT/megatron/launch" --nproc-per-node "$GPUS_PER_NODE" "${options[@]}"
         "$ROOT/pretrain_gpt.py" "${TRAINING_ARGS[@]}"
     )
 }
 
-fork_launch() { launch_per_node; }
+# Sets COMMAND to that of the coordinator, which writes its port to PORT_FILE.
+fork_coordinate() {
+    COMMAND=(
+        env "${LAUNCH_ENV[@]}"
+        "$(python_path)" "$ROOT/megatron/launch" coordinate --nnodes "$NNODES" --spares "$SPARES"
+        --nproc-per-node "$GPUS_PER_NODE" --max-restarts "${MAX_RESTARTS:-0}"
+        --heartbeat-timeout "${HEARTBEAT_TIMEOUT:-2}" ${ALLOW_SHRINK:+--allow-shrink}
+        ${COORDINATOR_PORT:+--port "$COORDINATOR_PORT"} ${PORT_FILE:+--port-file "$PORT_FILE"}
+        "$ROOT/pretrain_gpt.py" "${TRAINING_ARGS[@]}"
+    )
+}
+
+fork_launch() {
+    if fork_coordinates; then
+        launch_with_coordinator
+    else
+        launch_per_node
+    fi
+}
+
+# The coordinator decides how the launch ends: a node that is lost is none of this shell's business.
+launch_with_coordinator() {
+    local node coordinator status=0
+    PORT_FILE=$(mktemp -u)
+    trap 'rm -f "$PORT_FILE"; stop_jobs' EXIT
+    carry_user_env
+    fork_coordinate
+    "${COMMAND[@]}" &
+    coordinator=$!
+    while [[ ! -e $PORT_FILE ]]; do
+        kill -0 "$coordinator" 2>/dev/null || { wait "$coordinator" || exit; }
+        sleep 0.02
+    done
+    COORDINATOR=$COORDINATOR_ADDR:$(<"$PORT_FILE")
+    for ((node = 0; node < NNODES + SPARES; node++)); do
+        start_node "$node"
+    done
+    # A node's command that fails before all have joined is told by SIGUSR1; later the coordinator sees for itself.
+    while kill -0 "$coordinator" 2>/dev/null; do
+        status=0
+        wait -n || status=$?
+        ((status == 0)) || kill -USR1 "$coordinator" 2>/dev/null || true
+    done
+    # Its status, unless that was the one just waited for
+    wait "$coordinator" || { (($? == 127)) || wait "$coordinator" || status=$?; }
+    return "$status"
+}

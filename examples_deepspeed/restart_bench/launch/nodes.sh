@@ -81,6 +81,24 @@ settle_nodes() {
     NNODES_GIVEN=${NNODES:-}
     NNODES=$(((WORLD_SIZE + GPUS_PER_NODE - 1) / GPUS_PER_NODE))
     [[ -n ${MASTER_ADDR:-} ]] || settle_master
+    settle_spares
+}
+
+# Sets SPARES, the number of hosts that wait to take the place of a lost one, and COORDINATOR_ADDR, this host.
+settle_spares() {
+    local further=$((${#HOSTS[@]} > NNODES ? ${#HOSTS[@]} - NNODES : 0))
+    : "${COORDINATOR_ADDR:=$(hostname)}"
+    if [[ -n ${SPARES:-} ]]; then
+        [[ $SPARES =~ ^[0-9]+$ ]] || die "SPARES=$SPARES: must be a whole number"
+        ((SPARES == 0)) || [[ $LAUNCHER == fork ]] ||
+            die "SPARES=$SPARES: only LAUNCHER=fork has nodes that wait; leave it out"
+        ((SPARES <= further)) ||
+            die "SPARES=$SPARES: HOSTFILE=${HOSTFILE:-} names $further hosts beyond the $NNODES of the layout; add hosts"
+    elif [[ $LAUNCHER == fork && ${MAX_RESTARTS:-0} != 0 ]]; then
+        SPARES=$further
+    else
+        SPARES=0
+    fi
 }
 
 # Sets MASTER_ADDR to where rank 0 runs.
@@ -136,7 +154,7 @@ check_devices() {
         check_allocation
     elif ((${#HOSTS[@]} > 0)); then
         check_slots
-        [[ -n ${NODE_RANK:-} ]] || ((NNODES == 1)) || check_reach
+        [[ -n ${NODE_RANK:-} ]] || ((NNODES + SPARES == 1)) || check_reach
     fi
 }
 
@@ -146,7 +164,7 @@ check_slots() {
     ((${#HOSTS[@]} >= NNODES)) ||
         die "HOSTFILE=$HOSTFILE: names ${#HOSTS[@]} hosts, and $WORLD_SIZE ranks (TP $TP x PP $PP x DP $DP) with" \
             "$GPUS_PER_NODE per node take $NNODES; add hosts, or set GPUS_PER_NODE"
-    for ((node = 0; node < NNODES; node++)); do
+    for ((node = 0; node < NNODES + SPARES; node++)); do
         ((HOST_SLOTS[node] >= GPUS_PER_NODE)) ||
             die "HOSTFILE=$HOSTFILE: ${HOSTS[node]} has slots=${HOST_SLOTS[node]}, and every host gets" \
                 "$GPUS_PER_NODE ranks; give it more slots, leave it out, or set GPUS_PER_NODE"
@@ -157,7 +175,7 @@ check_slots() {
 check_reach() {
     local host said failed='' answers
     answers=$(mktemp -d)
-    for host in "${HOSTS[@]:0:NNODES}"; do
+    for host in "${HOSTS[@]:0:NNODES+SPARES}"; do
         is_this_host "$host" || {
             ssh -o BatchMode=yes -o ConnectTimeout=10 "$host" "test -f $(shell_quoted "$ROOT/pretrain_gpt.py") ||
                 { echo $(shell_quoted "$ROOT is not there; it must be on a file system that all nodes share") >&2; exit 1; }" \
@@ -165,7 +183,7 @@ check_reach() {
         } &
     done
     wait
-    for host in "${HOSTS[@]:0:NNODES}"; do
+    for host in "${HOSTS[@]:0:NNODES+SPARES}"; do
         [[ -e $answers/$host ]] || continue
         said=$(tail -n 1 "$answers/$host" | tr -d '\r')
         failed+="${failed:+; }$host (${said:-ssh said nothing})"

@@ -42,21 +42,26 @@ stop_jobs() {
     wait || true
 }
 
+# Start the command of node $1 in the background, on its host.
+start_node() {
+    node_command "$1"
+    if is_this_host "${HOSTS[$1]}"; then
+        "${COMMAND[@]}" &
+    else
+        # A terminal of its own makes the remote processes end with the connection.
+        ssh -tt -o BatchMode=yes "${HOSTS[$1]}" \
+            "cd $(shell_quoted "$PWD") ${SECRETS:+&& . $(shell_quoted "$SECRETS")} && exec $(shell_quoted "${COMMAND[@]}")" \
+            </dev/null &
+    fi
+}
+
 # Node 0 is the first host. When one node's command ends badly, those of the others are stopped.
 launch_over_hosts() {
     local node pid pids=() status=0
     trap stop_jobs EXIT
     carry_user_env
     for ((node = 0; node < NNODES; node++)); do
-        node_command "$node"
-        if is_this_host "${HOSTS[node]}"; then
-            "${COMMAND[@]}" &
-        else
-            # A terminal of its own makes the remote processes end with the connection.
-            ssh -tt -o BatchMode=yes "${HOSTS[node]}" \
-                "cd $(shell_quoted "$PWD") ${SECRETS:+&& . $(shell_quoted "$SECRETS")} && exec $(shell_quoted "${COMMAND[@]}")" \
-                </dev/null &
-        fi
+        start_node "$node"
         pids+=($!)
     done
     while [[ -n $(jobs -pr) ]] && ((status == 0)); do

@@ -64,6 +64,7 @@ def load_trace(
     processes = [heads[index].process for index in of_run]
     records, found = _align(records, heads, processes)
     problems += found + check_clocks(processes)
+    records = replace(records, events=_with_hosts(records.events, heads))
     return Trace(
         directory=listing.directory,
         run_id=chosen,
@@ -73,6 +74,15 @@ def load_trace(
         records=records,
         problems=problems,
     )
+
+
+def _with_hosts(events: pl.DataFrame, heads: list[Head]) -> pl.DataFrame:
+    """The events, each with `host`, that of the process which recorded it."""
+    hosts = pl.DataFrame(
+        {FILE: range(len(heads)), "host": [head.process["host"] for head in heads]},
+        schema={FILE: events.schema[FILE], "host": pl.String},
+    )
+    return events.join(hosts, on=FILE, how="left", maintain_order="left")
 
 
 def _read(listing: Listing, cache: Cache | None, progress: Progress) -> tuple[Records, list[Head], list[Problem]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from .results import FailureTimes
+from .results import FailureTimes, HostFailureTimes
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Failure:
 def failure_of(events: pl.DataFrame, cycle: int) -> Failure | None:
     """The failure that ended `cycle`: its last `injected` event and the first of each kind after it.
 
+    Of several hosts the last one's `stopped` counts: no rank is started again before all have ended.
     If nobody injected it, the first `detected` event takes its place: a supervisor that only watches, as hooks in
     torchrun's agent, knows no earlier moment. None if no supervisor recorded one (a job killed by hand).
     """
@@ -31,10 +32,34 @@ def failure_of(events: pl.DataFrame, cycle: int) -> Failure | None:
         return None
     moment = first["time_ns"].item()
     later = mine.filter(pl.col("time_ns") >= moment)
+    hosts = tuple(_on_host(later, host, moment) for host in later["host"].unique(maintain_order=True).drop_nulls())
+    relaunched = _first(later, "relaunched", moment)
+    return Failure(
+        moment,
+        FailureTimes(
+            fault=first["detail"].item(),
+            detected_s=_first(later, "detected", moment),
+            stopped_s=_stopped(hosts, relaunched) if len(hosts) > 1 else _first(later, "stopped", moment),
+            relaunched_s=relaunched,
+            hosts=hosts if len(hosts) > 1 else (),
+        ),
+    )
 
-    def since(phase: str) -> float | None:
-        times = later.filter(pl.col("phase") == phase)["time_ns"]
-        return None if times.is_empty() else (times[0] - moment) / 1e9
 
-    times = FailureTimes(first["detail"].item(), since("detected"), since("stopped"), since("relaunched"))
-    return Failure(moment, times)
+def _first(events: pl.DataFrame, phase: str, moment: int) -> float | None:
+    """Seconds from `moment` to the first event of a phase."""
+    times = events.filter(pl.col("phase") == phase)["time_ns"]
+    return None if times.is_empty() else (times[0] - moment) / 1e9
+
+
+def _on_host(events: pl.DataFrame, host: str, moment: int) -> HostFailureTimes:
+    mine = events.filter(pl.col("host") == host)
+    return HostFailureTimes(host, *(_first(mine, phase, moment) for phase in ("detected", "stopped", "relaunched")))
+
+
+def _stopped(hosts: tuple[HostFailureTimes, ...], relaunched: float | None) -> float | None:
+    """When the last host had stopped its ranks. One that was cut off may do so after the others were started again."""
+    times = [host.stopped_s for host in hosts if host.stopped_s is not None]
+    if not times or relaunched is None:
+        return max(times, default=None)
+    return min(max(times), relaunched)

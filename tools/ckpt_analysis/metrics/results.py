@@ -124,13 +124,27 @@ class OperationStats(Stats):
 
 
 @dataclass(frozen=True)
+class HostFailureTimes:
+    """What the supervisor on one host recorded of a failure; seconds since it was injected, or else detected first."""
+
+    host: str
+    detected_s: float | None
+    stopped_s: float | None
+    relaunched_s: float | None
+
+
+@dataclass(frozen=True)
 class FailureTimes:
-    """What supervisors recorded of the failure that ended a cycle; seconds since it was injected."""
+    """What supervisors recorded of the failure that ended a cycle; seconds since it was injected.
+
+    `hosts`: by host, if supervisors of several recorded it.
+    """
 
     fault: str | None
     detected_s: float | None
     stopped_s: float | None
     relaunched_s: float | None
+    hosts: tuple[HostFailureTimes, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ class Frames:
                 row in `operations`, and the spans are sorted by it and by start_ns. Those of a large run take more
                 memory than all else: what they share with their operation is added by `spans_of` and `placed`
     iterations  cycle, rank, step, start_ns, end_ns, loss
-    events      cycle, rank, operation, phase, detail, step, time_ns
+    events      cycle, rank, operation, phase, detail, step, time_ns, host
     runtimes    cycle, rank and the fields of the runtime record
     probes      cycle, rank, operation, op_id, at, time_ns, values (JSON text)
     samples     cycle, rank, time_ns, values (JSON text)
@@ -89,6 +89,7 @@ def no_frames() -> Frames:
     span = {"op": pl.UInt32, "phase": NAME, "detail": NAME, "file": pl.Categorical, "bytes": pl.Int64} | window
     span |= {"duration_ns": pl.Int64, "thread": pl.Categorical, "blocking": pl.Boolean, "error": pl.Categorical}
     event = {"operation": pl.String, "phase": pl.String, "detail": pl.String, "step": pl.Int64, "time_ns": pl.Int64}
+    event |= {"host": pl.String}
     probe = {"operation": pl.String, "op_id": pl.Int64, "at": pl.String, "time_ns": pl.Int64, "values": pl.String}
     return Frames(
         operations=pl.DataFrame(schema=operation | {"durable": pl.Boolean, "error": pl.String}),

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from ..metrics.budget import Budget
-from ..metrics.results import OperationStats, PhaseStats, Spread, StartStats, Stats
+from ..metrics.results import FailureTimes, OperationStats, PhaseStats, Spread, StartStats, Stats
 from ..report import Report
 
 # Attributes that are keys, in their order.
@@ -15,6 +15,7 @@ _OPERATION = "tag step cycle engine outcome error ranks finished_ranks bytes num
 _SAVE = "blocked_s drain_s blocked_GBps committed_s durable_s"
 _LOST = "caught_up_s resumed_step reached_step lost_steps lost_work_s repeated_steps equal_losses down_s restart_s"
 _FAILURE = "fault detected_s stopped_s relaunched_s"
+_HOST_FAILURE = "host detected_s stopped_s relaunched_s"
 _SPREAD = "max_s median_s min_s spread_s slowest_rank"
 _PHASE = "ranks bytes num_files GBps blocking"
 _RANK = "rank wall_s blocked_s coverage unattributed_s phases"
@@ -73,8 +74,13 @@ def _start(start: StartStats) -> dict[str, Any]:
     result = _fields(start, "cycle ranks finished_ranks")
     result |= {"time_to_first_step_s": start.wall.max_s if start.wall else None} | _wall(start)
     result |= _fields(start, f"{_LOST} failure_to_caught_up_s")
-    result["failure"] = _fields(start.failure, _FAILURE) if start.failure else None
+    result["failure"] = _failure(start.failure) if start.failure else None
     return result | _coverage_and_phases(start)
+
+
+def _failure(failure: FailureTimes) -> dict[str, Any]:
+    by_host = [_fields(host, _HOST_FAILURE) for host in failure.hosts]
+    return _fields(failure, _FAILURE) | ({"hosts": by_host} if by_host else {})
 
 
 def _wall(stats: Stats) -> dict[str, Any]:

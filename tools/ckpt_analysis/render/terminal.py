@@ -141,6 +141,11 @@ def _start(start: StartStats, coordinates: _Coordinates, style: Style, show_all:
             f"detected after {seconds(failure.detected_s)} s, stopped {seconds(failure.stopped_s)} s, relaunched "
             f"{seconds(failure.relaunched_s)} s"
         )
+        lines += [
+            f"    on {host.host}: detected after {seconds(host.detected_s)} s, stopped {seconds(host.stopped_s)} s, "
+            f"relaunched {seconds(host.relaunched_s)} s"
+            for host in failure.hosts
+        ]
     if start.is_restart:
         lines.append(
             f"  resumed after step {count(start.resumed_step)} of {count(start.reached_step)} reached: "

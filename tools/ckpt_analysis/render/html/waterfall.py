@@ -12,7 +12,7 @@ from ....common.tables import Column, numbers, times
 from ...metrics.critical_path import UNNAMED, Segment, critical_path, start_windows
 from ...metrics.failures import failure_of
 from ...metrics.restart_parts import ORDER, OUTSIDE, parts_of
-from ...metrics.results import FailureTimes, StartStats
+from ...metrics.results import FailureTimes, HostFailureTimes, StartStats
 from .colours import colour
 from .content import Content, Plot, Table, missing, plot, table
 from .plots import bar, lanes, phase_bars, vertical
@@ -78,7 +78,10 @@ def draw(run: RunData) -> Content:
     plots = [_plot(rows, run.start)]
     if len(starts) > 1:
         plots.append(_side_by_side(starts[-_MOST_STARTS:]))
-    return Content(plots, [by_start, _path_table(path, origin)], notes)
+    tables = [by_start, _path_table(path, origin)]
+    if failure and failure.times.hosts:
+        tables.insert(1, table("What happened on each host", _HOST_COLUMNS, failure.times.hosts))
+    return Content(plots, tables, notes)
 
 
 def _failure_rows(times: FailureTimes, first: Segment, origin: int, parts: dict[str, float]) -> list[_Row]:
@@ -228,6 +231,12 @@ def _after_failure(title: str, name: str) -> Column[StartStats]:
     return times(title, lambda start: getattr(start.failure, name, None), 3)
 
 
+_HOST_COLUMNS: tuple[Column[HostFailureTimes], ...] = (
+    Column("host", lambda host: host.host),
+    times("detected s", lambda host: host.detected_s, 3),
+    times("stopped s", lambda host: host.stopped_s, 3),
+    times("relaunched s", lambda host: host.relaunched_s, 3),
+)
 _COLUMNS: tuple[Column[StartStats], ...] = (
     Column("start", title_of),
     Column("fault", lambda start: getattr(start.failure, "fault", None) or NOT_RECORDED),

@@ -295,11 +295,7 @@ def test_lost_work_counts_a_step_as_the_newest_cycle_ran_it() -> None:
 def test_the_last_injected_fault_is_the_one_that_ended_the_cycle() -> None:
     rows = [(0, "injected", "bitflip", 10), (0, "detected", None, 20), (0, "injected", "sigkill", 50)]
     rows += [(0, "detected", None, 80), (0, "detected", None, 90), (1, "injected", "sigkill", 99)]
-    events = pl.DataFrame(
-        [(cycle, -1, "failure", phase, detail, ms * MS) for cycle, phase, detail, ms in rows],
-        schema=["cycle", "rank", "operation", "phase", "detail", "time_ns"],
-        orient="row",
-    )
+    events = failures([(*row, "node0") for row in rows])
     failure = failure_of(events, 0)
     assert failure is not None and failure.began_ns == 50 * MS
     assert (failure.times.fault, failure.times.detected_s) == ("sigkill", 0.03)
@@ -307,6 +303,38 @@ def test_the_last_injected_fault_is_the_one_that_ended_the_cycle() -> None:
     seen = failure_of(events.filter(pl.col("phase") == "detected"), 0)  # nobody injected it
     assert seen is not None and seen.began_ns == 20 * MS
     assert (seen.times.fault, seen.times.detected_s) == (None, 0)
+
+
+def test_of_several_hosts_the_last_that_stopped_counts() -> None:
+    rows = [("injected", 10, "login"), ("detected", 30, "login"), ("detected", 32, "node0"), ("stopped", 50, "node0")]
+    rows += [
+        ("detected", 40, "node1"),
+        ("stopped", 45, "node1"),
+        ("relaunched", 61, "node0"),
+        ("relaunched", 60, "node2"),
+    ]
+    failure = failure_of(failures([(0, phase, None, ms, host) for phase, ms, host in rows]), 0)
+    assert failure is not None
+    times = failure.times
+    assert (times.detected_s, times.stopped_s, times.relaunched_s) == (0.02, 0.04, 0.05)
+    assert {host.host: (host.detected_s, host.stopped_s, host.relaunched_s) for host in times.hosts} == {
+        "login": (0.02, None, None), "node0": (0.022, 0.04, 0.051), "node1": (0.03, 0.035, None),
+        "node2": (None, None, 0.05),
+    }  # fmt: skip
+    # A host that was cut off stops its ranks when it finds that, perhaps after the others were started again.
+    late = failures([(0, "detected", None, 10, "node0"), (0, "stopped", None, 20, "node0"),
+                     (0, "stopped", None, 90, "node1"), (0, "relaunched", None, 30, "node0")])  # fmt: skip
+    found = failure_of(late, 0)
+    assert found is not None and (found.times.stopped_s, found.times.relaunched_s) == (0.02, 0.02)
+
+
+def failures(rows: list[tuple[int, str, str | None, int, str]]) -> pl.DataFrame:
+    """Events of supervisors: (cycle, phase, detail, time in ms, host)."""
+    return pl.DataFrame(
+        [(cycle, -1, "failure", phase, detail, ms * MS, host) for cycle, phase, detail, ms, host in rows],
+        schema=["cycle", "rank", "operation", "phase", "detail", "time_ns", "host"],
+        orient="row",
+    )
 
 
 def keys_of(value: Any) -> set[str]:

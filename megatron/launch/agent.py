@@ -1,0 +1,349 @@
+"""The agent of a node: it has imported everything, and forks, watches and ends ranks as the coordinator says.
+
+There is one thread, so that the process stays forkable. It waits for signals, which also report the end of a rank, and
+for messages. It tells that it lives; if its beats are not answered for most of the heartbeat timeout, it is cut off: it
+kills its ranks, since others may be about to take their place, and asks to be let in again, as a spare.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.launch.failure_trace import FailureTrace
+from megatron.launch.messages import BEATS_PER_TIMEOUT, LEASE, Connection
+from megatron.launch.plan import Plan
+from megatron.launch.ranks import Ranks, fork_ranks
+from megatron.launch.supervise import COULD_NOT_RUN, FAILED, STOP_SIGNALS, say
+from megatron.processes.rendezvous_store import RendezvousStore
+from restart_trace.clock import now_ns
+from restart_trace.cycles import LAUNCH_ID_VARIABLE
+from restart_trace.process import versions
+from restart_trace.startup import Preload
+
+_CONNECT_S = 10.0  # for one attempt
+_WELCOME_S = 30.0  # from the connection to the coordinator's first word
+_REJOIN_S = 600.0  # how long an agent that was cut off tries to be let in again
+_REJOIN_POLL_S = 0.5
+
+
+class Signals:
+    """Signals as bytes on a socket, so that one `select` waits for them and for messages."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        # What is to be ignored (nohup) stays so.
+        caught = {signum for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN}
+        self._before = {signum: signal.getsignal(signum) for signum in caught | {signal.SIGCHLD}}
+        for signum in self._before:
+            signal.signal(signum, lambda *_: None)
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+
+    def fileno(self) -> int:
+        return self._reader.fileno()
+
+    def received(self) -> set[int]:
+        """Numbers of the signals that came since the last call."""
+        found: set[int] = set()
+        while True:
+            try:
+                found |= set(self._reader.recv(4096))
+            except BlockingIOError:
+                return found
+
+    def give_back(self) -> None:
+        """In a forked rank: have signals do what they did before."""
+        signal.set_wakeup_fd(-1)
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._before)
+        self._reader.close()
+        self._writer.close()
+
+    def hold(self) -> None:
+        """From here on none is delivered, so that none is lost in a fork."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._before)
+
+    def let_go(self) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._before)
+
+
+@dataclass
+class _Generation:
+    """One start of the job on this node, from the coordinator's word to the end of all ranks here."""
+
+    number: int
+    plan: Plan
+    ranks: Ranks
+    failed: bool = False  # it was told that a rank here has failed
+
+
+class Agent:
+    """Runs until the coordinator ends the launch; see the head of the module."""
+
+    def __init__(self, plan: Plan, preloaded: Preload) -> None:
+        self._plan = plan
+        self._preloaded = preloaded
+        self._signals = Signals()
+        self._connection: Connection | None = None
+        self._store: RendezvousStore | None = None
+        self._current: _Generation | None = None
+        self._trace = FailureTrace(plan.arguments)
+        self._stopped_by: int | None = None
+        self._timeout_s = 0.0  # the heartbeat timeout, once the coordinator has told it
+        self._beats: dict[int, float] = {}  # number of a beat that was not answered yet -> when it was sent
+        self._number_of_beat = 0
+        self._last_beat = 0.0
+        self._lease_until = 0.0
+
+    def run(self) -> int:
+        """The exit status. In a rank it does not return, but raises SystemExit."""
+        try:
+            self._connect()
+        except OSError as error:
+            assert self._plan.coordinator is not None
+            host, port = self._plan.coordinator
+            say(
+                f"error: --coordinator {host}:{port}: cannot be reached from {socket.gethostname()}: "
+                f"{error.strerror or error}; give an address of the launching host that every node reaches "
+                "(COORDINATOR_ADDR of the launch scripts)"
+            )
+            return COULD_NOT_RUN
+        while True:
+            code = self._turn()
+            if code is not None:
+                self._kill_all()
+                self._close_store()
+                return code
+
+    def _turn(self) -> int | None:
+        """Wait for the next thing that happens, and deal with it; an exit status if that was the last one."""
+        connection = self._connection
+        assert connection is not None
+        select.select([connection, self._signals], [], [], self._until_next())
+        for signum in self._signals.received() - {signal.SIGCHLD}:
+            self._pass_on(signum)
+        for message in connection.receive():
+            code = self._obey(message)
+            if code is not None:
+                return code
+        self._look_after_ranks()
+        now = time.monotonic()
+        if connection.ended or now > self._lease_until:
+            return self._rejoin("the coordinator has ended" if connection.ended else "its coordinator is not heard")
+        if self._timeout_s and now >= self._next_beat_at():
+            self._beat(now)
+        connection.flush()
+        return None
+
+    # The connection
+
+    def _connect(self) -> None:
+        """Connect and introduce this node. Raises OSError."""
+        assert self._plan.coordinator is not None
+        # Read before the connection is there, which counts as silent until it has said something.
+        mine = {name: version for name, version in versions().items() if name != "kernel"}
+        opened = socket.create_connection(self._plan.coordinator, timeout=_CONNECT_S)
+        self._connection = Connection(opened)
+        self._lease_until = time.monotonic() + _WELCOME_S
+        self._timeout_s, self._beats = 0.0, {}
+        self._connection.send(
+            "hello",
+            number=self._plan.node_rank,
+            address=self._plan.address,
+            host=socket.gethostname(),
+            ranks=self._plan.nproc_per_node,
+            launch_id=os.environ.get(LAUNCH_ID_VARIABLE, ""),
+            versions=mine,
+        )
+
+    def _beat(self, now: float) -> None:
+        assert self._connection is not None
+        self._last_beat, self._number_of_beat = now, self._number_of_beat + 1
+        self._beats[self._number_of_beat] = now
+        self._connection.send("beat", number=self._number_of_beat)
+
+    def _next_beat_at(self) -> float:
+        return self._last_beat + self._timeout_s / BEATS_PER_TIMEOUT
+
+    def _answered(self, number: int) -> None:
+        """The coordinator has received this beat: it counts this node as alive since then at the earliest."""
+        sent = self._beats.get(number)
+        if sent is not None:
+            self._lease_until = sent + LEASE * self._timeout_s
+            self._beats = {other: at for other, at in self._beats.items() if other > number}
+
+    def _until_next(self) -> float:
+        """Seconds until something has to be done without being told."""
+        times = [self._lease_until]
+        if self._timeout_s:
+            times.append(self._next_beat_at())
+        if self._current is not None and self._current.ranks.deadline is not None:
+            times.append(self._current.ranks.deadline)
+        return max(0.0, min(times) - time.monotonic())
+
+    def _rejoin(self, why: str) -> int | None:
+        """Kill the ranks, and connect anew; an exit status if the coordinator is not there any more."""
+        assert self._connection is not None
+        was_running = self._current is not None
+        self._kill_all()
+        self._connection.close()
+        if was_running or self._connection.ended:
+            say(f"{socket.gethostname()}: {why}{'; its ranks were killed' if was_running else ''}")
+        deadline = time.monotonic() + _REJOIN_S
+        while time.monotonic() < deadline:
+            try:
+                self._connect()
+                return None
+            except ConnectionRefusedError:
+                return FAILED  # nobody listens there any more
+            except OSError:
+                select.select([self._signals], [], [], _REJOIN_POLL_S)
+            stop = self._signals.received() - {signal.SIGCHLD}
+            if stop:
+                return 128 + min(stop)
+        say(f"error: {socket.gethostname()}: the coordinator was not reached again within {_REJOIN_S:g} s")
+        return FAILED
+
+    # What the coordinator says
+
+    def _obey(self, message: dict[str, Any]) -> int | None:
+        kind = message["type"]
+        if kind == "ack":
+            self._answered(message["number"])
+        elif kind == "welcome":
+            self._timeout_s = message["heartbeat_timeout_s"]
+            self._lease_until = time.monotonic() + LEASE * self._timeout_s
+            os.environ.setdefault(LAUNCH_ID_VARIABLE, message["launch_id"])
+        elif kind == "refuse":
+            say(f"error: {message['why']}")
+            return COULD_NOT_RUN
+        elif kind == "serve":
+            self._serve(message["generation"])
+        elif kind == "start":
+            self._start(message)
+        elif kind == "stop":
+            self._stop(message)
+        elif kind == "signal":
+            self._stopped_by = self._stopped_by or message["signum"]
+            if self._current is not None:
+                self._current.ranks.end(message["signum"], self._plan.shutdown_timeout_s)
+        elif kind == "exit":
+            return int(message["code"])
+        return None
+
+    def _serve(self, generation: int) -> None:
+        """Serve the rendezvous of a generation, whose node 0 this is."""
+        assert self._connection is not None
+        self._close_store()
+        try:
+            self._store = RendezvousStore(self._plan.address, self._plan.master_port or 0)
+        except OSError as error:
+            why = (
+                f"--master-port {self._plan.master_port}: the rendezvous cannot be served there on "
+                f"{self._plan.address}: {error.strerror}; name a port that is free on every node, or none"
+            )
+            self._connection.send("cannot", generation=generation, why=why)
+            return
+        self._connection.send("port", generation=generation, port=self._store.port)
+
+    def _start(self, message: dict[str, Any]) -> None:
+        """Fork the ranks of a generation."""
+        number = message["generation"]
+        plan = replace(
+            self._plan,
+            nnodes=message["nnodes"],
+            node_rank=message["node_rank"],
+            master_addr=message["master_addr"],
+            master_port=message["master_port"],
+            max_restarts=message["max_restarts"],
+            arguments=(*self._plan.arguments, *message["arguments"]),
+        )
+        if self._store is not None and plan.node_rank != 0:
+            self._close_store()
+        self._trace.before_restart(number)
+        began_ns = now_ns()
+        preloaded = self._preloaded if number == 0 else None
+        self._signals.hold()
+        ranks = fork_ranks(plan, number, message["master_port"], preloaded, self._become_child)
+        self._signals.let_go()
+        self._current = _Generation(number, plan, ranks)
+        self._trace.relaunched(began_ns)
+
+    def _become_child(self) -> None:
+        assert self._connection is not None
+        self._connection.close()
+        self._signals.give_back()
+
+    def _stop(self, message: dict[str, Any]) -> None:
+        """End the ranks of a generation; one that has none running here is told to have ended."""
+        assert self._connection is not None
+        at_ns = now_ns()
+        current = self._current
+        if current is None or current.number != message["generation"]:
+            self._connection.send("ended", generation=message["generation"], failures=[])
+            return
+        # Without the ranks of a lost node no rank can finish a step or a save: there is nothing to wait for.
+        current.ranks.end(signal.SIGKILL if message["kill"] else signal.SIGTERM, self._plan.shutdown_timeout_s)
+        self._note_detected(current, message["why"], at_ns)
+
+    def _note_detected(self, current: _Generation, why: str, at_ns: int) -> None:
+        if not current.failed:
+            current.failed = True
+            self._trace.detected(current.number, why, at_ns)
+
+    # The ranks
+
+    def _look_after_ranks(self) -> None:
+        """See which ranks have ended; tell of the first that failed at once, and when none is left."""
+        current = self._current
+        if current is None:
+            return
+        assert self._connection is not None
+        ranks = current.ranks
+        ranks.reap()
+        ranks.kill_overdue(self._plan.shutdown_timeout_s)
+        if ranks.failures and not current.failed and self._stopped_by is None:
+            at_ns = now_ns()
+            self._connection.send("failed", generation=current.number, why=ranks.failures[0])
+            ranks.end(signal.SIGTERM, self._plan.shutdown_timeout_s)
+            self._note_detected(current, ranks.failures[0], at_ns)
+        if not ranks.running:
+            if current.failed:
+                self._trace.stopped()
+            self._connection.send("ended", generation=current.number, failures=ranks.failures)
+            self._current = None
+
+    def _pass_on(self, signum: int) -> None:
+        """A signal to this process: for the ranks of all nodes."""
+        assert self._connection is not None
+        self._stopped_by = self._stopped_by or signum
+        self._connection.send("signal", signum=signum)
+        if self._current is not None:
+            self._current.ranks.end(signum, self._plan.shutdown_timeout_s)
+
+    def _kill_all(self) -> None:
+        """Kill the ranks, if there are any, and wait for their end."""
+        current, self._current = self._current, None
+        if current is None:
+            return
+        current.ranks.send(signal.SIGKILL)
+        self._note_detected(current, "cut off from the coordinator", now_ns())
+        while current.ranks.running:
+            current.ranks.reap()
+            if current.ranks.running:
+                select.select([self._signals], [], [], 0.01)
+                self._signals.received()
+        self._trace.stopped()
+
+    def _close_store(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            self._store = None

@@ -1,0 +1,391 @@
+"""The coordinator of a launch over several nodes: it decides who is in a generation, and starts and ends all of it.
+
+It runs where the launch was typed, which no rank needs: losing a node that trains does not lose it (docs/decisions.md).
+Agents connect to it, tell that they live, and do as it says. It has one thread, which never blocks on an agent.
+
+    gathering    agents connect; a generation starts when every node of it has one
+    running      ranks run on the members; further agents are spares
+    stopping     a rank failed or a member was lost: the others end their ranks, and it is gathered again
+"""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.launch.failure_trace import FailureTrace
+from megatron.launch.messages import Connection
+from megatron.launch.shrink import Layout, shrunk
+from megatron.launch.supervise import COULD_NOT_RUN, FAILED, STOP_SIGNALS, say
+from restart_trace.clock import now_ns
+
+_BACKLOG = 4096
+_POLL_S = 0.1  # at most, between looks at who is silent
+NODE_FAILED_SIGNAL = signal.SIGUSR1  # whoever started the agents saw the command of one end badly
+_EXIT_S = 2.0  # for agents to take their exit status
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is launched: `nodes` agents with `ranks_per_node` ranks each, and `spares` that wait."""
+
+    script: str
+    arguments: tuple[str, ...]
+    nodes: int
+    ranks_per_node: int
+    spares: int
+    max_restarts: int
+    heartbeat_timeout_s: float
+    join_timeout_s: float
+    port: int
+    port_file: Path | None
+    launch_id: str
+    allow_shrink: bool = False
+
+
+@dataclass(eq=False)
+class _Agent:
+    """A connected agent. `place`: its node rank in the last generation that it was in, or the one that it asked for."""
+
+    connection: Connection
+    heard: float  # monotonic, s
+    number: int = -1  # -1: it has not introduced itself
+    address: str = ""
+    host: str = ""
+    place: int | None = None
+    in_generation: bool = False  # a member whose ranks have not ended
+    failures: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"node {self.number} ({self.address})"
+
+
+class Coordinator:
+    """`run` returns the exit status of the launch. Raises OSError if the port is taken."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._listening = socket.create_server(
+            ("", launch.port), family=socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET,
+            backlog=_BACKLOG, dualstack_ipv6=socket.has_dualstack_ipv6(),
+        )  # fmt: skip
+        self._listening.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listening, selectors.EVENT_READ)
+        self._agents: list[_Agent] = []
+        self._joined: set[int] = set()  # numbers of the nodes that have ever been there
+        self._versions: dict[str, Any] | None = None
+        self._began = time.monotonic()
+        self._generation = -1
+        self._members: list[_Agent] = []
+        self._layout: Layout | None = None  # of this generation, if it is not that of the command
+        self._port: int | None = None  # of the rendezvous of this generation
+        self._state = "gathering"
+        self._since = self._began  # of the state
+        self._stopped_by: int | None = None
+        self._trace = FailureTrace(launch.arguments)
+        if launch.port_file is not None:
+            _write_at_once(launch.port_file, f"{self._listening.getsockname()[1]}\n")
+
+    def run(self) -> int:
+        """Coordinate until all ranks have ended, or none can be started any more."""
+        reader, writer = socket.socketpair()
+        for end in (reader, writer):
+            end.setblocking(False)
+        for signum in STOP_SIGNALS:
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                signal.signal(signum, lambda *_: None)
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        self._selector.register(reader, selectors.EVENT_READ)
+        signal.signal(NODE_FAILED_SIGNAL, lambda *_: None)
+        while True:
+            for key, _ in self._selector.select(_POLL_S):
+                if key.fileobj is self._listening:
+                    self._accept()
+                elif key.fileobj is reader:
+                    for signum in set(reader.recv(4096)):
+                        self._caught(signum)
+            code = self._turn()
+            if code is not None:
+                self._dismiss(code)
+                return code
+
+    def _turn(self) -> int | None:
+        """Read what every agent says, then see who is silent, then what follows; an exit status at the end."""
+        # All is read before anybody counts as silent: this process may itself have been held up.
+        for agent in list(self._agents):
+            for message in agent.connection.receive():
+                agent.heard = time.monotonic()
+                self._obey(agent, message)
+            agent.connection.flush()
+        for agent in list(self._agents):
+            silent = time.monotonic() - agent.heard > self._launch.heartbeat_timeout_s
+            if agent.connection.ended:
+                self._lose(agent, "its agent has ended")
+            elif silent:
+                self._lose(agent, f"no heartbeat for {self._launch.heartbeat_timeout_s:g} s")
+        if self._state == "refused":
+            return COULD_NOT_RUN
+        if self._state == "gathering":
+            return self._gather()
+        return self._after_generation()
+
+    # Agents
+
+    def _accept(self) -> None:
+        try:
+            connected, _ = self._listening.accept()
+        except OSError:
+            return
+        agent = _Agent(Connection(connected), time.monotonic())
+        self._agents.append(agent)
+        self._selector.register(agent.connection, selectors.EVENT_READ)
+
+    def _obey(self, agent: _Agent, message: dict[str, Any]) -> None:
+        kind = message["type"]
+        if kind == "hello":
+            self._welcome(agent, message)
+        elif kind == "beat":
+            agent.connection.send("ack", number=message["number"])
+        elif kind == "signal":
+            self._pass_on(message["signum"])
+        elif message.get("generation") == self._generation and agent in self._members:
+            self._hear_of_ranks(agent, message)
+
+    def _hear_of_ranks(self, agent: _Agent, message: dict[str, Any]) -> None:
+        kind = message["type"]
+        if kind == "port":
+            self._port = message["port"]
+            self._start_ranks()
+        elif kind == "cannot":
+            say(f"error: {message['why']}")
+            self._state = "refused"
+        elif kind == "failed":
+            self._fail(f"{message['why']} on {agent}", kill=False)
+        elif kind == "ended":
+            agent.in_generation = False
+            agent.failures = message["failures"]
+            if agent.failures and self._stopped_by is None:
+                self._fail(f"{agent.failures[0]} on {agent}", kill=False)
+
+    def _welcome(self, agent: _Agent, hello: dict[str, Any]) -> None:
+        """Let an agent in that introduces itself, or refuse it."""
+        launch = self._launch
+        who, why = f"node {hello['number']} ({hello['host']})", None
+        if hello["launch_id"] not in ("", launch.launch_id):
+            why = f"{who} belongs to launch {hello['launch_id']}, not to {launch.launch_id}"
+        elif hello["ranks"] != launch.ranks_per_node:
+            why = (
+                f"{who}: --nproc-per-node {hello['ranks']}, and that of the "
+                f"coordinator is {launch.ranks_per_node}; give both the same"
+            )
+        elif self._versions not in (None, hello["versions"]):
+            why = f"{who} has other versions: {_different(self._versions, hello['versions'])}"
+        if why is not None:
+            say(f"error: {why}")
+            agent.connection.send("refuse", why=why)
+            if self._generation < 0:
+                self._state = "refused"
+            return
+        for other in [one for one in self._agents if one.number == hello["number"]]:
+            self._lose(other, "its agent has connected again")
+        self._versions = hello["versions"]
+        agent.number, agent.address, agent.host = hello["number"], hello["address"], hello["host"]
+        agent.place = agent.number if self._generation < 0 and agent.number < launch.nodes else None
+        self._joined.add(agent.number)
+        agent.connection.send("welcome", heartbeat_timeout_s=launch.heartbeat_timeout_s, launch_id=launch.launch_id)
+        if self._generation >= 0:
+            say(f"{agent} has joined as a spare")
+
+    def _lose(self, agent: _Agent, why: str) -> None:
+        """Have done with an agent. If it is a member, its ranks count as dead: it kills them before we come to this."""
+        self._agents.remove(agent)
+        self._selector.unregister(agent.connection)
+        agent.connection.close()
+        if agent.in_generation:
+            agent.in_generation = False
+            agent.failures = agent.failures or [f"{agent} is lost: {why}"]
+            self._members.remove(agent)
+            self._fail(agent.failures[0], kill=True)
+        elif agent.number >= 0:
+            say(f"{agent} is lost: {why}")
+
+    # Generations
+
+    def _gather(self) -> int | None:
+        """Start the next generation if there are nodes for it; an exit status if there will not be."""
+        launch = self._launch
+        chosen = self._choose()
+        if chosen is not None:
+            self._begin(chosen, None)
+            return None
+        waited = time.monotonic() - self._since
+        # At first all nodes import; later a node may come back whose link was cut for a moment.
+        limit = launch.join_timeout_s if self._generation < 0 or self._awaits_first() else launch.heartbeat_timeout_s
+        if waited <= limit:
+            return None
+        if launch.allow_shrink and self._generation >= 0 and self._shrink():
+            return None
+        present = {agent.place for agent in self._agents if agent.place is not None}
+        missing = [place for place in range(launch.nodes) if place not in present]
+        say(
+            f"error: {len(missing)} of {launch.nodes} nodes missing (node ranks {_listed(missing)}) and no spare came "
+            f"within {limit:g} s; {self._what_helps()}"
+        )
+        return FAILED if self._generation >= 0 else COULD_NOT_RUN
+
+    def _what_helps(self) -> str:
+        if not self._launch.allow_shrink or self._generation < 0:
+            return "start the job again on nodes that live, give more hosts than it needs, or --allow-shrink"
+        return "no layout of model and batch fits what is left (--allow-shrink); start the job again on more nodes"
+
+    def _shrink(self) -> bool:
+        """Start the next generation on a layout for the nodes that are left; False if none fits."""
+        launch = self._launch
+        known = sorted((agent for agent in self._agents if agent.number >= 0), key=_by_place)
+        layout = shrunk(launch.arguments, launch.ranks_per_node, launch.nodes, len(known)) if known else None
+        if layout is None:
+            return False
+        say(f"{len(known)} of {launch.nodes} nodes are left, and no spare: going on with {layout} (--allow-shrink)")
+        self._begin(known[: layout.nodes], layout)
+        return True
+
+    def _awaits_first(self) -> bool:
+        """Whether nodes that were to be there have never been."""
+        expected = self._launch.nodes + self._launch.spares
+        in_time = time.monotonic() - self._began <= self._launch.join_timeout_s
+        return in_time and len(self._joined) < expected
+
+    def _choose(self) -> list[_Agent] | None:
+        """The members of the next generation, by node rank; None if there are too few.
+
+        A node keeps its place, and with it the page cache of what its ranks have saved; spares fill the gaps.
+        """
+        nodes = self._launch.nodes
+        known = sorted((agent for agent in self._agents if agent.number >= 0), key=lambda agent: agent.number)
+        placed = {agent.place: agent for agent in known if agent.place is not None and agent.place < nodes}
+        free = [agent for agent in known if agent.place is None]
+        first_wait = self._generation < 0 and time.monotonic() - self._began <= self._launch.join_timeout_s
+        if first_wait and len(placed) < nodes:
+            return None  # a node that still imports is not replaced by a spare
+        for place in range(nodes):
+            if place not in placed and free:
+                placed[place] = free.pop(0)
+        return [placed[place] for place in range(nodes)] if len(placed) == nodes else None
+
+    def _begin(self, members: list[_Agent], layout: Layout | None) -> None:
+        """Have node 0 of the next generation serve its rendezvous; all start when its port is known."""
+        self._generation += 1
+        self._members, self._layout = members, layout
+        self._state, self._since, self._port = "running", time.monotonic(), None
+        if self._generation > 0:
+            say(f"starting all ranks again: restart {self._generation} of {self._launch.max_restarts}")
+        for agent in self._agents:
+            if agent not in members:
+                agent.place = None
+        for place, agent in enumerate(members):
+            if self._generation > 0 and agent.place is None:
+                say(f"{agent} takes the place of node rank {place}")
+            agent.place, agent.in_generation, agent.failures = place, True, []
+        members[0].connection.send("serve", generation=self._generation)
+
+    def _start_ranks(self) -> None:
+        for place, agent in enumerate(self._members):
+            agent.connection.send(
+                "start",
+                generation=self._generation,
+                node_rank=place,
+                nnodes=len(self._members),
+                master_addr=self._members[0].address,
+                master_port=self._port,
+                max_restarts=self._launch.max_restarts,
+                arguments=[] if self._layout is None else self._layout.arguments,
+            )
+
+    def _fail(self, why: str, *, kill: bool) -> None:
+        """End a generation whose rank failed, or whose node is lost (`kill`: no rank can finish anything)."""
+        at_ns = now_ns()
+        first = self._state == "running"
+        if first:
+            self._state, self._since = "stopping", time.monotonic()
+            say(why)
+        if first or kill:
+            for agent in self._members:
+                if agent.in_generation:
+                    agent.connection.send("stop", generation=self._generation, kill=kill, why=why)
+        if first:
+            self._trace.detected(self._generation, why, at_ns)
+
+    def _after_generation(self) -> int | None:
+        """What follows when all ranks have ended; None while some run, or when they are started again."""
+        if any(agent.in_generation for agent in self._members):
+            return None
+        failed = self._state == "stopping" or any(agent.failures for agent in self._members)
+        if not failed:
+            return 0
+        if self._stopped_by is not None:
+            return 128 + self._stopped_by
+        if self._generation >= self._launch.max_restarts:
+            return FAILED
+        self._state, self._since = "gathering", time.monotonic()
+        return self._gather()
+
+    # The end
+
+    def _caught(self, signum: int) -> None:
+        if signum != NODE_FAILED_SIGNAL:
+            self._pass_on(signum)
+        elif self._generation < 0:
+            say("error: the launcher of a node ended before all nodes had joined; its own message says why")
+            self._state = "refused"
+
+    def _pass_on(self, signum: int) -> None:
+        if self._stopped_by is not None:
+            return
+        self._stopped_by = signum
+        say(f"{signal.Signals(signum).name} was received and passed on to the ranks")
+        for agent in self._members:
+            if agent.in_generation:
+                agent.connection.send("signal", signum=signum)
+        if self._state == "gathering":
+            self._state = "stopping"  # nothing runs: the launch ends
+
+    def _dismiss(self, code: int) -> None:
+        """Have all agents end with `code`; those that do not listen are left to their nodes."""
+        deadline = time.monotonic() + _EXIT_S
+        for agent in self._agents:
+            agent.connection.send("exit", code=code)
+        while any(not agent.connection.ended for agent in self._agents) and time.monotonic() < deadline:
+            self._selector.select(_POLL_S)
+            for agent in self._agents:
+                agent.connection.receive()
+        sys.stderr.flush()
+
+
+def _different(mine: dict[str, Any] | None, theirs: dict[str, Any]) -> str:
+    mine = mine or {}
+    names = sorted(name for name in {*mine, *theirs} if mine.get(name) != theirs.get(name))
+    return ", ".join(f"{name} {theirs.get(name, 'none')}, and {mine.get(name, 'none')} elsewhere" for name in names)
+
+
+def _by_place(agent: _Agent) -> tuple[bool, int, int]:
+    """Members of the last generation first, in their order."""
+    return (agent.place is None, agent.place or 0, agent.number)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _write_at_once(path: Path, text: str) -> None:
+    """Write a file that a reader sees either not at all or complete."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    temporary.rename(path)

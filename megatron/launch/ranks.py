@@ -1,0 +1,80 @@
+"""The ranks of one start on this node: forked, watched, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from megatron.launch.plan import Plan
+from megatron.launch.rank import become_rank
+from restart_trace.startup import Preload
+
+
+@dataclass
+class Ranks:
+    """The ranks of one start: those that run (pid -> rank), and why others failed, in the order of their failures."""
+
+    running: dict[int, int] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    deadline: float | None = None  # when those that run get SIGKILL (monotonic, s); None: they are not being ended
+
+    def send(self, signum: int) -> None:
+        """Send a signal to every running rank and the processes that it has started."""
+        for pid in self.running:
+            _send_to_group(pid, signum)
+
+    def end(self, signum: int, timeout_s: float) -> None:
+        """Have them end by a signal, and by SIGKILL when `timeout_s` have passed."""
+        self.send(signum)
+        if self.deadline is None:
+            self.deadline = time.monotonic() + timeout_s
+
+    def kill_overdue(self, timeout_s: float) -> None:
+        """SIGKILL to those that should have ended by now; again after `timeout_s`."""
+        if self.deadline is not None and time.monotonic() >= self.deadline:
+            self.send(signal.SIGKILL)
+            self.deadline = time.monotonic() + timeout_s
+
+    def reap(self) -> None:
+        """Record the ranks that have ended; the processes that a failed rank had started are killed."""
+        for pid, rank in list(self.running.items()):
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None:
+                continue
+            exited = ended.si_code == os.CLD_EXITED
+            if not exited or ended.si_status:
+                _send_to_group(pid, signal.SIGKILL)  # while it is not reaped, the number is no other's
+                how = f"exit code {ended.si_status}" if exited else f"ended by {signal.Signals(ended.si_status).name}"
+                self.failures.append(f"rank {rank} (pid {pid}): {how}")
+            os.waitpid(pid, 0)
+            del self.running[pid]
+
+
+def fork_ranks(plan: Plan, restart: int, port: int, preloaded: Preload | None, in_child: Callable[[], object]) -> Ranks:
+    """Fork all ranks of this node. In a rank `in_child` is called, and this does not return: SystemExit leaves
+    through it."""
+    launcher = os.getpid()
+    ranks = Ranks()
+    for local_rank in range(plan.nproc_per_node):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            in_child()
+            become_rank(plan, local_rank, restart, port, launcher, preloaded)
+        ranks.running[pid] = plan.rank(local_rank)
+    return ranks
+
+
+def _send_to_group(pid: int, signum: int) -> None:
+    """To the process group that a rank leads, or to the rank if it has just been forked and leads none yet."""
+    try:
+        os.killpg(pid, signum)
+    except (ProcessLookupError, PermissionError):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signum)

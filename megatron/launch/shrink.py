@@ -1,0 +1,65 @@
+"""The layout of a job that has lost nodes: the largest that is left; it loads the checkpoint of the old one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron.config import Config, ConfigError
+from megatron.config.arguments import config_from_args, parse_args
+
+
+@dataclass(frozen=True)
+class Layout:
+    """TP x PP x DP on the first `nodes` nodes; `arguments` are put behind those of the training."""
+
+    nodes: int
+    tp: int
+    pp: int
+    dp: int
+    arguments: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"TP {self.tp} x PP {self.pp} x DP {self.dp} on {self.nodes} nodes"
+
+
+def shrunk(arguments: Sequence[str], ranks_per_node: int, nodes: int, left: int) -> Layout | None:
+    """The largest layout for `left` of `nodes` nodes; None if no layout fits model and batch.
+
+    As many replicas as fit at the same TP and PP; where not even one does, the most nodes at a smaller PP, and at last
+    at a smaller TP. The global batch stays what it was, so the training stays the same but for the order of sums.
+    Raises ConfigError if the training would refuse its flags even with all nodes.
+    """
+    whole = _config(arguments, nodes * ranks_per_node)
+    tp, pp = whole.parallel.tensor_model_parallel_size, whole.parallel.pipeline_model_parallel_size
+    batch = whole.training.global_batch_size or whole.training.micro_batch_size * whole.parallel.data_parallel_size
+    for fewer_tp, fewer_pp, remaining in _candidates(tp, pp, left):
+        ranks = remaining * ranks_per_node
+        flags = (
+            "--tensor-model-parallel-size", str(fewer_tp), "--pipeline-model-parallel-size", str(fewer_pp),
+            "--global-batch-size", str(batch),
+        )  # fmt: skip
+        try:
+            _config([*arguments, *flags], ranks)
+        except ConfigError:
+            continue
+        return Layout(remaining, fewer_tp, fewer_pp, ranks // (fewer_tp * fewer_pp), flags)
+    return None
+
+
+def _candidates(tp: int, pp: int, left: int) -> Iterator[tuple[int, int, int]]:
+    """(TP, PP, nodes), the preferred first."""
+    nodes = range(left, 0, -1)
+    yield from ((tp, pp, number) for number in nodes)
+    yield from ((tp, fewer, number) for number in nodes for fewer in _below(pp))
+    yield from ((fewer, stages, number) for number in nodes for fewer in _below(tp) for stages in (pp, *_below(pp)))
+
+
+def _below(size: int) -> list[int]:
+    """Smaller sizes that divide it, the largest first."""
+    return [smaller for smaller in range(size - 1, 0, -1) if size % smaller == 0]
+
+
+def _config(arguments: Sequence[str], ranks: int) -> Config:
+    env = {"WORLD_SIZE": str(ranks), "RANK": "0", "LOCAL_RANK": "0"}
+    return config_from_args(parse_args(list(arguments), env), env)

@@ -1,0 +1,247 @@
+"""The launcher over several nodes: agents and their coordinator, as real processes that are killed and stopped.
+
+All run on this host. What takes hosts of their own is in tests/cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron.launch.cli import parse_arguments, parse_coordinator_arguments
+from restart_trace.cycles import LAUNCH_ID_VARIABLE
+from tests.unit.megatron.launch.test_launch import HEAD, until
+from tests.unit.trace_helpers import ROOT
+
+# An agent without its imports, which take seconds and are not what is looked at here.
+AGENT = """
+import sys
+from megatron.launch.agent import Agent
+from megatron.launch.cli import parse_arguments
+from restart_trace.startup import Preload
+sys.exit(Agent(parse_arguments(None), Preload(1, 2, 3)).run())
+"""
+NEVER_SILENT = "100"  # seconds: no test takes a node for lost that is merely slow
+RANKS = "2"  # on each node
+# A rank that trains until it is told that all is well.
+WAIT = """
+    import pathlib
+    note(f"start_{restart}_{rank}", json.dumps([os.getpid(), *(os.environ[name] for name in NAMES)]))
+    while not pathlib.Path("finish").exists():
+        time.sleep(0.02)
+"""
+NAMES = ("WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "LABEL")
+
+
+class Nodes:
+    """A coordinator and its agents; a directory that all share."""
+
+    def __init__(self, directory: Path, script: str = WAIT) -> None:
+        self.directory = directory
+        (directory / "script.py").write_text(textwrap.dedent(HEAD) + f"NAMES = {NAMES}\n" + textwrap.dedent(script))
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    def coordinate(self, *options: str) -> subprocess.Popen[bytes]:
+        coordinator = self._start(
+            "coordinator", [sys.executable, "-m", "megatron.launch", "coordinate", "--nproc-per-node", RANKS,
+                            "--port-file", "port", *options, "script.py"],
+        )  # fmt: skip
+        until(lambda: (self.directory / "port").exists() or coordinator.poll() is not None, "the coordinator's port")
+        return coordinator
+
+    def agent(self, number: int, *options: str, **variables: str) -> subprocess.Popen[bytes]:
+        where = f"127.0.0.1:{(self.directory / 'port').read_text().strip()}"
+        words = ["--coordinator", where, "--address", "127.0.0.1", "--node-rank", str(number), *options]
+        words = words if "--nproc-per-node" in words else ["--nproc-per-node", RANKS, *words]
+        command = [sys.executable, "-c", AGENT, *words, "script.py"]
+        return self._start(f"agent{number}", command, LABEL=f"node{number}", **variables)
+
+    def _start(self, name: str, command: list[str], **variables: str) -> subprocess.Popen[bytes]:
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "MARK": str(self.directory)} | variables
+        environment.pop(LAUNCH_ID_VARIABLE, None)
+        with (self.directory / f"{name}.log").open("ab") as log:
+            self.started.append(
+                subprocess.Popen(command, cwd=self.directory, env=environment, stdout=log, stderr=subprocess.STDOUT)
+            )
+        return self.started[-1]
+
+    def said(self, name: str = "coordinator") -> str:
+        return (self.directory / f"{name}.log").read_text()
+
+    def ranks(self, restart: int, count: int = 4) -> list[tuple[int, dict[str, str]]]:
+        """(pid, environment) of each rank of a start, once all have begun."""
+        paths = [self.directory / f"start_{restart}_{rank}" for rank in range(count)]
+        until(lambda: all(path.exists() for path in paths), f"{count} ranks of start {restart}; {self.said()}")
+        told = [json.loads(path.read_text()) for path in paths]
+        return [(pid, dict(zip(NAMES, values, strict=True))) for pid, *values in told]
+
+    def finish(self) -> None:
+        (self.directory / "finish").touch()
+
+    def left(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("MARK") == str(self.directory):
+                    found.append(process)
+            except (psutil.Error, OSError):
+                continue
+        return found
+
+    def until_gone(self) -> None:
+        until(lambda: self.left() == [], f"the end of {self.left()}; {self.said()}")
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    made = Nodes(tmp_path)
+    yield made
+    for process in made.left():
+        process.kill()
+    for started in made.started:
+        started.wait(300)
+
+
+def running(pid: int) -> bool:
+    """Whether a process runs; one that was killed with its parent may have to wait for init to reap it."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def labels(ranks: list[tuple[int, dict[str, str]]]) -> list[str]:
+    return [env["LABEL"] for _, env in ranks]
+
+
+def test_a_spare_takes_the_place_of_a_node_whose_launcher_is_killed(nodes: Nodes) -> None:
+    coordinator = nodes.coordinate(
+        "--nnodes", "2", "--spares", "1", "--max-restarts", "2", "--heartbeat-timeout", NEVER_SILENT
+    )
+    agents = [nodes.agent(number) for number in (2, 1, 0)][::-1]
+    before = nodes.ranks(0)
+    assert labels(before) == ["node0", "node0", "node1", "node1"]
+    assert [env["LOCAL_RANK"] for _, env in before] == ["0", "1", "0", "1"]
+    assert all(env["WORLD_SIZE"] == "4" and env["GROUP_WORLD_SIZE"] == "2" for _, env in before)
+
+    os.kill(before[3][0], signal.SIGKILL)  # one rank: all are started again where they were
+    again = nodes.ranks(1)
+    assert labels(again) == labels(before) and {pid for pid, _ in again}.isdisjoint(pid for pid, _ in before)
+    agents[0].kill()  # a node, and the one that serves the rendezvous
+    after = nodes.ranks(2)
+    assert labels(after) == ["node2", "node2", "node1", "node1"]
+    until(lambda: not any(running(pid) for pid, _ in (*before, *again)), "the end of all earlier ranks")
+
+    nodes.finish()
+    assert coordinator.wait(300) == 0, nodes.said()
+    assert [agent.wait(300) for agent in agents] == [-signal.SIGKILL, 0, 0]
+    nodes.until_gone()
+    said = nodes.said()
+    assert "ended by SIGKILL on node 1 (127.0.0.1)" in said
+    assert "node 0 (127.0.0.1) is lost: its agent has ended" in said
+    assert "node 2 (127.0.0.1) takes the place of node rank 0" in said
+
+
+def test_a_silent_node_is_lost_and_comes_back_as_a_spare(nodes: Nodes) -> None:
+    """Its agent is stopped. When it goes on, it finds that it was cut off, and ends its ranks."""
+    coordinator = nodes.coordinate("--nnodes", "2", "--max-restarts", "1", "--spares", "1", "--heartbeat-timeout", "6")
+    agents = [nodes.agent(number) for number in range(3)]
+    before = nodes.ranks(0)
+    agents[1].send_signal(signal.SIGSTOP)
+    after = nodes.ranks(1)
+    assert labels(after) == ["node0", "node0", "node2", "node2"]
+    agents[1].send_signal(signal.SIGCONT)
+    until(lambda: "node 1 (127.0.0.1) has joined as a spare" in nodes.said(), nodes.said())
+    until(lambda: not any(running(pid) for pid, _ in before), "the end of the ranks that were cut off")
+    nodes.finish()
+    assert coordinator.wait(300) == 0, nodes.said()
+    assert [agent.wait(300) for agent in agents] == [0, 0, 0]
+    nodes.until_gone()
+    assert "node 1 (127.0.0.1) is lost: no heartbeat for 6 s" in nodes.said()
+
+
+def test_without_a_spare_the_launch_ends_and_says_what_is_missing(nodes: Nodes) -> None:
+    coordinator = nodes.coordinate("--nnodes", "2", "--max-restarts", "3", "--heartbeat-timeout", "6")
+    agents = [nodes.agent(number) for number in range(2)]
+    nodes.ranks(0)
+    agents[1].kill()
+    assert coordinator.wait(300) == 1
+    assert agents[0].wait(300) == 1
+    nodes.until_gone()
+    assert "error: 1 of 2 nodes missing (node ranks 1) and no spare came within 6 s" in nodes.said()
+
+
+def test_a_signal_reaches_the_ranks_of_all_nodes(nodes: Nodes) -> None:
+    coordinator = nodes.coordinate("--nnodes", "2", "--max-restarts", "3", "--heartbeat-timeout", NEVER_SILENT)
+    agents = [nodes.agent(number) for number in range(2)]
+    nodes.ranks(0)
+    coordinator.terminate()
+    assert [process.wait(300) for process in (coordinator, *agents)] == [128 + signal.SIGTERM] * 3
+    nodes.until_gone()
+    assert "SIGTERM was received and passed on to the ranks" in nodes.said()
+
+
+def test_a_node_that_does_not_fit_is_refused_before_any_rank_starts(nodes: Nodes) -> None:
+    coordinator = nodes.coordinate("--nnodes", "2", "--heartbeat-timeout", NEVER_SILENT)
+    agents = [nodes.agent(0), nodes.agent(1, "--nproc-per-node", "3")]
+    assert coordinator.wait(300) == 2
+    assert [agent.wait(300) for agent in agents] == [2, 2]
+    assert "--nproc-per-node 3, and that of the coordinator is 2" in nodes.said()
+    assert list(nodes.directory.glob("start_*")) == []
+
+
+def test_nodes_that_do_not_come_are_named(nodes: Nodes) -> None:
+    coordinator = nodes.coordinate("--nnodes", "3", "--join-timeout", "1", "--heartbeat-timeout", NEVER_SILENT)
+    assert coordinator.wait(300) == 2
+    assert "3 of 3 nodes missing (node ranks 0, 1, 2)" in nodes.said()
+
+
+def test_a_node_that_fails_before_all_have_joined_ends_the_launch(nodes: Nodes) -> None:
+    coordinator = nodes.coordinate("--nnodes", "2", "--heartbeat-timeout", NEVER_SILENT)
+    coordinator.send_signal(signal.SIGUSR1)
+    assert coordinator.wait(300) == 2
+    assert "the launcher of a node ended before all nodes had joined" in nodes.said()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--coordinator", "29400"], "--coordinator 29400: must be HOST:PORT"),
+        (["--coordinator", "a:1", "--nnodes", "2"], "--nnodes 2 with --coordinator: the coordinator decides on that"),
+        (["--coordinator", "a:1", "--max-restarts", "2"], "--max-restarts 2 with --coordinator: the coordinator"),
+        (["--coordinator", "a:1", "--node-rank", "-1"], "--node-rank -1: must be at least 0"),
+        (["--address", "a"], "--address a: other nodes are told of it by a coordinator"),
+        (["coordinate", "--nnodes", "0"], "--nnodes 0: must be at least 1"),
+        (["coordinate", "--nnodes", "1", "--spares", "-1"], "--spares -1: must be at least 0"),
+        (["coordinate", "--nnodes", "1", "--heartbeat-timeout", "0"], "--heartbeat-timeout 0.0: must be at least 0.1"),
+        (["coordinate", "--nnodes", "1", "--port", "0"], "--port 0: must be from 1 to 65535"),
+    ],
+)  # fmt: skip
+def test_a_wrong_command_line_is_refused(
+    argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("")
+    with pytest.raises(SystemExit) as stopped:
+        if argv[0] == "coordinate":
+            parse_coordinator_arguments([*argv[1:], str(script)])
+        else:
+            parse_arguments([*argv, str(script)])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_coordinator_that_cannot_be_reached_is_named(nodes: Nodes) -> None:
+    (nodes.directory / "port").write_text("1")
+    agent = nodes.agent(0)
+    assert agent.wait(300) == 2
+    assert "error: --coordinator 127.0.0.1:1: cannot be reached from" in nodes.said("agent0")
