@@ -2,7 +2,8 @@
 
 A collective is not available that early, and the trace must not add one. The first rank of a launch to come
 claims the next cycle number by creating `cycle_NNN.json` (link(2) makes name and content appear at once); the
-others find their own launch in it and join.
+others find their own launch in it and join. The directory has a file of every rank and cycle, so that no rank lists it
+once a cycle was claimed: numbers have no gaps, and the newest is found by asking for a few names.
 """
 
 from __future__ import annotations
@@ -90,10 +91,10 @@ def newest_cycle(trace_dir: Path) -> tuple[int, dict[str, str]] | None:
 
     Raises OSError if it cannot be read, or is not what `claim_cycle` writes.
     """
-    numbers = [int(m.group(1)) for p in trace_dir.iterdir() if (m := re.match(CYCLE_FILE_REGEX, p.name))]
-    if not numbers:
+    number = _last_claimed(trace_dir)
+    if number is None:
         return None
-    path = trace_dir / CYCLE_FILE_PATTERN.format(cycle=max(numbers))
+    path = trace_dir / CYCLE_FILE_PATTERN.format(cycle=number)
     try:
         content = json.loads(read_regular(path))
         damaged = not all(isinstance(content[name], str) for name in ("run_id", "launch_key"))
@@ -101,7 +102,28 @@ def newest_cycle(trace_dir: Path) -> tuple[int, dict[str, str]] | None:
         damaged = True
     if damaged:
         raise OSError(errno.EINVAL, "is no claim of a cycle; remove it, or give another trace directory", str(path))
-    return max(numbers), content
+    return number, content
+
+
+def _last_claimed(trace_dir: Path) -> int | None:
+    """The highest cycle number below the first gap: names are asked for in steps that double, then halve.
+
+    Without number 0 nothing was claimed yet, and there is not much to list; or it was removed.
+    """
+
+    def claimed(cycle: int) -> bool:
+        return os.path.lexists(trace_dir / CYCLE_FILE_PATTERN.format(cycle=cycle))
+
+    if not claimed(0):
+        listed = [int(m.group(1)) for p in trace_dir.iterdir() if (m := re.match(CYCLE_FILE_REGEX, p.name))]
+        return max(listed, default=None)
+    low, high = 0, 1
+    while claimed(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if claimed(middle) else (low, middle)
+    return low
 
 
 def _create(path: Path, run_id: str, cycle: int, key: str) -> bool:

@@ -17,6 +17,7 @@ import socket
 import sys
 from typing import NoReturn
 
+from megatron.processes.name_lookups import use_names_from_files
 from megatron.processes.parent_process import end_with_parent
 
 STORE_VARIABLES = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -67,6 +68,7 @@ def _serve(listening: socket.socket, parent: int) -> NoReturn:
         select.select([listening], [], [])  # a script that never connects needs no torch
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  it is documented
 
+        use_names_from_files()  # the thread that serves all ranks would ask for the name of each
         port = listening.getsockname()[1]
         _store = TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
         while True:

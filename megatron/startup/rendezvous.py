@@ -4,12 +4,16 @@ torchrun's agent keeps one store through all its restarts (TORCHELASTIC_USE_AGEN
 its process groups from it. Restarted ranks would find the addresses of dead ranks and try to connect to them, so each
 start has keys of its own.
 
+No name server is asked for the names of peers, which torch's store needs for its log alone
+(megatron.processes.name_lookups).
+
 Each rank tells where it runs, and the first of each host compares its versions with rank 0's. No rank goes on before
 all have come and none has found a difference.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -23,6 +27,7 @@ from typing import Any
 import megatron
 import restart_trace
 from megatron.config import ConfigError
+from megatron.processes.name_lookups import names_from_files, numeric_address
 from megatron.startup import roll_call
 from restart_trace.version import __version__
 
@@ -41,16 +46,20 @@ def init_method() -> str:
 
 def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, int, int]]:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = roll_call.keys_of_this_start(_open_store(rank, world_size, timeout))
-    _check_in(store, rank, world_size)
+    address = os.environ["MASTER_ADDR"]
+    numeric = numeric_address(address)
+    # Until all have come, since a store that this process serves would ask for the name of each.
+    with contextlib.nullcontext() if numeric is None else names_from_files():
+        store = roll_call.keys_of_this_start(_open_store(numeric or address, rank, world_size, timeout))
+        _check_in(store, rank, world_size)
     yield store, rank, world_size
 
 
-def _open_store(rank: int, world_size: int, timeout: timedelta) -> Any:
-    """The store at MASTER_ADDR and MASTER_PORT, served by this process if it is rank 0 and no launcher serves it."""
+def _open_store(address: str, rank: int, world_size: int, timeout: timedelta) -> Any:
+    """The store at `address` and MASTER_PORT, served by this process if it is rank 0 and no launcher serves it."""
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  it is documented
 
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    port = int(os.environ["MASTER_PORT"])
     serves = rank == 0 and not roll_call.launcher_serves_store()
     try:
         return TCPStore(address, port, world_size, serves, timeout, wait_for_workers=False, multi_tenant=True)

@@ -14,6 +14,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from torch.distributed.rendezvous import rendezvous as meet
 
 from megatron.config import ConfigError
+from megatron.processes.free_port import free_port
 from megatron.startup import rendezvous
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -91,3 +92,33 @@ def test_every_rank_hears_of_a_host_with_another_torch() -> None:
     ]
     said = [process.communicate()[0].splitlines()[-1] for process in started]
     assert said[0] == said[1] and "runs torch 2.0.0 (rank 0 on " in said[0], said
+
+
+_MEET = """
+import os, sys
+from datetime import timedelta
+from torch.distributed.rendezvous import rendezvous as meet
+from megatron.processes.rendezvous_store import STORE_VARIABLES, RendezvousStore
+from megatron.startup import rendezvous
+served = RendezvousStore("127.0.0.1", 0) if sys.argv[1] == "launcher" else None
+if served is not None:
+    os.environ.update(STORE_VARIABLES, MASTER_PORT=str(served.port))
+next(meet(rendezvous.init_method(), timeout=timedelta(minutes=5)))
+if served is not None:
+    served.close()
+"""
+
+
+@pytest.mark.parametrize("server", ["launcher", "rank 0"])
+def test_no_name_server_is_asked(server: str, tmp_path: Path) -> None:
+    """By the system calls of client and server: port 53 is that of name servers, and there is always one to ask."""
+    calls = tmp_path / "calls"
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    environment |= {"MASTER_PORT": str(free_port())}
+    for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "LOCAL_WORLD_SIZE"):
+        environment.pop(name, None)
+    command = ["strace", "-f", "-q", "-e", "trace=connect", "-o", str(calls), sys.executable, "-c", _MEET, server]
+    subprocess.run(command, env=environment, cwd=ROOT, check=True, timeout=300)
+    found = calls.read_text()
+    assert "127.0.0.1" in found  # the connection to the store
+    assert "htons(53)" not in found
