@@ -73,6 +73,7 @@ class Operation:
         self.durable: bool | None = None
         self.failure: str | None = None
         self._read_ahead = 0  # bytes
+        self._measured: dict[str, float] = {}
         self._lock = threading.RLock()  # of _read_ahead; see Recorder
         # Nobody ends an untraced operation.
         self._under_way = under_way.begin(under_way.OWN_WORK, name, thread=0) if recorder.enabled else None
@@ -168,6 +169,14 @@ class Operation:
             self._read_ahead -= taken
             return taken
 
+    def measure(self, **values: float) -> None:
+        """Numbers of this operation that no span has, such as what a device says of itself; a name ends in its unit.
+
+        They are recorded with what is sampled at the end.
+        """
+        with self._lock:
+            self._measured |= values
+
     def event(self, phase: str, detail: str) -> None:
         """A notice: a moment of this operation that is no span, such as which library really writes."""
         self._recorder.event(self._name, phase, detail, self._labels["step"])
@@ -187,7 +196,11 @@ class Operation:
             "error": error,
         }
         self._recorder.write("operation_end", **given(fields))
-        self._recorder.probe(self._op_id, "end", self._recorder.sample())
+        sample = self._recorder.sample()
+        if self._measured:
+            at_ns, sampled = sample or (now_ns(), {})
+            sample = at_ns, sampled | self._measured
+        self._recorder.probe(self._op_id, "end", sample)
 
 
 class Recorder:

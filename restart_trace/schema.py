@@ -22,6 +22,10 @@ SUPERVISOR_FILE_REGEX = r"^supervisor_(\d{3,})\.jsonl$"
 CYCLE_FILE_PATTERN = "cycle_{cycle:03d}.json"
 CYCLE_FILE_REGEX = r"^cycle_(\d{3,})\.json$"
 
+# What a process group connects: ranks that differ in one coordinate alone, those of one replica (model), all (world),
+# all for agreements on the host (control), or others, among them groups of one rank.
+GROUPS = ("world", "control", "tensor", "pipeline", "data", "model", "other")
+
 # operation -> phase -> details. A phase without details has the empty tuple; a span of a phase that has
 # details always names one, so that the phases of an operation can be summed from its spans alone.
 PHASES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -47,11 +51,14 @@ PHASES: dict[str, dict[str, tuple[str, ...]]] = {
     "startup": {
         "process_start": (),
         "imports": (),
+        "cuda_context": (),
         "rendezvous": (),
-        "communicators": (),
+        "communicators": GROUPS,
+        "host_memory": ("allocate", "pin", "bus", "wait"),
         "model_build": (),
         "data_build": (),
         "engine_init": (),
+        "warmup": (*GROUPS, "point_to_point", "cublas"),
         "first_step": (),
         "caught_up": (),
     },

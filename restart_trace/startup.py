@@ -46,18 +46,24 @@ def preload_of(env: Mapping[str, str]) -> Preload | None:
     return Preload(*map(int, text.split(":"))) if text else None
 
 
-class Stopwatch:
-    """Sums the time spent within it: `with watch: ...`, as often as needed but not nested."""
+class Interruptions:
+    """Phases that interrupt another one: what each took in all, in ns, by phase and detail. They are not nested."""
 
     def __init__(self) -> None:
-        self.total_ns = 0
-        self._since_ns = 0
+        self.taken_ns: dict[tuple[str, str | None], int] = {}
 
-    def __enter__(self) -> None:
-        self._since_ns = clock.now_ns()
+    @contextmanager
+    def phase(self, name: str, detail: str | None = None) -> Iterator[None]:
+        """The body is this phase."""
+        since = clock.now_ns()
+        try:
+            yield
+        finally:
+            self.add(name, detail, clock.now_ns() - since)
 
-    def __exit__(self, *exc: object) -> None:
-        self.total_ns += clock.now_ns() - self._since_ns
+    def add(self, name: str, detail: str | None, took_ns: int) -> None:
+        """This phase took `took_ns` of the time that has just passed."""
+        self.taken_ns[name, detail] = self.taken_ns.get((name, detail), 0) + took_ns
 
 
 class Startup:
@@ -98,32 +104,33 @@ class Startup:
         """The start-up as an operation; None once the first iteration has ended it."""
         return self._operation
 
-    def phase(self, name: str) -> AbstractContextManager[SpanHandle]:
+    def phase(self, name: str, detail: str | None = None) -> AbstractContextManager[SpanHandle]:
         """Measure one phase of the start-up."""
-        return self._op.span(name)
+        return self._op.span(name, detail)
 
     @contextmanager
-    def phase_around(self, name: str, inner: str) -> Iterator[Stopwatch]:
-        """Measure one phase that another one, `inner`, interrupts again and again; in both ranks wait for each other.
+    def phase_around(self, name: str, depends_on: str = under_way.OWN_WORK) -> Iterator[Interruptions]:
+        """Measure one phase that others interrupt again and again. `depends_on`: as of restart_trace.under_way.
 
-        The body runs the interruptions within the Stopwatch it is given. Both phases get a span over the whole
-        window, each with the duration that is its own.
+        The body runs the interruptions within what it is given. All of these phases get a span over the whole window,
+        each with the duration that is its own.
         """
-        watch = Stopwatch()
-        number = under_way.begin(under_way.RANKS, "startup", name)
+        inner = Interruptions()
+        number = under_way.begin(depends_on, "startup", name)
         start = clock.now_ns()
         error: str | None = None
         try:
-            yield watch
+            yield inner
         except BaseException as exc:
             error = f"{type(exc).__name__}: {exc}"
             raise
         finally:
             end = clock.now_ns()
             under_way.end(number)
-            self._op.add(name, None, start, end, duration_ns=end - start - watch.total_ns, error=error)
-            if watch.total_ns:
-                self._op.add(inner, None, start, end, duration_ns=watch.total_ns)
+            own = end - start - sum(inner.taken_ns.values())
+            self._op.add(name, None, start, end, duration_ns=own, error=error)
+            for (phase, detail), took in inner.taken_ns.items():
+                self._op.add(phase, detail, start, end, duration_ns=took)
 
     def iteration_done(self, step: int, loop_start_ns: int, end_ns: int) -> None:
         """Tell that iteration `step` ended at `end_ns`; the training loop was entered at `loop_start_ns`."""

@@ -132,7 +132,8 @@ def _start(log: RankLines) -> tuple[str, int]:
     op = log.begin("startup", start, "")
     for phase, took in zip(STARTUP_PHASES, times.startup(cycle.number, rank), strict=True):
         took = cycle.together - moment if phase == "rendezvous" else took
-        moment = log.span(op, f'"phase":"{phase}"', moment, took)
+        detail = ',"detail":"world"' if phase == "communicators" else ""
+        moment = log.span(op, f'"phase":"{phase}"{detail}', moment, took)
     runtime = f'"engine_used":"{ENGINE}","engine_asked":"torch","optimizer":"FusedAdam","accelerator":"cuda"'
     log.write("runtime", f'{runtime},"backend":"nccl","parameters":1000000')
     if cycle.loaded:

@@ -139,6 +139,7 @@ def _save(times: Times, save: Save, ranks: list[int]) -> dict[str, Any]:
         "io_GBps": num_bytes / 1e9 / flush,
         "committed_s": committed,
         "durable_s": committed,
+        "device_copies": None,
         "phases": phases,
     }
 
@@ -242,6 +243,7 @@ def _start(times: Times, cycle: Cycle, ranks: list[int]) -> dict[str, Any]:
         phase: _phase({rank: durations[rank][place] for rank in ranks}, ranks, critical)
         for place, phase in enumerate(STARTUP_PHASES)
     }
+    phases["communicators"]["details"] = {"world": dict(phases["communicators"])}
     first = {rank: cycle.first_step_end - loop_start(times, cycle, rank) for rank in ranks}
     phases["first_step"] = _phase(first, ranks, critical)
     shares = {rank: 1 - BEFORE_LOOP_US / walls[rank] for rank in ranks}

@@ -29,6 +29,11 @@ class ParallelConfig(FlagGroup):
         "how long an operation of any process group may wait for the other ranks, and a save for its device; "
         "0.5: half a minute",
     )
+    warmup_communicators: bool = flag(
+        False,
+        "connect all process groups and neighbouring pipeline stages before the first step, as phase warmup of the "
+        "start-up; otherwise NCCL connects many of them in that step",
+    )
     no_pipeline_parallel: bool = flag(
         False, "no pipeline stages: --pipeline-model-parallel-size must be 1, and DeepSpeed's pipeline engine has one"
     )

@@ -2,32 +2,69 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron.fileio.direct_files import ALIGNMENT, aligned_memory
+from megatron.fileio.pinned_memory import CudaPins, Pins, pinned_memory
 
 
 class Buffer:
-    """Aligned host memory of `size` bytes; pinned for CUDA. The same memory as tensor, as array and as view."""
+    """Aligned host memory, as array, as tensor and as view; it is pinned if the array is."""
 
-    def __init__(self, size: int, pinned: bool) -> None:
-        if pinned:  # which makes it page-aligned
-            self.tensor = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        else:
-            self.tensor = torch.frombuffer(aligned_memory(size), dtype=torch.uint8)
-        self.array = self.tensor.numpy()
-        self.view = self.array.data
-        if self.array.ctypes.data % ALIGNMENT:
-            raise RuntimeError(f"a buffer at {self.array.ctypes.data:#x} is not aligned to {ALIGNMENT}")
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        """`array`: uint8, of one dimension."""
+        self.array = array
+        self.tensor = torch.from_numpy(array)
+        self.view = array.data
+        if array.ctypes.data % ALIGNMENT:
+            raise RuntimeError(f"a buffer at {array.ctypes.data:#x} is not aligned to {ALIGNMENT}")
+
+
+def new_buffer(size: int, pins: Pins | None) -> Buffer:
+    """A buffer of `size` bytes, pinned by `pins` if there are any."""
+    if pins is not None:
+        return Buffer(pinned_memory(size, pins))
+    return Buffer(np.frombuffer(aligned_memory(size), dtype=np.uint8))
+
+
+def cut(memory: np.ndarray[Any, Any], size: int) -> list[Buffer]:
+    """`memory` as buffers of `size` bytes; what is left over is unused."""
+    return [Buffer(memory[start : start + size]) for start in range(0, len(memory) - size + 1, size)]
+
+
+class StagingBuffers:
+    """Pinned buffers of one size for the reading threads of this process: made at its start, lent to one at a time."""
+
+    def __init__(self) -> None:
+        self._free: list[Buffer] = []
+        self._lock = threading.Lock()
+
+    def add(self, buffers: list[Buffer]) -> None:
+        """Lend these, too; or take them back."""
+        with self._lock:
+            self._free += buffers
+
+    def take(self, size: int, device: torch.device) -> Buffer:
+        """A free buffer of `size` bytes, or a new one."""
+        with self._lock:
+            for index, buffer in enumerate(self._free):
+                if len(buffer.array) == size:
+                    return self._free.pop(index)
+        return new_buffer(size, CudaPins(device))
+
+
+STAGING_BUFFERS = StagingBuffers()
 
 
 class Staging:
     """The buffers of one reading thread: one; for CUDA two in turn, one read into while the other's bytes move on.
 
-    They are made when they are first needed.
+    They are taken when they are first needed.
     """
 
     def __init__(self, block_bytes: int, device: torch.device) -> None:
@@ -42,7 +79,7 @@ class Staging:
     def next_buffer(self) -> Buffer:
         """The next buffer, free to be overwritten."""
         if not self._buffers:
-            self._make()
+            self._take()
         self._turn = (self._turn + 1) % len(self._buffers)
         self._wait(self._turn)
         return self._buffers[self._turn]
@@ -57,13 +94,19 @@ class Staging:
         self._events[self._turn] = self._stream.record_event()
 
     def finish(self) -> None:
-        """Return when everything has arrived."""
+        """Return when everything has arrived, and give the buffers back."""
         for turn in range(len(self._buffers)):
             self._wait(turn)
+        if self._stream is not None:
+            STAGING_BUFFERS.add(self._buffers)
+        self._buffers = []
 
-    def _make(self) -> None:
+    def _take(self) -> None:
         on_cuda = self._device.type == "cuda"
-        self._buffers = [Buffer(self._block_bytes, pinned=on_cuda) for _ in range(2 if on_cuda else 1)]
+        if on_cuda:
+            self._buffers = [STAGING_BUFFERS.take(self._block_bytes, self._device) for _ in range(2)]
+        else:
+            self._buffers = [new_buffer(self._block_bytes, None)]
         self._events = [None] * len(self._buffers)
         self._stream = torch.cuda.Stream(self._device) if on_cuda else None
 

@@ -27,7 +27,7 @@ from megatron.fileio.page_cache import populate
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
 
-_DIRECT_THREADS = 8
+DIRECT_THREADS = 8
 # Reading into the page cache is mostly waiting, for the storage and for memory: more threads than for direct reads.
 _MAPPING_THREADS = 12
 
@@ -124,7 +124,7 @@ class _Pool:
         self._error: BaseException | None = None
 
     def run(self, count: int | None, label: Label, op: Operation) -> Read:
-        count = count or (_DIRECT_THREADS if self._others else _MAPPING_THREADS)
+        count = count or (DIRECT_THREADS if self._others else _MAPPING_THREADS)
         readers = [_ReadingThread(self._files, self._targets) for _ in range(count)]
         started: list[threading.Thread] = []
         try:

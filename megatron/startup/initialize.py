@@ -6,8 +6,6 @@ import datetime
 import gc
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +14,12 @@ from megatron.parallel.accelerator import accelerator
 from megatron.parallel.random import seed_everything
 from megatron.parallel.topology import Coordinates, Layout
 from megatron.startup import lean_imports
+from megatron.startup.communicators import Communicators
 from megatron.startup.determinism import make_deterministic
 from megatron.startup.rendezvous import init_method
+from restart_trace.clock import now_ns
 from restart_trace.devices import device_index
-from restart_trace.startup import Startup
+from restart_trace.startup import Interruptions, Startup
 from restart_trace.under_way import RANKS, UnderWay
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,7 @@ class Runtime:
     rank: int
     device: Any  # torch.device
     backend: str
+    communicators: Communicators
     control_group: Any  # gloo group over all ranks for small host-side agreements; None: the default group
     commit_group: Any = None  # another one, for the thread that commits asynchronous saves
 
@@ -54,11 +55,17 @@ def prepare_environment() -> None:
         os.environ["MASTER_PORT"] = str(free_port())
 
 
-def import_heavy() -> None:
-    """Import torch and DeepSpeed; everything else that is slow to import comes with them."""
-    import torch  # noqa: F401
+def import_heavy(imports: Interruptions | None = None) -> None:
+    """Import torch and DeepSpeed; everything else that is slow to import comes with them.
+
+    With `imports`, the phase around this, CUDA is initialised in between and counts as `cuda_context`: DeepSpeed would
+    do it as it is imported.
+    """
+    import torch
 
     lean_imports.install()
+    if imports is not None:
+        _initialize_cuda(torch, imports)
     prepare_environment()
     import deepspeed
 
@@ -69,6 +76,14 @@ def import_heavy() -> None:
     # Its op for shared-memory collectives is compiled for half a minute at first use and leaves 66 MiB per
     # rank in /dev/shm after every run; gloo gives the same results.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _initialize_cuda(torch: Any, imports: Interruptions) -> None:
+    """Load the driver and find the devices, where there are any: no context on any of them yet."""
+    began = now_ns()
+    if torch.cuda.is_available():
+        torch.cuda.init()
+        imports.add("cuda_context", None, now_ns() - began)
 
 
 def freeze_imported_objects() -> None:
@@ -83,31 +98,6 @@ def freeze_imported_objects() -> None:
 def group_timeout(config: Config) -> datetime.timedelta:
     """--distributed-timeout-minutes, which every process group of the run is created with."""
     return datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
-
-
-@contextmanager
-def phase_apart_from_communicators(startup: Startup, name: str, timeout: datetime.timedelta) -> Iterator[None]:
-    """Measure a start-up phase in which DeepSpeed also creates process groups; those count as `communicators`.
-
-    Their operations wait for `timeout` where DeepSpeed passes none: new_group does not use the default group's. Gloo
-    connects the ranks when it creates a group. NCCL connects at the first collective of a group, which counts for the
-    phase that runs it.
-    """
-    import torch.distributed as dist
-
-    create = dist.new_group
-    with startup.phase_around(name, "communicators") as creating:
-
-        def timed(ranks: Any = None, timeout_given: Any = None, *args: Any, **kwargs: Any) -> Any:
-            chosen = timeout_given or kwargs.pop("timeout", None) or timeout
-            with creating:
-                return create(ranks, chosen, *args, **kwargs)
-
-        dist.new_group = timed
-        try:
-            yield
-        finally:
-            dist.new_group = create
 
 
 def _choose_device(local_rank: int) -> Any:
@@ -128,12 +118,38 @@ def _choose_device(local_rank: int) -> Any:
     return torch.device("cuda", index)
 
 
+def _connect_world(backend: str, world_size: int, device: Any, timeout: datetime.timedelta, startup: Startup) -> None:
+    """All ranks meet at the store (`rendezvous`), then connect as the default group (`communicators`)."""
+    import deepspeed
+    import torch
+    from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
+
+    with startup.phase("rendezvous"), UnderWay(RANKS, "meeting of all ranks"):
+        store, rank, _ = next(rendezvous(init_method(), timeout=timeout))
+        store.set_timeout(timeout)
+    with startup.phase("communicators", "world"), UnderWay(RANKS, "connecting of all ranks"):
+        torch.distributed.init_process_group(
+            backend, store=PrefixStore("default_pg", store), rank=rank, world_size=world_size, timeout=timeout,
+            device_id=device if _binds_device(backend, world_size, torch.__version__) else None,
+        )  # fmt: skip
+        # It finds the default group there, and puts its own interface in front of it.
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
+
+
+def _binds_device(backend: str, world_size: int, torch_version: Any) -> bool:
+    """Whether the default group is bound to the device: then NCCL connects it at once, and splits the others off it.
+
+    As DeepSpeed 0.19.8 decides: not for a single rank, which has nobody to connect to, and not between torch 2.6.0 and
+    2.7.1, where it hangs (pytorch issue 153960). `torch_version`: a torch.torch_version.TorchVersion.
+    """
+    return backend == "nccl" and world_size > 1 and not (2, 6, 0) < torch_version < (2, 7, 1)
+
+
 def initialize_megatron(config: Config, startup: Startup, *, commits_in_background: bool = False) -> Runtime:
     """Rendezvous, control group and seeds. Raises RuntimeError from torch if the rendezvous fails.
 
     With `commits_in_background` there is a second gloo group: collectives of two threads on one would mix.
     """
-    import deepspeed
     import torch
 
     parallel = config.parallel
@@ -149,19 +165,18 @@ def initialize_megatron(config: Config, startup: Startup, *, commits_in_backgrou
         logger.warning("--fp16: this CPU has no half-precision instructions; torch emulates them, slowly")
     if config.training.deterministic:
         make_deterministic()
-    device = _choose_device(parallel.local_rank) if on_cuda else torch.device("cpu")
+    device = torch.device("cpu")
+    if on_cuda:
+        with startup.phase("cuda_context"):
+            device = _choose_device(parallel.local_rank)
+            torch.empty(1, device=device)  # set_device alone makes no context in every version of torch and CUDA
     timeout = group_timeout(config)
-    with startup.phase("rendezvous"), UnderWay(RANKS, "meeting of all ranks"):
-        deepspeed.init_distributed(
-            dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout, init_method=init_method()
-        )
-    with startup.phase("communicators"), UnderWay(RANKS, "connecting of all ranks"):
-        control_group = None
-        if backend != "gloo":
-            control_group = torch.distributed.new_group(backend="gloo", timeout=timeout)
-        commit_group = None
-        if commits_in_background and layout.world_size > 1:
-            commit_group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+    _connect_world(backend, layout.world_size, device, timeout, startup)
+    communicators = Communicators(startup, layout, timeout)
+    control_group = communicators.control_group() if backend != "gloo" else None
+    commit_group = None
+    if commits_in_background and layout.world_size > 1:
+        commit_group = communicators.control_group()
     coordinates = layout.coordinates(parallel.rank)
     with startup.phase("model_build"):
         seed_everything(
@@ -170,4 +185,4 @@ def initialize_megatron(config: Config, startup: Startup, *, commits_in_backgrou
             tp_rank=coordinates.tp,
             dp_offset=10 * coordinates.dp if config.training.data_parallel_random_init else 0,
         )
-    return Runtime(layout, coordinates, parallel.rank, device, backend, control_group, commit_group)
+    return Runtime(layout, coordinates, parallel.rank, device, backend, communicators, control_group, commit_group)

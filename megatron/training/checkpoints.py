@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from typing import Any
 
@@ -16,17 +17,20 @@ from megatron.checkpointing.naming import RankPlace, attempt_of
 from megatron.checkpointing.ownership import Ownership
 from megatron.checkpointing.prefetch import Prefetch
 from megatron.checkpointing.state import Progress, start_over
-from megatron.config import Config
+from megatron.config import Config, ConfigError
+from megatron.fileio.device_copies import CopyStream
 from megatron.optimizer.build import warn_of_l2_weight_decay
 from megatron.parallel.control_plane import AgreementLostError, ControlPlane
 from megatron.startup.initialize import Runtime
-from restart_trace.recorder import Recorder
+from megatron.training.free_space import rank_bytes
+from restart_trace.recorder import Operation, Recorder
 
 logger = logging.getLogger(__name__)
 
 # An error in training ends the process, and with it a save that is nearly done; but a rank that is gone for good,
 # or storage that hangs, must not keep the job from being restarted.
 DRAIN_AFTER_ERROR_S = 30.0
+_HEADROOM = 1.01  # of memory for saves: shards are padded, and hold a little besides their tensors
 
 
 def build_checkpointer(
@@ -61,6 +65,37 @@ def build_checkpointer(
         prefetch=prefetch,
     )
     return Checkpointer(context, attempt, ownership=ownership, commit_control=commits)
+
+
+def prepare_memory(
+    checkpointer: Checkpointer, runtime: Runtime, parameters: int, available: int, op: Operation
+) -> None:
+    """Begin to pin host memory where the state is on a CUDA device; `wait_for_memory` follows.
+
+    `parameters` of this rank; `available`: bytes of host memory that were free before any rank did this.
+    """
+    config = checkpointer.context.config
+    if runtime.device.type != "cuda" or (config.checkpoint.save is None and config.checkpoint.load is None):
+        return
+    saved = 0
+    if config.checkpoint.save is not None:
+        saved = int(_HEADROOM * rank_bytes(config, parameters, runtime.coordinates.dp, runtime.layout.dp))
+    checkpointer.context.checkpoint_engine.prepare_memory(saved, available, CopyStream(runtime.device), op)
+
+
+def wait_for_memory(checkpointer: Checkpointer, device: Any) -> None:
+    """Return when the memory is ready on all ranks; collective. Raises ConfigError on all if one cannot have it."""
+    if device.type != "cuda":
+        return
+    error = None
+    try:
+        checkpointer.context.checkpoint_engine.wait_for_memory()
+    except ConfigError as exc:
+        error = f"{os.uname().nodename}: {exc}"
+    failed = checkpointer.context.control.agree(error)
+    if failed:
+        rank, reason = failed[0]
+        raise ConfigError(f"rank {rank}, {reason}")
 
 
 def initialize_state(checkpointer: Checkpointer, engine: Any) -> None:

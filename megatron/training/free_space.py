@@ -21,10 +21,23 @@ def checkpoint_bytes(config: Config, parameters: int) -> int:
 
     As tools.ckpt_plan, without the alignment of shards and without metadata.
     """
+    return parameters * (_ELEMENT_SIZE[config.model.params_dtype] + _optimizer_bytes(config))
+
+
+def rank_bytes(config: Config, parameters: int, dp: int, dp_size: int) -> int:
+    """As `checkpoint_bytes`, what the rank `dp` of `dp_size` replicas saves, which holds so many parameters.
+
+    The first replica saves the weights, each rank its shard of the optimizer's state.
+    """
+    weights = _ELEMENT_SIZE[config.model.params_dtype] if dp == 0 else 0
+    return parameters * weights + -(-parameters * _optimizer_bytes(config) // dp_size)
+
+
+def _optimizer_bytes(config: Config) -> int:
+    """Per parameter: of the master weight and its moments."""
     optimizer = config.optimizer
     moments = 2 if optimizer.optimizer == "adam" else int(optimizer.sgd_momentum > 0)
-    per_parameter = 0 if config.checkpoint.no_save_optim else _MASTER_WEIGHT * (1 + moments)
-    return parameters * (_ELEMENT_SIZE[config.model.params_dtype] + per_parameter)
+    return 0 if config.checkpoint.no_save_optim else _MASTER_WEIGHT * (1 + moments)
 
 
 def saves_left(config: Config, iteration: int) -> int:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from restart_trace.startup import Interruptions
 
 # Modules of other packages that a rank imports during its start. One that is missing is not needed.
 _IN_PASSING = (
@@ -17,12 +21,15 @@ _IN_PASSING = (
 )
 
 
-def import_everything() -> None:
-    """Import torch, DeepSpeed and the trainer's modules. A second call takes almost no time."""
+def import_everything(imports: Interruptions | None = None) -> None:
+    """Import torch, DeepSpeed and the trainer's modules. A second call takes almost no time.
+
+    `imports`: the phase around this, of a rank; then CUDA is initialised, too.
+    """
     gc.disable()  # imports make half a million objects and no garbage: collecting between them is wasted
     from megatron.startup.initialize import freeze_imported_objects, import_heavy
 
-    import_heavy()
+    import_heavy(imports)
     import megatron.checkpointing.manager
     import megatron.data.gpt_dataset
     import megatron.model.gpt_model

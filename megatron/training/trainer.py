@@ -83,8 +83,8 @@ def pretrain(
         prefetch = start_prefetch(config, Layout(*config.parallel.sizes))
     except (CheckpointError, ConfigError, OSError, ValueError) as error:
         exit_with(error, rank, every_rank_sees_it=False)
-    with startup.phase("imports"):
-        import_everything()
+    with startup.phase_around("imports") as imports:
+        import_everything(imports)
     _sample_continuously(config, recorder)
     from megatron.startup.logging_setup import set_up_logging
     from megatron.startup.watch import Watch
@@ -233,36 +233,44 @@ def _set_up(
 ) -> Trainer:
     """Bring everything up to the first iteration; collective."""
     from megatron.checkpointing.naming import layer_file
+    from megatron.fileio.host_memory import available_memory
     from megatron.parallel.control_plane import ControlPlane
     from megatron.startup.engine_setup import build_engine
-    from megatron.startup.initialize import group_timeout, initialize_megatron, phase_apart_from_communicators
+    from megatron.startup.initialize import initialize_megatron
     from megatron.startup.logging_setup import printed_as_debug
-    from megatron.training.checkpoints import CheckpointSaves, build_checkpointer
+    from megatron.training.checkpoints import CheckpointSaves, build_checkpointer, prepare_memory, wait_for_memory
     from megatron.training.data import build_data_iterators
     from megatron.training.exit_conditions import ExitConditions
     from megatron.training.free_space import warn_of_lack_of_space
     from megatron.training.log import TrainingLog
     from megatron.training.statistics import TrainingStatistics
 
+    free = available_memory()  # before the rendezvous: no rank of this host has taken any for saves
     runtime = initialize_megatron(config, startup, commits_in_background=_saves_in_background(config, startup))
     control = ControlPlane(runtime.rank, runtime.layout.world_size, runtime.control_group)
-    with phase_apart_from_communicators(startup, "model_build", group_timeout(config)), printed_as_debug():
+    with runtime.communicators.apart_from("model_build"), printed_as_debug():
         model = providers.model(config, vocabulary.padded, runtime)
     if prefetch is not None:
         prefetch.also([layer_file(number, runtime.coordinates.tp) for number, _ in model.numbered_layers()])
     eod = vocabulary.eod if config.data.eod_mask_loss else None
-    with phase_apart_from_communicators(startup, "engine_init", group_timeout(config)), printed_as_debug():
-        engine = build_engine(config, model, functools.partial(providers.batch_fn, eod_token=eod))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    with runtime.communicators.apart_from("engine_init"):
         checkpointer = build_checkpointer(config, runtime, control, recorder, ownership, vocabulary[:2], prefetch)
+    assert startup.operation is not None
+    prepare_memory(checkpointer, runtime, parameters, free, startup.operation)
+    with runtime.communicators.apart_from("engine_init"), printed_as_debug():
+        engine = build_engine(config, model, functools.partial(providers.batch_fn, eod_token=eod))
+    if config.parallel.warmup_communicators:
+        runtime.communicators.connect_all(runtime.rank, runtime.device, next(model.parameters()).dtype)
     what_runs = _record_what_runs(checkpointer, engine, runtime, config, recorder, vocabulary.padded)
     _mark_ranges(recorder, config, runtime.device)
     progress = _restore_or_begin(checkpointer, engine, startup)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     warn_of_lack_of_space(config, parameters, runtime.coordinates.dp, progress.iteration, control)
     with startup.phase("data_build"):
         data = build_data_iterators(providers.datasets, config, control, runtime.layout, runtime.coordinates, progress)
     with startup.phase("imports"):
         log = TrainingLog(config, vocabulary.padded)  # imports TensorBoard where it is asked for
+    wait_for_memory(checkpointer, runtime.device)
     logger.info("%s", what_runs)
     return Trainer(
         config,

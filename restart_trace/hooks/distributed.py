@@ -24,7 +24,10 @@ def hook(session: Session, dist: ModuleType) -> None:
 
     @contextmanager
     def communicators(call: Call) -> Iterator[None]:
-        with session.startup_phase("communicators"):
+        # Which axis of a layout a part of the ranks lies along is not known here, or not yet.
+        ranks = call.arguments()["ranks"]
+        over_all = ranks is None or len(ranks) == dist.get_world_size()
+        with session.startup_phase("communicators", "world" if over_all else "other"):
             yield
 
     @contextmanager

@@ -117,10 +117,10 @@ class Session:
             self._told[record_type] = fields
             self.recorder.write(record_type, **fields)
 
-    def startup_phase(self, name: str) -> AbstractContextManager[Any]:
+    def startup_phase(self, name: str, detail: str | None = None) -> AbstractContextManager[Any]:
         """The body is this phase of the start-up, but for phases within it; nothing once the start-up is over."""
         starting = self._start_up()
-        return nullcontext() if starting is None else starting.phase(name)
+        return nullcontext() if starting is None else starting.phase(name, detail)
 
     def running(self) -> Running | None:
         """The save or load that is under way on this thread."""

@@ -54,7 +54,7 @@ def test_every_group_waits_as_long_as_the_flag_says(launcher: Launcher, engine: 
 @pytest.mark.parametrize(
     ("where", "engine", "phase"),
     [
-        ("startup communicators", "torch", "the start-up|startup"),
+        ("startup communicators", "torch", "the rendezvous of all ranks|startup|connecting"),
         ("load load", "lazy", "a load|load global_step4"),
         ("step 3", "torch", "a training step|training step 4"),
         ("save flush", "torch", "a save|save global_step2"),

@@ -137,7 +137,9 @@ def _drill(setting: Setting, part: str, environment: dict[str, str], engine: str
 
 def _machine(setting: Setting) -> list[Step]:
     directory = setting.out / "machine"
-    training = _training(setting, SMALL, "--restart-trace-nvtx on --profile-backward", iterations=4)
+    training = _training(
+        setting, SMALL, "--restart-trace-nvtx on --profile-backward --warmup-communicators", iterations=4
+    )
     training |= {"SAVE_INTERVAL": "2", "TRACE_DIR": str(directory / "trace")}
     return [
         Step("machine", _python("tests.gpu.machine", str(directory / "machine.json"))),

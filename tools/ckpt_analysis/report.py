@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from .metrics.checks import (
     check_operations,
     check_results,
 )
+from .metrics.device_copies import device_copies
 from .metrics.iterations import StepTime, TrainingTime, step_times, training_times
 from .metrics.operations import measure, rank_times
 from .metrics.rank_tables import RankTables, rank_tables
@@ -148,6 +149,8 @@ def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
     hosts = pl.DataFrame(
         [(process["cycle"], process["rank"], process["host"]) for process in trace.ranks], schema=_HOSTS, orient="row"
     )
+    copies = device_copies(frames, probes, hosts)
+    saves = [replace(save, device_copies=copies.get(save.group)) for save in saves]
     report = Report(
         directory=trace.directory,
         run_id=trace.run_id,

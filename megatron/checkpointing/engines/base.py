@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron.fileio.checksums import CheckedBytes
+    from megatron.fileio.device_copies import CopyStream
 
 MIB = 1 << 20
 
@@ -166,6 +167,19 @@ class CheckpointEngine(ABC):
 
         Called once at start-up when --save is given. Loading may work all the same.
         """
+        return None
+
+    def prepare_memory(self, save_bytes: int, available: int, stream: CopyStream, op: Operation) -> None:
+        """Begin to make ready the host memory that copies from and to a CUDA device go through.
+
+        Called once, while the process starts; `op` is the start-up. `save_bytes`: about what this rank saves, 0 if it
+        saves nothing; `available`: bytes of host memory that were free before any rank prepared some. What cannot be
+        had is told by `wait_for_memory`.
+        """
+        return None
+
+    def wait_for_memory(self) -> None:
+        """Return when the memory is ready. Raises ConfigError naming flag, value and fix if it cannot be had."""
         return None
 
     def begin_save(self, files: Sequence[FileState], directory: Path, op: Operation) -> PendingSave:

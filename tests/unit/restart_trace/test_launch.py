@@ -280,16 +280,18 @@ def test_startup_from_the_start_of_the_process(tmp_path: Path) -> None:
 def test_a_phase_that_another_one_interrupts(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     startup = Startup(Recorder(JsonlSink(path), PROCESS), None, 0, 0, time.monotonic_ns())
-    with startup.phase_around("engine_init", "imports") as watch:
-        for _ in range(2):
+    with startup.phase_around("engine_init") as inner:
+        for detail in ("tensor", "data", "tensor"):
             time.sleep(0.01)
-            with watch:
+            with inner.phase("communicators", detail):
                 time.sleep(0.02)
-    outer, inner = read(path)[-2:]
-    assert (outer["phase"], inner["phase"]) == ("engine_init", "imports")
-    assert (outer["start_ns"], outer["end_ns"]) == (inner["start_ns"], inner["end_ns"])
-    assert outer["duration_ns"] + inner["duration_ns"] == outer["end_ns"] - outer["start_ns"]
-    assert outer["duration_ns"] >= 20_000_000 and inner["duration_ns"] >= 40_000_000
+    outer, tensor, data = read(path)[-3:]
+    assert [outer["phase"], tensor["detail"], data["detail"]] == ["engine_init", "tensor", "data"]
+    window = outer["start_ns"], outer["end_ns"]
+    assert all((span["start_ns"], span["end_ns"]) == window for span in (tensor, data))
+    assert outer["duration_ns"] + tensor["duration_ns"] + data["duration_ns"] == outer["end_ns"] - outer["start_ns"]
+    assert outer["duration_ns"] >= 30_000_000
+    assert tensor["duration_ns"] >= 40_000_000 and data["duration_ns"] >= 20_000_000
 
 
 def iteration_line(step: int) -> str:

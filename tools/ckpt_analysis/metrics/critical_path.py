@@ -19,7 +19,7 @@ from ..model.startup_spans import loads_inside, startups_to_first_step
 from .phases import PHASE_NAME
 from .restart_parts import UNNAMED
 
-# Phases in which every rank takes part and that none leaves before the last has come.
+# Phases, with all their details, in which every rank takes part and that none leaves before the last has come.
 SYNCHRONISING = ("rendezvous", "communicators", "barrier", "first_step")
 
 
@@ -49,7 +49,8 @@ def start_windows(frames: Frames, group: int) -> pl.DataFrame:
     startups = startups_to_first_step(frames).filter(pl.col("group") == group)
     loads = loads_inside(frames, startups)
     groups = [group, *loads["group"].unique()]
-    spans = frames.spans_of(pl.col("group").is_in(groups))
+    # What ran in the background, such as pinning memory, delayed nothing but where a span says that it was waited for.
+    spans = frames.spans_of(pl.col("group").is_in(groups), pl.col("blocking"))
     return (
         spans.select("rank", PHASE_NAME, "start_ns", "end_ns")
         .sort("rank", "phase", "start_ns", "end_ns")
@@ -97,7 +98,7 @@ def _follow(
 def _last_to_come(windows: pl.DataFrame) -> dict[tuple[str, int], tuple[int, int]]:
     """(phase, occurrence) of a synchronising phase -> (rank that began it last, when); of equals the lowest."""
     latest = (
-        windows.filter(pl.col("phase").is_in(SYNCHRONISING))
+        windows.filter(pl.col("phase").str.split("/").list.first().is_in(SYNCHRONISING))
         .sort("start_ns", "rank", descending=[True, False])
         .group_by("phase", "occurrence", maintain_order=True)
         .agg(pl.col("rank").first(), pl.col("start_ns").first())

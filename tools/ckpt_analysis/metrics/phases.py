@@ -155,7 +155,7 @@ def throughput_GBps(num_bytes: int | None, seconds: float | None) -> float | Non
 def _place(operation: str, phase: str, detail: str) -> tuple[int, int, int]:
     """Sort key: phases in their order, each whole phase before its details."""
     if operation == "startup":
-        details = list(PHASES["load"]) if phase == "load" else []
+        details = list(PHASES["load"] if phase == "load" else PHASES["startup"][phase])
         order = START_ORDER
     else:
         details = list(PHASES[operation][phase])

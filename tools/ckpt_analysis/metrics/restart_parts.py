@@ -34,7 +34,9 @@ def parts_of(start: StartStats) -> dict[str, float]:
     for phase in start.phases:
         if phase.name == "caught_up" or not phase.time.at_critical_s:
             continue
-        own = _parts_of_load(phase) if phase.details else {phase.name: phase.time.at_critical_s}
+        own = (
+            _parts_of_load(phase) if phase.name == "load" and phase.details else {phase.name: phase.time.at_critical_s}
+        )
         rest += phase.time.at_critical_s - sum(own.values())
         parts |= own
     return parts | {UNNAMED: rest}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .device_copies import DeviceCopies
+
 NO_GROUP = -1  # of an operation that has no rows in any frame
 
 
@@ -117,6 +119,7 @@ class OperationStats(Stats):
     durable_s: float | None = None
     io_GBps: float | None = None
     blocked_GBps: float | None = None
+    device_copies: DeviceCopies | None = None  # of a save from a device that measured them
 
     @property
     def kind(self) -> str:

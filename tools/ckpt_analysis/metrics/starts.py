@@ -42,7 +42,8 @@ def start_times(frames: Frames) -> StartTimes:
     loads = loads_inside(frames, startups)
     phase_spans, of_loads = startup_spans(frames, startups, loads)
     # Catching up happens after the first step, so it is no part of the time up to it.
-    seconds = phase_seconds(phase_spans, as_details(of_loads))
+    named = phase_spans.filter(pl.col("detail").is_not_null())
+    seconds = phase_seconds(phase_spans, pl.concat([named, as_details(of_loads)]))
     parts = rank_busy(phase_spans.filter(pl.col("phase") != "caught_up"))
     totals = join_totals(startups, parts.join(own_time(seconds), on=["group", "rank"], how="left"))
     return StartTimes(startups, loads, seconds, totals, _moved(phase_spans, of_loads), _last_records(frames))

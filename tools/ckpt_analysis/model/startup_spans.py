@@ -62,7 +62,8 @@ def startup_spans(frames: Frames, startups: pl.DataFrame, loads: pl.DataFrame) -
         pl.col("end_ns").alias("operation_end_ns"),
     )
     own = (
-        frames.spans_of(pl.col("operation") == "startup")
+        # What was done in the background delayed nothing: a wait for it has a span of its own.
+        frames.spans_of(pl.col("operation") == "startup", pl.col("blocking"))
         .drop("group", "operation_start_ns", "operation_end_ns")
         .join(window, on=_PLACE, how="inner")
     )

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from ..metrics.budget import Budget
+from ..metrics.device_copies import DeviceCopies
 from ..metrics.results import FailureTimes, OperationStats, PhaseStats, Spread, StartStats, Stats
 from ..report import Report
 
@@ -13,6 +14,8 @@ from ..report import Report
 _CYCLE = "cycle expected present missing layout hosts engine_asked engine_used durability versions"
 _OPERATION = "tag step cycle engine outcome error ranks finished_ranks bytes num_files"
 _SAVE = "blocked_s drain_s blocked_GBps committed_s durable_s"
+_COPIES = "ranks bytes device_s slowest_rank slowest_GBps median_GBps bus_share overlapped"
+_HOST_COPIES = "host ranks bytes GBps bus_GBps"
 _LOST = "caught_up_s resumed_step reached_step lost_steps lost_work_s repeated_steps equal_losses down_s restart_s"
 _FAILURE = "fault detected_s stopped_s relaunched_s"
 _HOST_FAILURE = "host detected_s stopped_s relaunched_s"
@@ -66,8 +69,14 @@ def _operation(stats: OperationStats) -> dict[str, Any]:
     result = _fields(stats, _OPERATION) | _wall(stats)
     result |= {"io_GBps": stats.io_GBps} | _coverage_and_phases(stats)
     if stats.operation == "save":
-        return result | _fields(stats, _SAVE)
+        return result | _fields(stats, _SAVE) | {"device_copies": _copies(stats.device_copies)}
     return result | {"load_s": stats.wall.max_s if stats.wall else None}
+
+
+def _copies(copies: DeviceCopies | None) -> dict[str, Any] | None:
+    if copies is None:
+        return None
+    return _fields(copies, _COPIES) | {"hosts": [_fields(host, _HOST_COPIES) for host in copies.hosts]}
 
 
 def _start(start: StartStats) -> dict[str, Any]:

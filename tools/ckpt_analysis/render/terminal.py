@@ -9,6 +9,7 @@ from ...common.formatting import count, digits_for, percent, plural, rate, secon
 from ...common.tables import Column, Style, fitted_table, numbers, terminal_width, text_table, text_width, times
 from ..common.problems import ERROR, WARNING, Problem, number_list
 from ..findings import Finding
+from ..metrics.device_copies import DeviceCopies
 from ..metrics.restart_parts import UNNAMED, parts_of
 from ..metrics.results import OperationStats, StartStats, Stats
 from ..model.run_info import CycleInfo
@@ -216,9 +217,22 @@ def _operation(stats: OperationStats, coordinates: _Coordinates, style: Style, s
     facts.append(f"I/O {rate(stats.io_GBps)} GB/s")
     if stats.tag or stats.bytes:  # else it found no checkpoint to load
         lines += _fitted("  " + ", ".join(facts))
+    if stats.device_copies is not None:
+        lines += _fitted("  " + _device_copies(stats.device_copies))
     lines.append(f"  coverage {_coverage(stats)}")
     lines += _phase_lines(stats, f"whole {stats.operation}", style, show_all)
     return lines + _rank_lines(stats, coordinates, style)
+
+
+def _device_copies(copies: DeviceCopies) -> str:
+    """How fast the device copied to the host, against its bus, and how much of that training did not notice."""
+    bus = "bus not measured" if copies.bus_share is None else f"{percent(copies.bus_share)} of what its bus did"
+    slowest = min(copies.hosts, key=lambda host: host.GBps)
+    return (
+        f"device to host {rate(copies.slowest_GBps)} GB/s on the slowest rank ({count(copies.slowest_rank)}; {bus}), "
+        f"{rate(slowest.GBps)} GB/s on the slowest host ({slowest.host}); {percent(copies.overlapped)} of the bytes "
+        "while training computed"
+    )
 
 
 def _coverage(stats: Stats) -> str:

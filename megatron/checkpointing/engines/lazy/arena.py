@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from megatron.fileio.direct_files import ALIGNMENT, align_up, aligned_memory
+from megatron.fileio.pinned_memory import CudaPins, pinned_memory
 
 
 class Arena:
@@ -19,26 +20,27 @@ class Arena:
     """
 
     def __init__(self) -> None:
-        self._tensor: torch.Tensor | None = None
+        self._memory: np.ndarray[Any, Any] | None = None
         self._lent: weakref.ref[Any] | None = None
 
     def take(self, size: int) -> np.ndarray[Any, Any]:
         """`size` bytes at an aligned address; what they hold is undefined."""
         lent = self._lent() if self._lent is not None else None
-        tensor = self._tensor
-        if lent is not None or tensor is None or tensor.numel() < size:
-            self._tensor = tensor = None  # first: never two at once that nobody else needs
-            self._tensor = tensor = _host_memory(size)
-        owner = np.frombuffer(tensor.numpy().data, dtype=np.uint8)
+        memory = self._memory
+        if lent is not None or memory is None or len(memory) < size:
+            self._memory = memory = None  # first: never two at once that nobody else needs
+            self._memory = memory = _host_memory(size)
+        owner = np.frombuffer(memory.data, dtype=np.uint8)
         self._lent = weakref.ref(owner)
         return owner[:size]
 
     def clear(self) -> None:
         """Give the memory back to the system as soon as no tensor needs it."""
-        self._tensor = self._lent = None
+        self._memory = self._lent = None
 
 
-def _host_memory(size: int) -> torch.Tensor:
+def _host_memory(size: int) -> np.ndarray[Any, Any]:
+    size = max(align_up(size), ALIGNMENT)
     if torch.cuda.is_available():
-        return torch.empty(max(align_up(size), ALIGNMENT), dtype=torch.uint8, pin_memory=True)
-    return torch.frombuffer(aligned_memory(max(align_up(size), ALIGNMENT)), dtype=torch.uint8)
+        return pinned_memory(size, CudaPins(torch.device("cuda", torch.cuda.current_device())))
+    return np.frombuffer(aligned_memory(size), dtype=np.uint8)

@@ -34,7 +34,13 @@ from megatron.checkpointing.engines.lazy.host_cache import DEFAULT_IO_THREADS, H
 from megatron.checkpointing.engines.lazy.placement_check import check_placement
 from megatron.checkpointing.engines.lazy.reader import Wanted, read_tensors
 from megatron.checkpointing.engines.lazy.writer import LazySave
+from megatron.config.errors import ConfigError
 from megatron.fileio.checksums import CheckedBytes
+from megatron.fileio.device_copies import CopyStream
+from megatron.fileio.extents import BLOCK
+from megatron.fileio.host_buffers import STAGING_BUFFERS, Buffer, cut
+from megatron.fileio.pinned_memory import PinningError, pinned_memory, why_pinning_failed
+from megatron.fileio.ranged_reader import DIRECT_THREADS
 from restart_trace.recorder import Operation
 
 _HEADER_THREADS = 8
@@ -57,6 +63,27 @@ class LazyEngine(CheckpointEngine):
             options.io_block_bytes, self._io_threads, options.host_cache_bytes, options.local_world_size
         )
         self._arena = Arena()
+        self._not_pinned: str | None = None  # why, where it was to be
+
+    def prepare_memory(self, save_bytes: int, available: int, stream: CopyStream, op: Operation) -> None:
+        size = 2 * (self.options.io_threads or DIRECT_THREADS) * BLOCK  # two of each reading thread
+        try:
+            with op.span("host_memory", "pin") as span:
+                staging = pinned_memory(size, stream.pins)
+                span.bytes = size
+        except PinningError as exc:
+            self._not_pinned = f"the buffers of loads: {why_pinning_failed(exc, 0, size)}; or use engine torch"
+            return
+        with op.span("host_memory", "bus"):
+            op.measure(**stream.measure_bus(Buffer(staging)))
+        STAGING_BUFFERS.add(cut(staging, BLOCK))
+        if save_bytes:
+            self._cache.pin_ahead(save_bytes, available, stream.pins, op)
+
+    def wait_for_memory(self) -> None:
+        if self._not_pinned is not None:
+            raise ConfigError(f"--checkpoint-engine lazy: host memory could not be pinned: {self._not_pinned}")
+        self._cache.wait_until_pinned()
 
     def begin_save(self, files: Sequence[FileState], directory: Path, op: Operation) -> PendingSave:
         path = directory / lazy_format.file_name(self.options.rank)

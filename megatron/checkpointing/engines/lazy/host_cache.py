@@ -1,7 +1,8 @@
 """The host memory through which engine `lazy` saves: a bounded pool of aligned buffers, each as large as one block.
 
-Buffers are made when they are first needed and kept for the next save, so their pages are faulted in (and on CUDA
-pinned) once. Their number never passes the limit; whoever would need more waits.
+On CUDA they are made and pinned while the process starts, in few large pieces; on the CPU when they are first needed.
+They are kept for the next save, so their pages are faulted in once. Their number never passes the limit; whoever would
+need more waits.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ import numpy as np
 import torch
 
 from megatron.config.errors import ConfigError
+from megatron.fileio.device_copies import Copies, CopyStream
 from megatron.fileio.direct_files import ALIGNMENT
-from megatron.fileio.host_buffers import Buffer
-from megatron.fileio.host_memory import available_memory
+from megatron.fileio.host_buffers import Buffer, cut, new_buffer
+from megatron.fileio.host_memory import available_memory, memory_limit
+from megatron.fileio.pinned_memory import PIECE, PinnedAhead, PinningError, Pins, why_pinning_failed
+from restart_trace.recorder import Operation
 
 DEFAULT_IO_THREADS = 4
 
@@ -32,23 +36,28 @@ class Piece:
     offset: int
 
 
-def gather(buffer: Buffer, sources: Mapping[str, Any], copies: Iterable[Piece], stream: Any = None) -> Any:
-    """Copy the pieces into `buffer`. `sources`: name -> bytes, a numpy array or a uint8 tensor on the device.
+def gather(
+    buffer: Buffer, sources: Mapping[str, torch.Tensor], pieces: Iterable[Piece], stream: CopyStream | None = None
+) -> Copies | None:
+    """Copy the pieces into `buffer`. `sources`: name -> bytes, a uint8 tensor.
 
-    Copies from a device are queued on the CUDA stream `stream`; returns an event after the last one, None where
-    all is done on return.
+    With a stream the copies are queued on it, and returned; without one all is done on return.
     """
-    queued = False
-    for piece in copies:
-        source = sources[piece.tensor][piece.start : piece.stop]
-        stop = piece.offset + piece.stop - piece.start
-        if isinstance(source, np.ndarray):
-            np.copyto(buffer.array[piece.offset : stop], source)
-            continue
-        with torch.cuda.stream(stream):
+    if stream is None:
+        for piece, stop in _with_ends(pieces):
+            np.copyto(buffer.array[piece.offset : stop], sources[piece.tensor].numpy()[piece.start : piece.stop])
+        return None
+    begin = stream.event()
+    with stream.queueing():
+        for piece, stop in _with_ends(pieces):
+            source = sources[piece.tensor][piece.start : piece.stop]
             buffer.tensor[piece.offset : stop].copy_(source, non_blocking=True)
-        queued = True
-    return stream.record_event() if queued else None
+    return Copies(begin, stream.event())
+
+
+def _with_ends(pieces: Iterable[Piece]) -> Iterable[tuple[Piece, int]]:
+    """Each piece, and where it ends in the buffer."""
+    return ((piece, piece.offset + piece.stop - piece.start) for piece in pieces)
 
 
 class HostCache:
@@ -67,6 +76,10 @@ class HostCache:
         self._free: list[Buffer] = []
         self._made = 0
         self._ahead = 0  # buffers taken by `take_ahead`
+        self._pinned_ahead: PinnedAhead | None = None
+        self._pinned_bytes = 0  # wanted by pin_ahead
+        self._refused: ConfigError | None = None
+        self._abandoned: list[Buffer] = []
         self._condition = threading.Condition()
         if block_bytes % ALIGNMENT:
             raise ConfigError(f"--io-block-size: {block_bytes} bytes; must be a multiple of {ALIGNMENT}")
@@ -79,31 +92,77 @@ class HostCache:
 
     def prepare(self, save_bytes: int) -> None:
         """Set the limit for a save of `save_bytes`: as asked, or the save's size within what memory is free."""
+        if self._pinned_ahead is None:
+            self._limit = self._blocks_for(save_bytes, available_memory())
+
+    def pin_ahead(self, save_bytes: int, available: int, pins: Pins, op: Operation) -> None:
+        """Begin to pin, in the background, all buffers for saves of `save_bytes`; the limit of all saves from then on.
+
+        `available`: bytes of host memory that were free before any rank of the host pinned some. Nothing is pinned if
+        the host cannot have as much memory for all its ranks: `wait_until_pinned` says so.
+        """
+        self._limit = self._blocks_for(save_bytes, available)
+        self._pinned_bytes = self._limit * self.block_bytes
+        most, of_what = memory_limit()
+        needed = self._pinned_bytes * self._local_world_size
+        if needed > most:
+            self._refused = ConfigError(
+                f"{self._flag()}: {self._local_world_size} ranks of this host would pin {needed / 2**30:.1f} GiB, and "
+                f"{of_what} is {most / 2**30:.1f} GiB; lower the flag, or run fewer ranks on a host"
+            )
+            return
+        piece = max(PIECE // self.block_bytes, 1) * self.block_bytes  # no block lies in two
+        self._pinned_ahead = PinnedAhead(self._pinned_bytes, pins, self._add, op, piece_bytes=piece)
+
+    def wait_until_pinned(self) -> None:
+        """Return when the buffers of `pin_ahead` are there. Raises ConfigError saying what is in the way."""
+        if self._refused is not None:
+            raise self._refused
+        if self._pinned_ahead is None:
+            return
+        try:
+            self._pinned_ahead.wait()
+        except PinningError as exc:
+            why = why_pinning_failed(exc, self._pinned_ahead.pinned_bytes, self._pinned_bytes)
+            raise ConfigError(f"{self._flag()}: host memory could not be pinned: {why}; or lower the flag") from exc
+
+    def _flag(self) -> str:
+        given = "not given" if self._limit_bytes is None else f"{self._limit_bytes / 2**30:g}"
+        return f"--host-cache-size {given} (GiB; the cache is {self._pinned_bytes / 2**30:.2f})"
+
+    def _blocks_for(self, save_bytes: int, available: int) -> int:
         limit = self._limit_bytes
         if limit is None:
             whole = save_bytes + (self.io_threads + 1) * self.block_bytes
-            limit = min(whole, available_memory() // 2 // self._local_world_size)
-        self._limit = max(limit // self.block_bytes, self.io_threads + 1)
+            limit = min(whole, available // 2 // self._local_world_size)
+        return max(limit // self.block_bytes, self.io_threads + 1)
 
-    def take_io(self, pinned: bool) -> Buffer:
-        """A buffer for an I/O thread, which holds at most one of these at a time."""
-        return self._take(pinned)
+    def _add(self, memory: np.ndarray[Any, Any]) -> None:
+        """Buffers of memory that was pinned ahead."""
+        buffers = cut(memory, self.block_bytes)
+        with self._condition:
+            self._free += buffers
+            self._made += len(buffers)
 
-    def take_ahead(self, pinned: bool, given_up: Callable[[], bool]) -> Buffer | None:
+    def take_io(self, pins: Pins | None) -> Buffer:
+        """A buffer for an I/O thread, which holds at most one of these at a time; pinned if there are `pins`."""
+        return self._take(pins)
+
+    def take_ahead(self, pins: Pins | None, given_up: Callable[[], bool]) -> Buffer | None:
         """A buffer to gather into ahead of writing; waits while the cache is full. None once `given_up()` is true."""
         with self._condition:
             self._condition.wait_for(lambda: given_up() or self._ahead < self._limit - self.io_threads)
             if given_up():
                 return None
             self._ahead += 1
-        return self._take(pinned)
+        return self._take(pins)
 
-    def _take(self, pinned: bool) -> Buffer:
+    def _take(self, pins: Pins | None) -> Buffer:
         with self._condition:
             if self._free:
                 return self._free.pop()
             self._made += 1
-        return Buffer(self.block_bytes, pinned)
+        return new_buffer(self.block_bytes, pins)
 
     def give_back(self, buffer: Buffer, ahead: bool) -> None:
         """Return a buffer; `ahead` if it came from `take_ahead`."""
@@ -112,9 +171,10 @@ class HostCache:
             self._ahead -= ahead
             self._condition.notify_all()
 
-    def abandon(self, ahead: bool) -> None:
-        """Make do without a buffer that was taken: the device may still write into it."""
+    def abandon(self, buffer: Buffer, ahead: bool) -> None:
+        """Make do without a buffer that was taken: the device may still write into it, so its memory is kept."""
         with self._condition:
+            self._abandoned.append(buffer)
             self._made -= 1
             self._ahead -= ahead
             self._condition.notify_all()
@@ -131,6 +191,9 @@ class HostCache:
 
     def clear(self) -> None:
         """Give the free buffers back to the system."""
+        if self._pinned_ahead is not None:
+            self._pinned_ahead.stop()
+            self._pinned_ahead = None
         with self._condition:
             self._made -= len(self._free)
             self._free.clear()

@@ -10,11 +10,11 @@ flushing: Maurya et al., "DataStates-LLM: Lazy Asynchronous Checkpointing for La
 
 from __future__ import annotations
 
+import bisect
 import errno
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,9 @@ import torch
 from megatron.checkpointing.engines.base import EngineOptions, PendingSave, SavedFile, note_saved
 from megatron.checkpointing.engines.lazy import format as lazy_format
 from megatron.checkpointing.engines.lazy.host_cache import HostCache, Piece, gather
-from megatron.fileio import direct_files
+from megatron.fileio import device_copies, direct_files
 from megatron.fileio.checksums import RangeChecksum, by_file, combine, range_checksum
+from megatron.fileio.device_copies import Copies
 from megatron.fileio.device_waits import DeviceDeadline, DeviceStalledError
 from megatron.fileio.files import sync_file, with_name
 from megatron.fileio.host_buffers import Buffer
@@ -42,7 +43,7 @@ class Block:
     pieces: list[Piece] = field(default_factory=list)
     buffer: Buffer | None = None
     ahead: bool = False  # whether the buffer was gathered into before an I/O thread wanted it
-    copied: Any = None  # CUDA event after the last copy into the buffer
+    copied: Copies | None = None  # into the buffer, by a device
 
 
 def cut_into_blocks(contents: lazy_format.Contents, block_bytes: int) -> list[Block]:
@@ -96,7 +97,12 @@ class LazySave(PendingSave):
         self._error: BaseException | None = None
         self._checksums: list[RangeChecksum] = []  # of the pieces of all tensors
         self._result: list[SavedFile] = []
-        self._stream = _side_stream(captured.tensors.values())  # None on the CPU
+        self._stream = device_copies.side_stream(captured.tensors.values())  # None on the CPU
+        self._copied: list[Block] = []  # by the device, or to be, in that order
+        self._copied_before_release: int | None = None  # bytes
+        self._device_ns = 0
+        self._last_copied_ns = 0
+        self._clock_of_copies, self._copying_since_ns = _Clock(), now_ns()
         self._main = threading.Thread(target=self._run, name="lazy-save", daemon=True)
         self._main.start()
 
@@ -110,16 +116,18 @@ class LazySave(PendingSave):
         started, clock = now_ns(), _Clock()
         with self._condition:
             self._condition.wait_for(lambda: self._planned or self._error is not None)
-        if self._stream is None:
-            try:
+        try:
+            if self._stream is None:
                 self._gather_ahead(clock)
-            except BaseException as exc:  # `wait` tells it
-                self._fail(exc)
+            else:
+                self._copied_before_release = self._copied_by_now()
+        except BaseException as exc:  # `wait` tells it
+            self._fail(exc)
         with self._condition:
             self._condition.wait_for(self._all_gathered)
         if self._stream is not None and self._error is None:
             try:
-                self._wait_for_copies(self._stream.record_event(), f"the copies for {self._path.name}")
+                self._wait_for_copies(self._stream.event(), f"the copies for {self._path.name}")
             except DeviceStalledError as exc:
                 self._fail(exc)
         self._op.add("device_to_host", None, started, now_ns(), file=self._path.name, num_bytes=clock.gathered_bytes)
@@ -131,6 +139,13 @@ class LazySave(PendingSave):
         if self._error is not None:
             raise self._error
         return note_saved(self._result, self._options, self._op)
+
+    def _copied_by_now(self) -> int:
+        """Bytes that the device has copied. It does so in order: a few events answer for thousands."""
+        with self._condition:
+            blocks = list(self._copied)
+        done = bisect.bisect_left(blocks, True, key=lambda block: not (block.copied and block.copied.query()))
+        return sum(block.length for block in blocks[:done])
 
     def _all_gathered(self) -> bool:
         return self._error is not None or (self._planned and not self._waiting and self._gathering == 0)
@@ -146,7 +161,9 @@ class LazySave(PendingSave):
                 self._contents = lazy_format.with_data_start(self._contents)
                 blocks = cut_into_blocks(self._contents, self._options.io_block_bytes)
                 tensors = self._captured.tensors
-                self._sources = {name: _as_bytes(it) for name, it in tensors.items() if it.numel()}
+                self._sources = {
+                    name: tensor.reshape(-1).view(torch.uint8) for name, tensor in tensors.items() if tensor.numel()
+                }
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
             fd, direct = direct_files.open_direct(self._path, flags, self._options.direct_io)
             file = _Descriptor(fd, direct, self._path, self._options.direct_io)
@@ -170,7 +187,7 @@ class LazySave(PendingSave):
             self._condition.wait_for(lambda: self._gathering == 0)
         for block in blocks:
             if block.buffer is not None and self._still_copied_into(block):
-                self._cache.abandon(block.ahead)
+                self._cache.abandon(block.buffer, block.ahead)
                 block.buffer = None
             self._give_back(block)
 
@@ -189,6 +206,11 @@ class LazySave(PendingSave):
     def _wait_for_copy(self, block: Block) -> None:
         what = f"the copy of bytes {block.position} to {block.position + block.length} of {self._path.name}"
         self._wait_for_copies(block.copied, what)
+        assert block.copied is not None
+        took = block.copied.device_ns()
+        with self._condition:
+            self._device_ns += took
+            self._last_copied_ns = now_ns()
 
     def _wait_for_copies(self, event: Any, what: str) -> None:
         self._deadline.wait_for(event, "device_to_host", what)
@@ -205,15 +227,33 @@ class LazySave(PendingSave):
             thread.start()
         for thread in threads:
             thread.join()
+        if self._stream is not None:
+            self._record_copies()
+
+    def _record_copies(self) -> None:
+        """A span from the first copy's queueing until the last was seen done; its duration is the device's time."""
+        clock, started = self._clock_of_copies, self._copying_since_ns
+        ended = max(self._last_copied_ns, started)
+        self._op.add(
+            "device_to_host", None, started, ended, duration_ns=min(self._device_ns, ended - started),
+            file=self._path.name, num_bytes=clock.gathered_bytes, blocking=False, thread="lazy-copy",
+        )  # fmt: skip
+        before = self._copied_before_release
+        self._op.measure(
+            device_to_host_bytes=clock.gathered_bytes,
+            device_to_host_device_s=self._device_ns / 1e9,
+            device_to_host_queueing_s=clock.gather / 1e9,
+            device_to_host_before_release_bytes=clock.gathered_bytes if before is None else before,
+        )
 
     def _copy_ahead(self) -> None:
-        """The copying thread of CUDA."""
+        """The copying thread of CUDA. What the device took is recorded when all is written, and so copied."""
         started, clock = now_ns(), _Clock()
         try:
             self._gather_ahead(clock)
         except BaseException as exc:
             self._fail(exc)
-        self._record("device_to_host", None, started, clock.gather, clock.gathered_bytes)
+        self._clock_of_copies, self._copying_since_ns = clock, started
 
     def _gather_ahead(self, clock: _Clock) -> None:
         """Gather blocks for the I/O threads to write, until none is left."""
@@ -236,16 +276,19 @@ class LazySave(PendingSave):
     def _gather(self, block: Block, clock: _Clock, ahead: bool) -> bool:
         """Copy the pieces of `block` into a buffer of the cache; False if the save was given up meanwhile."""
         try:
-            pinned = self._stream is not None
+            pins = self._stream.pins if self._stream is not None else None
             if ahead:
-                block.buffer = self._cache.take_ahead(pinned, lambda: self._error is not None)
+                block.buffer = self._cache.take_ahead(pins, lambda: self._error is not None)
             else:
-                block.buffer = self._cache.take_io(pinned)
+                block.buffer = self._cache.take_io(pins)
             if block.buffer is None:
                 return False
             block.ahead = ahead
             started = now_ns()
             block.copied = gather(block.buffer, self._sources, block.pieces, self._stream)
+            if block.copied is not None:
+                with self._condition:
+                    self._copied.append(block)
             clock.gather += now_ns() - started
             clock.gathered_bytes += block.length
             return True
@@ -375,19 +418,3 @@ class _Descriptor:
             self.direct = False
             direct_files.make_buffered(self.fd)
         direct_files.write_all(self.fd, buffer[:length], position)
-
-
-def _as_bytes(tensor: torch.Tensor) -> Any:
-    """The bytes of a contiguous tensor: a numpy array on the CPU, a uint8 tensor on a device."""
-    flat = tensor.reshape(-1).view(torch.uint8)
-    return flat.numpy() if flat.device.type == "cpu" else flat
-
-
-def _side_stream(tensors: Iterable[torch.Tensor]) -> Any:
-    """A CUDA stream for copies off the device, ordered after all that training has queued; None without any."""
-    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-    if device is None:
-        return None
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    return stream

@@ -271,7 +271,7 @@ def start_up(log: RankLog, first_step: int, loads: bool) -> tuple[OperationLog, 
             log.now_ms += took - 100  # engine_init's own time is as ever
             op.at(start, log.now_ms - start, phase, None)
         else:
-            op.span(phase, None, took)
+            op.span(phase, "world" if phase == "communicators" else None, took)
     if loads and not log.options.load_inside_engine_init:
         load(log)
     log.now_ms += STARTUP_GAP_MS

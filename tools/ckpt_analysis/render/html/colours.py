@@ -39,7 +39,10 @@ _COLOURS = {
     "process_start": "#BBCC33",
     "imports": "#EE8866",
     "rendezvous": "#FFAABB",
+    "cuda_context": "#997700",
     "communicators": "#AAAA00",
+    "host_memory": "#EECC66",
+    "warmup": "#994455",
     "model_build": "#77AADD",
     "data_build": "#99DDFF",
     "engine_init": "#44BB99",
@@ -60,6 +63,10 @@ _COLOURS = {
 }
 
 
+_OF_ALL_DETAILS = ("communicators", "host_memory", "warmup")
+
+
 def colour(phase: str) -> str:
-    """Colour of a phase, or of "phase/detail" by its detail. Raises KeyError for an unknown one."""
-    return _COLOURS[phase.rpartition("/")[2]]
+    """Colour of a phase, or of "phase/detail" by its detail, if that has one. Raises KeyError for an unknown one."""
+    name, _, detail = phase.partition("/")
+    return _COLOURS[name if name in _OF_ALL_DETAILS else detail or name]

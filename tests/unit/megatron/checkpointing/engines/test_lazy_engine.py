@@ -180,14 +180,14 @@ def test_what_lies_in_the_page_cache_needs_no_other_memory(tmp_path: Path) -> No
     (saved,) = engine(direct_io="on", fsync=True).save(files(), tmp_path, untraced_operation())
     loading = engine()
     check(loading.load(NAMES, SavedCheckpoint(tmp_path, {saved.name: saved}), untraced_operation()), files())
-    assert loading._arena._tensor is not None and loading._arena._tensor.numel() >= saved.num_bytes - MIB
+    assert loading._arena._memory is not None and len(loading._arena._memory) >= saved.num_bytes - MIB
     with (tmp_path / saved.name).open("rb") as file:
         assert ResidentPages(file.fileno()).share(0, saved.num_bytes) < 0.1
         os.pread(file.fileno(), saved.num_bytes * 3 // 4, 0)  # most of it: the rest is read there, too
     loading = engine()
     found = loading.load(NAMES, SavedCheckpoint(tmp_path, {saved.name: saved}), untraced_operation())
     check(found, files())
-    assert loading._arena._tensor is None or loading._arena._tensor.numel() <= 16 * 4096
+    assert loading._arena._memory is None or len(loading._arena._memory) <= 16 * 4096
     with (tmp_path / saved.name).open("rb") as file:
         assert ResidentPages(file.fileno()).share(0, saved.num_bytes) > 0.9
     # A change to what was loaded is no change to the checkpoint, and its removal none to what was loaded.

@@ -1,0 +1,82 @@
+"""Copies off a CUDA device on a stream of their own, and how long the device took for them.
+
+What the host spends on such a copy is the time to queue it. What the device spends is between two events that it
+records on the stream, before and after: cudaEventElapsedTime, with a resolution of about half a microsecond.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.fileio.host_buffers import Buffer
+from megatron.fileio.pinned_memory import CudaPins, Pins
+
+_BUS_REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Copies:
+    """What was queued on a stream between two events."""
+
+    begin: Any  # torch.cuda.Event with timing
+    end: Any
+
+    def query(self) -> bool:
+        """Whether the device is done with them."""
+        return self.end.query()
+
+    def device_ns(self) -> int:
+        """How long the device took, once it is done; ns."""
+        return round(1e6 * self.begin.elapsed_time(self.end))
+
+
+class CopyStream:
+    """A stream for copies, ordered after all that training has queued by now. For several threads, one at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.pins: Pins = CudaPins(device)  # for the memory that is copied to
+        self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+
+    def event(self) -> Any:
+        """An event after what is queued so far."""
+        return self._stream.record_event(torch.cuda.Event(enable_timing=True))
+
+    def queueing(self) -> AbstractContextManager[Any]:
+        """Copies of the body are queued on this stream."""
+        return torch.cuda.stream(self._stream)
+
+    def measure_bus(self, buffer: Buffer) -> dict[str, float]:
+        """Bytes per second between `buffer`, which is pinned, and the device: the best of some copies each way.
+
+        Other ranks of the host may measure at the same time, as they may copy at the same time when they save.
+        """
+        on_device = torch.empty_like(buffer.tensor, device=self._device)
+        found = {}
+        for name, target, source in (
+            ("bus_to_host_bytes_per_s", buffer.tensor, on_device),
+            ("bus_to_device_bytes_per_s", on_device, buffer.tensor),
+        ):
+            times = [self._time_of_copy(target, source) for _ in range(_BUS_REPEATS)]
+            found[name] = 1e9 * len(buffer.array) / max(min(times), 1)
+        return found
+
+    def _time_of_copy(self, target: torch.Tensor, source: torch.Tensor) -> int:
+        begin = self.event()
+        with self.queueing():
+            target.copy_(source, non_blocking=True)
+        copies = Copies(begin, self.event())
+        copies.end.synchronize()
+        return copies.device_ns()
+
+
+def side_stream(tensors: Iterable[torch.Tensor]) -> CopyStream | None:
+    """A stream for copies of these tensors to the host; None if all are there."""
+    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+    return None if device is None else CopyStream(device)

@@ -1,0 +1,181 @@
+"""Host memory that a CUDA device copies to and from by itself: touched, then pinned, in few large pieces.
+
+Pinning 15.7 GB takes seconds, most of them for touching its pages, and each pinned allocation takes a lock of the
+driver. So what saves and loads need is made once, while a process starts: `PinnedAhead` does it in a thread of its own.
+
+The memory is ours and registered with the driver (cuMemHostRegister): torch rounds each allocation of its own pinned
+memory up to a power of two.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from megatron.fileio.direct_files import ALIGNMENT, align_up, aligned_memory
+from megatron.fileio.host_memory import available_memory
+from restart_trace.clock import now_ns
+from restart_trace.recorder import Operation
+
+PIECE = 1 << 30  # bytes
+_TOUCHED_AT_ONCE = 64 << 20  # bytes, between two looks at whether to stop
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: for every context of the process
+_PAGE = 4096
+
+
+class PinningError(RuntimeError):
+    """Host memory could not be had or pinned; the message says why and what to change."""
+
+
+class Pins(Protocol):
+    """What pins memory for a device."""
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        """Raises PinningError with the driver's reason."""
+        ...
+
+    def unpin(self, address: int) -> None: ...
+
+
+class CudaPins:
+    """The CUDA driver's, called directly: torch's binding of cudaHostRegister keeps other threads from running.
+
+    Signatures after the CUDA Driver API, "Memory Management".
+    """
+
+    def __init__(self, device: Any, library: str = "libcuda.so.1") -> None:
+        """`device`: torch.device, which has a context; None: the calling thread has one."""
+        self._device = device
+        self._driver = ctypes.CDLL(library)
+        self._register = self._driver.cuMemHostRegister_v2
+        self._register.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
+        self._driver.cuMemHostUnregister.argtypes = (ctypes.c_void_p,)
+        self._driver.cuGetErrorName.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        self._enter_context()
+        self._check(self._register(address, num_bytes, _PORTABLE))
+
+    def unpin(self, address: int) -> None:
+        self._enter_context()
+        self._check(self._driver.cuMemHostUnregister(address))
+
+    def _enter_context(self) -> None:
+        """A thread begins without a context, and would get one on the first device."""
+        if self._device is not None:
+            import torch
+
+            torch.cuda.set_device(self._device)
+
+    def _check(self, code: int) -> None:
+        if code:
+            name = ctypes.c_char_p()
+            self._driver.cuGetErrorName(code, ctypes.byref(name))
+            raise PinningError((name.value or b"unknown error").decode() + f" ({code})")
+
+
+def pinned_memory(num_bytes: int, pins: Pins) -> np.ndarray[Any, Any]:
+    """`num_bytes` of touched and pinned memory at an aligned address; unpinned when its last view is gone."""
+    return _pin(_touched(num_bytes, lambda: False), pins)
+
+
+class PinnedAhead:
+    """Memory made ready in the background, piece by piece, each handed to `take` once it is pinned."""
+
+    def __init__(
+        self,
+        num_bytes: int,
+        pins: Pins,
+        take: Callable[[np.ndarray[Any, Any]], None],
+        op: Operation,
+        *,
+        piece_bytes: int = PIECE,
+    ) -> None:
+        """Begins at once, and records it as background spans of `op`, a start-up. `take` runs in the thread."""
+        self._num_bytes = num_bytes
+        self._piece_bytes = piece_bytes
+        self._pins = pins
+        self._take = take
+        self._op = op
+        self._stop = threading.Event()
+        self._error: Exception | None = None
+        self.pinned_bytes = 0
+        self._thread = threading.Thread(target=self._run, name="host-memory", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when all is pinned; what that takes is a span of its own. Raises PinningError."""
+        if self._thread.is_alive():
+            with self._op.span("host_memory", "wait"):
+                self._thread.join()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """End after the piece that is under way."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while self.pinned_bytes < self._num_bytes and not self._stop.is_set():
+                self._next_piece(min(self._piece_bytes, self._num_bytes - self.pinned_bytes))
+        except Exception as exc:
+            self._error = exc
+
+    def _next_piece(self, size: int) -> None:
+        free = available_memory()
+        if free < size:  # better than to be killed by the kernel
+            raise PinningError(
+                f"{free / 2**30:.2f} GiB of host memory are free, and {size / 2**30:.2f} GiB more are wanted"
+            )
+        began = now_ns()
+        memory = _touched(size, self._stop.is_set)
+        touched = now_ns()
+        self._add("allocate", began, touched, size)
+        memory = _pin(memory, self._pins)
+        self._add("pin", touched, now_ns(), size)
+        self.pinned_bytes += size
+        self._take(memory)
+
+    def _add(self, detail: str, start: int, end: int, size: int) -> None:
+        self._op.add("host_memory", detail, start, end, num_bytes=size, blocking=False)
+
+
+def why_pinning_failed(error: Exception, pinned_bytes: int, wanted_bytes: int) -> str:
+    """What a user needs to know of a PinningError: how far it came, and which limits there are."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    locked = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:g} MiB"
+    advice = (
+        ""
+        if soft == resource.RLIM_INFINITY
+        else " (raise it: ulimit -l unlimited, docker run --ulimit memlock=-1, LimitMEMLOCK=infinity for slurmd)"
+    )
+    progress = f"{pinned_bytes / 2**30:.2f} of {wanted_bytes / 2**30:.2f} GiB"
+    return f"{error}, after {progress}; RLIMIT_MEMLOCK is {locked}{advice}"
+
+
+def _touched(num_bytes: int, stop: Callable[[], bool]) -> np.ndarray[Any, Any]:
+    """Memory whose pages are there, or fewer of them if `stop()` becomes true."""
+    memory = np.frombuffer(aligned_memory(max(align_up(num_bytes), ALIGNMENT)), dtype=np.uint8)
+    for start in range(0, len(memory), _TOUCHED_AT_ONCE):
+        if stop():
+            break
+        memory[start : start + _TOUCHED_AT_ONCE : _PAGE] = 0  # other Python threads run meanwhile
+    return memory[:num_bytes]
+
+
+def _pin(memory: np.ndarray[Any, Any], pins: Pins) -> np.ndarray[Any, Any]:
+    address = memory.ctypes.data
+    pins.pin(address, len(memory))
+    # Views keep this array alive, not the one that it was cut from: numpy lets views refer to what owns the memory.
+    owner = np.frombuffer(memory.data, dtype=np.uint8)
+    weakref.finalize(owner, pins.unpin, address).atexit = False  # the driver does it at the end of a process
+    return owner

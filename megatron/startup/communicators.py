@@ -1,0 +1,147 @@
+"""Process groups of a start-up: what creating them costs, by what they connect, and connecting them all beforehand.
+
+A group that was created is not always connected (docs/metrics.md says what each backend leaves for later). With
+--warmup-communicators, `connect_all` runs on every group what a training step runs on it, and sends between
+neighbouring pipeline stages in both directions, so that the first step finds everything connected.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from megatron.parallel.accelerator import accelerator
+from megatron.parallel.topology import Layout
+from restart_trace.startup import Startup
+from restart_trace.under_way import RANKS, UnderWay
+
+# NCCL chooses its algorithm by the size, and connects each when it is first used: one for latency, one for bandwidth.
+_ELEMENTS = (1, 8 << 20)  # of bf16 or fp32, per rank
+
+
+def kind_of(ranks: Sequence[int], layout: Layout) -> str:
+    """What a group of these global ranks connects: one of restart_trace.schema.GROUPS but `control`."""
+    if len(ranks) == 1:
+        return "other"
+    if len(ranks) == layout.world_size:
+        return "world"
+    places = [layout.coordinates(rank) for rank in ranks]
+    differing = tuple(axis for axis in ("tp", "pp", "dp") if len({getattr(place, axis) for place in places}) > 1)
+    names = {("tp",): "tensor", ("pp",): "pipeline", ("dp",): "data", ("tp", "pp"): "model"}
+    return names.get(differing, "other")
+
+
+class Communicators:
+    """The process groups that this rank creates during its start, and how long that takes."""
+
+    def __init__(self, startup: Startup, layout: Layout, timeout: datetime.timedelta) -> None:
+        """`timeout`: how long operations of a group wait whose creator does not say; new_group would say 10 minutes
+        (NCCL) or 30 (gloo), whatever the default group has.
+        """
+        self._startup = startup
+        self._layout = layout
+        self._timeout = timeout
+        self._groups: list[tuple[str, Any]] = []  # kind and group, of those that this rank is in, by creation
+
+    def control_group(self) -> Any:
+        """A gloo group over all ranks, for agreements on the host. Collective."""
+        import torch.distributed as dist
+
+        with self._startup.phase("communicators", "control"), UnderWay(RANKS, "connecting of all ranks"):
+            return self._keep("control", dist.new_group(backend="gloo", timeout=self._timeout))
+
+    @contextmanager
+    def apart_from(self, phase: str) -> Iterator[None]:
+        """Measure a phase of the start-up in which DeepSpeed also creates groups; those count as `communicators`."""
+        import torch.distributed as dist
+
+        create = dist.new_group
+        with self._startup.phase_around(phase, RANKS) as inner:
+
+            def timed(ranks: Any = None, timeout_given: Any = None, *args: Any, **kwargs: Any) -> Any:
+                chosen = timeout_given or kwargs.pop("timeout", None) or self._timeout
+                kind = "world" if ranks is None else kind_of(list(ranks), self._layout)
+                with inner.phase("communicators", kind):
+                    return self._keep(kind, create(ranks, chosen, *args, **kwargs))
+
+            dist.new_group = timed
+            try:
+                yield
+            finally:
+                dist.new_group = create
+
+    def connect_all(self, rank: int, device: Any, dtype: Any) -> None:
+        """Connect the default group, every group created so far and the neighbouring stages. Collective.
+
+        All ranks go through the groups in the order of their creation, which is the same on all: a rank waits in a
+        group only for ranks that are on their way to it. The device is synchronised after each, so that the spans of
+        `warmup` hold what the device did.
+        """
+        import torch
+
+        if self._layout.world_size > 1:
+            for kind, group in [("world", None), *self._groups]:
+                with self._startup.phase("warmup", kind), UnderWay(RANKS, "connecting of process groups"):
+                    _use(group, torch.device("cpu") if kind == "control" else device, dtype)
+                    accelerator().synchronize()
+            if self._layout.pp > 1:
+                with self._startup.phase("warmup", "point_to_point"), UnderWay(RANKS, "connecting of stages"):
+                    _exchange_with_neighbours(rank, self._layout, device)
+                    accelerator().synchronize()
+        if device.type == "cuda":
+            with self._startup.phase("warmup", "cublas"):  # its handle and its workspace
+                square = torch.ones(64, 64, dtype=dtype, device=device)
+                torch.matmul(square, square)
+                accelerator().synchronize()
+
+    def _keep(self, kind: str, group: Any) -> Any:
+        import torch.distributed as dist
+
+        if group is not dist.GroupMember.NON_GROUP_MEMBER and dist.get_world_size(group) > 1:
+            self._groups.append((kind, group))
+        return group
+
+
+def _use(group: Any, device: Any, dtype: Any) -> None:
+    """The collectives of a training step on `group` (None: the default one), small and large."""
+    import torch
+    import torch.distributed as dist
+
+    size = dist.get_world_size(group)
+    on_gloo = dist.get_backend(group) == "gloo"
+    for elements in _ELEMENTS[:1] if on_gloo else _ELEMENTS:
+        part = torch.zeros(elements, dtype=dtype, device=device)
+        whole = torch.zeros(elements * size, dtype=dtype, device=device)
+        dist.all_reduce(part, group=group)
+        dist.all_gather_into_tensor(whole, part, group=group)
+        dist.reduce_scatter_tensor(part, whole, group=group)
+        dist.broadcast(part, src=dist.get_global_rank(group, 0) if group is not None else 0, group=group)
+        if on_gloo:  # which connects pairs of ranks: every pair
+            dist.all_to_all_single(whole, torch.zeros_like(whole), group=group)
+
+
+def _exchange_with_neighbours(rank: int, layout: Layout, device: Any) -> None:
+    """Send to and receive from both neighbouring stages over the default group, as DeepSpeed's pipeline does.
+
+    Even stages send first, odd ones receive first, so that no two wait for each other.
+    """
+    import torch
+    import torch.distributed as dist
+
+    place = layout.coordinates(rank)
+    message = torch.zeros(1, device=device)
+
+    def send(stage: int) -> None:
+        if 0 <= stage < layout.pp:
+            dist.send(message, layout.rank(place.tp, stage, place.dp))
+
+    def receive(stage: int) -> None:
+        if 0 <= stage < layout.pp:
+            dist.recv(message, layout.rank(place.tp, stage, place.dp))
+
+    for onward in (1, -1):  # activations, then gradients
+        steps: tuple[Callable[[int], None], ...] = (send, receive) if place.pp % 2 == 0 else (receive, send)
+        for step in steps:
+            step(place.pp + (onward if step is send else -onward))

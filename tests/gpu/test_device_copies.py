@@ -1,0 +1,88 @@
+"""Pinned memory and the copies of engine lazy, with the driver itself.
+
+Bandwidths are recorded as properties of the test, which the page of the tier shows; what must be so on any device is
+asserted.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpointing.engines.base import EngineOptions, FileState, SavedCheckpoint
+from megatron.checkpointing.engines.lazy.engine import LazyEngine
+from megatron.fileio.device_copies import CopyStream
+from megatron.fileio.host_memory import available_memory
+from megatron.fileio.pinned_memory import CudaPins, PinnedAhead, PinningError, pinned_memory
+from restart_trace.process import RankIdentity, rank_fields
+from restart_trace.reading import read_records
+from restart_trace.recorder import Recorder, untraced_operation
+from restart_trace.sink import JsonlSink
+
+GIB = 1 << 30
+CUDA = "cuda:0"
+Property = Callable[[str, object], None]
+
+
+def test_memory_is_pinned_until_its_last_view_is_gone() -> None:
+    device = torch.device(CUDA)
+    torch.empty(1, device=device)
+    memory = pinned_memory(64 << 20, CudaPins(device))
+    address = memory.ctypes.data
+    assert torch.from_numpy(memory).is_pinned()
+    view = torch.from_numpy(memory[4096:8192])
+    del memory
+    gc.collect()
+    assert view.is_pinned()
+    del view
+    gc.collect()
+    with pytest.raises(PinningError, match="CUDA_ERROR"):
+        CudaPins(device).unpin(address)  # it is not registered any more
+
+
+def test_a_gibibyte_is_pinned_in_the_background(tmp_path: Path, record_property: Property) -> None:
+    device = torch.device(CUDA)
+    torch.empty(1, device=device)
+    path = tmp_path / "rank_00000_cycle_000.jsonl"
+    identity = RankIdentity(0, 1, 0, (0, 0, 0), (1, 1, 1))
+    recorder = Recorder(JsonlSink(path), rank_fields(identity, {}, run_id="r", cycle=0))
+    pieces = []
+    with recorder.operation("startup") as op:
+        PinnedAhead(2 * GIB, CudaPins(device), pieces.append, op).wait()
+    recorder.close()
+    assert all(torch.from_numpy(piece).is_pinned() for piece in pieces) and len(pieces) == 2
+    for span in read_records(path):
+        if span["type"] == "span" and span["detail"] in ("allocate", "pin"):
+            record_property(f"{span['detail']}_GBps", span["bytes"] / span["duration_ns"])
+
+
+def test_a_save_is_measured_by_the_device(tmp_path: Path, record_property: Property) -> None:
+    device = torch.device(CUDA)
+    weights = torch.randn(GIB // 2, device=device)  # 2 GiB
+    state = [FileState("mp_rank_00_model_states.pt", {"weights": weights})]
+    engine = LazyEngine(EngineOptions())
+    path = tmp_path / "rank_00000_cycle_000.jsonl"
+    identity = RankIdentity(0, 1, 0, (0, 0, 0), (1, 1, 1))
+    recorder = Recorder(JsonlSink(path), rank_fields(identity, {}, run_id="r", cycle=0))
+    with recorder.operation("startup") as op:
+        engine.prepare_memory(2 * GIB, available_memory(), CopyStream(device), op)
+        engine.wait_for_memory()
+    with recorder.operation("save", tag="global_step1", step=1) as op:
+        pending = engine.begin_save(state, tmp_path, op)
+        pending.release_state()
+        saved = pending.wait()
+    recorder.close()
+    start, save = (r["values"] for r in read_records(path) if r["type"] == "probe" and r["at"] == "end")
+    speed = save["device_to_host_bytes"] / save["device_to_host_device_s"]
+    record_property("device_to_host_GBps", speed / 1e9)
+    record_property("bus_to_host_GBps", start["bus_to_host_bytes_per_s"] / 1e9)
+    record_property("bus_to_device_GBps", start["bus_to_device_bytes_per_s"] / 1e9)
+    record_property("share_of_bus", speed / start["bus_to_host_bytes_per_s"])
+    assert save["device_to_host_bytes"] >= weights.numel() * 4
+    loaded = engine.load([state[0].name], SavedCheckpoint(tmp_path, {f.name: f for f in saved}), untraced_operation())
+    assert torch.equal(loaded[state[0].name]["weights"], weights.cpu())
+    engine.close()

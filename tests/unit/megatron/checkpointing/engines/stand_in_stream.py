@@ -1,0 +1,68 @@
+"""A stand-in for a CUDA device that copies, where there is none: its tensors are on the CPU.
+
+It copies at once, and its events happen when the test lets them. Everything but the calls of CUDA is the
+product's. Its memory is "pinned" by CountingPins, which keeps what it was asked to pin.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+from megatron.fileio.host_buffers import Buffer
+from megatron.fileio.pinned_memory import PinningError
+
+DEVICE_NS = 250_000  # between two events of the stand-in
+
+
+class CountingPins:
+    """Pins nothing. `limit`: bytes after which it refuses, as the driver does."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
+        self.pinned: dict[int, int] = {}  # address -> bytes
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        if self.limit is not None and sum(self.pinned.values()) + num_bytes > self.limit:
+            raise PinningError("CUDA_ERROR_OUT_OF_MEMORY (2)")
+        self.pinned[address] = num_bytes
+
+    def unpin(self, address: int) -> None:
+        del self.pinned[address]
+
+
+@dataclass
+class StandInStream:
+    """Events happen up to number `stops_after`, all if that is None; two are recorded for each block."""
+
+    stops_after: int | None = None
+    pins: CountingPins = field(default_factory=CountingPins)
+    events: int = 0
+
+    def event(self) -> StandInEvent:
+        self.events += 1
+        return StandInEvent(self, self.events)
+
+    def queueing(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def measure_bus(self, buffer: Buffer) -> dict[str, float]:
+        """As a bus of 25 GB/s."""
+        return {"bus_to_host_bytes_per_s": 25e9, "bus_to_device_bytes_per_s": 25e9}
+
+    def on_a_device(self, tensors: object) -> StandInStream:
+        """In place of device_copies.side_stream."""
+        return self
+
+
+@dataclass
+class StandInEvent:
+    stream: StandInStream
+    number: int
+
+    def query(self) -> bool:
+        return self.stream.stops_after is None or self.number <= self.stream.stops_after
+
+    def elapsed_time(self, end: StandInEvent) -> float:
+        """Milliseconds, as torch.cuda.Event."""
+        return (end.number - self.number) * DEVICE_NS / 1e6

@@ -1,0 +1,90 @@
+"""Memory that is pinned ahead: by a stand-in of the driver's library, compiled here, that locks pages for real."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import resource
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.fileio.pinned_memory import CudaPins, PinnedAhead, PinningError, pinned_memory, why_pinning_failed
+from restart_trace.process import RankIdentity, rank_fields
+from restart_trace.reading import read_records
+from restart_trace.recorder import Recorder, untraced_operation
+from restart_trace.sink import JsonlSink
+
+MIB = 1 << 20
+SOURCE = Path(__file__).with_name("libcuda_stand_in.c")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    built = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", built, SOURCE], check=True)
+    return built
+
+
+@pytest.fixture
+def limited(library: Path) -> Iterator[ctypes.CDLL]:
+    """The library, with no more than 4 MiB to be locked."""
+    before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (4 * MIB, before[1]))
+    yield ctypes.CDLL(str(library))
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
+
+
+def test_memory_is_pinned_until_its_last_view_is_gone(library: Path, limited: ctypes.CDLL) -> None:
+    memory = pinned_memory(2 * MIB, CudaPins(None, str(library)))
+    assert limited.locked_bytes() == len(memory) == 2 * MIB and memory.ctypes.data % 4096 == 0
+    view = memory[MIB : MIB + 10]
+    del memory
+    gc.collect()
+    assert limited.locked_bytes() == 2 * MIB
+    del view
+    gc.collect()
+    assert limited.locked_bytes() == 0
+
+
+def test_pieces_are_pinned_in_the_background_and_recorded(library: Path, limited: ctypes.CDLL, tmp_path: Path) -> None:
+    path = tmp_path / "rank_00000_cycle_000.jsonl"
+    identity = RankIdentity(0, 1, 0, (0, 0, 0), (1, 1, 1))
+    recorder = Recorder(JsonlSink(path), rank_fields(identity, {}, run_id="r", cycle=0))
+    pieces: list[np.ndarray[Any, Any]] = []
+    with recorder.operation("startup") as op:
+        ahead = PinnedAhead(3 * MIB, CudaPins(None, str(library)), pieces.append, op, piece_bytes=2 * MIB)
+        ahead.wait()
+    recorder.close()
+    assert [len(piece) for piece in pieces] == [2 * MIB, MIB] and limited.locked_bytes() == 3 * MIB
+    spans = [r for r in read_records(path) if r["type"] == "span" and not r["blocking"]]
+    assert [(s["detail"], s["bytes"]) for s in spans] == [
+        ("allocate", 2 * MIB), ("pin", 2 * MIB), ("allocate", MIB), ("pin", MIB),
+    ]  # fmt: skip
+    assert {(s["phase"], s["thread"]) for s in spans} == {("host_memory", "host-memory")}
+
+
+def test_a_limit_on_locked_memory_is_told_with_what_to_do(library: Path, limited: ctypes.CDLL) -> None:
+    pieces: list[np.ndarray[Any, Any]] = []
+    pins = CudaPins(None, str(library))
+    ahead = PinnedAhead(6 * MIB, pins, pieces.append, untraced_operation(), piece_bytes=2 * MIB)
+    with pytest.raises(PinningError) as caught:
+        ahead.wait()
+    assert ahead.pinned_bytes == 4 * MIB
+    assert why_pinning_failed(caught.value, 4 << 30, 6 << 30) == (
+        "CUDA_ERROR_OUT_OF_MEMORY (2), after 4.00 of 6.00 GiB; RLIMIT_MEMLOCK is 4 MiB (raise it: ulimit -l unlimited, "
+        "docker run --ulimit memlock=-1, LimitMEMLOCK=infinity for slurmd)"
+    )
+
+
+def test_memory_that_is_not_free_is_not_taken(monkeypatch: pytest.MonkeyPatch, library: Path) -> None:
+    from megatron.fileio import pinned_memory as module
+
+    monkeypatch.setattr(module, "available_memory", lambda: MIB)
+    ahead = PinnedAhead(2 * MIB, CudaPins(None, str(library)), lambda _: None, untraced_operation())
+    with pytest.raises(PinningError, match=r"^0\.00 GiB of host memory are free, and 0\.00 GiB more are wanted$"):
+        ahead.wait()
