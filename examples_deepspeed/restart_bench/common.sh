@@ -1,6 +1,7 @@
 # Shared by all run_*.sh scripts; to be sourced. A script calls `run_preset MODEL TP PP "$@"`.
 #
 # Settings, all from the environment:
+#   MODE=train|restart|replay|scaled               what to do with the preset; docs/cluster.md
 #   ENGINE SAVE_INTERVAL SAVE_DIR TRACE_DIR        checkpoints and their trace
 #   DP ITERS MICRO_BATCH GLOBAL_BATCH SEQ_LENGTH   the training
 #   SEQUENCE_PARALLEL=1|0                          with --sequence-parallel, or without; 70b has it
@@ -44,6 +45,7 @@ source "$BENCH_DIR/launch/deepspeed.sh"
 source "$BENCH_DIR/launch/srun.sh"
 source "$BENCH_DIR/launch/fork.sh"
 source "$BENCH_DIR/data.sh"
+source "$BENCH_DIR/modes.sh"
 
 say() { printf '[%s] %s\n' "${RUN_NAME:-restart_bench}" "$*" >&2; }
 
@@ -67,6 +69,9 @@ load_settings() {
     require_whole_number DP
     RUNS_ON_CPU=
     source "$BENCH_DIR/models/$MODEL.sh"
+    LABEL=${RESTART_TRACE_LABEL:-}
+    [[ $MODE != scaled ]] || scale_model
+    [[ $MODE != replay ]] || RUNS_ON_CPU=1
     : "${SEQ_LENGTH:=2048}" "${MICRO_BATCH:=16}" "${ITERS:=15}" "${SAVE_INTERVAL:=5}"
     : "${GLOBAL_BATCH:=$((MICRO_BATCH * DP))}" "${ENGINE:=torch}" "${LAUNCHER:=torchrun}" "${SEQUENCE_PARALLEL:=0}"
     [[ $SEQUENCE_PARALLEL =~ ^[01]$ ]] || die "SEQUENCE_PARALLEL=$SEQUENCE_PARALLEL: use 1 or 0"
@@ -77,6 +82,7 @@ load_settings() {
     WORLD_SIZE=$((TP * PP * DP))
     RUN_NAME=${MODEL}_tp${TP}_pp${PP}_dp${DP}
     : "${WORK_DIR:=$RUNS/$RUN_NAME}"
+    SAVE_DIR_GIVEN=${SAVE_DIR:-}
     : "${SAVE_DIR:=$WORK_DIR/checkpoints}"
     : "${TRACE_DIR:=$SAVE_DIR/restart_trace}"
     settle_python
@@ -134,6 +140,7 @@ build_training_args() {
 # Sets LAUNCH_ENV: what every rank needs in its environment, as NAME=VALUE.
 build_launch_env() {
     LAUNCH_ENV=(PYTHONUNBUFFERED=1)
+    [[ -z $LABEL ]] || LAUNCH_ENV+=(RESTART_TRACE_LABEL="$LABEL")
     if [[ $DEVICE == cpu ]]; then
         LAUNCH_ENV+=(DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" CUDA_VISIBLE_DEVICES=)
         if ((NNODES == 1)) && [[ -e /sys/class/net/lo ]]; then
@@ -189,9 +196,9 @@ tell_command() {
     printf '%s\0' "${COMMAND[@]}" >"$COMMAND_TO"
 }
 
-# run_preset MODEL TP PP [ARGUMENT ...]: the arguments are those of the script, which takes none.
-run_preset() {
-    no_arguments "${@:4}"
+# Starts all ranks of preset $1 on TP $2 x PP $3, or shows or writes the command that does.
+train() {
+    [[ $MODE != train || ${KILL_AT:-none} == none ]] || die "KILL_AT=$KILL_AT: MODE=train injects no fault; use MODE=restart"
     load_settings "$@"
     build_training_args
     build_launch_env

@@ -7,7 +7,6 @@
 # With SAVE_DIR naming a directory that holds a checkpoint, the script only resumes from that. It takes no arguments.
 # Exit status 1 also says that a repeated loss or a restored tensor differs.
 set -euo pipefail
-: "${DP:=2}"
+: "${DP:=2}" "${MODE:=restart}"
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-source "$BENCH_DIR/demo.sh"
-run_demo tiny 2 2 "$@"
+run_preset tiny 2 2 "$@"

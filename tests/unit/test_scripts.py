@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from megatron.launch.cli import parse_arguments
 from tests.unit.script_helpers import BENCH, ROOT, TINY, configuration, dry_run, run_script, split_command
+from tools.ckpt_replay.options import parse_arguments as parse_arguments_of_replay
 
 
 class Preset(NamedTuple):
@@ -184,6 +186,54 @@ def test_too_few_gpus_are_counted(preset: Preset, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_too_few_gpus_name_what_can_be_done_with_them(tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("node0 slots=8\nnode1 slots=8\n")
+    done = run_script("run_70b_tp8_pp8.sh", tmp_path, HOSTFILE=str(hostfile), DP="2")
+    assert done.returncode == 2
+    assert "The largest preset that fits: DP=1 bash " in done.stderr and "run_13b_tp4_pp4.sh." in done.stderr
+    for mode in ("replay", "scaled"):
+        assert f"'MODE={mode} DP=2 bash {BENCH / 'run_70b_tp8_pp8.sh'}'" in done.stderr
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.script)
+def test_a_scaled_preset_keeps_layers_and_layout(preset: Preset, tmp_path: Path) -> None:
+    (command,) = dry_run(preset.script, tmp_path, MODE="scaled", DP="2")
+    world_size = preset.tp * preset.pp * 2
+    assert command.option("--nproc-per-node") == str(world_size)
+    config = configuration(command, world_size)
+    parallel, model = config.parallel, config.model
+    assert (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) == (preset.tp, preset.pp)
+    assert model.num_layers == preset.layers and model.hidden_size <= 128
+    assert (model.num_key_value_heads < model.num_attention_heads) <= (preset.kv_heads < preset.heads)
+    label = command.environment["RESTART_TRACE_LABEL"]
+    assert label.startswith("Scaled: ") and f"hidden size {model.hidden_size} in place of {preset.hidden}" in label
+
+
+def test_more_scaled_ranks_than_memory_holds_are_refused(tmp_path: Path) -> None:
+    settings = {"MODE": "scaled", "SKIP_SETUP": "1", "PYTHON": sys.executable, "WORK_DIR": str(tmp_path / "work")}
+    done = run_script("run_70b_tp4_pp20.sh", tmp_path, DP="1000000", **settings)
+    assert done.returncode == 2 and list(tmp_path.iterdir()) == []
+    assert "MODE=scaled: 80000000 ranks (TP 4 x PP 20 x DP 1000000) take about 14400000000 MiB" in done.stderr
+    assert "The largest preset that fits: DP=" in done.stderr
+
+
+def test_replay_is_of_the_preset_s_layout(tmp_path: Path) -> None:
+    settings = {"MODE": "replay", "ENGINE": "lazy,torch", "RANKS": "0,63", "LIMIT_BYTES": "1MiB", "REPEAT": "2"}
+    done = run_script("run_70b_tp8_pp8.sh", tmp_path, DRY_RUN="1", WORK_DIR=str(tmp_path / "work"), **settings)
+    assert done.returncode == 0 and list(tmp_path.iterdir()) == []
+    words = shlex.split(done.stdout)
+    arguments = parse_arguments_of_replay(words[words.index("megatron_restart_tools.ckpt_replay") + 1 :])
+    assert (arguments.model, arguments.tp, arguments.pp, arguments.dp) == ("70b", 8, 8, 1)
+    assert (arguments.engine, arguments.ranks, arguments.limit_bytes) == ("lazy,torch", (0, 63), 1 << 20)
+    assert arguments.repeat == 2
+
+
+def test_a_label_of_the_user_reaches_the_ranks(tmp_path: Path) -> None:
+    (command,) = dry_run(TINY, tmp_path, DEVICE="cpu", RESTART_TRACE_LABEL="new switch")
+    assert command.environment["RESTART_TRACE_LABEL"] == "new switch"
+
+
 def test_too_few_gpus_in_the_hostfile_are_counted(tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts"
     hostfile.write_text("node0 slots=4\nnode1 slots=2\n")
@@ -197,6 +247,10 @@ def test_too_few_gpus_in_the_hostfile_are_counted(tmp_path: Path) -> None:
     [
         ("run_7b_tp4_pp2.sh", {"DP": "two"}, "DP=two: give a whole number"),
         ("run_7b_tp4_pp2.sh", {"LAUNCHER": "mpirun"}, "LAUNCHER=mpirun: use torchrun, deepspeed, srun or fork"),
+        ("run_7b_tp4_pp2.sh", {"MODE": "simulate"}, "MODE=simulate: use train, restart, replay or scaled"),
+        ("run_7b_tp4_pp2.sh", {"KILL_AT": "3"}, "KILL_AT=3: MODE=train injects no fault; use MODE=restart"),
+        ("run_7b_tp4_pp2.sh", {"KILL_AT": "3", "MODE": "replay"}, "KILL_AT=3: MODE=replay injects no fault"),
+        ("run_7b_tp4_pp2.sh", {"COMMAND_TO": "/c", "MODE": "replay"}, "COMMAND_TO: MODE=replay trains nothing"),
         (TINY, {"MAX_RESTARTS": "1"}, "MAX_RESTARTS=1: only LAUNCHER=fork restarts in place"),
         ("run_7b_tp4_pp2.sh", {"DEVICE": "cpu"}, "DEVICE=cpu: the 7b preset needs GPUs"),
         ("run_7b_tp4_pp2.sh", {"HOSTFILE": "/no/such"}, "HOSTFILE=/no/such: cannot be read"),
@@ -204,7 +258,7 @@ def test_too_few_gpus_in_the_hostfile_are_counted(tmp_path: Path) -> None:
         ("run_7b_tp4_pp2.sh", {"DRY_RUN": "1", "GPUS_PER_NODE": "4", "NNODES": "4"}, "set NNODES=2"),
         (TINY, {"ITERS": "8"}, "KILL_AT=8: must be less than ITERS=8"),
         (TINY, {"KILL_AT": "5"}, "KILL_AT=5: must be more than SAVE_INTERVAL=5"),
-        (TINY, {"TRACE_DIR": "/t"}, "TRACE_DIR=/t: the demonstration has a directory of its own"),
+        (TINY, {"TRACE_DIR": "/t"}, "TRACE_DIR=/t: MODE=restart has a directory of its own"),
         (TINY, {"LAUNCHER": "srun", "DATA_PATH": "/d", "KILL_AT": "none"}, "no allocation; start within"),
         ("drill_slurm.sh", {}, "SLURM_JOB_ID is not set: start within an allocation"),
         ("drill_slurm.sh", {"SLURM_JOB_ID": "7"}, "SLURM_JOB_NUM_NODES=: the allocation must say"),

@@ -52,6 +52,7 @@ class RunFacts:
     durability: list[str | None]
     hosts: list[str]  # sorted
     versions: list[str]  # of the newest cycle, sorted
+    labels: list[str]  # what a reader of any figure must know
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ class Report:
             durability=list(dict.fromkeys(info.durability for info in self.cycles)),
             hosts=sorted({host for info in self.cycles for host in info.hosts}),
             versions=[f"{name} {version}" for name, version in sorted(newest.versions.items())],
+            labels=list(dict.fromkeys(info.label for info in self.cycles if info.label)),
         )
 
     @property

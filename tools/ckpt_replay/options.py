@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from megatron.checkpointing.engines.registry import check_engine_name, engine_names
 from megatron.config import CheckpointConfig
 from megatron.config.flags import spec_of
+from megatron.fileio.host_memory import available_memory
 from megatron.parallel.topology import Layout
 
 from ..ckpt_plan.presets import preset_layout
@@ -19,6 +21,8 @@ from ..common.cli import make_parser, parse_bytes, parse_rank_ranges, require_at
 from .plan import ReplayError, Request, Share, Steps
 
 ALL = "all"
+FIT = "fit"
+_FITTING_SHARE = 0.8  # of what is free: others use the machine, too
 TARGETS = "benchmarks.engine_targets.targets"  # gives judge()
 _IO_FLAGS = ("host_cache_size", "io_threads", "io_block_size", "direct_io")
 _ENGINE_FLAGS = (*_IO_FLAGS, "checksum", "checkpoint_durability", "verify_checkpoint")
@@ -49,9 +53,21 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _limit(text: str) -> int | None:
-    """Bytes; None for "none". Raises argparse.ArgumentTypeError."""
-    return None if text == "none" else parse_bytes(text)
+def _limit(text: str) -> int | str | None:
+    """Bytes; None for "none"; "fit" as it is. Raises argparse.ArgumentTypeError."""
+    if text == "none":
+        return None
+    return text if text == FIT else parse_bytes(text)
+
+
+def fitting_bytes(directory: Path, ranks: int) -> int:
+    """Bytes of each of `ranks` ranks that this machine's memory and the file system of `directory` hold.
+
+    A rank has its state, what an engine keeps of it for a save in the background, and what it loads: three times its
+    bytes at most. Raises OSError if there is no such directory, nor its parent.
+    """
+    place = directory if directory.is_dir() else directory.parent
+    return int(_FITTING_SHARE * min(available_memory() / 3, shutil.disk_usage(place).free) / ranks)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -66,7 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--ranks", type=parse_ranks, metavar="A-B,...", help="ranks of that layout (default: 0; under torchrun all)"
     )
     what.add_argument("--vocab-size", type=int, metavar="N", help="of the tokenizer (default: the preset's)")
-    help_ = "shrink a rank's tensors to this in all; none: whole ranks (default: 1GiB)"
+    help_ = "shrink a rank's tensors to this in all; none: whole ranks; fit: what memory and disk hold (default: 1GiB)"
     what.add_argument("--limit-bytes", type=_limit, default="1GiB", metavar="SIZE", help=help_)
     what.add_argument("--small-tensors", type=int, metavar="N", help="N small tensors a rank, instead of a model")
     what.add_argument(
@@ -120,7 +136,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if (arguments.model is None) == (arguments.small_tensors is None):
         parser.error("give --model NAME, or --small-tensors N, and not both")
     require_at_least(parser, arguments, 1, "tp", "pp", "dp", "repeat", "small_tensors", "small_tensor_bytes")
-    require_at_least(parser, arguments, 1, "limit_bytes", "storage_bytes")
+    require_at_least(parser, arguments, 1, *([] if arguments.limit_bytes == FIT else ["limit_bytes"]), "storage_bytes")
     require_at_least(parser, arguments, 0, "warmup_saves")
     if arguments.steps_between < 0 or arguments.step_seconds <= 0:
         parser.error("--steps-between must be at least 0 and --step-seconds above 0")
@@ -166,11 +182,12 @@ def request_from(arguments: argparse.Namespace, world_size: int | None) -> Reque
         raise ReplayError(f"--ranks: rank {outside[0]} is outside the layout {layout} of {layout.world_size} ranks")
     options = {name: getattr(arguments, name) for name in _ENGINE_FLAGS}
     CheckpointConfig(**options)  # checks the values
+    limit = fitting_bytes(arguments.dir, len(ranks)) if arguments.limit_bytes == FIT else arguments.limit_bytes
     share = Share(
         model=arguments.model,
         layout=(layout.tp, layout.pp, layout.dp),
         ranks=ranks,
-        limit_bytes=arguments.limit_bytes,
+        limit_bytes=limit,
         small_tensors=arguments.small_tensors,
         small_tensor_bytes=arguments.small_tensor_bytes,
         vocab_size=arguments.vocab_size,

@@ -199,7 +199,9 @@ check_gpus() {
     if ((GPUS_SEEN < WORLD_SIZE)); then
         die "needs $WORLD_SIZE GPUs (TP $TP x PP $PP x DP $DP), sees $GPUS_SEEN ($SEEN_WHERE). Name the nodes in" \
             "HOSTFILE=<file of 'HOST slots=N' lines>, or start this script on every node with NNODES, NODE_RANK and" \
-            "MASTER_ADDR set. DRY_RUN=1 prints the commands; run_tiny_tp2_pp2_dp2.sh needs no GPU."
+            "MASTER_ADDR set.$(largest_preset "$GPUS_SEEN") DRY_RUN=1 prints the commands. Without these GPUs:" \
+            "'MODE=replay DP=$DP bash $0' does the I/O of this layout's checkpoints, 'MODE=scaled DP=$DP bash $0' trains, kills" \
+            "and resumes all $WORLD_SIZE ranks on CPUs with a narrow model."
     fi
     if ((NNODES > 1 && ${#HOSTS[@]} == 0)) && [[ -z ${NODE_RANK:-} || $MASTER_ADDR == "$(hostname)" && $NODE_RANK != 0 ]]; then
         die "$NNODES nodes without HOSTFILE: start this script on each with NODE_RANK=0..$((NNODES - 1)) and" \

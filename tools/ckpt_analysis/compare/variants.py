@@ -65,6 +65,7 @@ def facts_of(variant: Variant, label: str) -> VariantFacts:
 def _of_run(report: Report) -> dict[str, str | None]:
     last = report.cycles[-1]
     facts: dict[str, str | None] = {
+        "label": last.label,
         "engine": last.engine_used or last.engine_asked,
         "layout": layout_text(last.layout) if last.layout else None,
         "model": report.model,

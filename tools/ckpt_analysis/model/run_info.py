@@ -31,6 +31,7 @@ class CycleInfo:
     durability: str | None
     versions: dict[str, str]
     coordinates: dict[int, tuple[int, int, int]]  # rank -> (tp, pp, dp)
+    label: str | None = None  # what a reader of any figure must know
 
 
 def describe_cycles(trace: Trace, frames: Frames) -> tuple[list[CycleInfo], list[Problem]]:
@@ -61,6 +62,7 @@ def describe_cycles(trace: Trace, frames: Frames) -> tuple[list[CycleInfo], list
                 durability=lowest.get("durability"),
                 versions=lowest["versions"],
                 coordinates={p["rank"]: (p["tp"], p["pp"], p["dp"]) for p in processes},
+                label=lowest["environment"].get("RESTART_TRACE_LABEL") or None,
             )
         )
         problems += _cycle_problems(cycle, missing, expected, processes, used)

@@ -176,7 +176,8 @@ def _describe(variant: VariantFacts) -> str:
     repeated = f" ({len(variant.directories)} runs)" if len(variant.directories) > 1 else ""
     logs = [source for source in variant.sources if source != "trace"]
     imported = f", imported from {', '.join(logs)}" if logs else ""
-    return f"{variant.name}{repeated}: {', '.join([*(fact for fact in facts if fact), ranks])}{imported}"
+    label = f"; {variant.facts['label']}" if variant.facts.get("label") else ""
+    return f"{variant.name}{repeated}: {', '.join([*(fact for fact in facts if fact), ranks])}{imported}{label}"
 
 
 def _median(cell: MetricCell) -> str:

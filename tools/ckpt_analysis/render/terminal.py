@@ -79,6 +79,7 @@ def _header(report: Report, style: Style) -> list[str]:
     ranks, cycles = plural(facts.ranks, "rank"), plural(len(report.cycles), "cycle")
     return [
         style.heading(f"Run {report.run_id}: {facts.layout}, {ranks} on {where}, {cycles}"),
+        *(style.warning(f"  label       {label}") for label in facts.labels),
         f"  trace       {report.directory}",
         f"  ranks       {_presence(report.cycles)}",
         f"  model       {report.model or 'not recorded'}",

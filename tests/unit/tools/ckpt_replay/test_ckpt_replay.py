@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pickle
+import shutil
 from collections import OrderedDict
 from pathlib import Path
 
@@ -89,6 +90,9 @@ def test_a_model_alone_is_enough() -> None:
     assert found.cold and {"torch", "lazy"} <= set(found.engines)
     whole = request_from(parse_arguments(["--model", "13b", "--dir", ".", "--limit-bytes", "none", "--no-cold"]), None)
     assert whole.share.limit_bytes is None and not whole.cold
+    fitting = ["--model", "13b", "--dir", ".", "--limit-bytes", "fit", "--ranks"]
+    one, four = (request_from(parse_arguments([*fitting, ranks]), None).share.limit_bytes for ranks in ("0", "0-3"))
+    assert isinstance(one, int) and isinstance(four, int) and 0 < 3 * four < one < shutil.disk_usage(".").free
 
 
 def test_a_launcher_must_start_as_many_processes_as_ranks_are_named() -> None:

@@ -64,6 +64,7 @@ def _first_page(report: Report, name: str) -> dict[str, Any]:
         "name": name,
         "broken": any(problem.severity == ERROR for problem in report.problems),
         "facts": _facts(report),
+        "labels": report.facts.labels,
         "answer": answer(report),
         "numbers": headline(report),
         "targets": _targets(report.targets),

@@ -250,6 +250,28 @@ def test_output_goes_to_a_directory_or_a_file(trace: Path, tmp_path: Path, capsy
     assert str(tmp_path / "new" / "dir" / "ckpt_report.html") in capsys.readouterr().err
 
 
+def test_a_label_stands_above_everything_and_in_every_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    label = "Scaled: <b>not</b> the 70b model"
+    for name, value in (("scaled", label), ("bare", "")):
+        write_trace(tmp_path / name)
+        for path in (tmp_path / name).glob("rank_*.jsonl"):
+            first, rest = path.read_text().split("\n", 1)
+            record = json.loads(first)
+            record["environment"]["RESTART_TRACE_LABEL"] = value
+            path.write_text(json.dumps(record) + "\n" + rest)
+    page = page_of(tmp_path / "scaled")
+    shown = page.index('<p class="label">Scaled: &lt;b&gt;not&lt;/b&gt; the 70b model</p>')
+    assert shown < page.index("<nav")
+    assert '<p class="label">' not in page_of(tmp_path / "bare")
+
+    assert main([str(tmp_path / "scaled")]) in (0, 1)
+    assert f"  label       {label}" in capsys.readouterr().out
+    assert main(["compare", str(tmp_path / "scaled"), str(tmp_path / "bare")]) in (0, 1)
+    assert label in capsys.readouterr().out
+
+
 def test_report_that_cannot_be_written(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "file").write_text("mine")
     assert main([str(trace), "-o", str(tmp_path / "file" / "sub")]) == 2

@@ -1,0 +1,164 @@
+# What a run_*.sh script does with its preset (MODE); sourced by common.sh.
+
+: "${MODE:=train}"
+
+# run_preset MODEL TP PP [ARGUMENT ...]: the arguments are those of the script, which takes none.
+run_preset() {
+    no_arguments "${@:4}"
+    case $MODE in
+    train) train "$@" ;;
+    restart | scaled)
+        if [[ -n ${DRY_RUN:-}${COMMAND_TO:-} || ${KILL_AT:-} == none || -e ${SAVE_DIR:-}/latest ]]; then
+            train "$@"
+        else
+            kill_and_resume "$@"
+        fi
+        ;;
+    replay) replay "$@" ;;
+    *) die "MODE=$MODE: use train, restart, replay or scaled" ;;
+    esac
+}
+
+# MODE=scaled: the preset's layers, and its layout as real processes on CPUs, with tensors that are small enough for them.
+scale_model() {
+    local given=$HIDDEN_SIZE
+    RUNS_ON_CPU=1
+    : "${DEVICE:=cpu}" "${LAUNCHER:=fork}" "${VOCAB_SIZE:=1023}" "${TIME_LIMIT:=1200}"
+    : "${SEQ_LENGTH:=32}" "${MICRO_BATCH:=1}" "${ITERS:=4}" "${SAVE_INTERVAL:=2}" "${KILL_AT:=3}"
+    : "${WORK_DIR:=$RUNS/scaled_${MODEL}_tp${TP}_pp${PP}_dp${DP}}"
+    local heads=$((TP > 4 ? TP : 4)) # what tensor parallelism divides them by
+    NUM_KEY_VALUE_HEADS=$((NUM_KEY_VALUE_HEADS < NUM_ATTENTION_HEADS ? TP : heads))
+    NUM_ATTENTION_HEADS=$heads
+    HIDDEN_SIZE=$((16 * heads))
+    FFN_HIDDEN_SIZE=$((FFN_HIDDEN_SIZE * HIDDEN_SIZE / given / TP * TP))
+    LABEL="Scaled: layers and layout of $MODEL, on CPUs, with hidden size $HIDDEN_SIZE in place of $given. Times and sizes are not those of $MODEL."
+}
+
+# Refuses ranks that this machine's memory does not hold. Where the kernel does not say what is free, nothing is refused.
+check_memory_of_scaled() {
+    local available needed=$((WORLD_SIZE * SCALED_RANK_MIB))
+    available=$(awk '/^MemAvailable:/ {print int($2 / 1024)}' /proc/meminfo 2>/dev/null) || return 0
+    [[ -n $available ]] && ((needed > available)) || return 0
+    die "MODE=scaled: $WORLD_SIZE ranks (TP $TP x PP $PP x DP $DP) take about $needed MiB, and $available MiB of memory are" \
+        "free.$(largest_preset $((available / SCALED_RANK_MIB)))"
+}
+SCALED_RANK_MIB=180 # of a forked rank on CPUs, measured: 10.7 GB with 64
+
+# largest_preset N: a sentence for an error that names the preset with the most ranks, at most N; nothing if none has so few.
+largest_preset() {
+    local script words best=0 found
+    for script in "$BENCH_DIR"/run_*.sh; do
+        read -r -a words < <(grep '^run_preset ' "$script")
+        if ((words[2] * words[3] > best && words[2] * words[3] <= $1)); then
+            best=$((words[2] * words[3])) found=$(basename "$script")
+        fi
+    done
+    ((best == 0)) || echo " The largest preset that fits: DP=$(($1 / best)) bash $BENCH_DIR/$found."
+}
+
+# MODE=restart and scaled: train, kill, resume, analyse.
+kill_and_resume() {
+    [[ -z ${TRACE_DIR:-} ]] || die "TRACE_DIR=$TRACE_DIR: MODE=$MODE has a directory of its own for its trace;" \
+        "leave it out, or train without a fault: KILL_AT=none"
+    local run_dir
+    load_settings "$@"
+    : "${KILL_AT:=8}"
+    require_whole_number KILL_AT
+    ((KILL_AT < ITERS)) || die "KILL_AT=$KILL_AT: must be less than ITERS=$ITERS"
+    ((KILL_AT > SAVE_INTERVAL)) || die "KILL_AT=$KILL_AT: must be more than SAVE_INTERVAL=$SAVE_INTERVAL, to resume from a save"
+    run_dir=$WORK_DIR/$([[ $MODEL == tiny ]] && echo demo || echo "$MODE")-$(date +%Y%m%d-%H%M%S)
+    [[ -n $SAVE_DIR_GIVEN ]] || SAVE_DIR=$run_dir/checkpoints
+
+    check_devices
+    "${LAUNCHER}_starts_all" ||
+        die "MODE=$MODE: $NNODES nodes take a command each with LAUNCHER=$LAUNCHER; use LAUNCHER=srun within an allocation"
+    [[ $MODE != scaled ]] || check_memory_of_scaled
+    say "1/4 environment"
+    ensure_environment
+    check_torch_build
+    SECONDS=0
+    say "2/4 data"
+    prepare_data
+    say "3/4 training $ITERS iterations on $WORLD_SIZE ranks ($DEVICE), a save every $SAVE_INTERVAL; SIGKILL at $KILL_AT, then again"
+    local exact=0
+    drill "$run_dir" || exact=$?
+    ((exact < 2)) || die "the drill failed; its logs are in $run_dir/logs"
+    say "4/4 analysis"
+    analyse "$run_dir"
+    summary "$run_dir"
+    return "$exact"
+}
+
+# Exit code 1: a loss of an iteration that both launches trained, or a restored tensor, differs.
+drill() {
+    build_training_args
+    build_launch_env
+    if ((NNODES == 1)); then
+        : "${MASTER_PORT:=$(free_port)}"
+    fi
+    node_command 0
+    # Both launches do the iterations after the checkpoint, so their losses can be compared without a third run.
+    run_tool megatron_restart_tools.restart_drill --fault sigkill-all --at "iteration:$KILL_AT" --no-reference \
+        --time-limit "${TIME_LIMIT:-300}" --out "$1" --checkpoints "$SAVE_DIR" -- "${COMMAND[@]}"
+}
+
+# The drill has written the report as report.json; this one is for people.
+analyse() {
+    local status=0
+    run_tool megatron_restart_tools.ckpt_analysis "$1/trace" --output "$1" | tee "$1/report.txt" || status=$?
+    # Findings are part of the report; only an analysis that could not run fails the demonstration.
+    ((status < 2)) || die "the analysis of $1/trace could not run"
+}
+
+summary() {
+    local mode=
+    [[ $MODEL == tiny ]] || mode="MODE=$MODE "
+    cat <<TEXT
+
+Measured: every save, the kill at iteration $KILL_AT and the restart of $WORLD_SIZE ranks, phase by phase, by the ranks
+themselves, in $SECONDS s after the set-up. A phase's duration is that of its slowest rank.
+
+  report    $1/ckpt_report.html, report.txt and report.json
+  drill     $1/drill.json (see docs/restart_drill.md)
+  trace     $1/trace (see docs/log_format.md)
+  logs      $1/logs
+  saves     $SAVE_DIR
+
+Next, try
+  # the same on the storage that you train on
+  ${mode}SAVE_DIR=/mnt/your_storage/$MODE bash $0
+  # another fault at another injection point, compared with a run without a fault
+  bash $(dirname "$0")/kill_resume.sh --fault bitflip --at after-commit
+  # the commands of a 70B run on 64 GPUs
+  DRY_RUN=1 bash $(dirname "$0")/run_70b_tp8_pp8.sh
+TEXT
+}
+
+# MODE=replay: the I/O of this layout's checkpoints by the real engines, as many ranks and bytes of each as this machine holds.
+replay() {
+    [[ -z ${COMMAND_TO:-} ]] || die "COMMAND_TO: MODE=replay trains nothing; leave it out"
+    [[ ${KILL_AT:-none} == none ]] || die "KILL_AT=$KILL_AT: MODE=replay injects no fault; use MODE=restart or scaled"
+    local asked=${ENGINE:-all}
+    load_settings "$@"
+    local run_dir=$WORK_DIR/replay-$(date +%Y%m%d-%H%M%S) ranks limit command status=0
+    : "${RANKS:=0-$(($(nproc) < WORLD_SIZE ? $(nproc) - 1 : WORLD_SIZE - 1))}" "${LIMIT_BYTES:=fit}" "${REPEAT:=4}"
+    command=(
+        megatron_restart_tools.ckpt_replay --model "$MODEL" --tp "$TP" --pp "$PP" --dp "$DP" --ranks "$RANKS"
+        --engine "$asked" --limit-bytes "$LIMIT_BYTES" --repeat "$REPEAT" --dir "$SAVE_DIR" --trace-dir "$run_dir/trace"
+        --output "$run_dir/replay.json"
+    )
+    if [[ -n ${DRY_RUN:-} ]]; then
+        print_quoted "$(python_path)" -m "${command[@]}"
+        return
+    fi
+    ensure_environment
+    mkdir -p "$SAVE_DIR" "$run_dir"
+    say "replaying ranks $RANKS of $WORLD_SIZE (TP $TP x PP $PP x DP $DP) into $SAVE_DIR"
+    RESTART_TRACE_LABEL=${LABEL:-"Replay: ranks $RANKS of $MODEL on TP$TP x PP$PP x DP$DP, state made up; no training."} \
+        run_tool "${command[@]}" | tee "$run_dir/replay.txt" || status=$?
+    ((status < 2)) || die "the replay could not run"
+    run_tool megatron_restart_tools.ckpt_analysis "$run_dir/trace" --output "$run_dir" >"$run_dir/report.txt" ||
+        (($? < 2)) || die "the analysis of $run_dir/trace could not run"
+    say "left in $run_dir: replay.txt and .json, ckpt_report.html and report.txt, trace"
+    return "$status"
+}
