@@ -73,7 +73,18 @@ def process_start_ns(pid: int | None = None) -> int | None:
     if ticks is None:
         return None
     since_boot_ns = ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
-    # Ticks count while the machine is suspended, the monotonic clock does not. Two clocks cannot be read at
-    # once: rounding keeps that jitter out, so that every call gives the same answer.
-    suspended_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - time.monotonic_ns()
-    return since_boot_ns - round(suspended_ns / 1e6) * 1_000_000
+    # Ticks count while the machine is suspended, the monotonic clock does not. Rounding keeps the jitter of the reading
+    # out, so that every call gives the same answer.
+    return since_boot_ns - round(_suspended_ns() / 1e6) * 1_000_000
+
+
+def _suspended_ns() -> int:
+    """How long this machine was suspended since boot, ns: the tightest of five readings of two clocks.
+
+    Between the two, a process may lose its core for milliseconds.
+    """
+    readings = []
+    for _ in range(5):
+        before, boot = time.monotonic_ns(), time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        readings.append((time.monotonic_ns() - before, boot - before))
+    return min(readings)[1]
