@@ -15,7 +15,10 @@ def tidy(trace: Trace, frames: Frames, table: str) -> pl.DataFrame:
     rows = _spans(frames) if table == "spans" else getattr(frames, table)
     place = ["run_id", "cycle", "rank", "tp", "pp", "dp", "host"]
     rows = rows.with_columns(pl.lit(trace.run_id).alias("run_id"))
-    joined = rows.join(_places(trace), on=["cycle", "rank"], how="left", maintain_order="left")
+    places = _places(trace)
+    if "host" in rows.columns:  # of events: each node's supervisor tells of its own, and all have rank -1
+        places = places.drop("host")
+    joined = rows.join(places, on=["cycle", "rank"], how="left", maintain_order="left")
     return joined.select(*place, pl.exclude(place))
 
 

@@ -98,14 +98,14 @@ def test_the_largest_file_of_the_newest_checkpoint_is_damaged(fault: str, tmp_pa
     )
     assert checkpoints.newest_step() == 5
 
-    with pytest.raises(DrillError, match="holds 1 whole checkpoints after the fault, and the drill needs 2"):
+    with pytest.raises(DrillError, match="holds 1 complete checkpoints after the fault, and the drill needs 2"):
         checkpoints.damage(fault)
     checkpoint(tmp_path, 10)  # saved again
     assert checkpoints.newest_step() == 10
 
 
 def test_no_checkpoint_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DrillError, match="holds 0 whole checkpoints"):
+    with pytest.raises(DrillError, match="holds 0 complete checkpoints"):
         Checkpoints(tmp_path).newest_step()
 
 
