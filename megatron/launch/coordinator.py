@@ -150,11 +150,13 @@ class Coordinator:
 
     def _obey(self, agent: _Agent, message: dict[str, Any]) -> None:
         kind = message["type"]
-        if kind == "hello":
+        if kind == "hello" and message["number"] >= 0:
             self._welcome(agent, message)
+        elif agent.number < 0:
+            agent.connection.ended = True  # no agent: it has not introduced itself
         elif kind == "beat":
             agent.connection.send("ack", number=message["number"])
-        elif kind == "signal":
+        elif kind == "signal" and message["signum"] in STOP_SIGNALS:
             self._pass_on(message["signum"])
         elif message.get("generation") == self._generation and agent in self._members:
             self._hear_of_ranks(agent, message)

@@ -18,6 +18,38 @@ _LONGEST = 1 << 20  # a peer that sends more than this without an end of line sp
 BEATS_PER_TIMEOUT = 5
 LEASE = 0.8
 
+# type of message -> its fields. What comes over the network from anything else than the other end must stop nothing.
+_FIELDS: dict[str, dict[str, type]] = {
+    # to the coordinator
+    "hello": {"number": int, "address": str, "host": str, "ranks": int, "launch_id": str, "versions": dict},
+    "beat": {"number": int},
+    "port": {"generation": int, "port": int},
+    "cannot": {"generation": int, "why": str},
+    "failed": {"generation": int, "why": str},
+    "ended": {"generation": int, "failures": list},
+    # to an agent
+    "welcome": {"heartbeat_timeout_s": float, "launch_id": str},
+    "refuse": {"why": str},
+    "ack": {"number": int},
+    "serve": {"generation": int},
+    "start": {
+        "generation": int, "nnodes": int, "node_rank": int, "master_addr": str, "master_port": int, "max_restarts": int,
+        "arguments": list,
+    },
+    "stop": {"generation": int, "kill": bool, "why": str},
+    "exit": {"code": int},
+    # to either
+    "signal": {"signum": int},
+}  # fmt: skip
+
+
+def _is_message(value: Any) -> bool:
+    """Whether a decoded line has a known type and each field of it with its type, a number of seconds also as int."""
+    if not isinstance(value, dict) or not isinstance(value.get("type"), str) or value["type"] not in _FIELDS:
+        return False
+    fields = _FIELDS[value["type"]]
+    return all(type(value.get(name)) in ((float, int) if kind is float else (kind,)) for name, kind in fields.items())
+
 
 class Connection:
     """One end of a connection that is made; not for several threads."""
@@ -50,7 +82,7 @@ class Connection:
         return True
 
     def receive(self) -> list[dict[str, Any]]:
-        """The messages that have arrived completely; a line that is no message ends the connection."""
+        """The messages that have arrived completely, each with its fields; a line that is none ends the connection."""
         while not self.ended:
             try:
                 got = self._socket.recv(_CHUNK)
@@ -66,7 +98,7 @@ class Connection:
         except (ValueError, RecursionError):
             self.ended = True
             return []
-        if not all(isinstance(message, dict) and isinstance(message.get("type"), str) for message in messages):
+        if not all(map(_is_message, messages)):
             self.ended = True
             return []
         return messages

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -121,6 +122,38 @@ def running(pid: int) -> bool:
 
 def labels(ranks: list[tuple[int, dict[str, str]]]) -> list[str]:
     return [env["LABEL"] for _, env in ranks]
+
+
+STRANGERS = (
+    b"GET / HTTP/1.0\r\n\r\n",
+    b'{"type": "beat"}\n',
+    b'{"type": "beat", "number": 1}\n',
+    b'{"type": "signal", "signum": 15}\n',
+    b'{"type": "hello", "number": "0"}\n',
+    b'{"type": "ended", "generation": -1, "failures": []}\n',
+    b'{"type": "hello", "number": -1, "address": "a", "host": "h", "ranks": 2, "launch_id": "", "versions": {}}\n',
+    b"[]\n",
+    b'{"type": "steal"}\n',
+)
+
+
+def test_what_is_no_agent_is_hung_up_on_and_stops_nothing(nodes: Nodes) -> None:
+    coordinator = nodes.coordinate("--nnodes", "2", "--heartbeat-timeout", NEVER_SILENT)
+    port = int((nodes.directory / "port").read_text())
+
+    def hung_up_on(line: bytes) -> bool:
+        with socket.create_connection(("127.0.0.1", port), timeout=300) as stranger:
+            stranger.sendall(line)
+            return stranger.recv(1) == b""
+
+    assert all(map(hung_up_on, STRANGERS))
+    agents = [nodes.agent(number) for number in (0, 1)]
+    nodes.ranks(0)
+    assert all(map(hung_up_on, STRANGERS))
+    nodes.finish()
+    assert coordinator.wait(300) == 0, nodes.said()
+    assert [agent.wait(300) for agent in agents] == [0, 0]
+    assert "lost" not in nodes.said() and "restart" not in nodes.said()
 
 
 def test_a_spare_takes_the_place_of_a_node_whose_launcher_is_killed(nodes: Nodes) -> None:
