@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -19,6 +20,8 @@ from tools.ckpt_analysis.render.html.figures import FIGURES
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
+
+COLOURS: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 
 pytestmark = [
     pytest.mark.slow,
@@ -112,8 +115,12 @@ def test_draws_every_figure_without_a_word_or_a_request(opened: Watched, report:
     opened.assert_quiet(report)
 
 
+@pytest.mark.parametrize("colours", COLOURS)
 @pytest.mark.parametrize("width", [1400, 800])
-def test_the_answer_and_the_four_numbers_are_seen_first(fresh: Watched, width: int) -> None:
+def test_the_answer_and_the_four_numbers_are_seen_first(
+    fresh: Watched, width: int, colours: Literal["light", "dark"]
+) -> None:
+    fresh.page.emulate_media(color_scheme=colours)
     fresh.page.set_viewport_size({"width": width, "height": 900})
     for part in ("#summary .answer", "#summary .numbers"):
         box = fresh.page.locator(part).bounding_box()
@@ -242,7 +249,8 @@ def test_comparison_draws(browser: Any, tmp_path: Path) -> None:
     watched.open(path)
     assert page.locator("#comparison .plot .point").count() > 6
     assert page.evaluate(TEXTS_OUTSIDE) == []
-    for width in (1400, 800):  # the verdict and the four numbers of each run are seen first
+    for width, colours in itertools.product((1400, 800), COLOURS):  # the verdict and the four numbers are seen first
+        page.emulate_media(color_scheme=colours)
         page.set_viewport_size({"width": width, "height": 900})
         numbers = page.locator("#numbers").bounding_box()
         verdict = page.locator("main > .answer").bounding_box()
