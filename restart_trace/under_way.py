@@ -54,7 +54,7 @@ def _file_of(fd: int) -> str:
 
 
 def begin(depends_on: str, *words: str | int | None, thread: int | None = None) -> int:
-    """Note that something begins; the number is for `end`, which any thread may call. `thread`: 0 if it is of none."""
+    """Note that something begins; the number is for `end`, which any thread may call. `thread`: 0 for no thread."""
     number = next(_numbers)
     _entries[number] = Entry(depends_on, words, now_ns(), threading.get_ident() if thread is None else thread)
     return number

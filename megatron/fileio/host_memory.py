@@ -1,4 +1,4 @@
-"""How much memory a host has, and what of it is free, by the kernel's word; standard library only."""
+"""How much memory a host has and how much is free, as the kernel reports it; standard library only."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Who is missing: ranks that have waited too long ask all others, through the rendezvous store, what they are at.
 
-Nothing of it is used while all is well, but one line that each rank adds to the store in the rendezvous. A rank whose
+While all is well, each rank only adds one line to the store, in the rendezvous. A rank whose
 wait has passed its deadline calls the roll. Ranks that have been busy with one thing for long listen: each blocks in
 one request until the roll is called, and answers. One rank reads the answers, a request each for ranks' places and
 answers however many ranks there are, and judges; the others read what it found.

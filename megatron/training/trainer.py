@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from megatron.checkpointing.prefetch import Prefetch
     from megatron.checkpointing.state import Progress
     from megatron.startup.initialize import Runtime
+    from megatron.startup.watch import Watch
     from megatron.training.checkpoints import CheckpointSaves
     from megatron.training.data import DataIterators
     from megatron.training.exit_conditions import ExitConditions
@@ -89,7 +90,6 @@ def pretrain(
     from megatron.startup.logging_setup import set_up_logging
     from megatron.startup.watch import Watch
     from megatron.training.data import DataError
-    from megatron.training.lost_ranks import explain
 
     set_up_logging(config.training.log_level, rank)
     config.log_notes(logger)
@@ -103,18 +103,28 @@ def pretrain(
         recorder.close()
         exit_with(error, rank)
     except RuntimeError as error:
-        explained = explain(error, config, watch)
-        if explained is None:
+        if not _waited_in_vain(error, config, watch, recorder):
             raise
-        recorder.close()
-        logger.debug("rank %d waited in vain", rank, exc_info=True)
-        print(f"error on rank {rank}, {os.uname().nodename}: {explained}", file=sys.stderr, flush=True)
         return 1
     finally:
         watch.close()
     if ownership is not None:
         ownership.release()
     return 1 if trainer.saves.failed else 0
+
+
+def _waited_in_vain(error: RuntimeError, config: Config, watch: Watch, recorder: Recorder) -> bool:
+    """Whether `error` is that another rank did not come; then the trace is closed, and the error told."""
+    from megatron.training.lost_ranks import explain
+
+    explained = explain(error, config, watch)
+    if explained is None:
+        return False
+    recorder.close()
+    rank = config.parallel.rank
+    logger.debug("rank %d waited in vain", rank, exc_info=True)
+    print(f"error on rank {rank}, {os.uname().nodename}: {explained}", file=sys.stderr, flush=True)
+    return True
 
 
 def _train_to_the_last_commit(trainer: Trainer) -> None:
@@ -232,7 +242,6 @@ def _set_up(
     providers: _Providers,
 ) -> Trainer:
     """Bring everything up to the first iteration; collective."""
-    from megatron.checkpointing.naming import layer_file
     from megatron.fileio.host_memory import available_memory
     from megatron.parallel.control_plane import ControlPlane
     from megatron.startup.engine_setup import build_engine
@@ -248,10 +257,7 @@ def _set_up(
     free = available_memory()  # before the rendezvous: no rank of this host has taken any for saves
     runtime = initialize_megatron(config, startup, commits_in_background=_saves_in_background(config, startup))
     control = ControlPlane(runtime.rank, runtime.layout.world_size, runtime.control_group)
-    with runtime.communicators.apart_from("model_build"), printed_as_debug():
-        model = providers.model(config, vocabulary.padded, runtime)
-    if prefetch is not None:
-        prefetch.also([layer_file(number, runtime.coordinates.tp) for number, _ in model.numbered_layers()])
+    model = _build_model(config, runtime, vocabulary.padded, prefetch, providers)
     eod = vocabulary.eod if config.data.eod_mask_loss else None
     parameters = sum(parameter.numel() for parameter in model.parameters())
     with runtime.communicators.apart_from("engine_init"):
@@ -284,6 +290,20 @@ def _set_up(
         log,
         TrainingStatistics(engine, config.training, runtime.layout, runtime.coordinates),
     )
+
+
+def _build_model(
+    config: Config, runtime: Runtime, padded: int, prefetch: Prefetch | None, providers: _Providers
+) -> Any:
+    """The layers of this rank's stage, whose files are read ahead from now on. `padded`: as `_Vocabulary.padded`."""
+    from megatron.checkpointing.naming import layer_file
+    from megatron.startup.logging_setup import printed_as_debug
+
+    with runtime.communicators.apart_from("model_build"), printed_as_debug():
+        model = providers.model(config, padded, runtime)
+    if prefetch is not None:
+        prefetch.also([layer_file(number, runtime.coordinates.tp) for number, _ in model.numbered_layers()])
+    return model
 
 
 def _record_what_runs(

@@ -64,7 +64,7 @@ def _head(out: Path, parts: list[dict[str, Any]]) -> list[str]:
     began = parts[0]["began"][:10]
     lines += [f"`bash tests/gpu/run.sh`, version {parts[0]['version']}, {began}; see [gpu.md](../gpu.md)."]
     if facts is None:
-        return [*lines, "The part `machine` has not run: what these figures are of is not known.", ""]
+        return [*lines, "The part `machine` has not run: the machine of these figures is not known.", ""]
     packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
     told = [facts["device"], *(f"{name} {value}" for name, value in (facts["nvidia_smi"] or {}).items())]
     told += [f"{facts['processors']} processors", f"{facts['memory_bytes'] / GIB:.0f} GiB of memory"]

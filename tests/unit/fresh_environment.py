@@ -57,7 +57,7 @@ def site_packages(environment: Path) -> Path:
 
 
 def required(site: Path) -> list[str]:
-    """What the package that is installed in `site` requires, with the extras that each is of."""
+    """What the package that is installed in `site` requires, each with the extra that asks for it."""
     (metadata,) = site.glob("megatron_restart-*.dist-info/METADATA")
     return Parser().parsestr(metadata.read_text()).get_all("Requires-Dist", [])
 

@@ -29,7 +29,7 @@ _MOST_SHAPES = 64  # of one length; lines of further ones are read one by one
 _NUMBER = r"-?(?:0|[1-9][0-9]{0,199})(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?"
 _NUMBERS = re.compile(rf"(?:{_NUMBER}\n)*")
 _KEY = r'"[^"\\\x00-\x1f]*":'
-# The objects that records hold are of numbers.
+# Objects in records hold numbers only.
 _OBJECTS = {
     name: rf"^\{{(?:{_KEY}{number}(?:,{_KEY}{number})*)?\}}$"
     for name, number in {"values": _NUMBER, "layout": "(?:0|[1-9][0-9]{0,14})"}.items()

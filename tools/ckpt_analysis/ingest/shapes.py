@@ -110,7 +110,7 @@ class Shape:
         return cls(record, {}, np.empty(0, np.uint8), np.empty(0, np.uint8), ())
 
     def matches(self, rows: Rows) -> np.ndarray:
-        """Which rows are of this shape: the first is."""
+        """Which rows have this shape; the first has it."""
         if not len(self.base):
             return np.arange(len(rows)) == 0
         differs: np.ndarray = (rows ^ self.base) > self.limit

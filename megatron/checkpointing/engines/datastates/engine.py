@@ -161,7 +161,7 @@ class _Part:
         return copied
 
     def take_sums(self, deadline: DeviceDeadline) -> int:
-        """Take the sums of what was staged, which are done on return; returns how many bytes they are of."""
+        """Compute the checksums of the staged tensors, finished on return; returns the bytes summed."""
         self.sums = [row_sums(tensor) for tensor in self.staged]
         self._wait_for_devices(deadline, "verify", "the sums of the tensors")
         return sum(tensor.nbytes for tensor in self.staged)

@@ -68,14 +68,7 @@ class Job:
         return self.output.read_text()
 
     def left(self) -> list[psutil.Process]:
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("MARK") == str(self.directory):
-                    found.append(process)
-            except (psutil.Error, OSError):
-                continue
-        return found
+        return marked(self.directory)
 
     def note(self, name: str) -> str:
         """What a rank noted under `name`, once it has."""
@@ -85,6 +78,18 @@ class Job:
 
     def pid(self, rank: int, restart: int = 0) -> int:
         return int(self.note(f"pid_{rank}_{restart}"))
+
+
+def marked(directory: Path) -> list[psutil.Process]:
+    """Processes whose environment has MARK set to `directory`."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("MARK") == str(directory):
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
 
 
 def until(condition: Callable[[], bool], what: str) -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from megatron.launch.cli import parse_arguments, parse_coordinator_arguments
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
-from tests.unit.megatron.launch.test_launch import HEAD, until
+from tests.unit.megatron.launch.test_launch import HEAD, marked, until
 from tests.unit.trace_helpers import ROOT
 
 # An agent without its imports, which take seconds and are not what is looked at here.
@@ -89,14 +89,7 @@ class Nodes:
         (self.directory / "finish").touch()
 
     def left(self) -> list[psutil.Process]:
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("MARK") == str(self.directory):
-                    found.append(process)
-            except (psutil.Error, OSError):
-                continue
-        return found
+        return marked(self.directory)
 
     def until_gone(self) -> None:
         until(lambda: self.left() == [], f"the end of {self.left()}; {self.said()}")
