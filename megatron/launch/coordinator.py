@@ -91,8 +91,6 @@ class Coordinator:
         self._since = self._began  # of the state
         self._stopped_by: int | None = None
         self._trace = FailureTrace(launch.arguments)
-        if launch.port_file is not None:
-            _write_at_once(launch.port_file, f"{self._listening.getsockname()[1]}\n")
 
     def run(self) -> int:
         """Coordinate until all ranks have ended, or none can be started any more."""
@@ -105,6 +103,8 @@ class Coordinator:
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         self._selector.register(reader, selectors.EVENT_READ)
         signal.signal(NODE_FAILED_SIGNAL, lambda *_: None)
+        if self._launch.port_file is not None:  # who reads it may send signals from then on
+            _write_at_once(self._launch.port_file, f"{self._listening.getsockname()[1]}\n")
         while True:
             for key, _ in self._selector.select(_POLL_S):
                 if key.fileobj is self._listening:
