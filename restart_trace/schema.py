@@ -36,6 +36,7 @@ PHASES: dict[str, dict[str, tuple[str, ...]]] = {
         "device_to_host": (),
         "serialize": (),
         "verify": (),
+        "replicate": (),
         "flush": ("write", "fsync", "upload"),
         "engine_call": (),
         "barrier": (),
@@ -223,8 +224,9 @@ _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
     "list": (list,),
 }
-# Where a load takes its bytes from: the directory of --load, or memory of the same host that outlives the ranks.
-TIERS = (STORAGE, LOCAL_MEMORY) = ("storage", "local_memory")
+# Where a load takes its bytes from: the directory of --load, memory of the same host that outlives the ranks, or memory
+# of another host.
+TIERS = (STORAGE, LOCAL_MEMORY, PEER) = ("storage", "local_memory", "peer")
 # Fields whose text is one of a few words, whatever the record.
 WORDS: dict[str, tuple[str, ...]] = {
     "operation": tuple(PHASES),

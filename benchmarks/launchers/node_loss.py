@@ -28,21 +28,22 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.launchers.measure import IterationLines
+from benchmarks.launchers.rounds import COULD_NOT_RUN, OK, add_options, check_options, interleaved
 from benchmarks.launchers.variants import ROOT, MeasurementError
 from megatron.processes.free_port import free_port
 from restart_trace.clock import now_ns
 from restart_trace.command_line import CommandParser
 from tools.common.machine import machine
-from tools.restart_drill.launch import DrillError, launched
+from tools.restart_drill.launch import DrillError, launched, recorded_ranks
 from tools.restart_drill.nodes import Nodes, nodes_of
 from tools.restart_drill.preset import command_of
 
-OK, COULD_NOT_RUN = 0, 2
 _PRESET = ROOT / "examples_deepspeed" / "restart_bench" / "run_tiny_tp2_pp2_dp2.sh"
 _NODES, _RANKS = 2, 2  # that train; ranks of each: TP2 x PP2
 _SAVE_INTERVAL, _STRIKE_AT, _ITERATIONS = 20, 23, 200  # by then the spare agent of torchrun has joined, too
 _TARGET_S, _TARGET_RATIO = 4.0, 0.25
 _END_S = 30.0
+_OF_SLURM = ("slurm", "slurm-requeue")
 
 SPARE = "launch"
 # Name -> what it is.
@@ -53,6 +54,8 @@ VARIANTS = {
     "torchrun-2s": "the same, a node counts as dead after 2 intervals of 1 s (--rdzv-conf)",
     "slurm": "Slurm: salloc --no-kill of three nodes, srun --kill-on-bad-exit on two, and a new step on those that are "
     "left; SlurmdTimeout as configured (300 s by default)",
+    "slurm-requeue": "Slurm: a batch job that loses a node and is queued again (sbatch --requeue); slurmctld holds it "
+    "back as long as its credential may be in use (cred_expire, 120 s by default)",
 }
 
 # The store outlives the loss of a node: it is on the host that launches. The spare joins once the others train.
@@ -82,6 +85,24 @@ for try in 0 1; do
         --export=ALL --unbuffered bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec "$@"' rank $RANK_COMMAND \
         </dev/null && break
 done
+"""
+
+# The batch script. slurmctld starts it again itself, on the nodes that are left.
+_REQUEUED = r"""#!/bin/bash
+hosts=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
+export MASTER_ADDR=${hosts[0]} MASTER_PORT=$((STORE_PORT + ${SLURM_RESTART_COUNT:-0}))
+export RESTART_TRACE_LAUNCH_ID=$ID/${SLURM_RESTART_COUNT:-0}
+srun --kill-on-bad-exit=1 --export=ALL --unbuffered bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec "$@"' \
+    rank $RANK_COMMAND
+"""
+_SUBMIT = r"""
+trap 'scancel "$job"; kill %1; wait' EXIT
+trap 'exit 143' TERM
+touch "$PLACE/output"
+tail -n +1 -f "$PLACE/output" &
+job=$(sbatch --parsable --requeue --open-mode=append --output="$PLACE/output" --export=ALL --nodes="$NODES" \
+    --ntasks-per-node="$RANKS" "$PLACE/job.slurm")
+while [[ -n $(squeue --noheader --jobs="$job" 2>/dev/null) ]]; do sleep 1 & wait $!; done
 """
 
 _EPILOG = """\
@@ -118,18 +139,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description=(__doc__ or "").splitlines()[0],
         epilog=_EPILOG.format(variants=shown),
     )
-    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="rounds (default: 3)")
-    parser.add_argument(
-        "--only", nargs="+", choices=tuple(VARIANTS), default=list(VARIANTS), metavar="VARIANT",
-        help="leave the others out (default: all)",
-    )  # fmt: skip
-    parser.add_argument("--engine", default="lazy", metavar="NAME", help="checkpoint engine (default: lazy)")
-    parser.add_argument("--dir", type=Path, metavar="DIR", help="where to work: on a file system that all nodes share")
-    parser.add_argument("--time-limit", type=float, default=120.0, metavar="S", help="for each wait (default: 120)")
-    parser.add_argument("--format", choices=("table", "json"), default="table", help="output (default: table)")
+    add_options(parser, VARIANTS, repeat=3, engine="lazy", time_limit_s=300)
     arguments = parser.parse_args(argv)
-    if arguments.repeat < 1:
-        parser.error(f"--repeat {arguments.repeat}: must be at least 1")
+    check_options(parser, arguments)
     for name in ("HOSTFILE", "NODES_COMMAND"):
         if not os.environ.get(name):
             parser.error(f"{name} is not set: run it by `python -m tests.cluster run`, or see docs/restart_drill.md")
@@ -146,7 +158,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             tempfile.TemporaryDirectory(prefix="node_loss_", dir=arguments.dir) as directory,
             nodes_of(shlex.split(os.environ["NODES_COMMAND"]), -1) as nodes,
         ):
-            samples = _measure(arguments, _setting(Path(directory), nodes, arguments))
+            setting = _setting(Path(directory), nodes, arguments)
+            samples = interleaved(arguments, lambda name, number: sample(name, setting, number))
     except (OSError, MeasurementError, DrillError) as exc:
         print(f"node_loss: {exc}", file=sys.stderr)
         return COULD_NOT_RUN
@@ -170,31 +183,19 @@ def _setting(directory: Path, nodes: Nodes, arguments: argparse.Namespace) -> Se
     return Setting(directory, hosts, nodes, told[: program + 1], told[program + 1 :], arguments.time_limit)
 
 
-def _measure(arguments: argparse.Namespace, setting: Setting) -> dict[str, list[float]]:
-    """Seconds by variant and round. Every round has all variants, each time in another order."""
-    names = list(dict.fromkeys(arguments.only))
-    samples: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(arguments.repeat):
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
-            samples[name].append(sample(name, setting, number))
-            print(f"round {number + 1} of {arguments.repeat}: {name} {samples[name][-1]:.2f} s", file=sys.stderr)
-    return samples
-
-
 def sample(variant: str, setting: Setting, number: int) -> float:
     """Seconds from the loss of a node to the end of the next step. Raises MeasurementError."""
     place = setting.directory / f"{variant}_{number}"
     place.mkdir()
     log = IterationLines(place / "launch.log")
-    if variant == "slurm":
+    if variant in _OF_SLURM:
         _await_idle_nodes(len(setting.hosts), setting.limit_s)
     try:
         with _ended(setting, place), launched(_command(variant, setting, place), log.path, echo=False) as launch:
             try:
                 log.wait_for(lambda iteration: iteration >= _STRIKE_AT, launch, setting.limit_s)
                 lost_ns = now_ns()
-                setting.nodes.harm("node-loss", setting.hosts[_NODES - 1], 0, 0)
+                setting.nodes.harm("node-loss", _last_host(place / "trace"), 0, 0)
                 resumed = log.wait_for(lambda iteration: iteration <= _STRIKE_AT, launch, setting.limit_s)
                 seconds = (now_ns() - lost_ns) / 1e9
             finally:
@@ -206,6 +207,14 @@ def sample(variant: str, setting: Setting, number: int) -> float:
     if resumed != _SAVE_INTERVAL + 1:
         raise MeasurementError(f"{variant}: it went on with iteration {resumed}, not from its checkpoint")
     return seconds
+
+
+def _last_host(trace_dir: Path) -> str:
+    """Where the last rank runs: a scheduler chooses the hosts itself."""
+    _, ranks = recorded_ranks(trace_dir, 0)
+    if len(ranks) < _NODES * _RANKS:
+        raise MeasurementError(f"{trace_dir} has {len(ranks)} ranks; {_NODES * _RANKS} were expected")
+    return ranks[max(ranks)].host
 
 
 @contextlib.contextmanager
@@ -230,7 +239,7 @@ def _await_idle_nodes(count: int, limit_s: float) -> None:
         if told.count("idle") == count:
             return
         if time.monotonic() > deadline:
-            raise MeasurementError(f"slurm: {count} idle nodes were expected: {' '.join(told)}")
+            raise MeasurementError(f"Slurm: {count} idle nodes were expected: {' '.join(told)}")
         time.sleep(0.2)
 
 
@@ -247,8 +256,12 @@ def _command(variant: str, setting: Setting, place: Path) -> list[str]:
         "WORLD_SIZE": str(_NODES * _RANKS), "LOCAL_WORLD_SIZE": str(_RANKS),
     }  # fmt: skip
     port = str(free_port())
-    if variant == "slurm":
+    if variant in _OF_SLURM:
         script = {"STORE_PORT": port, "ID": place.name, "RANK_COMMAND": shlex.join([sys.executable, *program])}
+        if variant == "slurm-requeue":
+            (place / "job.slurm").write_text(_REQUEUED)
+            script |= {"PLACE": str(place), "NODES": str(_NODES), "RANKS": str(_RANKS)}
+            return ["env", *_assigned(rank | script), "bash", "-c", _SUBMIT]
         return ["env", *_assigned(rank | script), "salloc", "--no-kill", f"--nodes={len(setting.hosts)}",
                 f"--ntasks-per-node={_RANKS}", "bash", "-c", _SLURM]  # fmt: skip
     conf = "" if variant == "torchrun" else "keep_alive_interval=1,keep_alive_max_attempt=2"

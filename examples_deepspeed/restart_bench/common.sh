@@ -5,6 +5,7 @@
 #   ENGINE SAVE_INTERVAL SAVE_DIR TRACE_DIR        checkpoints and their trace
 #   DP ITERS MICRO_BATCH GLOBAL_BATCH SEQ_LENGTH   the training
 #   SEQUENCE_PARALLEL=1|0                          with --sequence-parallel, or without; 70b has it
+#   DTYPE=bf16|fp16|fp32                           of the weights while training
 #   DATA_PATH TOKENIZER_TYPE TOKENIZER_MODEL VOCAB_FILE MERGE_FILE VOCAB_SIZE
 #                                                  the data; random tokens are made where DATA_PATH is unset
 #   EXTRA_ARGS                                     more flags of pretrain_gpt.py, split at white space
@@ -77,6 +78,8 @@ load_settings() {
     [[ $MODE != replay ]] || RUNS_ON_CPU=1
     : "${SEQ_LENGTH:=2048}" "${MICRO_BATCH:=16}" "${ITERS:=15}" "${SAVE_INTERVAL:=5}"
     : "${GLOBAL_BATCH:=$((MICRO_BATCH * DP))}" "${ENGINE:=torch}" "${LAUNCHER:=torchrun}" "${SEQUENCE_PARALLEL:=0}"
+    : "${DTYPE:=bf16}"
+    [[ $DTYPE =~ ^(bf16|fp16|fp32)$ ]] || die "DTYPE=$DTYPE: use bf16, fp16 or fp32"
     [[ $SEQUENCE_PARALLEL =~ ^[01]$ ]] || die "SEQUENCE_PARALLEL=$SEQUENCE_PARALLEL: use 1 or 0"
     require_whole_number SEQ_LENGTH MICRO_BATCH ITERS SAVE_INTERVAL GLOBAL_BATCH
     [[ $LAUNCHER =~ ^(torchrun|deepspeed|srun|fork)$ ]] || die "LAUNCHER=$LAUNCHER: use torchrun, deepspeed, srun or fork"
@@ -116,9 +119,10 @@ ensure_environment() {
 
 # Sets TRAINING_ARGS, the command line of pretrain_gpt.py.
 build_training_args() {
-    local extra=() data=() backend=nccl sequence=()
+    local extra=() data=() backend=nccl sequence=() dtype=()
     [[ $DEVICE == cuda ]] || backend=gloo
     [[ $SEQUENCE_PARALLEL == 0 ]] || sequence=(--sequence-parallel)
+    [[ $DTYPE == fp32 ]] || dtype=("--$DTYPE")
     # read returns non-zero at the end of its input, which is where it is meant to stop
     read -r -d '' -a extra <<<"${EXTRA_ARGS:-}" || true
     read -r -d '' -a data <<<"$DATA_PATH" || true
@@ -134,7 +138,7 @@ build_training_args() {
         --micro-batch-size "$MICRO_BATCH" --global-batch-size "$GLOBAL_BATCH" --train-iters "$ITERS"
         --optimizer adam --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0
         --lr 3e-4 --lr-decay-style cosine --min-lr 3e-5 --lr-warmup-iters 1
-        --bf16 --deepspeed --zero-stage 1
+        "${dtype[@]}" --deepspeed --zero-stage 1
         --checkpoint-activations --deepspeed-activation-checkpointing
         --data-path "${data[@]}" --data-impl mmap --split 949,50,1 --num-workers 0
         "${TOKENIZER_ARGS[@]}"

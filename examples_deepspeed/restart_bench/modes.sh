@@ -107,6 +107,11 @@ kill_and_resume() {
 # check_run for a drill, which wants a new directory: what is made for the check is removed.
 check_drill() {
     local place=$SAVE_DIR
+    if [[ $place == *://* ]]; then # nothing is made there
+        check_run --save "$place" --load "$place" --restart-trace-dir "$WORK_DIR/.check"
+        rm -rf "${WORK_DIR:?}/.check"
+        return
+    fi
     [[ ! -e $SAVE_DIR ]] || place=$SAVE_DIR/.check
     check_run --save "$place" --load "$place" --restart-trace-dir "$place/trace"
     rm -r "$place"

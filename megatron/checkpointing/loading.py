@@ -32,14 +32,14 @@ from megatron.checkpointing.engines.errors import (
 )
 from megatron.checkpointing.engines.registry import create_engine
 from megatron.checkpointing.hashes import compare_hashes, compare_hashes_with
-from megatron.checkpointing.kept import KeptCandidate, in_turn
+from megatron.checkpointing.kept import KeptCandidate, forget, in_turn
 from megatron.checkpointing.reshard.loading import load_elsewhere
 from megatron.checkpointing.state import Progress, live_state, restore_state, restore_tied_weights
 from megatron.config.arguments import namespace_from_config
 from megatron.config.uris import is_uri
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
-from restart_trace.schema import LOCAL_MEMORY, STORAGE
+from restart_trace.schema import STORAGE
 from restart_trace.under_way import RANKS, READING, UnderWay
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def _load_first(
         reader = _reader_of(ctx, candidate, op)
         op.label(engine=type(reader).__name__)
         if ctx.checkpoint_engine.keeps_in_memory:
-            op.label(tier=LOCAL_MEMORY if isinstance(candidate, KeptCandidate) else STORAGE)
+            op.label(tier=candidate.sources[0].tier if isinstance(candidate, KeptCandidate) else STORAGE)
         try:
             progress = _load_candidate(ctx, reader, engine, candidate, fetch, op)
             ctx.checkpoint_engine.keep(candidate.save if isinstance(candidate, KeptCandidate) else None)
@@ -131,7 +131,7 @@ def _load_first(
         except CheckpointRejectedError as rejected:
             logger.debug("%s cannot be used", candidate.place, exc_info=rejected)
             if isinstance(candidate, KeptCandidate):
-                ctx.checkpoint_engine.discard_kept(candidate.save)
+                forget(ctx, candidate.save)
             half_applied = half_applied or isinstance(rejected, _NotAppliedError)
             reasons = [reason.replace(str(candidate.directory), candidate.place) for reason in rejected.args]
             problems += reasons
@@ -214,9 +214,13 @@ def _load_candidate(
     def read() -> tuple[float, str]:
         with op.span("discover"):
             live = live_state(engine, place, with_optimizer, reader.loads_in_place)
-            _check_wanted(candidate, [file.name for file in live])
-        stored = SavedCheckpoint(candidate.directory, manifest.files if manifest else {})
-        checkpoint = candidate.checkpoint if isinstance(candidate, KeptCandidate) else stored
+        checkpoint = SavedCheckpoint(candidate.directory, manifest.files if manifest else {})
+
+        def load(stored: SavedCheckpoint) -> dict[str, Any]:
+            if manifest is not None:
+                _check_wanted(stored, [file.name for file in live])
+            return reader.load_into(live, stored, op)  # engines name the file, where they can
+
         if fetch is not None:
             wanted = [saved.name for file in live for saved in checkpoint.holding(file.name)]
             hashes = names.tensor_hashes_file(ctx.control.rank)
@@ -225,7 +229,8 @@ def _load_candidate(
             fetch(candidate, dict.fromkeys(wanted), op)
         with reading(candidate.directory), UnderWay(READING, f"the reading of {candidate.directory}"):
             begun = now_ns()
-            states.update(reader.load_into(live, checkpoint, op))  # engines name the file, where they can
+            found = candidate.load(ctx, load, op) if isinstance(candidate, KeptCandidate) else load(checkpoint)
+            states.update(found)
             return (now_ns() - begun) / 1e9, os.uname().nodename
 
     # Without a manifest each rank judges it by what it reads itself, and one alone may fail.
@@ -288,15 +293,13 @@ def _apply(
         raise _NotAppliedError(*rejected.args) from rejected
 
 
-def _check_wanted(candidate: commit.Candidate, wanted: list[str]) -> None:
+def _check_wanted(checkpoint: SavedCheckpoint, wanted: list[str]) -> None:
     """Raises CheckpointMismatchError if the checkpoint was saved without files that this load needs."""
-    if candidate.manifest is None:
-        return
-    held = {state for file in candidate.manifest.files.values() for state in file.states or (file.name,)}
+    held = {state for file in checkpoint.files.values() for state in file.states or (file.name,)}
     left_out = [name for name in wanted if name not in held]
     if left_out:
         raise CheckpointMismatchError(
-            f"{candidate.directory}: was saved without {', '.join(left_out)}; give --no-load-optim if it was saved "
+            f"{checkpoint.directory}: was saved without {', '.join(left_out)}; give --no-load-optim if it was saved "
             "with --no-save-optim, or load another checkpoint"
         )
 

@@ -26,7 +26,7 @@ from megatron.checkpointing.engines.errors import CheckpointSaveError, SaveDirec
 from megatron.checkpointing.files import check_sizes
 from megatron.checkpointing.ownership import Ownership
 from megatron.fileio.files import make_directory, sync_file
-from megatron.fileio.object_store import ObjectStoreError
+from megatron.fileio.store_errors import ObjectStoreError
 from megatron.parallel.control_plane import ControlPlane
 from megatron.parallel.tree import AgreementLostError, AgreementTimeoutError
 from restart_trace.clock import now_ns
@@ -67,8 +67,11 @@ class CheckpointStore(Protocol):
         """Remove what only this rank has of a save that is over, if anything."""
         ...
 
-    def check_ownership(self) -> None:
-        """Raises SaveDirectorySupersededError if a later launch owns the place."""
+    def check_ownership(self, *, failed: bool = False) -> None:
+        """Raises SaveDirectorySupersededError if a later launch owns the place.
+
+        `failed`: the save has failed, of which that may be the reason, and the other ranks wait to hear of it.
+        """
         ...
 
     def next_sequence(self, known: commit.Known) -> int: ...
@@ -109,7 +112,7 @@ class SaveDirectory:
     def clear(self, temporary: Path) -> None:
         return None
 
-    def check_ownership(self) -> None:
+    def check_ownership(self, *, failed: bool = False) -> None:
         if self.ownership is not None:
             self.ownership.check()
 
@@ -356,6 +359,8 @@ class CheckpointWriter:
         decision = self._decide(save, gathered) if gathered is not None else None
         with save.op.span("barrier", blocking=self._blocking):
             decision = self._control.broadcast(decision)
+        if decision is not None and gathered is not None:  # what it left need not be gone for the others to go on
+            save.directory.discard(save.tag, save.attempt, save.temporary)
         if isinstance(decision, SaveDirectorySupersededError):
             self.superseded = decision
         if decision is None:
@@ -365,23 +370,18 @@ class CheckpointWriter:
     def _decide(self, save: Save, gathered: list[Any]) -> str | SaveDirectorySupersededError | None:
         """On rank 0: commit if every rank succeeded. Returns None, or why there is no new checkpoint."""
         try:
+            failed = [f"rank {rank}: {error}" for rank, (error, *_) in enumerate(gathered) if error is not None]
             # First, as it explains what else went wrong: the successor has removed this save.
-            save.directory.check_ownership()
-            return self._commit(save, gathered)
+            save.directory.check_ownership(failed=bool(failed))
+            return "; ".join(failed) or self._commit(save, gathered)
         except SaveDirectorySupersededError as superseded:
-            save.directory.discard(save.tag, save.attempt, save.temporary)
             return superseded
         except Exception as exc:  # whatever it is, the other ranks wait to hear of it
             logger.exception("the commit failed")
-            save.directory.discard(save.tag, save.attempt, save.temporary)
             return f"rank 0, commit: {type(exc).__name__}: {exc}"
 
     def _commit(self, save: Save, gathered: list[Any]) -> str | None:
         """As `_decide`; raises whatever goes wrong."""
-        failed = [f"rank {rank}: {error}" for rank, (error, *_) in enumerate(gathered) if error is not None]
-        if failed:
-            save.directory.discard(save.tag, save.attempt, save.temporary)
-            return "; ".join(failed)
         if not self.engine.writes_files or not save.on_storage:
             return None
         directory, fsync = save.directory, self.engine.options.fsync

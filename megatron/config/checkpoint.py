@@ -10,7 +10,16 @@ from megatron.config.flags import FlagGroup, flag, flag_name
 from megatron.config.uris import is_uri, parse_uri
 
 # Those whose saves, loads and restarts are tested with object storage.
-_ENGINES_OF_OBJECT_STORAGE = ("torch", "lazy")
+_ENGINES_OF_OBJECT_STORAGE = ("torch", "lazy", "dcp", "dcp-async")
+_OWN_IO = "its library does its own I/O, made for a file system"
+_NOT_OF_OBJECT_STORAGE = {
+    "fastpersist": _OWN_IO,
+    "fastpersist-decoupled": _OWN_IO + ", in a process that knows no uploads",
+    "torchsnapshot": _OWN_IO,
+    "datastates": _OWN_IO + " on a GPU's host",
+    "none": "it writes nothing, so a directory does as well",
+    "memory": "its restarts in place have not been tried with a store behind them",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +83,22 @@ class CheckpointConfig(FlagGroup):
         "alone (default: 1, all)",
         least=1,
         needs="save",
+    )
+    replicas: int | None = flag(
+        None,
+        "engine memory: copies of each save in host memory, that of its own host included (default: 2 where there are "
+        "2 hosts or more, and megatron.launch has a coordinator)",
+        least=1,
+        needs="save",
+    )
+    failure_domain: str | None = flag(
+        None,
+        "engine memory: file with a line `HOST DOMAIN` for each host; no two copies of a save are kept in one domain, "
+        "such as a rack",
+        needs="save",
+    )
+    peer_timeout: float = flag(
+        10.0, "engine memory: seconds without an answer after which a host that holds copies counts as stalled", above=0
     )
     host_cache_size: float | None = flag(
         None,
@@ -160,6 +185,14 @@ class CheckpointConfig(FlagGroup):
         if self.persist_interval is not None and not memory:
             why = f"--checkpoint-engine {self.checkpoint_engine} writes every save to --save; drop the flag, or use "
             self.refuse("persist_interval", why + "--checkpoint-engine memory")
+        for name in ("replicas", "failure_domain"):
+            if getattr(self, name) is not None and not memory:
+                why = f"--checkpoint-engine {self.checkpoint_engine} keeps no copies of saves in host memory; drop the "
+                self.refuse(name, why + "flag, or use --checkpoint-engine memory")
+        if self.peer_timeout != CheckpointConfig.peer_timeout and not memory:
+            self.refuse("peer_timeout", "does nothing without --checkpoint-engine memory; drop the flag")
+        if self.failure_domain is not None and self.replicas == 1:
+            self.refuse("failure_domain", "--replicas 1 keeps no copy on another host; drop one of the flags")
         if memory and self.checksum == "none":
             self.refuse("checksum", "--checkpoint-engine memory loads nothing that it cannot verify; use crc32")
 
@@ -191,8 +224,11 @@ class CheckpointConfig(FlagGroup):
             return
         engine = self.checkpoint_engine
         if engine not in _ENGINES_OF_OBJECT_STORAGE:
-            why = "has not been run on object storage; use " + " or ".join(_ENGINES_OF_OBJECT_STORAGE)
-            self.refuse("checkpoint_engine", why)
+            why = _NOT_OF_OBJECT_STORAGE.get(engine, "an engine of another package has not been tried there")
+            *names, last = _ENGINES_OF_OBJECT_STORAGE
+            self.refuse(
+                "checkpoint_engine", f"does not save to object storage: {why}; use {', '.join(names)} or {last}"
+            )
         if is_uri(self.load) and self.prefetch_on_start:
             raise ConfigError(f"--prefetch-on-start reads files ahead, and --load {self.load} has none; drop the flag")
         if is_uri(self.load) and (self.universal_checkpoint or self.redistribute == "universal"):

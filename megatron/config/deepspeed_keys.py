@@ -184,7 +184,7 @@ _SECTIONS: dict[str, dict[str, Rule]] = {
     "torchsnapshot_ckpt": {"enabled": Passes(BOOL)},
     "datastates_ckpt": {
         "host_cache_size": Settled(POSITIVE),
-        "engine_type": Settled(Kind("str", choices=("simple_engine", "state_engine"))),
+        "engine_type": Settled(Kind("str", choices=("simple_engine", "state_engine", "state_aggregated_engine"))),
         "profile_engine": Settled(BOOL),
         "pin_host_cache": Inert(True, "the library always pins its cache"),
         "fast_cache_init": Inert(False, "the library does not read it"),

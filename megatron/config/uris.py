@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
 
 from megatron.config.errors import refuse
 
@@ -27,6 +29,19 @@ class ObjectUri:
     def key(self, name: str) -> str:
         """The key of what is called `name` below the prefix."""
         return f"{self.prefix}/{name}"
+
+
+Place: TypeAlias = Path | ObjectUri  # where checkpoints are
+
+
+def below(place: Place, name: str) -> Place:
+    """What is called `name` in a directory, or below a prefix."""
+    return place / name if isinstance(place, Path) else ObjectUri(place.bucket, place.key(name))
+
+
+def place_of(flag: str, text: str) -> Place:
+    """The directory or the prefix that `text` names. Raises ConfigError naming `flag`, as parse_uri."""
+    return parse_uri(flag, text) if is_uri(text) else Path(text)
 
 
 def is_uri(text: str | None) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.fileio.files import open_file
 from restart_trace.under_way import STORAGE, UnderWay
 
 logger = logging.getLogger(__name__)
@@ -54,14 +55,14 @@ def open_direct(path: Path, flags: int, mode: str) -> tuple[int, bool]:
     """
     flags |= os.O_CLOEXEC
     if mode == "off" or not hasattr(os, "O_DIRECT"):
-        return os.open(path, flags, 0o644), False
+        return open_file(path, flags), False
     try:
-        return os.open(path, flags | os.O_DIRECT, 0o644), True
+        return open_file(path, flags | os.O_DIRECT), True
     except OSError as exc:
         if exc.errno != errno.EINVAL:
             raise
     # A file that O_EXCL | O_CREAT made before the file system refused O_DIRECT is still there.
-    fd = os.open(path, flags & ~os.O_EXCL, 0o644)
+    fd = open_file(path, flags & ~os.O_EXCL)
     try:
         refuse_direct(path, mode)
     except DirectIOError:

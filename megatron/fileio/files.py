@@ -41,6 +41,12 @@ def make_directory(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
 
+def open_file(path: Path | str, flags: int) -> int:
+    """As os.open, with the mode of a checkpoint's files; where storage hangs, this waits as a write does."""
+    with UnderWay(STORAGE, "opening of", str(path)):
+        return os.open(path, flags, 0o644)
+
+
 def write_some(fd: int, data: Any) -> int:
     """One write(2): the bytes that it took."""
     with UnderWay(STORAGE, "write to", fd):

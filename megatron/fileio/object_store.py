@@ -22,6 +22,7 @@ from typing import Any
 
 from megatron.fileio.checksums import RangeChecksum, by_file, combine, crc32
 from megatron.fileio.files import DamagedFileError
+from megatron.fileio.store_errors import ObjectChangedError, ObjectMissingError, ObjectStoreError
 from restart_trace.under_way import STORAGE, UnderWay
 
 INSTALL = "pip install 'megatron-restart[s3]'"
@@ -29,23 +30,12 @@ MIB = 1 << 20
 _PART_BYTES = 8 * MIB  # of an upload or a ranged read; a store takes parts from 5 MiB on, but for the last
 _MAX_PARTS = 10_000  # of one upload
 _CHECK_S = 15.0
+_LAST_S = 2.0  # how long an attempt is waited for that is under way when its deadline passes
 _BACKOFF_S = (0.1, 5.0)  # the first wait is up to so long, no wait longer than so long
 _THROTTLED = ("SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests", "503", "429")
 _CONFLICT = ("ConditionalRequestConflict", "OperationAborted")  # 409: try again
 _MISSING = ("NoSuchKey", "NoSuchUpload", "404", "NotFound")
 _CHANGED = ("PreconditionFailed", "412")
-
-
-class ObjectStoreError(RuntimeError):
-    """The store refuses, or cannot be reached; the message names the object and what to do."""
-
-
-class ObjectMissingError(ObjectStoreError):
-    """There is no such object, or no such upload."""
-
-
-class ObjectChangedError(ObjectStoreError):
-    """The object is not, or is already, what the condition of a request says."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +68,8 @@ class Traffic:
 class Bucket:
     """One bucket. Methods may be called from any thread.
 
-    `deadline_s`: how long one request may take with all its retries; what is under way then is waited for, a quarter of
-    it at most. `threads`: parts that are sent or read at once, each of which takes 8 MiB of memory, or a
+    `deadline_s`: how long one request may take with all its retries; what is under way then is waited for, 2 s at most.
+    `threads`: parts that are sent or read at once, each of which takes 8 MiB of memory, or a
     10,000th of the object if that is more. `listed`: keys in one answer, and in one request to remove.
     Raises ObjectStoreError if botocore is not installed. Every method raises ObjectStoreError naming object and fix.
     """
@@ -93,17 +83,27 @@ class Bucket:
         self._lock = threading.Lock()
         self._attempt_s = deadline_s / 4
         self._exceptions, self._client = _client(name, self._attempt_s, threads)
+        self._last_client: Any = None  # one that is less patient, made when a deadline is near
         known = self._exceptions
         self._of_the_way = (
             known.HTTPClientError,
             known.ConnectionError,
             known.IncompleteReadError,
             _TruncatedError,
+            _parser_error(),  # of an answer that was cut or altered
             OSError,
         )
 
     def uri(self, key: str = "") -> str:
         return f"s3://{self.name}/{key}"
+
+    def with_deadline(self, deadline_s: float) -> Bucket:
+        """This bucket for requests that may take `deadline_s` at most; they count in its traffic, too."""
+        if deadline_s >= self._deadline_s:
+            return self
+        hurried = Bucket(self.name, deadline_s=deadline_s, threads=self._threads, listed=self._listed)
+        hurried.traffic = self.traffic
+        return hurried
 
     def check_reachable(self, prefix: str) -> None:
         """Raises ObjectStoreError if the prefix cannot be listed, soon also where nobody answers."""
@@ -115,10 +115,10 @@ class Bucket:
     def get(self, key: str, limit: int) -> tuple[bytes, str]:
         """Content and ETag of an object of at most `limit` bytes. Raises ObjectMissingError if there is none."""
 
-        def read(answer: Mapping[str, Any]) -> tuple[bytes, str]:
+        def read(answer: Mapping[str, Any], within_s: float) -> tuple[bytes, str]:
             if answer["ContentLength"] > limit:
                 raise ObjectStoreError(f"{self.uri(key)} has {answer['ContentLength']} bytes, more than {limit}")
-            return bytes(self._content(key, answer, answer["ContentLength"])), answer["ETag"]
+            return bytes(self._content(key, answer, answer["ContentLength"], within_s)), answer["ETag"]
 
         return self._call("reading", key, "get_object", read, Key=key)
 
@@ -162,11 +162,13 @@ class Bucket:
         answer = self._call("looking at", key, "head_object", Key=key)
         return ObjectInfo(key, answer["ContentLength"], answer["ETag"], answer["LastModified"].timestamp())
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """The objects whose keys begin with `prefix`, in the order of their keys."""
+    def list(self, prefix: str, deadline_s: float | None = None) -> Iterator[ObjectInfo]:
+        """The objects whose keys begin with `prefix`, in the order of their keys. `deadline_s`: if not the bucket's."""
         more: dict[str, Any] = {}
         while True:
-            answer = self._call("listing", prefix, "list_objects_v2", Prefix=prefix, MaxKeys=self._listed, **more)
+            answer = self._call(
+                "listing", prefix, "list_objects_v2", Prefix=prefix, MaxKeys=self._listed, deadline_s=deadline_s, **more
+            )
             for found in answer.get("Contents", ()):
                 yield ObjectInfo(found["Key"], found["Size"], found["ETag"], found["LastModified"].timestamp())
             if not answer.get("IsTruncated"):
@@ -222,13 +224,15 @@ class Bucket:
         try:
             sums: list[RangeChecksum] = []
 
-            def send(number: int, start: int, stop: int) -> dict[str, Any]:
+            def send(number: int, start: int, stop: int, given_up: threading.Event) -> dict[str, Any]:
                 content = _read(fd, start, stop - start, path)
                 crc = crc32(content)
                 sums.append(RangeChecksum(key, start, stop - start, crc))
                 part = {"PartNumber": number, "ChecksumCRC32": _base64(crc)}
                 what = f"writing part {number} ({start} to {stop}) of"
-                sent = self._call(what, key, "upload_part", Key=key, UploadId=upload, Body=content, **part)
+                sent = self._call(
+                    what, key, "upload_part", given_up=given_up, Key=key, UploadId=upload, Body=content, **part
+                )
                 return part | {"ETag": sent["ETag"]}
 
             parts = self._in_parallel(send, _parts(size))
@@ -267,12 +271,12 @@ class Bucket:
         try:
             sums: list[RangeChecksum] = []
 
-            def fetch(number: int, start: int, stop: int) -> None:
-                def read(answer: Mapping[str, Any]) -> bytearray:
-                    return self._content(key, answer, stop - start)
+            def fetch(number: int, start: int, stop: int, given_up: threading.Event) -> None:
+                def read(answer: Mapping[str, Any], within_s: float) -> bytearray:
+                    return self._content(key, answer, stop - start, within_s)
 
                 content = self._call(
-                    f"reading bytes {start} to {stop} of", key, "get_object", read, Key=key,
+                    f"reading bytes {start} to {stop} of", key, "get_object", read, given_up=given_up, Key=key,
                     Range=f"bytes={start}-{stop - 1}", IfMatch=etag,
                 )  # fmt: skip
                 sums.append(RangeChecksum(key, start, stop - start, crc32(content)))
@@ -290,13 +294,13 @@ class Bucket:
         finally:
             os.close(fd)
 
-    def _content(self, key: str, answer: Mapping[str, Any], num_bytes: int) -> bytearray:
+    def _content(self, key: str, answer: Mapping[str, Any], num_bytes: int, within_s: float) -> bytearray:
         """The body of an answer. Raises _TruncatedError, after which the request is tried again."""
         begun, content = time.monotonic(), bytearray()
         with answer["Body"] as body:
             while piece := body.read(MIB):
                 content += piece
-                if time.monotonic() - begun > self._attempt_s:  # one that trickles never runs into a socket's timeout
+                if time.monotonic() - begun > within_s:  # one that trickles never runs into a socket's timeout
                     break
         if len(content) != num_bytes:
             took = time.monotonic() - begun
@@ -304,12 +308,14 @@ class Bucket:
         return content
 
     def _in_parallel(self, work: Callable[..., Any], parts: Sequence[tuple[int, int, int]]) -> list[Any]:
-        """What `work` returns for each part. After an error no part is begun any more, and none is under way."""
+        """What `work` returns for each part. After an error no part is begun or tried again, and none is under way."""
+        given_up = threading.Event()
         if len(parts) <= 1:
-            return [work(*part) for part in parts]
+            return [work(*part, given_up) for part in parts]
         with ThreadPoolExecutor(min(self._threads, len(parts)), thread_name_prefix="object") as pool:
-            begun: list[Future[Any]] = [pool.submit(work, *part) for part in parts]
+            begun: list[Future[Any]] = [pool.submit(work, *part, given_up) for part in parts]
             done, left = wait(begun, return_when=FIRST_EXCEPTION)
+            given_up.set()
             for future in left:
                 future.cancel()
             for future in done:
@@ -321,11 +327,15 @@ class Bucket:
         what: str,
         key: str,
         method: str,
-        use: Callable[[Any], Any] | None = None,
+        use: Callable[[Any, float], Any] | None = None,
         deadline_s: float | None = None,
+        given_up: threading.Event | None = None,
         **arguments: Any,
     ) -> Any:
-        """The answer to one request, or what `use` makes of it, after as many attempts as the deadline allows."""
+        """The answer to one request, or what `use` makes of it, after as many attempts as the deadline allows.
+
+        `use` is told how many seconds it has. Once `given_up` is set there is no other attempt.
+        """
         deadline_s = deadline_s or self._deadline_s
         begun, attempts, throttled = time.monotonic(), 0, 0
         while True:
@@ -335,8 +345,9 @@ class Bucket:
                 self.traffic.retries += attempts > 1
             try:
                 with UnderWay(STORAGE, what, self.uri(key)):
-                    answer = getattr(self._client, method)(Bucket=self.name, **arguments)
-                    return answer if use is None else use(answer)
+                    client, within_s = self._client_for(begun + deadline_s - time.monotonic())
+                    answer = getattr(client, method)(Bucket=self.name, **arguments)
+                    return answer if use is None else use(answer, within_s)
             except self._exceptions.ClientError as exc:
                 why, slow = self._worth_another(exc, key)
             except self._of_the_way as exc:
@@ -348,13 +359,22 @@ class Bucket:
                 self.traffic.throttled += slow
             first, longest = _BACKOFF_S
             pause = random.uniform(0, min(longest, first * 2**attempts))
-            if time.monotonic() + pause - begun > deadline_s:
+            if time.monotonic() + pause - begun > deadline_s or (given_up is not None and given_up.is_set()):
                 slowed = f", {throttled} of them answered 'slow down'" if throttled else ""
                 raise ObjectStoreError(
                     f"{self.uri(key)}: {what} it did not succeed within {deadline_s:g} s ({attempts} attempts"
                     f"{slowed}): {why}"
                 )
             time.sleep(pause)
+
+    def _client_for(self, left_s: float) -> tuple[Any, float]:
+        """A client, and how many seconds its attempt may take, where `left_s` are left until the deadline."""
+        if left_s >= self._attempt_s or self._attempt_s <= _LAST_S:
+            return self._client, self._attempt_s
+        with self._lock:
+            if self._last_client is None:
+                _, self._last_client = _client(self.name, _LAST_S, self._threads)
+        return self._last_client, _LAST_S
 
     def _worth_another(self, exc: Any, key: str) -> tuple[str, bool]:
         """(what the store answered, whether it said to slow down). Raises what no other attempt will change."""
@@ -375,6 +395,12 @@ class Bucket:
 
 class _TruncatedError(RuntimeError):
     """Fewer bytes came than the store had announced."""
+
+
+def _parser_error() -> type[Exception]:
+    from botocore.parsers import ResponseParserError
+
+    return ResponseParserError
 
 
 def _client(bucket: str, attempt_s: float, connections: int) -> tuple[Any, Any]:

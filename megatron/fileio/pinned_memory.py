@@ -46,17 +46,20 @@ class Pins(Protocol):
 class CudaPins:
     """The CUDA driver's, called directly: torch's binding of cudaHostRegister keeps other threads from running.
 
-    Signatures after the CUDA Driver API, "Memory Management".
+    Signatures after the CUDA Driver API, "Memory Management", "Primary Context Management" and "Context Management".
     """
 
     def __init__(self, device: Any, library: str = "libcuda.so.1") -> None:
-        """`device`: torch.device, which has a context; None: the calling thread has one."""
-        self._device = device
+        """`device`: torch.device with an index. The driver is initialised. Raises PinningError as `pin`."""
         self._driver = ctypes.CDLL(library)
         self._register = self._driver.cuMemHostRegister_v2
         self._register.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
         self._driver.cuMemHostUnregister.argtypes = (ctypes.c_void_p,)
+        self._driver.cuCtxSetCurrent.argtypes = (ctypes.c_void_p,)
         self._driver.cuGetErrorName.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
+        handle, self._context = ctypes.c_int(), ctypes.c_void_p()
+        self._check(self._driver.cuDeviceGet(ctypes.byref(handle), int(device.index)))
+        self._check(self._driver.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), handle))  # torch's own
 
     def pin(self, address: int, num_bytes: int) -> None:
         self._enter_context()
@@ -67,11 +70,12 @@ class CudaPins:
         self._check(self._driver.cuMemHostUnregister(address))
 
     def _enter_context(self) -> None:
-        """A thread begins without a context, and would get one on the first device."""
-        if self._device is not None:
-            import torch
+        """A thread begins without a context.
 
-            torch.cuda.set_device(self._device)
+        torch.cuda.set_device would not do: some versions of torch return at once where the device is the one that a
+        thread begins with, 0, and the driver then refuses with CUDA_ERROR_INVALID_CONTEXT.
+        """
+        self._check(self._driver.cuCtxSetCurrent(self._context))
 
     def _check(self, code: int) -> None:
         if code:

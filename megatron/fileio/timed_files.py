@@ -5,13 +5,12 @@ from __future__ import annotations
 import bisect
 import io
 import itertools
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.fileio.checksums import CheckedBytes, RangeChecksum, combine, crc32, range_checksum
-from megatron.fileio.files import DamagedFileError, with_name, write_some
+from megatron.fileio.files import DamagedFileError, open_file, with_name, write_some
 from restart_trace.clock import now_ns
 from restart_trace.under_way import STORAGE, UnderWay
 
@@ -68,7 +67,7 @@ class _RawFile(io.FileIO):
     """The unbuffered end of TimedWriter."""
 
     def __init__(self, path: Path, timeline: Timeline, checksum: bool) -> None:
-        super().__init__(path, "x+b", opener=lambda name, flags: os.open(name, flags, 0o644))
+        super().__init__(path, "x+b", opener=open_file)
         self.path = path
         self.timeline = timeline
         self.num_bytes = 0

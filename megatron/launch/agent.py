@@ -2,7 +2,8 @@
 
 There is one thread, so that the process stays forkable. It waits for signals, which also report the end of a rank, and
 for messages. It tells that it lives; if its beats are not answered for most of the heartbeat timeout, it is cut off: it
-kills its ranks, since others may be about to take their place, and asks to be let in again, as a spare.
+kills its ranks, since others may be about to take their place, and asks to be let in again, as a spare. An agent that
+is stopped or hangs is killed, and its ranks with it (lease.py).
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import signal
 import socket
 import time
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.launch.failure_trace import FailureTrace
-from megatron.launch.messages import BEATS_PER_TIMEOUT, LEASE, Connection
+from megatron.launch.lease import Lease
+from megatron.launch.messages import BEATS_PER_TIMEOUT, FENCE, LEASE, Connection
 from megatron.launch.plan import Plan
 from megatron.launch.ranks import Ranks, fork_ranks
 from megatron.launch.supervise import COULD_NOT_RUN, FAILED, STOP_SIGNALS, say
@@ -26,6 +28,9 @@ from restart_trace.clock import now_ns
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
 from restart_trace.process import versions
 from restart_trace.startup import Preload
+
+if TYPE_CHECKING:
+    from megatron.peers.process import CopyProcess
 
 _CONNECT_S = 10.0  # for one attempt
 _WELCOME_S = 30.0  # from the connection to the coordinator's first word
@@ -92,9 +97,11 @@ class Agent:
     def __init__(self, plan: Plan, preloaded: Preload) -> None:
         self._plan = plan
         self._preloaded = preloaded
+        self._lease = Lease()
         self._signals = Signals()
         self._connection: Connection | None = None
         self._store: RendezvousStore | None = None
+        self._copies: CopyProcess | None = None  # where the ranks keep saves in memory
         self._current: _Generation | None = None
         self._trace = FailureTrace(plan.arguments)
         self._stopped_by: int | None = None
@@ -109,6 +116,9 @@ class Agent:
         """The exit status. In a rank it does not return, but raises SystemExit."""
         if self._plan.keeps_saves:
             hold_slots(self._plan.nproc_per_node)
+            from megatron.peers.process import CopyProcess  # whose checksums `restart-launch --help` may be without
+
+            self._copies = CopyProcess(self._plan.address)
         try:
             self._connect()
         except OSError as error:
@@ -125,6 +135,8 @@ class Agent:
             if code is not None:
                 self._kill_all()
                 self._close_store()
+                if self._copies is not None:
+                    self._copies.close()
                 return code
 
     def _turn(self) -> int | None:
@@ -139,6 +151,7 @@ class Agent:
             if code is not None:
                 return code
         self._look_after_ranks()
+        self._look_after_copies()
         now = time.monotonic()
         if connection.ended or now > self._lease_until:
             return self._rejoin("the coordinator has ended" if connection.ended else "its coordinator is not heard")
@@ -182,7 +195,13 @@ class Agent:
         sent = self._beats.get(number)
         if sent is not None:
             self._lease_until = sent + LEASE * self._timeout_s
+            if self._current is not None:
+                self._allow_ranks()
             self._beats = {other: at for other, at in self._beats.items() if other > number}
+
+    def _allow_ranks(self) -> None:
+        """Have this process killed if it neither prolongs its lease nor kills its ranks."""
+        self._lease.allow_until(self._lease_until + (FENCE - LEASE) * self._timeout_s)
 
     def _until_next(self) -> float:
         """Seconds until something has to be done without being told."""
@@ -227,6 +246,7 @@ class Agent:
             self._timeout_s = message["heartbeat_timeout_s"]
             self._lease_until = time.monotonic() + LEASE * self._timeout_s
             os.environ.setdefault(LAUNCH_ID_VARIABLE, message["launch_id"])
+            self._look_after_copies()
         elif kind == "refuse":
             say(f"error: {message['why']}")
             return COULD_NOT_RUN
@@ -276,6 +296,7 @@ class Agent:
         self._trace.before_restart(number)
         began_ns = now_ns()
         preloaded = self._preloaded if number == 0 else None
+        self._allow_ranks()
         self._signals.hold()
         ranks = fork_ranks(plan, number, message["master_port"], preloaded, self._become_child)
         self._signals.let_go()
@@ -283,8 +304,15 @@ class Agent:
         self._trace.relaunched(began_ns)
 
     def _become_child(self) -> None:
+        self._leave_agent()
+        if self._copies is not None:
+            self._copies.close_in_child()
+
+    def _leave_agent(self) -> None:
+        """In a forked process: connection, lease and signals are the agent's."""
         assert self._connection is not None
         self._connection.close()
+        self._lease.close_in_child()
         self._signals.give_back()
 
     def _stop(self, message: dict[str, Any]) -> None:
@@ -325,6 +353,20 @@ class Agent:
                 self._trace.stopped()
             self._connection.send("ended", generation=current.number, failures=ranks.failures)
             self._current = None
+            self._lease.allow_until(None)
+
+    def _look_after_copies(self) -> None:
+        """Have the process that holds copies of saves run, once it is known of which launch; again if it has ended."""
+        if self._copies is None or not self._was_let_in or self._copies.runs():
+            return
+        if self._copies.started:
+            say(
+                f"{socket.gethostname()}: the process that holds copies of other hosts' saves has ended, and they are "
+                "gone; it is started again"
+            )
+        self._signals.hold()
+        self._copies.start(self._leave_agent)
+        self._signals.let_go()
 
     def _pass_on(self, signum: int) -> None:
         """A signal to this process: for the ranks of all nodes."""
@@ -346,6 +388,7 @@ class Agent:
             if current.ranks.running:
                 select.select([self._signals], [], [], 0.01)
                 self._signals.received()
+        self._lease.allow_until(None)
         self._trace.stopped()
 
     def _close_store(self) -> None:

@@ -14,9 +14,11 @@ _CHUNK = 1 << 16
 _LONGEST = 1 << 20  # a peer that sends more than this without an end of line speaks something else
 # Of the heartbeat timeout: how often an agent tells that it lives, and for how long after the last beat that was
 # answered it lets its ranks run. The latter must be less than 1: ranks of a node that is cut off have to be gone
-# before the coordinator, which counts from the arrival of that beat, has others take their place.
+# before the coordinator, which counts from the arrival of that beat, has others take their place. An agent that has not
+# killed them by FENCE is itself killed.
 BEATS_PER_TIMEOUT = 5
 LEASE = 0.8
+FENCE = 0.9
 
 # type of message -> its fields. What comes over the network from anything else than the other end must stop nothing.
 _FIELDS: dict[str, dict[str, type]] = {

@@ -11,10 +11,12 @@ import sys
 import time
 import uuid
 
+from megatron.launch.failure_trace import FailureTrace
 from megatron.launch.plan import Plan
 from megatron.launch.ranks import Ranks, fork_ranks
 from megatron.processes.memory_slots import hold_slots
 from megatron.processes.rendezvous_store import RendezvousStore
+from restart_trace.clock import now_ns
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
 from restart_trace.startup import Preload
 
@@ -30,7 +32,11 @@ def supervise(plan: Plan, preloaded: Preload) -> int:
     watched = frozenset(stopping | {signal.SIGCHLD})
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     if plan.keeps_saves:
-        _keep_saves(plan)
+        hold_slots(plan.nproc_per_node)
+    if plan.nnodes == 1 and (plan.keeps_saves or plan.max_restarts):
+        _name_launch()
+    # One that restarts nothing leaves it to whoever starts it again to record failures.
+    trace = FailureTrace(plan.arguments if plan.max_restarts else ())
     for restart in range(plan.max_restarts + 1):
         try:
             store = _store(plan)
@@ -41,6 +47,8 @@ def supervise(plan: Plan, preloaded: Preload) -> int:
             )
             return COULD_NOT_RUN
         port = store.port if store is not None else plan.master_port or 0
+        trace.before_restart(restart)
+        began_ns = now_ns()
         ranks = fork_ranks(
             plan,
             restart,
@@ -48,7 +56,8 @@ def supervise(plan: Plan, preloaded: Preload) -> int:
             preloaded if restart == 0 else None,
             lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask),
         )
-        stopped_by = _run_to_end(ranks, watched, plan.shutdown_timeout_s)
+        trace.relaunched(began_ns)
+        stopped_by = _run_to_end(ranks, watched, plan.shutdown_timeout_s, trace, restart)
         if store is not None:
             store.close()
         if stopped_by is not None:
@@ -63,11 +72,9 @@ def supervise(plan: Plan, preloaded: Preload) -> int:
     return FAILED
 
 
-def _keep_saves(plan: Plan) -> None:
-    """Hold the memory of the ranks' saves, and name this launch, so that a restart in place is known as one of it."""
-    hold_slots(plan.nproc_per_node)
-    if plan.nnodes == 1:  # else they would not have one name; under a coordinator it gives one
-        os.environ.setdefault(LAUNCH_ID_VARIABLE, uuid.uuid4().hex[:12])
+def _name_launch() -> None:
+    """So that a restart in place is known as one of this launch. Several nodes would not have one name."""
+    os.environ.setdefault(LAUNCH_ID_VARIABLE, uuid.uuid4().hex[:12])
 
 
 def _store(plan: Plan) -> RendezvousStore | None:
@@ -75,18 +82,26 @@ def _store(plan: Plan) -> RendezvousStore | None:
     return RendezvousStore(plan.master_addr, plan.master_port or 0) if plan.node_rank == 0 else None
 
 
-def _run_to_end(ranks: Ranks, watched: frozenset[signal.Signals], shutdown_timeout_s: float) -> signal.Signals | None:
+def _run_to_end(
+    ranks: Ranks, watched: frozenset[signal.Signals], shutdown_timeout_s: float, trace: FailureTrace, restart: int
+) -> signal.Signals | None:
     """Return when no rank runs any more; the signal that ended them, if one did. `watched` are blocked.
 
-    When a rank fails, the others get SIGTERM; those that outlive it by the timeout, SIGKILL.
+    When a rank fails, the others get SIGTERM; those that outlive it by the timeout, SIGKILL. `restart`: number of this
+    start, for `trace`.
     """
     stopped_by: signal.Signals | None = None
+    failed = False
     while True:
         ranks.reap()
-        if not ranks.running:
-            return stopped_by
-        if ranks.failures and ranks.deadline is None:
+        if ranks.failures and not failed and stopped_by is None:
+            failed, at_ns = True, now_ns()
             ranks.end(signal.SIGTERM, shutdown_timeout_s)
+            trace.detected(restart, ranks.failures[0], at_ns)
+        if not ranks.running:
+            if failed:
+                trace.stopped()
+            return stopped_by
         ranks.kill_overdue(shutdown_timeout_s)
         signum = _next_signal(watched, ranks.deadline)
         if signum is not None and signum in STOP_SIGNALS:

@@ -15,7 +15,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 VARIABLE = "MEGATRON_MEMORY_SLOTS"  # numbers of the descriptors, rank by rank
@@ -23,6 +23,7 @@ SLOTS_PER_RANK = 2  # one of them is always whole
 _NAME = "megatron_slot"
 _HEAD = struct.Struct("<QI")  # of a record: bytes and CRC-32 of what follows
 _LARGEST_RECORD = 1 << 30
+_OWN = "/proc/self/fd"
 
 
 class Slot:
@@ -112,14 +113,29 @@ def held_slots() -> list[list[Slot]] | None:
     if not text:
         return None
     numbers = [int(number) for number in text.split(",")]
-    if not all(map(_is_memory_file, numbers)):
-        return None
+    return _by_rank(numbers) if all(_is_memory_file(f"{_OWN}/{number}") for number in numbers) else None
+
+
+def slots_held_by(pid: int) -> list[list[Slot]]:
+    """From outside of a launch: the slots that its launcher holds, as `held_slots`; none if it holds none.
+
+    The descriptors are this process's own, and for it to close. Raises OSError if the process is gone, or another
+    user's.
+    """
+    directory = f"/proc/{pid}/fd"
+    numbers = sorted(int(name) for name in os.listdir(directory))  # as they were made: data, record, slot by slot
+    paths = [path for path in (f"{directory}/{number}" for number in numbers) if _is_memory_file(path)]
+    return _by_rank([os.open(path, os.O_RDWR | os.O_CLOEXEC) for path in paths])
+
+
+def _by_rank(numbers: Sequence[int]) -> list[list[Slot]]:
     slots = [Slot(data, record) for data, record in zip(numbers[::2], numbers[1::2], strict=True)]
     return [slots[i : i + SLOTS_PER_RANK] for i in range(0, len(slots), SLOTS_PER_RANK)]
 
 
-def _is_memory_file(fd: int) -> bool:
+def _is_memory_file(path: str) -> bool:
+    """Whether a path below /proc/PID/fd is a file of a slot."""
     try:
-        return os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_NAME}")
+        return os.readlink(path).startswith(f"/memfd:{_NAME}")
     except OSError:
         return False

@@ -35,7 +35,7 @@ class RendezvousStore:
     """
 
     def __init__(self, address: str, port: int) -> None:
-        listening = _listen(address, port)
+        listening = listen_on(address, port)
         self.port = int(listening.getsockname()[1])
         sys.stdout.flush()
         sys.stderr.flush()
@@ -51,7 +51,8 @@ class RendezvousStore:
         os.waitpid(self._pid, 0)
 
 
-def _listen(address: str, port: int) -> socket.socket:
+def listen_on(address: str, port: int) -> socket.socket:
+    """A socket for connections to `address`; only one on 127.0.0.1 is closed to other hosts. Raises OSError."""
     if address == _LOOPBACK:
         return socket.create_server((address, port), backlog=_BACKLOG)
     if socket.has_dualstack_ipv6():

@@ -35,9 +35,9 @@ def _raise(signum: int, frame: FrameType | None) -> NoReturn:
 
 def _fail_on_device(signum: int, frame: FrameType | None) -> NoReturn:
     torch: Any = sys.modules.get("torch")
-    error = getattr(torch, "AcceleratorError", None)
-    if error is None:  # torch is not imported that far yet
+    if not hasattr(torch, "cuda") or not hasattr(torch, "zeros"):  # it is not imported that far yet
         raise InjectedFault("an injected device error, before torch was imported: there is no device yet")
+    error = getattr(torch, "AcceleratorError", RuntimeError)  # before torch 2.8 a failed kernel ends in the latter
     if torch.cuda.is_available():
         torch.zeros(1, device="cuda")[torch.ones(1, dtype=torch.long, device="cuda")]  # index out of bounds
         torch.cuda.synchronize()

@@ -66,7 +66,7 @@ def store_refusals(config: Config) -> Iterator[None]:
     if not config.checkpoint.in_object_storage:
         yield
         return
-    from megatron.fileio.object_store import ObjectStoreError
+    from megatron.fileio.store_errors import ObjectStoreError
 
     try:
         yield

@@ -8,6 +8,7 @@ answers however many ranks there are, and judges; the others read what it found.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -18,12 +19,12 @@ from typing import Any
 
 SETTLED_S = 1.0  # no further rank has answered for so long: the others do not
 CONNECT_S = 1.2
+LEAVE_S = 0.5
 WAITS, WORKS, STUCK = "waits", "works", "stuck"  # for other ranks; at its own work; in that, for longer than it may
 _POLL_S = 0.02
-_HEARD_S = 0.5
 _SHOWN = 8
-_PLACES, _CALLED, _ANSWERS, _COUNT, _JUDGES, _VERDICT, _HEARD = (
-    "places", "called", "answers", "answered", "judges", "verdict", "heard",
+_PLACES, _CALLED, _ANSWERS, _COUNT, _JUDGES, _VERDICT, _LEAVING, _ALL_LEAVE = (
+    "places", "called", "answers", "answered", "judges", "verdict", "leaving", "all leave",
 )  # fmt: skip
 
 
@@ -90,15 +91,18 @@ def call(store: Any, answer: Answer, world_size: int) -> str:
             found = store.get(_VERDICT).decode()
         except RuntimeError:  # the rank that was to judge has ended
             found = _judge(store, world_size)
-    store.add(_HEARD, 1)
     return found
 
 
-def wait_until_heard(store: Any) -> None:
-    """Before the process that serves the store ends: let the other ranks read what was found, for a while."""
-    end = time.monotonic() + _HEARD_S
-    while store.add(_HEARD, 0) < store.add(_COUNT, 0) and time.monotonic() < end:
-        time.sleep(_POLL_S)
+def leave(store: Any) -> None:
+    """For a rank that has told what was found, and is to end: wait a moment until all that have answered are so far.
+
+    With the first that ends, its launcher ends the others, and the process that serves the store may be one of them.
+    """
+    with contextlib.suppress(RuntimeError):  # one was ended all the same, or the store is gone
+        if store.add(_LEAVING, 1) >= store.add(_COUNT, 0):
+            store.set(_ALL_LEAVE, "")
+        store.wait([_ALL_LEAVE], timedelta(seconds=LEAVE_S))
 
 
 def _judge(store: Any, world_size: int) -> str:

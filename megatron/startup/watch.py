@@ -55,13 +55,16 @@ class Watch:
         self._unmoved: dict[int, _Unmoved] = {}  # by thread
         self._called = threading.Event()  # by another rank
         self._told = threading.Lock()  # taken by the thread that prints the one line
+        self._asked: Any = None  # the store, when the roll was called
 
     def start(self) -> Watch:
         threading.Thread(target=self._run, name="watch", daemon=True).start()
         return self
 
     def close(self) -> None:
+        """To be called when the main thread has told of a `verdict`, too."""
         self._closed.set()
+        self._leave()
 
     def verdict(self, doing: str) -> str:
         """For a thread whose wait has failed: whom the job waits for, as far as the other ranks tell. Tells it alone.
@@ -170,8 +173,7 @@ class Watch:
             with contextlib.suppress(Exception):
                 store = roll_call.connect()
                 found.append(roll_call.call(store, answer, self._world_size))
-                if self._rank == 0 and not roll_call.launcher_serves_store():
-                    roll_call.wait_until_heard(store)
+                self._asked = store
 
         if self._world_size == 1:
             return "there is no other rank"
@@ -180,19 +182,29 @@ class Watch:
         thread.join(_ASKING_S)
         return found[0] if found else _store_is_silent()
 
+    def _leave(self) -> None:
+        """On a thread, as `_ask`."""
+        if self._asked is not None:
+            thread = threading.Thread(target=roll_call.leave, args=(self._asked,), name="watch-leave", daemon=True)
+            thread.start()
+            thread.join(2 * roll_call.LEAVE_S)
+
     def _end(self, why: str, answer: Answer) -> NoReturn:
         self._tell_alone()
         found = self._ask(answer)
         line = f"error on rank {self._rank}, {self._host}: {why}: {found}"
         # On a thread: what it prints to may be on the storage that does not answer.
-        printing = threading.Thread(target=_print, args=(line,), daemon=True)
+        printing = threading.Thread(target=tell, args=(line,), daemon=True)
         printing.start()
         printing.join(_PRINTING_S)
+        self._leave()
         os._exit(1)  # the main thread cannot be woken
 
 
-def _print(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def tell(line: str) -> None:
+    """Print a line at once: with unbuffered output, print() would write its end apart, and lines of two ranks mix."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
 
 
 def _store_is_silent() -> str:

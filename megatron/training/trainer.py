@@ -130,6 +130,7 @@ def _import_and_watch(config: Config, startup: Startup) -> Watch:
 
 def _waited_in_vain(error: RuntimeError, config: Config, watch: Watch, recorder: Recorder) -> bool:
     """Whether `error` is that another rank did not come; then the trace is closed, and the error told."""
+    from megatron.startup.watch import tell
     from megatron.training.lost_ranks import explain
 
     explained = explain(error, config, watch)
@@ -138,7 +139,7 @@ def _waited_in_vain(error: RuntimeError, config: Config, watch: Watch, recorder:
     recorder.close()
     rank = config.parallel.rank
     logger.debug("rank %d waited in vain", rank, exc_info=True)
-    print(f"error on rank {rank}, {os.uname().nodename}: {explained}", file=sys.stderr, flush=True)
+    tell(f"error on rank {rank}, {os.uname().nodename}: {explained}")
     return True
 
 

@@ -14,12 +14,14 @@ import pytest
 from tests.cluster.cluster import Cluster, Node
 from tests.cluster.jobs import Preset
 from tests.cluster.probe import has_time_namespaces, why_no_cluster
-from tests.dist.harness import ROOT, wait_for
+from tests.dist.harness import ROOT, Starvation, wait_for
 from tools.restart_drill.launch import recorded_ranks
 
 pytestmark = pytest.mark.slow
 HEARTBEAT_TIMEOUT = "5"  # seconds: more than the default, so that no node counts as lost that is merely slow
-FAULTS = ["node-loss", "link-cut", "rank-stopped", "link-slow"]
+DEADLINE_S, NAMED_WITHIN_S = 8, 2.0  # of a rank that does not answer; after it all others have named that one
+FAULTS = ["node-loss", "link-cut", "link-slow"]
+MOMENTS = ["mid-step", "mid-save-write", "mid-load", "mid-startup"]
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +37,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def drilled(
-    cluster: Cluster, preset: Preset, nodes: Sequence[Node], program: str, *options: str, **settings: str
+    cluster: Cluster, preset: Preset, name: str, nodes: Sequence[Node], program: str, *options: str, **settings: str
 ) -> tuple[Path, str]:
     """--out of a drill on `nodes`, the first two of which train, and what it printed. It must end well."""
-    job = preset.job(program, nodes[:2], **settings)
+    job = preset.job(name, nodes[:2], **settings)
     job.settings |= {"LAUNCHER": "fork", "MAX_RESTARTS": "1", "HEARTBEAT_TIMEOUT": HEARTBEAT_TIMEOUT}
     job.settings |= {"HOSTFILE": str(preset.hostfile(job, {node.name: "slots=2" for node in nodes}))}
     job.settings |= {"ITERS": "24", "SAVE_INTERVAL": "2", "EXTRA_ARGS": "--keep-last 3 --split 100,0,0"}
@@ -52,14 +54,14 @@ def drilled(
 
 
 def test_faults_of_nodes_cost_nothing_but_time(cluster: Cluster, preset: Preset) -> None:
-    """One launch is struck four times; the matrix compares all losses with a run without faults."""
+    """One launch is struck three times; the matrix compares all losses with a run without faults."""
     kept, lost, ahead, last = cluster.compute_nodes
     out, printed = drilled(
-        cluster, preset, (kept, lost, ahead, last), "tools.restart_drill.matrix", "--supervisors", "launch",
-        "--spares", "2", "--engines", "lazy", "--faults", ",".join(FAULTS), "--hang-limit", "10", "--sample", "4",
-        "--seed", "98",
+        cluster, preset, "faults", (kept, lost, ahead, last), "tools.restart_drill.matrix", "--supervisors", "launch",
+        "--spares", "2", "--engines", "lazy", "--faults", ",".join(FAULTS), "--moments", "mid-step",
+        "--hang-limit", "10",
     )  # fmt: skip
-    assert "4 of 4 cells verified" in printed
+    assert "3 of 3 cells verified" in printed
     told = json.loads((out / "matrix.json").read_text())["cells"]
     assert [cell["cell"]["fault"] for cell in told] == FAULTS
     assert all(cell["accounted"] > 0.95 for cell in told if cell["accounted"] is not None), told
@@ -75,18 +77,45 @@ def test_faults_of_nodes_cost_nothing_but_time(cluster: Cluster, preset: Preset)
         wait_for(lambda node=node: not left_on(node, out), f"the end of the launch on {node.name}")
 
 
+def test_a_stopped_rank_is_named_on_every_node_in_time(cluster: Cluster, preset: Preset) -> None:
+    """In step, save, load and start-up of one launch; what a busy machine adds is taken off."""
+    with Starvation.noted() as busy:
+        out, _ = drilled(
+            cluster, preset, "stopped", cluster.compute_nodes[-2:], "tools.restart_drill.matrix", "--supervisors",
+            "launch", "--engines", "lazy", "--faults", "rank-stopped", "--moments", ",".join(MOMENTS), "--hang-limit",
+            str(DEADLINE_S),
+        )  # fmt: skip
+    course = out / "course_000"
+    told = json.loads((course / "drill.json").read_text())["cycles"]
+    assert [cycle["moment"] for cycle in told] == MOMENTS
+    for cycle in told:
+        assert cycle["verified"] and not cycle["unnamed"], cycle
+        injected = injected_ns(course / "trace", cycle["cycle"]) / 1e9
+        late_s = cycle["named_s"] - busy(injected, injected + cycle["named_s"]) - DEADLINE_S
+        assert late_s < NAMED_WITHIN_S, (cycle, late_s)
+    for node in cluster.nodes.values():
+        wait_for(lambda node=node: not left_on(node, out), f"the end of the launch on {node.name}")
+
+
 def test_without_a_spare_the_job_shrinks(cluster: Cluster, preset: Preset) -> None:
     """From TP2 x PP2 on two nodes to TP2 x PP1 on one, which loads the checkpoint through reshard."""
     kept, lost = cluster.compute_nodes[:2]
     out, _ = drilled(
-        cluster, preset, (kept, lost), "tools.restart_drill", "--supervisor", "launch", "--fault", "node-loss", "--at",
-        "mid-step", "--no-reference", "--until-caught-up", ALLOW_SHRINK="1",
+        cluster, preset, "shrinks", (kept, lost), "tools.restart_drill", "--supervisor", "launch", "--fault",
+        "node-loss", "--at", "mid-step", "--no-reference", "--until-caught-up", ALLOW_SHRINK="1",
     )  # fmt: skip
     (told,) = json.loads((out / "drill.json").read_text())["cycles"]
     assert told["verified"] and told["layout"] == [2, 1, 1] and told["losses"] == "within 0.02 relative"
     log = (out / "logs" / "cycle_000.log").read_text(errors="replace")
     assert "1 of 2 nodes are left, and no spare: going on with TP 2 x PP 1 x DP 1 on 1 nodes (--allow-shrink)" in log
     assert hosts_of(out / "trace", 1) == [kept.name, kept.name]
+
+
+def injected_ns(trace: Path, cycle: int) -> int:
+    """When the drill injected its fault into a cycle, by the clock that this process has, too."""
+    lines = [line for path in trace.glob("supervisor_*.jsonl") for line in path.read_text().splitlines()]
+    found = [record for record in map(json.loads, lines) if record.get("phase") == "injected"]
+    return next(record["time_ns"] for record in found if record["cycle"] == cycle)
 
 
 def left_on(node: Any, out: Path) -> list[str]:

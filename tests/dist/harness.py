@@ -9,8 +9,10 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -146,6 +148,50 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen within {HANGS_S:g} s"
         time.sleep(0.001)
+
+
+class Starvation:
+    """Seconds since it was made for which some process of this machine was ready, and waited for a processor.
+
+    For bounds on durations: what a busy machine adds is taken off. 0 where the kernel does not tell (no PSI).
+    """
+
+    def __init__(self) -> None:
+        self._began_us = self._total_us()
+
+    @property
+    def seconds(self) -> float:
+        return (self._total_us() - self._began_us) / 1e6
+
+    @classmethod
+    @contextmanager
+    def noted(cls) -> Iterator[Callable[[float, float], float]]:
+        """Gives a function of two moments (monotonic, s) of the time of the body: the seconds of it between them."""
+        made, ended, notes = cls(), threading.Event(), [(0.0, 0.0)]
+
+        def note() -> None:
+            while not ended.wait(0.05):
+                notes.append((time.monotonic(), made.seconds))
+
+        thread = threading.Thread(target=note, daemon=True)
+        thread.start()
+        try:
+            yield (
+                lambda begin, end: (
+                    next((busy for at, busy in notes if at >= end), notes[-1][1])
+                    - max(busy for at, busy in notes if at <= begin)
+                )
+            )
+        finally:
+            ended.set()
+            thread.join()
+
+    def _total_us(self) -> int:
+        try:
+            some = Path("/proc/pressure/cpu").read_text().split("\n")[0]
+        except OSError:
+            return 0
+        return int(some.rpartition("total=")[2])
 
 
 def records(trace_dir: Path, cycle: int | None = None, rank: int | None = None) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """The rehearsal of the GPU tier, and the page that is made of it: no part may fail for a silly reason on a GPU.
 
-All parts: bash tests/gpu/run.sh --rehearse. Those left out here differ from these by the name of the engine or of the
-launcher, which other tests of this directory run: in `shared-gpu` the drill runs the script that `machine` runs under
-torchrun.
+All parts: bash tests/gpu/run.sh --rehearse. Those left out here differ from these by the name of an engine, of a fault
+or of a launcher, and their commands are checked one by one (tests/unit/test_gpu_tier.py): `fork`, `memory`, `reshard`
+and `device-error` run what `shared-gpu` and `resume-torch` run, `engines` what `engines-others` runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 from tests.dist.harness import ROOT
 
 pytestmark = pytest.mark.slow
-PARTS = ("machine", "engines", "tests", "shared-gpu", "overhead", "resume-datastates")
+PARTS = ("machine", "engines-others", "tests", "resume-torch", "shared-gpu", "overhead", "resume-datastates")
 SMALL_BYTES = 2 << 20
 
 
@@ -38,8 +38,9 @@ def test_every_part_passes(out: Path) -> None:
     outcomes = {name: json.loads((out / name / "part.json").read_text())["outcome"] for name in PARTS}
     assert outcomes.pop("resume-datastates") == "left out"  # it is installed where there is CUDA
     assert set(outcomes.values()) == {"passed"}
-    drilled = json.loads((out / "shared-gpu" / "drill" / "drill.json").read_text())
-    assert [(cycle["verified"], cycle["state_hashes"]) for cycle in drilled["cycles"]] == [(True, "equal")]
+    for part in ("resume-torch", "shared-gpu"):
+        drilled = json.loads((out / part / "drill" / "drill.json").read_text())
+        assert [(cycle["verified"], cycle["state_hashes"]) for cycle in drilled["cycles"]] == [(True, "equal")]
 
 
 def test_what_is_left_is_small(out: Path) -> None:
@@ -58,4 +59,4 @@ def test_the_page(out: Path) -> None:
     assert "| fork | a rank that megatron.launch forks uses CUDA | not run |" in text
     for heading in ("Parts", "Killed and resumed", "Start-up phases of the restarts", "What the trace costs"):
         assert f"\n## {heading}\n" in text
-    assert "| imports |" in text and "| first_step |" in text and "`torch` |" in text
+    assert "| imports |" in text and "| first_step |" in text and "`dcp` |" in text

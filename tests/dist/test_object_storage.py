@@ -10,9 +10,9 @@ import pytest
 
 from megatron.fileio.object_store import Bucket
 from megatron.parallel.topology import Layout
-from tests.dist.harness import Zygote, kill_all, losses, records, wait_for
+from tests.dist.harness import Starvation, Zygote, kill_all, losses, records, wait_for
 from tests.dist.tiny_runs import DROPOUT, MODEL, SINGLE, TRAINING, Launcher
-from tests.object_storage import BUCKET, Server, environment_of, serving
+from tests.object_storage import BUCKET, FaultProxy, Request, Server, environment_of, serving
 
 TWO = Layout(tp=1, pp=1, dp=2)
 FLAGS = [*MODEL, *TRAINING, *DROPOUT, "--verify-restored-state"]
@@ -80,6 +80,31 @@ def check_trace(trace: Path, engine: str) -> None:
     assert any(r["type"] == "span" and r.get("detail") == "download" and r.get("bytes", 0) > 0 for r in found)
     ends = [r for r in found if r["type"] == "probe" and "store_requests" in r["values"]]
     assert ends and all(r["values"]["store_requests"] >= 1 for r in ends)
+
+
+def test_peers_learn_of_a_stalled_upload_soon_after_its_deadline(launcher: Launcher, server: Server) -> None:
+    """Rank 1's uploads of the first save hang for ever; what a busy machine adds is taken off. Training goes on."""
+    trace, deadline_s = launcher.directory / "trace", 4
+
+    def fault(request: Request) -> str | None:
+        of_rank_1 = "global_step2/" in request.path and "zero_pp_rank_1" in request.path
+        return "delay" if of_rank_1 and request.method in ("PUT", "POST") else None
+
+    flags = [*FLAGS, "--train-iters", "4", "--checkpoint-engine", "torch"]
+    where = saving(f"s3://{BUCKET}/runs/stalled/", trace, "--storage-deadline", str(deadline_s))
+    with Starvation.noted() as busy, FaultProxy(server, fault).running() as proxy:
+        run = launcher.train(TWO, *flags, *where, env=proxy.environment())
+    assert any(fault(request) for request in proxy.seen)
+    stalled = next(
+        r for r in records(trace, 0, 1) if r["type"] == "span" and r.get("detail") == "upload" and r.get("error")
+    )
+    for rank in range(TWO.world_size):
+        end = next(r for r in records(trace, 0, rank) if r["type"] == "operation_end" and r.get("error"))
+        begun, told = stalled["start_ns"] / 1e9, end["end_ns"] / 1e9
+        assert told - begun - busy(begun, told) < deadline_s + 5, (rank, told - begun)
+    assert "zero_pp_rank_1" in run.output and f"within {deadline_s} s" in run.output, run.output[-3000:]
+    (committed,) = manifests(server, "runs/stalled/")
+    assert "global_step4/" in committed
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,44 @@ def test_the_agent_restarts_the_ranks_in_place(tmp_path: Path, dataset: list[str
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "moment", "options", "tier"),
+    [
+        ("sigkill-one", "mid-save-write", ["--supervisor", "launch", "--cycles", "2"], "local_memory"),
+        ("bitflip", "after-commit", ["--supervisor", "launch"], None),
+        ("sigkill-launcher", "mid-step", [], "storage"),
+    ],
+)
+def test_saves_in_memory_outlive_the_ranks_and_not_the_launcher(
+    tmp_path: Path, dataset: list[str], sample: Sample, fault: str, moment: str, options: list[str], tier: str | None
+) -> None:
+    """Every iteration is saved, each fourth goes to storage, too.
+
+    Where a slot is damaged, the next save may be on its way into the other one: then storage is what is left.
+    """
+    out = tmp_path / "drill"
+    strikes = 2 if "--cycles" in options else 1
+    engine = ["--checkpoint-engine", "memory", "--persist-interval", "4", *sample.reference]
+    training = ("--save-interval", "1") if "launch" in options else ("--save-interval", "2")
+    training = (*WITHOUT_HANDLER, *training)
+    done = drill(out, dataset, fault, moment, *engine, *options, training=training, strikes=strikes)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    found = drilled(out)["cycles"]
+    assert len(found) == strikes
+    for cycle in found:
+        assert (cycle["verified"], cycle["losses"], cycle["state_hashes"]) == (True, "identical", "equal")
+        assert cycle["tier"] == cycle["expected_tier"] and cycle["resumed_step"] == cycle["expected_step"]
+        assert cycle["tier"] == tier or (tier is None and cycle["tier"] in ("local_memory", "storage"))
+        saves_each = 1 if cycle["tier"] == "local_memory" else 4
+        assert cycle["lost_at_most"] == saves_each * int(training[-1])
+    assert f"from {found[0]['tier'].replace('_', ' ')} " in done.stdout and "lost at most" in done.stdout
+    if fault == "bitflip":
+        assert found[0]["damaged"].startswith("slot ") and found[0]["damaged"].endswith(" of host memory")
+    if fault == "sigkill-launcher":
+        assert (found[0]["processes"], found[0]["exit_code"]) == (1, -9)
+
+
+@pytest.mark.slow
 def test_an_error_in_a_save_fails_the_save_and_the_drill_kills(
     tmp_path: Path, dataset: list[str], sample: Sample
 ) -> None:

@@ -1,7 +1,7 @@
 """The restart study's own command line of its 3b model, with each of its DeepSpeed files: trained, saved, resumed.
 
-Only paths and sizes are replaced, and nccl by gloo. Approaches 2 and 6 ask for DeepSpeed's FastFileWriter, 3 and 4 for
-DataStates-LLM: what these need and a machine lacks ends the run with one message.
+Only paths and sizes are replaced, and nccl by gloo. Approaches 2 and 6 ask for DeepSpeed's FastFileWriter, 3, 4 and 7
+for DataStates-LLM: what these need and a machine lacks ends the run with one message.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ LACKING = {
     "3": "--checkpoint-engine datastates: package datastates is not installed",
     "4": "--checkpoint-engine datastates: package datastates is not installed",
     "6": "--direct-io on: DeepSpeed's FastFileWriter cannot be used: ",
+    "7": "--checkpoint-engine datastates: package datastates is not installed",
 }
 
 

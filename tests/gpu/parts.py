@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,9 +125,9 @@ def _data(setting: Setting, sizes: Sizes) -> Step:
     return Step("data", _python("tools.make_synthetic_dataset", *words))
 
 
-def _drill(setting: Setting, part: str, environment: dict[str, str], engine: str) -> Step:
-    """SIGKILL after the first checkpoint, resume, compare losses and every restored tensor."""
-    words = ["--fault", "sigkill-all", "--at", "mid-step", "--no-reference", "--no-analysis", "--until-caught-up"]
+def _drill(setting: Setting, part: str, environment: dict[str, str], engine: str, fault: str = "sigkill-all") -> Step:
+    """A fault, SIGKILL by default, after the first checkpoint; resume, compare losses and every restored tensor."""
+    words = ["--fault", fault, "--at", "mid-step", "--no-reference", "--no-analysis", "--until-caught-up"]
     words += ["--quiet", "--time-limit", "240", "--checkpoint-engine", ENGINES_HERE]
     words += [] if setting.rehearsal else ["--cold-cache"]  # the cache of a machine that others use
     words += ["--out", str(setting.out / part / "drill"), "--checkpoints", str(setting.work / "checkpoints")]
@@ -189,6 +189,27 @@ def _shared_gpu(setting: Setting) -> list[Step]:
     ]  # fmt: skip
 
 
+def _reshard(setting: Setting) -> list[Step]:
+    """Onto TP1 DP4: parts of a row are read into rows of a parameter on the device."""
+    data, drill = _shared_gpu(setting)
+    out = str(setting.out / "shared-gpu" / "drill")
+    argv = [word.replace(out, str(setting.out / "reshard" / "drill")) for word in drill.argv]
+    resumed = argv.index("--")
+    return [data, replace(drill, argv=[*argv[:resumed], "--resume-tp", "1", "--resume-dp", "4", *argv[resumed:]])]
+
+
+def _memory(setting: Setting) -> list[Step]:
+    """Asked like other engines it would refuse: only ranks of megatron.launch can save with it."""
+    environment = _training(setting, SMALL) | {"LAUNCHER": "fork"}
+    drill = _drill(setting, "memory", environment, "memory")
+    argv = ["memory" if word == ENGINES_HERE else word for word in drill.argv]
+    return [_data(setting, SMALL), replace(drill, argv=argv, engines=())]
+
+
+def _device_error(setting: Setting) -> list[Step]:
+    return [_data(setting, SMALL), _drill(setting, "device-error", _training(setting, SMALL), "lazy", "device-error")]
+
+
 def _overhead(setting: Setting) -> list[Step]:
     sizes = setting.sizes
     words = ["--bytes-per-rank", sizes.overhead_bytes, "--ranks", "1", "--repeat", str(sizes.overhead_repeat)]
@@ -215,6 +236,9 @@ PARTS: tuple[Part, ...] = (
     _resume_part("torch"),
     Part("fork", 60, "a rank that megatron.launch forks uses CUDA", _fork),
     Part("shared-gpu", 90, "four ranks on one GPU over gloo: TP2 DP2", _shared_gpu),
+    Part("reshard", 90, "the same, resumed on TP1 DP4", _reshard),
+    Part("memory", 60, "engine memory: from the device to host memory that the launcher holds", _memory),
+    Part("device-error", 60, "a kernel fails, which makes a rank's CUDA context unusable: trained on", _device_error),
     Part("overhead", 120, "what the trace costs a save and a load", _overhead),
     *(_resume_part(engine) for engine in FIRST_ENGINES[2:]),
     _replay_part("engines-others", 400, ("lazy", *OTHER_ENGINES)),

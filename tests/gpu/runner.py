@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from restart_trace.version import __version__
-from tests.gpu.parts import ENGINES_HERE, PARTS, ROOT, Part, Setting, Step
+from tests.gpu.parts import ENGINES, ENGINES_HERE, PARTS, ROOT, Part, Setting, Step
 
 PASSED, FAILED, LEFT_OUT = "passed", "failed", "left out"
 RECORD = "part.json"
@@ -77,7 +77,8 @@ def _run_step(step: Step, setting: Setting, directory: Path, deadline: float) ->
     def ended(outcome: str, why: str | None = None, **more: Any) -> dict[str, Any]:
         return found | {"outcome": outcome, "why": why, "seconds": round(time.monotonic() - began, 2)} | more
 
-    problems = engine_problems(setting, step.engines) if step.engines else {}
+    asked = engine_problems(setting) if step.engines else {}
+    problems = {name: why for name, why in asked.items() if name in step.engines}
     engines = [name for name in step.engines if name not in problems]
     if problems and not engines:
         return ended(LEFT_OUT, "; ".join(problems.values()))
@@ -115,9 +116,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 @functools.cache
-def engine_problems(setting: Setting, engines: tuple[str, ...]) -> dict[str, str]:
-    """Of the engines that cannot save here: why. Raises TierError if they cannot even be asked."""
-    done = _asked(setting, _ASK_ENGINES, *engines)
+def engine_problems(setting: Setting) -> dict[str, str]:
+    """Of all engines of the tier that cannot save here: why; asked once, which takes seconds of imports.
+
+    Raises TierError if they cannot even be asked.
+    """
+    done = _asked(setting, _ASK_ENGINES, *ENGINES)
     if done.returncode != 0:
         raise TierError(f"the engines cannot be imported:\n{done.stderr.strip()[-_LAST_WORDS:]}")
     problems: dict[str, str] = json.loads(done.stdout.splitlines()[-1])

@@ -15,9 +15,11 @@ import torch
 
 from megatron.checkpointing.engines.base import EngineOptions, FileState, SavedCheckpoint
 from megatron.checkpointing.engines.lazy.engine import LazyEngine
+from megatron.checkpointing.engines.lazy.memory_engine import MemoryEngine
 from megatron.fileio.device_copies import CopyStream
 from megatron.fileio.host_memory import available_memory
 from megatron.fileio.pinned_memory import CudaPins, PinnedAhead, PinningError, pinned_memory
+from restart_trace.clock import now_ns
 from restart_trace.process import RankIdentity, rank_fields
 from restart_trace.reading import read_records
 from restart_trace.recorder import Recorder, untraced_operation
@@ -85,4 +87,24 @@ def test_a_save_is_measured_by_the_device(tmp_path: Path, record_property: Prope
     assert save["device_to_host_bytes"] >= weights.numel() * 4
     loaded = engine.load([state[0].name], SavedCheckpoint(tmp_path, {f.name: f for f in saved}), untraced_operation())
     assert torch.equal(loaded[state[0].name]["weights"], weights.cpu())
+    engine.close()
+
+
+def test_engine_memory_copies_to_its_slot_and_back(device: torch.device, record_property: Property) -> None:
+    """The slot is not pinned: the driver copies through memory of its own, which the figures show."""
+    weights = torch.randn((GIB if device.type == "cuda" else 16 << 20) // 4, device=device)
+    name = "mp_rank_00_model_states.pt"
+    engine = MemoryEngine(EngineOptions())
+    began = now_ns()
+    pending = engine.begin_kept_save([FileState(name, {"weights": weights})], {"save": "1"}, None, untraced_operation())
+    pending.release_state()
+    assert pending.wait() == []  # nothing goes to storage
+    record_property("to_slot_GBps", weights.nbytes / (now_ns() - began))
+    engine.settle()
+    (kept,) = engine.kept_saves()
+    live = torch.zeros_like(weights)
+    began = now_ns()
+    loaded = engine.load_into([FileState(name, {"weights": live})], kept.checkpoint, untraced_operation())
+    record_property("from_slot_GBps", weights.nbytes / (now_ns() - began))
+    assert torch.equal(loaded[name]["weights"].to(device), weights)
     engine.close()

@@ -99,7 +99,7 @@ def test_the_picture_shows_the_imports() -> None:
 def test_every_fault_and_injection_point_is_documented() -> None:
     text = (ROOT / "docs" / "restart_drill.md").read_text()
     rows = " ".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))
-    assert {f"`{name}`" for name in (*FAULTS, *STAGES)} <= set(re.findall(r"`[\w-]+`", rows))
+    assert {f"`{name}`" for name in (*FAULTS, *STAGES)} <= set(re.findall(r"`[\w:-]+`", rows))
 
 
 def test_the_readme_is_short_and_names_commands_that_there_are() -> None:

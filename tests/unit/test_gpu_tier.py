@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -15,14 +18,23 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from benchmarks.overhead.cli import parse_arguments as parse_overhead
 from megatron.checkpointing.engines.registry import engine_names
+from megatron.config.arguments import config_from_args, parse_args
 from tests.dist.harness import wait_for
-from tests.gpu.parts import ENGINES, LIMIT_S, PARTS, Part, Setting, Step
+from tests.gpu.parts import ENGINES, ENGINES_HERE, LIMIT_S, PARTS, Part, Setting, Step, part_named
 from tests.gpu.runner import FAILED, PASSED, TierError, run_part, write_overview
+from tools.ckpt_replay.options import parse_arguments as parse_replay
+from tools.make_synthetic_dataset import parse_arguments as parse_dataset
+from tools.restart_drill.cli import parse_arguments as parse_drill
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "tests" / "gpu"
 MARK = "GPU_TIER_TEST"
+PARSERS: dict[str, Callable[[list[str]], object]] = {
+    "tools.restart_drill": parse_drill, "tools.ckpt_replay": parse_replay, "benchmarks.overhead": parse_overhead,
+    "tools.make_synthetic_dataset": parse_dataset,
+}  # fmt: skip
 
 
 def run_tier(*words: object) -> subprocess.CompletedProcess[str]:
@@ -46,9 +58,95 @@ def test_a_dry_run_lists_every_part_and_touches_nothing(tmp_path: Path) -> None:
 
 
 def test_every_engine_that_writes_is_drilled() -> None:
-    """But `memory`, which writes to storage as `lazy` does."""
+    """`memory`, which only ranks of megatron.launch can save with, in a part of its own."""
     assert set(ENGINES) == set(engine_names()) - {"none", "memory"}
+    assert "memory" in {part.name for part in PARTS}
     assert {f"resume-{engine}" for engine in ENGINES} <= {part.name for part in PARTS}
+
+
+def flags_of(step: Step, place: Setting, *more: str) -> list[str]:
+    """Of pretrain_gpt.py, as the step's script gives them."""
+    environment = os.environ | place.environment() | step.environment | {"DRY_RUN": "1"}
+    script = step.argv[-1]
+    done = subprocess.run(["bash", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    words = shlex.split(done.stdout.splitlines()[-1])
+    program = next(i for i, word in enumerate(words) if word.endswith("pretrain_gpt.py"))
+    return [*words[program + 1 :], *more]
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+@pytest.mark.parametrize("rehearsal", [False, True], ids=["gpu", "rehearsal"])
+def test_every_command_of_every_part_is_accepted(part: Part, rehearsal: bool, tmp_path: Path) -> None:
+    """By the parser of what it runs, and its training's flags by that of pretrain_gpt.py, in the sizes of the GPU."""
+    place = Setting(rehearsal=rehearsal, out=tmp_path / "out", work=tmp_path / "work")
+    trained = 0
+    for step in part.steps(place):
+        engine = step.engines[0] if step.engines else "torch"
+        argv = [",".join(step.engines) if word == ENGINES_HERE else word for word in step.argv]
+        if argv[0] == "bash" or "tools.restart_drill" in argv:
+            world_size = int(step.environment.get("TP", 1)) * int(step.environment.get("DP", 1))
+            flags = flags_of(step, place, "--checkpoint-engine", engine, "--allow-injected-faults")
+            config = config_from_args(parse_args(flags), {"RANK": "0", "WORLD_SIZE": str(world_size)})
+            assert config.checkpoint.checkpoint_engine == engine
+            assert config.parallel.distributed_backend == ("gloo" if rehearsal or world_size > 1 else "nccl")
+            trained += 1
+        if argv[0] == sys.executable and argv[2] in PARSERS:
+            PARSERS[argv[2]](argv[3:])
+        else:
+            assert argv[0] == "bash" or argv[2] in ("pytest", "tests.gpu.machine")
+    assert trained == (0 if part.name in ("engines", "engines-others", "tests", "overhead") else 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parts_that_resume_differ_in_their_engine_alone(tmp_path: Path) -> None:
+    """So that one of them, rehearsed, stands for all."""
+    place = setting(tmp_path)
+
+    def without_name(engine: str) -> list[Step]:
+        steps = part_named(f"resume-{engine}").steps(place)
+        assert steps[-1].engines == (engine,)
+        argv = [[word.replace(f"resume-{engine}", "resume") for word in step.argv] for step in steps]
+        return [replace(step, argv=words, engines=()) for step, words in zip(steps, argv, strict=True)]
+
+    assert len({repr(without_name(engine)) for engine in ENGINES}) == 1
+
+
+def test_parts_that_replay_differ_in_their_engines_alone(tmp_path: Path) -> None:
+    def without_name(part: str) -> list[Step]:
+        steps = part_named(part).steps(setting(tmp_path))
+        argv = [[word.replace(f"/{part}/", "/replay/") for word in step.argv] for step in steps]
+        return [replace(step, argv=words, engines=()) for step, words in zip(steps, argv, strict=True)]
+
+    assert without_name("engines") == without_name("engines-others")
+
+
+def rows_of(section: str) -> list[list[str]]:
+    """What is in backticks in each cell of the table of a section of docs/gpu.md, but for its head."""
+    text = (ROOT / "docs" / "gpu.md").read_text().split(f"## {section}\n")[1].split("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    return [[" ".join(re.findall(r"`([^`]+)`", cell)) for cell in row] for row in rows[2:]]
+
+
+def test_docs_have_every_part_and_name_no_other() -> None:
+    names = {re.sub("^resume-.*", "resume-ENGINE", part.name) for part in PARTS}
+    assert {name for row in rows_of("The GPU tier") for name in row[0].split()} == names
+    known = names | {part.name for part in PARTS}
+    for section in ("What has not been run", "Where the code uses CUDA"):
+        named = {name for row in rows_of(section) for name in row[-1].split()}
+        assert {name for name in named if not name.endswith(".py")} <= known
+        assert all((ROOT / name).is_file() for name in named if name.endswith(".py"))
+
+
+def test_docs_name_every_module_that_uses_cuda() -> None:
+    uses = re.compile(r"torch\.cuda|\bcuda\.|libcuda|\"nccl\"|\"cuda\"|is_cuda|type [!=]= \"cpu\"")
+    found = {
+        str(path.relative_to(ROOT))
+        for folder in ("megatron", "restart_trace", "tools")
+        for path in (ROOT / folder).rglob("*.py")
+        if uses.search(path.read_text())
+    }
+    assert found == {name for row in rows_of("Where the code uses CUDA") for name in row[0].split()}
 
 
 def test_without_a_gpu_the_rehearsal_is_named(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
     cycles, found = describe_cycles(trace, frames)
     problems = [*trace.problems, *found]
     per_rank = per_rank or max(info.expected for info in cycles) <= PER_RANK_UP_TO
-    times, of_starts = rank_times(frames), start_times(frames)
+    times, of_starts = rank_times(frames, trace.measured), start_times(frames)
     saves = measure(frames, "save", times["save"], per_rank=per_rank)
     loads = measure(frames, "load", times["load"], per_rank=per_rank)
     starts = measure_starts(frames, of_starts, per_rank=per_rank)

@@ -30,6 +30,7 @@ from .launch import TaskError, crew_of
 from .options import ALL, TARGETS, parse_arguments, request_from
 from .plan import ReplayError, Request
 from .replay import Replay
+from .striping import check_striping, set_striping
 from .table import render
 
 _MOST_STORAGE_BYTES = 2 << 30
@@ -64,6 +65,8 @@ def _replay(arguments: argparse.Namespace) -> dict[str, Any] | None:
     name = hashlib.sha256(key.encode()).hexdigest()[:12] if launched else f"{os.getpid()}_{time.time_ns():x}"
     mine = (int(os.environ["RANK"]),) if launched else tuple(range(world_size))
     _check_directories(request)
+    if request.striping is not None:
+        check_striping(request.striping, Path(request.directory))
     # The directory is left after the crew: what its processes write until they end is removed, too.
     with (
         _own_directory(Path(request.directory), name, 0 in mine and not request.keep) as place,
@@ -75,6 +78,8 @@ def _replay(arguments: argparse.Namespace) -> dict[str, Any] | None:
         request = _settled(request, prepared, explicit=arguments.engine != ALL)
         if crew.leads:
             place.mkdir()
+            if request.striping is not None:
+                set_striping(request.striping, place)
         before = machine() | {"filesystem": filesystem_of(place)}
         samples = Replay(request, crew, place, f"{key}/{name}", _report if crew.leads else _ignore).run()
     if not crew.leads:

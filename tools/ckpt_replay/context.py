@@ -23,7 +23,8 @@ from megatron.parallel.topology import Layout
 from restart_trace.process import RankIdentity, open_rank_trace
 from restart_trace.recorder import Recorder
 
-from .plan import Request, Task, state_file
+from .plan import RAW, Request, Task, state_file
+from .raw_engine import RawEngine
 from .shares import Planned
 
 _TIMEOUT = datetime.timedelta(hours=2)
@@ -56,6 +57,10 @@ class RankContext:
     def wait_for_all(self) -> None:
         self.control.agree(None)
 
+    def _gathered(self, value: int) -> list[int]:
+        """What each process gave, in order; collective."""
+        return self.control.broadcast(self.control.gather(value))
+
     def planned(self) -> Planned:
         """This rank's state with meta tensors, as it was planned before."""
         return torch.load(state_file(self.task.notes, self.process), weights_only=False)
@@ -63,7 +68,11 @@ class RankContext:
     def create_engine(self) -> CheckpointEngine:
         """The engine of this task, as the trainer makes it."""
         flags, minutes = CheckpointConfig(**self.request.options), _TIMEOUT.total_seconds() / 60
-        engine = create_engine(self.engine_name, engine_options(flags, self.process, minutes))
+        options = engine_options(flags, self.process, minutes)
+        if self.engine_name in RAW:
+            engine: CheckpointEngine = RawEngine(options, self.engine_name, self._gathered)
+        else:
+            engine = create_engine(self.engine_name, options)
         self.recorder.write(
             "runtime",
             engine_used=type(engine).__name__,
@@ -91,7 +100,7 @@ def joined(task: Task) -> Iterator[RankContext]:
     rank = request.share.ranks[process]
     layout = Layout(*request.share.layout)
     identity = RankIdentity(process, world_size, local_rank, layout.coordinates(rank), request.share.layout)
-    traced = request.trace_dir is not None and task.engine is not None
+    traced = request.trace_dir is not None and task.engine is not None and task.measured
     recorder, cycle = open_rank_trace(
         Path(request.trace_dir) if request.trace_dir and traced else None,
         identity,

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..common.page_cache import COLD, WARM
 from ..common.samples import interquartile_range
-from .plan import LOAD_COLD, LOAD_WARM, SAVE, STORAGE_KINDS, Request
+from .plan import LOAD, LOAD_COLD, LOAD_WARM, SAVE, SAVE_AND_LOAD, STORAGE_KINDS, Request
 from .replay import Samples
 
 Ranks = list[dict[str, Any]]
@@ -47,7 +47,9 @@ def analyse(request: Request, samples: Samples, left_out: dict[str, str], machin
         "steps": asdict(request.steps),
         "options": request.options,
         "machine": machine,
-        "engines": {name: engine_figures(samples, name, total) for name in request.engines},
+        "operations": request.operations,
+        "striping": None if request.striping is None else request.striping.text,
+        "engines": {name: engine_figures(samples, name, total, request.operations) for name in request.engines},
         "left_out": left_out,
         "storage": storage_figures(samples),
         "samples": {"engines": samples.engines, "storage": samples.storage},
@@ -62,13 +64,14 @@ def _sizes(samples: Samples) -> list[tuple[int, int]]:
     return []
 
 
-def engine_figures(samples: Samples, name: str, total_bytes: int) -> dict[str, Any]:
+def engine_figures(samples: Samples, name: str, total_bytes: int, operations: str = SAVE_AND_LOAD) -> dict[str, Any]:
     """What one engine took. Throughputs: bytes of all ranks' tensors, GB of 1e9, over the median."""
     kinds = samples.engines[name]
     saves = kinds.get(SAVE, [])
 
     def of_saves(field: str, warmup: bool = False) -> dict[str, Any] | None:
-        return _slowest([[_save(rank, warmup) for rank in ranks] for ranks in saves], field)
+        counted = [] if operations == LOAD else saves
+        return _slowest([[_save(rank, warmup) for rank in ranks] for ranks in counted], field)
 
     def first_writes(kind: str, cache: str) -> list[float]:
         return _loads(kinds.get(kind, []), cache, again=False, field="first_write_s")

@@ -18,7 +18,7 @@ from megatron.parallel.topology import Layout
 
 from ..ckpt_plan.presets import preset_layout
 from ..common.cli import make_parser, parse_bytes, parse_rank_ranges, require_at_least
-from .plan import ReplayError, Request, Share, Steps
+from .plan import OPERATIONS, RAW, SAVE_AND_LOAD, ReplayError, Request, Share, Steps, Striping
 
 ALL = "all"
 FIT = "fit"
@@ -61,6 +61,19 @@ def _limit(text: str) -> int | str | None:
     return text if text == FIT else parse_bytes(text)
 
 
+def _striping(text: str) -> Striping | None:
+    """ "8" or "8x4MiB"; None for "none". Raises argparse.ArgumentTypeError."""
+    return None if text == "none" else parse_striping(text)
+
+
+def parse_striping(text: str) -> Striping:
+    """ "8" or "8x4MiB". Raises argparse.ArgumentTypeError."""
+    count, times, piece = text.partition("x")
+    if not (count.isascii() and count.isdigit() and int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r}: write it as N or NxSIZE, such as 8x4MiB")
+    return Striping(text, int(count), parse_bytes(piece) if times else None, None)
+
+
 def fitting_bytes(directory: Path, ranks: int) -> int:
     """Bytes of each of `ranks` ranks that this machine's memory and the file system of `directory` hold.
 
@@ -94,7 +107,14 @@ def build_parser() -> argparse.ArgumentParser:
         "--small-tensor-bytes", type=parse_bytes, default="16KiB", metavar="SIZE", help="(default: 16KiB)"
     )
     how = parser.add_argument_group("how")
-    how.add_argument("--engine", default=ALL, metavar="NAME,...", help="engines (default: all that can run here)")
+    help_ = f"engines (default: all that can run here); or {', '.join(RAW)}: the bytes alone, in so many files"
+    how.add_argument("--engine", default=ALL, metavar="NAME,...", help=help_)
+    help_ = "what is measured; load: of one checkpoint that each engine saves first (default: save_and_load)"
+    how.add_argument("--operations", choices=OPERATIONS, default=SAVE_AND_LOAD, help=help_)
+    help_ = "spread each file over N targets, in pieces of SIZE, on a file system that does so: 8 or 8x4MiB"
+    how.add_argument("--striping", type=_striping, metavar="N[xSIZE]", help=help_)
+    help_ = "what sets it, with {count}, {size} and {directory} in it (default: that of Lustre or BeeGFS)"
+    how.add_argument("--stripe-command", metavar="COMMAND", help=help_)
     how.add_argument("--dir", type=Path, required=True, metavar="DIR", help="where to write")
     how.add_argument("--repeat", type=int, default=4, metavar="N", help="4 are enough for a test (default: 4)")
     help_ = "also load with the page cache dropped (default: --cold)"
@@ -145,6 +165,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     require_at_least(parser, arguments, 0, "warmup_saves")
     if arguments.steps_between < 0 or arguments.step_seconds <= 0:
         parser.error("--steps-between must be at least 0 and --step-seconds above 0")
+    if arguments.stripe_command is not None and arguments.striping is None:
+        parser.error(f"--stripe-command {arguments.stripe_command}: sets what --striping says; give that, too")
     if arguments.no_verdict and arguments.format != "json":
         parser.error("--no-verdict: the table is a comparison; add --format json")
     if arguments.targets and importlib.util.find_spec(TARGETS.partition(".")[0]) is None:
@@ -159,7 +181,7 @@ def chosen_engines(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not names:
         raise ReplayError(f"--engine {text!r}: names no engine; there are: {', '.join(engine_names())}")
-    for name in names:
+    for name in (name for name in names if name not in RAW):
         check_engine_name(name)
     return names
 
@@ -197,6 +219,9 @@ def request_from(arguments: argparse.Namespace, world_size: int | None) -> Reque
         small_tensor_bytes=arguments.small_tensor_bytes,
         vocab_size=arguments.vocab_size,
     )
+    striping = arguments.striping
+    if striping is not None:
+        striping = dataclasses.replace(striping, command=arguments.stripe_command)
     trace_dir = arguments.trace_dir.resolve() if arguments.trace_dir else None
     return Request(
         share=share,
@@ -211,4 +236,6 @@ def request_from(arguments: argparse.Namespace, world_size: int | None) -> Reque
         storage_bytes=arguments.storage_bytes or 0,
         keep=arguments.keep,
         trace_dir=str(trace_dir) if trace_dir else None,
+        operations=arguments.operations,
+        striping=striping,
     )

@@ -8,6 +8,18 @@ from typing import Any
 
 SAVE, LOAD_COLD, LOAD_WARM, STORAGE = "save", "load_cold", "load_warm", "storage"
 
+# What is measured of the engines: with LOAD each saves once, unmeasured, and every repeat loads that checkpoint.
+SAVE_AND_LOAD, LOAD = "save_and_load", "load"
+OPERATIONS = (SAVE_AND_LOAD, SAVE, LOAD)
+
+# In place of an engine: the state's bytes alone, in a file for each rank, for each host, or in all (raw_engine.py).
+RAW_RANK, RAW_HOST, RAW_ALL = "raw-rank", "raw-host", "raw-all"
+RAW = {
+    RAW_RANK: "the state's bytes alone, one file for each rank",
+    RAW_HOST: "the state's bytes alone, one file for each host",
+    RAW_ALL: "the state's bytes alone, one file in all",
+}
+
 # What is measured of the storage itself: kind -> (threads, block in MiB), each with each. The kernel cuts buffered
 # transfers as it likes, so their block size says little.
 THREADS = (1, 2, 4, 8)
@@ -55,6 +67,16 @@ class Steps:
 
 
 @dataclass(frozen=True)
+class Striping:
+    """How many targets of a parallel file system a file is spread over, in pieces of how many bytes; by whom."""
+
+    text: str  # as the user wrote it
+    count: int
+    piece_bytes: int | None  # None: the file system's own
+    command: str | None  # None: that of the file system
+
+
+@dataclass(frozen=True)
 class Request:
     """What the user asks for."""
 
@@ -70,6 +92,8 @@ class Request:
     storage_bytes: int
     keep: bool
     trace_dir: str | None
+    operations: str = SAVE_AND_LOAD
+    striping: Striping | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +109,7 @@ class Task:
     launch_id: str  # the same on all ranks, other than that of every other task
     notes: Path  # directory of this host for what the processes of a rank tell each other
     request: Request
+    measured: bool = True  # False: no trace of it is left
 
 
 @dataclass(frozen=True)

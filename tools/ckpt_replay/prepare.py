@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron.checkpointing.engines.errors import EngineUnavailableError, UnknownEngineError
 
-from .plan import Preparation, ReplayError, state_file
+from .plan import RAW, Preparation, ReplayError, state_file
 
 
 def prepare(path: Path) -> None:
@@ -34,7 +34,7 @@ def engine_problems(names: tuple[str, ...]) -> dict[str, str]:
     from megatron.checkpointing.engines.registry import create_engine, engine_class
 
     problems: dict[str, str] = {}
-    for name in names:
+    for name in (name for name in names if name not in RAW):
         try:
             if not engine_class(name).writes_files:
                 problems[name] = f"engine {name} writes no files, so there is nothing to replay"

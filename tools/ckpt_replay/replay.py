@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .launch import Crew, TaskError
-from .plan import LOAD_COLD, LOAD_WARM, SAVE, STORAGE, Request, Task
+from .plan import LOAD, LOAD_COLD, LOAD_WARM, SAVE, STORAGE, Request, Task
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Replay:
     def _engine(self, name: str, repeat: int) -> None:
         directory = self.place / name
         try:
-            for kind in (SAVE, *([LOAD_COLD] if self.request.cold else []), LOAD_WARM):
+            for kind in self._kinds(repeat):
                 found = self.crew.run(self._task(kind, repeat, name, directory))
                 if found is not None:
                     self.samples.engines[name].setdefault(kind, []).append(found)
@@ -66,8 +66,14 @@ class Replay:
             self.samples.failed[name] = str(exc)
             self.progress(f"{name} failed: {exc}")
         last = repeat == self.request.repeat - 1
-        if self.crew.leads and not (self.request.keep and last):
+        is_needed = self.request.keep if last else self.request.operations == LOAD
+        if self.crew.leads and not is_needed:
             shutil.rmtree(directory, ignore_errors=True)
+
+    def _kinds(self, repeat: int) -> list[str]:
+        loads = [*([LOAD_COLD] if self.request.cold else []), LOAD_WARM]
+        saves = [SAVE] if repeat == 0 or self.request.operations != LOAD else []
+        return saves if self.request.operations == SAVE else [*saves, *loads]
 
     def _task(self, kind: str, repeat: int, engine: str | None, directory: Path) -> Task:
         self._tasks += 1
@@ -81,4 +87,5 @@ class Replay:
             launch_id=f"{self.launch_id}-{self._tasks}",
             notes=self.crew.notes,
             request=self.request,
+            measured=kind != SAVE or self.request.operations != LOAD,
         )

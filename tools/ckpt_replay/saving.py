@@ -19,7 +19,8 @@ from megatron.checkpointing.writer import CheckpointIdentity, CheckpointWriter, 
 
 from . import memory
 from .context import RankContext
-from .plan import fingerprint_file
+from .plan import RAW, fingerprint_file
+from .raw_engine import RawEngine
 from .shares import tensor_bytes
 from .steps import SimulatedSteps, Unit, interference
 from .tensors import alter, fingerprints, materialise
@@ -50,7 +51,8 @@ def run_saves(ctx: RankContext) -> dict[str, Any]:
     planned = ctx.planned()
     state = materialise(planned.files, seed=1 + ctx.rank, device=ctx.device)
     steps = SimulatedSteps(ctx.request.steps, ctx.device)
-    saver_class = engine_class(ctx.engine_name)  # what importing it takes is no memory of its saves
+    # What importing it takes is no memory of its saves.
+    saver_class = RawEngine if ctx.engine_name in RAW else engine_class(ctx.engine_name)
     gc.collect()
     before = memory.resident_memory()
     engine = ctx.create_engine()

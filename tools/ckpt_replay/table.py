@@ -8,6 +8,7 @@ from typing import Any
 
 from ..common.tables import Column, fitted_table, text_width
 from .answer import answer, sentence, what
+from .plan import SAVE_AND_LOAD
 
 _TIMES = (
     ("blocked s", "blocked_s"),
@@ -68,6 +69,10 @@ def head(figures: dict[str, Any]) -> list[str]:
         lines.append(
             f"LIMITED by --limit-bytes to {size / full:.1%} of the {full / 1e9:.2f} GB that such a rank really holds"
         )
+    if figures["operations"] != SAVE_AND_LOAD:
+        lines.append(f"only {figures['operations']}s are measured (--operations {figures['operations']})")
+    if figures["striping"] is not None:
+        lines.append(f"files are striped over the targets of the file system: --striping {figures['striping']}")
     return lines
 
 

@@ -25,6 +25,7 @@ OK, FAILED = "ok", "failed"
 STORAGE = "storage"  # a cell that measures the storage itself
 MODES = ("replay", "scaled", "restart", "train")
 NO_FAULT = "none"
+NO_STRIPING = "none"
 COLD, WARM, BOTH = "cold", "warm", "cold+warm"
 
 
@@ -53,6 +54,12 @@ class Cell:
         return f"tp{self.tp}_pp{self.pp}_dp{self.dp}"
 
     @property
+    def of_replay(self) -> list[str]:
+        """What a replay has beside engine and cache, for people."""
+        parts = [str(self.settings["operations"])] if "operations" in self.settings else []
+        return parts + ([f"striping {self.settings['striping']}"] if "striping" in self.settings else [])
+
+    @property
     def ranks(self) -> int:
         return self.tp * self.pp * self.dp
 
@@ -63,6 +70,7 @@ class Cell:
             return "the storage itself"
         parts = [self.mode, self.model, self.layout, self.engine]
         parts += [self.cache] if self.mode != "train" else []
+        parts += self.of_replay
         parts += [self.fault] if self.fault != NO_FAULT else []
         parts += [f"every {self.save_interval}"] if self.save_interval is not None else []
         return " ".join(parts)

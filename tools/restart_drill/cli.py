@@ -12,12 +12,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from megatron.checkpointing.object_storage import ObjectStoreError
+from megatron.config import ConfigError
+from megatron.config.uris import ObjectUri, Place, place_of
 from restart_trace.command_line import CommandParser
 
 from . import command as commands
+from .checkpoints import checkpoints_at
 from .drill import run_drill
 from .facts import facts_of
-from .faults import DAMAGE, FAULTS, refusal
+from .faults import DAMAGE, DISK_FULL, FAULTS, of_storage, refusal, store_endpoint
 from .full_disk import GIB
 from .launch import DrillError
 from .moments import STAGES, Moment, parse_moment
@@ -56,11 +60,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--cycles", type=int, default=1, help="how often it is injected")
     parser.add_argument(
         "--supervisor", choices=SUPERVISORS, default=RELAUNCH,
-        help="who starts the ranks again: the drill the whole job, torchrun's agent its ranks in place, or the agents "
-        "of megatron.launch all ranks, on the nodes that are left and spares",
+        help="who starts the ranks again: the drill the whole job, torchrun's agent its ranks in place, or "
+        "megatron.launch, in place or, with --nodes-command, on the nodes that are left and spares",
     )  # fmt: skip
     add_run_options(parser)
     parser.add_argument("--checkpoint-engine", metavar="E", help="of the training (default: that of its command)")
+    add_persist_interval(parser)
     parser.add_argument("--cold-cache", action="store_true", help="drop the page cache before each relaunch")
     for name, what in (("tp", "tensor-parallel"), ("pp", "pipeline-parallel"), ("dp", "data-parallel")):
         help_ = f"{what} size of the launches after the first fault (default: unchanged)"
@@ -91,8 +96,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Options that a matrix of drills has, too."""
     parser.add_argument("--out", type=Path, required=True, help="new directory for everything that the drill leaves")
     parser.add_argument(
-        "--checkpoints", type=_directory, metavar="DIR",
-        help="where checkpoints go, if not below --out: on the storage that is to be drilled",
+        "--checkpoints", type=_place, metavar="DIR",
+        help="where checkpoints go, if not below --out: on the storage that is to be drilled; s3://BUCKET/PREFIX, too",
     )  # fmt: skip
     parser.add_argument("--disk-limit", type=float, default=4.0, metavar="GIB",
                         help="largest file system that disk-full may fill")  # fmt: skip
@@ -119,19 +124,26 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_persist_interval(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--persist-interval", type=_size, metavar="N",
+        help="engine memory: every N-th save goes to storage, too (default: that of the command)",
+    )  # fmt: skip
+
+
 def nodes_refusal(args: argparse.Namespace, supervisors: Sequence[str]) -> str | None:
     """Whether the options on nodes fit the supervisors."""
-    if LAUNCH in supervisors and args.nodes_command is None:
-        return "--supervisor launch: faults of nodes take --nodes-command PROGRAM, see docs/restart_drill.md"
     if LAUNCH not in supervisors and args.nodes_command is not None:
         return f"--nodes-command {args.nodes_command}: only faults of nodes use it; give --supervisor launch, too"
     return None
 
 
-def _directory(text: str) -> Path:
-    if "://" in text:
-        raise argparse.ArgumentTypeError(f"{text}: the drill looks into checkpoints as files; give a directory")
-    return Path(text)
+def _place(text: str) -> Place:
+    try:
+        place = place_of("--checkpoints", text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return place.absolute() if isinstance(place, Path) else place
 
 
 def check_out(parser: argparse.ArgumentParser, out: Path) -> None:
@@ -154,9 +166,22 @@ def _size(text: str) -> int:
 
 def _refusal(args: argparse.Namespace) -> str | None:
     """Which of the options exclude each other; None if none do."""
-    found = refusal(args.fault, args.at, args.supervisor) or nodes_refusal(args, (args.supervisor,))
+    on_nodes = args.nodes_command is not None
+    found = nodes_refusal(args, (args.supervisor,)) or refusal(args.fault, args.at, args.supervisor, on_nodes=on_nodes)
     if found is not None:
         return found
+    in_bucket = isinstance(args.checkpoints, ObjectUri)
+    if in_bucket and args.fault == DISK_FULL:
+        return (
+            f"--fault disk-full --checkpoints {args.checkpoints}: object storage has no disk of yours; give a directory"
+        )
+    if of_storage(args.fault) is not None and not in_bucket:
+        return f"--fault {args.fault}: is of object storage; give --checkpoints s3://BUCKET/PREFIX"
+    if in_bucket and args.cold_cache:
+        return (
+            f"--cold-cache --checkpoints {args.checkpoints}: a load fetches from the store, whose caches are its own; "
+            "drop --cold-cache"
+        )
     elsewhere = sizes_of(args).given
     if args.reference is not None and args.no_reference:
         return f"--reference {args.reference} with --no-reference: give one of them"
@@ -195,23 +220,37 @@ def sizes_of(args: argparse.Namespace) -> commands.Sizes:
 def plan_of(args: argparse.Namespace, training: list[str]) -> Plan:
     """The plan of a command line. Raises DrillError for what cannot be, before anything is launched."""
     base = base_plan(args, training)
-    if base.checkpoints.is_dir() and any(base.checkpoints.iterdir()):
-        raise DrillError(f"--checkpoints {base.checkpoints}: is not empty; give a new directory")
+    if not checkpoints_at(base.checkpoints).is_empty():
+        new = "directory" if isinstance(base.checkpoints, Path) else "prefix"
+        raise DrillError(f"--checkpoints {base.checkpoints}: is not empty; give a new {new}")
     strikes = intended(args.fault, args.at, args.cycles, args.supervisor)
-    command = commands.completed(training, base.checkpoints, base.trace_dir, args.checkpoint_engine)
-    command = commands.supervised(command, args.supervisor, len(strikes), base.hang_limit_s)
-    if args.supervisor == TORCHRUN and args.fault == "sigterm" and "--exit-signal-handler" in command:
+    where = base.checkpoints, base.trace_dir
+    command = commands.completed(training, *where, args.checkpoint_engine, args.persist_interval)
+    command = commands.supervised(
+        command, args.supervisor, len(strikes), base.hang_limit_s, on_nodes=base.on_nodes
+    )  # fmt: skip
+    if args.supervisor != RELAUNCH and args.fault == "sigterm" and "--exit-signal-handler" in command:
         raise DrillError(
-            "--fault sigterm --supervisor torchrun: with --exit-signal-handler the ranks save and end well, so the "
-            "agent has nothing to restart; use --supervisor relaunch, or drop the flag"
+            f"--fault sigterm --supervisor {args.supervisor}: with --exit-signal-handler the ranks save and end well, "
+            "so there is nothing to restart; use --supervisor relaunch, or drop the flag"
         )
-    commands.configuration(command)
+    if of_storage(args.fault) is not None:
+        command = commands.with_deadline(command)
+        store_endpoint()
     sizes = sizes_of(args)
     resumed = commands.on_layout(command, sizes) if sizes.given else command
     return replace(
         base, command=command, resumed_command=resumed, strikes=strikes, supervisor=args.supervisor,
-        cold_cache=args.cold_cache, to_the_end=not args.until_caught_up,
+        cold_cache=args.cold_cache, to_the_end=not args.until_caught_up, **saves(command),
     )  # fmt: skip
+
+
+def saves(command: list[str]) -> dict[str, Any]:
+    """What a Plan says of the saves of the training. Raises DrillError for flags that the training would refuse."""
+    found = commands.saves_of(command)
+    return {
+        "keeps_saves": found.in_memory, "save_interval": found.interval, "saves_until_stored": found.until_stored,
+    }  # fmt: skip
 
 
 def base_plan(args: argparse.Namespace, training: list[str]) -> Plan:
@@ -223,7 +262,7 @@ def base_plan(args: argparse.Namespace, training: list[str]) -> Plan:
         strikes=(),
         supervisor=RELAUNCH,
         out=out,
-        checkpoints=out / "checkpoints" if args.checkpoints is None else args.checkpoints.absolute(),
+        checkpoints=out / "checkpoints" if args.checkpoints is None else args.checkpoints,
         limit_s=args.time_limit,
         hang_limit_s=args.hang_limit,
         echo=not args.quiet,
@@ -256,9 +295,9 @@ def main(argv: list[str] | None = None) -> int:
         run_drill(plan, say, strikes)
         if reference is None and not args.no_reference:
             say("the same training without a fault, for comparison")
-            reference = run_reference(plan, training, args.checkpoint_engine)
+            reference = run_reference(plan, training, args.checkpoint_engine, args.persist_interval)
         content = _report(plan, strikes, reference, analysis=not args.no_analysis)
-    except (DrillError, OSError) as error:
+    except (DrillError, ObjectStoreError, OSError) as error:
         say(f"error: {error}")
         return COULD_NOT_RUN
     for cycle in content["cycles"]:

@@ -11,15 +11,26 @@ from pathlib import Path
 from megatron.checkpointing.engines.registry import is_redistributable
 from megatron.config import Config, ConfigError
 from megatron.config.arguments import config_from_args, parse_args
+from megatron.config.uris import Place
 
 from .launch import DrillError
-from .plan import LAUNCH
+from .plan import LAUNCH, RELAUNCH, TORCHRUN
 
 PROGRAM = "pretrain_gpt.py"
-TORCHRUN, FORK = "torchrun", "fork"  # the latter is megatron.launch
+MEMORY = "memory"  # the engine whose saves the launcher keeps
+FORK = "fork"  # megatron.launch; the other launcher whose options are known is TORCHRUN
 _RANKS = ("--nproc-per-node", "--nproc_per_node")
 _RESTARTS = ("--max-restarts", "--max_restarts")
 _NODES = ("--nnodes",)
+_LAUNCHERS = {TORCHRUN: TORCHRUN, LAUNCH: FORK}  # that restart ranks in place
+_NO_LAUNCHER = {
+    TORCHRUN: "--supervisor torchrun: the command is not torchrun's, so no agent restarts its ranks: {} "
+    "...; start with torchrun or python -m torch.distributed.run, or use --supervisor relaunch",
+    LAUNCH: "--supervisor launch: the command is not megatron.launch's, so nothing restarts its ranks: {} ...; start "
+    "with restart-launch or python -m megatron.launch (a preset with LAUNCHER=fork), or use --supervisor relaunch",
+}
+_OF_OBJECT_STORAGE = ("--storage-cache", "--storage-deadline")
+STORAGE_DEADLINE_S = 5
 _TP, _PP = ("--tensor-model-parallel-size",), ("--pipeline-model-parallel-size",)
 
 
@@ -86,14 +97,14 @@ def with_launcher_option(command: list[str], names: tuple[str, ...], value: int)
     return [*command[:end], names[0], str(value), *without_option(command[end:], names)]
 
 
-def with_restarts(command: list[str], restarts: int) -> list[str]:
-    """Have torchrun restart the ranks in place this often. Raises DrillError if the command is not torchrun's."""
+def with_restarts(command: list[str], supervisor: str, restarts: int) -> list[str]:
+    """Have torchrun, or megatron.launch, restart the ranks in place this often.
+
+    Raises DrillError if the command is not that launcher's.
+    """
     launcher = launcher_of(command)
-    if launcher is None or launcher[0] != TORCHRUN:
-        raise DrillError(
-            f"--supervisor torchrun: the command is not torchrun's, so no agent restarts its ranks: {command[0]} ...; "
-            "start with torchrun or python -m torch.distributed.run, or use --supervisor relaunch"
-        )
+    if launcher is None or launcher[0] != _LAUNCHERS[supervisor]:
+        raise DrillError(_NO_LAUNCHER[supervisor].format(command[0]))
     return with_launcher_option(command, _RESTARTS, restarts)
 
 
@@ -102,16 +113,18 @@ def without_restarts(command: list[str]) -> list[str]:
     return command if launcher_of(command) is None else with_launcher_option(command, _RESTARTS, 0)
 
 
-def supervised(command: list[str], supervisor: str, restarts: int, hang_limit_s: float) -> list[str]:
-    """The command for this supervisor: torchrun's agent is to restart the ranks, or those of megatron.launch on several
-    nodes (a preset over HOSTFILE takes that from its environment), or nobody but the drill.
+def supervised(
+    command: list[str], supervisor: str, restarts: int, hang_limit_s: float, *, on_nodes: bool = False
+) -> list[str]:
+    """The command for this supervisor: torchrun or megatron.launch is to restart the ranks, or nobody but the drill.
 
-    On several nodes the ranks themselves find one that hangs, within `hang_limit_s`.
+    `on_nodes`: on several nodes a preset over HOSTFILE takes restarts from its environment, and the ranks themselves
+    find one that hangs, within `hang_limit_s`.
     """
-    if supervisor == LAUNCH:
+    if on_nodes:
         deadline = ["--distributed-timeout-minutes", f"{hang_limit_s / 60:g}"]
         return ["env", f"MAX_RESTARTS={restarts}", *command, *deadline]
-    return with_restarts(command, restarts) if supervisor == TORCHRUN else without_restarts(command)
+    return without_restarts(command) if supervisor == RELAUNCH else with_restarts(command, supervisor, restarts)
 
 
 def world_size(command: list[str]) -> int | None:
@@ -145,6 +158,32 @@ def configuration(command: list[str]) -> Config | None:
         return config_from_args(parse_args(flags, env), env)
     except ConfigError as error:
         raise DrillError(f"the training command on {ranks} ranks: {error}") from error
+
+
+@dataclass(frozen=True)
+class Saves:
+    """How often the training saves, as far as its command tells: iterations between saves, and saves between those
+    that go to storage. `in_memory`: the launcher keeps all of them."""
+
+    interval: int | None = None
+    until_stored: int = 1
+    in_memory: bool = False
+
+
+def saves_of(command: list[str]) -> Saves:
+    """Raises DrillError if the launcher is to keep saves, and cannot."""
+    config = configuration(command)
+    if config is None:
+        return Saves()
+    options = config.checkpoint
+    in_memory = options.checkpoint_engine == MEMORY
+    launcher = launcher_of(command)
+    if in_memory and (launcher is None or launcher[0] != FORK):
+        raise DrillError(
+            f"--checkpoint-engine memory: the command is not megatron.launch's, which keeps the saves: {command[0]} "
+            "...; start with restart-launch or python -m megatron.launch (a preset with LAUNCHER=fork)"
+        )
+    return Saves(options.save_interval, options.persist_interval or 1 if in_memory else 1, in_memory)
 
 
 def on_layout(command: list[str], sizes: Sizes) -> list[str]:
@@ -208,15 +247,29 @@ def repeats_exactly(command: list[str]) -> bool:
     return bool(config.training.deterministic) or not on_gpus
 
 
-def completed(command: list[str], save: Path, trace_dir: Path, engine: str | None) -> list[str]:
+def with_deadline(command: list[str]) -> list[str]:
+    """Have requests to a store fail soon, unless the command says when: a drill waits until they have."""
+    if option(command, ("--storage-deadline",)) is not None:
+        return command
+    return [*command, "--storage-deadline", str(STORAGE_DEADLINE_S)]
+
+
+def completed(
+    command: list[str], save: Place, trace_dir: Path, engine: str | None, persist_interval: int | None = None
+) -> list[str]:
     """The command with its directories, and all that a drill needs; of repeated flags the last one counts.
 
-    A training on GPUs is to repeat its losses, unless its command says otherwise (--deterministic).
+    Flags of object storage are left out where `save` is a directory, which would be refused with them.
+    `persist_interval`: for engine memory. A training on GPUs is to repeat its losses, unless its command says otherwise
+    (--deterministic).
     """
+    if isinstance(save, Path):
+        command = without_option(command, _OF_OBJECT_STORAGE)
     words = [
         *command, "--save", str(save), "--load", str(save), "--restart-trace-dir", str(trace_dir),
         "--verify-restored-state", "--allow-injected-faults",
         *(["--checkpoint-engine", engine] if engine else []),
+        *(["--persist-interval", str(persist_interval)] if persist_interval and engine in (None, MEMORY) else []),
     ]  # fmt: skip
     flags = training_flags(command)
     if flags is None or "--deterministic" in flags or repeats_exactly(words):

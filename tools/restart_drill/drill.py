@@ -5,11 +5,15 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
+
+from restart_trace.schema import LOCAL_MEMORY, STORAGE
 
 from ..common import page_cache
-from .checkpoints import Checkpoints
+from .checkpoints import Checkpoints, checkpoints_at
 from .faults import DAMAGE, DISK_FULL, STOPPED
 from .full_disk import check_disk
+from .kept import KeptSaves, Left, newest_left
 from .launch import GRACE_S, DrillError, Launch
 from .moments import wait_for_span
 from .plan import Intent, Plan, Strike
@@ -24,11 +28,13 @@ def run_drill(plan: Plan, say: Say, done: list[Strike]) -> None:
 
     Raises DrillError, with no process left.
     """
-    for directory in (plan.out / "logs", plan.trace_dir, plan.checkpoints):
+    for directory in (plan.out / "logs", plan.trace_dir):
         directory.mkdir(parents=True, exist_ok=True)
+    checkpoints = checkpoints_at(plan.checkpoints)
+    checkpoints.make_place()
     if any(intent.fault == DISK_FULL for intent in plan.strikes):
+        assert isinstance(plan.checkpoints, Path)
         check_disk(plan.checkpoints, plan.trace_dir, plan.disk_limit_bytes)
-    checkpoints = Checkpoints(plan.checkpoints)
     with supervisor_of(plan) as supervisor:
         for cycle, intent in enumerate(plan.strikes):
             done.append(_strike_and_restart(supervisor, cycle, intent, checkpoints))
@@ -42,8 +48,9 @@ def _strike_and_restart(supervisor: Supervisor, cycle: int, intent: Intent, chec
     struck = strike(supervisor, cycle, intent)
     exit_code = supervisor.wait_until_down(cycle, intent.fault, struck.hangs)
     begin = time.monotonic()
-    damaged = checkpoints.damage(intent.fault) if intent.fault in DAMAGE else None
-    expected = checkpoints.newest_step()
+    kept = supervisor.kept_saves()
+    damaged = _damage(intent.fault, checkpoints, kept) if intent.fault in DAMAGE else None
+    left = newest_left(checkpoints, kept)
     cache = _drop_page_cache(checkpoints) if supervisor.plan.cold_cache else page_cache.WARM
     drill_s = time.monotonic() - begin if supervisor.waits else 0.0
     supervisor.let_restart(cycle, intent.fault)
@@ -54,13 +61,29 @@ def _strike_and_restart(supervisor: Supervisor, cycle: int, intent: Intent, chec
         iteration=struck.iteration,
         processes=struck.processes,
         exit_code=exit_code,
-        expected_step=expected,
+        expected_step=left.step,
+        expected_tier=left.tier,
+        lost_at_most=_lost_at_most(supervisor.plan, left),
         failed_save=struck.failed_save,
-        damaged=None if damaged is None else str(damaged),
+        damaged=damaged,
         cache=cache,
         unnamed=supervisor.launch.not_named() if intent.fault == STOPPED else (),
+        named_s=supervisor.launch.named_s() if intent.fault == STOPPED else None,
         drill_s=drill_s,
     )
+
+
+def _damage(fault: str, checkpoints: Checkpoints, kept: KeptSaves | None) -> str:
+    """Damage what the ranks would resume from; what a message must name."""
+    in_memory = kept is not None and newest_left(checkpoints, kept).tier == LOCAL_MEMORY
+    return kept.damage(fault) if kept is not None and in_memory else str(checkpoints.damage(fault))
+
+
+def _lost_at_most(plan: Plan, left: Left) -> int | None:
+    """Finished iterations between one save and the next, where what is left is; None if the command does not tell."""
+    if plan.save_interval is None:
+        return None
+    return plan.save_interval * (plan.saves_until_stored if left.tier == STORAGE else 1)
 
 
 def _drop_page_cache(checkpoints: Checkpoints) -> str:

@@ -26,6 +26,9 @@ class CycleFacts:
     resumed: dict[int, int] = field(default_factory=dict)  # rank -> step of the checkpoint that it loaded
     hashed: set[int] = field(default_factory=set)  # ranks whose state was what was saved
     rejected: list[str] = field(default_factory=list)  # what was passed over, and why
+    tiers: dict[int, str] = field(
+        default_factory=dict
+    )  # rank -> where it loaded from, if saves are kept in memory, too
 
 
 def facts_of(trace_dir: Path) -> dict[int, CycleFacts]:
@@ -56,6 +59,7 @@ def _add(facts: CycleFacts, record: dict[str, Any]) -> None:
     elif kind == "operation_end" and record["operation"] == "load":
         if record["outcome"] == "ok" and "step" in record:
             facts.resumed[rank] = record["step"]
+            facts.tiers |= {rank: record["tier"]} if "tier" in record else {}
     elif kind == "event" and record["phase"] == "checkpoint_rejected":
         facts.rejected.append(record["detail"])
     elif kind == "span" and record["operation"] == "load" and record.get("file", "").startswith(_HASHES):

@@ -74,9 +74,13 @@ class Launch:
                 log.flush()
                 if self.agent_saw_ns is None and _AGENT_SAW_A_FAILURE.search(line):
                     self.agent_saw_ns = now_ns()
+                self._heard(line)
                 if self._echo:
                     sys.stdout.write(line.decode(errors="replace"))
                     sys.stdout.flush()
+
+    def _heard(self, line: bytes) -> None:
+        """A line of output has arrived; for launches that look at more of it."""
 
     def expect_failure(self) -> None:
         """From here on `agent_saw_ns` is of a new failure.
@@ -138,6 +142,15 @@ class Launch:
     def not_named(self) -> tuple[str, ...]:
         """What is wrong with what the ranks said of one that was stopped; only faults of nodes look at that."""
         return ()
+
+    def named_s(self) -> float | None:
+        """Seconds from the stop of a rank until all others had named it, or those that did; None if none did."""
+        return None
+
+    @property
+    def pid(self) -> int:
+        """Of the process that was started with the command."""
+        return self._launcher.pid
 
     def launcher(self) -> list[psutil.Process]:
         """The process that was started with the command."""

@@ -14,36 +14,41 @@ import argparse
 import json
 import os
 import random
-import shutil
 import sys
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from megatron.checkpointing.object_storage import ObjectStoreError
+from megatron.config.uris import ObjectUri, Place, below
 from restart_trace.command_line import CommandParser
 
 from ..common.escaping import markdown as escaped
 from ..common.formatting import count, number, plural
 from ..common.tables import markdown_table
 from . import command as commands
+from .checkpoints import checkpoints_at
 from .cli import (
     COULD_NOT_RUN,
     NOT_VERIFIED,
     VERIFIED,
+    add_persist_interval,
     add_run_options,
     base_plan,
     catch_stop_signals,
     check_out,
     nodes_refusal,
+    saves,
     tolerances_of,
 )
 from .drill import run_drill
 from .facts import facts_of
-from .faults import DAMAGE, DISK_FULL, FAULTS, refusal
+from .faults import DAMAGE, DISK_FULL, FAULTS, STORAGE_FAULTS, of_storage, refusal
 from .launch import DrillError
 from .moments import STAGES, parse_moment
 from .output import analysed, describe
-from .plan import LAUNCH, RELAUNCH, SUPERVISORS, TORCHRUN, Intent, Plan, Strike, first, say
+from .plan import RELAUNCH, SUPERVISORS, TORCHRUN, Intent, Plan, Strike, first, say
 from .preset import expanded
 from .reference import Reference, run_reference, stored_reference
 
@@ -54,9 +59,11 @@ MOMENTS = (*STAGES, "random:1")  # iteration:N is mid-step at a given iteration
 _SOME_MOMENTS = {
     "disk-full": ("mid-step", "mid-save-write"),
     "truncate": ("mid-save-write", "after-commit"),
+    "sigkill-launcher": ("mid-step", "mid-save-write", "mid-save-commit", "mid-load"),
     "device-error": ("mid-step", "mid-save-write", "mid-load"),
     "link-slow": ("mid-step", "mid-save-write", "mid-load", "mid-startup"),
     "disk-slow": ("mid-step", "mid-save-write", "mid-load"),
+    **dict.fromkeys(STORAGE_FAULTS, ("mid-save-write", "mid-load")),
 }
 STRIKES = 10  # of one course
 _TAKES_A_SPARE = ("node-loss", "link-cut")
@@ -85,22 +92,29 @@ class Result:
 
 
 def cells(
-    supervisors: tuple[str, ...], engines: tuple[str, ...], with_full_disk: bool, faults: tuple[str, ...] = FAULTS
+    supervisors: tuple[str, ...],
+    engines: tuple[str, ...],
+    checkpoints: Place | None,
+    faults: tuple[str, ...] = FAULTS,
+    moments: tuple[str, ...] = MOMENTS,
+    *,
+    on_nodes: bool = False,
 ) -> list[Cell]:
-    """All combinations that make sense.
+    """All combinations of these that make sense; `on_nodes`: as `refusal`.
 
-    Left out, besides what `refusal` names: disk-full without a file system for it; and damage in a restart, which is
-    the same as damage after any kill, except that no second whole checkpoint may be there.
+    Left out, besides what `refusal` names: disk-full without a file system for it; faults of a store without one; and
+    damage in a restart, which is the same as damage after any kill, except that no second checkpoint may be there.
     """
     found = []
     for supervisor in supervisors:
         for engine in engines:
             for fault in faults:
-                for moment in map(parse_moment, MOMENTS):
+                for moment in map(parse_moment, moments):
                     left_out = moment.text not in _SOME_MOMENTS.get(fault, MOMENTS)
                     left_out |= fault in DAMAGE and moment.strikes_a_restart
-                    left_out |= fault == DISK_FULL and not with_full_disk
-                    if not left_out and refusal(fault, moment, supervisor) is None:
+                    left_out |= fault == DISK_FULL and not isinstance(checkpoints, Path)
+                    left_out |= fault in STORAGE_FAULTS and not isinstance(checkpoints, ObjectUri)
+                    if not left_out and refusal(fault, moment, supervisor, on_nodes=on_nodes) is None:
                         found.append(Cell(supervisor, engine, fault, moment.text))
     return found
 
@@ -129,12 +143,16 @@ def run_course(base: Plan, number: int, course: list[Cell], reference: Reference
     out = base.out / f"course_{number:03d}"
     strikes = strikes_of(course)
     fills_disk = any(cell.fault == DISK_FULL for cell in course)
-    checkpoints = (base.checkpoints / out.name) if fills_disk else out / "checkpoints"
-    command = commands.completed(base.command, checkpoints, out / "trace", course[0].engine)
-    command = commands.supervised(command, course[0].supervisor, len(strikes), base.hang_limit_s)
+    there = fills_disk or not isinstance(base.checkpoints, Path)
+    checkpoints = below(base.checkpoints, out.name) if there else out / "checkpoints"
+    engine, supervisor = course[0].engine, course[0].supervisor
+    command = commands.completed(base.command, checkpoints, out / "trace", engine, base.persist_interval)
+    command = commands.supervised(command, supervisor, len(strikes), base.hang_limit_s, on_nodes=base.on_nodes)
+    if any(of_storage(cell.fault) for cell in course):
+        command = commands.with_deadline(command)
     plan = replace(
-        base, command=command, resumed_command=command, strikes=strikes, supervisor=course[0].supervisor, out=out,
-        checkpoints=checkpoints, to_the_end=False,
+        base, command=command, resumed_command=command, strikes=strikes, supervisor=supervisor, out=out,
+        checkpoints=checkpoints, to_the_end=False, **saves(command),
     )  # fmt: skip
     done: list[Strike] = []
     error: str | None = None
@@ -150,7 +168,7 @@ def run_course(base: Plan, number: int, course: list[Cell], reference: Reference
     results = [_result(cell, entry) for cell, entry in zip(course, told, strict=False)]
     if error is None:
         if all(result.verified for result in results):
-            shutil.rmtree(checkpoints)
+            checkpoints_at(checkpoints).remove()
         return results
     # What came after the last strike failed.
     if results and (len(results) == len(course) or not results[-1].verified):
@@ -228,26 +246,33 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add_run_options(parser)
     parser.add_argument("--sample", type=int, metavar="N", help="only N cells, drawn at random (default: all)")
     parser.add_argument("--seed", type=int, default=1, help="of the sample")
-    for name, values in (("supervisors", (RELAUNCH, TORCHRUN)), ("engines", ENGINES), ("faults", FAULTS)):
+    for name, values in (("supervisors", (RELAUNCH, TORCHRUN)), ("engines", ENGINES), ("faults", FAULTS),
+                         ("moments", MOMENTS)):  # fmt: skip
         parser.add_argument(f"--{name}", default=",".join(values), help="separated by commas")
     parser.add_argument(
         "--spares", type=int, default=1, metavar="N",
         help="for --supervisors launch: so many nodes one launch may lose, the spares of its HOSTFILE (default: 1)",
     )  # fmt: skip
+    add_persist_interval(parser)
     parser.set_defaults(hang_limit=5.0)
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv if "--" in argv else [*argv, "--", _PRESET])
     args.supervisors = tuple(args.supervisors.split(","))
     if not set(args.supervisors) <= set(SUPERVISORS):
         parser.error(f"--supervisors {','.join(args.supervisors)}: there are {', '.join(SUPERVISORS)}")
-    if LAUNCH in args.supervisors and len(args.supervisors) > 1:
-        parser.error(f"--supervisors {','.join(args.supervisors)}: launch takes a command of its own; run it by itself")
+    if args.nodes_command is not None and len(args.supervisors) > 1:
+        parser.error(
+            f"--supervisors {','.join(args.supervisors)}: on nodes launch takes a command of its own; run it alone"
+        )
     wrong = nodes_refusal(args, args.supervisors)
     if wrong is not None:
         parser.error(wrong)
     args.faults = tuple(args.faults.split(","))
     if not set(args.faults) <= set(FAULTS):
         parser.error(f"--faults {','.join(args.faults)}: there are {', '.join(FAULTS)}")
+    args.moments = tuple(args.moments.split(","))
+    if not set(args.moments) <= set(MOMENTS):
+        parser.error(f"--moments {','.join(args.moments)}: there are {', '.join(MOMENTS)}")
     if args.sample is not None and args.sample < 1:
         parser.error(f"--sample {args.sample}: must be at least 1")
     check_out(parser, args.out)
@@ -267,12 +292,13 @@ def main(argv: list[str] | None = None) -> int:
     catch_stop_signals()
     begin = time.monotonic()
     try:
-        chosen = cells(args.supervisors, tuple(args.engines.split(",")), args.checkpoints is not None, args.faults)
+        engines, on_nodes = tuple(args.engines.split(",")), args.nodes_command is not None
+        chosen = cells(args.supervisors, engines, args.checkpoints, args.faults, args.moments, on_nodes=on_nodes)
         if args.sample is not None:
             picked = random.Random(args.seed).sample(range(len(chosen)), min(args.sample, len(chosen)))
             chosen = [chosen[i] for i in sorted(picked)]
-        training = _training(args.command, LAUNCH in args.supervisors)
-        base = base_plan(args, training)
+        training = _training(args.command, on_nodes)
+        base = replace(base_plan(args, training), persist_interval=args.persist_interval)
         base.out.mkdir(parents=True, exist_ok=True)
         say(f"{len(chosen)} cells")
         if args.reference is not None:
@@ -281,7 +307,7 @@ def main(argv: list[str] | None = None) -> int:
             say("the training without a fault, for comparison")
             reference = run_reference(base, training, None)
         results = run_matrix(base, chosen, reference, args.spares)
-    except (DrillError, OSError) as error:
+    except (DrillError, ObjectStoreError, OSError) as error:
         say(f"error: {error}")
         return COULD_NOT_RUN
     text = markdown(results, time.monotonic() - begin)

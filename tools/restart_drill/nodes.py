@@ -26,6 +26,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from restart_trace.clock import now_ns
+
 from .launch import DrillError, Launch, Place, recorded_ranks
 
 _CALL_S = 600.0  # a real machine takes minutes to come up again
@@ -33,6 +35,7 @@ _POLL_S = 0.1
 # Fault -> action of the program.
 NODE_FAULTS = {"node-loss": "lose", "link-cut": "cut", "link-slow": "slow-link", "disk-slow": "slow-disk"}
 RANK_FAULTS = {"rank-stopped": "STOP", "sigkill-one": "KILL"}  # -> the signal, to the last rank of the node
+_ERROR_OF_RANK = re.compile(rb"error on rank (\d+), ")
 LOST = "node-loss"  # that node runs nothing of the launch again
 
 
@@ -134,13 +137,15 @@ class LaunchOnNodes(Launch):
     """A launch whose ranks are on several nodes: they are known by their traces, and harmed through `nodes`."""
 
     def __init__(self, command: list[str], log_path: Path, echo: bool, nodes: Nodes, trace_dir: Path) -> None:
+        # Rank that ended with an error -> when that was heard, and what; since the last fault. Before the log is read.
+        self._named: dict[int, tuple[int, str]] = {}
         super().__init__(command, log_path, echo)
         self._nodes = nodes
         self._trace_dir = trace_dir
         self._places: list[Place] = []  # of the ranks of a cycle, in order
         self._hosts: set[str] = set()  # that have run a rank
-        # Of the last fault: the last rank on the node, the number of ranks, and the bytes that were in the log.
-        self._struck = self._ranks_struck = self._log_before = 0
+        # Of the last fault: the last rank on the node, the number of ranks, and when (monotonic, ns).
+        self._struck = self._ranks_struck = self._struck_ns = 0
 
     def find_ranks(self, trace_dir: Path, cycle: int) -> bool:
         if self._found == cycle:
@@ -161,21 +166,32 @@ class LaunchOnNodes(Launch):
         pids = [place.pid for place in self._places if place.host == host]
         self._struck = max(rank for rank, place in enumerate(self._places) if place.host == host)
         self._ranks_struck = len(self._places)
-        self._log_before = self.log_path.stat().st_size
+        self._named = {}
+        self._struck_ns = now_ns()
         self._nodes.harm(fault, host, pids[-1], self._found or 0)
         return 1 if fault in RANK_FAULTS else len(pids)
 
     def not_named(self) -> tuple[str, ...]:
         """Which of the ranks of the last cycle that was struck have ended without naming the rank that was stopped."""
-        with self.log_path.open("rb") as log:
-            log.seek(self._log_before)
-            said = log.read().decode(errors="replace")
-        named = rf"^error on rank (\d+), .*\brank {self._struck} (on \S+ does not answer|never came)"
-        told = {int(found[1]) for found in re.finditer(named, said, re.MULTILINE)}
+        named = self._that_named()
         others = set(range(self._ranks_struck)) - {self._struck}
         return tuple(
-            f"rank {rank} did not name rank {self._struck}, which was stopped" for rank in sorted(others - told)
+            f"rank {rank} did not name rank {self._struck}, which was stopped" for rank in sorted(others - set(named))
         )
+
+    def named_s(self) -> float | None:
+        heard = [at_ns for rank, at_ns in self._that_named().items() if rank != self._struck]
+        return (max(heard) - self._struck_ns) / 1e9 if heard else None
+
+    def _that_named(self) -> dict[int, int]:
+        """The ranks that ended with an error that names the last rank which was struck, and when that was heard."""
+        named = re.compile(rf"\brank {self._struck} (on \S+ does not answer|never came)")
+        return {rank: at_ns for rank, (at_ns, said) in list(self._named.items()) if named.search(said)}
+
+    def _heard(self, line: bytes) -> None:
+        found = _ERROR_OF_RANK.match(line)
+        if found is not None:
+            self._named[int(found[1])] = (now_ns(), line.decode(errors="replace"))
 
     def wait_until_gone(self, time_limit_s: float) -> None:
         """Also on the nodes that have run ranks. They are mended before: one that is cut off learns of the end then."""

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..common.formatting import number
+from ..common.formatting import number, plural
 from ..common.tables import text_table
 from .facts import CycleFacts
 from .launch import DrillError
@@ -65,6 +65,7 @@ def _cycle(
 ) -> dict[str, Any]:
     told = asdict(strike) | {
         "resumed_step": verdict.resumed_step,
+        "tier": verdict.tier,
         "layout": cycles[strike.cycle + 1].layout if strike.cycle + 1 in cycles else None,
         "losses": verdict.losses,
         "state_hashes": verdict.state_hashes,
@@ -121,13 +122,32 @@ def _parts_of_load(phase: dict[str, Any]) -> dict[str, float]:
 
 
 def table(content: dict[str, Any]) -> str:
-    """A line for each strike."""
-    header = ("cycle", "fault", "moment", "restart", "lost", "accounted", "cache", "verified")
+    """A line for each strike; where saves are kept in memory, also where each load read, and what was lost in all."""
+    cycles = content["cycles"]
+    tiers = any(cycle["expected_tier"] for cycle in cycles)
+    header = ("cycle", "fault", "moment", "restart", "lost", "accounted", "from" if tiers else "cache", "verified")
     rows = []
-    for cycle in content["cycles"]:
+    for cycle in cycles:
         restart = "-" if cycle["restart_s"] is None else f"{cycle['restart_s']:.2f} s"
         lost = "-" if cycle["lost_steps"] is None else f"{cycle['lost_steps']} steps"
         what = (str(cycle["cycle"]), cycle["fault"], cycle["moment"])
         verified = "yes" if cycle["verified"] else "NO"
-        rows.append((*what, restart, lost, number(cycle["accounted"], ".1%"), cycle["cache"], verified))
-    return "\n".join(text_table(header, rows, indent="", left=3))
+        read = (cycle["tier"] or "-").replace("_", " ") if tiers else cycle["cache"]
+        rows.append((*what, restart, lost, number(cycle["accounted"], ".1%"), read, verified))
+    text = "\n".join(text_table(header, rows, indent="", left=3))
+    return f"{text}\n\n{lost_work(cycles)}" if tiers else text
+
+
+def lost_work(cycles: list[dict[str, Any]]) -> str:
+    """How many finished steps were lost, against the steps between two saves where each load read."""
+    told = []
+    for tier in dict.fromkeys(cycle["tier"] for cycle in cycles if cycle["tier"]):
+        mine = [c for c in cycles if c["tier"] == tier and None not in (c["lost_steps"], c["lost_at_most"])]
+        if mine:
+            within = sum(cycle["lost_steps"] <= cycle["lost_at_most"] for cycle in mine)
+            told.append(
+                f"from {tier.replace('_', ' ')} {within} of {plural(len(mine), 'restart')} lost at most "
+                f"{plural(mine[0]['lost_at_most'], 'finished step')}, and none more than "
+                f"{max(cycle['lost_steps'] for cycle in mine)}"
+            )
+    return f"Lost work: {'; '.join(told)}." if told else "Lost work: not known."

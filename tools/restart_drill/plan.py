@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.config.uris import Place
+
 from .moments import Moment, parse_moment
 
 RELAUNCH, TORCHRUN, LAUNCH = "relaunch", "torchrun", "launch"
@@ -34,15 +36,29 @@ class Plan:
     strikes: tuple[Intent, ...]
     supervisor: str
     out: Path
-    checkpoints: Path
+    checkpoints: Place
     limit_s: float
     hang_limit_s: float  # without an iteration, until a job counts as hanging
     echo: bool
     cold_cache: bool = False
     disk_limit_bytes: int = 0  # largest file system that disk-full may fill
     to_the_end: bool = True  # the last launch; else it is ended once it has caught up
+    persist_interval: int | None = None  # that is put into commands of engine memory; None: as they have it
+    keeps_saves: bool = False  # in memory that the launcher holds: engine memory
+    save_interval: int | None = None  # iterations; None: the command does not tell
+    saves_until_stored: int = 1  # of which every so many go to storage, too
     nodes_command: tuple[str, ...] = ()  # the program that harms nodes; () for a job on this host alone
     node: int = -1  # which of those that train
+
+    @property
+    def on_nodes(self) -> bool:
+        """Whether the job runs on several nodes, which are harmed."""
+        return bool(self.nodes_command)
+
+    @property
+    def saves_until_left(self) -> int:
+        """How many saves it takes until one is where a fault leaves it: memory goes with its launcher."""
+        return 1 if self.supervisor == LAUNCH else self.saves_until_stored
 
     @property
     def trace_dir(self) -> Path:
@@ -67,10 +83,13 @@ class Strike:
     processes: int  # that were struck
     exit_code: int | None  # of the launcher; None if it restarted the ranks itself
     expected_step: int  # of the newest whole checkpoint that was left
+    expected_tier: str | None = None  # where that was, of TIERS of the trace; None where all saves are on storage alone
+    lost_at_most: int | None = None  # finished iterations that may be lost by the interval of saves there
     failed_save: str | None = None  # what the save that the fault made fail was told, and training went on
-    damaged: str | None = None  # file of the newest checkpoint
+    damaged: str | None = None  # file of the newest checkpoint, or slot of the newest save in memory
     cache: str = "warm"  # of the checkpoints, at the relaunch: cold only where that was verified
     unnamed: tuple[str, ...] = ()  # ranks that ended without naming the rank that was stopped, and what is wrong
+    named_s: float | None = None  # from the stop of a rank until all others had named it
     drill_s: float = 0.0  # what the drill itself did between the end of the job and the relaunch
 
 

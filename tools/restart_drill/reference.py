@@ -32,11 +32,13 @@ class Reference:
     directory: Path
 
 
-def run_reference(plan: Plan, training: list[str], engine: str | None) -> Reference:
+def run_reference(
+    plan: Plan, training: list[str], engine: str | None, persist_interval: int | None = None
+) -> Reference:
     """Train without a fault, with checkpoints and a trace of its own. Raises DrillError."""
     where = plan.out / DIRECTORY
     (where / "trace").mkdir(parents=True)
-    command = commands.completed(training, where / "checkpoints", where / "trace", engine)
+    command = commands.completed(training, where / "checkpoints", where / "trace", engine, persist_interval)
     log = where / "launch.log"
     with launched(command, log, plan.echo) as launch:
         exit_code = launch.wait(plan.limit_s)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from restart_trace.clock import now_ns
 
-from .faults import DISK_FULL, HANGS, MAY_FAIL_A_SAVE, SLOWS, commits_needed, inject
+from .faults import DAMAGE, DISK_FULL, HANGS, MAY_FAIL_A_SAVE, SLOWS, commits_needed, inject, of_storage
 from .full_disk import full_disk
 from .launch import DrillError
 from .moments import TraceTail, wait_for
 from .plan import Intent
+from .storage_proxy import FaultProxy
 from .supervisors import Supervisor
 
 _POLL_S = 0.005
@@ -39,7 +41,9 @@ def strike(supervisor: Supervisor, cycle: int, intent: Intent) -> Struck:
     Raises DrillError if the moment does not come, or the fault has no effect, in time.
     """
     plan, launch, trace = supervisor.plan, supervisor.launch, supervisor.trace
-    commits = commits_needed(intent.fault, cycle == 0)
+    # The next save may already be in the slot of the one before the damaged one: then only storage is left.
+    saves_each = plan.saves_until_stored if intent.fault in DAMAGE else plan.saves_until_left
+    commits = commits_needed(intent.fault, cycle == 0, saves_each)
     iteration = wait_for(intent.moment, launch, plan.trace_dir, cycle, commits, plan.limit_s)
     launch.await_ranks(plan.trace_dir, cycle, plan.limit_s, supervisor.has_failed)  # in a start they come one by one
     if supervisor.has_failed():
@@ -48,11 +52,16 @@ def strike(supervisor: Supervisor, cycle: int, intent: Intent) -> Struck:
         )
     launch.of_ranks()  # what a rank has started cannot be found by it once it is dead
     launch.expect_failure()
+    supervisor.prepare(intent.fault)
     trace.failure("injected", cycle=cycle, detail=intent.fault, iteration=iteration)
     watch = _Watch(supervisor, cycle, now_ns())
     with contextlib.ExitStack() as stack:
         if intent.fault == DISK_FULL:
+            assert isinstance(plan.checkpoints, Path)
             processes, fill = 0, stack.enter_context(full_disk(plan.checkpoints))
+        elif (what := of_storage(intent.fault)) is not None:
+            assert supervisor.proxy is not None
+            processes, fill = 0, stack.enter_context(_store_struck(supervisor.proxy, what))
         else:
             processes, fill = inject(intent.fault, launch), _nothing
         outcome = watch.until_failure(intent.fault, fill)
@@ -62,6 +71,17 @@ def strike(supervisor: Supervisor, cycle: int, intent: Intent) -> Struck:
     if outcome.then is not None:
         _Watch(supervisor, cycle, now_ns()).until_failure(outcome.then, _nothing)
     return replace(outcome, iteration=max(iteration, outcome.iteration), processes=processes)
+
+
+@contextlib.contextmanager
+def _store_struck(proxy: FaultProxy, what: str) -> Iterator[Callable[[], None]]:
+    """Let `what` befall every request to the store; at the end the store is as before."""
+    proxy.fault = lambda request: what
+    try:
+        yield _nothing
+    finally:
+        proxy.fault = lambda request: None
+        proxy.let_go()
 
 
 def _nothing() -> None:
@@ -80,6 +100,8 @@ class _Watch:
         self._failed: dict[str, Any] | None = None
         self._went_on_after: str | None = None  # the error of a save that failed while training went on
         self._trained = 0  # iterations that ended since the fault
+        self._saved = False  # whether a save was committed since then
+        self._after_save = 0  # iterations that ended since that
         self._look()
         self._trained = 0
 
@@ -91,7 +113,9 @@ class _Watch:
             self._look()
             if fault in MAY_FAIL_A_SAVE and self._went_on_after is not None:
                 return Struck(failed_save=self._went_on_after, iteration=self._iteration, then="sigkill-all")
-            if fault in SLOWS and self._trained > 1:  # the first may have been all but done
+            # The first may have been all but done. A slow store is to have taken a save, and work to be lost after it.
+            trained = self._trained if of_storage(fault) is None else self._after_save
+            if fault in SLOWS and trained > 1:
                 return Struck(iteration=self._iteration, then="sigkill-one")
             if fault in HANGS and time.monotonic() - self._progress > self._plan.hang_limit_s:
                 return Struck(hangs=True)
@@ -113,8 +137,10 @@ class _Watch:
             if record["type"] == "iteration":
                 self._iteration, self._progress = record["step"], time.monotonic()
                 self._trained += 1
+                self._after_save += self._saved
                 if self._failed is not None and record["end_ns"] > self._failed["end_ns"]:
                     self._went_on_after = self._failed.get("error", "no reason is on record")
             elif (record["type"], record.get("operation")) == ("operation_end", "save"):
                 failed = record["outcome"] == "failed" and record["end_ns"] > self._since_ns
                 self._failed = record if failed else self._failed
+                self._saved |= record["outcome"] == "ok" and record["end_ns"] > self._since_ns

@@ -1,5 +1,5 @@
-"""What makes the ranks run again: the drill, which launches the whole job again, or torchrun's agent, in place, or the
-agents of megatron.launch on several nodes.
+"""What makes the ranks run again: the drill, which launches the whole job again; torchrun's agent or megatron.launch,
+in place; or the agents of megatron.launch on several nodes.
 
 The first two write the failure records of docs/restart_drill.md into the trace: what the drill does itself, or what it
 observes.
@@ -19,11 +19,13 @@ from restart_trace.clock import now_ns, process_start_ns
 from restart_trace.schema import SUPERVISOR_FILE_PATTERN
 from restart_trace.supervisor import open_supervisor_trace
 
-from .faults import MAY_END_WELL
+from .faults import DAMAGE, ENDPOINT_VARIABLES, MAY_END_WELL, of_storage, store_endpoint
+from .kept import KeptSaves
 from .launch import GRACE_S, DrillError, Launch, cleaned_up, launched
 from .moments import Tail, TraceTail
 from .nodes import LaunchOnNodes, nodes_of
 from .plan import LAUNCH, TORCHRUN, Plan
+from .storage_proxy import FaultProxy
 
 _POLL_S = 0.002
 _MEND_POLL_S = 0.05
@@ -41,8 +43,12 @@ class Supervisor(ABC):
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._stack = contextlib.ExitStack()
+        self._kept: KeptSaves | None = None
+        self.proxy: FaultProxy | None = None  # before the store, if that is to be struck
 
     def __enter__(self) -> Supervisor:
+        if any(of_storage(intent.fault) for intent in self.plan.strikes):
+            self.proxy = self._stack.enter_context(FaultProxy(store_endpoint()).running())
         self.trace = self._stack.enter_context(open_supervisor_trace(self.plan.trace_dir))
         return self
 
@@ -51,7 +57,20 @@ class Supervisor(ABC):
 
     def _launch(self, number: int) -> Launch:
         command, log = self.plan.command_of(number), self.plan.log_of(number)
-        return self._stack.enter_context(launched(command, log, self.plan.echo))
+        if self.proxy is not None:
+            command = ["env", f"{ENDPOINT_VARIABLES[0]}={self.proxy.url}", *command]
+        launch = self._stack.enter_context(launched(command, log, self.plan.echo))
+        if self.plan.keeps_saves:
+            self._kept = KeptSaves(launch.pid)
+        return launch
+
+    def kept_saves(self) -> KeptSaves | None:
+        """Those of the launcher, if its ranks' engine keeps any."""
+        return self._kept
+
+    def prepare(self, fault: str) -> None:
+        """What has to be done before the fault is caused."""
+        return None
 
     @abstractmethod
     def start(self, cycle: int) -> None:
@@ -161,11 +180,11 @@ class TorchrunAgent(Supervisor):
         )
 
 
-class AgentsOnNodes(Supervisor):
-    """--supervisor launch: one launch of megatron.launch over nodes, which starts all ranks again after each strike.
+class LauncherInPlace(Supervisor):
+    """--supervisor launch: one launch of megatron.launch, which starts all ranks again after each strike.
 
-    Its coordinator and its agents write `detected`, `stopped` and `relaunched` themselves; the drill reads them. A node
-    that was harmed, and lives, is mended after the first step of the ranks that follow.
+    It writes `detected`, `stopped` and `relaunched` itself; the drill reads them. What is to be damaged between two
+    starts is damaged while the launcher is stopped.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -173,6 +192,77 @@ class AgentsOnNodes(Supervisor):
         self._tails: dict[Path, Tail] = {}
         self._seen: set[tuple[str, int]] = set()  # (phase, cycle) of the failures on record
         self._cycle = 0
+        self._stopped = False  # the launcher
+
+    def start(self, cycle: int) -> None:
+        self._cycle = cycle
+        if cycle == 0:
+            self.launch = self._launch(0)
+
+    def prepare(self, fault: str) -> None:
+        self._stopped = fault in DAMAGE
+        if self._stopped:
+            self.launch.send(signal.SIGSTOP, self.launch.launcher())
+
+    def has_failed(self) -> bool:
+        if self._stopped:
+            return not self.launch.of_ranks()
+        return self._recorded("detected") or self.launch.exit_code is not None
+
+    def wait_until_down(self, cycle: int, fault: str, hangs: bool) -> int | None:
+        if hangs:
+            self.trace.failure("detected", cycle=cycle)
+            self.launch.send(signal.SIGKILL, self.launch.ranks()[-1:])
+        if not self._stopped:
+            self._until_relaunched(fault)
+        return None
+
+    def let_restart(self, cycle: int, fault: str) -> None:
+        if self._stopped:
+            self._stopped = False
+            self.launch.send(signal.SIGCONT, self.launch.launcher())
+            self._until_relaunched(fault)
+        self.launch.await_ranks(
+            self.plan.trace_dir, cycle + 1, self.plan.limit_s, lambda: self.launch.exit_code is not None
+        )
+        self.launch.has_recovered()
+
+    def _until_relaunched(self, fault: str) -> None:
+        deadline = time.monotonic() + self.plan.limit_s
+        while not self._recorded("relaunched"):
+            if self.launch.exit_code is not None:
+                raise DrillError(
+                    f"--supervisor launch: after {fault} the launch ended with exit code {self.launch.exit_code} and "
+                    f"restarted nothing; see {self.launch.log_path}.{self._needs}"
+                )
+            if time.monotonic() > deadline:
+                raise DrillError(
+                    f"--supervisor launch: {self.plan.limit_s:g} s passed before ranks were started again; raise "
+                    "--time-limit"
+                )
+            time.sleep(_POLL_S)
+
+    _needs = ""  # what else may be missing
+
+    def _recorded(self, phase: str) -> bool:
+        """Whether the launch has put this phase of the cycle's failure on record."""
+        for path in self.plan.trace_dir.glob(SUPERVISOR_FILE_PATTERN.replace("{index:03d}", "*")):
+            for record in self._tails.setdefault(path, Tail(path)).new_records():
+                if record["type"] == "event" and record["operation"] == "failure":
+                    self._seen.add((record["phase"], record["cycle"]))
+        return (phase, self._cycle) in self._seen
+
+
+class AgentsOnNodes(LauncherInPlace):
+    """--supervisor launch with --nodes-command: one launch over several nodes.
+
+    A node that was harmed, and lives, is mended after the first step of the ranks that follow.
+    """
+
+    _needs = " It needs a spare, and MAX_RESTARTS"
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -197,39 +287,6 @@ class AgentsOnNodes(Supervisor):
         started = LaunchOnNodes(plan.command, plan.log_of(0), plan.echo, self._nodes, plan.trace_dir)
         self.launch = self._stack.enter_context(cleaned_up(started))
 
-    def has_failed(self) -> bool:
-        return self._recorded("detected") or self.launch.exit_code is not None
-
-    def wait_until_down(self, cycle: int, fault: str, hangs: bool) -> int | None:
-        deadline = time.monotonic() + self.plan.limit_s
-        while not self._recorded("relaunched"):
-            if self.launch.exit_code is not None:
-                raise DrillError(
-                    f"--supervisor launch: after {fault} the launch ended with exit code {self.launch.exit_code} and "
-                    f"restarted nothing; see {self.launch.log_path}. It needs a spare, and MAX_RESTARTS"
-                )
-            if time.monotonic() > deadline:
-                raise DrillError(
-                    f"--supervisor launch: {self.plan.limit_s:g} s passed before ranks were started again; raise "
-                    "--time-limit"
-                )
-            time.sleep(_POLL_S)
-        return None
-
-    def let_restart(self, cycle: int, fault: str) -> None:
-        self.launch.await_ranks(
-            self.plan.trace_dir, cycle + 1, self.plan.limit_s, lambda: self.launch.exit_code is not None
-        )
-        self.launch.has_recovered()
-
-    def _recorded(self, phase: str) -> bool:
-        """Whether the launch has put this phase of the cycle's failure on record."""
-        for path in self.plan.trace_dir.glob(SUPERVISOR_FILE_PATTERN.replace("{index:03d}", "*")):
-            for record in self._tails.setdefault(path, Tail(path)).new_records():
-                if record["type"] == "event" and record["operation"] == "failure":
-                    self._seen.add((record["phase"], record["cycle"]))
-        return (phase, self._cycle) in self._seen
-
     def _mend_after_first_step(self, cycle: int) -> None:
         tail = TraceTail(self.plan.trace_dir, cycle)
         while not any(record["type"] == "iteration" for record in tail.new_records()):
@@ -241,4 +298,5 @@ class AgentsOnNodes(Supervisor):
 
 def supervisor_of(plan: Plan) -> Supervisor:
     """The supervisor that the plan asks for."""
-    return {TORCHRUN: TorchrunAgent, LAUNCH: AgentsOnNodes}.get(plan.supervisor, Relaunch)(plan)
+    in_place = AgentsOnNodes if plan.on_nodes else LauncherInPlace
+    return {TORCHRUN: TorchrunAgent, LAUNCH: in_place}.get(plan.supervisor, Relaunch)(plan)

@@ -77,6 +77,7 @@ class Verdict:
     losses: str
     state_hashes: str
     wrong: list[str]
+    tier: str | None = None  # where all ranks have loaded it from, if saves are kept in memory, too
 
 
 def judge(strike: Strike, cycles: dict[int, CycleFacts], losses: dict[int, LossCheck]) -> Verdict:
@@ -95,6 +96,9 @@ def judge(strike: Strike, cycles: dict[int, CycleFacts], losses: dict[int, LossC
     steps = set(facts.resumed.values())
     if len(facts.resumed) != facts.world_size or steps != {strike.expected_step}:
         wrong.append(f"resumed from {_shown(steps)}, and not from iteration {strike.expected_step}, on all ranks")
+    if strike.expected_tier is not None and set(facts.tiers.values()) != {strike.expected_tier}:
+        read = ", ".join(sorted(set(facts.tiers.values()))) or "a place that is not on record"
+        wrong.append(f"loaded from {read}, and not from {strike.expected_tier}")
     hashes = _hashes(strike, facts, cycles)
     if hashes == MISSING:
         wrong.append(f"only {len(facts.hashed)} of {facts.world_size} ranks compared the state with its hashes")
@@ -103,7 +107,8 @@ def judge(strike: Strike, cycles: dict[int, CycleFacts], losses: dict[int, LossC
                 for line in cycles[cycle].rejected]  # fmt: skip
         if not any(strike.damaged in line for line in told):
             wrong.append(f"no launch told that {strike.damaged} is damaged")
-    return Verdict(min(steps) if steps else None, check.shown, hashes, wrong)
+    tiers = set(facts.tiers.values())
+    return Verdict(min(steps) if steps else None, check.shown, hashes, wrong, tiers.pop() if len(tiers) == 1 else None)
 
 
 def _hashes(strike: Strike, facts: CycleFacts, cycles: dict[int, CycleFacts]) -> str:

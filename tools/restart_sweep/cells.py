@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-from ..common.sweep_files import BOTH, COLD, STORAGE, WARM, Cell
+from ..ckpt_replay.plan import SAVE_AND_LOAD
+from ..common.sweep_files import BOTH, COLD, NO_STRIPING, STORAGE, WARM, Cell
 from .sweep_file import Run, Sweep, layouts_of
 
 
@@ -29,13 +30,20 @@ def cells_of(sweep: Sweep) -> list[Cell]:
 
 
 def _variants(run: Run) -> list[dict[str, Any]]:
-    """What is compared with each other: engines, page cache, faults, save intervals."""
+    """What is compared with each other: engines, page cache, faults, save intervals, operations, striping."""
     states = [BOTH if COLD in run.cache else WARM] if run.mode == "replay" else list(run.cache)
+    axes = (run.striping, run.operations, run.save_intervals, run.faults, states, run.engines)
     return [
         {"mode": run.mode, "engine": engine, "cache": cache, "fault": fault, "save_interval": interval,
-         "settings": run.settings}
-        for interval, fault, cache, engine in product(run.save_intervals, run.faults, states, run.engines)
+         "settings": run.settings | _of_replay(operations, striping)}
+        for striping, operations, interval, fault, cache, engine in product(*axes)
     ]  # fmt: skip
+
+
+def _of_replay(operations: str, striping: str) -> dict[str, str]:
+    """Settings that are not what a replay does by itself: then a cell is the same as one of a sweep without the key."""
+    found = {} if operations == SAVE_AND_LOAD else {"operations": operations}
+    return found | ({} if striping == NO_STRIPING else {"striping": striping})
 
 
 def _storage(repeat: int, storage_bytes: int) -> dict[str, Any]:

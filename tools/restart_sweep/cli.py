@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +24,8 @@ examples:
       replays, trainings and restarts on CPUs, in minutes; the report is in runs/sweep_tiny/report
   %(prog)s --dry-run examples_deepspeed/restart_bench/sweeps/study.yaml
       its cells in their order, and the files and bytes of each checkpoint
+  %(prog)s --reduced examples_deepspeed/restart_bench/sweeps/study.yaml
+      two small cells of each kind, to see that all of it runs here
   %(prog)s --out runs/first --dir /scratch study.yaml
       checkpoints on the storage that is to be measured. The same command resumes what was interrupted
 
@@ -38,6 +42,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     help_ = "where checkpoints are written, on the storage that is measured (default: below --out)"
     parser.add_argument("--dir", type=Path, metavar="DIR", help=help_)
     parser.add_argument("--dry-run", action="store_true", help="list cells and sizes; run and write nothing")
+    help_ = "a few small cells of each kind, one repeat, trainings scaled down: whether it runs here; measures nothing"
+    parser.add_argument("--reduced", action="store_true", help=help_)
     parser.add_argument("--retry-failed", action="store_true", help="measure again the cells that failed")
     parser.add_argument(
         "--no-report", action="store_true", help="measure alone; `ckpt-analysis sweep` makes the report"
@@ -59,6 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .cells import cells_of
 
         sweep = read_sweep(arguments.sweep)
+        if arguments.reduced:
+            from .reduced import reduced
+
+            sweep = reduced(sweep)
         cells = cells_of(sweep)
         if arguments.dry_run:
             from .dry_run import listing
@@ -74,14 +84,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace, sweep: Sweep, cells: list[Cell]) -> int:
-    from .directory import SweepError, opened
+    from .directory import opened
     from .progress import to_stderr
     from .sweep import run_cells
 
     out = (arguments.out or Path("runs") / f"sweep_{sweep.name}").absolute()
     storage = None if arguments.dir is None else arguments.dir.absolute()
-    if storage is not None and not storage.is_dir():
-        raise SweepError(f"--dir {storage}: is no directory; make it first, or correct the path")
+    _check_storage(storage)
+    _check_hosts(cells)
     with opened(out, sweep, cells, storage) as directory:
         if arguments.retry_failed:
             to_stderr(f"{directory.move_failures_aside(cells)} failed cells are measured again")
@@ -91,6 +101,33 @@ def _run(arguments: argparse.Namespace, sweep: Sweep, cells: list[Cell]) -> int:
     if failed:
         to_stderr(f"{failed} of {len(cells)} cells failed; their results say why. --retry-failed measures them again")
     return FINDINGS if failed else OK
+
+
+def _check_storage(storage: Path | None) -> None:
+    """Raises SweepError if --dir is no directory that can be written to."""
+    from .directory import SweepError
+
+    if storage is None:
+        return
+    if not storage.is_dir():
+        raise SweepError(f"--dir {storage}: is no directory; make it first, or correct the path")
+    try:
+        with tempfile.TemporaryFile(dir=storage) as file:
+            file.write(b"\0")
+    except OSError as exc:
+        raise SweepError(f"--dir {storage}: cannot be written: {exc.strerror}; give another") from exc
+
+
+def _check_hosts(cells: list[Cell]) -> None:
+    """Raises SweepError if nodes are to be harmed and it is not said which there are."""
+    from ..restart_drill.faults import ON_NODES
+    from .directory import SweepError
+
+    for cell in cells:
+        if cell.fault.partition("@")[0] in ON_NODES and not os.environ.get("HOSTFILE"):
+            raise SweepError(
+                f"HOSTFILE: is not set, and {cell.fault} is of a node; name the hosts, and spares, in a file"
+            )
 
 
 def _report(out: Path) -> None:

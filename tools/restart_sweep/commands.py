@@ -10,20 +10,28 @@ from pathlib import Path
 
 from ..common.presets import SCRIPTS
 from ..common.sweep_files import COLD, DRILL_TRACE, NO_FAULT, REPLAY, STORAGE, TRACE, Cell
+from ..restart_drill.faults import ON_NODES
+from ..restart_drill.plan import LAUNCH
 
 PACKAGE = __name__.split(".")[0]  # tools in a checkout, megatron_restart_tools where it is installed
 ROOT = Path(__file__).resolve().parents[2]
 # Settings of restart_bench that the user's shell may have and that would change what the cells of a sweep run.
 _SETTINGS_OF_PRESETS = (
     "MODE", "ENGINE", "SAVE_INTERVAL", "SAVE_DIR", "TRACE_DIR", "DP", "ITERS", "MICRO_BATCH", "GLOBAL_BATCH",
-    "SEQ_LENGTH", "EXTRA_ARGS", "WORK_DIR", "LAUNCHER", "KILL_AT", "TIME_LIMIT", "RANKS", "LIMIT_BYTES", "REPEAT",
-    "DRY_RUN", "COMMAND_TO", "VOCAB_SIZE", "RESTART_TRACE_LABEL", "RESTART_TRACE_LAUNCH_ID", "MASTER_PORT",
+    "MODE", "ENGINE", "SAVE_INTERVAL", "SAVE_DIR", "TRACE_DIR", "DP", "ITERS", "MICRO_BATCH", "GLOBAL_BATCH",
+    "SEQ_LENGTH", "DTYPE", "EXTRA_ARGS", "WORK_DIR", "LAUNCHER", "KILL_AT", "TIME_LIMIT", "RANKS", "LIMIT_BYTES",
+    "REPEAT", "DRY_RUN", "COMMAND_TO", "VOCAB_SIZE", "RESTART_TRACE_LABEL", "RESTART_TRACE_LAUNCH_ID", "MASTER_PORT",
+    "MAX_RESTARTS",
 )  # fmt: skip
 _OF_TRAINING = {
     "iterations": "ITERS", "micro_batch": "MICRO_BATCH", "global_batch": "GLOBAL_BATCH", "seq_length": "SEQ_LENGTH",
     "launcher": "LAUNCHER", "flags": "EXTRA_ARGS",
 }  # fmt: skip
-_OF_REPLAY = ("ranks", "limit_bytes", "steps_between", "step_seconds", "step_work", "vocab_size")
+_OF_REPLAY = (
+    "ranks", "limit_bytes", "steps_between", "step_seconds", "step_work", "vocab_size", "operations", "striping",
+    "stripe_command",
+)  # fmt: skip
+_RESTARTS = "4"  # in place, of a launch that loses a node: more than it takes
 
 
 @dataclass(frozen=True)
@@ -60,8 +68,12 @@ def command_of(cell: Cell, places: Places, time_limit_s: float) -> Command:
         *_tool("restart_drill"), "--fault", fault, "--at", moment, "--cycles", "1", "--no-reference",
         "--time-limit", f"{time_limit_s:.0f}", "--out", str(places.cell / "drill"),
         "--checkpoints", str(places.storage / "checkpoints"), *(["--cold-cache"] if cell.cache == COLD else []),
-        "--quiet", "--", str(script),
+        "--quiet",
     ]  # fmt: skip
+    if fault in ON_NODES:
+        words += ["--supervisor", LAUNCH, "--nodes-command", os.path.expandvars(cell.settings["nodes_command"])]
+        settings |= {"LAUNCHER": "fork", "MAX_RESTARTS": _RESTARTS}
+    words += ["--", str(script)]
     return Command(words, settings, DRILL_TRACE)
 
 
@@ -84,7 +96,7 @@ def _replay(cell: Cell, places: Places) -> Command:
         "--engine", cell.engine, "--repeat", "1", "--no-storage",
     ]  # fmt: skip
     for name in _OF_REPLAY:
-        if name in settings:
+        if name in settings and (name != "stripe_command" or "striping" in settings):
             words += [f"--{name.replace('_', '-')}", str(settings[name])]
     words += [] if COLD in cell.cache else ["--no-cold"]
     words += [*shlex.split(settings.get("flags", "")), *_leaving(places)]

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ..ckpt_replay.plan import RAW
 from ..common.sweep_files import PLANS, STORAGE, Cell, write_json
 from .commands import PACKAGE, environment
 
@@ -54,6 +55,8 @@ class Sizes:
 
 
 def _ask(cell: Cell) -> dict[str, Any]:
+    if cell.engine in RAW:
+        return {"error": f"{cell.engine} is {RAW[cell.engine]}; ckpt-plan knows the files of engines", "command": []}
     words = [sys.executable, "-m", f"{PACKAGE}.ckpt_plan", "--model", cell.model, "--engine", cell.engine]
     words += ["--tp", str(cell.tp), "--pp", str(cell.pp), "--dp", str(cell.dp), "--format", "json"]
     if "vocab_size" in cell.settings:

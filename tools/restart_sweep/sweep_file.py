@@ -17,10 +17,13 @@ from restart_trace.command_line import hint
 from restart_trace.regular import read_regular
 
 from ..ckpt_plan.presets import preset_layout, preset_names
+from ..ckpt_replay.options import parse_striping
+from ..ckpt_replay.plan import OPERATIONS, RAW, SAVE_AND_LOAD
 from ..common.cli import parse_bytes, parse_rank_ranges
-from ..common.sweep_files import COLD, MODES, NO_FAULT, WARM
-from ..restart_drill.faults import FAULTS, refusal
+from ..common.sweep_files import COLD, MODES, NO_FAULT, NO_STRIPING, WARM
+from ..restart_drill.faults import FAULTS, ON_NODES, refusal
 from ..restart_drill.moments import parse_moment
+from ..restart_drill.plan import LAUNCH, RELAUNCH
 
 PRESET = "preset"  # the layout of the preset's own script
 _DRILLED = ("scaled", "restart")
@@ -65,6 +68,8 @@ class Run:
     cache: tuple[str, ...]
     faults: tuple[str, ...]
     save_intervals: tuple[int | None, ...]
+    operations: tuple[str, ...]
+    striping: tuple[str, ...]
     settings: dict[str, Any]
 
 
@@ -121,12 +126,19 @@ def _run(path: Path, node: yaml.Node) -> Run:
         raise places["cache"].error("a replay measures warm loads in any case; write [cold, warm] or [warm]")
     if "none" in values["engines"] and mode == "replay":
         raise places["engines"].error("engine `none` writes no files, so there is nothing to replay; leave it out")
+    raw = [name for name in values["engines"] if name in RAW]
+    if raw and mode != "replay":
+        raise places["engines"].error(f"`{raw[0]}` writes bytes of a replay alone; no training can be saved with it")
     faults = values["faults"] or (NO_FAULT,)
+    _check_nodes(values, places, faults, cache)
     if cache != (WARM,) and mode in _DRILLED and NO_FAULT in faults:
         raise places["cache"].error(
             "without a fault nothing is loaded; leave `none` out of faults, or cold out of cache"
         )
-    own = ("mode", "models", "layouts", "engines", "cache", "faults", "save_interval")
+    striping = values["striping"] or (NO_STRIPING,)
+    if values["stripe_command"] is not None and striping == (NO_STRIPING,):
+        raise places["stripe_command"].error("sets what `striping` says; give that, too")
+    own = ("mode", "models", "layouts", "engines", "cache", "faults", "save_interval", "operations", "striping")
     settings = {
         key: value
         for key, value in values.items()
@@ -134,8 +146,29 @@ def _run(path: Path, node: yaml.Node) -> Run:
     }
     return Run(
         mode=mode, models=values["models"], layouts=values["layouts"] or (PRESET,), engines=values["engines"],
-        cache=cache, faults=faults, save_intervals=values["save_interval"] or (None,), settings=settings,
+        cache=cache, faults=faults, save_intervals=values["save_interval"] or (None,),
+        operations=values["operations"] or (SAVE_AND_LOAD,), striping=striping, settings=settings,
     )  # fmt: skip
+
+
+def _check_nodes(
+    values: dict[str, Any], places: dict[str, Place], faults: tuple[str, ...], cache: tuple[str, ...]
+) -> None:
+    """Whether what a fault of a node needs is there, and nothing that it does not go with."""
+    of_nodes = [fault for fault in faults if fault.partition("@")[0] in ON_NODES]
+    if not of_nodes:
+        if values["nodes_command"] is not None:
+            raise places["nodes_command"].error(f"only faults of nodes use it: {', '.join(ON_NODES)}")
+        return
+    if values["nodes_command"] is None:
+        raise places["faults"].error(
+            f"{of_nodes[0]} is of a node, which a program of yours must harm: add nodes_command; see "
+            "docs/restart_drill.md"
+        )
+    if values["launcher"] not in (None, "fork"):
+        raise places["launcher"].error(f"{of_nodes[0]} takes launcher fork, whose agents restart on the nodes left")
+    if COLD in cache:
+        raise places["cache"].error(f"{of_nodes[0]}: the agents restart the ranks at once; leave cold out")
 
 
 def _mapping(
@@ -286,11 +319,22 @@ def _fault(place: Place) -> str:
     try:
         if not at:
             raise ValueError(f"{text}: write FAULT@WHEN, such as {fault}@mid-save-write")
-        refused = refusal(fault, parse_moment(moment), "relaunch")
+        of_node = fault in ON_NODES
+        refused = refusal(fault, parse_moment(moment), LAUNCH if of_node else RELAUNCH, on_nodes=of_node)
     except ValueError as exc:
         raise place.error(str(exc)) from None
     if refused is not None:
         raise place.error(refused)
+    return text
+
+
+def _striping(place: Place) -> str:
+    text = str(_scalar(place, "a striping such as 8x4MiB"))
+    if text != NO_STRIPING:
+        try:
+            parse_striping(text)
+        except argparse.ArgumentTypeError as exc:
+            raise place.error(f"{exc}, or {NO_STRIPING}") from None
     return text
 
 
@@ -332,10 +376,12 @@ RUN_KEYS = {
     "mode": Key(_choice(lambda: MODES, "mode"), "replay, scaled, restart or train"),
     "models": Key(_list(_choice(preset_names, "preset")), "presets of restart_bench/models"),
     "layouts": Key(_list(_layout), "tpT_ppP[_dpD], or preset: that of the preset's own script"),
-    "engines": Key(_list(_choice(engine_names, "engine")), "checkpoint engines; the first is compared with"),
+    "engines": Key(_list(_choice(lambda: [*engine_names(), *RAW], "engine")),
+                   "checkpoint engines; the first is compared with; in replay also raw-rank, raw-host, raw-all"),
     "cache": Key(_list(_choice(lambda: (COLD, WARM), "state of the page cache")), "before a load: cold, warm or both",
                  modes=("replay", *_DRILLED)),
     "faults": Key(_list(_fault), "FAULT@WHEN as restart-drill has them, or none", modes=_DRILLED),
+    "nodes_command": Key(_text, "what harms nodes, for faults of nodes", modes=_DRILLED),
     "save_interval": Key(_list(_whole(1)), "iterations between saves", modes=_TRAINED),
     "iterations": Key(_whole(1), "of the training", modes=_TRAINED),
     "micro_batch": Key(_whole(1), "samples of a micro batch", modes=_TRAINED),
@@ -344,6 +390,11 @@ RUN_KEYS = {
     "launcher": Key(_choice(lambda: ("torchrun", "deepspeed", "srun", "fork"), "launcher"), "who starts the ranks",
                     modes=_TRAINED),
     "ranks": Key(_ranks, "of the layout, those that are replayed", "0", modes=("replay",)),
+    "operations": Key(_list(_choice(lambda: OPERATIONS, "operation")), "save_and_load, save or load",
+                      modes=("replay",)),
+    "striping": Key(_list(_striping), "targets that a file is spread over, and bytes of a piece; or none",
+                    modes=("replay",)),
+    "stripe_command": Key(_text, "what sets the striping", modes=("replay",)),
     "limit_bytes": Key(_size(_SIZE_WORDS), "of each rank; none: whole ranks; fit: what memory and disk hold", "1GiB",
                        modes=("replay",)),
     "steps_between": Key(_number(0, including=True), "seconds of training after a save", modes=("replay",)),

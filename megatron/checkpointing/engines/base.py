@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from megatron.fileio.checksums import CheckedBytes
     from megatron.fileio.device_copies import CopyStream
+    from megatron.peers.client import Peer
+    from megatron.peers.wire import Key
 
 MIB = 1 << 20
 
@@ -46,6 +48,7 @@ class EngineOptions:
     local_rank: int = 0  # among those of this host
     local_world_size: int = 1  # ranks that share this host's memory
     device_timeout_s: float = 600.0  # --distributed-timeout-minutes: how long a save waits for the device
+    peer_timeout_s: float = 10.0  # --peer-timeout
     library: tuple[tuple[str, Any], ...] = ()  # what a --deepspeed_config stanza says to the engine's library
 
 
@@ -230,6 +233,17 @@ class CheckpointEngine(ABC):
     def kept_saves(self) -> list[KeptSave]:
         """What is whole in memory of this host, of whichever rank."""
         return []
+
+    def share_with(self, peers: Sequence[Peer]) -> None:
+        """From now on a save counts once each of these has a copy, too, or it is on storage."""
+        return None
+
+    def fetch_kept(self, save: str, key: Key, peer: Peer, op: Operation) -> KeptSave:
+        """Copy the save of these coordinates from a peer into memory of this rank.
+
+        Raises CheckpointDamagedError naming the peer if it does not send it, unaltered.
+        """
+        raise NotImplementedError(f"{type(self).__name__} keeps nothing in memory")
 
     def keep(self, save: str | None) -> None:
         """Training goes on from the state that `save` names, of those kept: write over others only. None: over all."""

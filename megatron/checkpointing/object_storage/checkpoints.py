@@ -24,7 +24,8 @@ from megatron.config.uris import ObjectUri, parse_uri
 from megatron.fileio.checksums import checksum_text
 from megatron.fileio.files import DamagedFileError
 from megatron.fileio.node_directory import NodeDirectory, default_root
-from megatron.fileio.object_store import Bucket, ObjectInfo, ObjectMissingError
+from megatron.fileio.object_store import Bucket, ObjectInfo
+from megatron.fileio.store_errors import ObjectMissingError
 from restart_trace.recorder import Operation
 from restart_trace.under_way import READING, UnderWay
 

@@ -19,7 +19,8 @@ from megatron.checkpointing import naming as names
 from megatron.checkpointing.engines.errors import SaveDirectoryInUseError, SaveDirectorySupersededError
 from megatron.checkpointing.ownership import MAX_OWNER_BYTES, Owner, new_owner, owner_of, runs_here
 from megatron.config.uris import ObjectUri
-from megatron.fileio.object_store import Bucket, ObjectMissingError, ObjectStoreError
+from megatron.fileio.object_store import Bucket
+from megatron.fileio.store_errors import ObjectMissingError, ObjectStoreError
 from restart_trace.strict_json import parse_json
 
 logger = logging.getLogger(__name__)
@@ -62,9 +63,12 @@ class ObjectOwnership:
     def generation(self) -> int:
         return self.owner.generation
 
-    def check(self) -> None:
-        """Raises SaveDirectorySupersededError if a later launch owns the prefix, ObjectStoreError if nobody can say."""
-        newest = max(_generations(self._bucket, self._uri), default=None)
+    def check(self, deadline_s: float | None = None) -> None:
+        """Raises SaveDirectorySupersededError if a later launch owns the prefix, ObjectStoreError if nobody can say.
+
+        `deadline_s`: for each request, if not the bucket's.
+        """
+        newest = max(_generations(self._bucket, self._uri, deadline_s), default=None)
         if newest is None or newest < self.generation:
             logger.warning("--save %s: %s was emptied; going on as its owner", self._uri, names.GENERATIONS)
             self._etag = self._bucket.create(_key(self._uri, self.generation), self._content())
@@ -187,9 +191,9 @@ def _is_alive(bucket: Bucket, uri: ObjectUri, seen: _Seen) -> bool:
     return False
 
 
-def _generations(bucket: Bucket, uri: ObjectUri) -> list[int]:
+def _generations(bucket: Bucket, uri: ObjectUri, deadline_s: float | None = None) -> list[int]:
     prefix = uri.key(f"{names.GENERATIONS}/")
-    found = [info.key.removeprefix(prefix) for info in bucket.list(prefix)]
+    found = [info.key.removeprefix(prefix) for info in bucket.list(prefix, deadline_s)]
     return [int(name) for name in found if name.isascii() and name.isdigit() and name == f"{int(name):08d}"]
 
 

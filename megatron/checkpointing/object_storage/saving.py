@@ -5,6 +5,7 @@ The way over a disk lets every engine write as it does otherwise, and a part be 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import uuid
@@ -18,10 +19,12 @@ from megatron.checkpointing.object_storage.checkpoints import StoredCandidate, S
 from megatron.checkpointing.object_storage.ownership import ObjectOwnership
 from megatron.fileio.checksums import checksum_text
 from megatron.fileio.node_directory import NodeDirectory
-from megatron.fileio.object_store import ObjectMissingError, ObjectStoreError
+from megatron.fileio.store_errors import ObjectMissingError, ObjectStoreError
 from restart_trace.recorder import Operation
 
 logger = logging.getLogger(__name__)
+_SOON_S = 1.0
+_DISCARD_S = 5.0
 
 
 class ObjectDirectory:
@@ -47,9 +50,14 @@ class ObjectDirectory:
         """Where the engine of this rank writes its files."""
         return self._spool.path / names.temporary_directory(tag, attempt)
 
-    def check_ownership(self) -> None:
-        if self._ownership is not None:
+    def check_ownership(self, *, failed: bool = False) -> None:
+        if self._ownership is None:
+            return
+        if not failed:
             self._ownership.check()
+            return
+        with contextlib.suppress(ObjectStoreError):  # a store that is away does not keep the others from hearing
+            self._ownership.check(_SOON_S)
 
     def store(
         self, tag: str, attempt: str, temporary: Path, saved: Sequence[SavedFile], op: Operation, blocking: bool
@@ -109,11 +117,15 @@ class ObjectDirectory:
         return [] if written else [f"{self._bucket.uri(key)} was written by another launch meanwhile"]
 
     def discard(self, tag: str, attempt: str, temporary: Path) -> None:
-        """Remove what all ranks have uploaded of a failed save; on rank 0, when no rank uploads any more."""
+        """Remove what all ranks have uploaded of a failed save; on rank 0, when no rank uploads any more.
+
+        Training waits, so a store that is away is not waited for.
+        """
         try:
-            self._remove(tag, attempt)
-            for key, upload in self._bucket.unfinished_uploads(self._key(tag, attempt, "")):
-                self._bucket.abort_upload(key, upload)
+            bucket = self._bucket.with_deadline(_DISCARD_S)
+            bucket.delete([info.key for info in bucket.list(self._key(tag, attempt, ""))])
+            for key, upload in bucket.unfinished_uploads(self._key(tag, attempt, "")):
+                bucket.abort_upload(key, upload)
         except ObjectStoreError as exc:
             logger.warning("what was uploaded of the failed save is left for the next launch to remove: %s", exc)
 

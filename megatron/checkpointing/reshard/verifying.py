@@ -8,7 +8,7 @@ The CRC-32s of the parts are combined on rank 0 and compared with those that wer
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,10 +32,11 @@ def to_verify(shares: Sequence[Share], rank: int) -> dict[str, Runs]:
     `shares`: of all ranks. Every byte of every CheckedBytes is in what exactly one rank gets.
     """
     found = {}
+    needed = _lowest_that_needs(shares, shares[rank].reads)
     for file, mine in shares[rank].reads.items():
         lower = [share.reads[file] for share in shares[:rank] if file in share.reads]
         everybody = [share.reads[file] for share in shares if file in share.reads]
-        needed_by = _lowest_that_needs(shares, file)
+        needed_by = needed.get(file, {})
         checked = _bytes_of(record for record, _ in needed_by.values())
         own = intersect(checked, subtract(mine, merged(lower)))
         rest = subtract(_bytes_of(record for record, lowest in needed_by.values() if lowest == rank), merged(everybody))
@@ -47,9 +48,9 @@ def to_verify(shares: Sequence[Share], rank: int) -> dict[str, Runs]:
 def joined(parts: Iterable[RangeChecksum], shares: Sequence[Share]) -> list[RangeChecksum]:
     """`parts` in order, those that are neighbours in one CheckedBytes as one."""
     found: list[RangeChecksum] = []
-    files = {file for share in shares for file in share.checked}
-    starts = {file: _lowest_that_needs(shares, file).keys() for file in files}
-    for part in sorted(parts, key=lambda part: (part.file, part.start)):
+    parts = sorted(parts, key=lambda part: (part.file, part.start))
+    starts = _lowest_that_needs(shares, {part.file for part in parts})
+    for part in parts:
         last = found[-1] if found else None
         follows = last is not None and (last.file, last.stop) == (part.file, part.start)
         if last is not None and follows and part.start not in starts[part.file]:
@@ -67,8 +68,8 @@ def damage(shares: Sequence[Share], parts: Iterable[RangeChecksum], directory: P
     """
     checksums = by_file(parts)
     wrong = []
-    for file in sorted({file for share in shares for file in share.checked}):
-        for _, (checked, _) in sorted(_lowest_that_needs(shares, file).items()):
+    for file, needed_by in sorted(_lowest_that_needs(shares, None).items()):
+        for _, (checked, _) in sorted(needed_by.items()):
             what = f"{directory / file}: {checked.name}"
             found = combine(checksums.get(file, {}), checked.start, checked.stop)
             if found.stop != checked.stop:
@@ -78,12 +79,20 @@ def damage(shares: Sequence[Share], parts: Iterable[RangeChecksum], directory: P
     return wrong
 
 
-def _lowest_that_needs(shares: Sequence[Share], file: str) -> dict[int, tuple[CheckedBytes, int]]:
-    """First byte -> (what is to be verified, the lowest rank that needs a part of it)."""
-    found: dict[int, tuple[CheckedBytes, int]] = {}
+def _lowest_that_needs(
+    shares: Sequence[Share], files: Collection[str] | None
+) -> dict[str, dict[int, tuple[CheckedBytes, int]]]:
+    """Of `files` (None: of all): first byte -> (what is to be verified, the lowest rank that needs a part of it).
+
+    In one pass over what the ranks read: a look at each file of each rank would be ranks times files.
+    """
+    found: dict[str, dict[int, tuple[CheckedBytes, int]]] = {}
     for rank, share in enumerate(shares):
-        for start, record in share.checked.get(file, {}).items():
-            found.setdefault(start, (record, rank))
+        for file, checked in share.checked.items():
+            if files is None or file in files:
+                needed_by = found.setdefault(file, {})
+                for start, record in checked.items():
+                    needed_by.setdefault(start, (record, rank))
     return found
 
 

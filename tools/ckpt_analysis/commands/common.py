@@ -76,10 +76,11 @@ def read_trace(directory: Path, arguments: argparse.Namespace) -> Trace:
     """`load_trace` as the shared flags ask for it. Raises LogDirectoryError if nothing can be analysed."""
     from ..ingest.cache import Cache
     from ..ingest.load import load_trace
+    from ..metrics.span_times import span_times
 
     progress = progress_of(arguments)
     cache = None if arguments.no_cache else Cache(arguments.cache_dir, progress)
-    return load_trace(directory, arguments.run_id, cache=cache, progress=progress)
+    return load_trace(directory, arguments.run_id, cache=cache, progress=progress, measure=span_times)
 
 
 def progress_of(arguments: argparse.Namespace) -> Progress:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +23,7 @@ EXAMPLES = """\
   %(prog)s --quiet runs/tiny && echo fine
   %(prog)s tiny.zip                       a bundle of a sweep: checksums, all its traces, docs/rules.md
 """
-PROCESSES_FROM_BYTES = 32 << 20  # below, starting them takes longer than they save
+PROCESSES_FROM_BYTES = 32 << 20  # its processes import the standard library alone
 # Problems that are reported line by line already.
 _OF_FILES = {"empty_file", "unreadable_file", "wrong_file_name"}
 _BY_LINE = {*_OF_FILES, "no_process_record", "unknown_schema_version", "invalid_record", "torn_line"}
@@ -88,18 +85,12 @@ def _trace(logdir: Path, arguments: argparse.Namespace, name: str | None = None)
 
 
 def _check(listing: Listing, progress: Progress) -> Iterator[Checked]:
+    from ..common.processes import map_in_processes, processes_for
     from ..ingest.validate import check_file
 
     sizes = sum(file.size() for file in listing.files)
-    columns = [[getattr(file, name) for file in listing.files] for name in ("path", "rank", "cycle")]
-    spread = sizes >= PROCESSES_FROM_BYTES
-    # spawn: forking a process that polars has threads in may hang.
-    with (
-        ProcessPoolExecutor(mp_context=get_context("spawn")) if spread else nullcontext() as pool,
-        progress.bar(sizes, "checking records", "B") as advance,
-    ):
-        done = pool.map(check_file, *columns, chunksize=8) if pool else map(check_file, *columns)
-        for checked in done:
+    with progress.bar(sizes, "checking records", "B") as advance:
+        for checked in map_in_processes(check_file, listing.files, processes_for(sizes, PROCESSES_FROM_BYTES), chunk=8):
             advance(checked.num_bytes)
             yield checked
 

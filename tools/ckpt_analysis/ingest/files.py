@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ class Head:
 
 @dataclass(frozen=True)
 class FileText:
-    """One file in memory: whole lines. `index` is its place among the heads, `start` where its second line begins."""
+    """One file in memory: whole lines, the second from `start`. `index` is its place among the heads of its batch."""
 
     index: int
     head: Head
@@ -43,30 +43,41 @@ class FileText:
 
 @dataclass
 class Reading:
-    """What the files themselves say, filled while their batches are read."""
+    """What the files of a batch themselves say, filled while they are read."""
 
     heads: list[Head]
     problems: list[Problem]
     other_versions: dict[int, dict[str, int]]  # version -> name of file -> records
 
+    def add(self, more: Reading) -> None:
+        """What the files of the next batch say."""
+        self.heads += more.heads
+        self.problems += more.problems
+        for version, counts in more.other_versions.items():
+            self.other_versions.setdefault(version, {}).update(counts)
 
-def read_batches(files: list[TraceFile], reading: Reading) -> Iterator[tuple[list[FileText], int]]:
-    """Batches of files with the bytes read; files that cannot be used become problems.
+
+def batches(files: Sequence[TraceFile], sizes: Sequence[int]) -> Iterator[tuple[list[TraceFile], int]]:
+    """The files, which have `sizes` bytes, in batches of some BATCH_BYTES, with the bytes of each batch.
 
     Every file is in one batch, so whatever concerns one process can be worked out batch by batch.
     """
-    batch: list[FileText] = []
+    batch: list[TraceFile] = []
     num_bytes = 0
-    for file in files:
-        text = _read(file, reading)
-        if text is None:
-            continue
-        batch.append(text)
-        num_bytes += len(text.content)
+    for file, size in zip(files, sizes, strict=True):
+        batch.append(file)
+        num_bytes += size
         if num_bytes >= BATCH_BYTES:
             yield batch, num_bytes
             batch, num_bytes = [], 0
-    yield batch, num_bytes
+    if batch:
+        yield batch, num_bytes
+
+
+def read_files(files: Sequence[TraceFile], reading: Reading) -> list[FileText]:
+    """Files in memory, but for those that cannot be used: they become problems."""
+    texts = (_read(file, reading) for file in files)
+    return [text for text in texts if text is not None]
 
 
 def _read(file: TraceFile, reading: Reading) -> FileText | None:

@@ -18,7 +18,7 @@ from .clocks import check_clocks, clock_of, offsets_ns
 from .discover import Listing, LogDirectoryError, list_trace
 from .files import Head
 from .groups import with_group
-from .records import Records, only_files, read_records
+from .records import Measure, Records, only_files, read_records
 
 _TIMES = ("start_ns", "end_ns", "time_ns")
 
@@ -37,18 +37,25 @@ class Trace:
     claimed_cycles: list[int]
     records: Records
     problems: list[Problem]
+    measured: list[tuple[int, Any]] | None = None
 
 
 def load_trace(
-    directory: Path, run_id: str | None = None, *, cache: Cache | None = None, progress: Progress | None = None
+    directory: Path,
+    run_id: str | None = None,
+    *,
+    cache: Cache | None = None,
+    progress: Progress | None = None,
+    measure: Measure[Any] | None = None,
 ) -> Trace:
     """Read the run `run_id` in `directory`: the one launched last if it is None.
 
-    With a `cache`, logs that it has seen come from there and others go into it. Raises LogDirectoryError if
+    With a `cache`, logs that it has seen come from there and others go into it. Many bytes are read by several
+    processes, which each call `measure` with the records of the files that they read. Raises LogDirectoryError if
     nothing in the directory can be analysed.
     """
     listing = list_trace(directory)
-    records, heads, problems = _read(listing, cache, progress or Progress(quiet=True))
+    records, heads, problems, measured = _read(listing, cache, progress or Progress(quiet=True), measure)
     problems = [*map(_copy, listing.copies), *problems]
     processes = [head.process for head in heads]
     if not any(process["role"] == "rank" for process in processes):
@@ -60,7 +67,7 @@ def load_trace(
     problems += found
     of_run = [index for index, head in enumerate(heads) if head.process["run_id"] == chosen]
     if len(of_run) < len(heads):
-        records = only_files(records, pl.col(FILE).is_in(of_run))
+        records, measured = only_files(records, pl.col(FILE).is_in(of_run)), None
     processes = [heads[index].process for index in of_run]
     records, found = _align(records, heads, processes)
     problems += found + check_clocks(processes)
@@ -73,6 +80,7 @@ def load_trace(
         claimed_cycles=listing.claimed_cycles,
         records=records,
         problems=problems,
+        measured=measured,
     )
 
 
@@ -85,19 +93,21 @@ def _with_hosts(events: pl.DataFrame, heads: list[Head]) -> pl.DataFrame:
     return events.join(hosts, on=FILE, how="left", maintain_order="left")
 
 
-def _read(listing: Listing, cache: Cache | None, progress: Progress) -> tuple[Records, list[Head], list[Problem]]:
+def _read(
+    listing: Listing, cache: Cache | None, progress: Progress, measure: Measure[Any] | None
+) -> tuple[Records, list[Head], list[Problem], list[tuple[int, Any]] | None]:
     kept = cache.open(listing) if cache else None
     if kept:
         found = kept.load()
         if found:
-            return found
-    total = sum(file.size() for file in listing.files)
-    with progress.bar(total, "reading logs", "B") as advance:
-        records, heads, problems = read_records(listing.files, advance)
+            return *found, None
+    sizes = [file.size() for file in listing.files]
+    with progress.bar(sum(sizes), "reading logs", "B") as advance:
+        records, heads, problems, measured = read_records(listing.files, sizes, measure, advance)
     if kept:
         with progress.bar(None, "keeping them as Parquet", "") as _:
             kept.store(records, heads, problems)
-    return records, heads, problems
+    return records, heads, problems, measured
 
 
 def _copy(pair: tuple[Any, Any]) -> Problem:

@@ -6,8 +6,11 @@ table of operations. Times are as recorded, on the clock of each host.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
+from itertools import accumulate
+from typing import Generic, TypeVar
 
 import polars as pl
 
@@ -15,12 +18,14 @@ from restart_trace.schema import MAIN_THREAD, PHASES, SPAN
 
 from ..common.intervals import sorted_by_op
 from ..common.names import FILE, LINE, NAME, TYPE_SCHEMAS
-from ..common.parallel import map_ahead
 from ..common.problems import Problem
+from ..common.processes import map_in_processes, processes_for
 from .columns import Frames, read_columns
 from .discover import TraceFile
 from .fallback import read_lines
-from .files import FileText, Head, Reading, read_batches, version_problems
+from .files import FileText, Head, Reading, batches, read_files, version_problems
+
+PROCESSES_FROM_BYTES = 256 << 20  # each process imports polars, which takes as long as reading some 100 MB
 
 
 @dataclass(frozen=True)
@@ -51,30 +56,58 @@ class Records:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
+Measured = TypeVar("Measured")
+Measure = Callable[[Records], Measured]
+
+
+@dataclass(frozen=True)
+class _Batch(Generic[Measured]):
+    """What some files held: `reading` has their heads, `problems` what is wrong with single records."""
+
+    records: Records
+    reading: Reading
+    problems: list[Problem]
+    num_bytes: int
+    measured: Measured | None
+
+
 def read_records(
-    files: list[TraceFile], advance: Callable[[int], object] = lambda num_bytes: None
-) -> tuple[Records, list[Head], list[Problem]]:
-    """Valid records of the files, the heads of those that have records, and what was left out.
+    files: Sequence[TraceFile],
+    sizes: Sequence[int],
+    measure: Measure[Measured] | None = None,
+    advance: Callable[[int], object] = lambda num_bytes: None,
+) -> tuple[Records, list[Head], list[Problem], list[tuple[int, Measured]] | None]:
+    """Valid records of files of `sizes` bytes, the heads of those that have records, what was left out, and measured.
 
-    `advance` is called with the number of bytes read, batch after batch.
+    Several processes read, if it is much. What `measure` makes of the records of a batch of files is worked out where
+    they are read: the last are its results, each with the row of `operations` at which the batch begins. `advance` is
+    called with the number of bytes read, batch after batch.
     """
-    reading = Reading([], [], {})
+    work = partial(_read_batch, measure)
     parts: list[Records] = []
-    found: list[Problem] = []
-    for records, problems, num_bytes in map_ahead(
-        lambda batch: _read_batch(*batch, reading), read_batches(files, reading)
-    ):
-        parts.append(records)
-        found += problems
-        advance(num_bytes)
-    problems = [*reading.problems, *version_problems(reading.other_versions), *found]
-    return concat_records(parts), reading.heads, problems
+    problems: list[Problem] = []
+    measured: list[tuple[int, Measured]] = []
+    reading = Reading([], [], {})
+    before = 0
+    for batch in map_in_processes(work, list(batches(files, sizes)), processes_for(sum(sizes), PROCESSES_FROM_BYTES)):
+        parts.append(_renumbered(batch.records, len(reading.heads), before))
+        if batch.measured is not None:
+            measured.append((before, batch.measured))
+        before += batch.records.operations.height
+        reading.add(batch.reading)
+        problems += batch.problems
+        advance(batch.num_bytes)
+    problems = [*reading.problems, *version_problems(reading.other_versions), *problems]
+    return _as_one(parts), reading.heads, problems, measured if measure else None
 
 
-def _read_batch(texts: list[FileText], num_bytes: int, reading: Reading) -> tuple[Records, list[Problem], int]:
-    """(records, problems, bytes) of one batch."""
-    parts, problems = _read_texts(texts, reading)
-    return concat_records(parts), problems, num_bytes
+def _read_batch(measure: Measure[Measured] | None, batch: tuple[list[TraceFile], int]) -> _Batch[Measured]:
+    files, num_bytes = batch
+    reading = Reading([], [], {})
+    parts, problems = _read_texts(read_files(files, reading), reading)
+    befores = accumulate((part.operations.height for part in parts), initial=0)
+    records = _as_one([_renumbered(part, 0, before) for part, before in zip(parts, befores, strict=False)])
+    return _Batch(records, reading, problems, num_bytes, measure(records) if measure else None)
 
 
 def _read_texts(texts: list[FileText], reading: Reading) -> tuple[list[Records], list[Problem]]:
@@ -94,15 +127,21 @@ def _read_texts(texts: list[FileText], reading: Reading) -> tuple[list[Records],
     return [records], problems
 
 
-def concat_records(parts: list[Records]) -> Records:
-    """Records of several batches as one; `op` goes on counting."""
-    before = 0
-    numbered = []
-    for part in parts:
-        numbered.append(part.spans.with_columns(pl.col("op") + pl.lit(before, pl.UInt32)))
-        before += part.operations.height
-    tables = {name: pl.concat([part.tables[name] for part in parts]) for name in parts[0].tables if name != "spans"}
-    return Records(**tables, spans=pl.concat(numbered))
+def _renumbered(records: Records, files: int, operations: int) -> Records:
+    """Records behind those of so many files, which have so many operations."""
+    tables = records.tables
+    if files:
+        tables = {
+            name: table.with_columns(pl.col(FILE) + pl.lit(files, pl.Int32)) if name != "spans" else table
+            for name, table in tables.items()
+        }
+    if operations:
+        tables["spans"] = records.spans.with_columns(pl.col("op") + pl.lit(operations, pl.UInt32))
+    return Records(**tables)
+
+
+def _as_one(parts: list[Records]) -> Records:
+    return Records(**{name: pl.concat([part.tables[name] for part in parts]) for name in parts[0].tables})
 
 
 def only_files(records: Records, keep: pl.Expr) -> Records:

@@ -6,7 +6,6 @@ Needs nothing but the standard library, so that its worker processes start at on
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from restart_trace.regular import read_regular
 from restart_trace.schema import RECORD_FIELDS, SCHEMA_VERSION
@@ -37,8 +36,9 @@ class Checked:
     faults: list[Fault]
 
 
-def check_file(path: Path, rank: int | None, cycle: int | None) -> Checked:
-    """Check a file whose name says `rank` and `cycle` (both None: a supervisor's)."""
+def check_file(file: TraceFile) -> Checked:
+    """Check the records of a file against the format and its name."""
+    path = file.path
     try:
         content = read_regular(path)
     except OSError as exc:
@@ -47,7 +47,7 @@ def check_file(path: Path, rank: int | None, cycle: int | None) -> Checked:
         return Checked(0, 0, [Fault(path.name, 0, "has no records")])
     lines = content.split(b"\n")
     torn = lines.pop()  # what follows the last newline
-    faults = [Fault(path.name, number, reason) for number, reason in _faults(lines, TraceFile(path, rank, cycle))]
+    faults = [Fault(path.name, number, reason) for number, reason in _faults(lines, file)]
     if torn:
         faults.append(Fault(path.name, len(lines) + 1, "the last line has no newline: cut short"))
     return Checked(len(lines), len(content), sorted(faults, key=lambda fault: fault.line or len(lines) + 2))

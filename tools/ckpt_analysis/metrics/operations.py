@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import polars as pl
 
 from ..common.intervals import pieces
 from ..common.parallel import map_ahead
 from ..model.frame import Frames
-from .phases import phase_seconds, throughput_GBps
-from .rank_totals import finished_spread, join_totals, own_time, rank_busy, stats_over_ranks
+from .phases import throughput_GBps
+from .rank_totals import finished_spread, join_totals, stats_over_ranks
 from .results import OperationStats, PhaseStats
-from .volumes import VolumeParts, add_parts, volume_parts, volumes
+from .span_times import MEASURED, SpanTimes, times_of_piece
+from .volumes import VolumeParts, add_parts, regrouped, volumes
 
 # The details of a commit after which the checkpoint counts; pruning old ones comes later.
 _COMMITTING = ("manifest", "publish")
-_MEASURED = ("save", "load")
 
 
 @dataclass(frozen=True)
@@ -33,30 +35,33 @@ class RankTimes:
     volumes: VolumeParts
 
 
-def rank_times(frames: Frames) -> dict[str, RankTimes]:
-    """Measure every rank in all saves and loads, some ranks at a time; by operation, "save" and "load"."""
-    kind = frames.operations["operation"]
-    is_measured = kind.is_in(_MEASURED)
+def rank_times(frames: Frames, measured: Sequence[tuple[int, SpanTimes]] | None = None) -> dict[str, RankTimes]:
+    """Measure every rank in all saves and loads; by operation, "save" and "load".
 
-    def work(piece: pl.DataFrame) -> tuple[list[tuple[pl.DataFrame, pl.DataFrame]], VolumeParts]:
-        spans = piece.filter(is_measured.gather(piece["op"]))
-        seconds = phase_seconds(spans, spans.filter(pl.col("detail").is_not_null()), of=["op"])
-        parts = rank_busy(frames.placed(spans, "operation_start_ns", "operation_end_ns"), of=["op"])
-        parts = parts.join(own_time(seconds, ["op"]), on="op", how="left")
-        of_kinds = [(of_kind(seconds, operation), of_kind(parts, operation)) for operation in _MEASURED]
-        return of_kinds, volume_parts(frames.placed(spans, "group", "rank"))
+    `measured` is what `span_times` has of all spans, in batches, each with the row in `operations` at which the batch
+    begins. None: it is worked out here.
+    """
+    if measured is None:
+        operations = frames.operations
+        measured = [(0, times) for times in map_ahead(partial(times_of_piece, operations), pieces(frames.spans))]
+    kind, group = frames.operations["operation"], frames.operations["group"]
+    seconds, parts = (
+        pl.concat([table.with_columns(pl.col("op") + pl.lit(first, pl.UInt32)) for first, table in tables])
+        for tables in (
+            [(first, times.seconds) for first, times in measured],
+            [(first, times.totals) for first, times in measured],
+        )
+    )
+    moved = add_parts([regrouped(times.volumes, group.slice(first)) for first, times in measured])
 
     def of_kind(table: pl.DataFrame, operation: str) -> pl.DataFrame:
         mine = frames.placed(table.filter((kind == operation).gather(table["op"])), "group", "rank")
         return mine.select("group", "rank", pl.exclude("op", "group", "rank"))
 
-    by_piece, moved = zip(*map_ahead(work, pieces(frames.spans)), strict=True)
-    volumes_of_all = add_parts(list(moved))
     times = {}
-    for operation, measured in zip(_MEASURED, zip(*by_piece, strict=True), strict=True):
-        seconds, parts = (pl.concat(tables) for tables in zip(*measured, strict=True))
-        totals = join_totals(frames.operations.filter(kind == operation), parts)
-        times[operation] = RankTimes(seconds, totals, volumes_of_all)
+    for operation in MEASURED:
+        totals = join_totals(frames.operations.filter(kind == operation), of_kind(parts, operation))
+        times[operation] = RankTimes(of_kind(seconds, operation), totals, moved)
     return times
 
 

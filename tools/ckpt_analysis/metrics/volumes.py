@@ -46,6 +46,11 @@ def add_parts(parts: list[VolumeParts]) -> VolumeParts:
     return VolumeParts(pl.concat([part.sums for part in parts]), pl.concat([part.files for part in parts]))
 
 
+def regrouped(parts: VolumeParts, group: pl.Series) -> VolumeParts:
+    """The parts with the group that `group` has at the place which is their group now."""
+    return VolumeParts(*(table.with_columns(group.gather(table["group"])) for table in (parts.sums, parts.files)))
+
+
 def volumes(phases: VolumeParts, details: VolumeParts) -> Volumes:
     """Volumes of phases from the ones, of details from the others."""
     # The same bytes pass through several details of a phase: those of the largest are the phase's.

@@ -35,6 +35,7 @@ class Group:
         """The configuration without the engine."""
         cell = self.cell
         parts = [cell.mode, cell.model, cell.layout]
+        parts += cell.of_replay
         parts += [f"{cell.cache} cache"] if cell.mode in ("scaled", "restart") and cell.cache != WARM_CACHE else []
         parts += [cell.fault] if cell.fault != NO_FAULT else []
         parts += [f"every {cell.save_interval}"] if cell.save_interval is not None else []

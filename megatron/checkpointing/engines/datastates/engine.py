@@ -6,6 +6,8 @@ taken when a save begins, on the device, and compared with what is in the files 
 checksum. What that costs is the phase `verify`. With --checkpoint-verify none --checksum none it is left out, as the
 library's authors run it: then a file counts as saved once its header is there and it is as long as that says.
 Needs the library and a CUDA device for saving, and neither for loading.
+
+With the library's state_aggregated_engine all states of a rank are in one file.
 """
 
 from __future__ import annotations
@@ -28,13 +30,24 @@ from megatron.checkpointing.engines.base import (
     EngineOptions,
     FileState,
     PendingSave,
+    SavedCheckpoint,
     SavedFile,
+    check_size,
+    note_loaded,
     note_saved,
+    refuse_duplicates,
 )
 from megatron.checkpointing.engines.datastates import format as file_format
-from megatron.checkpointing.engines.datastates.library import GIB, Library, find_library, open_library
+from megatron.checkpointing.engines.datastates.library import (
+    AGGREGATED,
+    GIB,
+    Library,
+    aggregated_name,
+    find_library,
+    open_library,
+)
 from megatron.checkpointing.engines.datastates.state import Apart, key_of, pickled_of, put_together, take_apart
-from megatron.checkpointing.engines.errors import CheckpointDamagedError
+from megatron.checkpointing.engines.errors import CheckpointDamagedError, reading
 from megatron.checkpointing.engines.file_loads import checked_content, report_load
 from megatron.config import ConfigError
 from megatron.fileio.checksums import checksum_text, crc32
@@ -75,11 +88,14 @@ class DataStatesEngine(CheckpointEngine):
     def begin_save(self, files: Sequence[FileState], directory: Path, op: Operation) -> PendingSave:
         """Raises ConfigError if --host-cache-size is less than the largest tensor, EngineUnavailableError if the
         library or a CUDA device is missing, OSError if there is no room or right to write."""
+        aggregated = AGGREGATED in self.options.library
         parts = []
-        for file in files:
+        for file in self._one_file(files) if aggregated else files:
             with op.span("serialize", file=file.name) as span:
                 parts.append(_Part(directory / file.name, file.state, take_apart(file.state)))
                 span.bytes = len(parts[-1].apart.pickled)
+        if aggregated:
+            parts[0].states = tuple(file.name for file in files)
         library = self._prepare(parts, directory)
         with op.span("device_to_host") as span:
             span.bytes = sum(part.stage(_deadline(self.options)) for part in parts)
@@ -89,12 +105,36 @@ class DataStatesEngine(CheckpointEngine):
         for part in parts:
             with op.span("serialize", file=part.path.name):
                 library.start(part.apart.for_library(part.staged), part.path)
+        if aggregated:
+            library.commit(directory.name)
         return _DataStatesSave(library, parts, directory, self.options, op)
 
     def close(self) -> None:
         if self._library is not None:
             self._library.close()
             self._library = None
+
+    def load(self, names: Sequence[str], checkpoint: SavedCheckpoint, op: Operation) -> dict[str, Any]:
+        """As CheckpointEngine.load; a file that holds several states is read once."""
+        held = {name: [file for file in checkpoint.holding(name) if file.states] for name in names}
+        apart = [name for name in names if not held[name]]
+        states = super().load(apart, checkpoint, op) if apart else {}
+        for file in dict.fromkeys(held[name][0] for name in names if held[name]):
+            path = checkpoint.path(file.name)
+            with reading(path):
+                size = check_size(path, file)
+                found = self._load_file(path, file, op)
+            note_loaded(size, 1, op)
+            for name in (name for name in names if file in held[name]):
+                if not isinstance(found, dict) or name not in found:
+                    raise CheckpointDamagedError(f"{path}: does not hold {name}")
+                states[name] = found[name]
+        return {name: states[name] for name in names}
+
+    def _one_file(self, files: Sequence[FileState]) -> list[FileState]:
+        """All states of this rank as one."""
+        refuse_duplicates(files)
+        return [FileState(aggregated_name(self.options.rank), {file.name: file.state for file in files})]
 
     def _prepare(self, parts: Sequence[_Part], directory: Path) -> Library:
         """The library, with room in its cache and on the storage for what comes."""
@@ -134,6 +174,7 @@ class _Part:
     path: Path
     state: Any
     apart: Apart
+    states: tuple[str, ...] = ()  # those that the file holds; empty: the one of its own name
     staged: list[torch.Tensor] = field(default_factory=list)
     sums: list[torch.Tensor] = field(default_factory=list)
 
@@ -235,7 +276,7 @@ class _DataStatesSave(PendingSave):
                 finally:
                     os.close(fd)
                 span.bytes = num_bytes
-        return SavedFile(name, num_bytes, checksum_text(crc if self.options.checksum else None))
+        return SavedFile(name, num_bytes, checksum_text(crc if self.options.checksum else None), part.states)
 
     def _check(self, part: _Part) -> tuple[int, int]:
         """(bytes, CRC-32) of a file that is complete, as far as it is checked; without either its CRC is 0.

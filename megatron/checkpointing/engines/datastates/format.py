@@ -14,6 +14,8 @@ aligned   `datastates.CheckpointEngine`, engine_type simple_engine (llm/datastat
 trailing  `datastates.CheckpointEngine`, its default (src/state_io_engine_impl.cpp, src/state_provider/)
           number: where the JSON begins; it is the last thing in the file, padded with zeros to a multiple of 4096.
           "TENSOR|" + key -> dtype, shape (as text: "torch.Size([2, 3])"), offsets (from the beginning of the file).
+          engine_type state_aggregated_engine writes the same, with "|" and the name that a state was saved under after
+          each key (llm/datastates/engines/engine_state_aggregated.py). This engine saves one state with it.
 
 Tensors are raw and row-major.
 """
@@ -154,6 +156,8 @@ def _parse(path: Path, file: RawIOBase, size: int) -> Header:
             continue
         found = _read(file, begin, length)
         content = _json_of(found.rstrip(b"\0"))
+        if content is not None and layout == "trailing":
+            content = _without_name(content)
         if content is not None and SKELETON in content:
             try:
                 return _header(layout, content, begin + length, size)
@@ -180,6 +184,14 @@ def _json_of(text: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):  # UnicodeDecodeError is one; nested too deeply
         return None
     return content if isinstance(content, dict) else None
+
+
+def _without_name(content: dict[str, Any]) -> dict[str, Any]:
+    """The header of an aggregated file of one state, without the name that stands after each of its keys."""
+    names = [key.removeprefix(f"{SKELETON}|") for key in content if key.startswith(f"{SKELETON}|")]
+    if len(names) != 1:
+        return content
+    return {key.removesuffix(f"|{names[0]}"): item for key, item in content.items()}
 
 
 def _header(layout: str, content: dict[str, Any], header_end: int, size: int) -> Header:

@@ -12,6 +12,13 @@ What main does that an adapter must get around, all in datastates/llm/checkpoint
   either can cut off what the other has written. Here the file is there from the beginning and is not truncated.
 - `wait` waits for the copies off the device, never for the files. One thread writes all files in the order in which
   they were given, so here a small file is given to it last: once that is written, everything is.
+
+What the later branch's state_aggregated_engine does (llm/datastates/engines/engine_state_aggregated.py):
+
+- All that is saved of a rank goes into one file, whose name it makes up, and which is begun by `commit` alone.
+- Unless DeepSpeed calls it, each `save` counts as a checkpoint of its own, and `commit` writes the last one. Here it is
+  given all states of a rank in one.
+- Its `load` is sys.exit(-1), "not yet implemented". Loading here needs no library.
 """
 
 from __future__ import annotations
@@ -33,6 +40,7 @@ import torch
 from megatron.checkpointing.engines.errors import CheckpointError, EngineUnavailableError
 
 GIB = 1 << 30
+AGGREGATED = ("engine_type", "state_aggregated_engine")  # an option of the later branch
 _INSTALL = (
     "it is not on PyPI: clone https://github.com/DataStates/datastates-llm and install it from there (it needs the "
     "CUDA toolkit and a CUDA build of torch), or use another engine; loading needs neither"
@@ -66,6 +74,11 @@ class Library(ABC):
 
         Returns whether it is certain that nothing will be written any more.
         """
+
+    def commit(self, tag: str) -> None:
+        """Begin to write what has been saved, where the library waits for that."""
+        with errors_of_library(f"committing {tag}"):
+            self._library.commit(tag)
 
     def close(self) -> None:
         """Let the library go."""
@@ -125,6 +138,11 @@ class CheckpointEngineLibrary(Library):
             with errors_of_library("shutting down"):
                 shutdown()
         super().close()
+
+
+def aggregated_name(rank: int) -> str:
+    """What state_aggregated_engine calls the one file of a rank."""
+    return f"rank-{rank}-aggregated-datastates.ckpt"
 
 
 def find_library(options: Mapping[str, Any] | None = None) -> tuple[type[Library], Any]:

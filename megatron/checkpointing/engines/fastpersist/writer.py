@@ -28,7 +28,7 @@ from megatron.checkpointing.engines.base import MIB, EngineOptions, SavedFile
 from megatron.checkpointing.engines.errors import EngineUnavailableError
 from megatron.checkpointing.engines.host_staging import Staging, check_loadable
 from megatron.checkpointing.engines.torch_files import report_writing, write_state
-from megatron.fileio.files import sync_file, with_name
+from megatron.fileio.files import open_file, sync_file, with_name
 from megatron.fileio.zip_records import open_directory_checksum
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
@@ -132,7 +132,7 @@ class StateWriter:
         opened = now_ns()
         check_loadable(staging, name)
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            fd = open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
             try:
                 num_bytes, write_ns = self._write_file(state, staging.tensor_bytes, path, fd)
                 checksum = open_directory_checksum(fd)  # a few kB, of the end of the file

@@ -6,6 +6,7 @@ all ranks have agreed on, so that at any instant one is whole. What goes to stor
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,8 @@ from megatron.checkpointing.engines.lazy.engine import LazyEngine
 from megatron.checkpointing.engines.lazy.slot_save import SlotMemory, SlotSave, captured_for_storage
 from megatron.fileio.device_copies import CopyStream
 from megatron.fileio.direct_files import align_up
+from megatron.peers.client import Peer, fetch, own_peer, send_copies
+from megatron.peers.wire import Key, PeerError
 from megatron.processes.memory_slots import Slot, held_slots, new_slots
 from restart_trace.recorder import Operation
 
@@ -58,6 +61,7 @@ class MemoryEngine(LazyEngine):
         self._memories = [SlotMemory(slot) for slot in mine]
         self._newest: Slot | None = None  # holds the newest save that all ranks have agreed on
         self._filled: Slot | None = None  # was given to the last save
+        self._peers: Sequence[Peer] = ()
         # Slots are written anew while training goes on: nothing that is loaded may be a mapping of one.
         self._slot_reader = LazyEngine(replace(options, direct_io="off", verify_checksums=True))
 
@@ -107,7 +111,47 @@ class MemoryEngine(LazyEngine):
             memory = self._next()
             self._filled = memory.slot
             done = self.settle if alone else lambda: None
-            return SlotSave(captured, memory, record, stored, directory, self.options, self._cache, op, done)
+            copy = functools.partial(self._copy_to_peers, memory.slot) if self._peers else None
+            return SlotSave(captured, memory, record, stored, directory, self.options, self._cache, op, done, copy)
+
+    def share_with(self, peers: Sequence[Peer]) -> None:
+        self._peers = tuple(peers)
+
+    def _copy_to_peers(self, slot: Slot) -> tuple[int, list[str]]:
+        """Bytes that went, and what went wrong."""
+        own, newest = own_peer(), None if self._newest is None else self._newest.record()
+        assert own is not None
+        number = [other.data for other in self._slots_of_host].index(slot.data)
+        keep = None if newest is None else newest["save"]
+        try:
+            return send_copies(own, number, self._peers, keep, self.options.peer_timeout_s)
+        except PeerError as exc:
+            return 0, [str(exc)]
+
+    def fetch_kept(self, save: str, key: Key, peer: Peer, op: Operation) -> KeptSave:
+        memory = self._to_fetch_into(save)
+
+        def room(num_bytes: int) -> memoryview:
+            memory.make_room(num_bytes)
+            return memory.view(num_bytes)
+
+        try:
+            with op.span("load", "download", file=lazy_format.file_name(self.options.rank)) as span:
+                record = fetch(peer, save, key, room, self.options.peer_timeout_s)
+                span.bytes = record["file"]["num_bytes"]
+                memory.slot.resize(record["file"]["num_bytes"])
+                memory.slot.seal(record)
+        except (PeerError, CheckpointSaveError) as exc:
+            raise CheckpointDamagedError(str(exc)) from exc
+        called = f"copy of {peer}"
+        return KeptSave(record, _checkpoint(memory.slot, record, called))
+
+    def _to_fetch_into(self, save: str) -> SlotMemory:
+        """A slot that holds nothing, or else a damaged one of that save, or else another one."""
+        free = [memory for memory in self._memories if not memory.abandoned]
+        if not free:
+            raise CheckpointDamagedError("there is no slot of host memory to copy a save to; restart the job")
+        return min(free, key=lambda memory: (memory.slot.record() is not None, not _names(memory.slot, save)))
 
     def settle(self) -> None:
         """All ranks have agreed that the last save is whole: its slot is the one that is kept."""

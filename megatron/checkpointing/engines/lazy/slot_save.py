@@ -7,6 +7,7 @@ too, is written there from the sealed slot, in the background: live tensors are 
 from __future__ import annotations
 
 import errno
+import logging
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,11 +21,16 @@ from megatron.checkpointing.engines.errors import CheckpointSaveError
 from megatron.checkpointing.engines.lazy import format as lazy_format
 from megatron.checkpointing.engines.lazy.host_cache import HostCache
 from megatron.checkpointing.engines.lazy.writer import Block, LazySave, SaveTarget
+from megatron.fileio.checksums import RangeChecksum, crc32
 from megatron.fileio.direct_files import align_up
 from megatron.fileio.host_buffers import Buffer
 from megatron.fileio.host_memory import available_memory
 from megatron.processes.memory_slots import Slot
 from restart_trace.recorder import Operation
+
+logger = logging.getLogger(__name__)
+
+_EXTENT = 4 << 20  # bytes of a file with one checksum; a tensor that is larger has one, too
 
 
 class SlotMemory:
@@ -58,6 +64,10 @@ class SlotMemory:
             self._mapping = mmap.mmap(self.slot.data, align_up(num_bytes))
             self.array = np.frombuffer(self._mapping, dtype=np.uint8)
 
+    def view(self, num_bytes: int) -> memoryview:
+        """Its first bytes."""
+        return self.array.data[:num_bytes]
+
     def tensor(self, entry: lazy_format.TensorEntry, data_start: int) -> torch.Tensor:
         """The tensor that an entry tells of, as it lies in the slot."""
         part = self.array[data_start + entry.start : data_start + entry.stop]
@@ -84,25 +94,47 @@ class SlotSave(LazySave):
         cache: HostCache,
         op: Operation,
         done: Callable[[], None],
+        copy_to_peers: Callable[[], tuple[int, list[str]]] | None = None,
     ) -> None:
-        """`stored`: the part that goes to storage, None for everything; its tensors are read from the slot."""
+        """`stored`: the part that goes to storage, None for everything; its tensors are read from the slot.
+
+        `copy_to_peers` copies the sealed slot to other hosts: bytes that went, and what went wrong.
+        """
         self._memory = memory
         self._seal_with = dict(record)
         self._stored = stored
         self._directory = directory
         self._done = done
+        self._copy_to_peers = copy_to_peers
         super().__init__(captured, Path(lazy_format.file_name(options.rank)), options, cache, op)
 
     def wait(self) -> list[SavedFile]:
-        """As PendingSave.wait: the files on storage, of which there are none without a directory."""
+        """As PendingSave.wait: the files on storage, of which there are none without a directory.
+
+        Raises CheckpointSaveError if neither peers nor storage have it: what the memory of this host alone holds must
+        not take the place of the save before it, of which there are copies.
+        """
         kept = super().wait()
         self._op.durable = False
+        problems = self._replicate()
         if self._directory is None:
+            if problems:
+                raise CheckpointSaveError("there is no copy on another host: " + "; ".join(problems))
             self._done()
             return []
+        for problem in problems:
+            logger.warning("this save is on storage, but not in memory of another host: %s", problem)
         written = self._write_to_storage(self._directory, kept)
         self._done()
         return written
+
+    def _replicate(self) -> list[str]:
+        """Have the slot copied to peers; what went wrong."""
+        if self._copy_to_peers is None:
+            return []
+        with self._op.span("replicate", file=self._path.name, blocking=False) as span:
+            span.bytes, problems = self._copy_to_peers()
+        return problems
 
     def _write_to_storage(self, directory: Path, kept: Sequence[SavedFile]) -> list[SavedFile]:
         contents, base = self._contents, self._contents.data_start
@@ -144,8 +176,25 @@ class SlotSave(LazySave):
             size = self._contents.file_bytes
             self._memory.slot.resize(size)  # as a file of engine lazy; it lay in whole pages until now
             content = {"name": name, "num_bytes": size, "checksum": checksum, "states": list(self._state_names)}
+            if self._options.checksum:  # without, no peer takes a copy
+                content["extents"] = _extents(header, self._contents)
             self._memory.slot.seal(self._seal_with | {"file": content})
         self._result = [SavedFile(name, size, checksum, self._state_names)]
+
+
+def _extents(header: bytes, contents: lazy_format.Contents) -> list[tuple[int, str]]:
+    """(bytes, CRC-32) of stretches that the file consists of: its header, and tensors, small ones together."""
+    parts = [RangeChecksum("", 0, len(header), crc32(header))]
+    for entry in contents.entries.values():  # one after the other, without gaps
+        if not entry.num_bytes:
+            continue
+        assert entry.crc32 is not None
+        part = RangeChecksum("", contents.data_start + entry.start, entry.num_bytes, int(entry.crc32, 16))
+        if len(parts) > 1 and parts[-1].length + part.length <= _EXTENT:
+            parts[-1] = parts[-1].followed_by(part)
+        else:
+            parts.append(part)
+    return [(part.length, f"{part.crc32:08x}") for part in parts]
 
 
 class StoredSave(LazySave):

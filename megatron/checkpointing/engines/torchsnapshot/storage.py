@@ -18,7 +18,7 @@ from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.file_loads import checked_content
 from megatron.checkpointing.engines.torchsnapshot.library import Buffers
 from megatron.fileio.checksums import checksum_text, crc32
-from megatron.fileio.files import make_directory, sync_file, with_name, write_some
+from megatron.fileio.files import make_directory, open_file, sync_file, with_name, write_some
 from megatron.fileio.timed_files import Timeline, read_file
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
@@ -79,7 +79,7 @@ class WritingStorage(_Storage):
             with self._op.span("serialize", file=f"{state}/{name}", blocking=False):
                 crc = crc32(view)
         make_directory(path.parent)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        fd = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
         try:
             with self._op.span("flush", "write", file=f"{state}/{name}", blocking=False) as span:
                 position = 0

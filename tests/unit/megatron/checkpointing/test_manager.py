@@ -11,8 +11,7 @@ import torch
 
 from megatron.checkpointing import loading as checkpoint_loading
 from megatron.checkpointing import manager as checkpointing
-from megatron.checkpointing.commit import Candidate, Manifest
-from megatron.checkpointing.engines.base import SavedFile
+from megatron.checkpointing.engines.base import SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.errors import CheckpointMismatchError
 from megatron.checkpointing.state import settings_kept
 
@@ -27,17 +26,15 @@ def test_directory_that_cannot_be_read_is_told_to_all_ranks(tmp_path: Path, monk
     assert problems == [f"{tmp_path}: cannot be read: [Errno 13] Permission denied: '{tmp_path}'"]
 
 
-def candidate(*names: str) -> Candidate:
-    files = {name: SavedFile(name, 1, "") for name in names}
-    return Candidate(Path("/save/global_step2"), "global_step2", 2, Manifest("global_step2", 2, "torch", {}, {}, files))
+def saved(*names: str) -> SavedCheckpoint:
+    return SavedCheckpoint(Path("/save/global_step2"), {name: SavedFile(name, 1, "") for name in names})
 
 
 def test_files_that_were_never_saved_are_no_damage() -> None:
     """Nothing older is looked for: it is the command line that does not fit."""
-    checkpoint_loading._check_wanted(candidate("a", "b"), ["b"])
-    checkpoint_loading._check_wanted(Candidate(Path("/save/global_step2"), "global_step2", 2, None), ["b"])
+    checkpoint_loading._check_wanted(saved("a", "b"), ["b"])
     with pytest.raises(CheckpointMismatchError, match="was saved without b, c; give --no-load-optim"):
-        checkpoint_loading._check_wanted(candidate("a"), ["a", "b", "c"])
+        checkpoint_loading._check_wanted(saved("a"), ["a", "b", "c"])
 
 
 def test_the_flags_count_again_after_a_load_that_failed_half_way() -> None:

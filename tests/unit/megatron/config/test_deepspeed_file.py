@@ -168,7 +168,7 @@ def test_the_stanza_names_the_engine(
         ({"checkpoint": {"writer": {"type": "fast", "io_buffer_size": 8192}}}, "--io-threads 3", "multiple of 24576"),
         ({"aio": {"block_size": 1048576}}, "", "aio is for DeepSpeed's checkpoint writer, and --checkpoint-engine is"),
         ({"datastates_ckpt": {"parser_threads": 8}}, "", "datastates_ckpt.parser_threads is 8; only 1 is supported"),
-        ({"datastates_ckpt": {"engine_type": "state_aggregated_engine"}}, "", "must be one of simple_engine, state_"),
+        ({"datastates_ckpt": {"engine_type": "aggregated_engine"}}, "", "must be one of simple_engine, state_"),
         ({"datastates_ckpt": {"host_cache_size": 0}}, "", "host_cache_size is 0; it must be more than 0"),
         ({"datastates_ckpt": {"hostcache_size": 4}}, "", "did you mean datastates_ckpt.host_cache_size?"),
         ({"datastates_ckpt": True}, "", "datastates_ckpt is True; it must be an object"),

@@ -28,6 +28,10 @@ APPROACHES: dict[str, tuple[str, dict[str, Any]]] = {
     "4": ("datastates", {"host_cache_size": 20, "library_options": _DATASTATES}),
     "5": ("torchsnapshot", {}),
     "6": ("fastpersist-decoupled", {"direct_io": "on", "library_options": (("io_buffer_size", 4194304),)}),
+    "7": (
+        "datastates",
+        {"host_cache_size": 20, "library_options": (("engine_type", "state_aggregated_engine"), _DATASTATES[1])},
+    ),
 }
 SIZES = {
     "3": (3072, 8192, 28, 24, 8, 4, 1), "7": (4096, 14336, 32, 32, 8, 4, 2), "13": (5120, 13824, 40, 40, 40, 4, 4),
@@ -67,12 +71,7 @@ def test_a_run_of_the_study_is_what_it_says(model: str, approach: str, tmp_path:
     assert {name: getattr(config.checkpoint, name) for name in options} == options
 
 
-def test_what_is_left_of_the_study_s_approaches_is_refused_by_name(tmp_path: Path) -> None:
-    """The library writes what its aggregated engine saves, and loads none of it."""
-    with pytest.raises(
-        ConfigError, match="datastates_ckpt.engine_type is 'state_aggregated_engine'; it must be one of"
-    ):
-        configure("3", "7", tmp_path)
+def test_fastpersist_s_data_parallel_is_refused_where_it_would_split_files(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match="checkpoint.writer.data_parallel is 'replica', by which DeepSpeed's 2 data-par"
     ):

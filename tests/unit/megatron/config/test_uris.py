@@ -46,9 +46,12 @@ def test_one_spelling_of_a_uri() -> None:
     ("given", "why"),
     [
         (
-            {"checkpoint_engine": "dcp"},
-            "--checkpoint-engine dcp: has not been run on object storage; use torch or lazy",
+            {"checkpoint_engine": "fastpersist"},
+            "--checkpoint-engine fastpersist: does not save to object storage: its library does its own I/O, made for "
+            "a file system; use torch, lazy, dcp or dcp-async",
         ),
+        ({"checkpoint_engine": "memory"}, "memory: does not save to object storage: its restarts in place"),
+        ({"checkpoint_engine": "of_a_plugin"}, "of_a_plugin: does not save to object storage: an engine of another"),
         ({"load": "s3://bucket/run", "prefetch_on_start": True}, "--prefetch-on-start reads files ahead"),
         ({"load": "s3://bucket/run", "redistribute": "universal"}, "use --redistribute direct"),
     ],

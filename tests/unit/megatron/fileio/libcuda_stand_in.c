@@ -1,14 +1,33 @@
 /* A stand-in for the CUDA driver, where there is none: memory is "pinned" by mlock(2), as the kernel allows, and no more
- * than RLIMIT_MEMLOCK in all, whoever asks. Error codes are those of cuda.h. */
+ * than RLIMIT_MEMLOCK in all, whoever asks. As the driver, it refuses a thread without a context; there is one device.
+ * Error codes are those of cuda.h. */
 #include <stddef.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 
 static size_t locked;
 static struct { void *address; size_t bytes; } pieces[64];
+static char primary;
+static __thread void *current;
+
+int cuDeviceGet(int *device, int ordinal) {
+    *device = 7; /* a handle is no ordinal */
+    return ordinal == 0 ? 0 : 101; /* CUDA_ERROR_INVALID_DEVICE */
+}
+
+int cuDevicePrimaryCtxRetain(void **context, int device) {
+    *context = &primary;
+    return device == 7 ? 0 : 101;
+}
+
+int cuCtxSetCurrent(void *context) {
+    current = context;
+    return 0;
+}
 
 int cuMemHostRegister_v2(void *address, size_t bytes, unsigned flags) {
     struct rlimit limit;
+    if (current != &primary) return 201; /* CUDA_ERROR_INVALID_CONTEXT */
     if (flags != 1) return 1; /* CUDA_ERROR_INVALID_VALUE */
     getrlimit(RLIMIT_MEMLOCK, &limit);
     if (limit.rlim_cur != RLIM_INFINITY && locked + bytes > limit.rlim_cur) return 2; /* CUDA_ERROR_OUT_OF_MEMORY */
@@ -24,6 +43,7 @@ int cuMemHostRegister_v2(void *address, size_t bytes, unsigned flags) {
 }
 
 int cuMemHostUnregister(void *address) {
+    if (current != &primary) return 201;
     for (int i = 0; i < 64; i++)
         if (pieces[i].address == address) {
             munlock(address, pieces[i].bytes);
@@ -35,7 +55,8 @@ int cuMemHostUnregister(void *address) {
 }
 
 int cuGetErrorName(int code, const char **name) {
-    *name = code == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : "CUDA_ERROR_INVALID_VALUE";
+    *name = code == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : code == 101 ? "CUDA_ERROR_INVALID_DEVICE"
+          : code == 201 ? "CUDA_ERROR_INVALID_CONTEXT" : "CUDA_ERROR_INVALID_VALUE";
     return 0;
 }
 

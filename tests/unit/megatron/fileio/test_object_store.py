@@ -13,7 +13,8 @@ import pytest
 
 from megatron.fileio.checksums import crc32
 from megatron.fileio.files import DamagedFileError
-from megatron.fileio.object_store import MIB, Bucket, ObjectMissingError, ObjectStoreError
+from megatron.fileio.object_store import MIB, Bucket
+from megatron.fileio.store_errors import ObjectMissingError, ObjectStoreError
 from tests.object_storage import BUCKET, FaultProxy, Request, Server, environment_of, serving
 
 LARGE = os.urandom(3 * MIB) * 6  # three parts
@@ -174,7 +175,8 @@ def test_what_is_wrong_at_the_start(server: Server, environment: dict[str, str],
 def test_a_missing_library_is_told_with_the_command_that_installs_it() -> None:
     code = (
         "import sys; sys.modules['botocore'] = None\n"
-        "from megatron.fileio.object_store import Bucket, ObjectStoreError\n"
+        "from megatron.fileio.object_store import Bucket\n"
+        "from megatron.fileio.store_errors import ObjectStoreError\n"
         "try:\n    Bucket('b')\nexcept ObjectStoreError as exc:\n    print(exc)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -7,11 +7,13 @@ import gc
 import resource
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megatron.fileio.pinned_memory import CudaPins, PinnedAhead, PinningError, pinned_memory, why_pinning_failed
 from restart_trace.process import RankIdentity, rank_fields
@@ -20,6 +22,7 @@ from restart_trace.recorder import Recorder, untraced_operation
 from restart_trace.sink import JsonlSink
 
 MIB = 1 << 20
+DEVICE = torch.device("cuda", 0)
 SOURCE = Path(__file__).with_name("libcuda_stand_in.c")
 
 
@@ -40,7 +43,7 @@ def limited(library: Path) -> Iterator[ctypes.CDLL]:
 
 
 def test_memory_is_pinned_until_its_last_view_is_gone(library: Path, limited: ctypes.CDLL) -> None:
-    memory = pinned_memory(2 * MIB, CudaPins(None, str(library)))
+    memory = pinned_memory(2 * MIB, CudaPins(DEVICE, str(library)))
     assert limited.locked_bytes() == len(memory) == 2 * MIB and memory.ctypes.data % 4096 == 0
     view = memory[MIB : MIB + 10]
     del memory
@@ -51,13 +54,31 @@ def test_memory_is_pinned_until_its_last_view_is_gone(library: Path, limited: ct
     assert limited.locked_bytes() == 0
 
 
+def test_a_thread_without_a_context_pins_and_unpins(library: Path, limited: ctypes.CDLL) -> None:
+    """As the threads that pin, read and write have none; nor has one in which the last view happens to go."""
+    pins = CudaPins(DEVICE, str(library))
+    with ThreadPoolExecutor(1) as other:
+        memory = other.submit(pinned_memory, MIB, pins).result()
+    assert limited.locked_bytes() == MIB
+    held = [memory]
+    del memory
+    with ThreadPoolExecutor(1) as other:
+        other.submit(held.clear).result()
+    assert limited.locked_bytes() == 0
+
+
+def test_a_device_that_is_not_there(library: Path) -> None:
+    with pytest.raises(PinningError, match=r"^CUDA_ERROR_INVALID_DEVICE \(101\)$"):
+        CudaPins(torch.device("cuda", 1), str(library))
+
+
 def test_pieces_are_pinned_in_the_background_and_recorded(library: Path, limited: ctypes.CDLL, tmp_path: Path) -> None:
     path = tmp_path / "rank_00000_cycle_000.jsonl"
     identity = RankIdentity(0, 1, 0, (0, 0, 0), (1, 1, 1))
     recorder = Recorder(JsonlSink(path), rank_fields(identity, {}, run_id="r", cycle=0))
     pieces: list[np.ndarray[Any, Any]] = []
     with recorder.operation("startup") as op:
-        ahead = PinnedAhead(3 * MIB, CudaPins(None, str(library)), pieces.append, op, piece_bytes=2 * MIB)
+        ahead = PinnedAhead(3 * MIB, CudaPins(DEVICE, str(library)), pieces.append, op, piece_bytes=2 * MIB)
         ahead.wait()
     recorder.close()
     assert [len(piece) for piece in pieces] == [2 * MIB, MIB] and limited.locked_bytes() == 3 * MIB
@@ -70,7 +91,7 @@ def test_pieces_are_pinned_in_the_background_and_recorded(library: Path, limited
 
 def test_a_limit_on_locked_memory_is_told_with_what_to_do(library: Path, limited: ctypes.CDLL) -> None:
     pieces: list[np.ndarray[Any, Any]] = []
-    pins = CudaPins(None, str(library))
+    pins = CudaPins(DEVICE, str(library))
     ahead = PinnedAhead(6 * MIB, pins, pieces.append, untraced_operation(), piece_bytes=2 * MIB)
     with pytest.raises(PinningError) as caught:
         ahead.wait()
@@ -85,6 +106,6 @@ def test_memory_that_is_not_free_is_not_taken(monkeypatch: pytest.MonkeyPatch, l
     from megatron.fileio import pinned_memory as module
 
     monkeypatch.setattr(module, "available_memory", lambda: MIB)
-    ahead = PinnedAhead(2 * MIB, CudaPins(None, str(library)), lambda _: None, untraced_operation())
+    ahead = PinnedAhead(2 * MIB, CudaPins(DEVICE, str(library)), lambda _: None, untraced_operation())
     with pytest.raises(PinningError, match=r"^0\.00 GiB of host memory are free, and 0\.00 GiB more are wanted$"):
         ahead.wait()

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.fileio import timed_files
 from megatron.fileio.checksums import CheckedBytes
 from megatron.fileio.files import DamagedFileError
 from megatron.fileio.timed_files import TimedReader, TimedWriter, Timeline
@@ -49,7 +48,7 @@ def test_small_pieces_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         sizes.append(len(data))
         return real_write(fd, data)
 
-    monkeypatch.setattr(timed_files.os, "write", write)
+    monkeypatch.setattr(os, "write", write)
     writer = TimedWriter(tmp_path / "file", Timeline())
     for _ in range(1000):
         writer.write(b"x" * 100)
@@ -61,7 +60,7 @@ def test_small_pieces_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel writes at most 2 GiB at a time; here a pipe-sized piece stands for that."""
     real_write = os.write
-    monkeypatch.setattr(timed_files.os, "write", lambda fd, data: real_write(fd, data[:4096]))
+    monkeypatch.setattr(os, "write", lambda fd, data: real_write(fd, data[:4096]))
     writer = TimedWriter(tmp_path / "file", Timeline())
     content = os.urandom(100_000)
     writer.write(content)

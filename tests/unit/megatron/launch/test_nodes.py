@@ -177,22 +177,42 @@ def test_a_spare_takes_the_place_of_a_node_whose_launcher_is_killed(nodes: Nodes
     assert "node 2 (127.0.0.1) takes the place of node rank 0" in said
 
 
-def test_a_silent_node_is_lost_and_comes_back_as_a_spare(nodes: Nodes) -> None:
-    """Its agent is stopped. When it goes on, it finds that it was cut off, and ends its ranks."""
+def test_the_ranks_of_an_agent_that_is_stopped_end(nodes: Nodes) -> None:
+    """It is stopped for good, and cannot end them itself; others take their place."""
     coordinator = nodes.coordinate("--nnodes", "2", "--max-restarts", "1", "--spares", "1", "--heartbeat-timeout", "6")
     agents = [nodes.agent(number) for number in range(3)]
     before = nodes.ranks(0)
     agents[1].send_signal(signal.SIGSTOP)
     after = nodes.ranks(1)
     assert labels(after) == ["node0", "node0", "node2", "node2"]
-    agents[1].send_signal(signal.SIGCONT)
-    until(lambda: "node 1 (127.0.0.1) has joined as a spare" in nodes.said(), nodes.said())
+    until(lambda: not any(running(pid) for pid, _ in before), "the end of the ranks whose agent is stopped")
+    nodes.finish()
+    assert coordinator.wait(300) == 0, nodes.said()
+    assert [agent.wait(300) for agent in agents] == [0, -signal.SIGKILL, 0]
+    nodes.until_gone()
+    assert "node 1 (127.0.0.1) is lost: " in nodes.said()
+
+
+def test_nodes_that_were_not_answered_end_their_ranks_and_come_back(nodes: Nodes) -> None:
+    """The coordinator is stopped, as if all links were cut; a spare that was stopped comes back, too."""
+    coordinator = nodes.coordinate("--nnodes", "2", "--max-restarts", "1", "--spares", "1", "--heartbeat-timeout", "4")
+    agents = [nodes.agent(number) for number in range(3)]
+    before = nodes.ranks(0)
+    joined = "node 2 (127.0.0.1) has joined as a spare"
+    until(lambda: joined in nodes.said(), nodes.said())
+    agents[2].send_signal(signal.SIGSTOP)  # it has no rank, so nothing kills it
+    until(lambda: "node 2 (127.0.0.1) is lost: no heartbeat for 4 s" in nodes.said(), nodes.said())
+    agents[2].send_signal(signal.SIGCONT)
+    until(lambda: nodes.said().count(joined) == 2, nodes.said())
+    coordinator.send_signal(signal.SIGSTOP)
     until(lambda: not any(running(pid) for pid, _ in before), "the end of the ranks that were cut off")
+    coordinator.send_signal(signal.SIGCONT)
+    assert len(set(labels(nodes.ranks(1)))) == 2
     nodes.finish()
     assert coordinator.wait(300) == 0, nodes.said()
     assert [agent.wait(300) for agent in agents] == [0, 0, 0]
     nodes.until_gone()
-    assert "node 1 (127.0.0.1) is lost: no heartbeat for 6 s" in nodes.said()
+    assert "its coordinator is not heard; its ranks were killed" in nodes.said("agent0") + nodes.said("agent1")
 
 
 def test_without_a_spare_the_launch_ends_and_says_what_is_missing(nodes: Nodes) -> None:

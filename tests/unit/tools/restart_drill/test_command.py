@@ -47,12 +47,12 @@ def test_ranks_of_a_command(launcher: list[str], ranks: int | None) -> None:
     assert commands.world_size(training(*launcher)) == ranks
 
 
-def test_restarts_go_to_torchrun() -> None:
+def test_restarts_go_to_the_launcher_that_restarts() -> None:
     command = [*MODULE, "--max_restarts", "0", "--nnodes", "1", "t.py", "x"]
-    assert commands.with_restarts(command, 3) == [
+    assert commands.with_restarts(command, "torchrun", 3) == [
         *MODULE, "--max-restarts", "3", "--nnodes", "1", "t.py", "x",
     ]  # fmt: skip
-    assert commands.with_restarts(["torchrun", "--max-restarts=7", "t.py"], 1) == [
+    assert commands.with_restarts(["torchrun", "--max-restarts=7", "t.py"], "torchrun", 1) == [
         "torchrun", "--max-restarts", "1", "t.py",
     ]  # fmt: skip
     for command in (
@@ -61,7 +61,27 @@ def test_restarts_go_to_torchrun() -> None:
         ["python", "pretrain_gpt.py", "--data-path", "torchrun"],
     ):
         with pytest.raises(DrillError, match="--supervisor torchrun: the command is not torchrun's"):
-            commands.with_restarts(command, 1)
+            commands.with_restarts(command, "torchrun", 1)
+    assert commands.with_restarts([*FORK, "t.py"], "launch", 2) == [*FORK, "--max-restarts", "2", "t.py"]
+    with pytest.raises(DrillError, match=r"--supervisor launch: the command is not megatron\.launch's, .*: torchrun"):
+        commands.with_restarts(["torchrun", "t.py"], "launch", 1)
+
+
+def test_what_the_command_says_of_its_saves() -> None:
+    flags = [*FLAGS[:-7], "--save-interval", "3"]
+    words = [*FORK, "pretrain_gpt.py", *flags]
+
+    def saves(launcher: list[str], engine: str, every: int | None = None) -> commands.Saves:
+        training = [*launcher, "pretrain_gpt.py", *flags]
+        return commands.saves_of(commands.completed(training, Path("a"), Path("b"), engine, every))
+
+    assert saves(FORK, "memory") == commands.Saves(3, 1, True)
+    assert saves(FORK, "memory", 5) == commands.Saves(3, 5, True)
+    assert saves(FORK, "lazy", 5) == commands.Saves(3, 1, False), "only engine memory takes the interval"
+    assert commands.saves_of(["bash", "train.sh"]) == commands.Saves()
+    assert "--persist-interval" in commands.completed(words, Path("a"), Path("b"), None, 5)
+    with pytest.raises(DrillError, match=r"--checkpoint-engine memory: the command is not megatron\.launch's"):
+        saves(["torchrun", "--nproc-per-node", "2"], "memory")
 
 
 def test_no_launcher_restarts_what_the_drill_relaunches() -> None:
@@ -230,7 +250,7 @@ def test_a_preset_over_hosts_tells_a_command_that_takes_flags(settings: Path, mo
     told = expanded(["tiny_tp2_pp2_dp2"])
     script, program = SCRIPTS / "run_tiny_tp2_pp2_dp2.sh", SCRIPTS.parents[1] / "pretrain_gpt.py"
     assert told[:3] == ["bash", str(script), str(program)] and "--num-layers" in told
-    assert commands.supervised(told, "launch", 3, 30.0) == [
+    assert commands.supervised(told, "launch", 3, 30.0, on_nodes=True) == [
         "env", "MAX_RESTARTS=3", *told, "--distributed-timeout-minutes", "0.5",
     ]  # fmt: skip
     environment = os.environ | {"DRY_RUN": "1"}

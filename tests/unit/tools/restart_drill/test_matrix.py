@@ -7,32 +7,42 @@ from typing import Any
 
 import pytest
 
+from megatron.config.uris import ObjectUri
 from tests.unit.tools.restart_drill.test_reference import TRAINING, drilled
 from tools.restart_drill import matrix
 from tools.restart_drill.facts import CycleFacts
-from tools.restart_drill.faults import FAULTS, ON_NODES
+from tools.restart_drill.faults import FAULTS, ON_NODES, STORAGE_FAULTS
 from tools.restart_drill.launch import DrillError
 from tools.restart_drill.matrix import ENGINES, MOMENTS, Cell, Result, cells, courses, markdown, strikes_of
 from tools.restart_drill.plan import SUPERVISORS, Plan, Strike
 from tools.restart_drill.reference import Reference
 
+DISK, BUCKET = Path("/mnt/small"), ObjectUri("bucket", "prefix")
+
 
 def test_only_what_makes_sense_is_drilled() -> None:
-    every = cells(SUPERVISORS, ENGINES, True)
+    every = [*cells(SUPERVISORS, ENGINES, DISK), *cells(SUPERVISORS, ENGINES, BUCKET, STORAGE_FAULTS)]
     assert len(set(every)) == len(every)
-    assert {cell.fault for cell in every} == set(FAULTS) and {cell.moment for cell in every} == set(MOMENTS)
+    assert {cell.fault for cell in every} == set(FAULTS) - set(ON_NODES) and {cell.moment for cell in every} == set(
+        MOMENTS
+    )
     assert Cell("relaunch", "lazy", "sigkill-node", "mid-load") in every
+    assert Cell("launch", "lazy", "sigkill-all", "mid-load") in every
     for left_out in (
         Cell("torchrun", "lazy", "sigkill-node", "mid-load"),
+        Cell("launch", "lazy", "sigkill-launcher", "mid-step"),
         Cell("relaunch", "lazy", "disk-full", "mid-startup"),
         Cell("relaunch", "torch", "bitflip", "mid-load"),
     ):
         assert left_out not in every
-    assert {cell.fault for cell in cells(SUPERVISORS, ENGINES, False)} == set(FAULTS) - {"disk-full"}
+    without = {cell.fault for cell in cells(SUPERVISORS, ENGINES, None)}
+    assert without == set(FAULTS) - set(ON_NODES) - {"disk-full", *STORAGE_FAULTS}
+    in_bucket = {cell.fault for cell in cells(SUPERVISORS, ENGINES, BUCKET)}
+    assert in_bucket == set(FAULTS) - set(ON_NODES) - {"disk-full"}
 
 
 def test_courses_are_of_one_supervisor_and_engine() -> None:
-    every = cells(SUPERVISORS, ENGINES, True)
+    every = cells(SUPERVISORS, ENGINES, DISK)
     found = courses(every)
     assert sorted(cell for course in found for cell in map(str, course)) == sorted(map(str, every))
     for course in found:
@@ -41,7 +51,7 @@ def test_courses_are_of_one_supervisor_and_engine() -> None:
 
 
 def test_a_course_loses_as_many_nodes_as_there_are_spares() -> None:
-    every = cells(("launch",), ("lazy",), False)
+    every = cells(("launch",), ("lazy",), None, on_nodes=True)
     assert {cell.fault for cell in every} == {*ON_NODES, "sigkill-one"}
     for spares in (1, 3):
         found = courses(every, spares)
@@ -80,7 +90,7 @@ def run(
     monkeypatch.setattr(matrix, "run_drill", drill)
     monkeypatch.setattr(matrix, "content_of", content)
     out = tmp_path / f"{struck}_{error}"
-    argv = ["--out", str(out), "--", "torchrun", "--nproc-per-node", "2", "pretrain_gpt.py"]
+    argv = ["--out", str(out), "--", *TRAINING]
     base = matrix.base_plan(matrix.parse_arguments(argv), argv[3:])
     (out / "course_000" / "checkpoints").mkdir(parents=True)
     return matrix.run_course(base, 0, COURSE, Reference(CycleFacts(), tmp_path))
@@ -118,8 +128,8 @@ def test_the_table_tells_what_failed() -> None:
     [
         (["--sample", "0"], "--sample 0: must be at least 1"),
         (["--supervisors", "slurm"], "there are relaunch, torchrun"),
-        (["--supervisors", "launch"], "faults of nodes take --nodes-command PROGRAM"),
-        (["--supervisors", "launch,relaunch"], "launch takes a command of its own; run it by itself"),
+        (["--supervisors", "relaunch", "--nodes-command", "mine"], "only faults of nodes use it"),
+        (["--supervisors", "launch,relaunch", "--nodes-command", "mine"], "takes a command of its own; run it alone"),
         (["--faults", "flood"], "--faults flood: there are sigkill-one,"),
     ],
 )

@@ -120,7 +120,7 @@ RIGHT = ["--fault", "sigkill-all", "--at", "mid-step"]
         (["--resume-tp", "0"], "must be a whole number, at least 1"),
         (
             ["--fault", "sigkill-node", "--supervisor", "torchrun"],
-            "--fault sigkill-node kills the agent, which --supervisor torchrun needs",
+            "--fault sigkill-node ends what restarts the ranks with --supervisor torchrun; use --supervisor relaunch",
         ),
         (["--fault", "disk-full", "--at", "mid-load"], "--fault disk-full --at mid-load: nothing is saved then"),
         (
@@ -131,8 +131,16 @@ RIGHT = ["--fault", "sigkill-all", "--at", "mid-step"]
         (["--supervisor", "torchrun", "--resume-pp", "2"], "--supervisor torchrun with --resume-tp"),
         (["--supervisor", "torchrun", "--cold-cache"], "--supervisor torchrun --cold-cache: the agent restarts"),
         (["--fault", "node-loss"], "--fault node-loss is of a node; use --supervisor launch and --nodes-command"),
-        (["--supervisor", "launch"], "--fault sigkill-all reaches no other node; with --supervisor launch there are"),
-        (["--supervisor", "launch", "--fault", "node-loss"], "faults of nodes take --nodes-command PROGRAM"),
+        (
+            ["--supervisor", "launch", "--nodes-command", "mine"],
+            "--fault sigkill-all reaches no other node; with --nodes-command there are",
+        ),
+        (["--supervisor", "launch", "--fault", "node-loss"], "node-loss is of a node; use --supervisor launch and"),
+        (
+            ["--supervisor", "launch", "--fault", "sigkill-launcher"],
+            "ends what restarts the ranks with --supervisor launch",
+        ),
+        (["--persist-interval", "0"], "must be a whole number, at least 1"),
         (["--nodes-command", "mine"], "--nodes-command mine: only faults of nodes use it"),
         (
             ["--supervisor", "launch", "--fault", "node-loss", "--nodes-command", "mine", "--resume-pp", "2"],

@@ -9,6 +9,7 @@ from typing import Any
 
 from restart_trace.schema import SPAN
 from tools.restart_drill.facts import CycleFacts, facts_of
+from tools.restart_drill.output import lost_work
 from tools.restart_drill.plan import Strike
 from tools.restart_drill.verify import check_losses, judge, repeated, repetition_table
 
@@ -58,6 +59,30 @@ def test_it_must_resume_where_it_was_saved() -> None:
     assert "on all ranks" in verdict(cycles).wrong[0]
     cycles[1].resumed = {}
     assert "resumed from no checkpoint" in verdict(cycles).wrong[0]
+
+
+def test_it_must_load_from_where_the_newest_save_was() -> None:
+    """Where saves are kept in memory, too. Elsewhere nothing is expected."""
+    cycles, in_memory = good(), replace(STRIKE, expected_tier="local_memory")
+    assert verdict(cycles).tier is None and verdict(cycles).wrong == []
+    told = "loaded from a place that is not on record, and not from local_memory"
+    assert verdict(cycles, strike=in_memory).wrong == [told]
+    cycles[1].tiers = {0: "local_memory", 1: "local_memory"}
+    assert verdict(cycles, strike=in_memory) == replace(verdict(good()), tier="local_memory")
+    cycles[1].tiers[1] = "storage"
+    found = verdict(cycles, strike=in_memory)
+    assert found.tier is None and found.wrong == ["loaded from local_memory, storage, and not from local_memory"]
+
+
+def test_lost_work_is_told_by_tier() -> None:
+    def lost(tier: str | None, steps: int | None, at_most: int | None = 1) -> dict[str, Any]:
+        return {"tier": tier, "lost_steps": steps, "lost_at_most": at_most}
+
+    assert lost_work([lost("local_memory", 1), lost("local_memory", 2), lost("storage", 5, 8), lost(None, 3)]) == (
+        "Lost work: from local memory 1 of 2 restarts lost at most 1 finished step, and none more than 2; from storage "
+        "1 of 1 restart lost at most 8 finished steps, and none more than 5."
+    )
+    assert lost_work([lost("storage", 5, None), lost("storage", None)]) == "Lost work: not known."
 
 
 def test_hashes_are_not_assumed() -> None:

@@ -48,3 +48,22 @@ def test_without_a_fault_the_preset_trains(places: Places, monkeypatch: pytest.M
     assert command.words[0] == "bash" and command.trace == "trace"
     assert (told["MODE"], told["ENGINE"], told["KILL_AT"]) == ("train", "lazy", "none")
     assert "SAVE_INTERVAL" not in told
+
+
+def test_a_fault_of_a_node_is_drilled_through_the_agents(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NODES_COMMAND", "python -m harm --now")
+    settings = {"iterations": 6, "nodes_command": "$NODES_COMMAND"}
+    cell = replace(CELL, mode="restart", fault="node-loss@mid-step", settings=settings)
+    command = command_of(cell, places, 60)
+    drill = parse_drill(command.words[3:])
+    assert (drill.supervisor, drill.nodes_command) == ("launch", "python -m harm --now")
+    assert (command.settings["LAUNCHER"], int(command.settings["MAX_RESTARTS"]) > 0) == ("fork", True)
+
+
+def test_only_a_striped_replay_is_given_what_sets_the_stripes(places: Places) -> None:
+    settings = {"ranks": "0", "limit_bytes": "1MiB", "stripe_command": "stripe", "operations": "load"}
+    plain = replace(CELL, mode="replay", fault="none", settings=settings)
+    words = command_of(plain, places, 60).words
+    assert "--stripe-command" not in words and words[words.index("--operations") + 1] == "load"
+    words = command_of(replace(plain, settings=settings | {"striping": "8"}), places, 60).words
+    assert (words[words.index("--striping") + 1], words[words.index("--stripe-command") + 1]) == ("8", "stripe")

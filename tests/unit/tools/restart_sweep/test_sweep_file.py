@@ -10,6 +10,7 @@ import pytest
 from tests.unit.script_helpers import BENCH, ROOT
 from tools.restart_sweep.cells import cells_of
 from tools.restart_sweep.cli import main
+from tools.restart_sweep.reduced import reduced
 from tools.restart_sweep.sweep_file import RUN_KEYS, SWEEP_KEYS, SweepFileError, read_sweep
 
 GOOD = """\
@@ -72,6 +73,13 @@ def test_cells_of_a_repeat_come_together_and_its_variants_begin_with_another_one
         ("engines: [torch, lazy]", "engines: [torch, torch]", 7, "engines: `torch` is there twice"),
         ("engines: [torch, lazy]", "engines: [torch, none]", 7, "engines: engine `none` writes no files"),
         ("limit_bytes: 1MiB", "iterations: 3", 8, "iterations: means nothing in mode replay; it belongs to scaled"),
+        ("limit_bytes: 1MiB", "operations: [load, sav]", 8, "operations: `sav` is no operation; did you mean save?"),
+        ("limit_bytes: 1MiB", "striping: 8x", 8, "striping: '' is no"),
+        ("limit_bytes: 1MiB", "striping: many", 8, "striping: 'many': write it as N or NxSIZE, such as 8x4MiB, or"),
+        ("limit_bytes: 1MiB", "stripe_command: lfs", 8, "stripe_command: sets what `striping` says"),
+        ("engines: [lazy]", "engines: [raw-all]", 12, "engines: `raw-all` writes bytes of a replay alone"),
+        ("sigkill-all@mid-step", "node-loss@mid-step", 14, "faults: node-loss@mid-step is of a node, which a program"),
+        ("    cache: [warm, cold]", "    nodes_command: x", 13, "nodes_command: only faults of nodes use it"),
         ("    models: tiny\n", "", 9, "models: is missing from a run: presets of restart_bench/models"),
         ("[tp1_pp1_dp2]", "[tp1-pp1]", 11, "layouts: `tp1-pp1` is no layout; write it as tp4_pp2"),
         ("cache: [warm, cold]", "cache: [tepid]", 13, "cache: `tepid` is no state of the page cache"),
@@ -120,3 +128,49 @@ def test_the_documentation_has_every_key() -> None:
     text = (ROOT / "docs" / "restart_sweep.md").read_text()
     documented = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
     assert {*SWEEP_KEYS, *RUN_KEYS} <= set(documented)
+
+
+REPLAYS = """\
+name: replays
+repeats: 1
+storage_bytes: none
+runs:
+  - mode: replay
+    models: 3b
+    engines: [lazy, raw-all]
+    operations: [save_and_load, load]
+    striping: [none, 8x4MiB]
+    stripe_command: stripe {count} {size} {directory}
+"""
+
+
+def test_operations_and_stripes_are_dimensions_and_what_they_are_by_themselves_is_not_said(tmp_path: Path) -> None:
+    cells = cells_of(read_sweep(written(tmp_path, REPLAYS)))
+    assert [(cell.engine, *cell.of_replay) for cell in cells] == [
+        ("lazy",), ("raw-all",), ("lazy", "load"), ("raw-all", "load"),
+        ("lazy", "striping 8x4MiB"), ("raw-all", "striping 8x4MiB"),
+        ("lazy", "load", "striping 8x4MiB"), ("raw-all", "load", "striping 8x4MiB"),
+    ]  # fmt: skip
+    assert len({cell.name for cell in cells}) == 8
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.stem)
+def test_a_reduced_sweep_has_every_kind_of_cell_and_none_that_takes_a_gpu(sample: Path) -> None:
+    sweep = read_sweep(sample)
+    small = reduced(sweep)
+    cells = [cell for cell in cells_of(small) if cell.mode != "storage"]
+    assert small.name == f"{sweep.name}_reduced" and small.text != sweep.text and small.about.startswith("Reduced: ")
+    assert {cell.mode for cell in cells} <= {"replay", "scaled"} and {cell.repeat for cell in cells} == {1}
+    assert all(cell.ranks <= 8 for cell in cells if cell.mode == "scaled")
+    assert all(cell.settings["limit_bytes"] == "16MiB" for cell in cells if cell.mode == "replay")
+    assert len(small.runs) == len(sweep.runs) and len(cells) >= 2 * len(sweep.runs) - 1
+
+
+def test_faults_of_nodes_take_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = GOOD.replace("sigkill-all@", "node-loss@").replace("    cache: [warm, cold]", "    nodes_command: harm")
+    monkeypatch.delenv("HOSTFILE", raising=False)
+    assert main([str(written(tmp_path, text)), "--out", str(tmp_path / "out")]) == 2
+    assert "HOSTFILE: is not set, and node-loss@mid-step is of a node" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -20,6 +20,7 @@ _COLOURS = {
     "write": "#CC6677",
     "fsync": "#AA4499",
     "upload": "#663333",
+    "replicate": "#664400",
     "tag_validation": "#BBBBBB",
     "engine_call": "#332288",
     "barrier": "#999999",

@@ -74,19 +74,21 @@ def aligned(state: Any) -> bytes:
     return first + text.ljust(up(len(text)), b"\0") + data + pickled
 
 
-def trailing(state: Any) -> bytes:
+def trailing(state: Any, name: str = "") -> bytes:
+    """`name`: that the aggregated engine was given for the state, and puts after each key."""
+    after = f"|{name}" if name else ""
     skeleton, tensors = flatten(state)
     pickled = pickle.dumps(skeleton, protocol=pickle.HIGHEST_PROTOCOL)
     header: dict[str, Any] = {}
     data = b"\xa5" * ALIGNMENT  # what was in the cache before lies behind the number
     for key, tensor in tensors.items():
-        header[f"TENSOR|{key}"] = {
+        header[f"TENSOR|{key}{after}"] = {
             "shape": str(tensor.shape),
             "dtype": str(tensor.dtype),
             "offsets": [len(data), len(data) + len(raw(tensor))],
         }
         data = (data + raw(tensor)).ljust(up(len(data) + len(raw(tensor))), b"\xa5")
-    header["datastates_metadata"] = {"offsets": [len(data), len(data) + len(pickled)]}
+    header[f"datastates_metadata{after}"] = {"offsets": [len(data), len(data) + len(pickled)]}
     data = (data + pickled).ljust(up(len(data) + len(pickled)), b"\xa5")
     text = json.dumps(dict(sorted(header.items())), separators=(",", ":")).encode()
     return len(data).to_bytes(8, "little") + data[8:] + text.ljust(up(len(text)), b"\0")

@@ -142,17 +142,30 @@ def install_checkpoint_engine(monkeypatch: pytest.MonkeyPatch, behaviour: Behavi
             behaviour.called("init", runtime_config, rank)
             self.sm: dict[int, dict[str, Any]] = {}
             self._writer = _Writer(behaviour)
+            self._rank = rank
+            self._aggregated = runtime_config.get("engine_type") == "state_aggregated_engine"
 
         def save(self, state_dict: dict[str, Any], path: str) -> bool:
             behaviour.called("save", Path(path).name)
             self.sm[len(self.sm)] = {path: state_dict}
             name = Path(path).name
+            if self._aggregated:  # nothing is written before `commit`
+                return True
             if name not in behaviour.lost:
                 self._writer.queue.put(lambda: _write_trailing(path, state_dict, behaviour.cut.get(name, 0)))
             return True
 
         def wait(self, persist: bool = False) -> None:
             behaviour.called("wait", persist)
+
+        def commit(self, tag: str) -> bool:
+            """Of what was saved, the aggregated engine writes the last alone, unless DeepSpeed calls it."""
+            behaviour.called("commit", tag)
+            ((path, state),) = self.sm[len(self.sm) - 1].items()
+            target = Path(path).with_name(f"rank-{self._rank}-aggregated-datastates.ckpt")
+            missing = behaviour.cut.get(target.name, 0)
+            self._writer.queue.put(lambda: _write_trailing(str(target), state, missing, Path(path).name))
+            return True
 
         def shutdown(self) -> None:
             behaviour.called("shutdown")
@@ -192,8 +205,8 @@ def _write_in_place(path: str, at: int, tensor: torch.Tensor) -> None:
         file.write(raw(tensor))
 
 
-def _write_trailing(path: str, state: dict[str, Any], missing: int) -> None:
-    content = trailing(state)
+def _write_trailing(path: str, state: dict[str, Any], missing: int, name: str = "") -> None:
+    content = trailing(state, name)
     with Path(path).open("r+b") as file:
         file.write(content[: len(content) - missing])
 

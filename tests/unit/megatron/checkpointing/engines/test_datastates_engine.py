@@ -129,6 +129,50 @@ def test_options_of_the_later_library(tmp_path: Path, monkeypatch: pytest.Monkey
         main.engine(library=options).check_can_save()
 
 
+AGGREGATED = (("engine_type", "state_aggregated_engine"),)
+
+
+def test_one_file_for_all_states_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    later = installed(LATER, monkeypatch)
+    engine, files = later.engine(rank=3, library=AGGREGATED), file_states()
+    name = "rank-3-aggregated-datastates.ckpt"
+    for step in ("first", "second"):
+        saved = engine.save(files, directory(tmp_path, step), untraced_operation())
+        assert [(file.name, file.states) for file in saved] == [(name, tuple(NAMES))]
+        assert [path.name for path in (tmp_path / step).iterdir()] == [name]
+        assert identical(load(engine, tmp_path / step, saved), {file.name: file.state for file in files})
+    assert [call for call in later.behaviour.calls if call[0] in ("save", "commit")] == [
+        ("save", name), ("commit", "first"), ("save", name), ("commit", "second"),
+    ]  # fmt: skip
+    monkeypatch.undo()
+    reader = create_engine("datastates", EngineOptions())  # neither library nor device, nor the option
+    assert identical(load(reader, tmp_path / "first", saved), {file.name: file.state for file in files})
+
+
+def test_an_aggregated_file_that_is_altered_or_lacks_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    later = installed(LATER, monkeypatch)
+    engine = later.engine(library=AGGREGATED)
+    (saved,) = engine.save(file_states(), tmp_path, untraced_operation())
+    path = tmp_path / saved.name
+    content = path.read_bytes()
+    path.write_bytes(content[:5000] + bytes([content[5000] ^ 4]) + content[5001:])
+    with pytest.raises(CheckpointDamagedError, match=f"{saved.name}.*does not have the checksum"):
+        load(engine, tmp_path, [saved])
+    path.write_bytes(content)
+    foreign = dataclasses.replace(saved, states=(*saved.states, "layer_99.pt"))
+    with pytest.raises(CheckpointDamagedError, match=f"{saved.name}: does not hold layer_99.pt"):
+        engine.load(["layer_99.pt"], SavedCheckpoint(tmp_path, {foreign.name: foreign}), untraced_operation())
+    later.behaviour.cut = {saved.name: 5000}
+    with monkeypatch.context() as patience, pytest.raises(CheckpointDamagedError, match="bytes are missing|no header"):
+        pending = later.engine(library=AGGREGATED).begin_save(
+            file_states(), directory(tmp_path, "cut"), untraced_operation()
+        )
+        pending.release_state()
+        later.behaviour.settle()
+        patience.setattr(datastates_engine, "TIMEOUT_S", 0.0)
+        pending.wait()
+
+
 def test_what_the_later_library_keeps_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = installed(LATER, monkeypatch).engine()
     engine.save(file_states(), tmp_path, untraced_operation())

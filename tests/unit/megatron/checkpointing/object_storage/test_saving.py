@@ -19,7 +19,8 @@ from megatron.checkpointing.object_storage.checkpoints import StoredCheckpoints
 from megatron.checkpointing.object_storage.ownership import ObjectOwnership, claim
 from megatron.checkpointing.object_storage.saving import ObjectDirectory
 from megatron.config.uris import ObjectUri
-from megatron.fileio.object_store import Bucket, ObjectStoreError
+from megatron.fileio.object_store import Bucket
+from megatron.fileio.store_errors import ObjectStoreError
 from tests.object_storage import BUCKET, FaultProxy, Request, Server, environment_of
 from tests.object_storage_kills import load, run, states, writer
 
@@ -43,7 +44,7 @@ def keys(stored: StoredCheckpoints) -> list[str]:
     return [key for key in found if not key.startswith(".generations/")]
 
 
-@pytest.mark.parametrize("engine", ["torch", "lazy"])
+@pytest.mark.parametrize("engine", ["torch", "lazy", "dcp", "dcp-async"])
 def test_what_is_saved_is_loaded(stored: StoredCheckpoints, engine: str) -> None:
     directory, held = claimed(stored)
     saves = writer(engine, held.generation)

@@ -1,0 +1,275 @@
+"""The process of a host that holds copies of other hosts' saves, and sends copies of its own host's saves to them.
+
+The launcher's agent forks it and stays single-threaded itself. It inherits the slots of the ranks of its host, so it
+sends a save without the rank that made it, and goes on when that is killed. It ends with the agent, and its memory,
+which has no name, with it.
+
+A copy lies in one of two slots of its coordinates (tp, pp, dp). It is sealed, and thereby there, once each of its
+extents has been received and verified; until then the slot holds nothing. The sender names the save that must be kept.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron.fileio.host_memory import available_memory
+from megatron.peers.client import Peer
+from megatron.peers.wire import Channel, Key, PeerError, connect, extents_of, file_size, key_of
+from megatron.processes.memory_slots import Slot, new_slots
+
+_AT_WORK = 0.25  # of its deadline: how often an asker that waits is told that something is being done
+_QUESTION_S = 10.0  # from a connection to its question
+_SUMMARY = ("save", "step", "tag", "directory", "layout", "place", "model")
+
+
+class _Copies:
+    """Two slots for the saves of one rank of another host."""
+
+    def __init__(self) -> None:
+        (self.slots,) = new_slots(1)
+        self.lock = threading.Lock()  # held by the one connection that writes
+        self._views: dict[int, tuple[int, memoryview]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(slot.num_bytes for slot in self.slots)
+
+    def next(self, keep: str | None) -> Slot:
+        """The slot for the next copy: not that of `keep`; of two the one that holds nothing, or what is older."""
+        records = [(slot, slot.record()) for slot in self.slots]
+        free = [(slot, record) for slot, record in records if record is None or record.get("save") != keep]
+        return min(free, key=lambda found: -1 if found[1] is None else found[1]["step"])[0]
+
+    def view(self, slot: Slot) -> memoryview:
+        """Its memory, mapped once: pages are faulted in once."""
+        size, view = self._views.get(slot.data, (0, memoryview(b"")))
+        if size != slot.num_bytes:
+            size = slot.num_bytes
+            view = memoryview(mmap.mmap(slot.data, size))
+            self._views[slot.data] = (size, view)
+        return view
+
+    def close(self) -> None:
+        self._views.clear()
+        for slot in self.slots:
+            slot.close()
+
+
+class Holder:
+    """Answers connections, each on a thread of its own. `own`: the slots of this host's ranks, one after the other."""
+
+    def __init__(self, own: list[Slot], launch: str) -> None:
+        self._own = own
+        self._launch = launch
+        self._copies: dict[Key, _Copies] = {}
+        self._wanted: set[Key] | None = None  # coordinates that are placed here; None: nobody has said so yet
+        self._lock = threading.Lock()  # of the two
+
+    def serve(self, listening: socket.socket) -> None:
+        """For ever."""
+        while True:
+            connected, _ = listening.accept()
+            threading.Thread(target=self._converse, args=(connected,), daemon=True).start()
+
+    def _converse(self, connected: socket.socket) -> None:
+        with Channel(connected, _QUESTION_S) as channel:
+            try:
+                message = channel.hear()
+                self._answer(channel, message)
+            except PeerError as error:
+                _tell_error(channel, str(error))
+            except Exception as error:  # one that asks wrongly must not end the others
+                traceback.print_exc()
+                _tell_error(channel, f"failed: {type(error).__name__}: {error}")
+
+    def _answer(self, channel: Channel, message: Mapping[str, Any]) -> None:
+        if message.get("launch") != self._launch:
+            raise PeerError("belongs to another launch")
+        match message.get("ask"):
+            case "list":
+                channel.tell(kept=self._listed(), num_bytes=sum(c.num_bytes for c in self._all_copies().values()))
+            case "reserve":
+                self._reserve([(tuple(key), int(size)) for key, size in message["copies"]])
+                channel.tell(done=True)
+            case "forget":
+                self._forget(message.get("save"))
+                channel.tell(done=True)
+            case "send":
+                self._send(channel, message)
+            case "put":
+                self._take(channel, message)
+            case "get":
+                self._give(channel, message)
+            case other:
+                raise PeerError(f"does not know the question {other!r}")
+
+    # What is here
+
+    def _all_copies(self) -> dict[Key, _Copies]:
+        with self._lock:
+            return dict(self._copies)
+
+    def _sealed(self) -> Iterator[tuple[Slot, dict[str, Any]]]:
+        """Every slot of this process that holds a save: of this host's ranks, and copies."""
+        slots = [*self._own, *(slot for copies in self._all_copies().values() for slot in copies.slots)]
+        for slot in slots:
+            record = slot.record()
+            if record is not None:
+                yield slot, record
+
+    def _listed(self) -> list[dict[str, Any]]:
+        return [{name: record.get(name) for name in _SUMMARY} for _, record in self._sealed()]
+
+    def _forget(self, save: str | None) -> None:
+        """The copies of a save; None: all copies."""
+        for copies in self._all_copies().values():
+            for slot in copies.slots:
+                record = slot.record()
+                if record is not None and save in (None, record.get("save")):
+                    slot.unseal()
+
+    def _reserve(self, copies: list[tuple[Key, int]]) -> None:
+        """Take the memory for the copies of these coordinates, of so many bytes each. Raises PeerError.
+
+        Copies of others stay until one that belongs here is complete: training may have to go back to them.
+        """
+        self._take_memory(copies)
+        with self._lock:
+            self._wanted = {key for key, _ in copies}
+
+    def _take_memory(self, copies: list[tuple[Key, int]]) -> None:
+        with self._lock:
+            growth = 0
+            for key, size in copies:
+                slots = self._copies[key].slots if key in self._copies else []
+                growth += 2 * size - sum(min(size, slot.num_bytes) for slot in slots)
+            free = available_memory()
+            if growth > free:
+                raise PeerError(
+                    f"cannot hold copies: {growth / 2**30:.2f} GiB more are wanted and {free / 2**30:.2f} GiB are free"
+                )
+            for key, size in copies:
+                if key not in self._copies:
+                    self._copies[key] = _Copies()
+                for slot in self._copies[key].slots:
+                    if slot.num_bytes < size:
+                        slot.resize(size)
+
+    def _copies_of(self, key: Key, size: int) -> _Copies:
+        """Those of these coordinates. A process that has taken the place of one that was killed makes room for them."""
+        with self._lock:
+            reserved, anew = self._copies.get(key), self._wanted is None
+        if reserved is not None:
+            return reserved
+        if not anew:
+            raise PeerError(f"holds no copies of {key}")
+        self._take_memory([(key, size)])
+        return self._all_copies()[key]
+
+    def _drop_others(self) -> None:
+        """Give back the memory of copies that are not placed here any more."""
+        with self._lock:
+            gone = [key for key in self._copies if self._wanted is not None and key not in self._wanted]
+            dropped = [self._copies.pop(key) for key in gone]
+        for copies in dropped:
+            with copies.lock:
+                copies.close()
+
+    # Sending
+
+    def _send(self, channel: Channel, message: Mapping[str, Any]) -> None:
+        """Copy the save of a slot to peers, and say what came of it; the asker hears that we are at work meanwhile."""
+        slot, peers = self._own[message["slot"]], [Peer(*peer) for peer in message["peers"]]
+        record = slot.record()
+        if record is None:
+            raise PeerError(f"was to send slot {message['slot']}, which holds nothing")
+        errors: dict[Peer, str] = {}
+
+        def send(peer: Peer) -> None:
+            try:
+                _send_copy(peer, slot, record, message)
+            except PeerError as error:
+                errors[peer] = f"{peer} {error}"
+            except Exception as error:  # whoever asked waits to hear of it
+                traceback.print_exc()
+                errors[peer] = f"{peer}: {type(error).__name__}: {error}"
+
+        threads = [threading.Thread(target=send, args=(peer,), daemon=True) for peer in peers]
+        for thread in threads:
+            thread.start()
+        every_s = _AT_WORK * float(message["timeout_s"])
+        for thread in threads:
+            thread.join(every_s)
+            while thread.is_alive():
+                channel.tell(at_work=True)
+                thread.join(every_s)
+        sent = file_size(record) * (len(peers) - len(errors))
+        channel.tell(bytes=sent, errors=[errors[peer] for peer in peers if peer in errors])
+
+    # Taking and giving
+
+    def _take(self, channel: Channel, message: Mapping[str, Any]) -> None:
+        """Receive a copy from a peer."""
+        record = message["record"]
+        extents_of(record)
+        key, size = key_of(record), file_size(record)
+        copies = self._copies_of(key, size)
+        channel.extend(float(message["timeout_s"]))
+        if not copies.lock.acquire(timeout=channel.deadline_s):
+            raise PeerError(f"is still taking another copy of {key}")
+        try:
+            slot = copies.next(message.get("keep"))
+            if size > slot.num_bytes:
+                raise PeerError(f"has {slot.num_bytes} bytes for a copy of {key}, and {size} were announced")
+            slot.unseal()
+            channel.tell(go=True)
+            channel.receive_file(copies.view(slot), record)
+            slot.seal(record)
+        finally:
+            copies.lock.release()
+        channel.tell(done=True)
+        self._drop_others()
+
+    def _give(self, channel: Channel, message: Mapping[str, Any]) -> None:
+        """Send what is asked for: a save that is sealed here, as it is. Who gets it verifies it."""
+        key = tuple(message["key"])
+        for slot, record in self._sealed():
+            if record.get("save") == message["save"] and key_of(record) == key:
+                channel.tell(record=record)
+                channel.send_file(slot.data, file_size(record))
+                return
+        raise PeerError(f"does not hold {message['save']} of {key}")
+
+
+def _send_copy(peer: Peer, slot: Slot, record: Mapping[str, Any], message: Mapping[str, Any]) -> None:
+    """Raises PeerError if the peer does not have it, verified, in the end."""
+    deadline_s = float(message["timeout_s"])
+    with connect(peer.address, peer.port, deadline_s) as channel:
+        keep, launch = message.get("keep"), message["launch"]
+        channel.tell(launch=launch, ask="put", record=record, keep=keep, timeout_s=deadline_s)
+        channel.hear()
+        channel.send_file(slot.data, file_size(record))
+        channel.hear()
+
+
+def _tell_error(channel: Channel, text: str) -> None:
+    try:
+        channel.tell(error=text)
+    except PeerError:  # it has gone
+        return
+
+
+def run(listening: socket.socket, own: list[Slot], launch: str) -> None:
+    """Serve until this process is ended."""
+    try:
+        Holder(own, launch).serve(listening)
+    except BaseException as error:
+        print(f"[launch] error: the copies of saves cannot be served: {error!r}", file=sys.stderr, flush=True)
+        os._exit(1)

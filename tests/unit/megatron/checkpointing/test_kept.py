@@ -1,0 +1,327 @@
+"""Saves in memory as candidates of a load: which of them count, when each is tried, and what is said of the others.
+
+Ranks are threads of this process, over real agreements, with slots as their launcher holds them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpointing.commit import Candidate, Manifest
+from megatron.checkpointing.context import RunContext
+from megatron.checkpointing.engines.base import EngineOptions, FileState
+from megatron.checkpointing.engines.errors import CheckpointDamagedError
+from megatron.checkpointing.engines.registry import create_engine
+from megatron.checkpointing.kept import KeptCandidate, in_turn, merged
+from megatron.checkpointing.naming import RankPlace
+from megatron.config import CheckpointConfig, Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron.parallel.control_plane import ControlPlane
+from megatron.parallel.topology import Layout
+from megatron.processes.memory_slots import VARIABLE, held_slots, hold_slots, let_go_of_slots
+from restart_trace.recorder import untraced_operation, untraced_recorder
+from tests.unit.megatron.parallel.test_tree import on_all, trees
+
+MODEL = {"hidden_size": 8}
+
+
+def config_of(directory: Path, **flags: Any) -> Config:
+    where = str(directory)
+    options: dict[str, Any] = {"save": where, "load": where, "save_interval": 1, "checkpoint_engine": "memory"}
+    return Config(
+        model=ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=8),
+        parallel=ParallelConfig(),
+        training=TrainingConfig(micro_batch_size=1, train_iters=10),
+        optimizer=OptimizerConfig(lr=1e-3),
+        checkpoint=CheckpointConfig(**options | flags),
+    )
+
+
+def tried(candidate: Candidate) -> str:
+    """Where a candidate is, and its step: m for memory, s for storage."""
+    return f"{'m' if isinstance(candidate, KeptCandidate) else 's'}{candidate.step}"
+
+
+@dataclass
+class Job:
+    """The ranks of one host: `layout.dp` replicas, each with an engine of its own."""
+
+    directory: Path
+    layout: Layout
+    contexts: list[RunContext]
+
+    def save(self, step: int, name: str | None = None, ranks: Sequence[int] | None = None, **record: Any) -> None:
+        """Seal a slot of each of these ranks, all by default. `record`: what it tells besides, or instead."""
+        for rank in range(self.layout.world_size) if ranks is None else ranks:
+            told = {
+                "save": name or f"save_{step}",
+                "tag": f"global_step{step}",
+                "step": step,
+                "directory": os.path.realpath(self.directory),
+                "layout": self.layout.as_dict(),
+                "place": self.layout.coordinates(rank)._asdict(),
+                "model": MODEL,
+                "extra": {"hashes.json": json.dumps({"of": rank})},
+            }
+            state = {"who": torch.tensor([rank, step])}
+            engine = self.contexts[rank].checkpoint_engine
+            pending = engine.begin_kept_save([FileState("f", state)], told | record, None, untraced_operation())
+            pending.release_state()
+            pending.wait()
+            engine.settle()
+
+    def change(self, **of_context: Any) -> None:
+        self.contexts = [replace(context, **of_context) for context in self.contexts]
+
+    def candidates(self, stored: Sequence[int] = (), ranks: int | None = None) -> list[list[Candidate]]:
+        """What each rank is given, with checkpoints of these steps on storage, which rank 0 alone has found."""
+        found = [Candidate(self.directory / f"global_step{s}", f"global_step{s}", s, None) for s in stored]
+        number = self.layout.world_size if ranks is None else ranks
+
+        def load(rank: int, tree: Any) -> list[Candidate]:
+            ctx = replace(self.contexts[rank], control=ControlPlane(rank, number, tree))
+            return list(in_turn(ctx, found if rank == 0 else [], len(found), untraced_operation()))
+
+        with trees(["host"] * number) as connected:
+            by_rank = on_all(connected, load)
+        assert all(list(map(tried, mine)) == list(map(tried, by_rank[0])) for mine in by_rank), "ranks differ"
+        return by_rank
+
+    def order(self, stored: Sequence[int] = ()) -> list[str]:
+        return list(map(tried, self.candidates(stored)[0]))
+
+
+def state_of(job: Job, rank: int, candidate: KeptCandidate) -> dict[str, Any]:
+    """What a rank loads of a candidate."""
+    context, op = job.contexts[rank], untraced_operation()
+    return candidate.load(context, lambda found: context.checkpoint_engine.load(["f"], found, op), op)["f"]
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Job]]:
+    """Makes a job of so many replicas."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    made: list[Job] = []
+
+    def make(replicas: int = 2) -> Job:
+        hold_slots(replicas)
+        layout = Layout(1, 1, replicas)
+        contexts = [
+            RunContext(
+                config=config_of(tmp_path),
+                place=RankPlace(layout, layout.coordinates(rank), "fp32"),
+                vocab_size=8,
+                padded_vocab_size=8,
+                control=ControlPlane(0, 1),
+                recorder=untraced_recorder(),
+                checkpoint_engine=create_engine("memory", EngineOptions(fsync=False, rank=rank, local_rank=rank)),
+                follows_itself=True,
+            )
+            for rank in range(replicas)
+        ]
+        made.append(Job(tmp_path, layout, contexts))
+        return made[-1]
+
+    yield make
+    for one in made:
+        for context in one.contexts:
+            context.checkpoint_engine.close()
+    let_go_of_slots()
+
+
+@pytest.mark.parametrize(
+    ("kept", "stored", "order"),
+    [
+        ([], [], []),
+        ([], [5, 3], [None, None]),
+        ([("a", 5)], [], ["a"]),
+        ([("a", 5)], [5, 3], ["a", None, None]),
+        ([("a", 4)], [5, 3], [None, "a", None]),
+        ([("a", 2)], [5, 3], [None, None, "a"]),
+        ([("b", 7), ("a", 6)], [5], ["b", "a", None]),
+        ([("b", 5), ("a", 4)], [5, 4, 2], ["b", None, "a", None, None]),
+        ([("b", 5), ("a", 5)], [5], ["b", "a", None]),
+    ],
+)
+def test_memory_comes_before_storage_of_the_same_step_and_after_newer_storage(
+    kept: list[tuple[str, int]], stored: list[int], order: list[str | None]
+) -> None:
+    assert merged(kept, stored) == order
+
+
+def test_each_rank_gets_its_own_part_of_a_save_that_all_have(job: Callable[[int], Job]) -> None:
+    mine = job(2)
+    mine.save(6)
+    mine.save(7)
+    by_rank = mine.candidates(stored=[5, 3])
+    assert [tried(candidate) for candidate in by_rank[0]] == ["m7", "m6", "s5", "s3"]
+    for rank, found in enumerate(by_rank):
+        newest = found[0]
+        assert isinstance(newest, KeptCandidate)
+        assert state_of(mine, rank, newest)["who"].tolist() == [rank, 7]
+        assert (newest.save, newest.tag, newest.step) == ("save_7", "global_step7", 7)
+        assert newest.directory == newest.used[0].checkpoint.directory and "slot" in newest.place
+        assert newest.manifest == Manifest("global_step7", 7, "memory", mine.layout.as_dict(), MODEL, {})
+        assert newest.json_file("hashes.json") == {"of": rank}
+        with pytest.raises(CheckpointDamagedError, match=r"slot .*other\.json is not there; --verify-restored-state"):
+            newest.json_file("other.json")
+        assert found[2] == Candidate(mine.directory / "global_step5", "global_step5", 5, None)
+
+
+def test_a_save_that_a_rank_lacks_is_passed_over_and_the_rank_named(
+    job: Callable[[int], Job], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after a kill: the ranks were done with it at different times."""
+    mine = job(2)
+    mine.save(6)
+    mine.save(7, ranks=[0])
+    with caplog.at_level(logging.INFO):
+        assert mine.order(stored=[5]) == ["m6", "s5"]
+    told = "iteration 7 is not whole in host memory of 1 of 2 ranks: rank 1 {'tp': 0, 'pp': 0, 'dp': 1}"
+    assert [record.message for record in caplog.records] == [told]
+
+
+def test_of_many_ranks_eight_are_named(job: Callable[[int], Job], caplog: pytest.LogCaptureFixture) -> None:
+    mine = job(10)
+    mine.save(3, ranks=[0])
+    with caplog.at_level(logging.INFO):
+        assert mine.order(stored=[2]) == ["s2"]
+    (record,) = caplog.records
+    assert record.message.startswith("iteration 3 is not whole in host memory of 9 of 10 ranks: rank 1 ")
+    assert "rank 8 " in record.message and "rank 9" not in record.message and record.message.endswith(", ...")
+
+
+def test_nothing_is_said_where_nothing_is_missing(job: Callable[[int], Job], caplog: pytest.LogCaptureFixture) -> None:
+    mine = job(2)
+    with caplog.at_level(logging.INFO):
+        assert mine.order(stored=[5]) == ["s5"]
+        mine.save(6)
+        assert mine.order(stored=[5]) == ["m6", "s5"]
+    assert caplog.records == []
+
+
+def test_saves_of_one_step_count_as_one_only_if_they_are_one(
+    job: Callable[[int], Job], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same iteration of another course of training, which was trained again after a restart, is another state."""
+    mine = job(2)
+    mine.save(6, name="first", ranks=[0])
+    mine.save(6, name="second", ranks=[1])
+    with caplog.at_level(logging.INFO):
+        assert mine.order(stored=[5]) == ["s5"]
+    told = caplog.records[0].message
+    assert told == "iteration 6 is not whole in host memory of 1 of 2 ranks: rank 1 {'tp': 0, 'pp': 0, 'dp': 1}"
+
+
+def test_of_two_courses_the_one_that_more_ranks_have_is_told_of(
+    job: Callable[[int], Job], caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = job(3)
+    mine.save(6, name="a", ranks=[0])
+    mine.save(6, name="b", ranks=[1, 2])
+    with caplog.at_level(logging.INFO):
+        assert mine.order(stored=[5]) == ["s5"]
+    told = "iteration 6 is not whole in host memory of 1 of 3 ranks: rank 0 {'tp': 0, 'pp': 0, 'dp': 0}"
+    assert [record.message for record in caplog.records] == [told]
+
+
+def test_two_courses_of_one_step_are_tried_in_the_same_order_on_all_ranks(job: Callable[[int], Job]) -> None:
+    mine = job(2)
+    for name, ranks in (("b", [0]), ("a", [0, 1]), ("b", [1])):
+        mine.save(6, name=name, ranks=ranks)
+    found = mine.candidates()
+    assert [[c.save for c in of_rank if isinstance(c, KeptCandidate)] for of_rank in found] == [["a", "b"]] * 2
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{"layout": {"tp": 2, "pp": 1, "dp": 1}}, {"place": {"tp": 0, "pp": 0, "dp": 7}}, {"directory": "/somewhere/else"}],
+)
+def test_what_was_saved_for_another_layout_place_or_directory_is_no_choice(
+    job: Callable[[int], Job], record: Mapping[str, Any]
+) -> None:
+    mine = job(2)
+    mine.save(6)
+    mine.save(7, **record)
+    assert mine.order() == ["m6"]
+
+
+def test_it_may_lie_in_the_slot_of_another_rank(job: Callable[[int], Job]) -> None:
+    """Coordinates say whose it is, not the number of a rank on its host."""
+    mine = job(2)
+    mine.save(6)
+    first, second = mine.contexts
+    mine.contexts = [
+        replace(first, checkpoint_engine=second.checkpoint_engine),
+        replace(second, checkpoint_engine=first.checkpoint_engine),
+    ]
+    for rank, (candidate,) in enumerate(mine.candidates()):
+        assert isinstance(candidate, KeptCandidate)
+        assert state_of(mine, rank, candidate)["who"].tolist() == [rank, 6]
+
+
+def test_a_torn_slot_holds_nothing(job: Callable[[int], Job]) -> None:
+    mine = job(2)
+    mine.save(6)
+    mine.save(7)
+    held = held_slots()
+    assert held is not None
+    (newest,) = [slot for slot in held[1] if (slot.record() or {}).get("step") == 7]
+    os.ftruncate(newest.record_file, os.fstat(newest.record_file).st_size - 1)
+    assert mine.order(stored=[5]) == ["m6", "s5"]
+
+
+def test_saves_after_which_another_launch_has_saved_are_forgotten(job: Callable[[int], Job]) -> None:
+    mine = job(2)
+    mine.save(6)
+    mine.change(follows_itself=False)
+    assert mine.order(stored=[9, 8]) == ["s9", "s8"]
+    mine.change(follows_itself=True)
+    assert mine.order(stored=[9, 8]) == ["s9", "s8"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"load": "/another/directory"},
+        {"load": None},
+        {"save": None, "save_interval": None},
+        {"load_tag": "global_step5"},
+        {"finetune": True},
+        {"reset_iteration": True},
+    ],
+)
+def test_a_load_that_is_not_to_go_on_leaves_memory_alone(job: Callable[[int], Job], flags: dict[str, Any]) -> None:
+    mine = job(2)
+    mine.save(6)
+    usual = mine.contexts[0].config
+    mine.change(config=config_of(mine.directory, **flags))
+    assert mine.order(stored=[5]) == ["s5"]
+    mine.change(config=usual)
+    assert mine.order(stored=[5]) == ["m6", "s5"]
+
+
+def test_a_link_to_the_directory_is_the_directory(job: Callable[[int], Job], tmp_path: Path) -> None:
+    mine = job(2)
+    mine.save(6)
+    link = tmp_path / "link"
+    link.symlink_to(mine.directory)
+    mine.change(config=config_of(mine.directory, load=str(link)))
+    assert mine.order() == ["m6"]
+
+
+def test_an_engine_that_keeps_nothing_has_storage_only(job: Callable[[int], Job]) -> None:
+    mine = job(2)
+    mine.save(6)
+    usual = [context.checkpoint_engine for context in mine.contexts]
+    mine.change(checkpoint_engine=create_engine("torch", EngineOptions()))
+    assert mine.order(stored=[5]) == ["s5"]
+    mine.contexts = [replace(c, checkpoint_engine=e) for c, e in zip(mine.contexts, usual, strict=True)]

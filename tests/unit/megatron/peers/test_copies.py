@@ -1,0 +1,307 @@
+"""The process that holds copies: what it takes, gives and refuses; peers that stall, lie or are gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.fileio.checksums import crc32
+from megatron.peers.client import VARIABLE, Peer, ask, fetch, own_peer, send_copies
+from megatron.peers.process import CopyProcess
+from megatron.peers.wire import PeerError, key_of
+from megatron.processes.memory_slots import VARIABLE as SLOTS
+from megatron.processes.memory_slots import Slot, held_slots, hold_slots, let_go_of_slots
+from restart_trace.cycles import LAUNCH_ID_VARIABLE
+
+LAYOUT = {"tp": 1, "pp": 1, "dp": 2}
+DEADLINE_S = 60.0  # of answers that come, on a busy machine too
+EXTENT = 65536
+
+
+def record_of(content: bytes, save: str, dp: int = 0, step: int = 1) -> dict[str, Any]:
+    parts = [content[at : at + EXTENT] for at in range(0, len(content), EXTENT)]
+    extents = [(len(part), f"{crc32(part):08x}") for part in parts]
+    file = {"name": "rank_00000.safetensors", "num_bytes": len(content), "extents": extents}
+    place = {"tp": 0, "pp": 0, "dp": dp}
+    return {
+        "save": save,
+        "step": step,
+        "layout": LAYOUT,
+        "place": place,
+        "tag": save,
+        "directory": "/d",
+        "model": {},
+        "file": file,
+    }
+
+
+def fill(slot: Slot, content: bytes, save: str, dp: int = 0, step: int = 1) -> dict[str, Any]:
+    slot.unseal()
+    slot.resize(len(content))
+    os.pwrite(slot.data, content, 0)
+    record = record_of(content, save, dp, step)
+    slot.seal(record)
+    return record
+
+
+def is_slot(path: Path) -> bool:
+    try:
+        return "megatron_slot" in os.readlink(path)
+    except FileNotFoundError:  # that of the listing itself
+        return False
+
+
+class Host:
+    """A launcher with the slots of one rank, and its process for copies; all in this test's process."""
+
+    def __init__(self) -> None:
+        hold_slots(1)
+        ((*self.slots,),) = held_slots() or [[]]
+        self.variables = {SLOTS: os.environ[SLOTS]}
+        self.process = CopyProcess("127.0.0.1")
+        self.process.start(lambda: None)
+        self.variables[VARIABLE] = os.environ[VARIABLE]
+        own = own_peer()
+        assert own is not None
+        self.peer = own
+
+    @property
+    def pid(self) -> int:
+        assert self.process._pid is not None
+        return self.process._pid
+
+    def copies(self) -> list[Slot]:
+        """The slots of its process that hold others' saves."""
+        mine = Path("/proc/self/fd")  # what this process has made is no copy
+        own = {os.stat(mine / fd).st_ino for fd in os.listdir(mine) if is_slot(mine / fd)}
+        files = Path(f"/proc/{self.pid}/fd")
+        named = sorted(int(path.name) for path in files.iterdir() if is_slot(path))
+        # A mapping has a descriptor of its own, of the same file.
+        by_file = {os.stat(files / str(number)).st_ino: number for number in reversed(named)}
+        opened = [os.open(files / str(number), os.O_RDWR) for number in sorted(by_file.values())]
+        slots = [Slot(data, record) for data, record in zip(opened[::2], opened[1::2], strict=True)]
+        return [slot for slot in slots if os.fstat(slot.data).st_ino not in own]
+
+    def close(self) -> None:
+        self.process.close()
+        os.environ.update(self.variables)
+        let_go_of_slots()
+        os.environ.pop(VARIABLE)
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Host, Host]]:
+    for name in (SLOTS, VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(LAUNCH_ID_VARIABLE, "launch0")
+    one, other = Host(), Host()
+    yield one, other
+    one.close()
+    other.close()
+
+
+def content(size: int, seed: int = 1) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+def room_of(taken: bytearray) -> Callable[[int], memoryview]:
+    def room(num_bytes: int) -> memoryview:
+        taken.extend(bytes(num_bytes))
+        return memoryview(taken)
+
+    return room
+
+
+def got(peer: Peer, save: str, dp: int = 0, deadline_s: float = DEADLINE_S) -> bytes:
+    taken = bytearray()
+    fetch(peer, save, (1, 1, 2, 0, 0, dp), room_of(taken), deadline_s)
+    return bytes(taken)
+
+
+def reserve(host: Host, size: int) -> None:
+    ask(host.peer, DEADLINE_S, ask="reserve", copies=[((1, 1, 2, 0, 0, 0), size)])
+
+
+def test_a_save_is_copied_verified_and_given_back(two: tuple[Host, Host]) -> None:
+    one, other = two
+    saved = content(300_001)
+    reserve(other, 400_000)
+    for step, save in ((1, "s1"), (2, "s2"), (3, "s3")):
+        fill(one.slots[step % 2], saved + bytes([step]), save, step=step)
+        keep = f"s{step - 1}" if step > 1 else None
+        assert send_copies(one.peer, step % 2, [other.peer], keep, DEADLINE_S) == (300_002, [])
+        assert got(other.peer, save) == saved + bytes([step])
+    assert sorted(r["save"] for r in ask(other.peer, DEADLINE_S, ask="list")["kept"]) == ["s2", "s3"]
+    assert got(one.peer, "s3") == got(other.peer, "s3"), "the slots of its own ranks are given, too"
+    ask(other.peer, DEADLINE_S, ask="forget", save="s3")
+    with pytest.raises(PeerError, match=r"does not hold s3 of \(1, 1, 2, 0, 0, 0\)"):
+        got(other.peer, "s3")
+    assert got(other.peer, "s2")
+
+
+def test_what_is_to_be_kept_is_not_written_over(two: tuple[Host, Host]) -> None:
+    one, other = two
+    reserve(other, 1000)
+    for step, keep in ((1, None), (2, "s1"), (3, "s1"), (4, "s1")):
+        fill(one.slots[0], content(1000, step), f"s{step}", step=step)
+        assert send_copies(one.peer, 0, [other.peer], keep, DEADLINE_S)[1] == []
+    assert sorted(r["save"] for r in ask(other.peer, DEADLINE_S, ask="list")["kept"]) == ["s1", "s4"]
+
+
+def test_every_flipped_bit_of_a_copy_is_found(two: tuple[Host, Host]) -> None:
+    one, other = two
+    saved = content(200_000)
+    reserve(other, len(saved))
+    fill(one.slots[0], saved, "s1")
+    send_copies(one.peer, 0, [other.peer], None, DEADLINE_S)
+    (slot,) = [slot for slot in other.copies() if slot.record() is not None]
+    generator = random.Random(7)
+    for position in [0, len(saved) - 1, *(generator.randrange(len(saved)) for _ in range(30))]:
+        flipped = bytes([saved[position] ^ 1 << generator.randrange(8)])
+        os.pwrite(slot.data, flipped, position)
+        with pytest.raises(PeerError, match=r"^\S+ \(127.0.0.1:\d+\) has a damaged copy: bytes \d+ to \d+"):
+            got(other.peer, "s1")
+        os.pwrite(slot.data, saved[position : position + 1], position)
+    assert got(other.peer, "s1") == saved
+
+
+def test_a_slot_that_is_altered_after_its_seal_is_not_taken(two: tuple[Host, Host]) -> None:
+    one, other = two
+    reserve(other, 1000)
+    fill(one.slots[0], content(1000), "s1")
+    os.pwrite(one.slots[0].data, b"x", 500)
+    ((_, (error,))) = send_copies(one.peer, 0, [other.peer], None, DEADLINE_S)
+    assert "has a damaged copy: bytes 0 to 1000" in error
+    assert ask(other.peer, DEADLINE_S, ask="list")["kept"] == []
+
+
+def test_what_is_refused(two: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = two
+    fill(one.slots[0], content(1000), "s1")
+    reserve(other, 500)
+    assert "has 500 bytes for a copy of" in send_copies(one.peer, 0, [other.peer], None, DEADLINE_S)[1][0]
+    with pytest.raises(PeerError, match="GiB more are wanted and"):
+        reserve(other, 1 << 50)
+    with pytest.raises(PeerError, match="slot 1, which holds nothing"):
+        send_copies(one.peer, 1, [other.peer], None, DEADLINE_S)
+    with monkeypatch.context() as patch:
+        patch.setenv(LAUNCH_ID_VARIABLE, "another")
+        with pytest.raises(PeerError, match="belongs to another launch"):
+            got(other.peer, "s1")
+
+
+def test_a_process_that_is_stopped_or_gone_is_named_in_time(two: tuple[Host, Host]) -> None:
+    one, other = two
+    reserve(other, 1000)
+    fill(one.slots[0], content(1000), "s1")
+    os.kill(other.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    ((_, (error,))) = send_copies(one.peer, 0, [other.peer], None, 1.0)
+    assert error.startswith(str(other.peer)) and "is stalled: it said nothing for 1 s" in error
+    with pytest.raises(PeerError, match="is stalled"):
+        got(other.peer, "s1", deadline_s=1.0)
+    assert time.monotonic() - began < 60
+    os.kill(other.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+    ((_, (error,))) = send_copies(one.peer, 0, [Peer("gone", "127.0.0.1", free_port())], None, 1.0)
+    assert "cannot be reached: Connection refused" in error
+    assert not other.process.runs()
+    other.process.start(lambda: None)  # as the agent does; nobody has reserved anything there since
+    assert send_copies(one.peer, 0, [other.peer], None, DEADLINE_S)[1] == []
+    assert got(other.peer, "s1") == content(1000)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def liar(answer: Callable[[socket.socket], object]) -> Peer:
+    """A peer that does what `answer` does with each connection, once its question has come."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        connected, _ = listening.accept()
+        with listening, connected:
+            connected.recv(1 << 20)
+            answer(connected)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return Peer("liar", *listening.getsockname())
+
+
+def message(**content: Any) -> bytes:
+    text = json.dumps(content).encode()
+    return struct.pack("<I", len(text)) + text
+
+
+SAVED = content(100_000, 9)
+LONGER = record_of(SAVED, "s1") | {"file": record_of(SAVED, "s1")["file"] | {"num_bytes": 100_001}}
+
+
+RECORD = message(record=record_of(SAVED, "s1"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (message(record=LONGER), "says that a file has 100001 bytes, and its extents have 100000"),
+        (RECORD + SAVED[:-1], "has ended the connection 1 bytes too early"),
+        (message(record=record_of(SAVED, "s2")), "sends another save than s1"),
+        (message(record=record_of(SAVED, "s1", dp=1)), "sends another save than s1"),
+        (message(record={"save": "s1"}), "without a layout and coordinates"),
+        (struct.pack("<I", 1 << 31), "sends a message of 2147483648 bytes"),
+        (b"\x02\0\0\0{]", "sends what is no message"),
+        (b"", "has ended the connection"),
+    ],
+)
+def test_a_peer_that_lies_is_named(answer: bytes, why: str) -> None:
+    with pytest.raises(PeerError, match=rf"^liar \(127.0.0.1:\d+\) .*{why}"):
+        got(liar(lambda connected: connected.sendall(answer)), "s1", deadline_s=60)
+
+
+def test_a_peer_that_stalls_is_named() -> None:
+    over = threading.Event()
+
+    def stall(connected: socket.socket) -> None:
+        connected.sendall(RECORD + SAVED[:9])
+        over.wait()
+
+    with pytest.raises(PeerError, match=r"^liar \S+ is stalled: it said nothing for 0.5 s"):
+        got(liar(stall), "s1", deadline_s=0.5)
+    over.set()
+
+
+def test_a_peer_that_trickles_is_stalled() -> None:
+    """A byte now and then keeps no rank waiting for ever."""
+
+    def trickle(connected: socket.socket) -> None:
+        connected.sendall(RECORD)
+        for at in range(len(SAVED)):
+            connected.sendall(SAVED[at : at + 1])
+            time.sleep(0.05)
+
+    def answer(connected: socket.socket) -> None:
+        try:
+            trickle(connected)
+        except OSError:
+            return  # it was given up
+
+    with pytest.raises(PeerError, match="is stalled: it sent"):
+        got(liar(answer), "s1", deadline_s=0.5)
+
+
+def test_a_record_says_whose_save_it_is() -> None:
+    assert key_of(record_of(b"x", "s", dp=1)) == (1, 1, 2, 0, 0, 1)
