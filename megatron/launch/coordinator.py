@@ -203,7 +203,7 @@ class Coordinator:
         agent.place = agent.number if self._generation < 0 and agent.number < launch.nodes else None
         self._joined.add(agent.number)
         agent.connection.send("welcome", heartbeat_timeout_s=launch.heartbeat_timeout_s, launch_id=launch.launch_id)
-        if self._generation >= 0:
+        if agent.place is None:
             say(f"{agent} has joined as a spare")
 
     def _lose(self, agent: _Agent, why: str) -> None:

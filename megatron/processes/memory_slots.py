@@ -11,8 +11,10 @@ its rank ended, and holds nothing. Before a byte of the data changes, the record
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
+import re
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -21,9 +23,11 @@ from typing import Any
 VARIABLE = "MEGATRON_MEMORY_SLOTS"  # numbers of the descriptors, rank by rank
 SLOTS_PER_RANK = 2  # one of them is always whole
 _NAME = "megatron_slot"
+_LINK = re.compile(rf"/memfd:{_NAME}\.(\d+)\.(data|record)\b")  # of a descriptor: which slot of its process, and what
 _HEAD = struct.Struct("<QI")  # of a record: bytes and CRC-32 of what follows
 _LARGEST_RECORD = 1 << 30
 _OWN = "/proc/self/fd"
+_NUMBERS = itertools.count()  # of the slots that this process makes; one that it forks counts on
 
 
 class Slot:
@@ -83,11 +87,12 @@ class Slot:
 
 def new_slots(ranks: int) -> list[list[Slot]]:
     """Empty slots: those of each of so many ranks."""
-    return [[Slot(_memory_file(), _memory_file()) for _ in range(SLOTS_PER_RANK)] for _ in range(ranks)]
+    return [[_new_slot(next(_NUMBERS)) for _ in range(SLOTS_PER_RANK)] for _ in range(ranks)]
 
 
-def _memory_file() -> int:
-    return os.memfd_create(_NAME, os.MFD_CLOEXEC)
+def _new_slot(number: int) -> Slot:
+    data, record = (os.memfd_create(f"{_NAME}.{number}.{part}", os.MFD_CLOEXEC) for part in ("data", "record"))
+    return Slot(data, record)
 
 
 def hold_slots(ranks: int) -> None:
@@ -113,7 +118,9 @@ def held_slots() -> list[list[Slot]] | None:
     if not text:
         return None
     numbers = [int(number) for number in text.split(",")]
-    return _by_rank(numbers) if all(_is_memory_file(f"{_OWN}/{number}") for number in numbers) else None
+    if any(_slot_file(f"{_OWN}/{number}") is None for number in numbers):
+        return None
+    return _by_rank([Slot(data, record) for data, record in zip(numbers[::2], numbers[1::2], strict=True)])
 
 
 def slots_held_by(pid: int) -> list[list[Slot]]:
@@ -123,19 +130,25 @@ def slots_held_by(pid: int) -> list[list[Slot]]:
     user's.
     """
     directory = f"/proc/{pid}/fd"
-    numbers = sorted(int(name) for name in os.listdir(directory))  # as they were made: data, record, slot by slot
-    paths = [path for path in (f"{directory}/{number}" for number in numbers) if _is_memory_file(path)]
-    return _by_rank([os.open(path, os.O_RDWR | os.O_CLOEXEC) for path in paths])
+    # By what they are called: numbers of descriptors are in no order, and a mapping has a descriptor of its own.
+    files = {_slot_file(path): path for path in (f"{directory}/{number}" for number in os.listdir(directory))}
+    numbers = sorted(found[0] for found in files if found is not None and found[1] == "record")
+    return _by_rank(
+        [
+            Slot(*(os.open(files[number, part], os.O_RDWR | os.O_CLOEXEC) for part in ("data", "record")))
+            for number in numbers
+        ]
+    )
 
 
-def _by_rank(numbers: Sequence[int]) -> list[list[Slot]]:
-    slots = [Slot(data, record) for data, record in zip(numbers[::2], numbers[1::2], strict=True)]
-    return [slots[i : i + SLOTS_PER_RANK] for i in range(0, len(slots), SLOTS_PER_RANK)]
+def _by_rank(slots: Sequence[Slot]) -> list[list[Slot]]:
+    return [list(slots[i : i + SLOTS_PER_RANK]) for i in range(0, len(slots), SLOTS_PER_RANK)]
 
 
-def _is_memory_file(path: str) -> bool:
-    """Whether a path below /proc/PID/fd is a file of a slot."""
+def _slot_file(path: str) -> tuple[int, str] | None:
+    """(number of the slot, data or record) of a path below /proc/PID/fd; None if it is no file of a slot."""
     try:
-        return os.readlink(path).startswith(f"/memfd:{_NAME}")
+        found = _LINK.match(os.readlink(path))
     except OSError:
-        return False
+        return None
+    return (int(found[1]), found[2]) if found else None

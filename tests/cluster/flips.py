@@ -14,31 +14,17 @@ import re
 import sys
 from pathlib import Path
 
-from megatron.fileio.checksums import crc32
 from megatron.peers.client import Peer, fetch
 from megatron.peers.wire import PeerError, key_of
-from megatron.processes.memory_slots import Slot
+from megatron.processes.memory_slots import Slot, slots_held_by
 
 DEADLINE_S = 60.0
 
 
 def sealed(pid: int, step: int) -> list[Slot]:
-    """Slots of the process that hold the save of a step, of the first pipeline stage.
-
-    Which data a record seals is told by the checksum of its first bytes: descriptors are in no order.
-    """
-    files = Path(f"/proc/{pid}/fd")
-    named = [path for path in files.iterdir() if "megatron_slot" in os.readlink(path)]
-    opened = {os.stat(path).st_ino: os.open(path, os.O_RDWR) for path in named}  # a mapping has a descriptor of its own
-    found = []
-    for record_file in opened.values():
-        record = Slot(record_file, record_file).record()
-        if record is None or record["step"] != step or record["place"]["pp"]:
-            continue
-        (length, crc), *_ = record["file"]["extents"]
-        (data,) = [fd for fd in opened.values() if f"{crc32(os.pread(fd, length, 0)):08x}" == crc]
-        found.append(Slot(data, record_file))
-    return found
+    """Slots of the process that hold the save of a step, of the first pipeline stage."""
+    slots = [(slot, slot.record()) for mine in slots_held_by(pid) for slot in mine]
+    return [slot for slot, record in slots if record and record["step"] == step and not record["place"]["pp"]]
 
 
 def port_of(pid: int) -> int:

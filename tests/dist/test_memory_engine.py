@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpointing.commit import Manifest
+from megatron.processes.memory_slots import slots_held_by
 from tests.dist.harness import HANGS_S, ROOT, losses, records, wait_for
 from tests.dist.hold import held_environment
 from tests.dist.test_launch import LAUNCHER, environment, marked
@@ -73,12 +74,6 @@ class Job:
         reads = [r for r in found if r["type"] == "span" and r.get("detail") == "read"]
         return steps.pop(), {r["tier"] for r in reads}
 
-    def slots(self) -> list[Path]:
-        """The data of all slots, as the launcher holds them."""
-        launcher = Path(f"/proc/{self.pid(0)}/fd")
-        found = [path for path in launcher.iterdir() if "megatron_slot" in os.readlink(path)]
-        return sorted((path for path in found if path.stat().st_size > 1 << 16), key=lambda path: int(path.name))
-
 
 def run(directory: Path, dataset: list[str], harm: Callable[[Job], None] = lambda job: None) -> Job:
     job = Job(directory, dataset)
@@ -95,12 +90,13 @@ def run(directory: Path, dataset: list[str], harm: Callable[[Job], None] = lambd
 
 def flip_a_bit_of_each_newest(job: Job) -> None:
     """Of rank 0's slots, in which every save has been: so those of iterations 7 and 8."""
-    for path in job.slots()[:2]:
-        with path.open("r+b") as file:
-            file.seek(-100, os.SEEK_END)
-            (byte,) = file.read(1)
-            file.seek(-100, os.SEEK_END)
-            file.write(bytes([byte ^ 0x10]))
+    slots = slots_held_by(job.pid(0))
+    for slot in slots[0]:
+        position = slot.num_bytes - 100
+        (byte,) = os.pread(slot.data, 1, position)
+        os.pwrite(slot.data, bytes([byte ^ 0x10]), position)
+    for slot in (slot for mine in slots for slot in mine):
+        slot.close()
 
 
 def same_losses(job: Job, first: int) -> None:

@@ -28,8 +28,11 @@ def write_state(state: Any, file: Any) -> None:
         torch.save(state, file)
         file.flush()
     except RuntimeError as exc:
-        # torch's zip writer hides the OSError of the file behind an error of its own
-        raise (exc.__context__ if isinstance(exc.__context__, OSError) else exc) from None
+        # torch's zip writer hides what ended it, of the file or of the process, behind an error of its own
+        hidden = exc.__context__
+        if hidden is not None and (isinstance(hidden, OSError) or is_of_the_process(hidden)):
+            raise hidden from None
+        raise
 
 
 def report_writing(

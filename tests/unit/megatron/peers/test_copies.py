@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -11,7 +12,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from megatron.peers.client import VARIABLE, Peer, ask, fetch, own_peer, send_cop
 from megatron.peers.process import CopyProcess
 from megatron.peers.wire import PeerError, key_of
 from megatron.processes.memory_slots import VARIABLE as SLOTS
-from megatron.processes.memory_slots import Slot, held_slots, hold_slots, let_go_of_slots
+from megatron.processes.memory_slots import Slot, held_slots, hold_slots, let_go_of_slots, slots_held_by
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
 
 LAYOUT = {"tp": 1, "pp": 1, "dp": 2}
@@ -55,13 +55,6 @@ def fill(slot: Slot, content: bytes, save: str, dp: int = 0, step: int = 1) -> d
     return record
 
 
-def is_slot(path: Path) -> bool:
-    try:
-        return "megatron_slot" in os.readlink(path)
-    except FileNotFoundError:  # that of the listing itself
-        return False
-
-
 class Host:
     """A launcher with the slots of one rank, and its process for copies; all in this test's process."""
 
@@ -80,18 +73,6 @@ class Host:
     def pid(self) -> int:
         assert self.process._pid is not None
         return self.process._pid
-
-    def copies(self) -> list[Slot]:
-        """The slots of its process that hold others' saves."""
-        mine = Path("/proc/self/fd")  # what this process has made is no copy
-        own = {os.stat(mine / fd).st_ino for fd in os.listdir(mine) if is_slot(mine / fd)}
-        files = Path(f"/proc/{self.pid}/fd")
-        named = sorted(int(path.name) for path in files.iterdir() if is_slot(path))
-        # A mapping has a descriptor of its own, of the same file.
-        by_file = {os.stat(files / str(number)).st_ino: number for number in reversed(named)}
-        opened = [os.open(files / str(number), os.O_RDWR) for number in sorted(by_file.values())]
-        slots = [Slot(data, record) for data, record in zip(opened[::2], opened[1::2], strict=True)]
-        return [slot for slot in slots if os.fstat(slot.data).st_ino not in own]
 
     def close(self) -> None:
         self.process.close()
@@ -165,14 +146,19 @@ def test_every_flipped_bit_of_a_copy_is_found(two: tuple[Host, Host]) -> None:
     reserve(other, len(saved))
     fill(one.slots[0], saved, "s1")
     send_copies(one.peer, 0, [other.peer], None, DEADLINE_S)
-    (slot,) = [slot for slot in other.copies() if slot.record() is not None]
-    generator = random.Random(7)
-    for position in [0, len(saved) - 1, *(generator.randrange(len(saved)) for _ in range(30))]:
-        flipped = bytes([saved[position] ^ 1 << generator.randrange(8)])
-        os.pwrite(slot.data, flipped, position)
-        with pytest.raises(PeerError, match=r"^\S+ \(127.0.0.1:\d+\) has a damaged copy: bytes \d+ to \d+"):
-            got(other.peer, "s1")
-        os.pwrite(slot.data, saved[position : position + 1], position)
+    mine = {os.fstat(slot.data).st_ino for slot in one.slots}  # which the process of `other` has inherited, here
+    with contextlib.ExitStack() as opened:
+        found = [slot for rank in slots_held_by(other.pid) for slot in rank]
+        for slot in found:
+            opened.callback(slot.close)
+        (slot,) = [slot for slot in found if slot.record() is not None and os.fstat(slot.data).st_ino not in mine]
+        generator = random.Random(7)
+        for position in [0, len(saved) - 1, *(generator.randrange(len(saved)) for _ in range(30))]:
+            flipped = bytes([saved[position] ^ 1 << generator.randrange(8)])
+            os.pwrite(slot.data, flipped, position)
+            with pytest.raises(PeerError, match=r"^\S+ \(127.0.0.1:\d+\) has a damaged copy: bytes \d+ to \d+"):
+                got(other.peer, "s1")
+            os.pwrite(slot.data, saved[position : position + 1], position)
     assert got(other.peer, "s1") == saved
 
 

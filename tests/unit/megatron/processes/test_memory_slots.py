@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 from collections.abc import Iterator
 
 import pytest
 
-from megatron.processes.memory_slots import VARIABLE, Slot, held_slots, hold_slots, let_go_of_slots, new_slots
+from megatron.processes.memory_slots import (
+    VARIABLE,
+    Slot,
+    held_slots,
+    hold_slots,
+    let_go_of_slots,
+    new_slots,
+    slots_held_by,
+)
 
 
 @pytest.fixture
@@ -98,3 +107,28 @@ def test_nothing_of_them_has_a_name(held: list[list[Slot]]) -> None:
     assert not any("slot" in name for name in set(os.listdir("/dev/shm")) - before)
     path = os.readlink(f"/proc/self/fd/{held[0][0].data}")
     assert path.endswith("(deleted)") and not os.path.exists(path)
+
+
+def test_from_outside_they_are_found_as_they_were_made_whatever_their_descriptors(slot: Slot) -> None:
+    """Numbers of descriptors that are free are taken anew, and a mapping has a descriptor of its own."""
+    slot.resize(4096)
+    slot.seal({"made": "first"})
+    mapped = mmap.mmap(slot.data, 4096)
+    low = [os.dup(slot.data) for _ in range(2)]
+    (early,) = new_slots(1)
+    early[1].seal({"made": "second"})
+    for fd in low:
+        os.close(fd)
+    (late,) = new_slots(1)
+    late[0].resize(8192)
+    late[0].seal({"made": "last"})
+    assert late[0].data < early[0].data
+    seen = slots_held_by(os.getpid())
+    try:
+        records = [[one.record() for one in mine] for mine in seen]
+        assert records == [[{"made": "first"}, None], [None, {"made": "second"}], [{"made": "last"}, None]]
+        assert [[one.num_bytes for one in mine] for mine in seen] == [[4096, 0], [0, 0], [8192, 0]]
+    finally:
+        for other in (*early, *late, *(one for mine in seen for one in mine)):
+            other.close()
+        mapped.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import errno
+import io
 import os
 import shutil
 from collections.abc import Iterator
@@ -19,7 +21,8 @@ from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions,
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.host_staging import Staging, stage_on_host
 from megatron.checkpointing.engines.registry import create_engine
-from megatron.checkpointing.engines.torch_files import tensor_records, verify_file
+from megatron.checkpointing.engines.torch_files import tensor_records, verify_file, write_state
+from megatron.startup.injected_faults import InjectedFault
 from restart_trace.recorder import Recorder, untraced_operation
 from restart_trace.sink import JsonlSink
 from tests.unit.trace_helpers import PROCESS, read
@@ -186,6 +189,32 @@ def test_refused_write_is_named_as_the_operating_system_names_it(tmp_path: Path)
                 engine().save([FileState(f"file{size}", {"a": torch.ones(size)})], tmp_path, untraced_operation())
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class FailsAfter(io.BytesIO):
+    """A file whose `number`-th write raises `error`, as a fault does that comes while torch writes."""
+
+    def __init__(self, number: int, error: Exception) -> None:
+        super().__init__()
+        self._left, self._error = number, error
+
+    def write(self, data: Any) -> int:
+        self._left -= 1
+        if self._left == 0:
+            raise self._error
+        return super().write(data)
+
+
+@pytest.mark.parametrize("number", [1, 3, 8])
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.EIO, "of the file"), InjectedFault("of the drill"), torch.AcceleratorError("of the device")],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_ends_a_write_is_not_hidden_by_what_torch_says_after_it(error: Exception, number: int) -> None:
+    with pytest.raises(type(error)) as raised:
+        write_state(state(), FailsAfter(number, error))
+    assert raised.value is error
 
 
 def test_name_used_twice_is_an_error(tmp_path: Path) -> None:
