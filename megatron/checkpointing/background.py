@@ -94,13 +94,13 @@ class BackgroundSave:
             self.release_state()
             self._over.wait()
 
-    def wait(self) -> None:
+    def wait(self, phase: str = "wait_previous") -> None:
         """Wait for the end, as a part of this save's own operation."""
         self.release_state()
         with self._spans:
             if not self._over.is_set():
                 start = now_ns()
-                with self._op.span("wait_previous"):
+                with self._op.span(phase):
                     self._decided.wait()
                 self.blocked_ns += now_ns() - start
         self._over.wait()
@@ -125,10 +125,12 @@ class BackgroundSaves:
     def __init__(self) -> None:
         self.pending: BackgroundSave | None = None
         self.unreleased: BackgroundSave | None = None  # the pending one until its state may change
+        self.steps = 0  # of the optimizer since the pending save was begun
         self._finished: list[BackgroundSave] = []
 
     def begin(self, save: BackgroundSave) -> None:
         self.pending = self.unreleased = save
+        self.steps = 0
         save.start()
 
     def release_state(self) -> None:
@@ -147,6 +149,12 @@ class BackgroundSaves:
         """Before the state changes otherwise than by training, or training ends: wait for the pending one."""
         if self.pending is not None:
             self.pending.wait()
+            self._finish()
+
+    def agree(self) -> None:
+        """Before a step that is not to be done until all ranks have agreed on the pending save: wait for that."""
+        if self.pending is not None:
+            self.pending.wait("barrier")  # it holds training up, which a wait at the end of training does not
             self._finish()
 
     def drain_after_error(self, seconds: float) -> bool:
@@ -171,11 +179,15 @@ class BackgroundSaves:
         self.pending = self.unreleased = None
 
 
-def release_before_steps(engine: Any, saves: BackgroundSaves) -> None:
+def release_before_steps(engine: Any, saves: BackgroundSaves, over_within: int | None = None) -> None:
     """From now on the optimizer of the DeepSpeed `engine` steps only when no save needs the present state.
 
     Forward and backward passes change nothing that is saved; weights, master weights, moments, loss scale, schedule
     and counters all change in the optimizer's step or after it. Nothing is patched but this one object.
+
+    `over_within`: a save is to be over, not only released, before that many steps have followed it. With the number of
+    iterations between saves, a save is whole before the last step that the next one is to save is done: a failure then
+    loses at most what was trained between two saves, and the step in flight.
     """
     step = engine.optimizer.step
 
@@ -183,6 +195,9 @@ def release_before_steps(engine: Any, saves: BackgroundSaves) -> None:
     def step_on_released_state(*args: Any, **kwargs: Any) -> Any:
         if saves.unreleased is not None:
             saves.release_state()
+        saves.steps += 1
+        if saves.steps == over_within:
+            saves.agree()
         return step(*args, **kwargs)
 
     engine.optimizer.step = step_on_released_state

@@ -149,7 +149,10 @@ class CheckpointSaves:
         self._save_dir = checkpointer.context.config.checkpoint.save
         self._asynchronous = checkpointer.context.checkpoint_engine.asynchronous
         if self._asynchronous:
-            release_before_steps(engine, self._background)
+            config, saver = checkpointer.context.config.checkpoint, checkpointer.context.checkpoint_engine
+            # What memory is for: to lose no more than what lies between two saves.
+            over_within = config.save_interval if saver.keeps_in_memory else None
+            release_before_steps(engine, self._background, over_within)
 
     def save(self, progress: Progress, *, at_interval: bool = False) -> None:
         """Save unless this iteration is saved already. A failed save is reported, and training goes on.

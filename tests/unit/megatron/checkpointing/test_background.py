@@ -76,7 +76,7 @@ def waited_for_job(job: Job, monkeypatch: pytest.MonkeyPatch) -> Job:
     span = Operation.span
 
     def ending_span(self: Operation, phase: str, *args: Any, **kwargs: Any) -> Any:
-        if phase == "wait_previous":
+        if phase in ("wait_previous", "barrier"):
             job.may_end.set()
         return span(self, phase, *args, **kwargs)
 
@@ -204,6 +204,23 @@ def test_optimizer_steps_on_released_state_only(job: Job) -> None:
     assert steps == [((1,), {"closure": 2}, []), ((), {}, ["MainThread"]), ((), {}, ["MainThread"])]
     job.may_end.set()
     job.saves.drain()
+
+
+def test_the_last_step_before_the_next_save_waits_for_the_save_before(waited_for_job: Job) -> None:
+    """A failure is to lose at most what lies between two saves, and the step in flight."""
+    job, over = waited_for_job, list[bool]()
+    saves = job.saves
+    engine = SimpleNamespace(optimizer=SimpleNamespace(step=lambda: over.append(saves.pending is None)))
+    release_before_steps(engine, saves, over_within=2)
+    for step in (2, 4):
+        job.may_end.clear()
+        saves.finished()
+        job.begin(step)
+        engine.optimizer.step()
+        engine.optimizer.step()
+    assert over == [False, True, False, True]
+    spans = [r for step in (2, 4) for r in job.records("span", step)]
+    assert [(r["step"], r["phase"], r["blocking"]) for r in spans] == [(2, "barrier", True), (4, "barrier", True)]
 
 
 def test_daemon_thread_has_a_telling_name(job: Job) -> None:
