@@ -156,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with (
             tempfile.TemporaryDirectory(prefix="node_loss_", dir=arguments.dir) as directory,
-            nodes_of(shlex.split(os.environ["NODES_COMMAND"]), -1) as nodes,
+            nodes_of(shlex.split(os.environ["NODES_COMMAND"]), [-1]) as nodes,
         ):
             setting = _setting(Path(directory), nodes, arguments)
             samples = interleaved(arguments, lambda name, number: sample(name, setting, number))

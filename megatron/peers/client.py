@@ -30,11 +30,11 @@ def own_peer() -> Peer | None:
     return Peer(os.uname().nodename, address, int(port)) if address else None
 
 
-def ask(peer: Peer, deadline_s: float, **message: Any) -> dict[str, Any]:
-    """One question and its answer. Raises PeerError naming the peer."""
+def ask(peer: Peer, deadline_s: float, *, launch: str | None = None, **message: Any) -> dict[str, Any]:
+    """One question and its answer. `launch`: its id, for who is no rank of it. Raises PeerError naming the peer."""
     try:
         with connect(_reached_at(peer), peer.port, deadline_s) as channel:
-            channel.tell(launch=_launch(), **message)
+            channel.tell(launch=_launch() if launch is None else launch, **message)
             answer = channel.hear()
             while answer.get("at_work"):
                 answer = channel.hear()

@@ -113,8 +113,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         "docs/restart_drill.md",
     )  # fmt: skip
     parser.add_argument(
-        "--node", type=int, default=-1, metavar="N",
-        help="which of the nodes that train is harmed, from 0 (default: the last)",
+        "--node", type=_nodes, default=(-1,), metavar="N[,N...]",
+        help="which of the nodes that train is harmed, from 0 (default: -1, the last); of several all at once",
     )  # fmt: skip
     parser.add_argument("--quiet", action="store_true", help="do not pass on the output of the job")
     parser.add_argument(
@@ -156,6 +156,13 @@ def _moment(text: str) -> Moment:
         return parse_moment(text)
     except ValueError as exc:
         raise argparse.ArgumentTypeError(str(exc)) from None
+
+
+def _nodes(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(dict.fromkeys(int(number) for number in text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: must be numbers of nodes, separated by commas") from None
 
 
 def _size(text: str) -> int:
@@ -241,13 +248,13 @@ def plan_of(args: argparse.Namespace, training: list[str]) -> Plan:
     resumed = commands.on_layout(command, sizes) if sizes.given else command
     return replace(
         base, command=command, resumed_command=resumed, strikes=strikes, supervisor=args.supervisor,
-        cold_cache=args.cold_cache, to_the_end=not args.until_caught_up, **saves(command),
+        cold_cache=args.cold_cache, to_the_end=not args.until_caught_up, **saves(command, base.on_nodes),
     )  # fmt: skip
 
 
-def saves(command: list[str]) -> dict[str, Any]:
+def saves(command: list[str], on_nodes: bool) -> dict[str, Any]:
     """What a Plan says of the saves of the training. Raises DrillError for flags that the training would refuse."""
-    found = commands.saves_of(command)
+    found = commands.saves_of(command, on_nodes=on_nodes)
     return {
         "keeps_saves": found.in_memory, "save_interval": found.interval, "saves_until_stored": found.until_stored,
     }  # fmt: skip
@@ -268,7 +275,7 @@ def base_plan(args: argparse.Namespace, training: list[str]) -> Plan:
         echo=not args.quiet,
         disk_limit_bytes=int(args.disk_limit * GIB),
         nodes_command=tuple(shlex.split(args.nodes_command or "")),
-        node=args.node,
+        nodes=args.node,
     )
 
 

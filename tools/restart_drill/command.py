@@ -145,12 +145,15 @@ def training_flags(command: list[str]) -> list[str] | None:
     return None
 
 
-def configuration(command: list[str]) -> Config | None:
+def configuration(command: list[str], *, any_ranks: bool = False) -> Config | None:
     """What the flags of the training say; None where the command does not show them or its number of ranks.
 
-    Raises DrillError for flags that the training would refuse.
+    `any_ranks`: where it does not, as on the fewest that the layout takes. Raises DrillError for flags that the
+    training would refuse.
     """
     flags, ranks = training_flags(command), world_size(command)
+    if ranks is None and any_ranks and flags is not None:
+        ranks = int(option(flags, _TP) or 1) * int(option(flags, _PP) or 1)
     if flags is None or ranks is None:
         return None
     env = {"WORLD_SIZE": str(ranks), "RANK": "0", "LOCAL_RANK": "0"}
@@ -170,15 +173,16 @@ class Saves:
     in_memory: bool = False
 
 
-def saves_of(command: list[str]) -> Saves:
-    """Raises DrillError if the launcher is to keep saves, and cannot."""
-    config = configuration(command)
+def saves_of(command: list[str], *, on_nodes: bool = False) -> Saves:
+    """`on_nodes`: of a preset that starts megatron.launch on each. Raises DrillError if the launcher is to keep saves,
+    and cannot."""
+    config = configuration(command, any_ranks=on_nodes)
     if config is None:
         return Saves()
     options = config.checkpoint
     in_memory = options.checkpoint_engine == MEMORY
     launcher = launcher_of(command)
-    if in_memory and (launcher is None or launcher[0] != FORK):
+    if in_memory and not on_nodes and (launcher is None or launcher[0] != FORK):
         raise DrillError(
             f"--checkpoint-engine memory: the command is not megatron.launch's, which keeps the saves: {command[0]} "
             "...; start with restart-launch or python -m megatron.launch (a preset with LAUNCHER=fork)"

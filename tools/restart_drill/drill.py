@@ -13,7 +13,7 @@ from ..common import page_cache
 from .checkpoints import Checkpoints, checkpoints_at
 from .faults import DAMAGE, DISK_FULL, STOPPED
 from .full_disk import check_disk
-from .kept import KeptSaves, Left, newest_left
+from .kept import Kept, Left, newest_left
 from .launch import GRACE_S, DrillError, Launch
 from .moments import wait_for_span
 from .plan import Intent, Plan, Strike
@@ -73,7 +73,7 @@ def _strike_and_restart(supervisor: Supervisor, cycle: int, intent: Intent, chec
     )
 
 
-def _damage(fault: str, checkpoints: Checkpoints, kept: KeptSaves | None) -> str:
+def _damage(fault: str, checkpoints: Checkpoints, kept: Kept | None) -> str:
     """Damage what the ranks would resume from; what a message must name."""
     in_memory = kept is not None and newest_left(checkpoints, kept).tier == LOCAL_MEMORY
     return kept.damage(fault) if kept is not None and in_memory else str(checkpoints.damage(fault))

@@ -23,6 +23,7 @@ from restart_trace.schema import RANK_FILE_PATTERN
 
 MARK_VARIABLE = "RESTART_BENCH_MARK"
 LAUNCH_ID_VARIABLE = "RESTART_TRACE_LAUNCH_ID"
+COPIES_VARIABLE = "MEGATRON_MEMORY_COPIES"
 GRACE_S = 20.0  # for what a launcher leaves behind, such as resource trackers
 POLL_S = 0.05
 # What torchrun's agent logs when it finds that a rank has failed (torch.distributed.elastic.multiprocessing.api).
@@ -222,11 +223,17 @@ class Launch:
 
 
 class Place(NamedTuple):
-    """Where a rank runs, as its first record tells. `pid`: as its host numbers processes."""
+    """Where a rank runs, as its first record tells. `pid`: as its host numbers processes. `at`: its coordinates.
+
+    `copies`: ADDRESS:PORT of its host's process that holds saves in memory; empty without one.
+    """
 
     pid: int
     boot_id: str
     host: str
+    at: tuple[int, ...] = ()  # (tp, pp, dp)
+    launch_id: str = ""
+    copies: str = ""
 
 
 def recorded_ranks(trace_dir: Path, cycle: int) -> tuple[int, dict[int, Place]]:
@@ -238,7 +245,9 @@ def recorded_ranks(trace_dir: Path, cycle: int) -> tuple[int, dict[int, Place]]:
         first = json.loads(line) if line.endswith(b"\n") else {}
         if "pid" in first:
             world_size = first["world_size"]
-            ranks[first["rank"]] = Place(first["pid"], first["boot_id"], first.get("host", ""))
+            at, environment = tuple(first.get(name, 0) for name in ("tp", "pp", "dp")), first.get("environment", {})
+            told = environment.get(LAUNCH_ID_VARIABLE, ""), environment.get(COPIES_VARIABLE, "")
+            ranks[first["rank"]] = Place(first["pid"], first["boot_id"], first.get("host", ""), at, *told)
     return world_size, ranks
 
 

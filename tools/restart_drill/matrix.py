@@ -47,6 +47,7 @@ from .facts import facts_of
 from .faults import DAMAGE, DISK_FULL, FAULTS, STORAGE_FAULTS, of_storage, refusal
 from .launch import DrillError
 from .moments import STAGES, parse_moment
+from .nodes import TAKES_A_SPARE
 from .output import analysed, describe
 from .plan import RELAUNCH, SUPERVISORS, TORCHRUN, Intent, Plan, Strike, first, say
 from .preset import expanded
@@ -66,7 +67,6 @@ _SOME_MOMENTS = {
     **dict.fromkeys(STORAGE_FAULTS, ("mid-save-write", "mid-load")),
 }
 STRIKES = 10  # of one course
-_TAKES_A_SPARE = ("node-loss", "link-cut")
 _PRESET, _RANKS = "tiny_tp2_pp2_dp2", commands.Sizes(1, 1, 2)
 _VERDICTS = {True: "verified", False: "NOT VERIFIED", None: "did not run"}
 
@@ -124,8 +124,8 @@ def courses(chosen: list[Cell], spares: int = 1) -> list[list[Cell]]:
     found: dict[tuple[str, str], list[list[Cell]]] = {}
     for cell in chosen:
         mine = found.setdefault((cell.supervisor, cell.engine), [[]])
-        lost = sum(other.fault in _TAKES_A_SPARE for other in mine[-1])
-        if len(mine[-1]) == STRIKES or (cell.fault in _TAKES_A_SPARE and lost == spares):
+        lost = sum(other.fault in TAKES_A_SPARE for other in mine[-1])
+        if len(mine[-1]) == STRIKES or (cell.fault in TAKES_A_SPARE and lost == spares):
             mine.append([])
         mine[-1].append(cell)
     return [course for of_both in found.values() for course in of_both]
@@ -152,7 +152,7 @@ def run_course(base: Plan, number: int, course: list[Cell], reference: Reference
         command = commands.with_deadline(command)
     plan = replace(
         base, command=command, resumed_command=command, strikes=strikes, supervisor=supervisor, out=out,
-        checkpoints=checkpoints, to_the_end=False, **saves(command),
+        checkpoints=checkpoints, to_the_end=False, **saves(command, base.on_nodes),
     )  # fmt: skip
     done: list[Strike] = []
     error: str | None = None
@@ -201,7 +201,7 @@ def _result(cell: Cell, entry: dict[str, Any]) -> Result:
 def run_matrix(base: Plan, chosen: list[Cell], reference: Reference, spares: int) -> list[Result]:
     """All cells; an error costs its own cell only."""
     results: list[Result] = []
-    waiting = courses(chosen, spares)
+    waiting = courses(chosen, max(1, spares // len(base.nodes)))
     number = 0
     while waiting:
         course = waiting.pop(0)

@@ -23,11 +23,12 @@ import shlex
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from restart_trace.clock import now_ns
 
+from .kept import KeptOnNodes
 from .launch import DrillError, Launch, Place, recorded_ranks
 
 _CALL_S = 600.0  # a real machine takes minutes to come up again
@@ -37,6 +38,7 @@ NODE_FAULTS = {"node-loss": "lose", "link-cut": "cut", "link-slow": "slow-link",
 RANK_FAULTS = {"rank-stopped": "STOP", "sigkill-one": "KILL"}  # -> the signal, to the last rank of the node
 _ERROR_OF_RANK = re.compile(rb"error on rank (\d+), ")
 LOST = "node-loss"  # that node runs nothing of the launch again
+TAKES_A_SPARE = (LOST, "link-cut")
 
 
 class Program:
@@ -86,7 +88,7 @@ class Program:
 
 
 @contextlib.contextmanager
-def nodes_of(words: list[str], which: int) -> Iterator[Nodes]:
+def nodes_of(words: list[str], which: Sequence[int]) -> Iterator[Nodes]:
     """The nodes that a program harms. At the end all are mended. Raises DrillError if it cannot be started."""
     program = Program(words)
     nodes = Nodes(program, which)
@@ -100,9 +102,9 @@ def nodes_of(words: list[str], which: int) -> Iterator[Nodes]:
 
 
 class Nodes:
-    """The nodes of a job. `program`: words of --nodes-command. `which`: that is harmed, of those that train."""
+    """The nodes of a job. `program`: words of --nodes-command. `which`: are harmed, of those that train."""
 
-    def __init__(self, program: Program, which: int) -> None:
+    def __init__(self, program: Program, which: Sequence[int]) -> None:
         self._program = program
         self.which = which
         self._harmed: dict[str, tuple[str, int]] = {}  # node -> (fault, the cycle that it struck)
@@ -116,6 +118,12 @@ class Nodes:
         with self._lock:
             self._harmed[node] = (fault, cycle)
         self._program.call(NODE_FAULTS[fault], node)
+
+    @property
+    def gone(self) -> set[str]:
+        """Nodes that nobody reaches."""
+        with self._lock:
+            return {node for node, (fault, _) in self._harmed.items() if fault in TAKES_A_SPARE}
 
     def mend(self, before: int | None = None) -> None:
         """Mend all nodes; those that live, and were harmed in a cycle before this one, if one is given."""
@@ -157,19 +165,24 @@ class LaunchOnNodes(Launch):
         return self._found is not None
 
     def harm(self, fault: str) -> int:
-        """Harm a node, or the last rank there; how many ranks that strikes. Raises DrillError."""
+        """Harm nodes, or the last rank on each; how many ranks that strikes. Raises DrillError."""
         hosts = list(dict.fromkeys(place.host for place in self._places))
         try:
-            host = hosts[self._nodes.which]
+            struck = [hosts[number] for number in self._nodes.which]
         except IndexError:
             raise DrillError(f"--node {self._nodes.which}: the ranks are on {len(hosts)} nodes") from None
-        pids = [place.pid for place in self._places if place.host == host]
-        self._struck = max(rank for rank, place in enumerate(self._places) if place.host == host)
+        pids = [[place.pid for place in self._places if place.host == host] for host in struck]
+        self._struck = max(rank for rank, place in enumerate(self._places) if place.host == struck[0])
         self._ranks_struck = len(self._places)
         self._named = {}
         self._struck_ns = now_ns()
-        self._nodes.harm(fault, host, pids[-1], self._found or 0)
-        return 1 if fault in RANK_FAULTS else len(pids)
+        for host, mine in zip(struck, pids, strict=True):
+            self._nodes.harm(fault, host, mine[-1], self._found or 0)
+        return len(struck) if fault in RANK_FAULTS else sum(map(len, pids))
+
+    def kept(self) -> KeptOnNodes:
+        """What is in the memory of the nodes that the last fault has left."""
+        return KeptOnNodes(dict(enumerate(self._places)), self._nodes.gone)
 
     def not_named(self) -> tuple[str, ...]:
         """Which of the ranks of the last cycle that was struck have ended without naming the rank that was stopped."""

@@ -48,7 +48,7 @@ class Plan:
     save_interval: int | None = None  # iterations; None: the command does not tell
     saves_until_stored: int = 1  # of which every so many go to storage, too
     nodes_command: tuple[str, ...] = ()  # the program that harms nodes; () for a job on this host alone
-    node: int = -1  # which of those that train
+    nodes: tuple[int, ...] = (-1,)  # which of those that train
 
     @property
     def on_nodes(self) -> bool:

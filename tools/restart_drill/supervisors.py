@@ -20,7 +20,7 @@ from restart_trace.schema import SUPERVISOR_FILE_PATTERN
 from restart_trace.supervisor import open_supervisor_trace
 
 from .faults import DAMAGE, ENDPOINT_VARIABLES, MAY_END_WELL, of_storage, store_endpoint
-from .kept import KeptSaves
+from .kept import Kept, KeptSaves
 from .launch import GRACE_S, DrillError, Launch, cleaned_up, launched
 from .moments import Tail, TraceTail
 from .nodes import LaunchOnNodes, nodes_of
@@ -64,8 +64,8 @@ class Supervisor(ABC):
             self._kept = KeptSaves(launch.pid)
         return launch
 
-    def kept_saves(self) -> KeptSaves | None:
-        """Those of the launcher, if its ranks' engine keeps any."""
+    def kept_saves(self) -> Kept | None:
+        """Those of the launchers, if their ranks' engine keeps any."""
         return self._kept
 
     def prepare(self, fault: str) -> None:
@@ -268,7 +268,7 @@ class AgentsOnNodes(LauncherInPlace):
 
     def __enter__(self) -> Supervisor:
         super().__enter__()
-        self._nodes = self._stack.enter_context(nodes_of(list(self.plan.nodes_command), self.plan.node))
+        self._nodes = self._stack.enter_context(nodes_of(list(self.plan.nodes_command), self.plan.nodes))
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -284,8 +284,11 @@ class AgentsOnNodes(LauncherInPlace):
             self._threads[-1].start()
             return
         plan = self.plan
-        started = LaunchOnNodes(plan.command, plan.log_of(0), plan.echo, self._nodes, plan.trace_dir)
-        self.launch = self._stack.enter_context(cleaned_up(started))
+        self._on_nodes = LaunchOnNodes(plan.command, plan.log_of(0), plan.echo, self._nodes, plan.trace_dir)
+        self.launch = self._stack.enter_context(cleaned_up(self._on_nodes))
+
+    def kept_saves(self) -> Kept | None:
+        return self._on_nodes.kept() if self.plan.keeps_saves else None
 
     def _mend_after_first_step(self, cycle: int) -> None:
         tail = TraceTail(self.plan.trace_dir, cycle)

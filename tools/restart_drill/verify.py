@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from restart_trace.schema import LOCAL_MEMORY, PEER
+
 from .facts import CycleFacts
 from .plan import Strike
 
@@ -77,7 +79,7 @@ class Verdict:
     losses: str
     state_hashes: str
     wrong: list[str]
-    tier: str | None = None  # where all ranks have loaded it from, if saves are kept in memory, too
+    tier: str | None = None  # where it was loaded from, if saves are kept in memory, too: see `_tier`
 
 
 def judge(strike: Strike, cycles: dict[int, CycleFacts], losses: dict[int, LossCheck]) -> Verdict:
@@ -96,9 +98,11 @@ def judge(strike: Strike, cycles: dict[int, CycleFacts], losses: dict[int, LossC
     steps = set(facts.resumed.values())
     if len(facts.resumed) != facts.world_size or steps != {strike.expected_step}:
         wrong.append(f"resumed from {_shown(steps)}, and not from iteration {strike.expected_step}, on all ranks")
-    if strike.expected_tier is not None and set(facts.tiers.values()) != {strike.expected_tier}:
+    tier = _tier(set(facts.tiers.values()))
+    if strike.expected_tier is not None and tier != strike.expected_tier:
         read = ", ".join(sorted(set(facts.tiers.values()))) or "a place that is not on record"
         wrong.append(f"loaded from {read}, and not from {strike.expected_tier}")
+    wrong += _lost_too_much(strike, facts, cycles)
     hashes = _hashes(strike, facts, cycles)
     if hashes == MISSING:
         wrong.append(f"only {len(facts.hashed)} of {facts.world_size} ranks compared the state with its hashes")
@@ -107,8 +111,27 @@ def judge(strike: Strike, cycles: dict[int, CycleFacts], losses: dict[int, LossC
                 for line in cycles[cycle].rejected]  # fmt: skip
         if not any(strike.damaged in line for line in told):
             wrong.append(f"no launch told that {strike.damaged} is damaged")
-    tiers = set(facts.tiers.values())
-    return Verdict(min(steps) if steps else None, check.shown, hashes, wrong, tiers.pop() if len(tiers) == 1 else None)
+    return Verdict(min(steps) if steps else None, check.shown, hashes, wrong, tier)
+
+
+def _tier(tiers: set[str]) -> str | None:
+    """Where all ranks have loaded from; from peers if those did that had it not in the memory of their own host."""
+    return PEER if tiers == {LOCAL_MEMORY, PEER} else tiers.copy().pop() if len(tiers) == 1 else None
+
+
+def _lost_too_much(strike: Strike, facts: CycleFacts, cycles: dict[int, CycleFacts]) -> list[str]:
+    """Of saves in memory: whether more finished steps were lost than lie between two saves.
+
+    Damage takes the newest save away, and what fails a save leaves the one before as the newest.
+    """
+    in_memory = strike.expected_tier in (LOCAL_MEMORY, PEER)
+    if not in_memory or strike.lost_at_most is None or strike.damaged is not None or strike.failed_save is not None:
+        return []
+    finished = max(cycles[strike.cycle].losses, default=0)
+    lost = finished - min(facts.resumed.values(), default=0)
+    if lost <= strike.lost_at_most:
+        return []
+    return [f"{lost} finished steps were lost, of which {strike.lost_at_most} lie between two saves"]
 
 
 def _hashes(strike: Strike, facts: CycleFacts, cycles: dict[int, CycleFacts]) -> str:

@@ -84,6 +84,14 @@ def test_what_the_command_says_of_its_saves() -> None:
         saves(["torchrun", "--nproc-per-node", "2"], "memory")
 
 
+def test_what_a_preset_on_nodes_says_of_its_saves() -> None:
+    """Its launcher is in a script, and the number of its ranks."""
+    told = ["env", "MAX_RESTARTS=3", *training("bash", "run_preset.sh")]
+    completed = commands.completed(told, Path("a"), Path("b"), "memory", 4)
+    assert commands.saves_of(completed, on_nodes=True) == commands.Saves(5, 4, True)
+    assert commands.saves_of(completed) == commands.Saves()
+
+
 def test_no_launcher_restarts_what_the_drill_relaunches() -> None:
     for launcher in (["torchrun"], FORK):
         wanted = [*launcher, "--max-restarts", "0", "t.py"]

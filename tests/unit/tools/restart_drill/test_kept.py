@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from megatron.peers.client import VARIABLE as COPIES
+from megatron.peers.client import ask, send_copies
 from megatron.processes.memory_slots import VARIABLE, Slot, held_slots, hold_slots, let_go_of_slots
-from restart_trace.schema import LOCAL_MEMORY, STORAGE
+from restart_trace.schema import LOCAL_MEMORY, PEER, STORAGE
+from tests.unit.megatron.peers.test_copies import DEADLINE_S, Host, fill, two  # noqa: F401
 from tests.unit.tools.restart_drill.test_faults import checkpoint
 from tools.restart_drill.checkpoints import Checkpoints
-from tools.restart_drill.kept import KeptSaves, Left, newest_left
-from tools.restart_drill.launch import DrillError
+from tools.restart_drill.kept import KeptOnNodes, KeptSaves, Left, newest_left
+from tools.restart_drill.launch import DrillError, Place
 
 GONE = 2**22 + 1  # above what the kernel gives to any process
 
@@ -39,17 +42,17 @@ def seal(slot: Slot, step: int, name: str | None = None) -> None:
 def test_the_newest_save_is_one_that_all_ranks_have(slots: list[list[Slot]], tmp_path: Path) -> None:
     kept, checkpoints = KeptSaves(os.getpid()), Checkpoints(tmp_path)
     open_before = len(os.listdir("/proc/self/fd"))
-    assert kept.newest_step() is None
+    assert kept.newest() is None
     with pytest.raises(DrillError, match="holds 0 complete checkpoints"):
         newest_left(checkpoints, kept)
     for step in (6, 7):
         for mine in slots:
             seal(mine[step % 2], step)
-    assert kept.newest_step() == 7 and newest_left(checkpoints, kept) == Left(7, LOCAL_MEMORY)
+    assert newest_left(checkpoints, kept) == kept.newest() == Left(7, LOCAL_MEMORY)
     slots[1][1].unseal()
-    assert kept.newest_step() == 6
+    assert kept.newest() == Left(6, LOCAL_MEMORY)
     seal(slots[1][1], 7, "of another course")
-    assert kept.newest_step() == 6
+    assert kept.newest() == Left(6, LOCAL_MEMORY)
     assert len(os.listdir("/proc/self/fd")) == open_before
 
 
@@ -63,6 +66,32 @@ def test_memory_comes_before_storage_of_the_same_step_only(slots: list[list[Slot
     assert newest_left(checkpoints, kept) == Left(8, STORAGE)
     assert newest_left(checkpoints, None) == Left(8, None)
     assert newest_left(checkpoints, KeptSaves(GONE)) == Left(8, STORAGE), "its launcher has ended"
+
+
+def test_what_hosts_that_are_not_lost_hold_is_asked_of_them(two: tuple[Host, Host]) -> None:  # noqa: F811
+    ranks = {dp: place_of(host, f"host{dp}", dp) for dp, host in enumerate(two)}
+    for dp, (mine, other) in enumerate((two, two[::-1])):
+        fill(mine.slots[0], b"1" * 1000, "s1", dp, step=1)
+        ask(other.peer, DEADLINE_S, ask="reserve", copies=[((1, 1, 2, 0, 0, dp), 1000)])
+        assert send_copies(mine.peer, 0, [other.peer], None, DEADLINE_S)[1] == []
+        fill(mine.slots[1], b"2" * 1000, "s2", dp, step=2)  # of which there are no copies
+    assert KeptOnNodes(ranks, ()).newest() == Left(2, LOCAL_MEMORY)
+    assert KeptOnNodes(ranks, {"host1"}).newest() == Left(1, PEER)
+    assert KeptOnNodes(ranks, {"host0", "host1"}).newest() is None
+    two[1].slots[1].unseal()
+    assert KeptOnNodes(ranks, ()).newest() == Left(1, LOCAL_MEMORY)
+    two[1].slots[0].unseal()  # its launcher was killed, say: the copy on the other host is used
+    assert KeptOnNodes(ranks, ()).newest() == Left(1, PEER)
+    with pytest.raises(
+        DrillError, match="what is in the memory of a node that is not lost is not known: host1 .*belongs"
+    ):
+        KeptOnNodes(ranks | {1: ranks[1]._replace(launch_id="another")}, ()).newest()
+    with pytest.raises(DrillError, match="host1: its ranks have recorded no process that holds saves in memory"):
+        KeptOnNodes(ranks | {1: ranks[1]._replace(copies="")}, ()).newest()
+
+
+def place_of(host: Host, name: str, dp: int) -> Place:
+    return Place(1, "boot", name, (0, 0, dp), "launch0", host.variables[COPIES])
 
 
 @pytest.mark.parametrize("fault", ["truncate", "bitflip"])
@@ -80,4 +109,4 @@ def test_damage_is_to_the_last_rank_and_counts(slots: list[list[Slot]], fault: s
         assert after == whole[:2048]
     else:
         assert sum(a != b for a, b in zip(after, whole, strict=True)) == 1
-    assert kept.newest_step() == 6
+    assert kept.newest() == Left(6, LOCAL_MEMORY)

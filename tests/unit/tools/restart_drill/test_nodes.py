@@ -35,7 +35,7 @@ def told(program: Path) -> list[str]:
 
 
 def test_what_was_harmed_is_mended(program: Path) -> None:
-    with nodes_of(["bash", str(program)], -1) as nodes:
+    with nodes_of(["bash", str(program)], [-1]) as nodes:
         nodes.harm("node-loss", "a", 1, 0)
         nodes.harm("link-cut", "b", 1, 0)
         nodes.harm("rank-stopped", "c", 42, 1)
@@ -46,11 +46,20 @@ def test_what_was_harmed_is_mended(program: Path) -> None:
     assert told(program)[-2:] == ["mend a", "mend d"]
 
 
+def test_which_nodes_nobody_reaches(program: Path) -> None:
+    with nodes_of(["bash", str(program)], [-1]) as nodes:
+        for number, fault in enumerate(("node-loss", "link-cut", "link-slow", "rank-stopped")):
+            nodes.harm(fault, f"n{number}", 1, 0)
+        assert nodes.gone == {"n0", "n1"}
+        nodes.mend(before=1)
+        assert nodes.gone == {"n0"}
+
+
 def test_a_program_that_fails_is_named(program: Path) -> None:
-    with nodes_of(["bash", str(program)], -1) as nodes:
+    with nodes_of(["bash", str(program)], [-1]) as nodes:
         with pytest.raises(DrillError, match="program.sh: processes nobody: error: no such node"):
             nodes.processes("nobody", "")
         with pytest.raises(DrillError, match="program.sh: signal dies KILL 1: it has ended"):
             nodes.harm("sigkill-one", "dies", 1, 0)
-    with pytest.raises(DrillError, match="--nodes-command /no/such: cannot be started"), nodes_of(["/no/such"], -1):
+    with pytest.raises(DrillError, match="--nodes-command /no/such: cannot be started"), nodes_of(["/no/such"], [-1]):
         pass

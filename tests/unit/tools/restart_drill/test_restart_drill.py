@@ -141,6 +141,7 @@ RIGHT = ["--fault", "sigkill-all", "--at", "mid-step"]
             "ends what restarts the ranks with --supervisor launch",
         ),
         (["--persist-interval", "0"], "must be a whole number, at least 1"),
+        (["--node=1,b"], "1,b: must be numbers of nodes, separated by commas"),
         (["--nodes-command", "mine"], "--nodes-command mine: only faults of nodes use it"),
         (
             ["--supervisor", "launch", "--fault", "node-loss", "--nodes-command", "mine", "--resume-pp", "2"],

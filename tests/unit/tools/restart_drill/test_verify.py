@@ -74,6 +74,29 @@ def test_it_must_load_from_where_the_newest_save_was() -> None:
     assert found.tier is None and found.wrong == ["loaded from local_memory, storage, and not from local_memory"]
 
 
+def test_copies_on_peers_must_be_used_where_a_host_is_gone_and_storage_not_read() -> None:
+    cycles, on_peers = good(), replace(STRIKE, expected_tier="peer")
+    cycles[1].tiers = {0: "local_memory", 1: "peer"}
+    assert verdict(cycles, strike=on_peers) == replace(verdict(good()), tier="peer")
+    told = "loaded from local_memory, peer, and not from local_memory"
+    assert verdict(cycles, strike=replace(STRIKE, expected_tier="local_memory")).wrong == [told]
+    for read in ("storage", "local_memory"):
+        cycles[1].tiers[1] = read
+        assert verdict(cycles, strike=on_peers).wrong
+
+
+def test_saves_in_memory_lose_no_more_steps_than_lie_between_two() -> None:
+    """Of any rank; what damage, or a save that failed, takes away is lost besides."""
+    cycles, strike = good(), replace(STRIKE, expected_tier="local_memory", lost_at_most=1)
+    cycles[1].tiers = dict.fromkeys((0, 1), "local_memory")
+    assert verdict(cycles, strike=strike).wrong == []
+    cycles[0] = cycle(range(1, 11))
+    told = "2 finished steps were lost, of which 1 lie between two saves"
+    assert verdict(cycles, strike=strike).wrong == [told]
+    assert verdict(cycles, strike=replace(strike, failed_save="full")).wrong == []
+    assert verdict(cycles, strike=replace(strike, lost_at_most=2)).wrong == []
+
+
 def test_lost_work_is_told_by_tier() -> None:
     def lost(tier: str | None, steps: int | None, at_most: int | None = 1) -> dict[str, Any]:
         return {"tier": tier, "lost_steps": steps, "lost_at_most": at_most}
