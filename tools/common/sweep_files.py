@@ -99,14 +99,17 @@ def cell_of(entry: dict[str, Any]) -> Cell:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a file that is there as a whole or not at all, whenever the process ends. Raises OSError."""
+    """Write a file that is there as a whole or not at all, whenever the process ends. Raises OSError naming it."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with draft.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except OSError as exc:  # a full file system has no file name in its error
+        raise OSError(exc.errno, exc.strerror, str(path)) from exc
     directory = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(directory)

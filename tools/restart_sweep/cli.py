@@ -78,8 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(arguments, sweep, cells)
     except Stopped as exc:
         print(f"restart-sweep: stopped by {exc}; the same command resumes", file=sys.stderr)
-    except (SweepError, SweepFileError, ConfigError, OSError) as exc:
+    except (SweepError, SweepFileError, ConfigError) as exc:
         print(f"restart-sweep: {exc}", file=sys.stderr)
+    except OSError as exc:
+        said = f"{exc.filename}: {exc.strerror}" if exc.filename else str(exc)
+        print(f"restart-sweep: {said}; mend that, and the same command resumes", file=sys.stderr)
     return COULD_NOT_RUN
 
 

@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
 # Settings of restart_bench that the user's shell may have and that would change what the cells of a sweep run.
 _SETTINGS_OF_PRESETS = (
     "MODE", "ENGINE", "SAVE_INTERVAL", "SAVE_DIR", "TRACE_DIR", "DP", "ITERS", "MICRO_BATCH", "GLOBAL_BATCH",
-    "MODE", "ENGINE", "SAVE_INTERVAL", "SAVE_DIR", "TRACE_DIR", "DP", "ITERS", "MICRO_BATCH", "GLOBAL_BATCH",
     "SEQ_LENGTH", "DTYPE", "EXTRA_ARGS", "WORK_DIR", "LAUNCHER", "KILL_AT", "TIME_LIMIT", "RANKS", "LIMIT_BYTES",
     "REPEAT", "DRY_RUN", "COMMAND_TO", "VOCAB_SIZE", "RESTART_TRACE_LABEL", "RESTART_TRACE_LAUNCH_ID", "MASTER_PORT",
     "MAX_RESTARTS",

@@ -86,24 +86,31 @@ class SweepDirectory:
 def opened(out: Path, sweep: Sweep, cells: list[Cell], storage: Path | None) -> Iterator[SweepDirectory]:
     """The directory of a sweep, new or that of the same sweep, locked for this process.
 
-    Raises SweepError if it holds something else, or another process runs the sweep.
+    Raises SweepError if it holds something else, cannot be written, or another process runs the sweep.
     """
+    with contextlib.ExitStack() as held:
+        try:
+            found = _open(out, sweep, cells, storage, held)
+        except OSError as exc:
+            raise SweepError(f"--out {out}: cannot be written: {exc.strerror}; give another") from exc
+        yield found  # what is raised while it is open need not be of this directory
+
+
+def _open(
+    out: Path, sweep: Sweep, cells: list[Cell], storage: Path | None, held: contextlib.ExitStack
+) -> SweepDirectory:
+    """As `opened`; `held` closes the lock. Raises OSError, too."""
+    _check(out, sweep, storage)
+    out.mkdir(parents=True, exist_ok=True)
+    lock = held.enter_context((out / _LOCK).open("a"))
     try:
-        _check(out, sweep, storage)
-        out.mkdir(parents=True, exist_ok=True)
-        with (out / _LOCK).open("a") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise SweepError(
-                    f"--out {out}: another process runs this sweep; wait for it, or give a new --out"
-                ) from None
-            _check(out, sweep, storage)
-            if not (out / SWEEP).exists():
-                _begin(out, sweep, cells, storage)
-            yield SweepDirectory(out, _read(out / SWEEP)["id"])
-    except OSError as exc:
-        raise SweepError(f"--out {out}: cannot be written: {exc.strerror}; give another") from exc
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise SweepError(f"--out {out}: another process runs this sweep; wait for it, or give a new --out") from None
+    _check(out, sweep, storage)
+    if not (out / SWEEP).exists():
+        _begin(out, sweep, cells, storage)
+    return SweepDirectory(out, _read(out / SWEEP)["id"])
 
 
 def _check(out: Path, sweep: Sweep, storage: Path | None) -> None:

@@ -29,7 +29,8 @@ def run_cells(directory: SweepDirectory, cells: list[Cell], time_limit_s: float,
         say(f"ended {ended} processes that a killed sweep had left")
     storage = storage_of(directory.out) / f"restart_sweep_{directory.id}"
     shutil.rmtree(storage, ignore_errors=True)  # checkpoints of a cell that was interrupted
-    storage.mkdir(parents=True)
+    # --dir of an earlier start may be gone, such as a file system that is not mounted: it is not made anew.
+    storage.mkdir(parents=storage.parent == directory.out / "storage")
     directory.note_session(storage)
     _make_plans(directory, cells, say)
     waiting = [cell for cell in cells if directory.result(cell) is None]

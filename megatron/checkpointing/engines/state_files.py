@@ -35,14 +35,15 @@ class StateDirectoryEngine(CheckpointEngine):
 
     def load(self, names: Sequence[str], checkpoint: SavedCheckpoint, op: Operation) -> dict[str, Any]:
         states: dict[str, Any] = {}
+        start = now_ns()
         for name in names:
-            start, timeline, root = now_ns(), Timeline(), checkpoint.path(name)
+            timeline, root = Timeline(), checkpoint.path(name)
             files = find_files(name, checkpoint, self.metadata)
             with reading(root, self.kind):
                 states[name] = self._load_state(root, files, timeline)
             num_bytes = sum(file.num_bytes for file in files.values())
-            report_load(op, name, timeline, start, num_bytes)
             note_loaded(num_bytes, len(files), op)
+            start = report_load(op, name, timeline, start, num_bytes)
         return states
 
     @abstractmethod

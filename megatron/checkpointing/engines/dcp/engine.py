@@ -57,15 +57,17 @@ class DcpEngine(StateDirectoryEngine):
         refuse_duplicates(files)
         saved: list[SavedFile] = []
         failure = Failure()
+        start = now_ns()
         for file in files:
-            start = now_ns()
             writer = Writer(directory / file.name, self.options, failure, threading.Semaphore())
             try:
                 save(_for_library(file.state), storage_writer=writer, no_dist=True)
             except CheckpointException as exc:
                 raise failure.error or cause_of(exc) from None
-            _report_writing(op, file.name, writer, start, now_ns(), True)
             saved += _saved_files(file.name, writer)
+            end = now_ns()
+            _report_writing(op, file.name, writer, start, end, True)
+            start = end  # recording these spans is in those of the next file
         return finish_save(directory, saved, self.options, op, blocking=True)
 
     def _load_state(self, root: Path, files: Mapping[str, SavedFile], timeline: Timeline) -> Any:
@@ -100,9 +102,10 @@ class DcpAsyncEngine(DcpEngine):
     def begin_save(self, files: Sequence[FileState], directory: Path, op: Operation) -> PendingSave:
         refuse_duplicates(files)
         pending = _PendingSaves(self.options, directory, op)
+        start = now_ns()
         group = self._group_with_cpu()
         for file in files:
-            pending.begin(file, group)
+            start = pending.begin(file, group, start)
         return pending
 
     def close(self) -> None:
@@ -131,11 +134,13 @@ class _PendingSaves(PendingSave):
     slots: threading.Semaphore = field(default_factory=threading.Semaphore)
     saves: list[tuple[str, Writer, Future[Any]]] = field(default_factory=list)
 
-    def begin(self, file: FileState, group: dist.ProcessGroup | None) -> None:
-        """Copy one state and have it written. What goes wrong is told by `wait`."""
+    def begin(self, file: FileState, group: dist.ProcessGroup | None, start: int) -> int:
+        """Copy one state and have it written. What goes wrong is told by `wait`.
+
+        `start` is that of its spans, ns. Returns their end, where those of the next begin.
+        """
         if self.failure.error is not None:
-            return
-        start = now_ns()
+            return start
         try:
             content = _for_library(file.state)
             writer = Writer(self.directory / file.name, self.options, self.failure, self.slots)
@@ -148,14 +153,15 @@ class _PendingSaves(PendingSave):
             )
         except (Exception, CheckpointException) as exc:
             self.failure.set(exc)
-            return
+            return start
         # It is a future, and no AsyncSaveResponse, because the writer is what stages.
         self.saves.append((file.name, writer, cast("Future[Any]", future)))
+        size = total_bytes(list(content.values()))
         end = now_ns()
         spent = writer.timeline.shares(["stage"], start, end)
-        size = total_bytes(list(content.values()))
         self.op.add("device_to_host", None, start, end, duration_ns=spent["stage"], file=file.name, num_bytes=size)
         self.op.add("serialize", None, start, end, duration_ns=spent[""], file=file.name)
+        return end
 
     def release_state(self) -> None:
         """The library has copied the state by the time that `begin_save` returns."""

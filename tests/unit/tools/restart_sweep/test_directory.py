@@ -35,3 +35,21 @@ def test_a_sweep_of_another_program_is_not_resumed(tmp_path: Path, change: dict[
     kept.write_text("{" if change is None else json.dumps(json.loads(kept.read_text()) | change))
     with pytest.raises(SweepError, match=message), opened(out, sweep, cells_of(sweep), None):
         pass
+
+
+def test_an_error_of_another_place_is_not_blamed_on_the_directory(tmp_path: Path) -> None:
+    sweep, elsewhere = read_sweep(written(tmp_path, GOOD)), tmp_path / "scratch" / "gone"
+    with (
+        pytest.raises(FileNotFoundError, match="scratch/gone"),
+        opened(tmp_path / "out", sweep, cells_of(sweep), tmp_path / "scratch"),
+    ):
+        elsewhere.mkdir()
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    sweep, out = read_sweep(written(tmp_path, GOOD)), tmp_path / ("n" * 300)
+    with (
+        pytest.raises(SweepError, match="--out .*: cannot be written: File name too long"),
+        opened(out, sweep, [], None),
+    ):
+        pass
