@@ -179,7 +179,9 @@ class BackgroundSaves:
         self.pending = self.unreleased = None
 
 
-def release_before_steps(engine: Any, saves: BackgroundSaves, over_within: int | None = None) -> None:
+def release_before_steps(
+    engine: Any, saves: BackgroundSaves, over_within: int | None = None, check: Callable[[], None] = lambda: None
+) -> None:
     """From now on the optimizer of the DeepSpeed `engine` steps only when no save needs the present state.
 
     Forward and backward passes change nothing that is saved; weights, master weights, moments, loss scale, schedule
@@ -187,7 +189,8 @@ def release_before_steps(engine: Any, saves: BackgroundSaves, over_within: int |
 
     `over_within`: a save is to be over, not only released, before that many steps have followed it. With the number of
     iterations between saves, a save is whole before the last step that the next one is to save is done: a failure then
-    loses at most what was trained between two saves, and the step in flight.
+    loses at most what was trained between two saves, and the step in flight. Then `check` is called, which may raise:
+    ranks that have lost each other are to do no step more.
     """
     step = engine.optimizer.step
 
@@ -198,6 +201,7 @@ def release_before_steps(engine: Any, saves: BackgroundSaves, over_within: int |
         saves.steps += 1
         if saves.steps == over_within:
             saves.agree()
+            check()
         return step(*args, **kwargs)
 
     engine.optimizer.step = step_on_released_state

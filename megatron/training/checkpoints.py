@@ -152,7 +152,7 @@ class CheckpointSaves:
             config, saver = checkpointer.context.config.checkpoint, checkpointer.context.checkpoint_engine
             # What memory is for: to lose no more than what lies between two saves.
             over_within = config.save_interval if saver.keeps_in_memory else None
-            release_before_steps(engine, self._background, over_within)
+            release_before_steps(engine, self._background, over_within, self._check_agreement)
 
     def save(self, progress: Progress, *, at_interval: bool = False) -> None:
         """Save unless this iteration is saved already. A failed save is reported, and training goes on.

@@ -57,8 +57,8 @@ class Plan:
 
     @property
     def saves_until_left(self) -> int:
-        """How many saves it takes until one is where a fault leaves it: memory goes with its launcher."""
-        return 1 if self.supervisor == LAUNCH else self.saves_until_stored
+        """How many saves it takes until one is where a fault leaves it: memory goes with its launcher, or its group."""
+        return 1 if self.supervisor == LAUNCH and len(self.nodes) == 1 else self.saves_until_stored
 
     @property
     def trace_dir(self) -> Path:

@@ -211,14 +211,15 @@ def test_the_last_step_before_the_next_save_waits_for_the_save_before(waited_for
     job, over = waited_for_job, list[bool]()
     saves = job.saves
     engine = SimpleNamespace(optimizer=SimpleNamespace(step=lambda: over.append(saves.pending is None)))
-    release_before_steps(engine, saves, over_within=2)
+    checked: list[int] = []
+    release_before_steps(engine, saves, over_within=2, check=lambda: checked.append(len(over)))
     for step in (2, 4):
         job.may_end.clear()
         saves.finished()
         job.begin(step)
         engine.optimizer.step()
         engine.optimizer.step()
-    assert over == [False, True, False, True]
+    assert over == [False, True, False, True] and checked == [1, 3]
     spans = [r for step in (2, 4) for r in job.records("span", step)]
     assert [(r["step"], r["phase"], r["blocking"]) for r in spans] == [(2, "barrier", True), (4, "barrier", True)]
 

@@ -67,11 +67,12 @@ def train() -> None:
     identity = CheckpointIdentity(layout.as_dict(), {}, "", place.at._asdict())
     writer = CheckpointWriter(engine, control, context.recorder, identity, f"attempt{restart}", commit_control)
     trained = SimpleNamespace(optimizer=SimpleNamespace(step=lambda: weights.fill_(value_of(rank, step))))
-    release_before_steps(trained, writer.background, over_within=1)
-    agreed = os.open("agreed", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    release_before_steps(trained, writer.background, 1, lambda: check_agreement(writer))
+    agreed, done = (os.open(name, os.O_CREAT | os.O_WRONLY | os.O_APPEND) for name in ("agreed", "done"))
     while not control.broadcast(Path("finish").exists()):
         step += 1
         trained.optimizer.step()  # waits for the save of the step before
+        os.write(done, f"{restart} {step}\n".encode())
         for save in writer.background.finished():
             assert save.error is None, save.error
             if rank == 0:
@@ -79,6 +80,11 @@ def train() -> None:
         state = [FileState(NAME, {"weights": weights, "step": step})]
         writer.save(SaveDirectory(Path.cwd()), step, lambda state=state: state, on_storage=False)
     writer.background.drain()
+
+
+def check_agreement(writer: CheckpointWriter) -> None:
+    if writer.agreement_lost is not None:
+        raise writer.agreement_lost("the ranks have lost each other")
 
 
 def value_of(rank: int, step: int) -> float:

@@ -5,6 +5,7 @@ Agents and their coordinator are real processes on this host, and the ranks save
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import pytest
 
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
@@ -82,9 +84,9 @@ class MemoryNodes(Nodes):
         self.until(lambda: all(path.exists() for path in paths), f"start {restart}")
         return [Started(*json.loads(path.read_text())) for path in paths]
 
-    def agreed(self, restart: int) -> list[int]:
-        """Steps on whose saves all ranks have agreed since this start, as rank 0 has told."""
-        path = self.directory / "agreed"
+    def steps(self, name: str, restart: int) -> list[int]:
+        """Steps since this start that are done on some rank; or `agreed`, on whose saves, as rank 0 has told."""
+        path = self.directory / name
         lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
         return [int(step) for start, step in lines if int(start) == restart]
 
@@ -100,7 +102,8 @@ def nodes(tmp_path: Path) -> Iterator[MemoryNodes]:
     made = MemoryNodes(tmp_path)
     yield made
     for process in made.left():
-        process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
     made.forker_ends()
     for started in made.started:
         started.wait(300)
@@ -114,7 +117,7 @@ def test_what_is_killed_leaves_a_whole_save_and_nothing_else(nodes: MemoryNodes)
     generator = random.Random(17)
     for restart, (ranks, places) in enumerate(KILLS):
         started = nodes.all_started(restart)
-        nodes.until(lambda restart=restart: len(nodes.agreed(restart)) >= 2, f"two saves of start {restart}")
+        nodes.until(lambda restart=restart: len(nodes.steps("agreed", restart)) >= 2, f"two saves of start {restart}")
         time.sleep(generator.random() * WAIT_MS / 1000)
         lost = [started[2 * place].node for place in places]
         for pid in (*(nodes.agents[node] for node in lost), *(started[rank].pid for rank in ranks)):
@@ -122,8 +125,9 @@ def test_what_is_killed_leaves_a_whole_save_and_nothing_else(nodes: MemoryNodes)
         after = nodes.all_started(restart + 1)
         assert not list(nodes.directory.glob("torn_*")), nodes.agents_said()
         # Rank 0 may have been killed before it told of an agreement.
-        newest = nodes.agreed(restart)[-1]
+        newest = nodes.steps("agreed", restart)[-1]
         assert {rank.step for rank in after} <= {newest, newest + 1} and len({rank.step for rank in after}) == 1
+        assert max(nodes.steps("done", restart)) - after[0].step <= 1, "more than one finished step is lost"
         for rank in after:
             own = any(rank.node == before.node for before in started)
             assert rank.tier == ("local_memory" if own else "peer"), (restart, after)
