@@ -72,6 +72,9 @@ load_settings() {
     DP=${DP:-1}
     require_whole_number DP
     RUNS_ON_CPU=
+    local models=("$BENCH_DIR"/models/*.sh)
+    models=("${models[@]##*/}")
+    [[ " ${models[*]} " == *" $MODEL.sh "* ]] || die "$MODEL: there is no such model; give one of ${models[*]%.sh}"
     source "$BENCH_DIR/models/$MODEL.sh"
     LABEL=${RESTART_TRACE_LABEL:-}
     [[ $MODE != scaled ]] || scale_model

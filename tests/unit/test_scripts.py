@@ -391,6 +391,14 @@ def ask_for(tmp_path: Path, mode: str, *wrapper: str, **settings: str) -> list[s
     return [line for line in done.stderr.splitlines() if not line.startswith("[tiny_")]
 
 
+def test_a_model_that_there_is_not_is_one_message(tmp_path: Path) -> None:
+    script = tmp_path / "run_9b.sh"
+    script.write_text(f"source {BENCH}/common.sh\nrun_preset 9b 1 1\n")
+    done = run_script(str(script), tmp_path)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "error: 9b: there is no such model; give one of 13b 1b " in done.stderr
+
+
 @pytest.mark.parametrize("mode", ["train", "restart", "scaled", "replay"])
 def test_what_cannot_be_is_one_message_before_any_rank_is_started(mode: str, tmp_path: Path) -> None:
     (said,) = ask_for(tmp_path, mode, ENGINE="nope")

@@ -77,6 +77,8 @@ def extract(path: Path, place: Path) -> None:
         sealed = _is_sealed(path)
         with zipfile.ZipFile(path) as archive:
             _extract(archive, path, place)
+    except CouldNotRunError:  # a ValueError, too, which says all
+        raise
     except OSError as exc:
         raise CouldNotRunError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError) as exc:

@@ -7,12 +7,12 @@ Copies from a device are part of `serialize` with `dcp`: the library makes them 
 
 from __future__ import annotations
 
+import concurrent.futures
 import errno
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -167,20 +167,31 @@ class _PendingSaves(PendingSave):
         """The library has copied the state by the time that `begin_save` returns."""
 
     def wait(self) -> list[SavedFile]:
-        done, late = wait_for([future for _, _, future in self.saves], timeout=RESULT_TIMEOUT_S)
-        if late:
+        try:
+            self._report_as_they_end({future: (name, writer) for name, writer, future in self.saves})
+        except concurrent.futures.TimeoutError:
             error = f"dcp-async: not written within {RESULT_TIMEOUT_S:.0f} s; look after the storage"
             self.failure.set(OSError(errno.ETIMEDOUT, error, str(self.directory)))
-        for _, _, future in self.saves:
-            found = future.exception() if future in done else None
-            if found is not None:
-                self.failure.set(cause_of(found))
         if self.failure.error is not None:
             raise self.failure.error
-        for name, writer, _ in self.saves:
-            _report_writing(self.op, name, writer, writer.started_ns, writer.ended_ns, False)
         saved = [entry for name, writer, _ in self.saves for entry in _saved_files(name, writer)]
         return finish_save(self.directory, saved, self.options, self.op, blocking=False)
+
+    def _report_as_they_end(self, writers: dict[Future[Any], tuple[str, Writer]]) -> None:
+        """Spans of each state when it is written, while others are: in small saves recording them all takes long.
+
+        Those of one begin where those before end, if it began later: the library's threads were taking turns.
+        """
+        ended_ns = 0
+        for future in concurrent.futures.as_completed(writers, timeout=RESULT_TIMEOUT_S):
+            found = future.exception()
+            if found is not None:
+                self.failure.set(cause_of(found))
+                continue
+            name, writer = writers[future]
+            start = min(writer.started_ns, ended_ns or writer.started_ns)
+            _report_writing(self.op, name, writer, start, writer.ended_ns, False)
+            ended_ns = max(ended_ns, writer.ended_ns)
 
 
 def _for_library(state: Any) -> dict[str, Any]:

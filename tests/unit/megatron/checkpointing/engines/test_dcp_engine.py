@@ -161,6 +161,17 @@ class TestDcpEngine(_DcpChecks):
 class TestDcpAsyncEngine(_DcpChecks):
     engine_name = "dcp-async"
 
+    def test_spans_of_writing_leave_no_time_between_them(self, tmp_path: Path) -> None:
+        trace, states = tmp_path / "trace.jsonl", [FileState(f"{i}.pt", {"t": torch.ones(8)}) for i in range(4)]
+        recorder, engine = Recorder(JsonlSink(trace), PROCESS), create_engine(self.engine_name, EngineOptions())
+        with recorder.operation("save", tag="t", step=1) as op:
+            engine.save(states, tmp_path, op)
+        recorder.close()
+        spans = [record for record in read(trace) if record["type"] == "span" and not record["blocking"]]
+        windows = list(dict.fromkeys((s["start_ns"], s["end_ns"]) for s in spans if s.get("file")))
+        assert len(windows) == len(states)
+        assert all(begin <= end for (_, end), (begin, _) in itertools.pairwise(windows))
+
     def test_training_waits_for_the_copy_alone(self, tmp_path: Path) -> None:
         trace = tmp_path / "trace.jsonl"
         recorder = Recorder(JsonlSink(trace), PROCESS)
