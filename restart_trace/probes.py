@@ -73,6 +73,7 @@ def _torch_values(local_rank: int) -> dict[str, float]:
     return {
         "device_allocated_bytes": torch.cuda.memory_allocated(index),
         "device_reserved_bytes": torch.cuda.memory_reserved(index),
+        "device_peak_allocated_bytes": torch.cuda.max_memory_allocated(index),  # of the process so far, steps included
     }
 
 

@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
-# Makes a bundle of wheels that brings deepspeed and what the GPU tier needs to a machine without a network: for Python
-# 3.12 on x86-64 Linux, beside an installed torch. No compiled extension of deepspeed is in it, and none is needed.
+# Makes a bundle of wheels that brings deepspeed and what the GPU tier needs to a machine without a network: for one
+# version of Python on x86-64 Linux, beside an installed torch. No compiled extension of deepspeed is in it, and none is
+# needed.
 #
-#   PYTHON   an interpreter with pip, setuptools and torch, which deepspeed's build imports (default: that of .venv)
+#   --python VERSION   the other machine's: 3.12 or 3.13 (default: 3.12)
+#   PYTHON             an interpreter with pip, setuptools and torch, which deepspeed's build imports (default: that of .venv)
 #
 # examples:
-#   bundle.sh runs/bundle           makes the bundle in this new directory
+#   bundle.sh runs/bundle                   makes the bundle in this new directory
+#   bundle.sh --python 3.13 runs/bundle
 #
 # On the other machine, in the environment that has torch; what is installed there and new enough is kept:
 #   python3 -m pip install --no-index --find-links runs/bundle -r tests/gpu/requirements.txt
@@ -33,6 +36,12 @@ die() {
     exit "${STATUS:-1}"
 }
 
+VERSION=3.12
+if [[ ${1:-} == --python ]]; then
+    VERSION=${2:-}
+    [[ $VERSION == 3.12 || $VERSION == 3.13 ]] || STATUS=2 die "--python '$VERSION': give 3.12 or 3.13"
+    shift 2
+fi
 (($# == 1)) && [[ $1 != -* ]] || STATUS=2 die "give one argument, the directory to make; see --help"
 [[ ! -e $1 ]] || STATUS=2 die "$1 is there already; name a new directory"
 mkdir -p "$1"
@@ -44,9 +53,9 @@ for name in 2014 2010 1; do platforms+=(--platform "manylinux${name}_x86_64"); d
 
 DS_BUILD_OPS=0 "${pip[@]}" wheel --no-deps --no-build-isolation -c "$ROOT/constraints.txt" -w "$TARGET" deepspeed ||
     die "deepspeed's wheel could not be built"
-"${pip[@]}" download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp "${platforms[@]}" \
+"${pip[@]}" download --no-deps --only-binary=:all: --python-version "$VERSION" --implementation cp "${platforms[@]}" \
     -c "$ROOT/constraints.txt" -d "$TARGET" "${BUNDLED[@]}" || die "not all wheels could be had"
 
 mib=$(du -sm --apparent-size "$TARGET" | cut -f1)
 ((mib <= MOST_MIB)) || die "the bundle has $mib MiB, and may have $MOST_MIB; see ls -lS $TARGET"
-printf '%s: %s wheels, %s MiB\n' "$1" "$(find "$TARGET" -name '*.whl' | wc -l)" "$mib"
+printf '%s: %s wheels for Python %s, %s MiB\n' "$1" "$(find "$TARGET" -name '*.whl' | wc -l)" "$VERSION" "$mib"

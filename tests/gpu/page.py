@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.overhead.report import render
 from restart_trace.command_line import CommandParser
+from restart_trace.reading import read_records
 from tests.gpu.parts import PARTS, ROOT
 from tests.gpu.runner import records
 from tools.ckpt_replay.answer import sentence
@@ -95,30 +96,33 @@ def _restarts(drills: dict[str, Path]) -> list[str]:
             restart = next((start for start in report["restarts"] if start["cycle"] == cycle["cycle"] + 1), None)
             phases[part] = restart
             save, load = _first(report["saves"]), _first(report["loads"])  # the first launch finds nothing to load
+            copies = save["device_copies"] if save is not None else None
             rows.append(
                 (
                     part, "yes" if cycle["verified"] else "NO", cycle["losses"], cycle["state_hashes"],
                     _of(save, "bytes", ".2f", 1e9), _of(save, "blocked_s"), _of(save, "durable_s"), _of(load, "load_s"),
-                    cycle["cache"], _of(restart, "restart_s"),
+                    cycle["cache"], _of(restart, "restart_s"), _of(copies, "slowest_GBps", ".2f"),
+                    _of(copies, "bus_share", ".2f"), _of(copies, "overlapped", ".2f"),
+                    _device_peak(directory / "trace"),
                 )
             )  # fmt: skip
     if not rows:
         return []
-    header = (
-        "part",
-        "verified",
-        "losses",
-        "restored tensors",
-        "GB",
-        "blocked s",
-        "durable s",
-        "load s",
-        "cache",
-        "restart s",
-    )
-    told = "SIGKILL after the first checkpoint; figures of the first save, and of the load and the restart after it."
+    header = ("part", "verified", "losses", "restored tensors", "GB", "blocked s", "durable s", "load s", "cache")
+    header += ("restart s", "copies GB/s", "of the bus", "beside training", "device peak GB")
+    told = "SIGKILL after the first checkpoint; figures of the first save, and of the load and the restart after it. "
+    told += "Copies to the host as the device measured them, which engine `lazy` records. Device peak: the most memory "
+    told += "that torch had given out, steps included; `ckpt_plan` estimates it."
     lines = ["## Killed and resumed", "", told, ""]
     return [*lines, *markdown_table(header, rows), "", *_startups(phases)]
+
+
+def _device_peak(trace_dir: Path) -> str:
+    """GB that torch had given out at most, on the rank and in the launch that had most."""
+    records = (record for path in trace_dir.glob("rank_*.jsonl") for record in read_records(path))
+    probes = [record["values"] for record in records if record["type"] == "probe"]
+    peaks = [values["device_peak_allocated_bytes"] for values in probes if "device_peak_allocated_bytes" in values]
+    return format(max(peaks) / 1e9, ".2f") if peaks else NOT_RECORDED
 
 
 def _startups(restarts: dict[str, dict[str, Any] | None]) -> list[str]:

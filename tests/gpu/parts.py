@@ -137,9 +137,8 @@ def _drill(setting: Setting, part: str, environment: dict[str, str], engine: str
 
 def _machine(setting: Setting) -> list[Step]:
     directory = setting.out / "machine"
-    training = _training(
-        setting, SMALL, "--restart-trace-nvtx on --profile-backward --warmup-communicators", iterations=4
-    )
+    extra = "--restart-trace-nvtx on --restart-trace-probes-interval 0.05 --profile-backward --warmup-communicators"
+    training = _training(setting, SMALL, extra, iterations=4)
     training |= {"SAVE_INTERVAL": "2", "TRACE_DIR": str(directory / "trace")}
     return [
         Step("machine", _python("tests.gpu.machine", str(directory / "machine.json"))),

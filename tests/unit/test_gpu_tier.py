@@ -21,9 +21,13 @@ from packaging.utils import canonicalize_name
 from benchmarks.overhead.cli import parse_arguments as parse_overhead
 from megatron.checkpointing.engines.registry import engine_names
 from megatron.config.arguments import config_from_args, parse_args
+from restart_trace.schema import RANK_FILE_PATTERN
 from tests.dist.harness import wait_for
+from tests.gpu.page import page
 from tests.gpu.parts import ENGINES, ENGINES_HERE, LIMIT_S, PARTS, Part, Setting, Step, part_named
 from tests.gpu.runner import FAILED, PASSED, TierError, run_part, write_overview
+from tests.unit.tools.ckpt_analysis.metrics.test_device_copies import rank_log
+from tests.unit.tools.ckpt_analysis.trace_factory import RANKS, dump
 from tools.ckpt_replay.options import parse_arguments as parse_replay
 from tools.make_synthetic_dataset import parse_arguments as parse_dataset
 from tools.restart_drill.cli import parse_arguments as parse_drill
@@ -139,7 +143,10 @@ def test_docs_have_every_part_and_name_no_other() -> None:
 
 
 def test_docs_name_every_module_that_uses_cuda() -> None:
-    uses = re.compile(r"torch\.cuda|\bcuda\.|libcuda|\"nccl\"|\"cuda\"|is_cuda|type [!=]= \"cpu\"")
+    uses = re.compile(
+        r"torch\.cuda|\bcuda\.|libcuda|\"nccl\"|\"cuda\"|is_cuda|type [!=]= \"cpu\"|accelerator\(\)\.|\bpin_memory[(=]"
+        r"|non_blocking=|side_stream\(|\.cpu\(\)|pynvml"
+    )
     found = {
         str(path.relative_to(ROOT))
         for folder in ("megatron", "restart_trace", "tools")
@@ -227,14 +234,32 @@ def test_a_part_that_is_run_again_replaces_itself_alone(tmp_path: Path) -> None:
     assert write_overview(setting(tmp_path)).count("\n") == 2  # of the tier's own parts alone, and none of those ran
 
 
+def test_the_page_has_what_the_device_measured_of_a_drill(tmp_path: Path) -> None:
+    """Which the rehearsal cannot have; the trace is that of the tests of `device_copies`."""
+    drill = tmp_path / "resume-lazy" / "drill"
+    (drill / "trace").mkdir(parents=True)
+    for rank in range(RANKS):
+        dump(drill / "trace" / RANK_FILE_PATTERN.format(rank=rank, cycle=0), rank_log(rank).records)
+    cycle = {"cycle": 0, "verified": True, "losses": "equal", "state_hashes": "equal", "cache": "cold"}
+    (drill / "drill.json").write_text(json.dumps({"cycles": [cycle]}))
+    part = {"part": "resume-lazy", "shows": "s", "rehearsal": False, "version": "1", "began": "2026-01-01T00:00:00Z"}
+    part |= {"outcome": PASSED, "seconds": 1.0, "steps": []}
+    lines = page(tmp_path, [part])
+    (head,) = [line for line in lines if "device peak GB" in line]
+    (row,) = [line for line in lines if line.startswith("| resume-lazy | yes |")]
+    told = dict(zip(*([cell.strip() for cell in line.split("|")] for line in (head, row)), strict=True))
+    names = ("copies GB/s", "of the bus", "beside training", "device peak GB")
+    assert [told[name] for name in names] == ["10.00", "0.50", "0.88", "47.00"]
+
+
 def test_gpu_marked_tests_are_where_the_tier_runs_them() -> None:
     elsewhere = [path for path in (ROOT / "tests").rglob("*.py") if GPU not in path.parents]
     assert not [path for path in elsewhere if "mark." + "gpu" in path.read_text()]
 
 
-def closure(names: list[str], *, beside: frozenset[str] = frozenset()) -> frozenset[str]:
-    """These packages and all that they need under Python 3.12, without those that are there."""
-    environment = {"python_version": "3.12", "python_full_version": "3.12.0", "extra": ""}
+def closure(names: list[str], version: str, *, beside: frozenset[str] = frozenset()) -> frozenset[str]:
+    """These packages and all that they need under this Python, without those that are there."""
+    environment = {"python_version": version, "python_full_version": f"{version}.0", "extra": ""}
     found: set[str] = set()
     waiting = [canonicalize_name(name) for name in names]
     while waiting:
@@ -247,19 +272,27 @@ def closure(names: list[str], *, beside: frozenset[str] = frozenset()) -> frozen
     return frozenset(found)
 
 
-def test_the_bundle_holds_all_that_is_needed() -> None:
+@pytest.mark.parametrize("version", ["3.12", "3.13"])
+def test_the_bundle_holds_all_that_is_needed(version: str) -> None:
     lines = (GPU / "requirements.txt").read_text().splitlines()
     required = [Requirement(line).name for line in lines if not line.startswith("#")]
     told = re.search(r"^BUNDLED=\((.*?)\)", (GPU / "bundle.sh").read_text(), re.MULTILINE | re.DOTALL)
     assert told
     bundled = {canonicalize_name(name) for name in told[1].split()} | {"deepspeed"}
-    torch = closure(["torch"])
-    needed = closure(required, beside=torch)
+    torch = closure(["torch"], version)
+    needed = closure(required, version, beside=torch)
     assert needed <= bundled, f"not in bundle.sh: {sorted(needed - bundled)}"
     assert bundled - torch <= needed, f"bundle.sh brings what nothing needs: {sorted(bundled - torch - needed)}"
 
 
-@pytest.mark.parametrize("words", [[], ["a", "b"], ["--fast"], [str(GPU)]])
-def test_a_wrong_command_line_makes_no_bundle(words: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ([], "give one argument"), (["a", "b"], "give one argument"), (["--fast"], "give one argument"),
+        ([str(GPU)], f"{GPU} is there already"), (["--python", "3.12"], "give one argument"),
+        (["--python"], "--python ''"), (["--python", "3.9", "a"], "--python '3.9': give 3.12 or 3.13"),
+    ],
+)  # fmt: skip
+def test_a_wrong_command_line_makes_no_bundle(words: list[str], error: str) -> None:
     done = subprocess.run(["bash", str(GPU / "bundle.sh"), *words], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and done.stderr.startswith("bundle.sh: error: ")
+    assert done.returncode == 2 and done.stderr.startswith(f"bundle.sh: error: {error}")

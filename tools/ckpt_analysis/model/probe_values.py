@@ -8,7 +8,8 @@ from .frame import Frames
 
 # What the instrument samples (restart_trace/probes.py), in the order of the report.
 NAMES = (
-    "rss_bytes", "device_allocated_bytes", "device_reserved_bytes", "gpu_memory_used_bytes",
+    "rss_bytes",
+    "device_allocated_bytes", "device_reserved_bytes", "device_peak_allocated_bytes", "gpu_memory_used_bytes",
     "page_cache_bytes", "dirty_bytes", "writeback_bytes",
     "io_read_calls_bytes", "io_write_calls_bytes", "io_read_storage_bytes", "io_write_storage_bytes",
     "gpu_utilization_percent",

@@ -34,7 +34,7 @@ class _Panel:
     names: tuple[str, ...]
 
 
-_OF_DEVICE = ("device_allocated_bytes", "device_reserved_bytes", "gpu_memory_used_bytes")
+_OF_DEVICE = ("device_allocated_bytes", "device_reserved_bytes", "device_peak_allocated_bytes", "gpu_memory_used_bytes")
 _LEVELS = (
     _Panel("Memory of a process", "GB, highest rank", 1e9, ("rss_bytes",)),
     _Panel("Memory of a device", "GB, highest rank", 1e9, _OF_DEVICE),

@@ -38,6 +38,7 @@ def rank_log(rank: int) -> RankLog:
         "device_to_host_bytes": BYTES,
         "device_to_host_device_s": DEVICE_S[rank],
         "device_to_host_before_release_bytes": BYTES if rank else 0,
+        "device_peak_allocated_bytes": 40_000_000_000 + rank * 1_000_000_000,
     }
     log.write("probe", op=op.op_id, at="end", time_ns=log.ns(log.now_ms), values=values)
     return log
