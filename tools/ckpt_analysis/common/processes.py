@@ -11,6 +11,7 @@ from multiprocessing import get_context
 from typing import TypeVar
 
 from .errors import CouldNotRunError
+from .parallel import map_ahead
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -29,12 +30,12 @@ def processes_for(num_bytes: int, from_bytes: int) -> int:
 def map_in_processes(
     function: Callable[[Item], Result], items: Iterable[Item], processes: int, chunk: int = 1
 ) -> Iterator[Result]:
-    """Results in the order of the items, which `processes` take `chunk` at a time; 1: this process does it all.
+    """Results in the order of the items, which `processes` take `chunk` at a time; 1: this process's threads do it all.
 
     `function` and items are pickled. Raises CouldNotRunError if a process is killed.
     """
     if processes == 1:
-        yield from map(function, items)
+        yield from map_ahead(function, items)
         return
     # spawn: forking a process that polars has threads in may hang.
     with ProcessPoolExecutor(processes, get_context("spawn"), _start) as pool:

@@ -27,15 +27,18 @@ def _worst_share(
     """For each kind the operation in which the phase is the largest share of the median rank's own work."""
     found = []
     for kind, phase, detail in where:
-        shares = _shares(e, kind, phase, detail)
-        worst: tuple[float, Observation] | None = None
-        for other, stats in e.operations:
-            part = phase_of(stats, phase, detail)
+        long = [
+            (stats, part)
+            for other, stats in e.operations
             # What goes on in the background costs training nothing here.
-            if other != kind or part is None or part.blocking == "none" or stats.group not in shares:
-                continue
-            share, took_s, name = shares[stats.group], median_of(part.time), detail or phase
-            if share < limits["share"] or took_s < limits["least_s"]:
+            if other == kind and (part := phase_of(stats, phase, detail)) is not None and part.blocking != "none"
+            if median_of(part.time) >= limits["least_s"]
+        ]
+        shares = _shares(e, [stats.group for stats, _ in long], phase, detail) if long else {}
+        worst: tuple[float, Observation] | None = None
+        for stats, part in long:
+            share, took_s, name = shares.get(stats.group, 0.0), median_of(part.time), detail or phase
+            if share < limits["share"]:
                 continue
             observation = Observation(
                 title=title.format(share=f"{100 * share:.0f} %", kind=kind, phase=name),
@@ -51,10 +54,10 @@ def _worst_share(
     return found
 
 
-def _shares(e: Evidence, operation: str, phase: str, detail: str | None) -> dict[int, float]:
+def _shares(e: Evidence, groups: list[int], phase: str, detail: str | None) -> dict[int, float]:
     """group -> median over its ranks of the time in the phase over the rank's own time."""
     ranks = e.tables.with_phase(phase, detail or "")
-    ranks = ranks.filter((pl.col("operation") == operation) & (pl.col("own_ns") > 0))
+    ranks = ranks.filter(pl.col("group").is_in(groups) & (pl.col("own_ns") > 0))
     share = pl.col("busy_ns").fill_null(0) / pl.col("own_ns")
     return dict(ranks.group_by("group").agg(share.median().alias("share")).iter_rows())
 

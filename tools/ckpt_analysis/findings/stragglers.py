@@ -28,8 +28,11 @@ _LATE_LOAD = "Speed up the rank that is waited for (see Barriers and Ranks): no 
 
 def straggling_ranks(e: Evidence, limits: Thresholds) -> list[Observation]:
     """Ranks that work much longer than the median rank, except on hosts whose ranks are all slow."""
+    slow = slow_ranks(e.tables.totals, limits)
+    if slow.is_empty():
+        return []
     hosts = rank_hosts(e)
-    slow = slow_ranks(e.tables.totals, limits).join(hosts, on=["group", "rank"], how="left")
+    slow = slow.join(hosts, on=["group", "rank"], how="left")
     slow = slow.join(slow_hosts(e.tables.totals, hosts), on=["group", "host"], how="anti")
     slow = _not_crowded(e, slow)
     found = []

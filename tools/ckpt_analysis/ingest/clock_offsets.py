@@ -22,13 +22,13 @@ def measure_offsets(records: Records, clock_of_file: list[str]) -> dict[str, tup
     of a clock is the median, over the first barriers of all saves and loads, of its ranks' median end less that
     of all ranks.
     """
-    clocks = pl.Series("clock", clock_of_file, dtype=pl.String)
+    clocks = pl.Series("clock", clock_of_file, dtype=pl.Categorical)
     if clocks.n_unique() < 2:
         return {}
     operations = records.operations
     # Later barriers of an operation differ from rank to rank: some commit instead.
     first = records.spans.filter(pl.col("phase") == "barrier").select("op", "end_ns")
-    first = first.unique("op", keep="first", maintain_order=True)
+    first = first.filter(pl.col("op").ne_missing(pl.col("op").shift(1)))  # they are sorted by op and start
     group, files = operations["group"].gather(first["op"]), operations["file_index"].gather(first["op"])
     first = first.with_columns(group, clocks.gather(files))
     apart = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from ..common.names import FILE
+from ..common.names import FILE, OPERATION
 
 
 def with_group(operations: pl.DataFrame) -> pl.DataFrame:
@@ -14,8 +14,11 @@ def with_group(operations: pl.DataFrame) -> pl.DataFrame:
     """
     # All attempts of a load belong together, whatever tag each rank ended with.
     key = pl.when(pl.col("operation") == "save").then(pl.col("tag")).fill_null("").cast(pl.Categorical).alias("key")
-    # Each file belongs to one rank in one cycle.
-    occurrence = pl.int_range(pl.len()).over(FILE, "operation", "key").alias("occurrence")
+    # Each file belongs to one rank in one cycle. Nearly every save has a tag of its own, and so many groups of one row
+    # are slow: ranks of one number for all three tell the n-th of equal ones by their order.
+    parts = pl.col(FILE).cast(pl.UInt64) * (1 << 32) + pl.col("key").to_physical()
+    alike = parts * len(OPERATION.categories) + pl.col("operation").to_physical()
+    occurrence = (alike.rank("ordinal") - alike.rank("min")).alias("occurrence")
     group = ["cycle", "operation", "key", "occurrence"]
     operations = operations.with_columns(key).with_columns(occurrence)
     groups = (

@@ -15,7 +15,7 @@ from .phases import throughput_GBps
 from .rank_totals import finished_spread, join_totals, stats_over_ranks
 from .results import OperationStats, PhaseStats
 from .span_times import MEASURED, SpanTimes, times_of_piece
-from .volumes import VolumeParts, add_parts, regrouped, volumes
+from .volumes import Volumes, add_parts, regrouped, volumes
 
 # The details of a commit after which the checkpoint counts; pruning old ones comes later.
 _COMMITTING = ("manifest", "publish")
@@ -32,7 +32,7 @@ class RankTimes:
 
     seconds: pl.DataFrame
     totals: pl.DataFrame
-    volumes: VolumeParts
+    volumes: Volumes
 
 
 def rank_times(frames: Frames, measured: Sequence[tuple[int, SpanTimes]] | None = None) -> dict[str, RankTimes]:
@@ -52,7 +52,8 @@ def rank_times(frames: Frames, measured: Sequence[tuple[int, SpanTimes]] | None 
             [(first, times.totals) for first, times in measured],
         )
     )
-    moved = add_parts([regrouped(times.volumes, group.slice(first)) for first, times in measured])
+    volume_parts = add_parts([regrouped(times.volumes, group.slice(first)) for first, times in measured])
+    moved = volumes(volume_parts, volume_parts)
 
     def of_kind(table: pl.DataFrame, operation: str) -> pl.DataFrame:
         mine = frames.placed(table.filter((kind == operation).gather(table["op"])), "group", "rank")
@@ -71,8 +72,7 @@ def measure(frames: Frames, operation: str, times: RankTimes, *, per_rank: bool)
     `times` is what `rank_times` has for it.
     """
     operations = frames.operations.filter(pl.col("operation") == operation)
-    moved = volumes(times.volumes, times.volumes)
-    over_ranks = stats_over_ranks(times.seconds, times.totals, moved, operation, per_rank=per_rank)
+    over_ranks = stats_over_ranks(times.seconds, times.totals, times.volumes, operation, per_rank=per_rank)
     blocked = finished_spread(times.totals, pl.col("blocked_ns"))
     drained = _drained(times.totals)
     committed = _committed(frames, operation)

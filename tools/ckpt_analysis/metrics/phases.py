@@ -38,8 +38,10 @@ def phase_seconds(
     return pl.concat([whole.select(columns), parts.select(columns)])
 
 
-def spread_over_ranks(values: pl.DataFrame, members: pl.DataFrame, key: list[str]) -> dict[tuple[Any, ...], Spread]:
-    """Spread of `busy_ns` per `key` (whose first column is "group") over all ranks of the group.
+def spread_over_ranks(
+    values: pl.DataFrame, members: pl.DataFrame, key: list[str]
+) -> dict[tuple[Any, ...], tuple[Spread, int]]:
+    """Spread of `busy_ns` per `key` (whose first column is "group") over all ranks of the group, ranks with a value.
 
     `members` holds group, rank and critical (the rank of the group to quote separately, or null). A rank
     without a value spent no time: it counts as 0.
@@ -63,17 +65,18 @@ def spread_over_ranks(values: pl.DataFrame, members: pl.DataFrame, key: list[str
         pl.when(pl.col("max") == 0).then("lowest").otherwise("slowest").alias("slowest"),
     ).drop("sorted")
     at_critical = _at_critical(values, groups, key)
-    spreads: dict[tuple[Any, ...], Spread] = {}
+    spreads: dict[tuple[Any, ...], tuple[Spread, int]] = {}
     for row in table.iter_rows(named=True):
         place = tuple(row[name] for name in key)
         quoted = None if row["critical"] is None else at_critical.get(place, 0)
-        spreads[place] = Spread(
+        spread = Spread(
             max_s=row["max"] / 1e9,
             median_s=row["median"] / 1e9,
             min_s=row["min"] / 1e9,
             slowest_rank=row["slowest"],
             at_critical_s=None if quoted is None else quoted / 1e9,
         )
+        spreads[place] = (spread, row["members"] - row["absent"])
     return spreads
 
 
@@ -100,14 +103,13 @@ def phase_stats(
     `seconds` is what `phase_seconds` gives, `moved` what `volumes` does.
     """
     spreads = spread_over_ranks(seconds, members, _KEY)
-    present = {row[:3]: row[3] for row in seconds.group_by(_KEY).agg(pl.len()).iter_rows()}
     stats: dict[int, dict[str, PhaseStats]] = {}
     for group, phase, detail in sorted(spreads, key=lambda key: (key[0], *_place(order, *key[1:]))):
-        volume, spread = moved[group, phase, detail], spreads[group, phase, detail]
+        volume, (spread, present) = moved[group, phase, detail], spreads[group, phase, detail]
         entry = PhaseStats(
             name=detail or phase,
             time=spread,
-            ranks=present[group, phase, detail],
+            ranks=present,
             bytes=volume.bytes,
             num_files=volume.num_files,
             GBps=throughput_GBps(volume.bytes, spread.max_s),

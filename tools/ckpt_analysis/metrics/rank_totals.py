@@ -142,7 +142,7 @@ def finished_spread(totals: pl.DataFrame, values: pl.Expr) -> dict[int, Spread]:
     finished = totals.filter(pl.col("wall_ns").is_not_null())
     table = finished.select(*_RANK, values.alias("busy_ns"))
     spreads = spread_over_ranks(table, with_critical(finished), ["group"])
-    return {key[0]: spread for key, spread in spreads.items()}
+    return {key[0]: spread for key, (spread, _) in spreads.items()}
 
 
 def lowest_coverage(totals: pl.DataFrame) -> dict[int, tuple[float, int]]:

@@ -43,10 +43,11 @@ class Frames:
 
     def spans_of(self, which: pl.Expr | None = None, what: pl.Expr | None = None) -> pl.DataFrame:
         """Spans that match `what`, of the operations that match `which`, as `placed` gives them; None: all."""
-        spans = self.spans
+        conditions: list[pl.Series | pl.Expr] = [] if what is None else [what]
         if which is not None:
-            spans = spans.filter(self.operations.select(which).to_series().fill_null(False).gather(spans["op"]))
-        return self.placed(spans if what is None else spans.filter(what))
+            mine = self.operations.select(which).to_series().fill_null(False)
+            conditions.append(mine.gather(self.spans["op"]))
+        return self.placed(self.spans.filter(*conditions) if conditions else self.spans)
 
     def placed(self, rows: pl.DataFrame, *names: str) -> pl.DataFrame:
         """Rows that have `op`, such as spans, with what their operations say.

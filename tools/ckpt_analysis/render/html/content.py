@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from ....common.tables import Cell, Column, Item, titles
@@ -39,7 +40,7 @@ class Table:
     rows: list[list[Cell]]
     folded: bool = False
 
-    @property
+    @cached_property
     def numeric(self) -> list[bool]:
         """Which columns hold numbers, in some row."""
         return [any(row[i].order is not None for row in self.rows) for i in range(len(self.header))]

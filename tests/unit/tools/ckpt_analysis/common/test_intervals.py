@@ -92,7 +92,8 @@ def test_ranks_without_a_value_count_as_zero(present: int) -> None:
         assert spreads == {}
         return
     every = sorted(durations.get(rank, 0) for rank in range(6))
-    spread = spreads[7,]
+    spread, with_value = spreads[7,]
+    assert with_value == present
     assert spread.max_s == pytest.approx(every[-1] / 1e9) and spread.slowest_rank == present - 1
     assert spread.median_s == pytest.approx((every[2] + every[3]) / 2e9)
     assert spread.min_s == pytest.approx(every[0] / 1e9)
@@ -104,5 +105,5 @@ def test_of_no_time_at_all_the_lowest_rank_is_slowest() -> None:
         {"group": [1, 1], "rank": [4, 3], "critical": [None, None]}, schema_overrides={"critical": pl.Int64}
     )
     values = pl.DataFrame({"group": [1], "rank": [4], "busy_ns": [0]})
-    spread = spread_over_ranks(values, members, ["group"])[1,]
-    assert (spread.slowest_rank, spread.max_s, spread.at_critical_s) == (3, 0.0, None)
+    spread, with_value = spread_over_ranks(values, members, ["group"])[1,]
+    assert with_value == 1 and (spread.slowest_rank, spread.max_s, spread.at_critical_s) == (3, 0.0, None)
