@@ -19,12 +19,14 @@ EXAMPLES = """\
   %(prog)s --nodes 128 --mtbf-hours 20000 --blocked-seconds 2 --durable-seconds 60 --restart-seconds 400 \\
       --step-seconds 8 --checkpoint-bytes 1e12
       no run: all numbers given
-  %(prog)s runs/2_ranks runs/4_ranks runs/8_ranks --ranks 64 --checkpoint-bytes 35e6 --checkpoint-files 128
+  %(prog)s runs/2_ranks runs/4_ranks runs/8_ranks --ranks 64 --tp 8 --checkpoint-bytes 35e6 --checkpoint-files 128
       what saves, loads and restarts of another layout would take, learnt from these; it says what is extrapolated
   %(prog)s runs/*/trace --plan plan.json --hosts 8 --cores 512 --write-GBps 20 --read-GBps 40
       the same of a layout that `ckpt-plan --format json > plan.json` planned, on other hosts and storage
   %(prog)s runs/tiny --what-if imports=0.5 --what-if read_bandwidth=2
       restarts of a run with imports in half the time and reads at twice the bandwidth, along the critical path
+  %(prog)s runs/tiny --what-if write_bandwidth=2 --what-if serialize=0.5
+      its saves, blocked and durable, with writes at twice the bandwidth and serialization in half the time
   %(prog)s --placement group --nodes 16..1024 --replicas 2 --lost-nodes 2,3
       checkpoints in the memory of other nodes: how likely a copy of each part survives the loss of nodes
 
@@ -40,6 +42,7 @@ _DURATIONS = {
 _AT_SCALE = ("nodes", "mtbf_hours", "interval_steps", *(flag[2:].replace("-", "_") for flag in _DURATIONS))
 _PLACE = (
     "ranks",
+    "tp",
     "hosts",
     "cores",
     "plan",
@@ -72,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, what in _DURATIONS.items():
         parser.add_argument(flag, metavar="X", type=float, help=f"{what} (default: measured)")
     _add_place(parser.add_argument_group("another layout, learnt from runs of several sizes"))
-    help_ = "phase and what its time is multiplied with, or read_bandwidth and its factor; repeatable"
+    help_ = "phase and what its time is multiplied with, or read_bandwidth, write_bandwidth and its factor; repeatable"
     parser.add_argument("--what-if", metavar="NAME=X", action="append", help=help_)
     copies = parser.add_argument_group("checkpoints in the memory of other nodes")
     help_ = "where a node's copies are: nodes in groups, in one ring, or groups and a ring of the rest"
@@ -84,12 +87,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_place(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--ranks", metavar="N", type=float, help="ranks of the layout")
+    group.add_argument("--tp", metavar="N", type=float, help="its tensor-parallel size (default: as the traces)")
     group.add_argument("--hosts", metavar="N", type=float, help="hosts that they run on (default: as the traces)")
     group.add_argument(
         "--cores", metavar="N", type=float, help="cores of all hosts (default: as many each as the traces)"
     )
     group.add_argument("--checkpoint-files", metavar="N", type=float, help="files of a checkpoint")
-    help_ = "what `ckpt-plan --format json` wrote, for --ranks, --checkpoint-bytes and --checkpoint-files"
+    help_ = "what `ckpt-plan --format json` wrote, for --ranks, --tp, --checkpoint-bytes and --checkpoint-files"
     group.add_argument("--plan", metavar="FILE", type=Path, help=help_)
     group.add_argument("--engine", metavar="NAME", help="checkpoint engine; the traces must have it (default: theirs)")
     group.add_argument(
@@ -156,7 +160,7 @@ def _twin(arguments: argparse.Namespace) -> None:
     if not arguments.logdirs:
         raise CouldNotRunError("LOGDIR is missing: give runs of at least 3 different numbers of ranks")
     traces = [read_trace(directory, arguments) for directory in arguments.logdirs]
-    drills = [drill_of(trace, analyse(trace).report) for trace in traces]
+    drills = [drill_of(trace, analyse(trace)) for trace in traces]
     place, engine = asked_place(arguments, drills)
     prediction = predict(drills, place, engine, ceilings(arguments), factors)
     write_formatted(
@@ -169,7 +173,7 @@ def _twin(arguments: argparse.Namespace) -> None:
 
 
 def _what_if(arguments: argparse.Namespace) -> None:
-    """What the restarts of a run would take with other phases."""
+    """What the restarts and saves of a run would take with other phases."""
     from ...common.tables import Style
     from ..project.what_if import parse_factors, what_if
     from ..render.what_if import to_csv, to_json, to_markdown, to_table
@@ -177,11 +181,7 @@ def _what_if(arguments: argparse.Namespace) -> None:
     factors = parse_factors(arguments.what_if)
     if not arguments.logdirs:
         raise CouldNotRunError("LOGDIR is missing: --what-if asks of a measured run")
-    analysis = read_analysis(_only(arguments), arguments)
-    starts = analysis.report.restarts or analysis.report.first_launches
-    found = [answer for start in starts if (answer := what_if(analysis.frames, start, factors))]
-    if not found:
-        raise CouldNotRunError(f"{arguments.logdirs[0]}: no start of a training that made its first step is recorded")
+    found = what_if(read_analysis(_only(arguments), arguments), factors)
     write_formatted(
         arguments,
         table=lambda: to_table(found, factors, Style(sys.stdout)),

@@ -10,6 +10,7 @@ IPDPS 2012.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import polars as pl
@@ -63,6 +64,11 @@ def start_windows(frames: Frames, group: int) -> pl.DataFrame:
     groups = [group, *loads["group"].unique()]
     # What ran in the background, such as pinning memory, delayed nothing but where a span says that it was waited for.
     spans = frames.spans_of(pl.col("group").is_in(groups), pl.col("blocking"))
+    return windows_of(spans)
+
+
+def windows_of(spans: pl.DataFrame) -> pl.DataFrame:
+    """Spans as rank, phase ("phase" or "phase/detail"), start_ns, end_ns, occurrence of the phase on the rank."""
     return (
         spans.select("rank", PHASE_NAME, "start_ns", "end_ns")
         .sort("rank", "phase", "start_ns", "end_ns")
@@ -88,14 +94,18 @@ def critical_path(windows: pl.DataFrame) -> list[Segment]:
 
 
 def stretches_of_ranks(windows: pl.DataFrame) -> dict[int, list[Stretch]]:
-    """Rank -> what it did until the end of its first step, without gap or overlap; without ranks that made none.
-
-    What no span covers is named `unattributed`. A rank that left a meeting before the last came has no meeting there.
-    """
+    """Rank -> what it did until the end of its first step, as `stretches_until`; without ranks that made none."""
     ends = dict(
         windows.filter(pl.col("phase") == "first_step").group_by("rank").agg(pl.col("end_ns").max()).iter_rows()
     )
-    windows = windows.filter(pl.col("phase") != "caught_up")
+    return stretches_until(windows.filter(pl.col("phase") != "caught_up"), ends)
+
+
+def stretches_until(windows: pl.DataFrame, ends: Mapping[int, int]) -> dict[int, list[Stretch]]:
+    """Rank -> what it did until its end (Unix ns), without gap or overlap. `windows` as `start_windows` gives them.
+
+    What no span covers is named `unattributed`. A rank that left a meeting before the last came has no meeting there.
+    """
     last_to_come = _last_to_come(windows)
     found: dict[int, list[Stretch]] = {}
     for rank, until in sorted(ends.items()):

@@ -18,7 +18,7 @@ from .span_times import MEASURED, SpanTimes, times_of_piece
 from .volumes import Volumes, add_parts, regrouped, volumes
 
 # The details of a commit after which the checkpoint counts; pruning old ones comes later.
-_COMMITTING = ("manifest", "publish")
+COMMITTING = ("manifest", "publish")
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def _committed(frames: Frames, operation: str) -> dict[int, float]:
     """Seconds from the first rank's start to the end of the last committing span; by group."""
     of_kind = pl.col("operation") == operation
     start = frames.operations.filter(of_kind).group_by("group").agg(pl.col("start_ns").min().alias("first_ns"))
-    committing = pl.col("detail").is_in(_COMMITTING) & (pl.col("phase") == "commit") & pl.col("error").is_null()
+    committing = pl.col("detail").is_in(COMMITTING) & (pl.col("phase") == "commit") & pl.col("error").is_null()
     spans = frames.spans_of(what=committing).filter(of_kind)
     ends = spans.group_by("group").agg(pl.col("end_ns").max().alias("last_ns"))
     table = ends.join(start, on="group").select("group", pl.col("last_ns") - pl.col("first_ns"))

@@ -11,20 +11,25 @@ from ..ingest.load import Trace
 from ..metrics.restart_parts import UNNAMED, parts_of
 from ..metrics.results import OperationStats
 from ..model.run_info import cores_of_hosts
-from ..report import Report
+from ..report import Analysis
+from .save_replay import pieces_of, with_factors
 
 QUANTITIES = ("blocked_s", "durable_s", "load_s", "restart_s")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a job runs: `ranks` on `hosts` with `cores` in all, and checkpoints of `bytes` in `files` files."""
+    """Where a job runs: `ranks` on `hosts` with `cores` in all, and checkpoints of `bytes` in `files` files.
+
+    `tp` ranks hold a part of every layer each.
+    """
 
     ranks: float
     hosts: float
     cores: float
     bytes: float
     files: float
+    tp: float = 1.0
 
     @property
     def ranks_per_core(self) -> float:
@@ -49,8 +54,9 @@ class Drill:
         return sum(self.seconds[quantity].values())
 
 
-def drill_of(trace: Trace, report: Report) -> Drill:
+def drill_of(trace: Trace, analysis: Analysis) -> Drill:
     """The drill that a trace recorded. Raises CouldNotRunError naming the directory if nothing can be learnt of it."""
+    report = analysis.report
     newest = report.cycles[-1]
     if any(info.expected != newest.expected for info in report.cycles):
         raise CouldNotRunError(f"{report.directory}: its launches have different numbers of ranks; give runs of one")
@@ -65,10 +71,14 @@ def drill_of(trace: Trace, report: Report) -> Drill:
         cores=sum(cores.values()),
         bytes=median(save.bytes for save in saves if save.bytes),
         files=median(save.num_files for save in saves if save.num_files),
+        tp=newest.layout.get("tp", 1),
     )
+    replayed = [
+        (save, with_factors(pieces, {})) for save in saves if (pieces := pieces_of(analysis.frames, save)) is not None
+    ]
     seconds = {
-        "blocked_s": _whole("blocked", [save.blocked_s for save in saves]),
-        "durable_s": _whole("durable", [save.durable_s for save in saves]),
+        "blocked_s": _medians([times.blocked for _, times in replayed]),
+        "durable_s": _medians([times.committed for save, times in replayed if save.durable_s is not None]),
         "load_s": _medians([_parts(load) for load in report.loads if load.outcome == "ok" and load.bytes]),
         "restart_s": _medians([parts_of(start) for start in report.restarts if start.restart_s is not None]),
     }
@@ -80,11 +90,6 @@ def drill_of(trace: Trace, report: Report) -> Drill:
         seconds={name: parts for name, parts in seconds.items() if parts},
         imported_once=all("RESTART_TRACE_PRELOAD" in process["environment"] for process in trace.ranks),
     )
-
-
-def _whole(name: str, values: Sequence[float | None]) -> dict[str, float]:
-    known = [value for value in values if value is not None]
-    return {name: median(known)} if known else {}
 
 
 def _parts(load: OperationStats) -> dict[str, float]:
@@ -110,4 +115,5 @@ FEATURES: dict[str, Callable[[Place], float]] = {
     "ranks per core": lambda place: place.ranks_per_core,
     "bytes": lambda place: place.bytes,
     "files": lambda place: place.files,
+    "tp": lambda place: place.tp,
 }

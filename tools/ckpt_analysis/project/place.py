@@ -15,12 +15,13 @@ from .drills import Drill, Place
 
 @dataclass(frozen=True)
 class PlannedCheckpoint:
-    """A layout's checkpoint: `bytes` in `files` files that `ranks` ranks write with `engine`."""
+    """A layout of `ranks` ranks, `tp` of them to a layer; its checkpoint with `engine` is `bytes` in `files` files."""
 
     engine: str
     ranks: int
     bytes: int
     files: int
+    tp: int
 
 
 def read_plan(path: Path) -> PlannedCheckpoint:
@@ -33,6 +34,7 @@ def read_plan(path: Path) -> PlannedCheckpoint:
             ranks=int(layout["tp"]) * int(layout["pp"]) * int(layout["dp"]),
             bytes=sum(int(file["bytes"]) for file in files),
             files=len(files),
+            tp=int(layout["tp"]),
         )
     except OSError as exc:
         raise CouldNotRunError(f"--plan {path}: {exc.strerror}") from exc
@@ -43,11 +45,11 @@ def read_plan(path: Path) -> PlannedCheckpoint:
 def asked_place(flags: Namespace, drills: Sequence[Drill]) -> tuple[Place, str | None]:
     """The place that the flags describe, and the engine (None: the traces').
 
-    Hosts and cores that are not given are those of the traces, if all have the same. Raises CouldNotRunError naming
+    Hosts, cores and tp that are not given are those of the traces, if all have the same. Raises CouldNotRunError naming
     the flag that is wrong or missing.
     """
     planned = read_plan(flags.plan) if flags.plan else None
-    for name in ("ranks", "checkpoint_bytes", "checkpoint_files", "engine"):
+    for name in ("ranks", "tp", "checkpoint_bytes", "checkpoint_files", "engine"):
         if planned and getattr(flags, name) is not None:
             raise CouldNotRunError(f"--{name.replace('_', '-')}: --plan {flags.plan} says it already; leave one out")
     hosts = _of_traces(flags.hosts, "--hosts", {drill.place.hosts for drill in drills})
@@ -58,6 +60,7 @@ def asked_place(flags: Namespace, drills: Sequence[Drill]) -> tuple[Place, str |
         cores=_of_traces(flags.cores, "--cores", {cores * hosts for cores in per_host}),
         bytes=planned.bytes if planned else _at_least_one(flags.checkpoint_bytes, "--checkpoint-bytes"),
         files=planned.files if planned else _at_least_one(flags.checkpoint_files, "--checkpoint-files"),
+        tp=planned.tp if planned else _of_traces(flags.tp, "--tp", {drill.place.tp for drill in drills}),
     )
     return place, planned.engine if planned else flags.engine
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..common.errors import CouldNotRunError
-from .costs import Model, alike, fit, learn
+from .costs import Model, alike, choose_hidden, fit, learn
 from .drills import FEATURES, QUANTITIES, Drill, Place
 
 LEAST_RANKS = 3  # different numbers of ranks that a cost is learnt from
@@ -37,6 +37,7 @@ class Prediction:
     engine: str
     place: Place
     drills: list[Drill]
+    hidden: float  # ranks per core that hide in one another's waits
     predicted: list[Predicted]
     not_in_traces: list[str] = field(default_factory=list)
     assumptions: list[str] = field(default_factory=list)
@@ -62,26 +63,26 @@ def predict(
     """Blocked, durable, load and restart time at `place`.
 
     `ceilings` may hold "write_GBps" and "read_GBps" of the storage: no save is durable, and no load done, before its
-    bytes are through. `factors`: part of a restart or load -> what its time is multiplied with. Raises CouldNotRunError
-    where the drills cannot answer, naming what they lack.
+    bytes are through. `factors`: part of a restart, load or save -> what its time is multiplied with. Raises
+    CouldNotRunError where the drills cannot answer, naming what they lack.
     """
     engine = _engine(drills, engine)
     of_engine = [drill for drill in drills if drill.engine == engine]
     if len({drill.imported_once for drill in of_engine}) > 1:
         raise CouldNotRunError("some traces are of a launcher that imports once for all ranks, some not: give one kind")
-    predicted = []
-    for quantity in QUANTITIES:
-        known = [drill for drill in of_engine if quantity in drill.seconds]
-        if known:
-            _check_sizes(quantity, engine, known)
-            predicted.append(_predicted(quantity, known, place, factors or {}))
-    if not predicted:
+    known = {name: [drill for drill in of_engine if name in drill.seconds] for name in QUANTITIES}
+    known = {name: having for name, having in known.items() if having}
+    if not known:
         raise CouldNotRunError(f"no trace with engine {engine} has a complete save, a load or a restart")
+    for quantity, having in known.items():
+        _check_sizes(quantity, engine, having)
+    hidden = choose_hidden(known)
+    predicted = [_predicted(name, having, place, hidden, factors or {}) for name, having in known.items()]
     unused = set(factors or {}) - {part for entry in predicted for part in entry.parts}
     if unused:
-        raise CouldNotRunError(f"--what-if {min(unused)}: no part of a restart or load in these traces")
+        raise CouldNotRunError(f"--what-if {min(unused)}: no part of a restart, load or save in these traces")
     return Prediction(
-        "prediction", engine, place, of_engine, _above_floor(predicted, place, ceilings or {}),
+        "prediction", engine, place, of_engine, hidden, _above_floor(predicted, place, ceilings or {}),
         _not_in_traces(of_engine, place), ASSUMPTIONS,
     )  # fmt: skip
 
@@ -104,8 +105,10 @@ def _check_sizes(quantity: str, engine: str, drills: Sequence[Drill]) -> None:
         )
 
 
-def _predicted(quantity: str, drills: Sequence[Drill], place: Place, factors: Mapping[str, float]) -> Predicted:
-    model = learn(quantity, drills)
+def _predicted(
+    quantity: str, drills: Sequence[Drill], place: Place, hidden: float, factors: Mapping[str, float]
+) -> Predicted:
+    model = learn(quantity, drills, hidden)
     parts = {part: seconds * factors.get(part, 1.0) for part, seconds in model.parts(place).items()}
     seconds = sum(parts.values())
     scale = seconds / max(model.seconds(place), 1e-12)
@@ -122,7 +125,7 @@ def _jackknife(model: Model, drills: Sequence[Drill], place: Place) -> list[floa
     ends = []
     for left_out in {drill.place for drill in drills}:
         rest = [drill for drill in drills if drill.place != left_out]
-        without = fit(model.quantity, rest)
+        without = fit(model.quantity, rest, model.hidden)
         at_left_out = max(without.seconds(left_out), 1e-9)
         ends += [
             without.seconds(place) * drill.total_s(model.quantity) / at_left_out

@@ -75,7 +75,7 @@ def _asked(prediction: Prediction) -> str:
     return (
         f"{place.ranks:.0f} ranks on {place.cores:.0f} cores of {place.hosts:.0f} host(s), engine {prediction.engine}, "
         f"checkpoints of {size(place.bytes)} in {place.files:.0f} files; learnt from {len(prediction.drills)} runs of "
-        f"{', '.join(map(str, sizes))} ranks"
+        f"{', '.join(map(str, sizes))} ranks; a core serves {prediction.hidden:g} of them before one waits for another"
     )
 
 

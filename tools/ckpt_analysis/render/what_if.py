@@ -11,26 +11,24 @@ from ...common.formatting import seconds
 from ...common.tables import Style, csv_table, markdown_table, text_table
 from ..project.what_if import Answer
 
-_HEADER = ("on the critical path", "measured s", "what if s")
-_REMARK = (
-    "A replay of the measured start, rank by rank; what runs beside a phase is not sped up by its getting shorter."
-)
+_HEADER = ("part", "measured s", "what if s")
+_REMARK = "A replay of what was measured, rank by rank; what runs beside a phase is not sped up by its getting shorter."
 
 
 def to_json(answers: Sequence[Answer], factors: Mapping[str, float]) -> str:
     """The keys are those of project/what_if.py; docs/metrics.md defines them."""
-    found = {"kind": "what_if", "factors": dict(factors), "starts": [asdict(answer) for answer in answers]}
+    found = {"kind": "what_if", "factors": dict(factors), "answers": [asdict(answer) for answer in answers]}
     return json.dumps(found, indent=2, allow_nan=False) + "\n"
 
 
 def to_csv(answers: Sequence[Answer], factors: Mapping[str, float]) -> str:
-    """One line per start and phase; the phase of the whole start is ""."""
+    """One line per answer and phase; the phase of the whole is ""."""
     rows = [
-        ("what_if", answer.cycle, answer.kind, phase, before, after)
+        ("what_if", answer.cycle, answer.kind, answer.tag, answer.quantity, phase, before, after)
         for answer in answers
         for phase, before, after in [("", answer.measured_s, answer.new_s), *_phases(answer)]
     ]
-    return csv_table(("kind", "cycle", "start", "phase", "measured_s", "new_s"), rows)
+    return csv_table(("kind", "cycle", "operation", "tag", "quantity", "phase", "measured_s", "new_s"), rows)
 
 
 def to_markdown(answers: Sequence[Answer], factors: Mapping[str, float]) -> str:
@@ -52,8 +50,9 @@ def to_table(answers: Sequence[Answer], factors: Mapping[str, float], style: Sty
 def _sentence(answer: Answer, factors: Mapping[str, float]) -> str:
     asked = ", ".join(f"{name} x {factor:g}" for name, factor in factors.items())
     moved = "" if answer.rank == answer.new_rank else f"; rank {answer.new_rank} is then the last, not {answer.rank}"
+    which = f"{answer.kind.capitalize()} {answer.tag or ''}".rstrip()
     return (
-        f"{answer.kind.capitalize()} of cycle {answer.cycle}: {seconds(answer.measured_s)} s, with {asked} "
+        f"{which} of cycle {answer.cycle}, {answer.quantity}: {seconds(answer.measured_s)} s, with {asked} "
         f"{seconds(answer.new_s)} s{moved}"
     )
 

@@ -12,14 +12,14 @@ from tests.unit.tools.ckpt_analysis import trace_factory
 from tests.unit.tools.ckpt_analysis.trace_factory import Options, RankLog, dump, write_trace
 from tools.ckpt_analysis.cli import main
 from tools.ckpt_analysis.ingest.load import load_trace
-from tools.ckpt_analysis.project.what_if import Answer, parse_factors, what_if
+from tools.ckpt_analysis.project.what_if import Answer, of_save, of_start, parse_factors, what_if
 from tools.ckpt_analysis.report import analyse
 
 
 def ask(directory: Path, **factors: float) -> Answer:
     """The answer for the last start of a trace."""
     analysis = analyse(load_trace(directory))
-    answer = what_if(analysis.frames, analysis.report.starts[-1], factors)
+    answer, _ = of_start(analysis.frames, analysis.report.starts[-1], factors)
     assert answer is not None
     assert sum(answer.new_path.values()) == pytest.approx(answer.new_s, abs=1e-9)
     return answer
@@ -31,7 +31,7 @@ def test_without_factors_it_is_the_measured_start(tmp_path: Path) -> None:
     ):
         analysis = analyse(load_trace(write_trace(tmp_path / str(number), options)))
         for start in analysis.report.starts:
-            answer = what_if(analysis.frames, start, {})
+            answer, _ = of_start(analysis.frames, start, {})
             assert answer is not None and start.wall is not None
             assert answer.new_s == answer.measured_s and answer.new_path == answer.path
             assert sum(answer.path.values()) == pytest.approx(answer.measured_s, abs=1e-9)
@@ -101,7 +101,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     asked = ["project", run, "--what-if", "imports=0.5", "--what-if", "read_bandwidth=2", "--no-cache", "--format"]
     assert main([*asked, "json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    (start,) = found["starts"]
+    (start,) = found["answers"]
     assert found["factors"] == {"imports": 0.5, "read_bandwidth": 2}
     assert start["kind"] == "restart" and start["measured_s"] - start["new_s"] == pytest.approx(1.77)
     for name in ("table", "markdown", "csv"):
@@ -118,7 +118,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ("imports=-1", ("imports=-1",)),
         ("imports=nan", ("imports=nan",)),
         ("read_bandwidth=0", ("read_bandwidth=0",)),
-        ("cuda_context=0.5", ("cuda_context", "no phase of that name")),
+        ("write_bandwidth=0", ("write_bandwidth=0",)),
+        ("cuda_context=0.5", ("cuda_context", "no restart, launch or save", "has a phase of that name")),
     ],
 )
 def test_names_what_cannot_be(
@@ -129,6 +130,85 @@ def test_names_what_cannot_be(
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
     assert all(name in captured.err for name in names), captured.err
+
+
+# Saves.
+
+GOLDEN = Path("tests/golden/trace_tp2_pp2_dp2/restart_trace")
+
+
+def test_without_factors_it_is_the_measured_save(tmp_path: Path) -> None:
+    made = [
+        write_trace(tmp_path / str(number), options)
+        for number, options in enumerate((Options(), Options(background_flush=True), Options(durable=False)))
+    ]
+    for directory in (*made, GOLDEN):
+        analysis = analyse(load_trace(directory))
+        assert analysis.report.complete_saves
+        for save in analysis.report.complete_saves:
+            (blocked, counts), _ = of_save(analysis.frames, save, {})
+            assert blocked.new_s == blocked.measured_s == pytest.approx(save.blocked_s, abs=1e-9)
+            assert counts.new_s == counts.measured_s == pytest.approx(save.committed_s, abs=1e-9)
+            assert counts.quantity == ("durable_s" if save.durable_s is not None else "committed_s")
+
+
+def write_save(directory: Path, background: bool) -> Path:
+    """A save of two ranks: rank 1 is done after 6 s, rank 0 commits from 6.5 s on, and the checkpoint counts at 8 s.
+
+    In the background is all that follows `collect`; training then waits for it, as at its end.
+    """
+    directory.mkdir()
+    ranks = (
+        [("collect", None, 0, 1), ("flush", "write", 1, 3), ("barrier", None, 3, 6.5)]
+        + [("commit", "manifest", 6.5, 7.5), ("commit", "publish", 7.5, 8), ("commit", "prune", 8, 8.5)],
+        [("collect", None, 0, 2), ("flush", "write", 2, 6), ("barrier", None, 6, 8.5)],
+    )
+    for rank, spans in enumerate(ranks):
+        log = RankLog(Options(), rank, 0, 0)
+        log.process()
+        op = log.begin("save", trace_factory.ENGINE, tag="global_step1", step=1)
+        for phase, detail, start, end in spans:
+            blocking = phase == "collect" or not background
+            op.at(1000 * start, 1000 * (end - start), phase, detail, blocking=blocking)
+        if background:
+            op.at(3000, 5500, "wait_previous", None)
+        log.now_ms = 8500
+        op.end(bytes=1000, num_files=1, durable=True)
+        dump(directory / RANK_FILE_PATTERN.format(rank=rank, cycle=0), log.records)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("factors", "blocked", "background_blocked", "durable"),
+    [
+        ({"collect": 1.0}, 8.5, 2, 8),
+        ({"write_bandwidth": 2.0}, 6.5, 2, 6),  # rank 1 is done after 2 + 2
+        ({"collect": 0.5}, 7.5, 1, 7),
+        ({"flush": 0.0, "collect": 0.5}, 3.5, 1, 3),
+        ({"barrier": 2.0}, 9, 2, 8.5),  # of what a rank waits in there only the agreement, half a second, is its own
+        ({"commit": 2.0}, 10.5, 2, 9.5),  # prune, too, holds up whoever waits for the end, but the checkpoint counts
+    ],
+)
+def test_a_save_is_held_up_by_whoever_comes_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factors: dict[str, float], blocked: float,
+    background_blocked: float, durable: float,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(trace_factory, "RANKS", 2)
+    for background in (False, True):
+        run = write_save(tmp_path / str(background), background)
+        found = {answer.quantity: answer for answer in what_if(analyse(load_trace(run)), factors)}
+        assert found["durable_s"].measured_s == pytest.approx(8) and found["durable_s"].new_s == pytest.approx(durable)
+        expected = background_blocked if background else blocked
+        assert found["blocked_s"].new_s == pytest.approx(expected)
+        for answer in found.values():
+            assert answer.new_s == pytest.approx(sum(answer.new_path.values())) and answer.tag == "global_step1"
+
+
+def test_starts_and_saves_answer_for_their_own_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(write_trace(tmp_path / "run"))
+    for asked, kinds in (("imports=0.5", {"restart"}), ("flush=0.5", {"save"}), ("barrier=0.5", {"restart", "save"})):
+        assert main(["project", run, "--what-if", asked, "--format", "json", "--no-cache"]) == 0
+        assert {answer["kind"] for answer in json.loads(capsys.readouterr().out)["answers"]} == kinds
 
 
 def test_a_factor_is_given_once() -> None:
