@@ -101,7 +101,7 @@ def group_timeout(config: Config) -> datetime.timedelta:
     return datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
 
 
-def _choose_device(local_rank: int) -> Any:
+def choose_device(local_rank: int) -> Any:
     """This rank's CUDA device, made the current one. Raises ConfigError if there are too few."""
     import torch
 
@@ -134,14 +134,14 @@ def _connect_world(backend: str, world_size: int, device: Any, timeout: datetime
     with startup.phase("communicators", "world"), UnderWay(RANKS, "connecting of all ranks"):
         torch.distributed.init_process_group(
             backend, store=PrefixStore("default_pg", store), rank=rank, world_size=world_size, timeout=timeout,
-            device_id=device if _binds_device(backend, world_size, torch.__version__) else None,
+            device_id=device if binds_device(backend, world_size, torch.__version__) else None,
         )  # fmt: skip
         # It finds the default group there, and puts its own interface in front of it.
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
     return store
 
 
-def _binds_device(backend: str, world_size: int, torch_version: Any) -> bool:
+def binds_device(backend: str, world_size: int, torch_version: Any) -> bool:
     """Whether the default group is bound to the device: then NCCL connects it at once, and splits the others off it.
 
     As DeepSpeed 0.19.8 decides: not for a single rank, which has nobody to connect to, and not between torch 2.6.0 and
@@ -173,7 +173,7 @@ def initialize_megatron(config: Config, startup: Startup, *, commits_in_backgrou
     device = torch.device("cpu")
     if on_cuda:
         with startup.phase("cuda_context"):
-            device = _choose_device(parallel.local_rank)
+            device = choose_device(parallel.local_rank)
             torch.empty(1, device=device)  # set_device alone makes no context in every version of torch and CUDA
     timeout = group_timeout(config)
     store = _connect_world(backend, layout.world_size, device, timeout, startup)

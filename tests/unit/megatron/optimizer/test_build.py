@@ -124,3 +124,12 @@ def test_apex_without_its_extension_is_told_and_not_taken(
     assert type(optimizer) is torch.optim.Adam and optimizer.param_groups[0]["decoupled_weight_decay"] is True
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "apex is installed without its CUDA extensions (No module named 'amp_C'): torch's Adam is used" in warning
+
+
+def test_an_extension_that_lacks_adam_is_told_and_not_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install_apex(monkeypatch, with_extension=True)
+    monkeypatch.delattr(sys.modules["amp_C"], "multi_tensor_adam")
+    assert type(build_optimizer(Block(), OptimizerConfig(lr=0.1))) is torch.optim.Adam
+    assert "apex's extension amp_C has no multi_tensor_adam: torch's Adam is used" in caplog.text
