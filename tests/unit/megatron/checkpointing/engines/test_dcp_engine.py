@@ -161,7 +161,20 @@ class TestDcpEngine(_DcpChecks):
 class TestDcpAsyncEngine(_DcpChecks):
     engine_name = "dcp-async"
 
-    def test_spans_of_writing_leave_no_time_between_them(self, tmp_path: Path) -> None:
+    def test_spans_of_writing_leave_no_time_between_them(self, tmp_path: Path, monkeypatch: Any) -> None:
+        write, finish, turn = Writer.write_data, Writer.finish, threading.Lock()
+
+        def write_in_turn(writer: Writer, *arguments: Any) -> Any:
+            turn.acquire()
+            return write(writer, *arguments)
+
+        def finish_and_rest(writer: Writer, **arguments: Any) -> None:
+            finish(writer, **arguments)
+            time.sleep(0.02)  # as a thread does that gets no processor
+            turn.release()
+
+        monkeypatch.setattr(Writer, "write_data", write_in_turn)
+        monkeypatch.setattr(Writer, "finish", finish_and_rest)
         trace, states = tmp_path / "trace.jsonl", [FileState(f"{i}.pt", {"t": torch.ones(8)}) for i in range(4)]
         recorder, engine = Recorder(JsonlSink(trace), PROCESS), create_engine(self.engine_name, EngineOptions())
         with recorder.operation("save", tag="t", step=1) as op:
