@@ -19,7 +19,7 @@ def slow_ranks(totals: pl.DataFrame, limits: Mapping[str, float] = RANK_LIMITS) 
 
     None in operations where many ranks did: then it is how the work is divided.
     """
-    finished = totals.filter(pl.col("wall_ns").is_not_null()).with_columns(
+    finished = _uneven(totals, limits).with_columns(
         pl.col("own_ns").median().over("group").alias("median_ns"),
         pl.col("wall_ns").max().over("group").alias("longest_ns"),
         pl.len().over("group").alias("ranks"),
@@ -35,7 +35,7 @@ def slow_hosts(
     `rank_hosts` holds group, rank, host. Further columns: median_ns (the lower median of the hosts' medians),
     excess_ns. Hosts with a single rank are no hosts here: their rank is compared as a rank.
     """
-    finished = totals.filter(pl.col("wall_ns").is_not_null()).join(rank_hosts, on=["group", "rank"])
+    finished = _uneven(totals, limits).join(rank_hosts, on=["group", "rank"])
     hosts = finished.group_by("group", "operation", "host").agg(
         pl.col("own_ns").median(), pl.col("wall_ns").max(), pl.len().alias("ranks")
     )
@@ -45,6 +45,14 @@ def slow_hosts(
         pl.len().over("group").alias("hosts"),
     )
     return _slow(hosts, "host", (pl.col("hosts") > 1) & (pl.col("ranks") > 1), limits)
+
+
+def _uneven(totals: pl.DataFrame, limits: Mapping[str, float]) -> pl.DataFrame:
+    """The finished ranks of operations in which ranks are so far apart that one of them, or a host, can be slow."""
+    finished = totals.filter(pl.col("wall_ns").is_not_null())
+    own_ns = finished.group_by("group").agg(pl.col("own_ns").max() - pl.col("own_ns").min())
+    uneven = own_ns.filter(pl.col("own_ns") >= limits["least_s"] * 1e9)["group"]
+    return finished.filter(pl.col("group").is_in(uneven.implode()))
 
 
 def _slow(units: pl.DataFrame, unit: str, counts: pl.Expr, limits: Mapping[str, float]) -> pl.DataFrame:
@@ -105,7 +113,8 @@ def _largest(table: pl.DataFrame) -> pl.DataFrame:
 
 def _work(tables: RankTables, group: int) -> pl.DataFrame:
     """Busy time of every rank (0 where it has none) in every phase or detail that is no waiting."""
-    phases = tables.phases.filter((pl.col("group") == group) & ~pl.col("phase").is_in(WAITING))
+    mine = tables.phases.filter(pl.col("group") == group)  # by itself: of all rows, the next would take longer
+    phases = mine.filter(~pl.col("phase").is_in(WAITING))
     has_details = (pl.col("detail") != "").any().over("phase")
     leaves = phases.filter((pl.col("detail") != "") | ~has_details).filter(~pl.col("detail").is_in(WAITING))
     everyone = tables.totals.filter(pl.col("group") == group).select("rank")

@@ -56,8 +56,7 @@ def _worst_share(
 
 def _shares(e: Evidence, groups: list[int], phase: str, detail: str | None) -> dict[int, float]:
     """group -> median over its ranks of the time in the phase over the rank's own time."""
-    ranks = e.tables.with_phase(phase, detail or "")
-    ranks = ranks.filter(pl.col("group").is_in(groups) & (pl.col("own_ns") > 0))
+    ranks = e.tables.with_phase(pl.col("group").is_in(groups) & (pl.col("own_ns") > 0), phase, detail or "")
     share = pl.col("busy_ns").fill_null(0) / pl.col("own_ns")
     return dict(ranks.group_by("group").agg(share.median().alias("share")).iter_rows())
 

@@ -164,5 +164,5 @@ def _times_the_bytes(e: Evidence, group: int, rank: int) -> float | None:
 
 def _waited_for(e: Evidence, group: int) -> int:
     """The rank that waited least in barriers: of equals the lowest."""
-    ranks = e.tables.with_phase("barrier").filter(pl.col("group") == group)
+    ranks = e.tables.with_phase(pl.col("group") == group, "barrier")
     return ranks.with_columns(pl.col("busy_ns").fill_null(0)).sort("busy_ns", "rank")["rank"][0]

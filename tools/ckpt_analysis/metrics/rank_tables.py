@@ -24,10 +24,13 @@ class RankTables:
     phases: pl.DataFrame
     totals: pl.DataFrame
 
-    def with_phase(self, phase: str, detail: str = "") -> pl.DataFrame:
-        """`totals` with busy_ns: the time in this phase, or in this detail of it; null where a rank has none."""
+    def with_phase(self, which: pl.Expr, phase: str, detail: str = "") -> pl.DataFrame:
+        """Rows of `totals` that match `which`, with busy_ns: the time in this phase, or in this detail of it.
+
+        It is null where a rank has none.
+        """
         part = self.phases.filter((pl.col("phase") == phase) & (pl.col("detail") == detail))
-        return self.totals.join(part.select("group", "rank", "busy_ns"), on=["group", "rank"], how="left")
+        return self.totals.filter(which).join(part.select("group", "rank", "busy_ns"), on=["group", "rank"], how="left")
 
 
 def rank_tables(saves: RankTimes, loads: RankTimes, starts: StartTimes) -> RankTables:

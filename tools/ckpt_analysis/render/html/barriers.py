@@ -132,7 +132,7 @@ def _over_saves(run: RunData) -> list[Plot]:
     if len(saves) < 2:
         return []
     share = 100 * pl.col("busy_ns").fill_null(0) / pl.col("wall_ns")
-    waited = run.tables.with_phase("barrier").filter((pl.col("operation") == "save") & (pl.col("wall_ns") > 0))
+    waited = run.tables.with_phase((pl.col("operation") == "save") & (pl.col("wall_ns") > 0), "barrier")
     low, middle, high = spread_over_saves(waited, share, saves)
     x = list(range(1, len(saves) + 1))
     text = [f"{save.tag}, cycle {save.cycle}" for save in saves]

@@ -28,7 +28,7 @@ def draw(run: RunData) -> Content:
     shown = [stats for stats in run.shown if stats.phases and run.has_ranks(stats)]
     if not shown:
         return missing("No operation was recorded rank by rank and phase by phase, so ranks cannot be compared.")
-    slow = slow_ranks(run.tables.totals)
+    slow = slow_ranks(run.tables.totals.filter(pl.col("group").is_in([stats.group for stats in shown])))
     flagged = [set(slow.filter(pl.col("group") == stats.group)["rank"]) for stats in shown]
     plots = [_map(run, stats, ranks) for stats, ranks in zip(shown, flagged, strict=True)]
     notes = []

@@ -61,7 +61,7 @@ def draw(run: RunData) -> Content:
 def _per_rank(run: RunData) -> pl.DataFrame:
     """group, rank, bytes, io_ns, blocked_ns, io_GBps, blocked_GBps of every rank in every save."""
     bytes_of = run.frames.operations.select("group", "rank", "bytes")
-    flushed = run.tables.with_phase("flush").filter(pl.col("operation") == "save")
+    flushed = run.tables.with_phase(pl.col("operation") == "save", "flush")
     measured = flushed.select("group", "rank", "blocked_ns", pl.col("busy_ns").alias("io_ns")).join(
         bytes_of, on=["group", "rank"]
     )
