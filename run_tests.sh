@@ -38,7 +38,7 @@ static_checks() {
     PYRIGHT_PYTHON_IGNORE_WARNINGS=1 "$bin/pyright" --pythonpath "$bin/python" "$@"
 }
 
-# A file's tests share what it sets up, so they stay together; in the order of the files, the long ones come first.
+# A file's tests share what it sets up, so they stay together. Which files come first is in tests/conftest.py.
 run_pytest() { "$bin/python" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder "$@"; }
 
 checked=()

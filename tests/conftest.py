@@ -23,6 +23,14 @@ MAY_BE_SKIPPED_IN_CI = re.compile(r"GPU|CUDA|takes 10 minutes|no cluster here")
 # Variables that deepspeed, torch and polars set as they are imported.
 SET_BY_IMPORTS = {"PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR", "_RJEM_MALLOC_CONF"}
 ROOT = Path(__file__).resolve().parents[1]
+# Each worker takes the next file of this order, so that none is left with a long one at the end. Those of tests/cluster
+# mostly wait: beside each other they would leave processors idle, so that they come by turns with files that compute.
+FIRST = (
+    "cluster/test_launchers.py", "dist/test_restart_drill.py", "dist/test_ckpt_replay.py", "cluster/test_node_loss.py",
+    "dist/test_hooks.py", "cluster/test_waits.py", "dist/test_gpu_tier.py", "cluster/test_peers.py",
+    "unit/test_readme.py", "dist/test_parallel_equivalence.py", "cluster/test_cluster.py", "dist/test_demo.py",
+    "cluster/test_bad_hosts.py", "dist/test_redistribute.py", "dist/test_restart_sweep.py",
+)  # fmt: skip
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 # What a command prints into a pipe must not depend on the terminal of pytest. Its width is in the environment that
@@ -31,6 +39,13 @@ readline.get_history_length()
 for variable in ("COLUMNS", "LINES"):
     os.environ.pop(variable, None)
     os.unsetenv(variable)
+
+
+@pytest.hookimpl(trylast=True)  # after pytest's own, which goes by the parameters of fixtures
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files of FIRST first, the others and the tests of each as they are."""
+    place = {ROOT / "tests" / name: number for number, name in enumerate(FIRST)}
+    items.sort(key=lambda item: place.get(item.path, len(FIRST)))
 
 
 def fail_if_skipped(report: Any) -> None:
