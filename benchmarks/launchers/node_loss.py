@@ -38,8 +38,8 @@ from tools.restart_drill.launch import DrillError, launched, recorded_ranks
 from tools.restart_drill.nodes import Nodes, nodes_of
 from tools.restart_drill.preset import command_of
 
-_PRESET = ROOT / "examples_deepspeed" / "restart_bench" / "run_tiny_tp2_pp2_dp2.sh"
-_NODES, _RANKS = 2, 2  # that train; ranks of each: TP2 x PP2
+PRESET = ROOT / "examples_deepspeed" / "restart_bench" / "run_tiny_tp2_pp2_dp2.sh"
+NODES, RANKS = 2, 2  # that train; ranks of each: TP2 x PP2
 _SAVE_INTERVAL, _STRIKE_AT, _ITERATIONS = 20, 23, 200  # by then the spare agent of torchrun has joined, too
 _TARGET_S, _TARGET_RATIO = 4.0, 0.25
 _END_S = 30.0
@@ -170,17 +170,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _setting(directory: Path, nodes: Nodes, arguments: argparse.Namespace) -> Setting:
     """Prepare the preset's data and ask for its flags. Raises MeasurementError, DrillError or OSError."""
-    lines = Path(os.environ["HOSTFILE"]).read_text().split("\n")
-    hosts = tuple(line.split()[0] for line in lines if line.strip() and not line.startswith("#"))
-    if len(hosts) != _NODES + 1:
-        raise MeasurementError(f"HOSTFILE names {len(hosts)} hosts; give {_NODES + 1}: two that train, and a spare")
+    hosts = hosts_of_hostfile()
     os.environ.update(
         DP="1", ITERS=str(_ITERATIONS), SAVE_INTERVAL=str(_SAVE_INTERVAL), ENGINE=arguments.engine, LAUNCHER="fork",
         MAX_RESTARTS="1", SPARES="1", WORK_DIR=str(directory), KILL_AT="none",
     )  # fmt: skip
-    told = command_of(_PRESET)
+    told = command_of(PRESET)
     program = next(i for i, word in enumerate(told) if word.endswith("pretrain_gpt.py"))
     return Setting(directory, hosts, nodes, told[: program + 1], told[program + 1 :], arguments.time_limit)
+
+
+def hosts_of_hostfile() -> tuple[str, ...]:
+    """Two hosts that train, and a spare. Raises MeasurementError."""
+    lines = Path(os.environ["HOSTFILE"]).read_text().split("\n")
+    hosts = tuple(line.split()[0] for line in lines if line.strip() and not line.startswith("#"))
+    if len(hosts) != NODES + 1:
+        raise MeasurementError(f"HOSTFILE names {len(hosts)} hosts; give {NODES + 1}: two that train, and a spare")
+    return hosts
 
 
 def sample(variant: str, setting: Setting, number: int) -> float:
@@ -191,11 +197,14 @@ def sample(variant: str, setting: Setting, number: int) -> float:
     if variant in _OF_SLURM:
         _await_idle_nodes(len(setting.hosts), setting.limit_s)
     try:
-        with _ended(setting, place), launched(_command(variant, setting, place), log.path, echo=False) as launch:
+        with (
+            ended(setting.nodes, setting.hosts, place),
+            launched(_command(variant, setting, place), log.path, echo=False) as launch,
+        ):
             try:
                 log.wait_for(lambda iteration: iteration >= _STRIKE_AT, launch, setting.limit_s)
                 lost_ns = now_ns()
-                setting.nodes.harm("node-loss", _last_host(place / "trace"), 0, 0)
+                setting.nodes.harm("node-loss", last_host(place / "trace"), 0, 0)
                 resumed = log.wait_for(lambda iteration: iteration <= _STRIKE_AT, launch, setting.limit_s)
                 seconds = (now_ns() - lost_ns) / 1e9
             finally:
@@ -209,24 +218,24 @@ def sample(variant: str, setting: Setting, number: int) -> float:
     return seconds
 
 
-def _last_host(trace_dir: Path) -> str:
+def last_host(trace_dir: Path) -> str:
     """Where the last rank runs: a scheduler chooses the hosts itself."""
     _, ranks = recorded_ranks(trace_dir, 0)
-    if len(ranks) < _NODES * _RANKS:
-        raise MeasurementError(f"{trace_dir} has {len(ranks)} ranks; {_NODES * _RANKS} were expected")
+    if len(ranks) < NODES * RANKS:
+        raise MeasurementError(f"{trace_dir} has {len(ranks)} ranks; {NODES * RANKS} were expected")
     return ranks[max(ranks)].host
 
 
 @contextlib.contextmanager
-def _ended(setting: Setting, place: Path) -> Any:
+def ended(nodes: Nodes, hosts: Sequence[str], place: Path) -> Any:
     """At the end the lost node is there again, and nothing of the launch is left on any."""
     try:
         yield
     finally:
-        setting.nodes.mend()
+        nodes.mend()
         deadline = time.monotonic() + _END_S
-        for host in setting.hosts:
-            while left := setting.nodes.processes(host, str(place)):
+        for host in hosts:
+            while left := nodes.processes(host, str(place)):
                 if time.monotonic() > deadline:
                     raise MeasurementError(f"{len(left)} processes are left on {host}: {left[0][:300]}")
                 time.sleep(0.2)
@@ -253,24 +262,24 @@ def _command(variant: str, setting: Setting, place: Path) -> list[str]:
     rank = {
         "PYTHONUNBUFFERED": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", ""), "PATH": os.environ["PATH"],
-        "WORLD_SIZE": str(_NODES * _RANKS), "LOCAL_WORLD_SIZE": str(_RANKS),
+        "WORLD_SIZE": str(NODES * RANKS), "LOCAL_WORLD_SIZE": str(RANKS),
     }  # fmt: skip
     port = str(free_port())
     if variant in _OF_SLURM:
         script = {"STORE_PORT": port, "ID": place.name, "RANK_COMMAND": shlex.join([sys.executable, *program])}
         if variant == "slurm-requeue":
             (place / "job.slurm").write_text(_REQUEUED)
-            script |= {"PLACE": str(place), "NODES": str(_NODES), "RANKS": str(_RANKS)}
+            script |= {"PLACE": str(place), "NODES": str(NODES), "RANKS": str(RANKS)}
             return ["env", *_assigned(rank | script), "bash", "-c", _SUBMIT]
         return ["env", *_assigned(rank | script), "salloc", "--no-kill", f"--nodes={len(setting.hosts)}",
-                f"--ntasks-per-node={_RANKS}", "bash", "-c", _SLURM]  # fmt: skip
+                f"--ntasks-per-node={RANKS}", "bash", "-c", _SLURM]  # fmt: skip
     conf = "" if variant == "torchrun" else "keep_alive_interval=1,keep_alive_max_attempt=2"
     agent = [
         "env", *_assigned({name: value for name, value in rank.items() if not name.endswith("SIZE")}),
         # Without it torch 2.13 hangs: an agent that stays does not tell a new one where the ranks' store is.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
         f"RESTART_TRACE_LAUNCH_ID={place.name}", sys.executable, "-m", "torch.distributed.run",
-        "--nnodes", f"{_NODES}:{_NODES}", "--nproc_per_node", str(_RANKS), "--rdzv_backend", "c10d", "--rdzv_id", port,
+        "--nnodes", f"{NODES}:{NODES}", "--nproc_per_node", str(RANKS), "--rdzv_backend", "c10d", "--rdzv_id", port,
         "--rdzv_endpoint", f"{socket.gethostname()}:{port}", *(["--rdzv_conf", conf] if conf else []),
         "--max_restarts", "3", *program,
     ]  # fmt: skip

@@ -111,11 +111,12 @@ class Node:
 
     def processes(self) -> dict[int, str]:
         """Pid as seen from outside -> command line, of all processes of this node but its first one and its sshd."""
-        found = self._everything()
+        found = self.everything()
         del found[self.pid]
         return {pid: command for pid, command in found.items() if command and "sshd: /usr/sbin/sshd" not in command}
 
-    def _everything(self) -> dict[int, str]:
+    def everything(self) -> dict[int, str]:
+        """As `processes`, of all."""
         mine = os.readlink(f"/proc/{self.pid}/ns/pid")
         found = {}
         for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
@@ -172,7 +173,7 @@ class Node:
 
         Raises ClusterError where the kernel cannot (see throttle.py).
         """
-        self._disk.throttle(self._everything(), kbyte_per_s)
+        self._disk.throttle(self.everything(), kbyte_per_s)
 
     def release(self) -> None:
         """Give back what the machine keeps for a node that has ended."""
@@ -234,6 +235,7 @@ class Cluster:
         self._init, self.pid = start_init(
             ["setpriv", "--pdeathsig", "KILL", "unshare", "--pid", "--net", "--mount", "--fork", "--kill-child"]
         )
+        self._storage = Throttle(f"{self.pid}_storage", self.directory)
         try:
             self.network("ip", "link", "add", "br0", "type", "bridge")
             self.network("ip", "link", "set", "br0", "up")
@@ -261,6 +263,17 @@ class Cluster:
         self._init.wait()
         for node in self.nodes.values():
             node.release()
+        self._storage.free()
+
+    def slow_storage(self, kbyte_per_s: int) -> None:
+        """Limit what all nodes together read from the disk of the machine, and what they write; 0: no limit any more.
+
+        A node that is added or comes back later is not limited. Raises OSError where the kernel cannot.
+        """
+        self._storage.free()
+        if kbyte_per_s:
+            pids = [pid for node in self.nodes.values() for pid in node.everything()]
+            self._storage.throttle(pids, kbyte_per_s, reads=True)
 
     def add_node(self, *, clock_offset_s: int = 0) -> Node:
         """One node more: a spare. Its monotonic clock is ahead of the others' by `clock_offset_s`.

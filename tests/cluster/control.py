@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
 HELP = """\
 commands: lose NODE | cut NODE | slow-link NODE [KBIT_PER_S] | slow-disk NODE [KBYTE_PER_S] | mend NODE |
-          stop NODE WORD | continue NODE WORD | signal NODE NAME PID | processes NODE | spare [SECONDS] | nodes | help |
-          exit (or end of input)
-mend undoes cut and slow-*, and starts a node again that was lost; stop and continue reach the processes with WORD in
-their command line, signal one by its number on the node; spare adds a node, whose monotonic clock is ahead by SECONDS
+          slow-storage [KBYTE_PER_S] | stop NODE WORD | continue NODE WORD | signal NODE NAME PID | processes NODE |
+          spare [SECONDS] | nodes | help | exit (or end of input)
+mend undoes cut, slow-link and slow-disk, and starts a node again that was lost; slow-storage limits all nodes together
+(0: not any more); stop and continue reach the processes with WORD in their command line, signal one by its number on
+the node; spare adds a node, whose monotonic clock is ahead by SECONDS
 """
-SLOW_LINK_KBIT, SLOW_DISK_KBYTE = 4000, 2000
+SLOW_LINK_KBIT, SLOW_DISK_KBYTE, SLOW_STORAGE_KBYTE = 4000, 2000, 200_000
 _SOCKET = "control.sock"
 
 
@@ -43,6 +44,9 @@ def obey(cluster: Cluster, words: list[str]) -> str:
             return shown(cluster)
         case ["nodes"]:
             return shown(cluster)
+        case ["slow-storage", *rest] if len(rest) <= 1:
+            cluster.slow_storage(int(rest[0]) if rest else SLOW_STORAGE_KBYTE)
+            return ""
         case ["mend", name] if name in cluster.lost:
             cluster.lost[name].mend()
             return ""

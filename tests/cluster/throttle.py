@@ -1,8 +1,8 @@
-"""A slow disk: a control group (version 1, blkio) whose processes write to the device of a directory at a limited rate.
+"""A slow disk: a control group (version 1, blkio) whose processes use the device of a directory at a limited rate.
 
 Limited is what a process itself writes to the device: direct I/O, and what fsync has written of its pages. What the
-kernel writes back by itself is not. The group has a name outside the cluster; it is removed by `free`, and where the
-holder of a cluster is killed it stays, empty.
+kernel writes back by itself is not. Of reads, if they are limited, it is what the page cache does not serve. The group
+has a name outside the cluster; it is removed by `free`, and where the holder of a cluster is killed it stays, empty.
 """
 
 from __future__ import annotations
@@ -24,12 +24,16 @@ class Throttle:
         self._group = _ROOT / f"cluster_{name}"
         self._directory = directory
 
-    def throttle(self, pids: Iterable[int], kbyte_per_s: int) -> None:
-        """Limit the writes of these processes and of those that they start. Raises OSError where it cannot be done."""
+    def throttle(self, pids: Iterable[int], kbyte_per_s: int, *, reads: bool = False) -> None:
+        """Limit the writes of these processes, and of those that they start, in all; with `reads` their reads, too.
+
+        Raises OSError where it cannot be done.
+        """
         device = os.stat(self._directory).st_dev
         self._group.mkdir(exist_ok=True)
         limit = f"{os.major(device)}:{os.minor(device)} {kbyte_per_s * 1000}"
-        (self._group / "blkio.throttle.write_bps_device").write_text(limit)
+        for what in ("write", "read") if reads else ("write",):
+            (self._group / f"blkio.throttle.{what}_bps_device").write_text(limit)
         self._move(pids, self._group)
 
     def free(self) -> None:

@@ -26,8 +26,9 @@ from tests.unit.megatron.launch.test_nodes import NEVER_SILENT, RANKS, Nodes
 from tests.unit.trace_helpers import ROOT
 from tools.restart_drill.own_shm import in_own_shm, left_in_shm
 
+ROUNDS = int(os.environ.get("MEMORY_KILL_ROUNDS", "1"))  # more for a longer look
 # Ranks, and places of nodes, that are killed at once; a rank is one of a node that lives.
-KILLS = (
+KILLS = ROUNDS * (
     ((0,), ()), ((1,), ()), ((2,), ()), ((3,), ()), ((0, 1, 2, 3), ()),
     ((), (0,)), ((), (1,)), ((2,), (0,)), ((0, 1), (1,)),
 )  # fmt: skip

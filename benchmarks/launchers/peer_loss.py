@@ -1,0 +1,275 @@
+"""What it takes to go on from a peer's memory when a node is lost, against storage and against no loss of memory.
+
+    python -m tests.cluster run --nodes 2 --spares 1 -- python -m benchmarks.launchers.peer_loss --repeat 3
+
+It trains on the first two hosts of HOSTFILE, and the third waits. Three steps after a save, or when that is over, the
+second host is lost, by the program NODES_COMMAND (docs/restart_drill.md), or one of its ranks is killed. The clock runs
+until the line of the first step after that is in the launch's log. `load` is the slowest rank's operation load of the
+restart, by the trace. The program must also know `slow-storage KBYTE_PER_S` (of all nodes together, reads and writes)
+and, for --link-mbit, `slow-link NODE KBIT_PER_S`, as that of tests.cluster does.
+
+Exit status: 0 measured, 2 could not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.launchers.measure import IterationLines
+from benchmarks.launchers.node_loss import NODES, PRESET, RANKS, ended, hosts_of_hostfile, last_host
+from benchmarks.launchers.rounds import COULD_NOT_RUN, OK, add_options, check_options, interleaved
+from benchmarks.launchers.variants import MeasurementError
+from restart_trace.clock import now_ns
+from restart_trace.command_line import CommandParser
+from tools.common.machine import machine
+from tools.restart_drill.launch import DrillError, launched, recorded_ranks
+from tools.restart_drill.moments import TraceTail
+from tools.restart_drill.nodes import Nodes, Program, nodes_of
+from tools.restart_drill.preset import command_of
+
+# Wide enough that a load takes longer than the rest of it: some 60 MB a rank with its weights.
+_MODEL = "--hidden-size 512 --ffn-hidden-size 2048 --num-attention-heads 8 --seq-length 64"
+_SAVE_INTERVAL, _ITERATIONS = 10, 60
+_STRIKE_AT = _SAVE_INTERVAL + 3
+_STORAGE_MBYTE = 200
+_TARGET_RATIO, _TARGET_LOAD = 1.3, 3.0
+_END_S, _POLL_S = 60.0, 0.005
+
+PEER, CACHED, SLOW, LOCAL = "peer", "cached", "slow", "local"
+_COPIES = ("--replicas", "2", "--persist-interval", "1000")
+_STORED = ("--replicas", "1", "--persist-interval", "1")
+# Name -> what it is.
+VARIANTS = {
+    PEER: "a node is lost; its spare loads from the copies on the other node (--replicas 2)",
+    CACHED: "a node is lost, and there are no copies (--replicas 1): all load from storage without a limit, which the "
+    "page cache of this machine serves (--direct-io off): the same restart without a peer",
+    SLOW: f"the same from storage limited to {_STORAGE_MBYTE} MB/s for all nodes together (--direct-io on)",
+    LOCAL: "a rank of the node is killed, and no node is lost: all load from their own hosts' slots; no heartbeat has "
+    "to be missed first",
+}
+_FLAGS = {
+    PEER: _COPIES,
+    CACHED: (*_STORED, "--direct-io", "off"),
+    SLOW: (*_STORED, "--direct-io", "on"),
+    LOCAL: _COPIES,
+}
+_TIERS = {PEER: {"local_memory", "peer"}, CACHED: {"storage"}, SLOW: {"storage"}, LOCAL: {"local_memory"}}
+
+_EPILOG = """\
+variants, all with engine memory and a hot spare:
+{variants}
+
+Run it on a machine that does nothing else. HOSTFILE names three hosts, and NODES_COMMAND the program that loses one.
+
+examples:
+  python -m tests.cluster run --nodes 2 --spares 1 -- python -m benchmarks.launchers.peer_loss --repeat 3
+  python -m tests.cluster run --nodes 2 --spares 1 -- python -m benchmarks.launchers.peer_loss --link-mbit 1000
+
+exit status: 0 measured, 2 could not run
+"""
+
+
+@dataclass
+class Setting:
+    """What all variants have in common. `told`: the command, but for its directories; what was found is collected."""
+
+    directory: Path
+    hosts: tuple[str, ...]
+    nodes: Nodes
+    program: Program
+    told: list[str]
+    limit_s: float
+    link_mbit: int | None
+    loads: dict[str, list[float]] = field(default_factory=dict)  # seconds, by variant
+    bytes_a_rank: int = 0
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line; exits with status 2 and a message if it is wrong (argparse)."""
+    shown = "\n".join(f"  {name:7} {what}" for name, what in VARIANTS.items())
+    parser = CommandParser(
+        prog="python -m benchmarks.launchers.peer_loss",
+        description=(__doc__ or "").splitlines()[0],
+        epilog=_EPILOG.format(variants=shown),
+    )
+    add_options(parser, VARIANTS, repeat=3, engine="memory", time_limit_s=300)
+    parser.add_argument(
+        "--link-mbit", type=int, metavar="N", help="limit the link of each node to N Mbit/s (default: no limit)"
+    )
+    arguments = parser.parse_args(argv)
+    check_options(parser, arguments)
+    if arguments.engine != "memory":
+        parser.error(f"--engine {arguments.engine}: only memory has copies on peers")
+    if arguments.link_mbit is not None and arguments.link_mbit < 1:
+        parser.error(f"--link-mbit {arguments.link_mbit}: must be at least 1")
+    for name in ("HOSTFILE", "NODES_COMMAND"):
+        if not os.environ.get(name):
+            parser.error(f"{name} is not set: run it by `python -m tests.cluster run`, or see docs/restart_drill.md")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: that of the process) and return its exit status."""
+    arguments = parse_arguments(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing is left running
+    before = machine()
+    words = shlex.split(os.environ["NODES_COMMAND"])
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="peer_loss_", dir=arguments.dir) as directory,
+            nodes_of(words, [-1]) as nodes,
+            contextlib.closing(Program(words)) as program,
+        ):
+            told = _told(Path(directory))
+            hosts = hosts_of_hostfile()
+            setting = Setting(
+                Path(directory), hosts, nodes, program, told, arguments.time_limit, arguments.link_mbit
+            )  # fmt: skip
+            samples = interleaved(arguments, lambda name, number: sample(name, setting, number))
+    except (OSError, MeasurementError, DrillError) as exc:
+        print(f"peer_loss: {exc}", file=sys.stderr)
+        return COULD_NOT_RUN
+    found = analyse(samples, setting, before)
+    print(json.dumps(found) if arguments.format == "json" else render(found))
+    return OK
+
+
+def _told(directory: Path) -> list[str]:
+    """Prepare the preset's data and ask for its command. Raises DrillError or OSError."""
+    os.environ.update(
+        DP="1", ITERS=str(_ITERATIONS), SAVE_INTERVAL=str(_SAVE_INTERVAL), ENGINE="memory", LAUNCHER="fork",
+        MAX_RESTARTS="1", SPARES="1", WORK_DIR=str(directory), KILL_AT="none",
+    )  # fmt: skip
+    return [*command_of(PRESET), *_MODEL.split()]
+
+
+def sample(variant: str, setting: Setting, number: int) -> float:
+    """Seconds from the loss to the end of the next step. Raises MeasurementError."""
+    place = setting.directory / f"{variant}_{number}"
+    place.mkdir()
+    if setting.link_mbit is not None:
+        for host in setting.hosts:
+            setting.program.call("slow-link", host, str(setting.link_mbit * 1000))
+    setting.program.call("slow-storage", str(_STORAGE_MBYTE * 1000 if variant == SLOW else 0))
+    try:
+        with ended(setting.nodes, setting.hosts, place):
+            seconds, resumed = _restart(variant, setting, place)
+    except (DrillError, MeasurementError) as error:
+        raise MeasurementError(f"{variant}: {error}") from error
+    if resumed != _SAVE_INTERVAL + 1:
+        raise MeasurementError(f"{variant}: it went on with iteration {resumed}, not from its save")
+    setting.loads.setdefault(variant, []).append(_load_s(variant, setting, place / "trace"))
+    return seconds
+
+
+def _restart(variant: str, setting: Setting, place: Path) -> tuple[float, int]:
+    """(seconds from the loss to the end of the next step, its iteration)."""
+    log = IterationLines(place / "launch.log")
+    save = ["--save", str(place / "checkpoints"), "--load", str(place / "checkpoints")]
+    command = [*setting.told, *save, *_FLAGS[variant], "--restart-trace-dir", str(place / "trace")]
+    with launched(command, log.path, echo=False) as launch:
+        try:
+            log.wait_for(lambda iteration: iteration >= _STRIKE_AT, launch, setting.limit_s)
+            _await_save(place / "trace", setting.limit_s)
+            host, pid = last_host(place / "trace"), recorded_ranks(place / "trace", 0)[1][NODES * RANKS - 1].pid
+            lost_ns = now_ns()
+            setting.nodes.harm("sigkill-one" if variant == LOCAL else "node-loss", host, pid, 0)
+            resumed = log.wait_for(lambda iteration: iteration <= _STRIKE_AT, launch, setting.limit_s)
+            return (now_ns() - lost_ns) / 1e9, resumed
+        finally:
+            launch.send(signal.SIGTERM, launch.launcher())
+            with contextlib.suppress(DrillError):
+                launch.wait(_END_S)
+
+
+def _await_save(trace_dir: Path, limit_s: float) -> None:
+    """Return when the first save is over: before the last step ahead of the next one. Raises MeasurementError."""
+    tail, deadline = TraceTail(trace_dir, 0), time.monotonic() + limit_s
+    while not any((r["type"], r.get("operation")) == ("operation_end", "save") for r in tail.new_records()):
+        if time.monotonic() > deadline:
+            raise MeasurementError(f"no save was over within {limit_s:g} s; raise --time-limit")
+        time.sleep(_POLL_S)
+
+
+def _load_s(variant: str, setting: Setting, trace_dir: Path) -> float:
+    """The slowest rank's load after the restart, seconds. Raises MeasurementError if they read elsewhere."""
+    loads = [
+        record
+        for rank in range(NODES * RANKS)
+        for record in TraceTail(trace_dir, 1, rank).new_records()
+        if record["type"] == "operation_end" and record["operation"] == "load"
+    ]
+    tiers = {record.get("tier") for record in loads}
+    if len(loads) != NODES * RANKS or tiers != _TIERS[variant]:
+        raise MeasurementError(f"{variant}: {len(loads)} ranks loaded, from {', '.join(map(str, tiers))}")
+    setting.bytes_a_rank = max(record.get("bytes") or 0 for record in loads)
+    return max(record["end_ns"] - record["start_ns"] for record in loads) / 1e9
+
+
+def analyse(samples: dict[str, list[float]], setting: Setting, before: dict[str, Any]) -> dict[str, Any]:
+    """Medians, spreads and every sample, in seconds, by round."""
+    return {
+        "machine": before,
+        "link_mbit_per_s": setting.link_mbit,
+        "storage_mbyte_per_s": _STORAGE_MBYTE,
+        "bytes_a_rank": setting.bytes_a_rank,
+        "variants": {
+            name: {
+                "what": VARIANTS[name],
+                "median_s": statistics.median(values),
+                "samples_s": values,
+                "load_median_s": statistics.median(setting.loads[name]),
+                "load_samples_s": setting.loads[name],
+            }
+            for name, values in samples.items()
+        },
+        "targets": _targets(samples, setting.loads),
+    }
+
+
+def _targets(samples: dict[str, list[float]], loads: dict[str, list[float]]) -> list[str]:
+    """What the figures say of the targets, for people."""
+    told = []
+    if PEER in samples and CACHED in samples:
+        ratio = statistics.median(samples[PEER]) / statistics.median(samples[CACHED])
+        verdict = "met" if ratio < _TARGET_RATIO else "MISSED"
+        told.append(f"to the next step, {PEER} / {CACHED}: {ratio:.2f}; target: below {_TARGET_RATIO:g}: {verdict}")
+    if PEER in samples and SLOW in samples:
+        ratio = statistics.median(loads[SLOW]) / statistics.median(loads[PEER])
+        verdict = "met" if ratio >= _TARGET_LOAD else "MISSED"
+        told.append(f"load, {SLOW} / {PEER}: {ratio:.1f}; target: at least {_TARGET_LOAD:g}: {verdict}")
+    return told
+
+
+def render(found: dict[str, Any]) -> str:
+    """The table."""
+    load, link = found["machine"]["load_average_1_min"], found["link_mbit_per_s"]
+    lines = [
+        f"from the loss to the end of the next step, {found['bytes_a_rank'] / 1e6:.0f} MB a rank, links "
+        f"{'without a limit' if link is None else f'limited to {link} Mbit/s'}; load of the machine before: {load}",
+        f"  {'':8} {'median':>8} {'min':>8} {'max':>8} {'load':>8}  samples (load)",
+    ]
+    for name, variant in found["variants"].items():
+        values, loads = variant["samples_s"], variant["load_samples_s"]
+        times = " ".join(f"{value:7.2f}s" for value in (variant["median_s"], min(values), max(values)))
+        each = ", ".join(f"{a:.2f} ({b:.3f})" for a, b in zip(values, loads, strict=True))
+        lines.append(f"  {name:8} {times} {variant['load_median_s']:7.3f}s  {each}")
+    lines += [f"  {name}: {variant['what']}" for name, variant in found["variants"].items()]
+    return "\n".join([*lines, *found["targets"]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
