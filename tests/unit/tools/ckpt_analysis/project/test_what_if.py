@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -134,7 +135,7 @@ def test_names_what_cannot_be(
 
 # Saves.
 
-GOLDEN = Path("tests/golden/trace_tp2_pp2_dp2/restart_trace")
+GOLDEN = Path(__file__).parents[5] / "tests" / "golden" / "trace_tp2_pp2_dp2" / "restart_trace"
 
 
 def test_without_factors_it_is_the_measured_save(tmp_path: Path) -> None:
@@ -152,16 +153,24 @@ def test_without_factors_it_is_the_measured_save(tmp_path: Path) -> None:
             assert counts.quantity == ("durable_s" if save.durable_s is not None else "committed_s")
 
 
-def write_save(directory: Path, background: bool) -> Path:
-    """A save of two ranks: rank 1 is done after 6 s, rank 0 commits from 6.5 s on, and the checkpoint counts at 8 s.
+def write_save(directory: Path, background: bool, slow: int) -> Path:
+    """A save of two ranks: rank `slow` is done after 6 s, rank 0 commits from 6.5 s on, and it counts at 8 s.
 
-    In the background is all that follows `collect`; training then waits for it, as at its end.
+    In the background is all that follows `collect`; training then waits for it, as at its end. As in agreements of
+    this project, rank 1 first tells rank 0 that it is done, and then waits for the answer.
     """
     directory.mkdir()
+    own = {
+        rank: [("collect", None, 0, 2), ("flush", "write", 2, 6)]
+        if rank == slow
+        else [("collect", None, 0, 1), ("flush", "write", 1, 3)]
+        for rank in (0, 1)
+    }
+    ends = {rank: spans[-1][3] for rank, spans in own.items()}
+    commit = [("commit", "manifest", 6.5, 7.5), ("commit", "publish", 7.5, 8), ("commit", "prune", 8, 8.5)]
     ranks = (
-        [("collect", None, 0, 1), ("flush", "write", 1, 3), ("barrier", None, 3, 6.5)]
-        + [("commit", "manifest", 6.5, 7.5), ("commit", "publish", 7.5, 8), ("commit", "prune", 8, 8.5)],
-        [("collect", None, 0, 2), ("flush", "write", 2, 6), ("barrier", None, 6, 8.5)],
+        [*own[0], ("barrier", None, ends[0], 6.5), *commit],
+        [*own[1], ("barrier", None, ends[1], ends[1] + 0.1), ("barrier", None, ends[1] + 0.1, 8.5)],
     )
     for rank, spans in enumerate(ranks):
         log = RankLog(Options(), rank, 0, 0)
@@ -182,7 +191,7 @@ def write_save(directory: Path, background: bool) -> Path:
     ("factors", "blocked", "background_blocked", "durable"),
     [
         ({"collect": 1.0}, 8.5, 2, 8),
-        ({"write_bandwidth": 2.0}, 6.5, 2, 6),  # rank 1 is done after 2 + 2
+        ({"write_bandwidth": 2.0}, 6.5, 2, 6),  # the slow rank is done after 2 + 2
         ({"collect": 0.5}, 7.5, 1, 7),
         ({"flush": 0.0, "collect": 0.5}, 3.5, 1, 3),
         ({"barrier": 2.0}, 9, 2, 8.5),  # of what a rank waits in there only the agreement, half a second, is its own
@@ -194,8 +203,8 @@ def test_a_save_is_held_up_by_whoever_comes_last(
     background_blocked: float, durable: float,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(trace_factory, "RANKS", 2)
-    for background in (False, True):
-        run = write_save(tmp_path / str(background), background)
+    for background, slow in itertools.product((False, True), (0, 1)):
+        run = write_save(tmp_path / f"{background}{slow}", background, slow)
         found = {answer.quantity: answer for answer in what_if(analyse(load_trace(run)), factors)}
         assert found["durable_s"].measured_s == pytest.approx(8) and found["durable_s"].new_s == pytest.approx(durable)
         expected = background_blocked if background else blocked
