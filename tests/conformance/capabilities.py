@@ -10,7 +10,7 @@ import argparse
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,16 +97,15 @@ def checksum(seen: Seen) -> str:
     return names + (", optional" if OTHER in _flips(seen, seen.synchronised) else ", always")
 
 
-def _flips(seen: Seen, saved: Saved) -> set[str]:
-    """What comes of flipped bits all over the files."""
-    found = set()
+def _flips(seen: Seen, saved: Saved) -> Iterator[str]:
+    """What comes of flipped bits all over the files, one after another."""
     for number, file in enumerate(saved.files):
         path = saved.directory / file.name
         content = path.read_bytes()
         for position, bit in positions(len(content), FLIPS, seed=number):
             with damaged(path, flipped(content, position, bit)):
-                found.add(_outcome(seen, saved))
-    return found
+                found = _outcome(seen, saved)
+            yield found
 
 
 def _outcome(seen: Seen, saved: Saved) -> str:
@@ -117,7 +116,7 @@ def _outcome(seen: Seen, saved: Saved) -> str:
 
 
 def finds_flipped_bit(seen: Seen) -> str:
-    found = _flips(seen, seen.saved)
+    found = set(_flips(seen, seen.saved))
     return yes(REFUSED in found and OTHER not in found)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conformance.subjects import Subject, engines_under_test
+from tests.dist import forked_writers
 from tests.dist.harness import Zygote
 
 # What libraries say of being used as they are meant to be: by one rank alone, through torch.jit.
@@ -37,6 +38,16 @@ def zygote() -> Iterator[Zygote]:
     started = Zygote.start()
     yield started
     started.close()
+
+
+@pytest.fixture(autouse=True)
+def writers_are_forked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Those of engine fastpersist-decoupled, for what such a process must import takes longer than most tests."""
+    if "fastpersist-decoupled" not in request.node.name:
+        yield
+        return
+    with forked_writers.installed():
+        yield
 
 
 @pytest.fixture

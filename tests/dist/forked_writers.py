@@ -2,7 +2,8 @@
 
 A rank of the zygote has imported all that this process needs, and that takes three seconds of a processor. What the
 process is given, what it does and how it ends is as ever. tests/unit/megatron/checkpointing/engines/
-test_fastpersist_process.py, tests/conformance and one training of test_engines_training.py begin it as users do.
+test_fastpersist_process.py, tests/conformance/test_engine_processes.py and one training of test_engines_training.py
+begin it as users do.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import NoReturn
 
@@ -27,6 +29,19 @@ def install() -> None:
     decoupled_engine.subprocess = SimpleNamespace(  # type: ignore[assignment]
         Popen=ForkedInterpreter, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
     )
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """`install` for the body. What is imported here need not be by each process."""
+    import deepspeed.runtime.model_checkpointing  # noqa: F401
+
+    before = decoupled_engine.subprocess
+    install()
+    try:
+        yield
+    finally:
+        decoupled_engine.subprocess = before
 
 
 class ForkedInterpreter:
