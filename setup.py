@@ -89,7 +89,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    python_requires=">=3.10,<3.14",  # training was run under 3.10 to 3.12: see docs/what_has_been_run.md
+    python_requires=">=3.10,<3.14",  # what was run under which: docs/what_has_been_run.md
     packages=PACKAGES,
     package_dir=PACKAGE_DIR,
     package_data={
