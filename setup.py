@@ -60,12 +60,13 @@ TRAIN = [
 TENSORBOARD = ["tensorboard>=2.15"]
 ENGINES = ["torchsnapshot==0.1.0"]
 S3 = ["botocore>=1.36"]  # --save s3://BUCKET/PREFIX
+S3TORCHCONNECTOR = [*S3, "s3torchconnector[dcp]>=1.5"]  # ckpt-replay --engine s3torchconnector
 CLIENTS = ["transformers>=5.0", "accelerate>=1.0"]  # trainers of others, which the tests of restart_trace.hooks trace
 DEV = [
     *TRAIN,
     *TENSORBOARD,
     *CLIENTS,
-    *S3,
+    *S3TORCHCONNECTOR,
     "moto>=5.1",  # an S3 server
     "flask>=3.0",  # which moto serves with
     "flask-cors>=5.0",
@@ -106,6 +107,7 @@ setup(
         "tensorboard": TENSORBOARD,
         "engines": ENGINES,
         "s3": S3,
+        "s3torchconnector": S3TORCHCONNECTOR,
         "clients": CLIENTS,
         "dev": DEV,
     },

@@ -10,7 +10,7 @@ from megatron.config.flags import FlagGroup, flag, flag_name
 from megatron.config.uris import is_uri, parse_uri
 
 # Those whose saves, loads and restarts are tested with object storage.
-_ENGINES_OF_OBJECT_STORAGE = ("torch", "lazy", "dcp", "dcp-async")
+ENGINES_OF_OBJECT_STORAGE = ("torch", "lazy", "dcp", "dcp-async")
 _OWN_IO = "its library does its own I/O, made for a file system"
 _NOT_OF_OBJECT_STORAGE = {
     "fastpersist": _OWN_IO,
@@ -223,9 +223,9 @@ class CheckpointConfig(FlagGroup):
         if not self.in_object_storage:
             return
         engine = self.checkpoint_engine
-        if engine not in _ENGINES_OF_OBJECT_STORAGE:
+        if engine not in ENGINES_OF_OBJECT_STORAGE:
             why = _NOT_OF_OBJECT_STORAGE.get(engine, "an engine of another package has not been tried there")
-            *names, last = _ENGINES_OF_OBJECT_STORAGE
+            *names, last = ENGINES_OF_OBJECT_STORAGE
             self.refuse(
                 "checkpoint_engine", f"does not save to object storage: {why}; use {', '.join(names)} or {last}"
             )

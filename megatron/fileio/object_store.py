@@ -27,6 +27,7 @@ from restart_trace.under_way import STORAGE, UnderWay
 
 INSTALL = "pip install 'megatron-restart[s3]'"
 MIB = 1 << 20
+LISTED = 1000  # keys in one answer, as stores have it
 _PART_BYTES = 8 * MIB  # of an upload or a ranged read; a store takes parts from 5 MiB on, but for the last
 _MAX_PARTS = 10_000  # of one upload
 _CHECK_S = 15.0
@@ -74,7 +75,7 @@ class Bucket:
     Raises ObjectStoreError if botocore is not installed. Every method raises ObjectStoreError naming object and fix.
     """
 
-    def __init__(self, name: str, *, deadline_s: float = 120.0, threads: int = 8, listed: int = 1000) -> None:
+    def __init__(self, name: str, *, deadline_s: float = 120.0, threads: int = 8, listed: int = LISTED) -> None:
         self.name = name
         self.traffic = Traffic()
         self._deadline_s = deadline_s
@@ -118,7 +119,7 @@ class Bucket:
         def read(answer: Mapping[str, Any], within_s: float) -> tuple[bytes, str]:
             if answer["ContentLength"] > limit:
                 raise ObjectStoreError(f"{self.uri(key)} has {answer['ContentLength']} bytes, more than {limit}")
-            return bytes(self._content(key, answer, answer["ContentLength"], within_s)), answer["ETag"]
+            return bytes(self._content(key, answer, answer["ContentLength"], within_s)), _etag_in(answer)
 
         return self._call("reading", key, "get_object", read, Key=key)
 
@@ -143,7 +144,7 @@ class Bucket:
     def _put(self, key: str, content: bytes, **conditions: Any) -> str:
         checksum = _base64(crc32(content))
         answer = self._call("writing", key, "put_object", Key=key, Body=content, ChecksumCRC32=checksum, **conditions)
-        return answer["ETag"]
+        return _etag_in(answer)
 
     def _etag_of(self, key: str, content: bytes) -> str | None:
         """The ETag if the object has this content: then an earlier request succeeded, and only its answer was lost."""
@@ -160,7 +161,7 @@ class Bucket:
     def head(self, key: str) -> ObjectInfo:
         """Raises ObjectMissingError if there is no such object."""
         answer = self._call("looking at", key, "head_object", Key=key)
-        return ObjectInfo(key, answer["ContentLength"], answer["ETag"], answer["LastModified"].timestamp())
+        return ObjectInfo(key, answer["ContentLength"], _etag_in(answer), answer["LastModified"].timestamp())
 
     def list(self, prefix: str, deadline_s: float | None = None) -> Iterator[ObjectInfo]:
         """The objects whose keys begin with `prefix`, in the order of their keys. `deadline_s`: if not the bucket's."""
@@ -170,7 +171,7 @@ class Bucket:
                 "listing", prefix, "list_objects_v2", Prefix=prefix, MaxKeys=self._listed, deadline_s=deadline_s, **more
             )
             for found in answer.get("Contents", ()):
-                yield ObjectInfo(found["Key"], found["Size"], found["ETag"], found["LastModified"].timestamp())
+                yield ObjectInfo(found["Key"], found["Size"], _etag_in(found), found["LastModified"].timestamp())
             if not answer.get("IsTruncated"):
                 return
             more = {"ContinuationToken": answer["NextContinuationToken"]}
@@ -245,7 +246,7 @@ class Bucket:
     def _complete(self, key: str, upload: str, parts: Sequence[Mapping[str, Any]], size: int) -> str:
         arguments = {"Key": key, "UploadId": upload, "MultipartUpload": {"Parts": parts}}
         try:
-            return self._call("finishing an upload to", key, "complete_multipart_upload", **arguments)["ETag"]
+            return _etag_in(self._call("finishing an upload to", key, "complete_multipart_upload", **arguments))
         except ObjectMissingError:
             # An earlier request has finished it, and the answer was lost. The key is nobody else's.
             found = self.head(key)
@@ -382,7 +383,7 @@ class Bucket:
         status = exc.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         if code in _THROTTLED or status == 429:
             return f"{status} {code}", True
-        if status >= 500 or code in _CONFLICT or code in ("RequestTimeout", "BadDigest"):
+        if (status >= 500 and status != 501) or code in _CONFLICT or code in ("RequestTimeout", "BadDigest"):
             return f"{status} {code}", False
         if code in _CHANGED or status == 412:
             raise ObjectChangedError(f"{self.uri(key)}: is not what it was, or is there already") from None
@@ -418,6 +419,8 @@ def _client(bucket: str, attempt_s: float, connections: int) -> tuple[Any, Any]:
         logging.getLogger(name).setLevel(logging.WARNING)
     # A bucket as part of a host name needs a name server that knows it, which other stores than AWS seldom have.
     own = any(os.environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"))
+    # The CRC-32 of a body is among the headers that are signed; a SHA-256 of it takes longer than sending it.
+    settings: dict[str, Any] = {"payload_signing_enabled": False} | ({"addressing_style": "path"} if own else {})
     config = botocore.config.Config(
         connect_timeout=attempt_s,
         read_timeout=attempt_s,
@@ -425,7 +428,7 @@ def _client(bucket: str, attempt_s: float, connections: int) -> tuple[Any, Any]:
         max_pool_connections=connections + 2,
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
-        s3={"addressing_style": "path"} if own else None,
+        s3=settings,
     )
     try:
         return botocore.exceptions, botocore.session.get_session().create_client("s3", config=config)
@@ -480,6 +483,16 @@ def _connection_words(exc: BaseException) -> str:
     return f"no answer from the store ({type(exc).__name__}); check AWS_ENDPOINT_URL and the network"
 
 
+def upload_requests(num_bytes: int) -> int:
+    """Requests for the upload of a file of so many bytes, if none has to be tried again."""
+    return 1 if num_bytes <= _PART_BYTES else len(_parts(num_bytes)) + 2
+
+
+def download_requests(num_bytes: int) -> int:
+    """Requests for the download of an object of so many bytes, if none has to be tried again."""
+    return len(_parts(num_bytes))
+
+
 def _parts(size: int) -> list[tuple[int, int, int]]:
     """(number from 1, first byte, byte after the last) of the parts of an object; none of an empty one."""
     length = max(_PART_BYTES, -(-size // _MAX_PARTS))
@@ -494,6 +507,12 @@ def _read(fd: int, start: int, length: int, path: Path) -> bytes:
             raise DamagedFileError(f"{path}: ends at byte {start + len(content)}, and was longer")
         content += more
     return content
+
+
+def _etag_in(answer: Mapping[str, Any]) -> str:
+    """In the quotes that belong to it; some stores leave them out in listings."""
+    etag = answer["ETag"]
+    return etag if etag.endswith('"') else f'"{etag}"'
 
 
 def _base64(crc: int) -> str:

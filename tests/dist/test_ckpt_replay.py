@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from megatron.fileio.object_store import Bucket
 from tests.dist.harness import ROOT, records, wait_for
+from tests.object_storage import BUCKET, environment_of, serving
 from tools.ckpt_replay.plan import STORAGE_KINDS
 from tools.common.machine import filesystem_of
 
@@ -132,6 +134,39 @@ def test_two_ranks_of_70b_with_two_engines(tmp_path: Path) -> None:
     assert {"lazy blocked_s", "lazy cold load", "lazy warm load, fresh process", "step time while flushing"} <= judged
     assert not list(target.iterdir()), "something was left"
     _check_trace(trace, repeats)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("s3torchconnector") is None, reason="s3torchconnector is not installed")
+def test_object_storage_beside_the_s3_connector(tmp_path: Path) -> None:
+    """Each rank an equal part; what every engine, ours and the connector, loads is what was saved."""
+    argv = [
+        "--model", "tiny", "--sharding", "full", "--dp", "4", "--ranks", "0-1", "--engine", "lazy,dcp,s3torchconnector",
+        "--repeat", "1", "--steps-between", "0", "--storage-cache", str(tmp_path / "node"), "--format", "json",
+        "--trace-dir", str(tmp_path / "trace"), "--dir", f"s3://{BUCKET}/replay",
+    ]  # fmt: skip
+    with serving() as server, environment_of(server.environment()):
+        done = subprocess.run(
+            [sys.executable, "-m", "tools.ckpt_replay", *argv], cwd=ROOT, capture_output=True, text=True, check=False,
+            timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert list(Bucket(BUCKET).list("replay/")) == [], "something was left"
+    found = json.loads(done.stdout)
+    assert found["sharding"] == "full" and len(set(found["bytes_of_ranks"])) == 1
+    for name, engine in found["engines"].items():
+        assert engine["verified"], name
+        assert engine["load_cold_s"] is not None and engine["load_warm_s"] is None
+        for operation in engine["operations"].values():
+            assert operation["throughput_MiBps"]["median"] > 0 and operation["processing_s"]["median"] > 0
+            assert operation["coordination_s"]["median"] < operation["duration_s"]["median"]
+            counted = name != "s3torchconnector"
+            assert (operation["requests"] is not None) == counted
+            assert operation["success_ratio"] == (1 if counted else None)
+    # A file and a manifest for each of two ranks: what ckpt-plan says, the listings and the look at `latest`.
+    assert found["engines"]["lazy"]["operations"]["save"]["requests"] >= 4
+    spans = [record for record in records(tmp_path / "trace") if record["type"] == "span"]
+    assert {"upload", "download"} <= {span.get("detail") for span in spans}
+    assert not list((tmp_path / "node").glob("*")), "something was left"
 
 
 def _check_trace(trace: Path, repeats: int) -> None:

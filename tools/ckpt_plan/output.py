@@ -6,6 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from megatron.config.checkpoint import ENGINES_OF_OBJECT_STORAGE
+from megatron.fileio.object_store import LISTED, download_requests, upload_requests
+
 from ..common.formatting import size
 from ..common.tables import text_table
 from .kinds import KINDS
@@ -33,11 +36,28 @@ def to_json(plan: Plan, needs: RunNeeds | None = None) -> str:
         "bytes_by_kind": plan.by_kind,
         "per_rank": [_rank(rank) for rank in plan.ranks],
         "commit_files": [_file(file) for file in plan.commit_files],
+        "object_storage_requests": requests(plan),
         "notes": notes(plan),
     }
     if needs is not None:
         content["run"] = to_dict(needs)
     return json.dumps(content) + "\n"
+
+
+def requests(plan: Plan) -> dict[str, int] | None:
+    """Requests of a save to object storage and of a load from it; None of an engine that does not go there.
+
+    `save_put`: PutObject, UploadPart, and what begins and finishes an upload; `save_list`: the listing by which rank 0
+    compares; `load_get`: GetObject, where one node needs each file. docs/object_storage.md has what else there is.
+    """
+    if plan.engine not in ENGINES_OF_OBJECT_STORAGE:
+        return None
+    sizes = [file.num_bytes for file in plan.files]
+    return {
+        "save_put": sum(map(upload_requests, sizes)) + 2,  # manifest.json and latest
+        "save_list": -(-len(sizes) // LISTED),
+        "load_get": sum(map(download_requests, sizes)) + 2,
+    }
 
 
 def _file(file: PlannedFile) -> dict[str, Any]:
@@ -96,6 +116,11 @@ def render(plan: Plan, needs: RunNeeds | None, with_files: bool) -> str:
     if plan.commit_files:
         lines += ["written by rank 0 when it commits the first checkpoint of a run, not counted above:"]
         lines += _file_lines(plan.commit_files, heading=False)
+    if (count := requests(plan)) is not None:
+        lines.append(
+            f"to object storage: {count['save_put']} PUT and POST for a save, {count['save_list']} LIST; from there "
+            f"{count['load_get']} GET for a load, where one node needs each file"
+        )
     lines += [f"note: {note}" for note in notes(plan)]
     return "\n".join(lines) + "\n" + ("" if needs is None else render_needs(needs))
 

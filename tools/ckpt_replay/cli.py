@@ -20,6 +20,8 @@ from typing import Any
 
 from megatron.checkpointing.engines.errors import EngineUnavailableError, UnknownEngineError
 from megatron.config import ConfigError
+from megatron.config.uris import ObjectUri, Place, below
+from megatron.fileio.store_errors import ObjectStoreError
 from restart_trace.cycles import launch_key
 
 from ..common.cli import COULD_NOT_RUN, FINDINGS, OK, write_stdout
@@ -28,7 +30,8 @@ from .answer import sentence
 from .figures import analyse
 from .launch import TaskError, crew_of
 from .options import ALL, TARGETS, parse_arguments, request_from
-from .plan import ReplayError, Request
+from .places import check_writable, remove
+from .plan import ReplayError, Request, place_of
 from .replay import Replay
 from .striping import check_striping, set_striping
 from .table import render
@@ -50,7 +53,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.output is not None:
             arguments.output.write_text(text + "\n")
         write_stdout((text if arguments.format == "json" else render(figures, show_all=arguments.all)) + "\n")
-    except (ReplayError, ConfigError, UnknownEngineError, EngineUnavailableError, TaskError, OSError) as exc:
+    except (
+        ReplayError,
+        ConfigError,
+        UnknownEngineError,
+        EngineUnavailableError,
+        TaskError,
+        ObjectStoreError,
+        OSError,
+    ) as exc:
         print(f"ckpt-replay: {str(exc).replace('--checkpoint-engine', '--engine')}", file=sys.stderr)
         return COULD_NOT_RUN
     return FINDINGS if any(found["failed"] for found in figures["engines"].values()) else OK
@@ -69,7 +80,7 @@ def _replay(arguments: argparse.Namespace) -> dict[str, Any] | None:
         check_striping(request.striping, Path(request.directory))
     # The directory is left after the crew: what its processes write until they end is removed, too.
     with (
-        _own_directory(Path(request.directory), name, 0 in mine and not request.keep) as place,
+        _own_place(place_of(request.directory), name, 0 in mine and not request.keep) as place,
         tempfile.TemporaryDirectory(prefix="ckpt_replay_notes_") as notes,
         crew_of(mine, world_size, launched, Path(notes)) as crew,
     ):
@@ -77,10 +88,9 @@ def _replay(arguments: argparse.Namespace) -> dict[str, Any] | None:
         left_out = prepared["problems"]
         request = _settled(request, prepared, explicit=arguments.engine != ALL)
         if crew.leads:
-            place.mkdir()
-            if request.striping is not None:
-                set_striping(request.striping, place)
-        before = machine() | {"filesystem": filesystem_of(place)}
+            _make(place, request)
+        kind = filesystem_of(place) if isinstance(place, Path) else _store_of()
+        before = machine() | {"filesystem": kind}
         samples = Replay(request, crew, place, f"{key}/{name}", _report if crew.leads else _ignore).run()
     if not crew.leads:
         return None
@@ -109,7 +119,7 @@ def _settled(request: Request, prepared: dict[str, Any], *, explicit: bool) -> R
 
 
 def _check_directories(request: Request) -> None:
-    """Make --dir and --trace-dir if they are not there, in a directory that is.
+    """Make --dir and --trace-dir if they are not there, in a directory that is; look whether a bucket can be written.
 
     Raises ReplayError if one cannot be written, or its parent does not exist, as with a mistyped path.
     """
@@ -117,7 +127,12 @@ def _check_directories(request: Request) -> None:
         if name is None:
             continue
         if "://" in str(name):
-            raise ReplayError(f"{flag} {name}: the replay does not save to object storage; give a directory")
+            if flag != "--dir":
+                raise ReplayError(f"{flag} {name}: a trace is written to files; give a directory")
+            uri = place_of(request.directory)
+            assert isinstance(uri, ObjectUri)
+            check_writable(uri)
+            continue
         try:
             if not Path(name).parent.is_dir():
                 raise ReplayError(
@@ -133,6 +148,8 @@ def _check_directories(request: Request) -> None:
 def _check_room(request: Request, largest: int) -> None:
     """Raises ReplayError if --dir has less room than what lies there at once, naming both."""
     ranks, directory = len(request.share.ranks), request.directory
+    if request.in_object_storage:
+        return
     checkpoint = int(largest * ranks * _ROOM) + _ROOM_BYTES
     kept = checkpoint * len(request.engines) if request.keep else checkpoint
     needed = max(kept, request.storage_bytes * ranks if request.measure_storage else 0)
@@ -145,14 +162,27 @@ def _check_room(request: Request, largest: int) -> None:
 
 
 @contextlib.contextmanager
-def _own_directory(parent: Path, name: str, removed: bool) -> Iterator[Path]:
-    """The path of this replay's own directory below `parent`; what is there at the end is `removed`."""
-    place = parent / f"ckpt_replay_{name}"
+def _own_place(parent: Place, name: str, removed: bool) -> Iterator[Place]:
+    """This replay's own directory, or prefix, below `parent`; what is there at the end is `removed`."""
+    place = below(parent, f"ckpt_replay_{name}")
     try:
         yield place
     finally:
         if removed:
-            shutil.rmtree(place, ignore_errors=True)
+            remove(place)
+
+
+def _make(place: Place, request: Request) -> None:
+    if isinstance(place, Path):
+        place.mkdir()
+        if request.striping is not None:
+            set_striping(request.striping, place)
+
+
+def _store_of() -> str:
+    """Which object storage, in words; a bucket's is no file system."""
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    return f"object storage at {endpoint}" if endpoint else "Amazon S3"
 
 
 def _report(text: str) -> None:

@@ -14,16 +14,19 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from megatron.checkpointing import naming as names
 from megatron.checkpointing.engines.base import CheckpointEngine
 from megatron.checkpointing.engines.options import engine_options
 from megatron.checkpointing.engines.registry import create_engine
 from megatron.config import CheckpointConfig
+from megatron.config.uris import Place
 from megatron.parallel.control_plane import ControlPlane, control_planes
 from megatron.parallel.topology import Layout
 from restart_trace.process import RankIdentity, open_rank_trace
 from restart_trace.recorder import Recorder
 
-from .plan import RAW, Request, Task, state_file
+from .connector import Connector
+from .plan import CONNECTOR, LOAD, RAW, Request, Task, checkpoint_flags, state_file
 from .raw_engine import RawEngine
 from .shares import Planned
 
@@ -54,6 +57,22 @@ class RankContext:
             raise ValueError(f"task {self.task.kind} has no engine")
         return self.task.engine
 
+    @property
+    def place(self) -> Place:
+        """Where the checkpoints of this task are."""
+        return self.task.place
+
+    @property
+    def flags(self) -> CheckpointConfig:
+        """As a training's that saves there."""
+        return checkpoint_flags(self.task.directory, self.request.options)
+
+    @property
+    def last_step(self) -> int:
+        """Of the checkpoint that the saves before this task have left."""
+        repeats = 0 if self.request.operations == LOAD else self.task.repeat
+        return (repeats + 1) * (self.request.warmup_saves + 1)
+
     def wait_for_all(self) -> None:
         self.control.agree(None)
 
@@ -65,12 +84,14 @@ class RankContext:
         """This rank's state with meta tensors, as it was planned before."""
         return torch.load(state_file(self.task.notes, self.process), weights_only=False)
 
-    def create_engine(self) -> CheckpointEngine:
-        """The engine of this task, as the trainer makes it."""
-        flags, minutes = CheckpointConfig(**self.request.options), _TIMEOUT.total_seconds() / 60
-        options = engine_options(flags, self.process, minutes)
-        if self.engine_name in RAW:
-            engine: CheckpointEngine = RawEngine(options, self.engine_name, self._gathered)
+    def create_engine(self) -> CheckpointEngine | Connector:
+        """The engine of this task, as the trainer makes it, or what is in its place."""
+        options = engine_options(self.flags, self.process, _TIMEOUT.total_seconds() / 60)
+        engine: CheckpointEngine | Connector
+        if self.engine_name == CONNECTOR:
+            engine = Connector(options, self.process, self.recorder)
+        elif self.engine_name in RAW:
+            engine = RawEngine(options, self.engine_name, self._gathered)
         else:
             engine = create_engine(self.engine_name, options)
         self.recorder.write(
@@ -101,7 +122,7 @@ def joined(task: Task) -> Iterator[RankContext]:
     layout = Layout(*request.share.layout)
     identity = RankIdentity(process, world_size, local_rank, layout.coordinates(rank), request.share.layout)
     traced = request.trace_dir is not None and task.engine is not None and task.measured
-    recorder, cycle = open_rank_trace(
+    recorder, _ = open_rank_trace(
         Path(request.trace_dir) if request.trace_dir and traced else None,
         identity,
         dict(os.environ) | {"RESTART_TRACE_LAUNCH_ID": task.launch_id},
@@ -118,7 +139,7 @@ def joined(task: Task) -> Iterator[RankContext]:
         control=control,
         commit_control=commit_control,
         recorder=recorder,
-        attempt=f"{cycle:03d}_{task.index}",
+        attempt=names.attempt_of(task.index),
     )
     yield ctx  # if it raises, the process ends, and the others notice by their connections
     recorder.close()

@@ -52,7 +52,9 @@ def analyse(request: Request, samples: Samples, left_out: dict[str, str], machin
         "engines": {name: engine_figures(samples, name, total, request.operations) for name in request.engines},
         "left_out": left_out,
         "storage": storage_figures(samples),
-        "samples": {"engines": samples.engines, "storage": samples.storage},
+        "sharding": "full" if request.share.fully_sharded else "zero1",
+        "in_object_storage": request.in_object_storage,
+        "samples": {"engines": samples.engines, "storage": samples.storage, "tasks_s": samples.tasks_s},
     }
 
 
@@ -79,6 +81,7 @@ def engine_figures(samples: Samples, name: str, total_bytes: int, operations: st
     cold = _loads(kinds.get(LOAD_COLD, []), COLD, again=False)
     warm = _loads(kinds.get(LOAD_WARM, []), WARM, again=False)
     durable = of_saves("durable_s")
+    moving = of_saves("moving_s")
     first = saves[0][0] if saves else {}
     return {
         "blocked_s": of_saves("blocked_s"),
@@ -102,9 +105,58 @@ def engine_figures(samples: Samples, name: str, total_bytes: int, operations: st
         "engine_used": first.get("engine_used"),
         "asynchronous": first.get("asynchronous"),
         "verified": bool(kinds.get(LOAD_WARM) or kinds.get(LOAD_COLD)) and name not in samples.failed,
+        "operations": _operations(samples, name, total_bytes, {SAVE: (durable, moving), LOAD_COLD: _cold(kinds)}),
         "not_measured": _not_measured(kinds),
         "failed": samples.failed.get(name),
     }
+
+
+def _cold(kinds: dict[str, list[Ranks]]) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """(seconds of cold loads, those in which the bytes were on their way)."""
+    found = (summary(_loads(kinds.get(LOAD_COLD, []), COLD, again=False, field=f)) for f in ("load_s", "moving_s"))
+    return next(found), next(found)
+
+
+def _operations(
+    samples: Samples,
+    name: str,
+    total_bytes: int,
+    durations: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None]],
+) -> dict[str, Any]:
+    """Of saves and cold loads what the benchmark of the S3 connector for PyTorch tells, and what it leaves out.
+
+    MiB/s: bytes of all ranks' tensors over the duration. Durations are without set-up, `processing_s` with it, and
+    a save's with its warm-up. Requests: of all ranks; `success_ratio` is that of those that need not be tried again.
+    `coordination_s`: the duration less the longest time in which a rank's own bytes were on their way.
+    """
+    found: dict[str, Any] = {}
+    for kind, (duration, moving) in durations.items():
+        if duration is None or moving is None:
+            continue
+        seconds, counts = duration["samples"], _requests(samples.engines[name].get(kind, []), kind)
+        sent = sum(requests for requests, _ in counts) if counts else None
+        failed = sum(retries for _, retries in counts)
+        found["save" if kind == SAVE else "load"] = {
+            "throughput_MiBps": summary([total_bytes / 2**20 / took for took in seconds]),
+            "duration_s": duration,
+            "processing_s": summary(samples.tasks_s.get(name, {}).get(kind, [])),
+            "coordination_s": summary([took - own for took, own in zip(seconds, moving["samples"], strict=True)]),
+            "requests": sent / len(counts) if sent is not None else None,
+            "requests_per_s": sent / sum(seconds) if sent is not None else None,
+            "success_ratio": 1 - failed / sent if sent else None,
+        }
+    return found
+
+
+def _requests(repeats: list[Ranks], kind: str) -> list[tuple[int, int]]:
+    """(requests, retries) of all ranks in each repeat; none where they are not counted."""
+    found = []
+    for ranks in repeats:
+        mine = [rank["saves"][-1] if kind == SAVE else rank["loads"][0] for rank in ranks if rank.get("loads") != []]
+        if not mine or any(one["requests"] is None for one in mine):
+            return []
+        found.append((sum(one["requests"] for one in mine), sum(one["retries"] for one in mine)))
+    return found
 
 
 def _save(rank: dict[str, Any], warmup: bool) -> dict[str, Any] | None:

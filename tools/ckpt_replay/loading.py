@@ -8,22 +8,26 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import torch
 
+from megatron.checkpointing import naming as names
 from megatron.checkpointing.commit import Manifest
 from megatron.checkpointing.engines.base import CheckpointEngine, FileState, SavedCheckpoint
 from megatron.checkpointing.manifest import read_latest
+from megatron.config.uris import ObjectUri
+from megatron.fileio.object_store import Traffic
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
 
 from ..common import page_cache
 from ..common.tensor_trees import map_tensors
 from . import memory
+from .connector import Connector
 from .context import RankContext
-from .plan import LOAD_COLD, fingerprint_file
+from .plan import LOAD_COLD, ReplayError, fingerprint_file
 from .shares import tensor_bytes
 from .tensors import alter, check_restored, live_before_load
 
@@ -46,6 +50,10 @@ class LoadSample:
     storage_read_bytes: int | None
     # Beyond what the process held before, which includes weights and masters that are loaded into.
     peak_rss_bytes: int
+    # As of a save: in which this rank's bytes were on their way, and requests to object storage.
+    moving_s: float
+    requests: int | None = None
+    retries: int | None = None
 
 
 def run_loads(ctx: RankContext) -> dict[str, Any]:
@@ -54,12 +62,16 @@ def run_loads(ctx: RankContext) -> dict[str, Any]:
     Raises ReplayError if what is restored differs.
     """
     cold = ctx.task.kind == LOAD_COLD
-    directory = Path(ctx.task.directory) / (read_latest(Path(ctx.task.directory)) or "")
     planned = ctx.planned().files
+    if isinstance(ctx.place, ObjectUri):
+        return _run_stored_loads(ctx, ctx.place, planned)
+    directory = ctx.place / (read_latest(ctx.place) or "")
     paths = page_cache.files_below(directory)
     if not cold and (reason := _no_room_to_be_warm(ctx, paths, tensor_bytes(planned))):
         return {"loads": [], "skipped": reason}
-    loader = _Loader(ctx, ctx.create_engine(), directory, planned)
+    engine = ctx.create_engine()
+    assert isinstance(engine, CheckpointEngine)
+    loader = _Loader(ctx, engine, _Files(directory, engine), planned)
     samples = []
     for again in (False,) if cold else (False, True):
         ctx.wait_for_all()
@@ -68,7 +80,22 @@ def run_loads(ctx: RankContext) -> dict[str, Any]:
             share = page_cache.drop(paths)
         ctx.wait_for_all()
         samples.append(loader.load(again, share))
-    loader.engine.close()
+    engine.close()
+    return {"loads": [asdict(sample) for sample in samples], "skipped": None}
+
+
+def _run_stored_loads(ctx: RankContext, uri: ObjectUri, planned: list[FileState]) -> dict[str, Any]:
+    """As run_loads, once: nothing of the checkpoint is on this node, and what the store has in memory is not known."""
+    engine = ctx.create_engine()
+    source = (
+        _Stored(ctx, uri, engine) if isinstance(engine, CheckpointEngine) else _ByConnector(ctx, uri, engine, planned)
+    )
+    loader = _Loader(ctx, engine, source, planned)
+    ctx.wait_for_all()
+    samples = [loader.load(False, 0.0)]
+    ctx.wait_for_all()
+    source.close()
+    engine.close()
     return {"loads": [asdict(sample) for sample in samples], "skipped": None}
 
 
@@ -84,34 +111,124 @@ def _no_room_to_be_warm(ctx: RankContext, paths: list[Path], state_bytes: int) -
     return failed[0][1] if failed else None
 
 
-class _Loader:
-    def __init__(self, ctx: RankContext, engine: CheckpointEngine, directory: Path, planned: list[FileState]) -> None:
-        self.engine = engine
-        self._ctx = ctx
+class _Source(Protocol):
+    """Where a checkpoint is. `name`: for messages; `traffic`: of object storage, where it is counted."""
+
+    name: str
+    traffic: Traffic | None
+
+    def load(self, live: list[FileState], op: Operation) -> tuple[dict[str, Any], int]:
+        """(the states, ns in which this rank's bytes were on their way)."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class _Files:
+    """A checkpoint in a directory."""
+
+    traffic: Traffic | None = None
+
+    def __init__(self, directory: Path, engine: CheckpointEngine) -> None:
+        self.name = str(directory)
+        self._engine = engine
         self._directory = directory
+        self._manifest = Manifest.of(directory)
+
+    def load(self, live: list[FileState], op: Operation) -> tuple[dict[str, Any], int]:
+        op.label(tag=self._manifest.tag, step=self._manifest.step)
+        begun = now_ns()
+        states = self._engine.load_into(live, SavedCheckpoint(self._directory, self._manifest.files), op)
+        return states, now_ns() - begun
+
+    def close(self) -> None:
+        return None
+
+
+class _Stored:
+    """The newest checkpoint below a prefix, found and fetched as a training does it, without what resharding needs."""
+
+    def __init__(self, ctx: RankContext, uri: ObjectUri, engine: CheckpointEngine) -> None:
+        from megatron.checkpointing.object_storage.checkpoints import NodeFiles, open_checkpoints
+
+        self.name = str(uri)
+        self._ctx = ctx
+        self._engine = engine
+        self._checkpoints = open_checkpoints("--dir", str(uri), ctx.flags)
+        self._files = NodeFiles(self._checkpoints)
+        self.traffic: Traffic | None = self._checkpoints.bucket.traffic
+
+    def load(self, live: list[FileState], op: Operation) -> tuple[dict[str, Any], int]:
+        with op.span("discover"):
+            found = self._checkpoints.newest_manifest(None) if self._ctx.process == 0 else None
+        with op.span("barrier"):
+            found = self._ctx.control.broadcast(found)
+        if found is None or found.manifest is None:
+            raise ReplayError(f"{self.name}: has no complete checkpoint, though one was saved there")
+        candidate = self._files.on_this_node(found)
+        op.label(tag=candidate.tag, step=candidate.step)
+        begun = now_ns()
+        checkpoint = SavedCheckpoint(candidate.directory, found.manifest.files)
+        wanted = dict.fromkeys(saved.name for file in live for saved in checkpoint.holding(file.name))
+        self._files(candidate, wanted, op)
+        states = self._engine.load_into(live, checkpoint, op)
+        return states, now_ns() - begun
+
+    def close(self) -> None:
+        self._files.leave()
+
+
+class _ByConnector:
+    """The checkpoint that this task's saves have left, by the connector; DCP itself looks for none."""
+
+    traffic: Traffic | None = None
+
+    def __init__(self, ctx: RankContext, uri: ObjectUri, connector: Connector, planned: list[FileState]) -> None:
+        self._step = ctx.last_step
+        self._uri = ObjectUri(uri.bucket, uri.key(names.tag_of(self._step)))
+        self.name = str(self._uri)
+        self._connector = connector
+        self._planned = planned
+
+    def load(self, live: list[FileState], op: Operation) -> tuple[dict[str, Any], int]:
+        op.label(tag=names.tag_of(self._step), step=self._step)
+        begun = now_ns()
+        states, moving = self._connector.load_into(live, self._planned, self._uri)
+        op.add("load", "read", begun, now_ns())
+        return states, moving
+
+    def close(self) -> None:
+        return None
+
+
+class _Loader:
+    def __init__(
+        self, ctx: RankContext, engine: CheckpointEngine | Connector, source: _Source, planned: list[FileState]
+    ) -> None:
+        self._ctx = ctx
+        self._source = source
+        self._engine_class = type(engine).__name__
         self._live = [FileState(file.name, {}) for file in planned]
         if engine.loads_in_place:
             self._live = live_before_load(planned, seed=1_000_003 + ctx.rank, device=ctx.device)
-        self._manifest = Manifest.of(directory)
 
     def load(self, again: bool, share: float | None) -> LoadSample:
         """Load once, timed; then verify and let go of it, not timed."""
         before = memory.resident_memory()
-        manifest, name = self._manifest, type(self.engine).__name__
+        traffic = self._source.traffic
+        sent = (0, 0) if traffic is None else (traffic.requests, traffic.retries)
         read_before = _storage_read()
-        with (
-            memory.PeakMemory() as peak,
-            self._ctx.recorder.operation("load", tag=manifest.tag, step=manifest.step, engine=name) as op,
-        ):
+        with memory.PeakMemory() as peak, self._ctx.recorder.operation("load", engine=self._engine_class) as op:
             start = now_ns()
-            states = self.engine.load_into(self._live, SavedCheckpoint(self._directory, self._manifest.files), op)
+            states, moving = self._source.load(self._live, op)
             if self._ctx.device.type != "cpu":
                 states = self._to_device(states, op)
             end = now_ns()
         read_after = _storage_read()
         read = None if read_before is None or read_after is None else read_after - read_before
+        requests, retries = (None, None) if traffic is None else (traffic.requests - sent[0], traffic.retries - sent[1])
         saved = json.loads(fingerprint_file(self._ctx.task.notes, self._ctx.process).read_text())
-        check_restored(states, saved, self._directory)
+        check_restored(states, saved, self._source.name)
         written = now_ns()
         alter([FileState(name, state) for name, state in states.items()])
         first_write = now_ns() - written
@@ -125,6 +242,9 @@ class _Loader:
             resident_share=share,
             storage_read_bytes=read,
             peak_rss_bytes=max(0, peak.own_bytes - before),
+            moving_s=moving / 1e9,
+            requests=requests,
+            retries=retries,
         )
 
     def _to_device(self, states: dict[str, Any], op: Operation) -> dict[str, Any]:

@@ -13,12 +13,24 @@ from typing import Any
 from megatron.checkpointing.engines.registry import check_engine_name, engine_names
 from megatron.config import CheckpointConfig
 from megatron.config.flags import spec_of
+from megatron.config.uris import is_uri
 from megatron.fileio.host_memory import available_memory
 from megatron.parallel.topology import Layout
 
 from ..ckpt_plan.presets import preset_layout
 from ..common.cli import make_parser, parse_bytes, parse_rank_ranges, require_at_least
-from .plan import OPERATIONS, RAW, SAVE_AND_LOAD, ReplayError, Request, Share, Steps, Striping
+from .plan import (
+    CONNECTOR,
+    OPERATIONS,
+    RAW,
+    SAVE_AND_LOAD,
+    ReplayError,
+    Request,
+    Share,
+    Steps,
+    Striping,
+    checkpoint_flags,
+)
 
 ALL = "all"
 FIT = "fit"
@@ -26,7 +38,8 @@ _LEAST_FITTING = 1 << 20
 _FITTING_SHARE = 0.8  # of what is free: others use the machine, too
 TARGETS = "benchmarks.engine_targets.targets"  # gives judge()
 _IO_FLAGS = ("host_cache_size", "io_threads", "io_block_size", "direct_io")
-_ENGINE_FLAGS = (*_IO_FLAGS, "checksum", "checkpoint_durability", "verify_checkpoint")
+_STORE_FLAGS = ("storage_cache", "storage_deadline")
+_ENGINE_FLAGS = (*_IO_FLAGS, "checksum", "checkpoint_durability", "verify_checkpoint", *_STORE_FLAGS)
 
 _DESCRIPTION = "Write and read what chosen ranks of a model would, with the real engines, beside the storage."
 _EPILOG = """\
@@ -39,6 +52,8 @@ examples:
       one rank at full size
   torchrun --nnodes 4 --nproc-per-node 8 ... -m tools.ckpt_replay --model 70b --tp 8 --pp 4 --engine all --dir /shared
       every rank of a layout, on as many nodes; DIR must be seen by all
+  %(prog)s --model llama7b --sharding full --dp 8 --ranks 0-3 --engine lazy,s3torchconnector --dir s3://bucket/replay
+      object storage, beside the S3 connector for PyTorch: the table of its benchmark
   bash examples_deepspeed/restart_bench/engine_targets.sh
       the whole table of performance targets
 
@@ -96,6 +111,8 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument("--tp", type=int, metavar="N", help="tensor-parallel size (default: as the preset's script)")
     what.add_argument("--pp", type=int, metavar="N", help="pipeline-parallel size (default: as the preset's script)")
     what.add_argument("--dp", type=int, default=1, metavar="N", help="data-parallel size (default: 1)")
+    help_ = "zero1: as training saves; full: as torch's FSDP, each of --dp ranks an equal part (default: zero1)"
+    what.add_argument("--sharding", choices=("zero1", "full"), default="zero1", help=help_)
     what.add_argument(
         "--ranks", type=parse_ranks, metavar="A-B,...", help="ranks of that layout (default: 0; under torchrun all)"
     )
@@ -107,7 +124,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--small-tensor-bytes", type=parse_bytes, default="16KiB", metavar="SIZE", help="(default: 16KiB)"
     )
     how = parser.add_argument_group("how")
-    help_ = f"engines (default: all that can run here); or {', '.join(RAW)}: the bytes alone, in so many files"
+    help_ = (
+        f"engines (default: all that can run here); or {', '.join(RAW)}: the bytes alone, in so many files; or "
+        f"{CONNECTOR}: the S3 connector for PyTorch under DCP"
+    )
     how.add_argument("--engine", default=ALL, metavar="NAME,...", help=help_)
     help_ = "what is measured; load: of one checkpoint that each engine saves first (default: save_and_load)"
     how.add_argument("--operations", choices=OPERATIONS, default=SAVE_AND_LOAD, help=help_)
@@ -115,7 +135,7 @@ def build_parser() -> argparse.ArgumentParser:
     how.add_argument("--striping", type=_striping, metavar="N[xSIZE]", help=help_)
     help_ = "what sets it, with {count}, {size} and {directory} in it (default: that of Lustre or BeeGFS)"
     how.add_argument("--stripe-command", metavar="COMMAND", help=help_)
-    how.add_argument("--dir", type=Path, required=True, metavar="DIR", help="where to write")
+    how.add_argument("--dir", required=True, metavar="DIR", help="where to write, or s3://BUCKET/PREFIX")
     how.add_argument("--repeat", type=int, default=4, metavar="N", help="4 are enough for a test (default: 4)")
     help_ = "also load with the page cache dropped (default: --cold)"
     how.add_argument("--cold", action=argparse.BooleanOptionalAction, default=True, help=help_)
@@ -165,6 +185,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     require_at_least(parser, arguments, 0, "warmup_saves")
     if arguments.steps_between < 0 or arguments.step_seconds <= 0:
         parser.error("--steps-between must be at least 0 and --step-seconds above 0")
+    if is_uri(arguments.dir):
+        _check_uri(parser, arguments)
+    if arguments.sharding == "full" and (
+        arguments.small_tensors is not None or (arguments.tp or 1) * (arguments.pp or 1) > 1
+    ):
+        parser.error("--sharding full: the ranks of --dp share a --model equally, without --tp and --pp; drop those")
     if arguments.stripe_command is not None and arguments.striping is None:
         parser.error(f"--stripe-command {arguments.stripe_command}: sets what --striping says; give that, too")
     if arguments.no_verdict and arguments.format != "json":
@@ -174,14 +200,24 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def chosen_engines(text: str) -> tuple[str, ...]:
+def _check_uri(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Exits with status 2 if a flag has no meaning for a --dir in object storage."""
+    of_directories = {
+        "--no-cold": not arguments.cold, "--striping": arguments.striping is not None,
+        "--limit-bytes fit": arguments.limit_bytes == FIT, "--storage-bytes": arguments.storage_bytes is not None,
+    }  # fmt: skip
+    for flag in (flag for flag, given in of_directories.items() if given):
+        parser.error(f"{flag}: is for directories, and --dir {arguments.dir} is in object storage; drop it")
+
+
+def chosen_engines(text: str, in_object_storage: bool = False) -> tuple[str, ...]:
     """Names in the value of --engine. Raises UnknownEngineError, EngineUnavailableError and ReplayError."""
     if text == ALL:
-        return tuple(engine_names())
+        return (*engine_names(), *((CONNECTOR,) if in_object_storage else ()))
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not names:
         raise ReplayError(f"--engine {text!r}: names no engine; there are: {', '.join(engine_names())}")
-    for name in (name for name in names if name not in RAW):
+    for name in (name for name in names if name not in (CONNECTOR, *RAW)):
         check_engine_name(name)
     return names
 
@@ -189,7 +225,7 @@ def chosen_engines(text: str) -> tuple[str, ...]:
 def _layout(arguments: argparse.Namespace) -> Layout:
     """As asked for; without --tp and --pp that of the preset's script with the fewest ranks. Raises ConfigError."""
     tp, pp = arguments.tp, arguments.pp
-    if tp is None and pp is None and arguments.model is not None:
+    if tp is None and pp is None and arguments.model is not None and arguments.sharding != "full":
         tp, pp = preset_layout(arguments.model)
     return Layout(tp or 1, pp or 1, arguments.dp)
 
@@ -208,8 +244,9 @@ def request_from(arguments: argparse.Namespace, world_size: int | None) -> Reque
     if outside:
         raise ReplayError(f"--ranks: rank {outside[0]} is outside the layout {layout} of {layout.world_size} ranks")
     options = {name: getattr(arguments, name) for name in _ENGINE_FLAGS}
-    CheckpointConfig(**options)  # checks the values
-    limit = fitting_bytes(arguments.dir, len(ranks)) if arguments.limit_bytes == FIT else arguments.limit_bytes
+    stored = is_uri(arguments.dir)
+    checkpoint_flags(arguments.dir, options)  # checks the values
+    limit = fitting_bytes(Path(arguments.dir), len(ranks)) if arguments.limit_bytes == FIT else arguments.limit_bytes
     share = Share(
         model=arguments.model,
         layout=(layout.tp, layout.pp, layout.dp),
@@ -218,6 +255,7 @@ def request_from(arguments: argparse.Namespace, world_size: int | None) -> Reque
         small_tensors=arguments.small_tensors,
         small_tensor_bytes=arguments.small_tensor_bytes,
         vocab_size=arguments.vocab_size,
+        fully_sharded=arguments.sharding == "full",
     )
     striping = arguments.striping
     if striping is not None:
@@ -225,14 +263,14 @@ def request_from(arguments: argparse.Namespace, world_size: int | None) -> Reque
     trace_dir = arguments.trace_dir.resolve() if arguments.trace_dir else None
     return Request(
         share=share,
-        engines=chosen_engines(arguments.engine),
-        directory=str(arguments.dir.resolve()),
+        engines=chosen_engines(arguments.engine, stored),
+        directory=arguments.dir if stored else str(Path(arguments.dir).resolve()),
         repeat=arguments.repeat,
         cold=arguments.cold,
         warmup_saves=arguments.warmup_saves,
         steps=Steps(arguments.steps_between, arguments.step_seconds, arguments.step_work),
         options=options,
-        measure_storage=not arguments.no_storage,
+        measure_storage=not (arguments.no_storage or stored),
         storage_bytes=arguments.storage_bytes or 0,
         keep=arguments.keep,
         trace_dir=str(trace_dir) if trace_dir else None,

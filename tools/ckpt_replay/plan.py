@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from megatron.config import CheckpointConfig
+from megatron.config.uris import Place, is_uri, parse_uri
 
 SAVE, LOAD_COLD, LOAD_WARM, STORAGE = "save", "load_cold", "load_warm", "storage"
 
@@ -19,6 +23,9 @@ RAW = {
     RAW_HOST: "the state's bytes alone, one file for each host",
     RAW_ALL: "the state's bytes alone, one file in all",
 }
+
+# The checkpoints of the S3 connector for PyTorch, in place of an engine (connector.py): in object storage alone.
+CONNECTOR = "s3torchconnector"
 
 # What is measured of the storage itself: kind -> (threads, block in MiB), each with each. The kernel cuts buffered
 # transfers as it likes, so their block size says little.
@@ -51,6 +58,7 @@ class Share:
     small_tensors: int | None = None  # this many tensors of `small_tensor_bytes` instead of a model's
     small_tensor_bytes: int = 16 << 10
     vocab_size: int | None = None  # None: the preset's
+    fully_sharded: bool = False  # each of `dp` ranks holds an equal part of everything, as under torch's FSDP
 
 
 @dataclass(frozen=True)
@@ -95,6 +103,10 @@ class Request:
     operations: str = SAVE_AND_LOAD
     striping: Striping | None = None
 
+    @property
+    def in_object_storage(self) -> bool:
+        return is_uri(self.directory)
+
 
 @dataclass(frozen=True)
 class Task:
@@ -111,6 +123,11 @@ class Task:
     request: Request
     measured: bool = True  # False: no trace of it is left
 
+    @property
+    def place(self) -> Place:
+        """`directory` as what it is."""
+        return place_of(self.directory)
+
 
 @dataclass(frozen=True)
 class Preparation:
@@ -119,6 +136,18 @@ class Preparation:
     request: Request
     notes: Path
     processes: tuple[int, ...]
+
+
+def place_of(directory: str) -> Place:
+    """The directory, or the prefix of a bucket. Raises ConfigError naming --dir for a URI that is none."""
+    return parse_uri("--dir", directory) if is_uri(directory) else Path(directory)
+
+
+def checkpoint_flags(directory: str, options: Mapping[str, Any], engine: str = "torch") -> CheckpointConfig:
+    """The flags of a training that saves to `directory`. Raises ConfigError for those that it would refuse."""
+    if not is_uri(directory):
+        return CheckpointConfig(**options)
+    return CheckpointConfig(save=directory, save_interval=1, checkpoint_engine=engine, **options)
 
 
 def state_file(notes: Path, process: int) -> Path:

@@ -5,13 +5,15 @@ In a process of its own, since it imports every engine.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import pickle
 from pathlib import Path
 
 from megatron.checkpointing.engines.errors import EngineUnavailableError, UnknownEngineError
+from megatron.config import ConfigError
 
-from .plan import RAW, Preparation, ReplayError, state_file
+from .plan import CONNECTOR, RAW, Preparation, ReplayError, Request, checkpoint_flags, state_file
 
 
 def prepare(path: Path) -> None:
@@ -22,20 +24,26 @@ def prepare(path: Path) -> None:
     """
     asked: Preparation = pickle.loads(path.read_bytes())
     try:
-        answer = {"problems": engine_problems(asked.request.engines), "bytes": plan_states(asked)}
+        answer = {"problems": engine_problems(asked.request), "bytes": plan_states(asked)}
     except (ReplayError, UnknownEngineError, ValueError) as exc:
         answer = {"error": str(exc)}
     path.with_name("answer.json").write_text(json.dumps(answer))
 
 
-def engine_problems(names: tuple[str, ...]) -> dict[str, str]:
-    """Of the engines that cannot save on this machine: why. Raises UnknownEngineError."""
+def engine_problems(request: Request) -> dict[str, str]:
+    """Of the engines that cannot save from this machine to that place: why. Raises UnknownEngineError."""
     from megatron.checkpointing.engines.base import EngineOptions
     from megatron.checkpointing.engines.registry import create_engine, engine_class
 
     problems: dict[str, str] = {}
-    for name in (name for name in names if name not in RAW):
+    for name in request.engines:
+        if name == CONNECTOR or name in RAW:
+            if why := _problem_of_stand_in(name, request.in_object_storage):
+                problems[name] = why
+            continue
         try:
+            if request.in_object_storage:
+                checkpoint_flags(request.directory, request.options, name)
             if not engine_class(name).writes_files:
                 problems[name] = f"engine {name} writes no files, so there is nothing to replay"
                 continue
@@ -44,9 +52,21 @@ def engine_problems(names: tuple[str, ...]) -> dict[str, str]:
                 engine.check_can_save()
             finally:
                 engine.close()
-        except EngineUnavailableError as exc:
+        except (EngineUnavailableError, ConfigError) as exc:
             problems[name] = str(exc)
     return problems
+
+
+def _problem_of_stand_in(name: str, in_object_storage: bool) -> str | None:
+    """Of what takes the place of an engine."""
+    if name != CONNECTOR:
+        return f"engine {name} writes files: give it a --dir of a file system" if in_object_storage else None
+    if not in_object_storage:
+        return f"engine {name} writes to object storage alone: give --dir s3://BUCKET/PREFIX"
+    if importlib.util.find_spec("s3torchconnector") is None:
+        install = "pip install 'megatron-restart[s3torchconnector]'"
+        return f"engine {name}: package s3torchconnector is not installed; install it ({install})"
+    return None
 
 
 def plan_states(asked: Preparation) -> list[int]:

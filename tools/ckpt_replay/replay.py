@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from megatron.config.uris import Place, below
+from restart_trace.clock import now_ns
+
 from .launch import Crew, TaskError
+from .places import remove
 from .plan import LOAD, LOAD_COLD, LOAD_WARM, SAVE, STORAGE, Request, Task
 
 
@@ -22,15 +24,17 @@ class Samples:
     engines: dict[str, dict[str, list[list[dict[str, Any]]]]] = field(default_factory=dict)
     storage: list[list[dict[str, Any]]] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    # engines[name][kind][repeat]: seconds of a task with its processes, what they set up included.
+    tasks_s: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
 
 @dataclass
 class Replay:
-    """Runs `request` with `crew` below `place`, a directory of its own. `launch_id` is new in every replay."""
+    """Runs `request` with `crew` below `place`, which is its own. `launch_id` is new in every replay."""
 
     request: Request
     crew: Crew
-    place: Path
+    place: Place
     launch_id: str
     progress: Callable[[str], None]
     samples: Samples = field(default_factory=Samples)
@@ -56,11 +60,14 @@ class Replay:
             self.samples.storage.append(found)
 
     def _engine(self, name: str, repeat: int) -> None:
-        directory = self.place / name
+        directory = below(self.place, name)
         try:
             for kind in self._kinds(repeat):
+                begun = now_ns()
                 found = self.crew.run(self._task(kind, repeat, name, directory))
                 if found is not None:
+                    took = (now_ns() - begun) / 1e9
+                    self.samples.tasks_s.setdefault(name, {}).setdefault(kind, []).append(took)
                     self.samples.engines[name].setdefault(kind, []).append(found)
         except TaskError as exc:
             self.samples.failed[name] = str(exc)
@@ -68,14 +75,16 @@ class Replay:
         last = repeat == self.request.repeat - 1
         is_needed = self.request.keep if last else self.request.operations == LOAD
         if self.crew.leads and not is_needed:
-            shutil.rmtree(directory, ignore_errors=True)
+            remove(directory)
 
     def _kinds(self, repeat: int) -> list[str]:
         loads = [*([LOAD_COLD] if self.request.cold else []), LOAD_WARM]
+        if self.request.in_object_storage:  # nothing of it is on the nodes
+            loads = [LOAD_COLD]
         saves = [SAVE] if repeat == 0 or self.request.operations != LOAD else []
         return saves if self.request.operations == SAVE else [*saves, *loads]
 
-    def _task(self, kind: str, repeat: int, engine: str | None, directory: Path) -> Task:
+    def _task(self, kind: str, repeat: int, engine: str | None, directory: Place) -> Task:
         self._tasks += 1
         return Task(
             kind=kind,

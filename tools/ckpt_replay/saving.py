@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import json
 import os
-import shutil
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,15 @@ from megatron.checkpointing import naming as names
 from megatron.checkpointing.engines.base import FileState
 from megatron.checkpointing.engines.errors import CheckpointSaveError
 from megatron.checkpointing.engines.registry import engine_class
-from megatron.checkpointing.writer import CheckpointIdentity, CheckpointWriter, SaveDirectory
+from megatron.checkpointing.writer import CheckpointIdentity, CheckpointStore, CheckpointWriter, SaveDirectory
+from megatron.config.uris import ObjectUri, below
+from megatron.fileio.object_store import Traffic
 
 from . import memory
+from .connector import Connector
 from .context import RankContext
-from .plan import RAW, fingerprint_file
-from .raw_engine import RawEngine
+from .places import remove
+from .plan import CONNECTOR, RAW, fingerprint_file
 from .shares import tensor_bytes
 from .steps import SimulatedSteps, Unit, interference
 from .tensors import alter, fingerprints, materialise
@@ -44,6 +47,23 @@ class SaveSample:
     written_bytes: int
     num_files: int
     interference: float | None
+    # In which this rank's bytes were on their way; the rest of `durable_s` went into the coordination of ranks.
+    moving_s: float
+    # To object storage, of this rank; None where nobody counts them. `retries` are among them.
+    requests: int | None = None
+    retries: int | None = None
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What a save leaves to be counted. Times in ns."""
+
+    blocked_ns: int
+    durable_ns: int
+    moving_ns: int
+    flushed_ns: int
+    num_bytes: int
+    num_files: int
 
 
 def run_saves(ctx: RankContext) -> dict[str, Any]:
@@ -52,35 +72,30 @@ def run_saves(ctx: RankContext) -> dict[str, Any]:
     state = materialise(planned.files, seed=1 + ctx.rank, device=ctx.device)
     steps = SimulatedSteps(ctx.request.steps, ctx.device)
     # What importing it takes is no memory of its saves.
-    saver_class = RawEngine if ctx.engine_name in RAW else engine_class(ctx.engine_name)
+    asynchronous = ctx.engine_name not in (CONNECTOR, *RAW) and engine_class(ctx.engine_name).asynchronous
     gc.collect()
     before = memory.resident_memory()
-    engine = ctx.create_engine()
-    engine.check_can_save()
-    share = ctx.request.share
-    identity = CheckpointIdentity(dict(zip(("tp", "pp", "dp"), share.layout, strict=True)), {"replayed": share.model})
-    writer = CheckpointWriter(engine, ctx.control, ctx.recorder, identity, ctx.attempt, ctx.commit_control)
-    directory = SaveDirectory(Path(ctx.task.directory))
+    saver = _Saver(ctx)
     count = ctx.request.warmup_saves + 1
     samples = []
     for number in range(count):
         step = ctx.task.first_step + number
         saved = fingerprints({file.name: file.state for file in state})
         counts = number == count - 1
-        alone = steps.step() if counts and saver_class.asynchronous and steps.measures_interference else []
+        alone = steps.step() if counts and asynchronous and steps.measures_interference else []
         _settle(ctx)
-        sample = _timed_save(writer, directory, step, state, steps, alone, before)
+        sample = _timed_save(saver, step, state, steps, alone, before)
         samples.append(dataclasses.replace(sample, warmup=not counts))
         if not counts and ctx.process == 0:
-            shutil.rmtree(directory.path / names.tag_of(step))
+            remove(below(ctx.place, names.tag_of(step)))
     fingerprint_file(ctx.task.notes, ctx.process).write_text(json.dumps(saved))
-    engine.close()
+    saver.close()
     return {
         "saves": [asdict(sample) for sample in samples],
         "state_bytes": tensor_bytes(planned.files),
         "full_state_bytes": planned.full_bytes,
-        "engine_used": type(engine).__name__,
-        "asynchronous": saver_class.asynchronous,
+        "engine_used": type(saver.engine).__name__,
+        "asynchronous": asynchronous,
     }
 
 
@@ -91,38 +106,90 @@ def _settle(ctx: RankContext) -> None:
     ctx.wait_for_all()
 
 
+class _Saver:
+    """The engine of a task with the trainer's writer around it, or what is in its place."""
+
+    def __init__(self, ctx: RankContext) -> None:
+        self.engine = ctx.create_engine()
+        self.traffic: Traffic | None = None
+        self._place = ctx.place
+        self._held = ExitStack()
+        self._held.callback(self.engine.close)
+        self._writer: CheckpointWriter | None = None
+        if isinstance(self.engine, Connector):
+            return
+        self.engine.check_can_save()
+        share = ctx.request.share
+        layout: dict[str, int] = dict(zip(("tp", "pp", "dp"), share.layout, strict=True))
+        identity = CheckpointIdentity(layout, {"replayed": share.model})
+        self._writer = CheckpointWriter(
+            self.engine, ctx.control, ctx.recorder, identity, ctx.attempt, ctx.commit_control
+        )
+        self._store = self._store_of(ctx)
+
+    def close(self) -> None:
+        self._held.close()
+
+    def save(self, step: int, state: list[FileState], steps: SimulatedSteps, meanwhile: list[Unit]) -> _Saved:
+        """Save `state`, then change it. Raises CheckpointSaveError if any rank failed."""
+        if isinstance(self.engine, Connector):
+            assert isinstance(self._place, ObjectUri)
+            uri = ObjectUri(self._place.bucket, self._place.key(names.tag_of(step)))
+            done = self.engine.save(uri, step, state)
+            alter(state)
+            took = done.committed_ns - done.start_ns
+            return _Saved(took, took, done.moving_ns, done.committed_ns, done.op.bytes or 0, done.op.num_files or 0)
+        assert self._writer is not None
+        save = self._writer.save(self._store, step, lambda: state)
+        took = save.committed_ns - save.start_ns
+        if self.engine.asynchronous:
+            blocked = _train_during(self._writer, state, steps, meanwhile)
+            took = save.committed_ns - save.start_ns
+        else:
+            blocked = took
+            alter(state)
+        moving = save.flushed_ns - save.start_ns
+        return _Saved(blocked, took, moving, save.flushed_ns, save.op.bytes or 0, save.op.num_files or 0)
+
+    def _store_of(self, ctx: RankContext) -> CheckpointStore:
+        if isinstance(self._place, Path):
+            return SaveDirectory(self._place)
+        from megatron.checkpointing.object_storage.checkpoints import open_checkpoints
+        from megatron.checkpointing.object_storage.saving import ObjectDirectory
+
+        checkpoints = open_checkpoints("--dir", str(self._place), ctx.flags)
+        store = ObjectDirectory(checkpoints, ctx.process, None, None)
+        self._held.callback(store.close)
+        self.traffic = checkpoints.bucket.traffic
+        return store
+
+
 def _timed_save(
-    writer: CheckpointWriter,
-    directory: SaveDirectory,
-    step: int,
-    state: list[FileState],
-    steps: SimulatedSteps,
-    alone: list[Unit],
-    rss_before: int,
+    saver: _Saver, step: int, state: list[FileState], steps: SimulatedSteps, alone: list[Unit], rss_before: int
 ) -> SaveSample:
     """Save `state` once, then change it. `alone`: steps without a save; `rss_before`: memory without the engine.
 
     Raises CheckpointSaveError if any rank failed.
     """
     meanwhile: list[Unit] = []
+    traffic = saver.traffic
+    before = (0, 0) if traffic is None else (traffic.requests, traffic.retries)
     with memory.PeakMemory() as peak:
-        save = writer.save(directory, step, lambda: state)
-        if writer.engine.asynchronous:
-            blocked_ns = _train_during(writer, state, steps, meanwhile)
-        else:
-            blocked_ns = save.committed_ns - save.start_ns
-            alter(state)
+        saved = saver.save(step, state, steps, meanwhile)
     return SaveSample(
         warmup=False,
-        blocked_s=blocked_ns / 1e9,
-        durable_s=(save.committed_ns - save.start_ns) / 1e9,
+        blocked_s=saved.blocked_ns / 1e9,
+        durable_s=saved.durable_ns / 1e9,
         peak_rss_bytes=max(0, peak.own_bytes - rss_before),
         kept_rss_bytes=max(0, memory.resident_memory() - rss_before),
         children_peak_bytes=peak.children_bytes,
         peak_is_exact=peak.exact,
-        written_bytes=save.op.bytes or 0,
-        num_files=save.op.num_files or 0,
-        interference=interference(alone, meanwhile, save.flushed_ns) if alone else None,
+        written_bytes=saved.num_bytes,
+        num_files=saved.num_files,
+        interference=interference(alone, meanwhile, saved.flushed_ns) if alone else None,
+        moving_s=saved.moving_ns / 1e9,
+        requests=None if traffic is None else traffic.requests - before[0],
+        retries=None if traffic is None else traffic.retries - before[1],
     )
 
 

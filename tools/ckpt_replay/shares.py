@@ -29,11 +29,35 @@ def planned_share(share: Share, rank: int) -> Planned:
     if share.small_tensors is not None:
         files = _small_tensors(share.small_tensors, share.small_tensor_bytes, rank)
         return Planned(files, tensor_bytes(files))
-    files = _planned_files(share, rank)
+    files = _equal_part(share, rank) if share.fully_sharded else _planned_files(share, rank)
     full = tensor_bytes(files)
     if share.limit_bytes is not None and share.limit_bytes < full:
         files = limited(files, share.limit_bytes)
     return Planned(files, full)
+
+
+def _equal_part(share: Share, rank: int) -> list[FileState]:
+    """One of as many equal parts of a whole model's state as there are ranks, as torch's FSDP shards flat parameters.
+
+    Each tensor is cut by its elements, in order, and padded: all ranks have tensors of the same shapes.
+    """
+    ranks = share.layout[2]
+    parts: dict[int, torch.Tensor] = {}  # one that is there twice stays one
+
+    def part(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in parts:
+            parts[id(tensor)] = torch.empty(-(-tensor.numel() // ranks), dtype=tensor.dtype, device="meta")
+        return parts[id(tensor)]
+
+    whole = _planned_files(replace(share, layout=(1, 1, 1)), 0)
+    return [
+        replace(file, name=f"{_stem(file.name)}_part_{rank:05d}.pt", state=map_tensors(file.state, part), placements={})
+        for file in whole
+    ]
+
+
+def _stem(name: str) -> str:
+    return name.removesuffix(".pt")
 
 
 def _planned_files(share: Share, rank: int) -> list[FileState]:

@@ -29,8 +29,12 @@ def render(figures: dict[str, Any], *, show_all: bool = False) -> str:
     columns += [Column(title, partial(_time, name)) for title, name in _TIMES]
     columns.append(Column("memory MiB (kept)", lambda engine: _memory(engine[1])))
     engines = list(figures["engines"].items())
+    if figures.get("in_object_storage"):
+        columns = [column for column in columns if column.title != "warm load s"]
     lines = [*_wrapped([sentence(figures)]), "", *_wrapped(head(figures)), ""]
     lines += fitted_table(columns, engines, optional=_OPTIONAL)
+    if figures.get("in_object_storage"):
+        lines += ["", *_operations(engines)]
     if show_all:
         lines += ["", *_throughputs(figures), *_ratios(figures)]
     lines += ["", *_storage(figures["storage"], show_all)]
@@ -74,6 +78,31 @@ def head(figures: dict[str, Any]) -> list[str]:
     if figures["striping"] is not None:
         lines.append(f"files are striped over the targets of the file system: --striping {figures['striping']}")
     return lines
+
+
+_OPERATION_COLUMNS = (
+    ("throughput MiB/s", "throughput_MiBps", ".0f"),
+    ("duration s", "duration_s", ".3f"),
+    ("coordination s", "coordination_s", ".3f"),
+    ("processing s", "processing_s", ".2f"),
+    ("requests", "requests", ".0f"),
+    ("requests/s", "requests_per_s", ".0f"),
+    ("success", "success_ratio", ".2%"),
+)
+
+
+def _operations(engines: list[_Engine]) -> list[str]:
+    """Saves and loads as the benchmark of the S3 connector for PyTorch prints them, and what it does not."""
+    rows = [(f"{name} {kind}", of) for name, found in engines for kind, of in found["operations"].items()]
+    columns = [Column[_Engine]("engine and operation", lambda row: row[0])]
+    columns += [Column(title, partial(_cell, name, form)) for title, name, form in _OPERATION_COLUMNS]
+    return fitted_table(columns, rows, optional=("processing s", "requests", "coordination s"))
+
+
+def _cell(name: str, form: str, row: _Engine) -> str:
+    value = row[1][name]
+    value = value["median"] if isinstance(value, dict) else value
+    return "-" if value is None else format(value, form)
 
 
 def _time(name: str, engine: _Engine) -> str:

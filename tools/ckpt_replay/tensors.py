@@ -119,7 +119,7 @@ def fingerprints(states: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def check_restored(states: Mapping[str, Any], saved: Mapping[str, str], directory: Path) -> None:
+def check_restored(states: Mapping[str, Any], saved: Mapping[str, str], directory: Path | str) -> None:
     """Raise ReplayError naming the first tensor that is not what was saved, bit for bit as CRC-32 tells."""
     found = fingerprints(states)
     for name, expected in saved.items():

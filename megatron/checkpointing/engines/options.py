@@ -24,7 +24,8 @@ def engine_options(flags: CheckpointConfig, rank: int, timeout_minutes: float) -
         host_cache_bytes=None if cache is None else int(cache * 1024 * MIB),
         io_threads=flags.io_threads,
         io_block_bytes=int(flags.io_block_size * MIB),
-        direct_io=flags.direct_io,
+        # Those files are read again at once, to be uploaded: better from the page cache than from the disk.
+        direct_io="off" if flags.direct_io == "auto" and is_uri(flags.save) else flags.direct_io,
         rank=rank,
         local_rank=int(os.environ.get("LOCAL_RANK") or 0),
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1),

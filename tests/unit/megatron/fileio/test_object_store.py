@@ -7,13 +7,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from megatron.fileio.checksums import crc32
 from megatron.fileio.files import DamagedFileError
-from megatron.fileio.object_store import MIB, Bucket
+from megatron.fileio.object_store import MIB, Bucket, download_requests, upload_requests
 from megatron.fileio.store_errors import ObjectMissingError, ObjectStoreError
 from tests.object_storage import BUCKET, FaultProxy, Request, Server, environment_of, serving
 
@@ -70,8 +71,11 @@ def test_conditional_writes(bucket: Bucket) -> None:
 def test_there_and_back(bucket: Bucket, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "from").write_bytes(content)
     uploaded = bucket.upload_file(tmp_path / "from", "f/file")
+    assert bucket.traffic.requests == upload_requests(len(content))  # as ckpt-plan counts them
     assert uploaded.crc32 == crc32(content) and bucket.head("f/file").num_bytes == len(content)
+    before = bucket.traffic.requests
     assert bucket.download_file("f/file", tmp_path / "to", len(content), uploaded.etag) == uploaded.crc32
+    assert bucket.traffic.requests - before == download_requests(len(content))
     assert (tmp_path / "to").read_bytes() == content
     assert bucket.unfinished_uploads("f/") == []
 
@@ -153,6 +157,25 @@ def test_what_does_not_pass_is_told_and_leaves_nothing(
         Bucket(BUCKET, deadline_s=2).upload_file(large, f"never/{what}")
     assert f"s3://{BUCKET}/never/{what}" in str(caught.value)
     assert bucket.unfinished_uploads("never/") == [] and list(bucket.list("never/")) == []
+
+
+class _KnowsNothing(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.server.asked += 1  # type: ignore[attr-defined]
+        self.send_response(501)
+        self.end_headers()
+        self.wfile.write(b"<Error><Code>NotImplemented</Code></Error>")
+
+
+def test_what_a_store_does_not_implement_is_not_asked_for_twice(server: Server) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _KnowsNothing) as store:
+        store.asked = 0  # type: ignore[attr-defined]
+        threading.Thread(target=store.serve_forever, daemon=True).start()
+        told = pytest.raises(ObjectStoreError, match="the store does not know the request; use one with conditional")
+        with environment_of(server.environment(store.server_address[1])), told:
+            Bucket(BUCKET).unfinished_uploads("p/")
+        store.shutdown()
+        assert store.asked == 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

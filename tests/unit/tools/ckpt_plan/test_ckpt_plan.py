@@ -294,6 +294,8 @@ def test_json_has_every_file_and_every_rank(capsys: pytest.CaptureFixture[str]) 
     for rank in found["per_rank"]:
         mine = [file for file in found["files"] if file["rank"] == rank["rank"]]
         assert (rank["num_files"], rank["bytes"]) == (len(mine), sum(file["bytes"] for file in mine))
+    # Each is smaller than a part of an upload.
+    assert found["object_storage_requests"] == {"save_put": 8 + 4 + 14 + 2, "save_list": 1, "load_get": 26 + 2}
     assert [file["name"] for file in found["commit_files"]] == [
         "manifest.json", "../latest", "../latest_checkpointed_iteration.txt",
     ]  # fmt: skip

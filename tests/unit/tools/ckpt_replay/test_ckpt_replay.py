@@ -19,7 +19,8 @@ from tools.ckpt_replay import shares, steps, tensors
 from tools.ckpt_replay.cli import COULD_NOT_RUN, main
 from tools.ckpt_replay.memory import PeakMemory, resident_memory
 from tools.ckpt_replay.options import parse_arguments, parse_ranks, request_from
-from tools.ckpt_replay.plan import ReplayError, Share, Task
+from tools.ckpt_replay.plan import ReplayError, Share, Task, place_of
+from tools.ckpt_replay.prepare import engine_problems
 from tools.common import page_cache
 from tools.common.machine import filesystem_of
 from tools.common.page_cache import COLD, WARM
@@ -82,6 +83,48 @@ def test_engine_options_are_the_trainers() -> None:
 def test_what_cannot_be_asked_for(argv: list[str], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         request_from(parse_arguments([*argv, "--dir", "."]), None)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--no-cold"], "--no-cold: is for directories, and --dir s3://b/p is in object storage; drop it"),
+        (["--striping", "4"], "--striping: is for directories"),
+        (["--limit-bytes", "fit"], "--limit-bytes fit: is for directories"),
+        (["--sharding", "full", "--tp", "2"], "--sharding full: the ranks of --dp share a --model equally"),
+    ],
+)
+def test_what_has_no_meaning_in_object_storage(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_arguments(["--model", "7b", "--dir", "s3://b/p", *argv])
+    assert message in capsys.readouterr().err
+
+
+def test_engines_of_object_storage() -> None:
+    def problems(place: str) -> dict[str, str]:
+        asked = parse_arguments(
+            ["--model", "7b", "--dir", place, "--engine", "lazy,fastpersist,raw-all,s3torchconnector"]
+        )
+        return engine_problems(request_from(asked, None))
+
+    found = problems("s3://bucket/prefix")
+    assert "lazy" not in found and "does not save to object storage" in found["fastpersist"]
+    assert "give it a --dir of a file system" in found["raw-all"]
+    assert "writes to object storage alone: give --dir s3://BUCKET/PREFIX" in problems(".")["s3torchconnector"]
+    with pytest.raises(ConfigError, match="--dir s3://bucket: names no prefix"):
+        place_of("s3://bucket")
+
+
+def test_full_sharding_gives_every_rank_an_equal_part_of_everything() -> None:
+    whole = shares.planned_share(Share("tiny", (1, 1, 1), (0,)), 0)
+    parts = [shares.planned_share(Share("tiny", (1, 1, 3), (0, 1, 2), fully_sharded=True), rank) for rank in range(3)]
+    assert len({part.full_bytes for part in parts}) == 1
+    tensors = sum(len(list(tensors_of(file.state))) for file in whole.files)
+    padding = 3 * parts[0].full_bytes - whole.full_bytes
+    assert 0 <= padding <= 3 * 8 * tensors  # less than an element a rank and tensor
+    assert len({file.name for part in parts for file in part.files}) == 3 * len(whole.files)
 
 
 def test_a_model_alone_is_enough() -> None:

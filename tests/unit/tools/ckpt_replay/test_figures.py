@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -22,11 +23,15 @@ def save(durable: float, blocked: float, warmup: bool = False) -> dict[str, Any]
     return {
         "warmup": warmup, "blocked_s": blocked, "durable_s": durable, "peak_rss_bytes": MIB, "kept_rss_bytes": 0,
         "children_peak_bytes": 0, "peak_is_exact": True, "written_bytes": 1000, "num_files": 1, "interference": 0.02,
+        "moving_s": durable - 0.5, "requests": 10, "retries": 1,
     }  # fmt: skip
 
 
 def load(seconds: float, cache: str, again: bool = False) -> dict[str, Any]:
-    return {"again": again, "load_s": seconds, "first_write_s": 2 * seconds, "cache": cache, "resident_share": 0.0}
+    return {
+        "again": again, "load_s": seconds, "first_write_s": 2 * seconds, "cache": cache, "resident_share": 0.0,
+        "moving_s": seconds, "requests": None, "retries": None,
+    }  # fmt: skip
 
 
 def samples(lazy_durable: float = 1.0, cold_cache: str = COLD) -> Samples:
@@ -56,6 +61,21 @@ def samples(lazy_durable: float = 1.0, cold_cache: str = COLD) -> Samples:
 def figures(found: Samples, **share: Any) -> dict[str, Any]:
     made = analyse(request(**share), found, {}, {"processors": 4, "filesystem": "ext4"})
     return made | {"directory": "/scratch"}
+
+
+def test_operations_are_told_as_the_connectors_benchmark_does() -> None:
+    found = samples()
+    found.tasks_s = {"torch": {"save": [20.0] * 5}}
+    result = figures(found)
+    save, load = (result["engines"]["torch"]["operations"][name] for name in ("save", "load"))
+    assert save["throughput_MiBps"]["median"] == pytest.approx(2e9 / 2**20 / 8.8)
+    assert save["coordination_s"]["median"] == pytest.approx(0.5) and save["processing_s"]["median"] == 20
+    assert save["requests"] == 20 and save["requests_per_s"] == pytest.approx(20 / 8.8)
+    assert save["success_ratio"] == pytest.approx(0.9)
+    assert load["duration_s"]["median"] == pytest.approx(4.4) and load["coordination_s"]["median"] == 0
+    assert load["requests"] is None and load["success_ratio"] is None  # nobody counted them
+    text = render(result | {"in_object_storage": True, "verdict": None})
+    assert re.search(r"torch save +217 +8\.800 .*20 +2 +90\.00%", text) and "warm load s" not in text
 
 
 def test_the_slowest_rank_counts_and_all_samples_are_kept() -> None:

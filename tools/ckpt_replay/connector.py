@@ -1,0 +1,144 @@
+"""Saves and loads by the S3 connector for PyTorch: its S3StorageWriter and S3StorageReader under torch's DCP.
+
+As its users, and the benchmark in its repository, call them: one collective dcp.save and dcp.load, 8 threads if
+--io-threads says nothing else, parts of 8 MiB. Nothing is compared with a checksum after a load, nor committed: DCP
+writes its metadata last.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from megatron.checkpointing import naming as names
+from megatron.checkpointing.engines import codec
+from megatron.checkpointing.engines.base import EngineOptions, FileState
+from megatron.checkpointing.engines.state_files import pack, unpack
+from megatron.config.uris import ObjectUri
+from restart_trace.clock import now_ns
+from restart_trace.recorder import Operation, Recorder
+
+_THREADS = 8  # thread_count of conf/dcp_fsdp_save.yaml in the connector's repository
+_SKELETON = "skeleton"
+
+
+@dataclass
+class ConnectorSave:
+    """As far as a replay looks at megatron.checkpointing.writer.Save; times are monotonic, ns."""
+
+    op: Operation
+    start_ns: int
+    moving_ns: int = 0  # within the call that writes this rank's tensors
+    committed_ns: int = 0
+
+
+class Connector:
+    """The library for one rank, process `process` of the default process group."""
+
+    loads_in_place = True
+
+    def __init__(self, options: EngineOptions, process: int, recorder: Recorder) -> None:
+        self._threads = options.io_threads or _THREADS
+        self._process = process
+        self._recorder = recorder
+
+    def save(self, uri: ObjectUri, step: int, files: Sequence[FileState]) -> ConnectorSave:
+        """Collective. Raises what the library raises."""
+        kind = type(self).__name__
+        with self._recorder.operation("save", tag=names.tag_of(step), step=step, engine=kind) as op:
+            done = ConnectorSave(op, now_ns())
+            content: dict[str, Any] = {}
+            for file in files:
+                skeleton, tensors = codec.split(file.state)
+                content[self._key(file, _SKELETON)] = pack(skeleton)
+                content |= {self._key(file, "state/" + name): tensor.detach() for name, tensor in tensors.items()}
+            writer, spent = _writer(str(uri), self._threads)
+            save(content, storage_writer=writer)
+            done.committed_ns = now_ns()
+            begun, ended = spent[0]
+            done.moving_ns = ended - begun
+            op.bytes = sum(tensor.nbytes for tensor in content.values())
+            op.num_files = min(self._threads, len(content))
+            op.add("barrier", None, done.start_ns, begun)
+            op.add("flush", "upload", begun, ended, num_bytes=op.bytes)
+            op.add("barrier", None, ended, done.committed_ns)
+        return done
+
+    def load_into(self, live: Sequence[FileState], planned: Sequence[FileState], uri: ObjectUri) -> tuple[Any, int]:
+        """(the states by name, ns within the call that reads); into the tensors of `live` where it has one."""
+        content: dict[str, Any] = {}
+        for before, file in zip(live, planned, strict=True):
+            _, there = codec.split(before.state)
+            skeleton, tensors = codec.split(file.state)
+            content[self._key(file, _SKELETON)] = torch.empty_like(pack(skeleton))
+            for name, tensor in tensors.items():
+                mine = there.get(name)
+                target = torch.empty(tensor.shape, dtype=tensor.dtype) if mine is None else mine.detach()
+                content[self._key(file, "state/" + name)] = target
+        reader, spent = _reader(str(uri))
+        load(content, storage_reader=reader)
+        states = {}
+        for file in planned:
+            start = self._key(file, "state/")
+            tensors = {key.removeprefix(start): tensor for key, tensor in content.items() if key.startswith(start)}
+            skeleton = unpack(content[self._key(file, _SKELETON)], uri)  # type: ignore[arg-type]
+            states[file.name] = codec.join(skeleton, tensors)
+        return states, sum(ended - begun for begun, ended in spent)
+
+    def close(self) -> None:
+        return None
+
+    def _key(self, file: FileState, name: str) -> str:
+        return f"rank_{self._process:05d}/{file.name}/{name}"
+
+
+def _settings() -> tuple[str, Any]:
+    """(region, the file system of the library), by the variables that botocore goes by, too."""
+    from s3torchconnector import S3ClientConfig
+    from s3torchconnector._s3client import S3Client
+
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    config = S3ClientConfig(force_path_style=endpoint is not None)
+    return region, S3Client(region, endpoint=endpoint, s3client_config=config)
+
+
+def _timed(call: Callable[..., Any], spent: list[tuple[int, int]]) -> Callable[..., Any]:
+    def timed(*arguments: Any) -> Any:
+        begun = now_ns()
+        try:
+            return call(*arguments)
+        finally:
+            spent.append((begun, now_ns()))
+
+    return timed
+
+
+def _writer(uri: str, threads: int) -> tuple[Any, list[tuple[int, int]]]:
+    from s3torchconnector.dcp import S3StorageWriter
+    from s3torchconnector.dcp.s3_file_system import S3FileSystem
+
+    region, client = _settings()
+    writer, spent = S3StorageWriter(region, uri, thread_count=threads), []
+    writer.fs = S3FileSystem(region, s3_client=client)
+    writer.fs.init_path(uri)
+    writer.write_data = _timed(writer.write_data, spent)
+    return writer, spent
+
+
+def _reader(uri: str) -> tuple[Any, list[tuple[int, int]]]:
+    from s3torchconnector.dcp import S3StorageReader
+    from s3torchconnector.dcp.s3_file_system import S3FileSystem
+
+    region, client = _settings()
+    reader, spent = S3StorageReader(region, uri), []
+    reader.fs = S3FileSystem(region, s3_client=client, reader_constructor=reader._reader_constructor)
+    reader.fs.init_path(uri)
+    reader.read_data = _timed(reader.read_data, spent)
+    return reader, spent
