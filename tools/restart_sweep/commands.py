@@ -71,7 +71,11 @@ def command_of(cell: Cell, places: Places, time_limit_s: float) -> Command:
     ]  # fmt: skip
     if fault in ON_NODES:
         words += ["--supervisor", LAUNCH, "--nodes-command", os.path.expandvars(cell.settings["nodes_command"])]
-        settings |= {"LAUNCHER": "fork", "MAX_RESTARTS": _RESTARTS}
+        settings |= {
+            "LAUNCHER": "fork",
+            "MAX_RESTARTS": _RESTARTS,
+            "KILL_AT": "none",
+        }  # the drill harms, not the script
     words += ["--", str(script)]
     return Command(words, settings, DRILL_TRACE)
 
