@@ -22,14 +22,11 @@ from typing import Any
 
 from megatron.fileio.checksums import RangeChecksum, by_file, combine, crc32
 from megatron.fileio.files import DamagedFileError
+from megatron.fileio.object_parts import LISTED, MIB, PART_BYTES, parts
 from megatron.fileio.store_errors import ObjectChangedError, ObjectMissingError, ObjectStoreError
 from restart_trace.under_way import STORAGE, UnderWay
 
 INSTALL = "pip install 'megatron-restart[s3]'"
-MIB = 1 << 20
-LISTED = 1000  # keys in one answer, as stores have it
-_PART_BYTES = 8 * MIB  # of an upload or a ranged read; a store takes parts from 5 MiB on, but for the last
-_MAX_PARTS = 10_000  # of one upload
 _CHECK_S = 15.0
 _LAST_S = 2.0  # how long an attempt is waited for that is under way when its deadline passes
 _BACKOFF_S = (0.1, 5.0)  # the first wait is up to so long, no wait longer than so long
@@ -210,7 +207,7 @@ class Bucket:
         fd = os.open(path, os.O_RDONLY)
         try:
             size = os.fstat(fd).st_size
-            if size <= _PART_BYTES:
+            if size <= PART_BYTES:
                 content = _read(fd, 0, size, path)
                 return Uploaded(self._put(key, content), crc32(content))
             return self._upload_parts(fd, path, size, key)
@@ -236,8 +233,8 @@ class Bucket:
                 )
                 return part | {"ETag": sent["ETag"]}
 
-            parts = self._in_parallel(send, _parts(size))
-            etag = self._complete(key, upload, parts, size)
+            sent_parts = self._in_parallel(send, parts(size))
+            etag = self._complete(key, upload, sent_parts, size)
         except BaseException:
             self._abort_quietly(key, upload)
             raise
@@ -286,7 +283,7 @@ class Bucket:
                     written = os.pwrite(fd, view, stop - len(view))
                     view = view[written:]
 
-            self._in_parallel(fetch, _parts(num_bytes))
+            self._in_parallel(fetch, parts(num_bytes))
             return combine(by_file(sums).get(key, {}), 0, num_bytes).crc32
         except ObjectMissingError:
             raise DamagedFileError(f"{self.uri(key)} is missing") from None
@@ -481,22 +478,6 @@ def _connection_words(exc: BaseException) -> str:
     if isinstance(exc, _TruncatedError):
         return str(exc)
     return f"no answer from the store ({type(exc).__name__}); check AWS_ENDPOINT_URL and the network"
-
-
-def upload_requests(num_bytes: int) -> int:
-    """Requests for the upload of a file of so many bytes, if none has to be tried again."""
-    return 1 if num_bytes <= _PART_BYTES else len(_parts(num_bytes)) + 2
-
-
-def download_requests(num_bytes: int) -> int:
-    """Requests for the download of an object of so many bytes, if none has to be tried again."""
-    return len(_parts(num_bytes))
-
-
-def _parts(size: int) -> list[tuple[int, int, int]]:
-    """(number from 1, first byte, byte after the last) of the parts of an object; none of an empty one."""
-    length = max(_PART_BYTES, -(-size // _MAX_PARTS))
-    return [(i + 1, start, min(start + length, size)) for i, start in enumerate(range(0, size, length))]
 
 
 def _read(fd: int, start: int, length: int, path: Path) -> bytes:

@@ -26,13 +26,13 @@ def described() -> dict[str, Any]:
     import torch
     from torch.cuda import nccl
 
-    from tools.ckpt_replay.prepare import engine_problems
+    from tools.ckpt_replay.prepare import unavailable_engines
 
     found: dict[str, Any] = machine() | {"filesystem": filesystem_of(ROOT), "free_bytes": shutil.disk_usage(ROOT).free}
     found["memory_bytes"] = _memory_bytes()
     found["packages"] = {name: version for name in _PACKAGES if (version := _version(name)) is not None}
     found["cuda"] = torch.version.cuda
-    found["engine_problems"] = engine_problems(ENGINES)
+    found["engine_problems"] = unavailable_engines(ENGINES)
     if torch.cuda.is_available():
         found["device"] = torch.cuda.get_device_name(0)
         found["nccl"] = ".".join(map(str, nccl.version()))

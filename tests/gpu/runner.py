@@ -22,8 +22,8 @@ RECORD = "part.json"
 _LAST_WORDS = 1500  # characters
 _GRACE_S = 20.0  # from SIGTERM to SIGKILL: the drill ends its launches
 _ASK_DEVICE = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
-_ASK_ENGINES = "import sys, json; from tools.ckpt_replay.prepare import engine_problems; "
-_ASK_ENGINES += "print(json.dumps(engine_problems(tuple(sys.argv[1:]))))"
+_ASK_ENGINES = "import sys, json; from tools.ckpt_replay.prepare import unavailable_engines; "
+_ASK_ENGINES += "print(json.dumps(unavailable_engines(tuple(sys.argv[1:]))))"
 
 
 class TierError(Exception):

@@ -5,14 +5,20 @@ from __future__ import annotations
 import functools
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.config.uris import ObjectUri, Place
-from megatron.fileio.object_store import Bucket
 from megatron.fileio.store_errors import ObjectStoreError
+
+if TYPE_CHECKING:
+    from megatron.fileio.object_store import Bucket
 
 
 @functools.cache
 def _bucket(name: str) -> Bucket:
+    # Only here: what it needs is not there where the tools alone are installed.
+    from megatron.fileio.object_store import Bucket
+
     return Bucket(name)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.checkpointing.engines.errors import EngineUnavailableError, UnknownEngineError
@@ -32,18 +33,30 @@ def prepare(path: Path) -> None:
 
 def engine_problems(request: Request) -> dict[str, str]:
     """Of the engines that cannot save from this machine to that place: why. Raises UnknownEngineError."""
+    problems: dict[str, str] = {}
+    for name in request.engines:
+        try:
+            if name == CONNECTOR or name in RAW:
+                why = _problem_of_stand_in(name, request.in_object_storage)
+            else:
+                if request.in_object_storage:
+                    checkpoint_flags(request.directory, request.options, name)
+                why = unavailable_engines([name]).get(name)
+        except ConfigError as exc:
+            why = str(exc)
+        if why is not None:
+            problems[name] = why
+    return problems
+
+
+def unavailable_engines(names: Sequence[str]) -> dict[str, str]:
+    """Of the engines that cannot save on this machine, or have nothing to save: why. Raises UnknownEngineError."""
     from megatron.checkpointing.engines.base import EngineOptions
     from megatron.checkpointing.engines.registry import create_engine, engine_class
 
     problems: dict[str, str] = {}
-    for name in request.engines:
-        if name == CONNECTOR or name in RAW:
-            if why := _problem_of_stand_in(name, request.in_object_storage):
-                problems[name] = why
-            continue
+    for name in names:
         try:
-            if request.in_object_storage:
-                checkpoint_flags(request.directory, request.options, name)
             if not engine_class(name).writes_files:
                 problems[name] = f"engine {name} writes no files, so there is nothing to replay"
                 continue
@@ -52,7 +65,7 @@ def engine_problems(request: Request) -> dict[str, str]:
                 engine.check_can_save()
             finally:
                 engine.close()
-        except (EngineUnavailableError, ConfigError) as exc:
+        except EngineUnavailableError as exc:
             problems[name] = str(exc)
     return problems
 

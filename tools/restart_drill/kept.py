@@ -7,8 +7,6 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from megatron.peers.client import Peer, ask
-from megatron.peers.wire import PeerError
 from megatron.processes.memory_slots import Slot, slots_held_by
 from restart_trace.schema import LOCAL_MEMORY, PEER, STORAGE
 
@@ -65,6 +63,10 @@ class KeptOnNodes:
         raise DrillError(f"--fault {fault} reaches no other node")
 
     def _held(self, place: Place) -> list[dict[str, Any]]:
+        # Only here: what they need of checksums is not there where the tools alone are installed.
+        from megatron.peers.client import Peer, ask
+        from megatron.peers.wire import PeerError
+
         address, _, port = place.copies.rpartition(":")
         if not address:
             raise DrillError(

@@ -14,7 +14,8 @@ import pytest
 
 from megatron.fileio.checksums import crc32
 from megatron.fileio.files import DamagedFileError
-from megatron.fileio.object_store import MIB, Bucket, download_requests, upload_requests
+from megatron.fileio.object_parts import MIB, download_requests, upload_requests
+from megatron.fileio.object_store import Bucket
 from megatron.fileio.store_errors import ObjectMissingError, ObjectStoreError
 from tests.object_storage import BUCKET, FaultProxy, Request, Server, environment_of, serving
 

@@ -1,0 +1,24 @@
+"""How objects go to a store and come back: the parts of one, and the requests that they take. Standard library only."""
+
+from __future__ import annotations
+
+MIB = 1 << 20
+LISTED = 1000  # keys in one answer, as stores have it
+PART_BYTES = 8 * MIB  # of an upload or a ranged read; a store takes parts from 5 MiB on, but for the last
+_MAX_PARTS = 10_000  # of one upload
+
+
+def parts(size: int) -> list[tuple[int, int, int]]:
+    """(number from 1, first byte, byte after the last) of the parts of an object; none of an empty one."""
+    length = max(PART_BYTES, -(-size // _MAX_PARTS))
+    return [(i + 1, start, min(start + length, size)) for i, start in enumerate(range(0, size, length))]
+
+
+def upload_requests(num_bytes: int) -> int:
+    """Requests for the upload of a file of so many bytes, if none has to be tried again."""
+    return 1 if num_bytes <= PART_BYTES else len(parts(num_bytes)) + 2
+
+
+def download_requests(num_bytes: int) -> int:
+    """Requests for the download of an object of so many bytes, if none has to be tried again."""
+    return len(parts(num_bytes))
