@@ -78,7 +78,7 @@ def note_waits() -> threading.Event:
     waited_for, span = threading.Event(), Operation.span
 
     def noting_span(self: Operation, phase: str, *args: Any, **kwargs: Any) -> Any:
-        if phase == "wait_previous":
+        if phase in ("wait_previous", "barrier") and threading.current_thread() is threading.main_thread():
             waited_for.set()
         return span(self, phase, *args, **kwargs)
 
