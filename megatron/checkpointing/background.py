@@ -7,10 +7,11 @@ ends the operation. At most one save is pending.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron.checkpointing.engines.base import PendingSave
@@ -46,6 +47,7 @@ class BackgroundSave:
         self.total_ns = 0  # from `start_ns` to the commit; valid once the save is over
         self._op = op
         self._pending = pending
+        self._tell_waiting = (lambda _: None) if pending is None else pending.tell_waiting
         self._finish = finish
         self._start_ns = start_ns
         self._decided = threading.Event()
@@ -90,7 +92,7 @@ class BackgroundSave:
 
     def wait_in(self, op: Operation) -> None:
         """Wait for the end, as a part of the operation `op` that cannot begin before."""
-        with op.span("wait_previous"):
+        with op.span("wait_previous"), self._waiting():
             self.release_state()
             self._over.wait()
 
@@ -100,10 +102,18 @@ class BackgroundSave:
         with self._spans:
             if not self._over.is_set():
                 start = now_ns()
-                with self._op.span(phase):
+                with self._op.span(phase), self._waiting():
                     self._decided.wait()
                 self.blocked_ns += now_ns() - start
         self._over.wait()
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self._tell_waiting(True)
+        try:
+            yield
+        finally:
+            self._tell_waiting(False)
 
     def join(self) -> None:
         """Wait for the end on a thread that has nothing else to do: the state is released, nothing is blocked."""

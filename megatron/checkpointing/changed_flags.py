@@ -130,7 +130,7 @@ _MEANINGS: dict[Kind, dict[str, str]] = {
         "the samples and their order stay": "data_impl data_cache_path num_workers",
         "it changes how and when this launch saves":
             "save save_interval keep_last no_save_optim no_save_rng checkpoint_engine checkpoint_durability "
-            "persist_interval replicas failure_domain peer_timeout "
+            "persist_interval replicas failure_domain replication_traffic peer_timeout "
             "host_cache_size io_threads io_block_size direct_io checksum verify_restored_state take_over "
             "storage_cache storage_deadline allow_other_checkpoints library_options",
         "it says what this launch loads, and how":

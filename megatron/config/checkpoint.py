@@ -97,6 +97,12 @@ class CheckpointConfig(FlagGroup):
         "such as a rack",
         needs="save",
     )
+    replication_traffic: str = flag(
+        "naive",
+        "engine memory: when copies go to other hosts; naive: at once; interleave: while training leaves the network "
+        "idle, as profiled steps did (docs/peers.md)",
+        choices=("naive", "interleave"),
+    )
     peer_timeout: float = flag(
         10.0, "engine memory: seconds without an answer after which a host that holds copies counts as stalled", above=0
     )
@@ -191,8 +197,13 @@ class CheckpointConfig(FlagGroup):
                 self.refuse(name, why + "flag, or use --checkpoint-engine memory")
         if self.peer_timeout != CheckpointConfig.peer_timeout and not memory:
             self.refuse("peer_timeout", "does nothing without --checkpoint-engine memory; drop the flag")
-        if self.failure_domain is not None and self.replicas == 1:
-            self.refuse("failure_domain", "--replicas 1 keeps no copy on another host; drop one of the flags")
+        interleave = self.replication_traffic != CheckpointConfig.replication_traffic
+        if interleave and not memory:
+            why = f"--checkpoint-engine {self.checkpoint_engine} keeps no copies of saves in host memory; drop the "
+            self.refuse("replication_traffic", why + "flag, or use --checkpoint-engine memory")
+        for name, given in (("failure_domain", self.failure_domain is not None), ("replication_traffic", interleave)):
+            if given and self.replicas == 1:
+                self.refuse(name, "--replicas 1 keeps no copy on another host; drop one of the flags")
         if memory and self.checksum == "none":
             self.refuse("checksum", "--checkpoint-engine memory loads nothing that it cannot verify; use crc32")
 

@@ -30,6 +30,14 @@ def own_peer() -> Peer | None:
     return Peer(os.uname().nodename, address, int(port)) if address else None
 
 
+class Sent(NamedTuple):
+    """What came of sending copies. `interleaved`: what `Traffic.told` says; empty if they went at once."""
+
+    num_bytes: int
+    errors: list[str]
+    interleaved: Mapping[str, Any]
+
+
 def ask(peer: Peer, deadline_s: float, *, launch: str | None = None, **message: Any) -> dict[str, Any]:
     """One question and its answer. `launch`: its id, for who is no rank of it. Raises PeerError naming the peer."""
     try:
@@ -44,14 +52,16 @@ def ask(peer: Peer, deadline_s: float, *, launch: str | None = None, **message: 
 
 
 def send_copies(
-    own: Peer, slot: int, peers: Sequence[Peer], keep: str | None, deadline_s: float
-) -> tuple[int, list[str]]:
-    """Have the save in a slot of this host copied to `peers`: (bytes that went, what went wrong with which peer).
+    own: Peer, slot: int, peers: Sequence[Peer], keep: str | None, deadline_s: float, interleave: bool = False
+) -> Sent:
+    """Have the save in a slot of this host copied to `peers`; `errors` says what went wrong with which.
 
-    `slot`: its number among those of this host. `keep`: the save that no peer may overwrite. Raises PeerError.
+    `slot`: its number among those of this host. `keep`: the save that no peer may overwrite. `interleave`: send
+    while training leaves the network idle, and at once when it waits (`traffic`). Raises PeerError.
     """
-    answer = ask(own, deadline_s, ask="send", slot=slot, peers=peers, keep=keep, timeout_s=deadline_s)
-    return int(answer["bytes"]), [str(text) for text in answer["errors"]]
+    told = {"slot": slot, "peers": peers, "keep": keep, "timeout_s": deadline_s, "interleave": interleave}
+    answer = ask(own, deadline_s, ask="send", **told)
+    return Sent(int(answer["bytes"]), [str(text) for text in answer["errors"]], answer["interleaved"])
 
 
 def fetch(peer: Peer, save: str, key: Key, room: Callable[[int], memoryview], deadline_s: float) -> dict[str, Any]:

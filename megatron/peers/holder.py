@@ -16,11 +16,12 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.fileio.host_memory import available_memory
 from megatron.peers.client import Peer
+from megatron.peers.traffic import HELD_NS, Copy, StepTimes, Traffic
 from megatron.peers.wire import Channel, Key, PeerError, connect, extents_of, file_size, key_of
 from megatron.processes.memory_slots import Slot, new_slots
 
@@ -63,10 +64,14 @@ class _Copies:
 
 
 class Holder:
-    """Answers connections, each on a thread of its own. `own`: the slots of this host's ranks, one after the other."""
+    """Answers connections, each on a thread of its own.
 
-    def __init__(self, own: list[Slot], launch: str) -> None:
+    `own`: the slots of this host's ranks, one after the other. `times`: what each of the ranks tells of its steps.
+    """
+
+    def __init__(self, own: list[Slot], times: Sequence[StepTimes], launch: str) -> None:
         self._own = own
+        self._traffic = Traffic(times)
         self._launch = launch
         self._copies: dict[Key, _Copies] = {}
         self._wanted: set[Key] | None = None  # coordinates that are placed here; None: nobody has said so yet
@@ -191,10 +196,13 @@ class Holder:
         if record is None:
             raise PeerError(f"was to send slot {message['slot']}, which holds nothing")
         errors: dict[Peer, str] = {}
+        copies: dict[Peer, Copy] = {}
 
         def send(peer: Peer) -> None:
             try:
-                _send_copy(peer, slot, record, message)
+                if message.get("interleave"):
+                    copies[peer] = self._traffic.begin(peer.address, peer.port)
+                _send_copy(peer, slot, record, message, copies.get(peer))
             except PeerError as error:
                 errors[peer] = f"{peer} {error}"
             except Exception as error:  # whoever asked waits to hear of it
@@ -208,10 +216,16 @@ class Holder:
         for thread in threads:
             thread.join(every_s)
             while thread.is_alive():
-                channel.tell(at_work=True)
+                try:
+                    channel.tell(at_work=True)
+                except PeerError:  # the rank has ended: its successor's copy is not to wait until this one is let go
+                    for copy in list(copies.values()):
+                        copy.asked_ns = 0
+                    raise
                 thread.join(every_s)
         sent = file_size(record) * (len(peers) - len(errors))
-        channel.tell(bytes=sent, errors=[errors[peer] for peer in peers if peer in errors])
+        interleaved = self._traffic.told(list(copies.values())) if copies else {}
+        channel.tell(bytes=sent, errors=[errors[peer] for peer in peers if peer in errors], interleaved=interleaved)
 
     # Taking and giving
 
@@ -222,6 +236,7 @@ class Holder:
         key, size = key_of(record), file_size(record)
         copies = self._copies_of(key, size)
         channel.extend(float(message["timeout_s"]))
+        channel.notice_loss()
         if not copies.lock.acquire(timeout=channel.deadline_s):
             raise PeerError(f"is still taking another copy of {key}")
         try:
@@ -248,14 +263,18 @@ class Holder:
         raise PeerError(f"does not hold {message['save']} of {key}")
 
 
-def _send_copy(peer: Peer, slot: Slot, record: Mapping[str, Any], message: Mapping[str, Any]) -> None:
-    """Raises PeerError if the peer does not have it, verified, in the end."""
+def _send_copy(
+    peer: Peer, slot: Slot, record: Mapping[str, Any], message: Mapping[str, Any], copy: Copy | None
+) -> None:
+    """Raises PeerError if the peer does not have it, verified, in the end. `copy` says when its bytes may go."""
     deadline_s = float(message["timeout_s"])
     with connect(peer.address, peer.port, deadline_s) as channel:
         keep, launch = message.get("keep"), message["launch"]
-        channel.tell(launch=launch, ask="put", record=record, keep=keep, timeout_s=deadline_s)
+        # A pause is no stall: the peer is told of the time for which a copy may be held.
+        patience_s = deadline_s if copy is None else deadline_s + HELD_NS / 1e9
+        channel.tell(launch=launch, ask="put", record=record, keep=keep, timeout_s=patience_s)
         channel.hear()
-        channel.send_file(slot.data, file_size(record))
+        channel.send_file(slot.data, file_size(record), None if copy is None else copy.before)
         channel.hear()
 
 
@@ -266,10 +285,10 @@ def _tell_error(channel: Channel, text: str) -> None:
         return
 
 
-def run(listening: socket.socket, own: list[Slot], launch: str) -> None:
+def run(listening: socket.socket, own: list[Slot], times: Sequence[StepTimes], launch: str) -> None:
     """Serve until this process is ended."""
     try:
-        Holder(own, launch).serve(listening)
+        Holder(own, times, launch).serve(listening)
     except BaseException as error:
         print(f"[launch] error: the copies of saves cannot be served: {error!r}", file=sys.stderr, flush=True)
         os._exit(1)

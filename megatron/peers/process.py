@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from megatron.peers.client import VARIABLE
 from megatron.peers.holder import run
+from megatron.peers.traffic import share_step_times, step_times
 from megatron.processes.memory_slots import held_slots
 from megatron.processes.parent_process import end_with_parent
 from megatron.processes.rendezvous_store import listen_on
@@ -32,6 +33,7 @@ class CopyProcess:
     def __init__(self, address: str) -> None:
         self._listening = listen_on(address, 0)
         self.started = False
+        self.step_times_file = share_step_times(len(held_slots() or []))
         self._pid: int | None = None  # while it runs
         os.environ[VARIABLE] = f"{address}:{self._listening.getsockname()[1]}"
 
@@ -60,6 +62,7 @@ class CopyProcess:
             os.kill(self._pid, signal.SIGKILL)  # it is not reaped before, so the number is no other's
             os.waitpid(self._pid, 0)
         self._listening.close()
+        os.close(self.step_times_file)
 
     def _serve(self, parent: int, in_child: Callable[[], object]) -> NoReturn:
         try:
@@ -68,6 +71,6 @@ class CopyProcess:
             os.setsid()  # the terminal's signals are for the launcher to pass on
             ctypes.CDLL(None).prctl(_PR_SET_NAME, PROCESS_NAME.encode())
             own = [slot for mine in held_slots() or [] for slot in mine]
-            run(self._listening, own, os.environ.get(LAUNCH_ID_VARIABLE, ""))
+            run(self._listening, own, step_times(self.step_times_file), os.environ.get(LAUNCH_ID_VARIABLE, ""))
         finally:
             os._exit(1)  # nothing of the forked launcher may run here

@@ -148,6 +148,7 @@ class CheckpointSaves:
         self._control = checkpointer.context.control
         self._save_dir = checkpointer.context.config.checkpoint.save
         self._asynchronous = checkpointer.context.checkpoint_engine.asynchronous
+        self.begin_step = checkpointer.context.checkpoint_engine.begin_step
         if self._asynchronous:
             config, saver = checkpointer.context.config.checkpoint, checkpointer.context.checkpoint_engine
             # What memory is for: to lose no more than what lies between two saves.

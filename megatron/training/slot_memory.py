@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from megatron.checkpointing.manager import Checkpointer
@@ -43,6 +44,7 @@ class Need(NamedTuple):
     node: int = 0  # node rank
     peer: Peer | None = None  # of its host
     held: int = 0  # what its host has for copies; 0 but on one rank of a host
+    rdma: str | None = None  # what takes training's traffic past the counters that interleaved copies keep to
 
 
 class Share(NamedTuple):
@@ -111,7 +113,9 @@ def _need(checkpointer: Checkpointer, runtime: Runtime, parameters: int, each: i
         except PeerError as error:
             logger.warning("%s; it may hold no copies of saves", error)
     host, node = os.uname().nodename, runtime.rank // engine.options.local_world_size
-    return Need(host, slots, growth, state, available_memory(), each, node, peer, held)
+    interleaves = config.checkpoint.replication_traffic == "interleave"
+    rdma = rdma_device(os.environ) if interleaves and runtime.device.type == "cuda" else None
+    return Need(host, slots, growth, state, available_memory(), each, node, peer, held, rdma)
 
 
 def _decide(options: CheckpointConfig, layout: Layout, needs: Sequence[Need]) -> tuple[str | None, list[Share]]:
@@ -126,6 +130,13 @@ def _decide(options: CheckpointConfig, layout: Layout, needs: Sequence[Need]) ->
         placed = _placed(options.failure_domain, hosts, copies)
     except PlacementError as error:
         return str(error), []
+    past = next((need for need in needs if need.rdma is not None), None)
+    if past is not None:
+        return (
+            f"--replication-traffic interleave: {past.host} has {past.rdma}, and what NCCL sends by RDMA is not in the "
+            "counters of network interfaces, which this flag goes by; use --replication-traffic naive, or "
+            "NCCL_IB_DISABLE=1 to have NCCL use TCP"
+        ), []
     shares = [Share([], []) for _ in needs]
     for rank, need in enumerate(needs):
         key: Key = (layout.tp, layout.pp, layout.dp, *layout.coordinates(rank))
@@ -137,6 +148,13 @@ def _decide(options: CheckpointConfig, layout: Layout, needs: Sequence[Need]) ->
             shares[holder].copies.append((key, need.each))
     lack = lack_of_memory(needs, [SLOTS_PER_RANK * sum(size for _, size in share.copies) for share in shares])
     return lack, shares
+
+
+def rdma_device(environment: Mapping[str, str], devices: Path = Path("/sys/class/infiniband")) -> str | None:
+    """The device by which NCCL passes the kernel's TCP (InfiniBand, RoCE, EFA); None if there is none for it."""
+    if environment.get("NCCL_IB_DISABLE") == "1" or environment.get("NCCL_NET") == "Socket":
+        return None
+    return next((str(device) for device in sorted(devices.glob("*"))), None)
 
 
 def number_of_copies(asked: int | None, hosts: Sequence[str], served: bool) -> tuple[int, str | None]:

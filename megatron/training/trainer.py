@@ -414,6 +414,7 @@ def _train_step(trainer: Trainer, loop_start: int) -> None:
     progress, engine = trainer.progress, trainer.engine
     batch_size = _begin_iteration(trainer)
     start = now_ns()
+    trainer.saves.begin_step(start)
     skipped_before = engine.skipped_steps
     with UnderWay(RANKS, "training step", str(progress.iteration + 1)):
         # Reading the loss waits for the device; DeepSpeed has broadcast it to all stages already.

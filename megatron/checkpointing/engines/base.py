@@ -49,6 +49,7 @@ class EngineOptions:
     local_world_size: int = 1  # ranks that share this host's memory
     device_timeout_s: float = 600.0  # --distributed-timeout-minutes: how long a save waits for the device
     peer_timeout_s: float = 10.0  # --peer-timeout
+    copy_steps: int | None = None  # --replication-traffic interleave: --save-interval, over which copies are spread
     library: tuple[tuple[str, Any], ...] = ()  # what a --deepspeed_config stanza says to the engine's library
 
 
@@ -140,6 +141,10 @@ class PendingSave(ABC):
         tell. Calling it again does nothing.
         """
 
+    def tell_waiting(self, waits: bool) -> None:
+        """Training begins to wait for the end of the save, or does so no longer."""
+        return None
+
     @abstractmethod
     def wait(self) -> list[SavedFile]:
         """Return what was written, when it is. Called once, on a background thread or the training thread.
@@ -199,6 +204,10 @@ class CheckpointEngine(ABC):
 
     def wait_for_memory(self) -> None:
         """Return when the memory is ready. Raises ConfigError naming flag, value and fix if it cannot be had."""
+        return None
+
+    def begin_step(self, began_ns: int) -> None:
+        """A step of training begins."""
         return None
 
     def begin_save(self, files: Sequence[FileState], directory: Path, op: Operation) -> PendingSave:

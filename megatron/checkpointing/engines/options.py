@@ -31,5 +31,6 @@ def engine_options(flags: CheckpointConfig, rank: int, timeout_minutes: float) -
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1),
         device_timeout_s=60 * timeout_minutes,
         peer_timeout_s=flags.peer_timeout,
+        copy_steps=flags.save_interval if flags.replication_traffic == "interleave" else None,
         library=flags.library_options,
     )

@@ -7,6 +7,8 @@ all ranks have agreed on, so that at any instant one is whole. What goes to stor
 from __future__ import annotations
 
 import functools
+import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,10 +29,13 @@ from megatron.checkpointing.engines.lazy.engine import LazyEngine
 from megatron.checkpointing.engines.lazy.slot_save import SlotMemory, SlotSave, captured_for_storage
 from megatron.fileio.device_copies import CopyStream
 from megatron.fileio.direct_files import align_up
-from megatron.peers.client import Peer, fetch, own_peer, send_copies
+from megatron.peers.client import Peer, Sent, fetch, own_peer, send_copies
+from megatron.peers.traffic import own_step_times
 from megatron.peers.wire import Key, PeerError
 from megatron.processes.memory_slots import Slot, held_slots, new_slots
 from restart_trace.recorder import Operation
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,10 @@ class MemoryEngine(LazyEngine):
         self._newest: Slot | None = None  # holds the newest save that all ranks have agreed on
         self._filled: Slot | None = None  # was given to the last save
         self._peers: Sequence[Peer] = ()
+        self._has_warned = False
+        self._step_times = own_step_times(options.local_rank) if options.copy_steps is not None else None
+        if self._step_times is not None:
+            self._step_times.reset()
         # Slots are written anew while training goes on: nothing that is loaded may be a mapping of one.
         self._slot_reader = LazyEngine(replace(options, direct_io="off", verify_checksums=True))
 
@@ -112,21 +121,51 @@ class MemoryEngine(LazyEngine):
             self._filled = memory.slot
             done = self.settle if alone else lambda: None
             copy = functools.partial(self._copy_to_peers, memory.slot) if self._peers else None
-            return SlotSave(captured, memory, record, stored, directory, self.options, self._cache, op, done, copy)
+            where, told = (self.options, self._cache, op), (done, copy, self._tell_waiting)
+            return SlotSave(captured, memory, record, stored, directory, *where, *told)
 
     def share_with(self, peers: Sequence[Peer]) -> None:
         self._peers = tuple(peers)
 
-    def _copy_to_peers(self, slot: Slot) -> tuple[int, list[str]]:
-        """Bytes that went, and what went wrong."""
+    def begin_step(self, began_ns: int) -> None:
+        if self._step_times is not None:
+            self._step_times.begin(began_ns)
+
+    def _tell_waiting(self, waits: bool) -> None:
+        if self._step_times is not None:
+            self._step_times.tell_waiting(waits)
+
+    def _copy_to_peers(self, slot: Slot) -> Sent:
         own, newest = own_peer(), None if self._newest is None else self._newest.record()
         assert own is not None
         number = [other.data for other in self._slots_of_host].index(slot.data)
         keep = None if newest is None else newest["save"]
+        interleave = self._step_times is not None and self.options.copy_steps is not None
         try:
-            return send_copies(own, number, self._peers, keep, self.options.peer_timeout_s)
+            sent = send_copies(own, number, self._peers, keep, self.options.peer_timeout_s, interleave)
         except PeerError as exc:
-            return 0, [str(exc)]
+            return Sent(0, [str(exc)], {})
+        self._warn_of_busy_network(sent)
+        return sent
+
+    def _warn_of_busy_network(self, sent: Sent) -> None:
+        """Once, on one rank of a host."""
+        told, steps = sent.interleaved, self.options.copy_steps
+        if self._has_warned or steps is None or self.options.local_rank or not told.get("at_once_bytes"):
+            return
+        idle, rate = told["idle_s"], told["bytes_per_s"]
+        if idle is None or not rate:  # not known yet
+            return
+        needed = sent.num_bytes * self.options.local_world_size / rate
+        if needed <= idle * steps:
+            return
+        self._has_warned = True
+        fits = f"--save-interval {math.ceil(needed / idle)} would fit" if idle else "no --save-interval would fit"
+        logger.warning(
+            "--replication-traffic interleave: the copies of a save take %.2f s of this host's network, and a step "
+            "leaves it idle for %.2f s: with --save-interval %d training waits for the rest; %s",
+            needed, idle, steps, fits,
+        )  # fmt: skip
 
     def fetch_kept(self, save: str, key: Key, peer: Peer, op: Operation) -> KeptSave:
         memory = self._to_fetch_into(save)

@@ -25,6 +25,7 @@ from megatron.fileio.checksums import RangeChecksum, crc32
 from megatron.fileio.direct_files import align_up
 from megatron.fileio.host_buffers import Buffer
 from megatron.fileio.host_memory import available_memory
+from megatron.peers.client import Sent
 from megatron.processes.memory_slots import Slot
 from restart_trace.recorder import Operation
 
@@ -94,11 +95,12 @@ class SlotSave(LazySave):
         cache: HostCache,
         op: Operation,
         done: Callable[[], None],
-        copy_to_peers: Callable[[], tuple[int, list[str]]] | None = None,
+        copy_to_peers: Callable[[], Sent] | None = None,
+        tell_waiting: Callable[[bool], None] = lambda _: None,
     ) -> None:
         """`stored`: the part that goes to storage, None for everything; its tensors are read from the slot.
 
-        `copy_to_peers` copies the sealed slot to other hosts: bytes that went, and what went wrong.
+        `copy_to_peers` copies the sealed slot to other hosts; `tell_waiting` tells whoever does so for it.
         """
         self._memory = memory
         self._seal_with = dict(record)
@@ -106,7 +108,11 @@ class SlotSave(LazySave):
         self._directory = directory
         self._done = done
         self._copy_to_peers = copy_to_peers
+        self._tell_waiting = tell_waiting
         super().__init__(captured, Path(lazy_format.file_name(options.rank)), options, cache, op)
+
+    def tell_waiting(self, waits: bool) -> None:
+        self._tell_waiting(waits)
 
     def wait(self) -> list[SavedFile]:
         """As PendingSave.wait: the files on storage, of which there are none without a directory.
@@ -133,8 +139,19 @@ class SlotSave(LazySave):
         if self._copy_to_peers is None:
             return []
         with self._op.span("replicate", file=self._path.name, blocking=False) as span:
-            span.bytes, problems = self._copy_to_peers()
-        return problems
+            sent = self._copy_to_peers()
+            span.bytes = sent.num_bytes
+        if sent.interleaved:
+            self._tell_of_interleaving(sent)
+        return sent.errors
+
+    def _tell_of_interleaving(self, sent: Sent) -> None:
+        told = sent.interleaved
+        self._op.measure(**{f"replicate_{name}": told[name] for name in ("waited_s", "at_once_bytes")})
+        text = f"interleave: waited {told['waited_s']:.3f} s; {told['at_once_bytes']} of {sent.num_bytes} bytes at once"
+        if told["idle_s"] is not None:
+            text += f"; steps leave {told['bytes_per_s'] / 1e6:.0f} MB/s idle for {told['idle_s']:.3f} s"
+        self._op.event("replicate", text)
 
     def _write_to_storage(self, directory: Path, kept: Sequence[SavedFile]) -> list[SavedFile]:
         contents, base = self._contents, self._contents.data_start

@@ -26,6 +26,10 @@ class Pending(PendingSave):
         self.releasable = threading.Event()
         self.releasable.set()
         self.released: list[str] = []
+        self.waiting: list[bool] = []
+
+    def tell_waiting(self, waits: bool) -> None:
+        self.waiting.append(waits)
 
     def release_state(self) -> None:
         self.asked.set()
@@ -102,6 +106,7 @@ def test_drain_is_a_blocking_span_within_the_operation_of_the_save(waited_for_jo
     assert end["start_ns"] <= span["start_ns"] < span["end_ns"] <= end["end_ns"]
     assert span["duration_ns"] <= save.blocked_ns < end["end_ns"] - end["start_ns"]
     assert job.pending.released == ["MainThread"]
+    assert job.pending.waiting == [True, False]
 
 
 def test_next_save_waits_in_its_own_operation(waited_for_job: Job) -> None:
@@ -111,6 +116,7 @@ def test_next_save_waits_in_its_own_operation(waited_for_job: Job) -> None:
     (end,), (span,) = job.records("operation_end", 1), job.records("span", 2)
     assert span["phase"] == "wait_previous" and span["blocking"] and span["end_ns"] >= end["end_ns"]
     assert job.records("span", 1) == []
+    assert job.pending.waiting == [True, False]
 
 
 def test_draining_nothing_records_nothing(job: Job) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from megatron.checkpointing.kept import merged
 from megatron.config import CheckpointConfig, ConfigError
-from megatron.training.slot_memory import Need, lack_of_memory, number_of_copies
+from megatron.training.slot_memory import Need, lack_of_memory, number_of_copies, rdma_device
 
 GIB = 1 << 30
 
@@ -61,6 +62,12 @@ def test_saves_in_memory_go_before_storage_of_their_step(
             "--checksum none: --checkpoint-engine memory loads nothing",
         ),
         ({"checkpoint_engine": "memory", "persist_interval": 0}, "--persist-interval 0"),
+        ({"replication_traffic": "interleave"}, "--replication-traffic interleave: --checkpoint-engine torch keeps no"),
+        (
+            {"checkpoint_engine": "memory", "replication_traffic": "interleave", "replicas": 1},
+            "--replication-traffic interleave: --replicas 1 keeps no copy on another host",
+        ),
+        ({"checkpoint_engine": "memory", "replication_traffic": "idle"}, "--replication-traffic idle"),
     ],
 )
 def test_flags_that_do_not_fit(flags: dict[str, object], message: str) -> None:
@@ -93,3 +100,10 @@ def test_how_many_copies(asked: int | None, hosts: int, served: bool, copies: in
     found, why = number_of_copies(asked, [f"node{i}" for i in range(hosts)], served)
     assert found == copies
     assert why is None if refused is None else why is not None and re.match(refused, why)
+
+
+def test_what_takes_traffic_past_the_counters(tmp_path: Path) -> None:
+    assert rdma_device({}, tmp_path / "none") is None
+    (tmp_path / "mlx5_0").mkdir()
+    assert rdma_device({}, tmp_path) == str(tmp_path / "mlx5_0")
+    assert rdma_device({"NCCL_IB_DISABLE": "1"}, tmp_path) is None

@@ -1,0 +1,246 @@
+"""When copies may go: the profile of a step, the idle spans in it, the token bucket, a sender that keeps to them."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from megatron.peers.client import Peer, Sent, send_copies
+from megatron.peers.traffic import (
+    HELD_NS,
+    VARIABLE,
+    Counters,
+    LinkRate,
+    Profile,
+    Span,
+    Step,
+    StepTimes,
+    TokenBucket,
+    Traffic,
+    interface_towards,
+    observe_steps,
+    own_step_times,
+    profile_of,
+    read_counters,
+    share_step_times,
+    step_times,
+)
+from megatron.peers.wire import Channel, connect
+from restart_trace.clock import now_ns
+from restart_trace.cycles import LAUNCH_ID_VARIABLE
+from tests.unit.megatron.peers.test_copies import DEADLINE_S, Host, content, fill
+
+MS = 1_000_000
+RATE = 1e8  # bytes a second: 100 kB a ms
+STEP = Profile(1000 * MS, (Span(0, 280 * MS), Span(420 * MS, 780 * MS)))
+
+
+def carried(*spans: tuple[int, int], rate: float = RATE) -> list[tuple[Span, int]]:
+    """Spans in ms, at that rate."""
+    return [(Span(start * MS, stop * MS), int((stop - start) * rate / 1000)) for start, stop in spans]
+
+
+def test_idle_is_what_fewer_than_two_steps_use_with_a_margin() -> None:
+    steps = [
+        Step(900 * MS, carried((300, 350), (350, 400))),
+        Step(1000 * MS, carried((310, 410), (600, 700))),  # the latter in no other step
+        Step(1100 * MS, [*carried((500, 510), rate=0.04 * RATE), *carried((990, 1100))]),
+        Step(1000 * MS, [*carried((500, 510), rate=0.04 * RATE), *carried((990, 1000))]),
+    ]
+    assert profile_of(steps, RATE) == Profile(1000 * MS, [Span(0, 290 * MS), Span(420 * MS, 970 * MS)])
+    assert profile_of([Step(10 * MS, [])] * 4, 0.0).idle == [Span(0, 10 * MS)]
+    assert profile_of([Step(10 * MS, carried((0, 10)))] * 4, RATE).idle == []
+
+
+@pytest.mark.parametrize(
+    ("since", "pause"),
+    [
+        (0, 0),
+        (270 * MS, 0),  # a chunk of 10 ms just fits before the traffic
+        (271 * MS, 149 * MS),  # it does not: after the traffic, then
+        (420 * MS, 0),
+        (771 * MS, 5 * MS),  # nothing is left of this step
+    ],
+)
+def test_a_chunk_goes_where_it_fits(since: int, pause: int) -> None:
+    assert STEP.pause_before(since, 10 * MS) == pause
+
+
+def test_the_bucket_keeps_the_rate() -> None:
+    bucket = TokenBucket()
+    assert bucket.pause(1 << 40, 0) == 0, "unlimited until the rate is known"
+    bucket.rate = 1e9  # a byte a ns
+    now, passed = MS, 0
+    for _ in range(1000):
+        pause = bucket.pause(100_000, now)
+        now += pause
+        passed += 0 if pause else 100_000
+    assert passed >= 100_000 * 499
+    assert passed - 10_000_000 <= now - MS <= passed, "10 ms at this rate may go together"
+
+
+@pytest.fixture
+def times(monkeypatch: pytest.MonkeyPatch) -> Iterator[StepTimes]:
+    monkeypatch.setenv(VARIABLE, "")
+    assert own_step_times(0) is None
+    shared = step_times(share_step_times(2))
+    assert own_step_times(2) is None
+    mine = own_step_times(1)
+    assert mine is not None
+    mine.begin(123)
+    mine.tell_waiting(True)
+    one = shared[1]
+    assert (one.steps, one.began_ns, one.waits) == (1, 123, True)
+    assert (shared[0].steps, shared[0].waits) == (0, False), "ranks do not share what they tell"
+    mine.reset()
+    assert (one.steps, one.waits) == (0, False), "what the one before it has told is over"
+    yield one
+    os.close(int(os.environ[VARIABLE]))
+
+
+def test_the_interface_counts_what_goes_over_it() -> None:
+    name = interface_towards("127.0.0.1", 9)
+    found = [read_counters(name) for _ in range(100)]
+    before = next(counters for counters in found if counters is not None)
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_connection(listening.getsockname()) as one:
+        other, _ = listening.accept()
+        with other:
+            one.sendall(bytes(50_000))
+            assert len(other.recv(50_000, socket.MSG_WAITALL)) == 50_000
+    after = next(counters for counters in (read_counters(name) for _ in range(100)) if counters is not None)
+    assert after.since(before) >= 50_000 and after.at_ns > before.at_ns
+
+
+def test_steps_are_observed_without_what_training_waits_for(times: StepTimes) -> None:
+    """Each of 20 ms, of which 3 ms carry traffic; in the third, training waits 4 ms, in which copies go."""
+    at = 0
+
+    def read() -> Counters:
+        nonlocal at
+        at += MS
+        if at % (20 * MS) == 0:
+            times.begin(at)
+        since, step = at % (20 * MS), at // (20 * MS)
+        times.tell_waiting(step == 3 and 10 * MS < since <= 14 * MS)
+        traffic = 100_000 * (step * 3 + min(3, max(0, since // MS - 5)))
+        copies = 100_000 * (4 if step > 3 else min(4, max(0, since // MS - 10)) if step == 3 else 0)
+        return Counters(at, 0, traffic + copies)
+
+    link = LinkRate(read)
+    steps = observe_steps(link, [times])
+    assert [step.length for step in steps] == [20 * MS, 20 * MS, 16 * MS, 20 * MS], "whole ones only"
+    for step in steps:
+        assert step.carried == carried((5, 6), (6, 7), (7, 8))
+    assert link.bytes_per_s == RATE * 7 / 10, "the most in 10 ms"
+
+
+def test_copies_keep_to_the_profile_unless_training_waits(times: StepTimes) -> None:
+    traffic, began = Traffic([times]), now_ns()
+    traffic.profile = STEP
+    times.begin(began)
+    copy = traffic.begin("127.0.0.1", 9)
+    assert traffic.ask(copy, 4096, began + 100 * MS) == (4096, 0)
+    assert traffic.ask(copy, 4096, began + 350 * MS) == (0, 5 * MS), "training uses the network"
+    assert traffic.ask(copy, 4096, began + 450 * MS) == (4096, 0)
+    assert copy.at_once_bytes == 0
+    assert traffic.ask(copy, 4096, began + 2001 * MS) == (4096, 0), "no step is under way"
+    times.tell_waiting(True)
+    assert traffic.ask(copy, 4096, began + 350 * MS) == (4096, 0)
+    times.tell_waiting(False)
+    assert traffic.ask(copy, 4096, began + 350 * MS)[0] == 0
+    times.begin(began + HELD_NS)
+    assert traffic.ask(copy, 4096, began + 2 * HELD_NS) == (4096, 0), "held for long enough"
+    assert copy.at_once_bytes == 3 * 4096
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    monkeypatch.setenv(LAUNCH_ID_VARIABLE, "launch0")
+    one = Host()
+    yield one
+    one.close()
+
+
+class Taker:
+    """A peer that takes a copy, and notes when its first byte came."""
+
+    def __init__(self, size: int) -> None:
+        self.asked, self.complete, self.first_ns = threading.Event(), threading.Event(), 0
+        self.taken = bytearray(size)
+        listening = socket.create_server(("127.0.0.1", 0))
+        self.peer = Peer("taker", *listening.getsockname())
+        self._thread = threading.Thread(target=self._take, args=(listening,), daemon=True)
+        self._thread.start()
+
+    def _take(self, listening: socket.socket) -> None:
+        connected, _ = listening.accept()
+        with listening, Channel(connected, DEADLINE_S) as channel:
+            channel.hear()
+            channel.tell(go=True)
+            self.asked.set()
+            view = memoryview(self.taken)
+            channel.receive_into(view[:1])
+            self.first_ns = now_ns()
+            channel.receive_into(view[1:])
+            self.complete.set()
+            channel.tell(done=True)
+
+
+def sent_by(host: Host, taker: Taker) -> tuple[threading.Thread, list[Sent]]:
+    found: list[Sent] = []
+
+    def send() -> None:
+        found.append(send_copies(host.peer, 0, [taker.peer], None, DEADLINE_S, interleave=True))
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread, found
+
+
+def test_a_copy_is_held_until_steps_are_profiled_or_training_waits(host: Host) -> None:
+    saved = content(1_000_000)
+    fill(host.slots[0], saved, "s1")
+    (times,) = step_times(host.process.step_times_file)
+    times.begin(now_ns())
+    taker = Taker(len(saved))
+    thread, found = sent_by(host, taker)
+    assert taker.asked.wait(DEADLINE_S)
+    thread.join(0.5)  # a sender that does not wait would have begun; one that does cannot have
+    waits_from = now_ns()
+    times.tell_waiting(True)
+    thread.join(DEADLINE_S)
+    assert taker.taken == saved and taker.first_ns > waits_from
+    ((num_bytes, errors, told),) = found
+    assert (num_bytes, errors, told["at_once_bytes"], told["idle_s"]) == (len(saved), [], len(saved), None)
+    assert told["waited_s"] > 0
+
+    times.tell_waiting(False)
+    taker = Taker(len(saved))
+    thread, found = sent_by(host, taker)
+    while thread.is_alive():
+        times.begin(now_ns())
+        thread.join(0.05)
+    assert taker.taken == saved
+    ((_, errors, told),) = found
+    assert errors == [] and told["idle_s"] is not None and math.isfinite(told["bytes_per_s"])
+
+
+def test_a_copy_whose_rank_has_ended_is_held_no_longer(host: Host) -> None:
+    """It would keep the peer from taking the copy of the rank's successor."""
+    saved = content(1_000_000)
+    fill(host.slots[0], saved, "s1")
+    (times,) = step_times(host.process.step_times_file)
+    times.begin(now_ns())
+    taker = Taker(len(saved))
+    with connect(host.peer.address, host.peer.port, DEADLINE_S) as channel:
+        told = {"slot": 0, "peers": [taker.peer], "keep": None, "timeout_s": 0.4, "interleave": True}
+        channel.tell(launch="launch0", ask="send", **told)
+        assert taker.asked.wait(DEADLINE_S)
+        assert taker.first_ns == 0
+    assert taker.complete.wait(HELD_NS / 2e9)
+    assert taker.taken == saved
