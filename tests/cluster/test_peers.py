@@ -40,7 +40,7 @@ def started(preset: Preset, nodes: list[Node]) -> Job:
     job = preset.job("peers", nodes[:2], LAUNCHER="fork", MAX_RESTARTS="3", ENGINE="memory", HEARTBEAT_TIMEOUT="5")
     job.settings |= {"HOSTFILE": str(preset.hostfile(job, {node.name: "slots=2" for node in nodes}))}
     job.settings |= {"ITERS": str(ITERATIONS), "SAVE_INTERVAL": "1"}
-    job.settings["EXTRA_ARGS"] += " --persist-interval 4 --replication-traffic interleave"
+    job.settings["EXTRA_ARGS"] += " --persist-interval 4"
     job.start(**held_environment(cycles=3, after=HELD_AFTER), EXPORT="MY_SETTING HELD_CYCLES HELD_AFTER")
     return job
 
