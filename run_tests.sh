@@ -6,7 +6,8 @@
 #   run_tests.sh --quick [ARGUMENTS OF PYTEST]   while you work: linter, types of everything but tests, and the unit tests
 #                                                that are not marked `slow`; those that train (tests/dist) are left out
 #
-#   TEST_WORKERS   tests at a time (default: a worker for each core, at most four; 1 runs them one after the other)
+#   TEST_WORKERS   tests at a time (default: three for two cores, as many tests wait, with --quick one for each core; at
+#                  most four; 1 runs them one after the other)
 #
 # exit status: 0 all of it holds, else that of what does not
 set -euo pipefail
@@ -22,9 +23,12 @@ examples_deepspeed/restart_bench/setup_env.sh
 [[ ${CI:-} != true ]] || tests/install_system_packages.sh
 bin=${VENV_DIR:-$PWD/.venv}/bin
 unset PYTHONDONTWRITEBYTECODE # the tests start hundreds of processes, each of which would compile our modules anew
-workers=${TEST_WORKERS:-$(nproc)}
-((workers <= 4)) || [[ -n ${TEST_WORKERS:-} ]] || workers=4
-# There is a worker for each core: torch's threads would wait for one another. nproc would count by this, too.
+cores=$(nproc)
+workers=$(((3 * cores + 1) / 2))
+! $quick || workers=$cores
+((workers <= 4)) || workers=4
+workers=${TEST_WORKERS:-$workers}
+# The workers take all cores: torch's threads would wait for one another. nproc would count by this, too.
 export OMP_NUM_THREADS=1
 
 # Arguments: the files and directories whose types are checked; none: all that pyproject.toml names.

@@ -54,9 +54,10 @@ class NvtxRanges(Protocol):
 
 @dataclass
 class SpanHandle:
-    """What the body of a span may fill in while it runs."""
+    """What the body of a span may fill in while it runs, and how long it took once it has ended."""
 
     bytes: int | None = None
+    duration_ns: int = 0
 
 
 class Operation:
@@ -73,6 +74,8 @@ class Operation:
         self.durable: bool | None = None
         self.failure: str | None = None
         self._read_ahead = 0  # bytes
+        self._of_thread = threading.local()  # `until_ns`: where the latest span of the thread ends
+        self._of_thread.until_ns = start_ns
         self._measured: dict[str, float] = {}
         self._lock = threading.RLock()  # of _read_ahead; see Recorder
         # Nobody ends an untraced operation.
@@ -89,18 +92,35 @@ class Operation:
             self._labels = self._labels | new
             self._recorder.write("operation_label", op=self._op_id, **new)
 
+    def until_ns(self) -> int:
+        """Where the latest span of this thread ends, ns; before the first where the operation began, or else now.
+
+        A span that begins there leaves nothing out. It takes in the recording of the one before, too, which is long
+        where a machine has fewer cores than ranks: so let one do it whose phase may include such work.
+        """
+        return getattr(self._of_thread, "until_ns", None) or now_ns()
+
     @contextmanager
     def span(
-        self, phase: str, detail: str | None = None, *, file: str | None = None, blocking: bool = True
+        self,
+        phase: str,
+        detail: str | None = None,
+        *,
+        file: str | None = None,
+        blocking: bool = True,
+        joined: bool = False,
     ) -> Iterator[SpanHandle]:
-        """Measure the body as one span. An exception is recorded in the span and passed on."""
+        """Measure the body as one span. An exception is recorded in the span and passed on.
+
+        `joined`: it begins at `until_ns`.
+        """
         handle = SpanHandle()
         nvtx, thread = self._recorder.nvtx, threading.get_ident()
         if nvtx is not None:
             nvtx.range_push(f"{self._name}/{phase}" + (f"/{detail}" if detail else ""))
         error: str | None = None
         number = under_way.begin(under_way.OWN_WORK, self._name, self._labels["tag"], phase, detail, file)
-        start = now_ns()
+        start = self.until_ns() if joined else now_ns()
         try:
             yield handle
         except BaseException as exc:
@@ -108,6 +128,7 @@ class Operation:
             raise
         finally:
             end = now_ns()
+            handle.duration_ns = end - start
             under_way.end(number)
             # Ranges are a stack per thread: a span that ends on another thread must not close a range of that one.
             if nvtx is not None and threading.get_ident() == thread:
@@ -141,6 +162,8 @@ class Operation:
             raise ValueError(problems[0])
         if detail == "read" and blocking and num_bytes:
             num_bytes -= self._take_read_ahead(num_bytes)
+        if thread is None:
+            self._of_thread.until_ns = max(end_ns, getattr(self._of_thread, "until_ns", 0))
         thread = thread or threading.current_thread().name
         fields = {
             "op": self._op_id,

@@ -83,10 +83,13 @@ class Startup:
         preload: Preload | None = None,
         *,
         opened_ns: int | None = None,
+        released_ns: int | None = None,
     ) -> None:
-        """`opened_ns`: where `process_start` ends, if that was before now."""
+        """`opened_ns`: where `process_start` ends, if that was before now. `released_ns`: of a process that was set up
+        ahead of a failure, when it was told to go on: its start begins there.
+        """
         self._recorder = recorder
-        started = clock.process_start_ns()
+        started = clock.process_start_ns() if released_ns is None else released_ns
         own_ns = entered_ns if started is None else started
         start_ns = own_ns if preload is None else preload.started_ns
         self._operation: Operation | None = recorder.begin("startup", start_ns=start_ns)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.dist.harness import Zygote
 from tools.common.machine import filesystem_of
 
 MAY_BE_SKIPPED_IN_CI = re.compile(r"GPU|CUDA|takes 10 minutes|no cluster here")
@@ -96,6 +97,14 @@ def own_environment() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """Forks processes that have torch and DeepSpeed imported: one for all tests of a worker."""
+    started = Zygote.start()
+    yield started
+    started.close()
 
 
 @pytest.fixture

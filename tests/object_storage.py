@@ -1,23 +1,39 @@
-"""A real S3 server for tests (PyPI's moto, in a process of its own), and a proxy in front of it that does it harm."""
+"""A real S3 server for tests (PyPI's moto, in a process of its own), and a proxy in front of it that does it harm.
+
+    python -m tests.object_storage COMMAND ...
+
+runs a command in an environment in which clients find such a server, with an empty bucket `checkpoints`.
+"""
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
+import hmac
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import botocore.session
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import Credentials
+
 from megatron.processes.free_port import free_port
 from tools.restart_drill import storage_proxy
 from tools.restart_drill.storage_proxy import Fault, Request
 
-__all__ = ["BUCKET", "Fault", "FaultProxy", "Request", "Server", "environment_of", "serving"]
+__all__ = ["BUCKET", "Fault", "FaultProxy", "GoogleProxy", "Request", "Server", "environment_of", "serving"]
 
 BUCKET = "checkpoints"
 _STARTS_S = 120.0  # on a busy machine
@@ -41,6 +57,29 @@ class Server:
             "AWS_REGION": "us-east-1",
             "AWS_EC2_METADATA_DISABLED": "true",
         }
+
+    @contextlib.contextmanager
+    def allowing(self, actions: list[str]) -> Iterator[dict[str, str]]:
+        """Within it, the server lets its clients do only what their policies say; a client that may do `actions`."""
+        with environment_of(self.environment()):
+            iam = botocore.session.get_session().create_client("iam", region_name="us-east-1")
+        user = f"user-{time.monotonic_ns()}"
+        statement = {"Effect": "Allow", "Action": actions, "Resource": "*"}
+        policy = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
+        iam.create_user(UserName=user)
+        iam.put_user_policy(UserName=user, PolicyName="allowed", PolicyDocument=policy)
+        key = iam.create_access_key(UserName=user)["AccessKey"]
+        own = {"AWS_ACCESS_KEY_ID": key["AccessKeyId"], "AWS_SECRET_ACCESS_KEY": key["SecretAccessKey"]}
+        self._authorize_after("0")
+        try:
+            yield self.environment() | own
+        finally:
+            self._authorize_after("inf")
+
+    def _authorize_after(self, requests: str) -> None:
+        where = f"{self.url}/moto-api/reset-auth"
+        text = {"Content-Type": "text/plain"}
+        urllib.request.urlopen(urllib.request.Request(where, requests.encode(), text, method="POST")).read()
 
 
 @contextlib.contextmanager
@@ -81,6 +120,79 @@ class FaultProxy(storage_proxy.FaultProxy):
             yield self
 
 
+class GoogleProxy(FaultProxy):
+    """Makes a store of Google's of the server, as far as the client sees it.
+
+    Requests in Google's dialect are checked: signature, MD5 and the generation that a write replaces. In Amazon's the
+    conditions of writes are passed over, and headers of both are refused together, as people have seen Google do.
+    """
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(server)
+        self.generations: dict[str, int] = {}
+        self._next = 1_700_000_000_000_000
+        self._writing = threading.Lock()
+
+    def _ask(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
+        given = {name.lower(): value for name, value in headers.items()}
+        ours = given.get("authorization", "").startswith("GOOG4-HMAC-SHA256 ")
+        if ours and any(name.startswith("x-amz-") for name in given):
+            return _refused(400, "ExcessHeaderValues")
+        if ours and not self._is_signed(method, path, given):
+            return _refused(403, "SignatureDoesNotMatch")
+        md5 = base64.b64encode(hashlib.md5(body).digest()).decode()
+        if ours and body and given.get("content-md5") != md5:
+            return _refused(400, "BadDigest")
+        if ours and b"ChecksumCRC32" in body[:4096]:
+            return _refused(400, "MalformedXML")
+        kept = {name: value for name, value in given.items() if name not in ("if-match", "if-none-match")}
+        kept["authorization"] = "AWS4-HMAC-SHA256 Credential=a/20260101/us-east-1/s3/aws4_request"
+        if method == "GET" or not ours:
+            kept = {name: value for name, value in kept.items() if not name.startswith("x-goog-")}
+        with self._writing:
+            return self._conditionally(method, path, body, kept)
+
+    def _conditionally(
+        self, method: str, path: str, body: bytes, headers: dict[str, str]
+    ) -> tuple[int, dict[str, str], bytes]:
+        key, _, query = path.partition("?")
+        wanted = headers.pop("x-goog-if-generation-match", None)
+        if wanted is not None and int(wanted) != self.generations.get(key, 0):
+            return _refused(412, "PreconditionFailed")
+        status, answered, content = super()._ask(method, path, body, headers)
+        if status == 200 and (method == "PUT" and not query or method == "POST" and "uploadId" in query):
+            self._next += 1
+            self.generations[key] = self._next
+        if method == "POST" and query == "delete":
+            for name in re.findall("<Key>(.*?)</Key>", body.decode()):
+                self.generations.pop(f"{key}/{name}", None)
+        if key in self.generations:
+            answered["x-goog-generation"] = str(self.generations[key])
+        return status, answered, content
+
+    def _is_signed(self, method: str, path: str, headers: dict[str, str]) -> bool:
+        """By botocore's canonical request, which is the same in both dialects."""
+        told = dict(re.findall(r"(\w+)=([^,]+)", headers["authorization"]))
+        day, place, service, end = told["Credential"].split("/")[1:]
+        assert (place, service, end) == ("auto", "storage", "goog4_request")
+        signed = {name: headers[name] for name in told["SignedHeaders"].split(";")}
+        assert {name for name in headers if name.startswith("x-goog-")} < signed.keys() and "host" in signed
+        secret = self.environment()["AWS_SECRET_ACCESS_KEY"]
+        signer = S3SigV4Auth(Credentials("a", secret), service, place)
+        request = AWSRequest(method, f"{self.url}{path}", signed)
+        canonical = signer.canonical_request(request).rpartition("\n")[0] + "\nUNSIGNED-PAYLOAD"
+        digest = hashlib.sha256(canonical.encode()).hexdigest()
+        text = "\n".join(("GOOG4-HMAC-SHA256", signed["x-goog-date"], f"{day}/{place}/{service}/{end}", digest))
+        key = f"GOOG4{secret}".encode()
+        for word in (day, place, service, end):
+            key = hmac.digest(key, word.encode(), "sha256")
+        return hmac.digest(key, text.encode(), "sha256").hex() == told["Signature"]
+
+
+def _refused(status: int, code: str) -> tuple[int, dict[str, str], bytes]:
+    return status, {}, f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
+
+
 @contextlib.contextmanager
 def environment_of(environment: dict[str, str]) -> Iterator[None]:
     """Within it, this process has the environment of a client."""
@@ -94,3 +206,15 @@ def environment_of(environment: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def main(command: list[str]) -> int:
+    if not command:
+        print("python -m tests.object_storage COMMAND ...: give a command", file=sys.stderr)
+        return 2
+    with serving() as server:
+        return subprocess.run(command, env=os.environ | server.environment()).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

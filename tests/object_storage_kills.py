@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -48,41 +49,45 @@ def checkpoints(uri: ObjectUri, root: Path) -> StoredCheckpoints:
     return StoredCheckpoints(uri, Bucket(BUCKET, threads=2), root)
 
 
-def writer(engine: str, generation: int) -> CheckpointWriter:
+def writer(engine: str, generation: int, **options: Any) -> CheckpointWriter:
     identity = CheckpointIdentity({"tp": 1, "pp": 1, "dp": 1}, {})
     planes = ControlPlane(0, 1), ControlPlane(0, 1)
-    made = create_engine(engine, EngineOptions(fsync=False))
+    made = create_engine(engine, EngineOptions(fsync=False, **options))
     return CheckpointWriter(made, planes[0], untraced_recorder(), identity, f"g{generation}", planes[1])
 
 
 def load(stored: StoredCheckpoints, candidate: StoredCandidate, engine: str = "torch") -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint, every byte verified."""
     assert candidate.manifest is not None
+    reader, op = create_engine(engine, EngineOptions()), untraced_operation()
+
+    def read(checkpoint: SavedCheckpoint) -> dict[str, torch.Tensor]:
+        return {name: state["w"].clone() for name, state in reader.load(list(_ELEMENTS), checkpoint, op).items()}
+
     with stored.files() as fetch:
-        fetch(candidate, candidate.manifest.files, untraced_operation())
-        checkpoint = SavedCheckpoint(candidate.directory, candidate.manifest.files)
-        loaded = create_engine(engine, EngineOptions()).load(list(_ELEMENTS), checkpoint, untraced_operation())
-    return {name: state["w"].clone() for name, state in loaded.items()}
+        return fetch.load(candidate, list(candidate.manifest.files), reader, read, op)
 
 
-def _launch(uri: ObjectUri, root: Path, first: int, told: int) -> None:
+def _launch(uri: ObjectUri, root: Path, first: int, told: int, engine: str) -> None:
     """Save until killed; a line for each that is committed. `told`: the descriptor of a pipe."""
     stored = checkpoints(uri, root)
     held = claim(stored.bucket, uri)
     os.write(told, b"begun\n")
-    directory, saves = ObjectDirectory(stored, 0, held, _KEEP_LAST), writer("torch", held.generation)
+    directory, saves = ObjectDirectory(stored, 0, held, _KEEP_LAST), writer(engine, held.generation)
     for step in range(first, first + 1000):
         saves.save(directory, step, lambda step=step: states(step))
+        saves.background.drain()
+        assert all(save.error is None for save in saves.background.finished())
         os.write(told, f"{step}\n".encode())
 
 
-def _killed(uri: ObjectUri, root: Path, first: int, after_s: float) -> list[int]:
+def _killed(uri: ObjectUri, root: Path, first: int, after_s: float, engine: str) -> list[int]:
     """Steps that a launch told of as committed before it was killed, `after_s` after it had claimed the prefix."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            _launch(uri, root, first, writing)
+            _launch(uri, root, first, writing, engine)
         except BaseException as exc:
             print(f"{type(exc).__name__}: {exc}", file=sys.stderr, flush=True)
         finally:
@@ -100,13 +105,13 @@ def _killed(uri: ObjectUri, root: Path, first: int, after_s: float) -> list[int]
     return [int(line) for line in lines if line != "begun"]
 
 
-def run(rounds: int, seed: int, root: Path, longest_s: float = 1.5) -> Counter[str]:
+def run(rounds: int, seed: int, root: Path, longest_s: float = 1.5, engine: str = "torch") -> Counter[str]:
     """Kill a launch `rounds` times. Returns what was seen; raises AssertionError at the first thing that is wrong."""
     instants, seen = random.Random(seed), Counter[str]()
-    uri = ObjectUri(BUCKET, f"kills/{seed}")
+    uri = ObjectUri(BUCKET, f"kills/{engine}/{seed}")
     stored, newest = checkpoints(uri, root), 0
     for _ in range(rounds):
-        told = _killed(uri, root, newest + 1, instants.uniform(0, longest_s))
+        told = _killed(uri, root, newest + 1, instants.uniform(0, longest_s), engine)
         remove_abandoned(root)
         assert not list(root.iterdir())
         found, problems = stored.discover(None)
@@ -116,7 +121,7 @@ def run(rounds: int, seed: int, root: Path, longest_s: float = 1.5) -> Counter[s
         assert len(found) >= min(newest_told, _KEEP_LAST)
         if found:
             newest = found[0].step
-            for name, tensor in load(stored, found[0]).items():
+            for name, tensor in load(stored, found[0], engine).items():
                 assert torch.equal(tensor, torch.full((_ELEMENTS[name],), float(newest))), f"{name} of {newest} is torn"
         unfinished = {place for place, files in stored.listed().items() if "manifest.json" not in files}
         seen += Counter(
@@ -135,10 +140,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--engine", default="torch", choices=["torch", "lazy"])
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     with serving() as server, environment_of(server.environment()), tempfile.TemporaryDirectory() as root:
-        seen = run(arguments.rounds, arguments.seed, Path(root))
+        seen = run(arguments.rounds, arguments.seed, Path(root), engine=arguments.engine)
     print(", ".join(f"{name} {count}" for name, count in seen.items()))
 
 

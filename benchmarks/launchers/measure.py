@@ -2,11 +2,12 @@
 
 The same for every variant: the clock runs from the first SIGKILL until the line of the first iteration after the
 restart is in the launch's log, where it is looked for every two milliseconds. A relaunch begins as soon as no process
-of the last launch is left.
+of the last launch is left. With standby ranks the failure comes when they wait for it.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import signal
@@ -14,12 +15,15 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.launchers.variants import SAVE_INTERVAL, MeasurementError, Setting, command, restarts_in_place
+import psutil
+
+from benchmarks.launchers.variants import SAVE_INTERVAL, STANDBY, MeasurementError, Setting, command, restarts_in_place
 from megatron.processes.rendezvous_store import PROCESS_NAME
+from megatron.processes.standby import WAITS
 from restart_trace.clock import now_ns
 from tools.restart_drill.launch import DrillError, Launch, launched
 
-STRIKE_AT = SAVE_INTERVAL + 3  # as the demonstration: three steps after the checkpoint
+_STRIKE_AFTER = 3  # steps after a checkpoint, as the demonstration
 _POLL_S = 0.002
 _GRACE_S = 20.0
 _ITERATION = re.compile(rb"(?:^|\s)iteration\s+(\d+)/\s*\d+\s+\|")
@@ -77,28 +81,40 @@ def _restart(variant: str, setting: Setting, place: Path, limit_s: float) -> flo
     argv = command(variant, setting, place / "checkpoints")
     first_log, second_log = IterationLines(place / "first.log"), IterationLines(place / "second.log")
     with launched(argv, first_log.path, echo=False) as launch:
-        first_log.wait_for(lambda iteration: iteration >= STRIKE_AT, launch, limit_s)
-        children = [child for launcher in launch.launcher() for child in launcher.children()]
-        ranks = [child for child in children if child.name() != PROCESS_NAME]
+        struck_at = first_log.wait_for(functools.partial(_is_the_moment, variant, setting, launch), launch, limit_s)
+        ranks = [child for child in _children(launch) if child.name() not in (PROCESS_NAME, WAITS)]
         if len(ranks) != setting.world_size:
             raise MeasurementError(f"{len(ranks)} ranks were found, {setting.world_size} were expected")
         struck_ns = now_ns()
         launch.send(signal.SIGKILL, ranks)
         if restarts_in_place(variant):
             # Lines of later iterations may still be on their way.
-            resumed = first_log.wait_for(lambda iteration: iteration <= STRIKE_AT, launch, limit_s)
-            return _checked(_seconds_since(struck_ns), resumed)
+            resumed = first_log.wait_for(lambda iteration: iteration <= struck_at, launch, limit_s)
+            return _checked(_seconds_since(struck_ns), resumed, struck_at)
         launch.wait(limit_s)
         launch.wait_until_gone(_GRACE_S)
     with launched(argv, second_log.path, echo=False) as launch:
         resumed = second_log.wait_for(lambda iteration: True, launch, limit_s)
-        return _checked(_seconds_since(struck_ns), resumed)
+        return _checked(_seconds_since(struck_ns), resumed, struck_at)
 
 
-def _checked(restart_s: float, resumed: int) -> float:
+def _is_the_moment(variant: str, setting: Setting, launch: Launch, iteration: int) -> bool:
+    """Whether to strike after this iteration."""
+    if iteration < SAVE_INTERVAL or iteration % SAVE_INTERVAL != _STRIKE_AFTER:
+        return False
+    return variant != STANDBY or sum(child.name() == WAITS for child in _children(launch)) == setting.world_size
+
+
+def _children(launch: Launch) -> list[psutil.Process]:
+    """What the launcher has started."""
+    return [child for launcher in launch.launcher() for child in launcher.children()]
+
+
+def _checked(restart_s: float, resumed: int, struck_at: int) -> float:
     """`restart_s`, if the restart was one. Raises MeasurementError if it did not go on from the checkpoint."""
-    if resumed != SAVE_INTERVAL + 1:
-        raise MeasurementError(f"it went on with iteration {resumed}, not from its checkpoint of {SAVE_INTERVAL}")
+    saved = struck_at - _STRIKE_AFTER
+    if resumed != saved + 1:
+        raise MeasurementError(f"it went on with iteration {resumed}, not from its checkpoint of {saved}")
     return restart_s
 
 

@@ -42,7 +42,7 @@ PRESET = ROOT / "examples_deepspeed" / "restart_bench" / "run_tiny_tp2_pp2_dp2.s
 NODES, RANKS = 2, 2  # that train; ranks of each: TP2 x PP2
 _SAVE_INTERVAL, _STRIKE_AT, _ITERATIONS = 20, 23, 200  # by then the spare agent of torchrun has joined, too
 _TARGET_S, _TARGET_RATIO = 4.0, 0.25
-_END_S = 30.0
+END_S = 30.0
 _OF_SLURM = ("slurm", "slurm-requeue")
 
 SPARE = "launch"
@@ -171,6 +171,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _setting(directory: Path, nodes: Nodes, arguments: argparse.Namespace) -> Setting:
     """Prepare the preset's data and ask for its flags. Raises MeasurementError, DrillError or OSError."""
     hosts = hosts_of_hostfile()
+    if len(hosts) != NODES + 1:
+        raise MeasurementError(f"HOSTFILE names {len(hosts)} hosts; give {NODES + 1}: two that train, and a spare")
     os.environ.update(
         DP="1", ITERS=str(_ITERATIONS), SAVE_INTERVAL=str(_SAVE_INTERVAL), ENGINE=arguments.engine, LAUNCHER="fork",
         MAX_RESTARTS="1", SPARES="1", WORK_DIR=str(directory), KILL_AT="none",
@@ -181,12 +183,9 @@ def _setting(directory: Path, nodes: Nodes, arguments: argparse.Namespace) -> Se
 
 
 def hosts_of_hostfile() -> tuple[str, ...]:
-    """Two hosts that train, and a spare. Raises MeasurementError."""
+    """What HOSTFILE names, in order."""
     lines = Path(os.environ["HOSTFILE"]).read_text().split("\n")
-    hosts = tuple(line.split()[0] for line in lines if line.strip() and not line.startswith("#"))
-    if len(hosts) != NODES + 1:
-        raise MeasurementError(f"HOSTFILE names {len(hosts)} hosts; give {NODES + 1}: two that train, and a spare")
-    return hosts
+    return tuple(line.split()[0] for line in lines if line.strip() and not line.startswith("#"))
 
 
 def sample(variant: str, setting: Setting, number: int) -> float:
@@ -210,7 +209,7 @@ def sample(variant: str, setting: Setting, number: int) -> float:
             finally:
                 launch.send(signal.SIGTERM, launch.launcher())
                 with contextlib.suppress(DrillError):
-                    launch.wait(_END_S)
+                    launch.wait(END_S)
     except (DrillError, MeasurementError) as error:
         raise MeasurementError(f"{variant}: {error}") from error
     if resumed != _SAVE_INTERVAL + 1:
@@ -233,7 +232,7 @@ def ended(nodes: Nodes, hosts: Sequence[str], place: Path) -> Any:
         yield
     finally:
         nodes.mend()
-        deadline = time.monotonic() + _END_S
+        deadline = time.monotonic() + END_S
         for host in hosts:
             while left := nodes.processes(host, str(place)):
                 if time.monotonic() > deadline:

@@ -2,11 +2,11 @@
 
     python -m tests.cluster run --nodes 2 --spares 1 -- python -m benchmarks.launchers.peer_loss --repeat 3
 
-It trains on the first two hosts of HOSTFILE, and the third waits. Three steps after a save, or when that is over, the
-second host is lost, by the program NODES_COMMAND (docs/restart_drill.md), or one of its ranks is killed. The clock runs
-until the line of the first step after that is in the launch's log. `load` is the slowest rank's operation load of the
-restart, by the trace. The program must also know `slow-storage KBYTE_PER_S` (of all nodes together, reads and writes)
-and, for --link-mbit, `slow-link NODE KBIT_PER_S`, as that of tests.cluster does.
+It trains on all hosts of HOSTFILE but the last, which waits. Three steps after a save, or when that is over, the last
+host that trains is lost, by the program NODES_COMMAND (docs/restart_drill.md), or one of its ranks is killed. The clock
+runs until the line of the first step after that is in the launch's log. `load` is the slowest rank's operation load of
+the restart, by the trace. The program must also know `slow-storage KBYTE_PER_S` (of all nodes together, reads and
+writes) and, for --link-mbit, `slow-link NODE KBIT_PER_S`, as that of tests.cluster does.
 
 Exit status: 0 measured, 2 could not run.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import shlex
 import signal
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.launchers.measure import IterationLines
-from benchmarks.launchers.node_loss import NODES, PRESET, RANKS, ended, hosts_of_hostfile, last_host
+from benchmarks.launchers.node_loss import PRESET, RANKS, ended, hosts_of_hostfile
 from benchmarks.launchers.rounds import COULD_NOT_RUN, OK, add_options, check_options, interleaved
 from benchmarks.launchers.variants import MeasurementError
 from restart_trace.clock import now_ns
@@ -40,8 +41,9 @@ from tools.restart_drill.moments import TraceTail
 from tools.restart_drill.nodes import Nodes, Program, nodes_of
 from tools.restart_drill.preset import command_of
 
-# Wide enough that a load takes longer than the rest of it: some 60 MB a rank with its weights.
-_MODEL = "--hidden-size 512 --ffn-hidden-size 2048 --num-attention-heads 8 --seq-length 64"
+# Wide enough that a load takes longer than the rest of it: 68 to 80 MB a rank with its weights, whatever DP is.
+_MODEL = "--hidden-size {0} --ffn-hidden-size {1} --num-attention-heads 8 --seq-length 64"
+_WIDTH, _WIDTH_STEP = 512, 64  # of DP1
 _SAVE_INTERVAL, _ITERATIONS = 10, 60
 _STRIKE_AT = _SAVE_INTERVAL + 3
 _STORAGE_MBYTE = 200
@@ -72,11 +74,12 @@ _EPILOG = """\
 variants, all with engine memory and a hot spare:
 {variants}
 
-Run it on a machine that does nothing else. HOSTFILE names three hosts, and NODES_COMMAND the program that loses one.
+Run it on a machine that does nothing else. HOSTFILE names the hosts that train, two, four or more of two ranks each
+(TP2 PP2, and DP by their number), and a spare; NODES_COMMAND the program that loses one.
 
 examples:
   python -m tests.cluster run --nodes 2 --spares 1 -- python -m benchmarks.launchers.peer_loss --repeat 3
-  python -m tests.cluster run --nodes 2 --spares 1 -- python -m benchmarks.launchers.peer_loss --link-mbit 1000
+  python -m tests.cluster run --nodes 4 --spares 1 -- python -m benchmarks.launchers.peer_loss --link-mbit 1000
 
 exit status: 0 measured, 2 could not run
 """
@@ -94,7 +97,14 @@ class Setting:
     limit_s: float
     link_mbit: int | None
     loads: dict[str, list[float]] = field(default_factory=dict)  # seconds, by variant
+    downloads: dict[str, list[float]] = field(
+        default_factory=dict
+    )  # seconds, by variant; of the copies that were fetched
     bytes_a_rank: int = 0
+
+    @property
+    def world_size(self) -> int:
+        return RANKS * (len(self.hosts) - 1)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -133,8 +143,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             nodes_of(words, [-1]) as nodes,
             contextlib.closing(Program(words)) as program,
         ):
-            told = _told(Path(directory))
-            hosts = hosts_of_hostfile()
+            hosts = _hosts()
+            told = _told(Path(directory), len(hosts) - 1)
             setting = Setting(
                 Path(directory), hosts, nodes, program, told, arguments.time_limit, arguments.link_mbit
             )  # fmt: skip
@@ -147,13 +157,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return OK
 
 
-def _told(directory: Path) -> list[str]:
+def _hosts() -> tuple[str, ...]:
+    """Those that train, and a spare. Raises MeasurementError."""
+    hosts = hosts_of_hostfile()
+    if len(hosts) < 3 or not len(hosts) % 2:
+        raise MeasurementError(f"HOSTFILE names {len(hosts)} hosts; give 2, 4, 6, ... that train, and a spare")
+    return hosts
+
+
+def _told(directory: Path, nodes: int) -> list[str]:
     """Prepare the preset's data and ask for its command. Raises DrillError or OSError."""
+    dp = nodes * RANKS // 4
+    growth = math.sqrt(14 / (2 + 12 / dp))  # bytes for each parameter: weights in bf16, a DP share of Adam's state
+    width = _WIDTH_STEP * round(growth * _WIDTH / _WIDTH_STEP)
     os.environ.update(
-        DP="1", ITERS=str(_ITERATIONS), SAVE_INTERVAL=str(_SAVE_INTERVAL), ENGINE="memory", LAUNCHER="fork",
+        DP=str(dp), ITERS=str(_ITERATIONS), SAVE_INTERVAL=str(_SAVE_INTERVAL), ENGINE="memory", LAUNCHER="fork",
         MAX_RESTARTS="1", SPARES="1", WORK_DIR=str(directory), KILL_AT="none",
     )  # fmt: skip
-    return [*command_of(PRESET), *_MODEL.split()]
+    return [*command_of(PRESET), *_MODEL.format(width, 4 * width).split()]
 
 
 def sample(variant: str, setting: Setting, number: int) -> float:
@@ -184,7 +205,8 @@ def _restart(variant: str, setting: Setting, place: Path) -> tuple[float, int]:
         try:
             log.wait_for(lambda iteration: iteration >= _STRIKE_AT, launch, setting.limit_s)
             _await_save(place / "trace", setting.limit_s)
-            host, pid = last_host(place / "trace"), recorded_ranks(place / "trace", 0)[1][NODES * RANKS - 1].pid
+            last = recorded_ranks(place / "trace", 0)[1][setting.world_size - 1]
+            host, pid = last.host, last.pid
             lost_ns = now_ns()
             setting.nodes.harm("sigkill-one" if variant == LOCAL else "node-loss", host, pid, 0)
             resumed = log.wait_for(lambda iteration: iteration <= _STRIKE_AT, launch, setting.limit_s)
@@ -206,15 +228,18 @@ def _await_save(trace_dir: Path, limit_s: float) -> None:
 
 def _load_s(variant: str, setting: Setting, trace_dir: Path) -> float:
     """The slowest rank's load after the restart, seconds. Raises MeasurementError if they read elsewhere."""
-    loads = [
-        record
-        for rank in range(NODES * RANKS)
-        for record in TraceTail(trace_dir, 1, rank).new_records()
-        if record["type"] == "operation_end" and record["operation"] == "load"
-    ]
+    by_rank = [TraceTail(trace_dir, 1, rank).new_records() for rank in range(setting.world_size)]
+    loads = [r for rank in by_rank for r in rank if (r["type"], r.get("operation")) == ("operation_end", "load")]
     tiers = {record.get("tier") for record in loads}
-    if len(loads) != NODES * RANKS or tiers != _TIERS[variant]:
+    if len(loads) != setting.world_size or tiers != _TIERS[variant]:
         raise MeasurementError(f"{variant}: {len(loads)} ranks loaded, from {', '.join(map(str, tiers))}")
+    fetched = [
+        (record["end_ns"] - record["start_ns"]) / 1e9
+        for rank in by_rank
+        for record in rank
+        if record["type"] == "span" and record.get("detail") == "download" and record.get("bytes")
+    ]
+    setting.downloads.setdefault(variant, []).append(max(fetched, default=0.0))
     setting.bytes_a_rank = max(record.get("bytes") or 0 for record in loads)
     return max(record["end_ns"] - record["start_ns"] for record in loads) / 1e9
 
@@ -233,6 +258,7 @@ def analyse(samples: dict[str, list[float]], setting: Setting, before: dict[str,
                 "samples_s": values,
                 "load_median_s": statistics.median(setting.loads[name]),
                 "load_samples_s": setting.loads[name],
+                "download_samples_s": setting.downloads[name],
             }
             for name, values in samples.items()
         },
@@ -268,6 +294,9 @@ def render(found: dict[str, Any]) -> str:
         each = ", ".join(f"{a:.2f} ({b:.3f})" for a, b in zip(values, loads, strict=True))
         lines.append(f"  {name:8} {times} {variant['load_median_s']:7.3f}s  {each}")
     lines += [f"  {name}: {variant['what']}" for name, variant in found["variants"].items()]
+    if PEER in found["variants"]:
+        taken = ", ".join(f"{seconds:.3f}" for seconds in found["variants"][PEER]["download_samples_s"])
+        lines.append(f"the slowest copy of {PEER} took {taken} s from its peer; it begins before the load does")
     return "\n".join([*lines, *found["targets"]])
 
 

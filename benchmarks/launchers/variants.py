@@ -19,11 +19,13 @@ ITERATIONS = 40  # more than a sample needs: nothing ends by itself before it is
 _VOCABULARY = 4096  # tokens of tools.build_corpus's tokenizer; a multiple of what it would be padded to
 
 BASELINE = "plain"
+IN_PLACE, STANDBY = "fork-in-place", "fork-standby"
 # Name -> what it is.
 VARIANTS = {
     "torchrun": "the demonstration, relaunched with torchrun",
     "fork": "the demonstration, relaunched with megatron.launch",
-    "fork-in-place": "the demonstration, its ranks started again by megatron.launch --max-restarts",
+    IN_PLACE: "the demonstration, its ranks started again by megatron.launch --max-restarts",
+    STANDBY: "the same with --standby: ranks that were set up ahead of the failure take their place",
     BASELINE: "a plain DeepSpeed script of the same model, relaunched with torchrun",
 }
 
@@ -55,7 +57,7 @@ class Setting:
 
 def restarts_in_place(variant: str) -> bool:
     """Whether the launcher outlives the failure of its ranks."""
-    return variant == "fork-in-place"
+    return variant in (IN_PLACE, STANDBY)
 
 
 def prepare_data(setting: Setting) -> None:
@@ -90,6 +92,7 @@ def _demonstration(variant: str, setting: Setting, save: Path) -> list[str]:
         settings |= {"LAUNCHER": "torchrun", "MASTER_PORT": str(free_port())}
     else:
         settings |= {"LAUNCHER": "fork", "MAX_RESTARTS": "1" if restarts_in_place(variant) else "0"}
+        settings |= {"STANDBY": "1"} if variant == STANDBY else {}
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     done = subprocess.run(["bash", str(_PRESET)], env=kept | settings, capture_output=True, text=True)
     if done.returncode:

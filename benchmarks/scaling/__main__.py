@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import statistics
@@ -11,14 +12,18 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from benchmarks.scaling.calls import Calls, calls_on
+from benchmarks.scaling.calls import REMOVAL, Calls, calls_on
 from benchmarks.scaling.simulated_ranks import FILES_PER_RANK, RANKS_PER_HOST
 from benchmarks.scaling.world import world
 from restart_trace.clock import now_ns
 from tools.common.cli import COULD_NOT_RUN, OK, make_parser, require_at_least
 from tools.common.tables import markdown_table
 from tools.make_synthetic_dataset import write_dataset
+
+if TYPE_CHECKING:
+    from benchmarks.scaling.planning import Planning
 
 _EPILOG = """\
 examples:
@@ -28,7 +33,10 @@ examples:
 exit status: 0 measured, 2 could not run
 """
 _VOCABULARY = 100
-_OPERATIONS = {"start": "start", "open_trace": "trace", "save": "save", "discover": "load: discovery"}
+_OPERATIONS = {
+    "start": "start", "open_trace": "trace", "save": "first save of a launch", "save_again": "save",
+    REMOVAL: "removal", "discover": "load: discovery",
+}  # fmt: skip
 
 
 @dataclass
@@ -43,6 +51,7 @@ class Sample:
     discover_s: list[float] = field(default_factory=list)
     list_s: float = 0.0
     calls: dict[str, Mapping[str, Calls]] = field(default_factory=dict)
+    planning: Planning | None = None
 
 
 def measure(ranks: int, directory: Path, repeat: int) -> Sample:
@@ -67,6 +76,7 @@ def measure(ranks: int, directory: Path, repeat: int) -> Sample:
             found, read = job.do("discover", None)[0]
             sample.discover_s.append(found / 1e9)
             sample.list_s = read / 1e9
+        job.do("end", None)
     accounts = {"rank 0": 0, "second rank of a host": 1, "last rank": ranks - 1}
     files = {rank: directory / f"calls_{rank}" for rank in accounts.values()}
     with world(ranks, directory, flags, files) as job:
@@ -74,9 +84,15 @@ def measure(ranks: int, directory: Path, repeat: int) -> Sample:
         job.connect()
         for command in ("start", "open_trace", "discover"):
             job.do(command, None)
-        job.do("save", repeat + 1)
+        for number, command in enumerate(("save", "save_again"), 1):
+            job.do(command, repeat + number)
+        job.do("end", None)
     for who, rank in accounts.items():
         sample.calls[who] = calls_on(files[rank], directory)
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed writes what it logs where it was imported
+        from benchmarks.scaling.planning import measure_planning  # torch: --help does not wait for it
+
+    sample.planning = measure_planning(ranks)
     return sample
 
 
@@ -111,7 +127,21 @@ def tables(samples: Sequence[Sample]) -> str:
         for who in samples[0].calls
     ]
     calls = markdown_table(["operation", "rank", *(f"{s.ranks:,} ranks" for s in samples)], rows)
-    return "\n".join([*times, "", *calls])
+    planned = markdown_table(
+        ["ranks", "tensors in the files", "told of tensors, kB", "told of what others read, kB", "all of both, kB",
+         "planning, a rank, s", "rank 0 for all, s"],
+        [_planning_row(s.ranks, s.planning) for s in samples if s.planning is not None],
+    )  # fmt: skip
+    return "\n".join([*times, "", *calls, "", *planned])
+
+
+def _planning_row(ranks: int, found: Planning) -> list[str]:
+    told, shares = (f"{a / 1e3:,.0f}, at most {b / 1e3:,.0f}" for a, b in (found.told_bytes, found.shares_bytes))
+    plan = f"{found.plan_s[0]:.2f}, at most {found.plan_s[1]:.2f}"
+    return [
+        f"{ranks:,}", f"{found.tensors:,}", told, shares, f"{found.all_bytes / 1e3:,.0f}", plan,
+        f"{found.dealing_s:.2f}",
+    ]  # fmt: skip
 
 
 def _shown(calls: Calls | None) -> str:
@@ -135,8 +165,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), metavar="DIR", help="where to work")
     arguments = parser.parse_args(argv)
     require_at_least(parser, arguments, 1, "repeat")
-    if min(arguments.ranks) < 4:
-        parser.error("--ranks: give at least 4, so that three of them can be looked at")
+    for ranks in arguments.ranks:
+        if ranks < 4 or ranks % (4 if ranks < 64 else 64):
+            parser.error(f"--ranks {ranks}: give multiples of 4, from 64 on of 64, which the layouts of a load need")
     return arguments
 
 

@@ -1,4 +1,7 @@
-"""System calls of one simulated rank on files of the job, by what it did: out of strace's account."""
+"""System calls of one simulated rank on files of the job, by what it did: out of strace's account.
+
+What is removed of an old checkpoint is removed while a rank does other things, and counts by itself.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _MARK = re.compile(r'"/mark/(\w+)/(begin|end)"')
+REMOVAL = "removal"
+_REMOVED = re.compile(r"^(?!.*\b(?:rename|manifest\.json)).*/\.incomplete_removed_")
 _READ = re.compile(r"\b(?:read|pread64)\(.* = (\d+)$")
 
 
@@ -28,8 +33,11 @@ def calls_on(account: Path, directory: Path) -> Mapping[str, Calls]:
         if mark is not None:
             doing = mark[1] if mark[2] == "begin" else None
             found.setdefault(mark[1], Calls())
-        elif doing is not None and str(directory) in line and "resumed>" not in line:
-            found[doing].number += 1
-            read = _READ.search(line)
-            found[doing].read_bytes += int(read[1]) if read is not None else 0
+        elif str(directory) in line and "resumed>" not in line:
+            what = REMOVAL if _REMOVED.search(line) is not None else doing
+            if what is not None:
+                calls = found.setdefault(what, Calls())
+                calls.number += 1
+                read = _READ.search(line)
+                calls.read_bytes += int(read[1]) if read is not None else 0
     return found

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpointing import commit
+from megatron.checkpointing.discovery import LookedAt, next_found, search_directory
 from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedFile
 from megatron.checkpointing.writer import CheckpointIdentity, CheckpointWriter, Save, SaveDirectory
 from megatron.config.arguments import config_from_args, parse_args
@@ -30,7 +30,7 @@ from megatron.startup.once_per_host import once_per_host
 from megatron.startup.preflight import check_before_imports
 from restart_trace.clock import now_ns
 from restart_trace.process import RankIdentity, open_rank_trace
-from restart_trace.recorder import Operation, untraced_recorder
+from restart_trace.recorder import Operation, untraced_operation, untraced_recorder
 
 RANKS_PER_HOST = 8
 FILES_PER_RANK = 3
@@ -96,22 +96,28 @@ class SimulatedRank:
         directory = SaveDirectory(Path(self._task.directory) / "save", keep_last=2)
         return self._writer.save(directory, step, lambda: files)
 
-    def discover(self, _: Any) -> tuple[int, int]:
-        """ns until all have been told what there is to load; ns that one of them takes to read it.
+    def save_again(self, step: int) -> Save:
+        """A save that is not the first of its launch."""
+        return self.save(step)
 
-        The second is not part of the first: the cores of one machine would do it for thousands of ranks.
-        """
+    def end(self, _: Any) -> int:
+        """ns until the last checkpoint that went is removed."""
+        assert self._writer is not None
+        begin = now_ns()
+        self._writer.close()
+        return now_ns() - begin
+
+    def discover(self, _: Any) -> tuple[int, int]:
+        """ns until all know of a checkpoint whose files are there; ns that one rank takes to read the list of them."""
         self.control.agree(None)
         begin = now_ns()
-        told = b""
-        if self.rank == 0:
-            candidates, _ = commit.discover(Path(self._task.directory) / "save", None)
-            told = pickle.dumps(candidates[0] if candidates else None)
-        told = self.control.broadcast(told)
-        self.control.agree(None)
+        directory = Path(self._task.directory) / "save"
+        search = search_directory(directory, None) if self.rank == 0 else LookedAt([], [])
+        candidate, problems = next_found(self.control, search, untraced_operation(), by_files=True)
+        self.control.agree(None if candidate is not None else "; ".join(problems))
         all_told = now_ns()
         if self.rank == 0:
-            pickle.loads(told)
+            pickle.loads(pickle.dumps(candidate))
         return all_told - begin, now_ns() - all_told
 
     def start(self, _: Any) -> int:
@@ -170,7 +176,7 @@ class Process:
             os.path.exists(f"/mark/{command}/end")
         if command == "agree":
             return statistics.median(found[0])
-        if command == "save":
+        if command.startswith("save"):
             return {"flushed_ns": max(s.flushed_ns for s in found), "committed_ns": max(s.committed_ns for s in found)}
         return found[0] if command == "discover" else max(found)
 

@@ -12,13 +12,18 @@
 #   WORK_DIR                                       where everything goes (default: runs/NAME in the repository)
 #   LAUNCHER=torchrun|deepspeed|srun|fork HOSTFILE NNODES NODE_RANK GPUS_PER_NODE
 #   MASTER_ADDR MASTER_PORT MAX_RESTARTS           the last for LAUNCHER=fork: restarts in place
+#   STANDBY=1                                      with MAX_RESTARTS on one node, without CUDA: the ranks of the next start
+#                                                  are set up ahead of a failure
+#   HOST_GRACE=SECONDS                             for LAUNCHER=deepspeed over HOSTFILE: how long after the launch on one
+#                                                  host has ended those of the others are ended, too (30)
 #   EXPORT="NAME ..."                              variables for the ranks of all nodes, in addition to those that
 #                                                  are always exported: NCCL_* GLOO_* FI_* UCX_* OMP_* CUDA_* TORCH_* HF_*
-#                                                  LD_LIBRARY_PATH PYTHONPATH
+#                                                  AWS_* LD_LIBRARY_PATH PYTHONPATH
 #   DEVICE=cuda|cpu                                cpu: for the tiny preset only
 #   SKIP_SETUP=1 PYTHON                            run with this interpreter instead of the repository's .venv
 #   DRY_RUN=1                                      print the command of each node, one per line, with *** in place of
-#                                                  secrets (names with TOKEN KEY SECRET PASSWORD); touch nothing
+#                                                  secrets (names with TOKEN KEY SECRET PASSWORD); touch nothing.
+#                                                  ENGINE=memory: also say, on stderr, what saves take of a host's memory
 #   DRY_RUN=plan                                   then also show, on stderr, the configuration, the checkpoint's files, the
 #                                                  memory of devices and hosts, free space, and how fast the storage must be
 #   BLOCKED_TARGET DURABLE_TARGET                  with it: seconds for which a save may block training, and in which it must
@@ -89,7 +94,11 @@ load_settings() {
     [[ ${DRY_RUN:-} =~ ^(1|plan|)$ ]] || die "DRY_RUN=$DRY_RUN: use 1 or plan"
     [[ ${DRY_RUN:-} == plan || -z ${BLOCKED_TARGET:-}${DURABLE_TARGET:-} ]] ||
         die "BLOCKED_TARGET=${BLOCKED_TARGET:-} DURABLE_TARGET=${DURABLE_TARGET:-}: say what DRY_RUN=plan shows; give it, or leave them out"
+    [[ ${HOST_GRACE:-30} =~ ^[0-9]+$ ]] || die "HOST_GRACE=$HOST_GRACE: give whole seconds"
     [[ $LAUNCHER == fork || -z ${MAX_RESTARTS:-} ]] || die "MAX_RESTARTS=$MAX_RESTARTS: only LAUNCHER=fork restarts in place"
+    [[ ${STANDBY:-} =~ ^1?$ ]] || die "STANDBY=$STANDBY: use 1, or leave it out"
+    [[ -z ${STANDBY:-} || -n ${MAX_RESTARTS:-} && -z ${HOSTFILE:-} ]] ||
+        die "STANDBY=1: needs MAX_RESTARTS, and one node (no HOSTFILE)"
 
     WORLD_SIZE=$((TP * PP * DP))
     RUN_NAME=${MODEL}_tp${TP}_pp${PP}_dp${DP}
@@ -100,6 +109,7 @@ load_settings() {
     [[ $SAVE_DIR != *://* ]] || : "${TRACE_DIR:=$WORK_DIR/restart_trace}"
     : "${TRACE_DIR:=$SAVE_DIR/restart_trace}"
     settle_python
+    check_engine
     settle_device
     settle_nodes
     settle_data
@@ -112,6 +122,26 @@ settle_python() {
         VENV_PYTHON=${VENV_DIR:-$ROOT/.venv}/bin/python
     fi
 }
+
+# Refuses an ENGINE that there is not: in a replay any of those with commas between them. Engines of other packages are
+# known to the interpreter that has these, and if that is an image's, to the job alone.
+check_engine() {
+    local known asked name
+    known=$(sed -n 's/^    "\(.*\)": EngineEntry(.*/\1/p' "$ROOT/megatron/checkpointing/engines/registry.py")
+    known=${known//$'\n'/ }
+    asked=("$ENGINE")
+    if [[ $MODE == replay ]]; then
+        known="$known raw-rank raw-host raw-all s3torchconnector all"
+        IFS=, read -r -a asked <<<"$ENGINE"
+    fi
+    for name in "${asked[@]}"; do
+        [[ " $known " != *" $name "* ]] || continue
+        [[ -z ${IMAGE:-} ]] || return 0
+        known="$known $(PYTHONSAFEPATH=1 PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} "$(python_path)" -c "$PLUGINS" 2>/dev/null)" || true
+        [[ " $known " == *" $name "* ]] || die "ENGINE=$ENGINE: there is no engine $name; give one of ${known% }"
+    done
+}
+PLUGINS='from megatron.checkpointing.engines import registry; print(*set(registry.engine_names()) - set(registry.builtin_engines()))'
 
 # The interpreter that training runs with. PYTHON is also what setup_env.sh creates .venv with.
 python_path() { printf '%s' "${VENV_PYTHON:-${PYTHON:-}}"; }
@@ -201,6 +231,16 @@ show_plan() {
         ${DURABLE_TARGET:+--durable-target "$DURABLE_TARGET"} -- "${TRAINING_ARGS[@]}"
 }
 
+# What saves of ENGINE=memory take of a host's memory; by arithmetic, which needs no torch.
+show_host_memory() {
+    if [[ -z $(type -P "$(python_path)") ]]; then
+        say "what saves take of host memory is not told: there is no $(python_path) yet; give SKIP_SETUP=1 PYTHON=..."
+        return
+    fi
+    run_tool megatron_restart_tools.ckpt_plan --model "$MODEL" --tp "$TP" --pp "$PP" --dp "$DP" --engine "$ENGINE" \
+        --host-memory --ranks-per-host "$GPUS_PER_NODE" -- "${TRAINING_ARGS[@]}"
+}
+
 # The one command that starts all ranks, for a program that launches it itself, repeatedly.
 tell_command() {
     if [[ $LAUNCHER == fork ]] && fork_coordinates; then
@@ -241,6 +281,7 @@ train() {
         check_nodes
         print_commands
         [[ $DRY_RUN != plan ]] || show_plan >&2
+        [[ $DRY_RUN != 1 || $ENGINE != memory ]] || show_host_memory >&2
         return
     fi
     check_devices

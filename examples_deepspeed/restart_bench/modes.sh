@@ -168,7 +168,9 @@ replay() {
     local asked=${ENGINE:-all}
     load_settings "$@"
     local run_dir=$WORK_DIR/replay-$(date +%Y%m%d-%H%M%S) ranks limit command status=0
-    : "${RANKS:=0-$(($(nproc) < WORLD_SIZE ? $(nproc) - 1 : WORLD_SIZE - 1))}" "${LIMIT_BYTES:=fit}" "${REPEAT:=4}"
+    : "${RANKS:=0-$(($(nproc) < WORLD_SIZE ? $(nproc) - 1 : WORLD_SIZE - 1))}" "${REPEAT:=4}"
+    [[ $SAVE_DIR != *://* ]] || : "${LIMIT_BYTES:=1GiB}" # nobody tells what fits into a bucket
+    : "${LIMIT_BYTES:=fit}"
     command=(
         megatron_restart_tools.ckpt_replay --model "$MODEL" --tp "$TP" --pp "$PP" --dp "$DP" --ranks "$RANKS"
         --engine "$asked" --limit-bytes "$LIMIT_BYTES" --repeat "$REPEAT" --dir "$SAVE_DIR" --trace-dir "$run_dir/trace"
@@ -181,8 +183,10 @@ replay() {
     fi
     check_work_dir
     ensure_environment
-    mkdir -p "$SAVE_DIR" "$run_dir" 2>/dev/null && [[ -w $SAVE_DIR ]] ||
-        die "SAVE_DIR=$SAVE_DIR: cannot be written to; set another"
+    mkdir -p "$run_dir"
+    if [[ $SAVE_DIR != *://* ]]; then # the replay asks a store itself
+        mkdir -p "$SAVE_DIR" 2>/dev/null && [[ -w $SAVE_DIR ]] || die "SAVE_DIR=$SAVE_DIR: cannot be written to; set another"
+    fi
     say "replaying ranks $RANKS of $WORLD_SIZE (TP $TP x PP $PP x DP $DP) into $SAVE_DIR"
     RESTART_TRACE_LABEL=${LABEL:-"Replay: ranks $RANKS of $MODEL on TP$TP x PP$PP x DP$DP, state made up; no training."} \
         run_tool "${command[@]}" | tee "$run_dir/replay.txt" || status=$?

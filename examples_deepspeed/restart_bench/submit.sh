@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Submits a preset as a job of Slurm or PBS: writes the job's script into WORK_DIR and hands it to sbatch or qsub. The
-# repository, WORK_DIR and SAVE_DIR must be on a file system that all nodes share.
+# repository, WORK_DIR and SAVE_DIR must be on a file system that all nodes share; SAVE_DIR may be s3://BUCKET/PREFIX.
 #
 #   submit.sh PRESET [--scheduler slurm|pbs|none] [--nodes N] [--time H:MM:SS] [-- OPTION ...]
 #
@@ -18,6 +18,7 @@
 #
 # examples:
 #   ENGINE=lazy SAVE_DIR=/scratch/70b bash submit.sh 70b_tp8_pp8 -- --account physics
+#   ENGINE=lazy SAVE_DIR=s3://bucket/70b bash submit.sh 70b_tp8_pp8
 #   DRY_RUN=1 bash submit.sh 13b_tp4_pp4 --scheduler pbs --time 1:00:00
 #   MODE=replay bash submit.sh 70b_tp8_pp8
 #
@@ -32,7 +33,7 @@ answer_help "" "$@"
 SETTINGS=(
     MODE ENGINE SAVE_DIR SAVE_INTERVAL TRACE_DIR DP ITERS MICRO_BATCH GLOBAL_BATCH SEQ_LENGTH SEQUENCE_PARALLEL DTYPE
     DATA_PATH TOKENIZER_TYPE TOKENIZER_MODEL VOCAB_FILE MERGE_FILE VOCAB_SIZE EXTRA_ARGS WORK_DIR MAX_RESTARTS SPARES
-    ALLOW_SHRINK HEARTBEAT_TIMEOUT COORDINATOR_ADDR COORDINATOR_PORT EXPORT MASTER_ADDR MASTER_PORT KILL_AT TIME_LIMIT
+    STANDBY ALLOW_SHRINK HEARTBEAT_TIMEOUT HOST_GRACE COORDINATOR_ADDR COORDINATOR_PORT EXPORT MASTER_ADDR MASTER_PORT KILL_AT TIME_LIMIT
     RANKS LIMIT_BYTES REPEAT RESTART_TRACE_LABEL SKIP_SETUP PYTHON VENV_DIR TORCH_VARIANT TORCH_INDEX_URL
 )
 OF_A_LAUNCH=(HOSTFILE NNODES NODE_RANK COMMAND_TO) # which a job decides by itself
@@ -186,10 +187,14 @@ settle_image() {
 }
 
 write_image_python() {
-    printf '#!/usr/bin/env bash\nexec apptainer exec --nv --bind %q --bind %q --bind %q %q python "$@"\n' \
-        "$ROOT" "$WORK_DIR" "$SAVE_DIR" "$IMAGE" >"$WORK_DIR/python_in_image"
+    local bound=("$ROOT" "$WORK_DIR")
+    if [[ $SAVE_DIR != *://* ]]; then
+        mkdir -p "$SAVE_DIR" # what is bound must be there
+        bound+=("$SAVE_DIR")
+    fi
+    printf '#!/usr/bin/env bash\nexec apptainer exec --nv%s %q python "$@"\n' \
+        "$(printf ' --bind %q' "${bound[@]}")" "$IMAGE" >"$WORK_DIR/python_in_image"
     chmod +x "$WORK_DIR/python_in_image"
-    mkdir -p "$SAVE_DIR" # what is bound must be there
 }
 
 slurm_directives() {

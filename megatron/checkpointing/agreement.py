@@ -29,12 +29,32 @@ def together(
     any other CheckpointError as it is, and CheckpointError naming rank and exception for anything else. Waits for the
     slowest rank.
     """
+    return _taken(control, op, work, conclude, lambda verdict: verdict, control.broadcast)
+
+
+def dealt(
+    control: ControlPlane, op: Operation, work: Callable[[], Any], conclude: Callable[[list[Any]], Sequence[Any]]
+) -> Any:
+    """As `together`, but `conclude` returns a result for each rank, and a rank hears of its own alone."""
+    for_all = lambda verdict: [verdict] * control.world_size if isinstance(verdict, CheckpointError) else verdict  # noqa: E731
+    return _taken(control, op, work, conclude, for_all, control.deal)
+
+
+def _taken(
+    control: ControlPlane,
+    op: Operation,
+    work: Callable[[], Any],
+    conclude: Callable[[list[Any]], Any],
+    prepare: Callable[[Any], Any],
+    tell: Callable[[Any], Any],
+) -> Any:
+    """As `together`; rank 0 has `tell` take what `prepare` makes of the result, or the error, of all."""
     mine, cause = _attempt(work, control.rank)
     with op.span("barrier"):
         gathered = control.gather(mine)
-    verdict = None if gathered is None else _verdict(gathered, conclude)
+    verdict = None if gathered is None else prepare(_verdict(gathered, conclude))
     with op.span("barrier"):
-        verdict = control.broadcast(verdict)
+        verdict = tell(verdict)
     if isinstance(verdict, CheckpointError):
         raise verdict from cause
     return verdict

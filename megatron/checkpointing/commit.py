@@ -1,10 +1,12 @@
-"""The commit protocol on disk, as rank 0 carries it out: publish, discover, prune.
+"""The commit protocol on disk, as rank 0 carries it out: publish and discover. megatron.checkpointing.removal removes.
 
 Files are written into `.incomplete_*`; the manifest is written last into that directory, which is then renamed
 to its tag; then `latest` is replaced. Every step is synchronised before the next, so at any instant the newest
-directory that has a manifest is a complete checkpoint. A directory is removed by renaming it to
-`.incomplete_removed_*` first, so none is ever seen half-removed, and of two launches only one can have it: the one
-whose rename succeeds. All renames are the owner's of the directory (megatron.checkpointing.ownership).
+directory that has a manifest is a complete checkpoint. All renames are the owner's of the directory
+(megatron.checkpointing.ownership).
+
+To find the newest takes the first and the last lines of each manifest, whatever number of files it tells of. A manifest
+is read when its checkpoint is the next that a load would try, and the files are looked at then.
 """
 
 from __future__ import annotations
@@ -15,20 +17,20 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from megatron.checkpointing import naming as names
 from megatron.checkpointing.engines.base import SavedFile
-from megatron.checkpointing.files import missing_files, wrong_files
+from megatron.checkpointing.files import missing_files, share_of, wrong_files
 from megatron.checkpointing.manifest import (
     MANIFEST_VERSION,
     MAX_SEQUENCE,
     content_checksum,
     parse_manifest,
+    read_heading,
     read_latest,
     read_manifest_text,
 )
@@ -107,6 +109,41 @@ class Candidate:
         """Where it is, for a message."""
         return str(self.directory)
 
+    @property
+    def sequence(self) -> float:
+        return _NO_MANIFEST if self.manifest is None else self.manifest.sequence
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A checkpoint by what says how new it is; nothing else of it was looked at. `sequence`: as of Candidate."""
+
+    directory: Path
+    tag: str
+    step: int
+    sequence: float
+
+    @property
+    def has_manifest(self) -> bool:
+        return self.sequence != _NO_MANIFEST
+
+
+_NO_MANIFEST = float("inf")  # upstream's counts only if `latest` names it, so it came last
+
+
+class _Aged(Protocol):
+    @property
+    def directory(self) -> Path: ...
+    @property
+    def tag(self) -> str: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def sequence(self) -> float: ...
+
+
+_AnyAged = TypeVar("_AnyAged", bound=_Aged)
+
 
 def _write_beside(path: Path, text: str, fsync: bool) -> Path:
     """Write what is to replace `path` into a temporary file next to it; returns that file.
@@ -124,22 +161,31 @@ def _write_beside(path: Path, text: str, fsync: bool) -> Path:
     return temporary
 
 
-# Checkpoints that this launch has committed, by directory. Nobody else may change those of a directory that it owns, so
-# that they are not looked at again: each look takes as many system calls as there are files, which is ranks and more.
-Known = Mapping[Path, Candidate]
+@dataclass
+class Known:
+    """What this launch knows of a directory that it owns, and in which nobody else may change anything.
+
+    It is not looked at again: each look takes as many system calls as there are files, which is ranks and more.
+    """
+
+    whole: dict[Path, Candidate] = field(default_factory=dict)  # committed by it, or looked at
+    damaged: set[Path] = field(default_factory=set)  # looked at
+    # By it, to be removed (megatron.checkpointing.removal); with the manifest that it had, where that is known.
+    set_aside: dict[Path, Manifest | None] = field(default_factory=dict)
 
 
-def next_sequence(save_dir: Path, known: Known = MappingProxyType({})) -> int:
+def next_sequence(save_dir: Path, known: Known | None = None) -> int:
     """Sequence number for the next commit into `save_dir`: one more than that of the checkpoint in `latest`.
 
-    Where `latest` does not name a whole checkpoint of ours, all of them are looked at.
+    Where `latest` does not name a checkpoint of ours, the manifests of all are read.
     """
     try:
         newest = save_dir / (read_latest(save_dir) or "")
-        manifest = known[newest].manifest if newest in known else None
+        candidate = known.whole.get(newest) if known is not None else None
+        manifest = candidate.manifest if candidate is not None else None
         return min(1 + (manifest or Manifest.of(newest)).sequence, MAX_SEQUENCE)
     except (OSError, ValueError):
-        found, _ = discover(save_dir, None)
+        found, _ = discover(save_dir, None, files=False)
         newest = max((c.manifest.sequence for c in found if c.manifest is not None), default=0)
         return min(1 + newest, MAX_SEQUENCE)
 
@@ -165,15 +211,15 @@ def publish(
     """Give the finished `temporary` directory its name and let `latest` name it.
 
     An older checkpoint of the same tag is moved aside first and stays loadable until the new one is in place;
-    `prune` removes it. Raises OSError, with the older checkpoints as they were, if the storage refuses or a file of the
-    manifest is not there; SaveDirectorySupersededError if another launch owns the directory. Once the checkpoint is
-    there nothing is raised any more, and what went wrong then is returned: it is no failed save. Without `owner` nobody
-    else may write there.
+    megatron.checkpointing.removal removes it. Raises OSError, with the older checkpoints as they were, if the storage
+    refuses or a file of the manifest is not there; SaveDirectorySupersededError if another launch owns the directory.
+    Once the checkpoint is there nothing is raised any more, and what went wrong then is returned: it is no failed save.
+    Without `owner` nobody else may write there.
 
     `manifest`: the one in `temporary`, if each rank has seen its own files there with their sizes. Then it is only
     looked whether this process sees all of them, too; else the sizes are compared, a look at each file.
     """
-    with _changing(owner):
+    with changing(owner):
         found = _inspect(temporary) if manifest is None else _missing(temporary, manifest)
         if isinstance(found, str) or (found is None and manifest is None):
             raise FileNotFoundError(f"{temporary} is not complete: {found or f'it has no {names.MANIFEST}'}")
@@ -184,7 +230,8 @@ def _missing(directory: Path, manifest: Manifest) -> str | None:
     return "; ".join(f"{directory / name} is missing" for name in missing_files(directory, manifest.files)) or None
 
 
-def _changing(owner: Ownership | None) -> contextlib.AbstractContextManager[None]:
+def changing(owner: Ownership | None) -> contextlib.AbstractContextManager[None]:
+    """A context in which no launch claims the directory, as of Ownership."""
     return contextlib.nullcontext() if owner is None else owner.exclusively()
 
 
@@ -198,7 +245,7 @@ def _publish(save_dir: Path, temporary: Path, tag: str, step: int, fsync: bool) 
     }
     if final.exists():
         if replaced.exists():
-            remove_directory(replaced)
+            set_aside(replaced)
         os.rename(final, replaced)
     try:
         os.rename(temporary, final)
@@ -232,103 +279,183 @@ def _not_synchronised(save_dir: Path) -> list[str]:
     return []
 
 
-def remove_directory(path: Path) -> None:
-    """Remove a checkpoint so that a crash half-way leaves it whole or out of every load's sight."""
-    shutil.rmtree(_set_aside(path), ignore_errors=True)
+def set_aside(path: Path) -> Path:
+    """Give a directory that is to be removed a name that no load looks at, and remove its manifest; its new path.
 
-
-def _set_aside(path: Path) -> Path:
-    """Rename a directory that is to be removed; its new path. Raises OSError if another launch was first."""
+    So a removal that is killed, at whatever instant, leaves nothing that looks like a checkpoint; and of two launches
+    only one has the directory: the one whose rename succeeds. Raises OSError if it was the other, or the storage
+    refuses.
+    """
     doomed = path.with_name(f"{names.REMOVED_PREFIX}{path.name.lstrip('.')}_{time.time_ns():x}")
     os.rename(path, doomed)
+    with contextlib.suppress(OSError):
+        (doomed / names.MANIFEST).unlink()
     return doomed
 
 
-def prune(
-    save_dir: Path,
-    keep_last: int | None,
-    step: int,
-    owner: Ownership | None = None,
-    known: Known = MappingProxyType({}),
-) -> list[str]:
-    """Remove what no load can use any more; returns the names removed.
+class Search:
+    """The checkpoints of a directory, one after the other as a load tries them: newest first.
 
-    Always: leftovers of removals that were killed, and checkpoints that were moved aside for one that stands now. With
-    `owner`: leftovers of saves of earlier generations, which can never be committed. With `keep_last`: all but that
-    many of the newest complete checkpoints up to `step`, which was just committed. Newer ones are of a course that was
-    given up (or are damaged): they are not counted, and go when training has passed them.
-
-    Raises OSError if the storage refuses (every checkpoint that is still there is whole then), and
-    SaveDirectorySupersededError, with no more than such leftovers of removals removed, if another launch owns the
-    directory.
+    `number` of them; `problems`: what is wrong with others. A directory without a manifest counts only if `latest` (or
+    `load_tag`) names it: then it is upstream's or DeepSpeed's. A `latest` that names nothing is something wrong, too.
+    Raises OSError if the directory itself cannot be read.
     """
-    entries = sorted(save_dir.iterdir())
-    half_removed = [path for path in entries if path.name.startswith(names.REMOVED_PREFIX)]
-    doomed = [path for path in entries if path not in half_removed and _is_of_no_use(path, owner)]
-    if keep_last is not None:
-        found, _ = discover(save_dir, None, known)
-        ours = [c for c in found if c.manifest is not None and c.step <= step]
-        doomed += [candidate.directory for candidate in ours[keep_last:]]
-    set_aside: list[Path] = []
-    try:
-        if doomed:
-            with _changing(owner):
-                for path in doomed:
-                    set_aside.append(_set_aside(path))
-    finally:
-        for path in half_removed + set_aside:  # which takes its time, and concerns nobody else
-            shutil.rmtree(path, ignore_errors=True)
-    return [path.name for path in half_removed + doomed]
 
+    def __init__(self, load_dir: Path, load_tag: str | None, known: Known | None = None) -> None:
+        self.problems: list[str] = []
+        self._known = known or Known()
+        self._left: list[Listed] = []
+        self._bare: list[Path] = []  # of a step, and without a manifest
+        self._newest: Listed | None = None  # of those that were not rejected
+        self._given: Listed | None = None
+        if load_dir.is_dir():
+            self._list(load_dir, load_tag)
+        self.number = len(self._left)
 
-def _is_of_no_use(path: Path, owner: Ownership | None) -> bool:
-    """Whether `path` is a save of a generation that is over, or was moved aside for a checkpoint that stands now."""
-    generation = names.generation_of(path.name)
-    if generation is not None:
-        return owner is not None and generation < owner.generation
-    if not path.name.endswith(names.REPLACED_SUFFIX):
-        return False
-    return (path.with_name(path.name.removesuffix(names.REPLACED_SUFFIX)) / names.MANIFEST).is_file()
+    @property
+    def steps(self) -> list[int]:
+        """Of those that were not given yet, in their order."""
+        return [one.step for one in self.listed()]
+
+    def listed(self) -> list[Listed]:
+        """Those that were not given yet, newest first."""
+        return newest_first(self._left, self._newest)
+
+    def next(self) -> tuple[Candidate | None, list[str]]:
+        """The next one, or what is wrong with it. Its files were not looked at."""
+        self._accept()
+        one = self._given = self.listed()[0]
+        self._left.remove(one)
+        found = self._known.whole.get(one.directory)
+        if found is not None or not one.has_manifest:
+            return found or Candidate(one.directory, one.tag, one.step, None), []
+        try:
+            manifest = Manifest.of(one.directory)
+        except (OSError, ValueError) as exc:
+            return None, self.reject(_cannot_be_used(one.directory, exc))
+        return Candidate(one.directory, manifest.tag, manifest.step, manifest), []
+
+    def reject(self, why: str) -> list[str]:
+        """The last one was no checkpoint to load: `why`, and what else is wrong because of that."""
+        self._given = None
+        return [why, *self._passed_over()]
+
+    def _accept(self) -> None:
+        if self._newest is None:
+            self._newest = self._given
+        self._given = None
+
+    def _list(self, load_dir: Path, load_tag: str | None) -> None:
+        # Before the directories are: a job that saves meanwhile has published a checkpoint by the time `latest` names
+        # it.
+        latest, unreadable = _read_latest(load_dir)
+        directories = sorted(p for p in load_dir.iterdir() if p.is_dir() and not p.name.startswith("."))
+        problems: list[tuple[str, str]] = []  # (tag, what is wrong)
+        for directory in directories:
+            try:
+                listed = _listed(directory, self._known)
+            except (OSError, ValueError) as exc:
+                problems.append((directory.name, _cannot_be_used(directory, exc)))
+            else:
+                self._left += listed
+        with_manifest = {one.directory for one in self._left} | {load_dir / tag for tag, _ in problems}
+        self._left += _foreign(load_dir, load_tag or latest)
+        self._bare = [p for p in directories if p not in with_manifest and names.step_of(p.name) is not None]
+        if load_tag is not None:
+            self._left = [one for one in self._left if one.tag == load_tag]
+            self._bare = [path for path in self._bare if path.name == load_tag]
+            problems = [p for p in problems if p[0].removesuffix(names.REPLACED_SUFFIX) == load_tag]
+            self.problems = [what for _, what in problems] + self._passed_over()
+            return
+        bare = list(self._bare)
+        passed_over = self._passed_over()
+        told = {one.tag for one in self._left} | {tag.removesuffix(names.REPLACED_SUFFIX) for tag, _ in problems}
+        told |= {path.name for path in bare if path not in self._bare}
+        self.problems = [what for _, what in problems + unreadable] + passed_over
+        if latest is not None and latest not in told and _read_latest(load_dir)[0] == latest:
+            self.problems.append(names_nothing(load_dir, latest))
+
+    def _passed_over(self) -> list[str]:
+        """Newer steps than all that may be loaded whose manifest is gone: what is wrong, once of each.
+
+        Older ones may be upstream's, which keeps no manifest, and are no concern of this load.
+        """
+        there = [*self._left, *(one for one in (self._newest, self._given) if one is not None)]
+        newest = max((one.step for one in there), default=-1)
+        over = [path for path in self._bare if (names.step_of(path.name) or 0) > newest]
+        over = [path for path in over if not os.path.lexists(path / names.MANIFEST)]
+        self._bare = [path for path in self._bare if path not in over]
+        return [f"{path / names.MANIFEST} is missing, so {path.name} may be incomplete" for path in over]
 
 
 def discover(
-    load_dir: Path, load_tag: str | None, known: Known = MappingProxyType({})
+    load_dir: Path, load_tag: str | None, known: Known | None = None, *, files: bool = True
 ) -> tuple[list[Candidate], list[str]]:
-    """Checkpoints in `load_dir` whose files are all there, newest first, and what is wrong with the others.
+    """All checkpoints of a Search, newest first, and what is wrong with others.
 
-    Sizes are compared with the manifest; checksums are left to the load. A directory without a manifest counts
-    only if `latest` (or `load_tag`) names it: then it is upstream's or DeepSpeed's. A `latest` that names nothing
-    is something wrong, too. Raises OSError if the directory itself cannot be read.
+    With `files`, those whose files are all there: a look at each file of each. Sizes are compared with the manifest;
+    checksums are left to the load.
     """
-    if not load_dir.is_dir():
-        return [], []
+    search = Search(load_dir, load_tag, known)
     candidates: list[Candidate] = []
-    problems: list[tuple[str, str]] = []  # (tag, what is wrong)
-    # Before the directories are: a job that saves meanwhile has published a checkpoint by the time `latest` names it.
-    latest, unreadable = _read_latest(load_dir)
-    directories = sorted(p for p in load_dir.iterdir() if p.is_dir() and not p.name.startswith("."))
-    for directory in directories:
-        try:
-            found = known.get(directory) or _inspect(directory)
-        except (OSError, ValueError) as exc:
-            path = directory / names.MANIFEST
-            found = f"{path}: cannot be used: " + str(exc).removeprefix(f"{path}: ")
-        if isinstance(found, str):
-            problems.append((directory.name, found))
-        elif found is not None:
-            candidates.append(found)
-    if load_tag is not None:
-        candidates = [c for c in [*candidates, *_foreign(load_dir, load_tag)] if c.tag == load_tag]
-        problems += _without_manifest(directories, candidates)
-        problems = [p for p in problems if p[0].removesuffix(names.REPLACED_SUFFIX) == load_tag]
-        return newest_first(candidates), [what for _, what in problems]
-    problems += unreadable
-    candidates += _foreign(load_dir, latest)
-    problems += _without_manifest(directories, candidates)
-    told = {c.tag for c in candidates} | {tag.removesuffix(names.REPLACED_SUFFIX) for tag, _ in problems}
-    if latest is not None and latest not in told and _read_latest(load_dir)[0] == latest:
-        problems.append((latest, names_nothing(load_dir, latest)))
-    return newest_first(candidates), [what for _, what in problems]
+    problems = list(search.problems)
+    for _ in range(search.number):
+        candidate, wrong = search.next()
+        problems += wrong
+        if candidate is None:
+            continue
+        why = None
+        if files and candidate.manifest is not None and (known is None or candidate.directory not in known.whole):
+            try:
+                why = wrong_with(candidate.directory, candidate.manifest)
+            except OSError as exc:
+                why = _cannot_be_used(candidate.directory, exc)
+        if why is None:
+            candidates.append(candidate)
+        else:
+            problems += search.reject(why)
+    return candidates, problems
+
+
+def wrong_with(directory: Path, manifest: Manifest) -> str | None:
+    """What of the files of the checkpoint in `directory` is not there as it was saved. Raises OSError."""
+    return told_wrong(directory, wrong_files(directory, manifest.files))
+
+
+def damaged_share(candidate: Candidate, rank: int, world_size: int) -> list[str]:
+    """What is wrong with those files of a checkpoint that `rank` looks at: each is looked at by one rank.
+
+    What cannot be looked at is wrong, too.
+    """
+    assert candidate.manifest is not None
+    try:
+        return wrong_files(candidate.directory, share_of(candidate.manifest.files, rank, world_size), listed=False)
+    except OSError as exc:
+        return [str(exc)]
+
+
+def told_wrong(directory: Path, wrong: Sequence[str]) -> str | None:
+    """What is wrong with a checkpoint, by what is `wrong` with its files; None if nothing is."""
+    return f"{directory.name}: " + "; ".join(wrong) if wrong else None
+
+
+def _listed(directory: Path, known: Known) -> list[Listed]:
+    """The checkpoint in `directory`; none without a manifest. Raises OSError or ValueError if that cannot be read."""
+    if directory in known.whole:
+        one = known.whole[directory]
+        return [Listed(directory, one.tag, one.step, one.sequence)]
+    if not os.path.lexists(directory / names.MANIFEST):
+        return []
+    heading = read_heading(directory)
+    if heading is None:  # it was written by others, or is damaged
+        manifest = Manifest.of(directory)
+        heading = manifest.tag, manifest.step, manifest.sequence
+    return [Listed(directory, *heading)]
+
+
+def _cannot_be_used(directory: Path, error: Exception) -> str:
+    path = directory / names.MANIFEST
+    return f"{path}: cannot be used: " + str(error).removeprefix(f"{path}: ")
 
 
 def _read_latest(load_dir: Path) -> tuple[str | None, list[tuple[str, str]]]:
@@ -345,19 +472,21 @@ def names_nothing(load_dir: Path, latest: str) -> str:
     return f"{load_dir / names.LATEST} names {latest}, {why}"
 
 
-def newest_first(candidates: Sequence[Candidate]) -> list[Candidate]:
+def newest_first(candidates: Sequence[_AnyAged], newest: _Aged | None = None) -> list[_AnyAged]:
     """In the order in which a load tries them: last committed first.
 
-    Upstream's counts only if `latest` names it, so it came last. Steps beyond the newest checkpoint's belong to
-    a course that was given up by going back (--load-tag): they come after all others.
+    Steps beyond those of the newest checkpoint belong to a course that was given up by going back (--load-tag): they
+    come after all others. `newest`: that one, if it is none of `candidates`.
     """
 
-    def age(candidate: Candidate) -> tuple[float, int, bool]:
-        sequence = candidate.manifest.sequence if candidate.manifest is not None else float("inf")
-        return -sequence, -candidate.step, candidate.directory.name != candidate.tag
+    def age(candidate: _Aged) -> tuple[float, int, bool]:
+        return -candidate.sequence, -candidate.step, candidate.directory.name != candidate.tag
 
     ordered = sorted(candidates, key=age)
-    return sorted(ordered, key=lambda c: c.step > ordered[0].step)
+    if not ordered:
+        return []
+    step = ordered[0].step if newest is None else newest.step
+    return sorted(ordered, key=lambda c: c.step > step)
 
 
 def _inspect(directory: Path) -> Candidate | str | None:
@@ -368,32 +497,14 @@ def _inspect(directory: Path) -> Candidate | str | None:
     if not os.path.lexists(directory / names.MANIFEST):
         return None
     manifest = Manifest.of(directory)
-    wrong = wrong_files(directory, manifest.files)
-    if wrong:
-        return f"{directory.name}: " + "; ".join(wrong)
-    return Candidate(directory, manifest.tag, manifest.step, manifest)
+    return wrong_with(directory, manifest) or Candidate(directory, manifest.tag, manifest.step, manifest)
 
 
-def _without_manifest(directories: Sequence[Path], candidates: Sequence[Candidate]) -> list[tuple[str, str]]:
-    """Newer steps than the newest candidate whose manifest is gone: a load passes them over.
-
-    Older ones may be upstream's, which keeps no manifest, and are no concern of this load.
-    """
-    newest = max((c.step for c in candidates), default=-1)
-    return [
-        (path.name, f"{path / names.MANIFEST} is missing, so {path.name} may be incomplete")
-        for path in directories
-        if (step := names.step_of(path.name)) is not None
-        and step > newest
-        and not os.path.lexists(path / names.MANIFEST)
-    ]
-
-
-def _foreign(load_dir: Path, tag: str | None) -> list[Candidate]:
+def _foreign(load_dir: Path, tag: str | None) -> list[Listed]:
     """The checkpoint called `tag`, if upstream or DeepSpeed wrote it."""
     if tag is None or os.path.lexists(load_dir / tag / names.MANIFEST) or not is_upstreams(load_dir / tag):
         return []
-    return [Candidate(load_dir / tag, tag, names.step_of(tag) or 0, None)]
+    return [Listed(load_dir / tag, tag, names.step_of(tag) or 0, _NO_MANIFEST)]
 
 
 def is_upstreams(directory: Path) -> bool:

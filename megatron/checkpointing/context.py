@@ -12,6 +12,7 @@ from megatron.parallel.control_plane import ControlPlane
 from restart_trace.recorder import Recorder
 
 if TYPE_CHECKING:
+    from megatron.checkpointing.engines.lazy.early_copy import EarlyCopy
     from megatron.checkpointing.prefetch import Prefetch
 
 
@@ -29,6 +30,7 @@ class RunContext:
     prefetch: Prefetch | None = None  # of --prefetch-on-start
     # The owner of --save before this start of the ranks was an earlier start of this launch: nobody saved in between.
     follows_itself: bool = False
+    early_copy: EarlyCopy | None = None  # of this rank's newest save, on a host that had none
 
     @property
     def engine_class(self) -> str:

@@ -12,8 +12,11 @@ from megatron.checkpointing.manifest import leads_out
 from restart_trace.regular import NotRegularFileError, check_regular, open_regular
 
 
-def wrong_files(directory: Path, files: Mapping[str, SavedFile]) -> list[str]:
-    """What of `files`, by their names within it, is not in `directory` as it was saved. Raises OSError."""
+def wrong_files(directory: Path, files: Mapping[str, SavedFile], *, listed: bool = True) -> list[str]:
+    """What of `files`, by their names within it, is not in `directory` as it was saved. Raises OSError.
+
+    `listed`: by a listing of each folder, which pays where `files` are all that are there; else by opening each.
+    """
     folders = {"", *(os.path.dirname(name) for name in files)}
     wrong = [
         f"{directory / folder} is a link that leads out of the checkpoint"
@@ -22,7 +25,8 @@ def wrong_files(directory: Path, files: Mapping[str, SavedFile]) -> list[str]:
     ]
     if wrong:
         return wrong
-    found = {name: entry for folder in sorted(folders) for name, entry in _entries_in(directory, folder)}
+    listings = sorted(folders) if listed else []
+    found = {name: entry for folder in listings for name, entry in _entries_in(directory, folder)}
     for name, file in files.items():
         path = directory / name
         try:
@@ -35,6 +39,14 @@ def wrong_files(directory: Path, files: Mapping[str, SavedFile]) -> list[str]:
             if size != file.num_bytes:
                 wrong.append(f"{path} has {size} bytes, {file.num_bytes} were saved")
     return wrong
+
+
+def share_of(files: Mapping[str, SavedFile], rank: int, world_size: int) -> dict[str, SavedFile]:
+    """Those of `files` that `rank` is to look at: between them, the ranks have all."""
+    names = sorted(files)
+    return {
+        name: files[name] for name in names[len(names) * rank // world_size : len(names) * (rank + 1) // world_size]
+    }
 
 
 def missing_files(directory: Path, files: Iterable[str]) -> list[str]:

@@ -8,29 +8,36 @@ that is reported as for any other checkpoint, and the next candidate is tried.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from megatron.checkpointing.commit import Candidate, Manifest
 from megatron.checkpointing.context import RunContext
-from megatron.checkpointing.engines.base import KeptSave, SavedCheckpoint
+from megatron.checkpointing.engines.base import KeptFiles, KeptSave, SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.config import CheckpointConfig
-from megatron.peers.client import Peer, ask, own_peer
+from megatron.fileio.host_memory import available_memory
+from megatron.parallel.topology import Layout
+from megatron.peers.client import Peer, ask, fetch_parts, own_peer, waiting_peers
 from megatron.peers.wire import Key, PeerError, key_of
 from restart_trace.recorder import Operation
 from restart_trace.schema import LOCAL_MEMORY, PEER
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+_FILE = ("num_bytes", "checksum", "states", "header_bytes")  # of megatron.peers.wire.file_summary
+
 
 class Source(NamedTuple):
-    """Where the bytes of a save in memory come from: this host, or a peer."""
+    """Where the bytes of a save in memory come from: this host, or a peer; neither: what was fetched at the start."""
 
     tier: str
     kept: KeptSave | None
@@ -38,16 +45,31 @@ class Source(NamedTuple):
 
 
 @dataclass(frozen=True)
-class KeptCandidate(Candidate):
+class MemoryCandidate(Candidate):
+    """A save in memory; `save` is its name."""
+
+    save: str
+
+    @property
+    def tier(self) -> str:
+        """Where its bytes come from first."""
+        return LOCAL_MEMORY
+
+
+@dataclass(frozen=True)
+class KeptCandidate(MemoryCandidate):
     """A save in memory, as the rank that loads it finds it: on its host, on others, or both.
 
     The manifest has no files.
     """
 
-    save: str
     key: Key
     sources: Sequence[Source]
     used: list[KeptSave] = field(default_factory=list)  # that which was loaded, once one was
+
+    @property
+    def tier(self) -> str:
+        return self.sources[0].tier
 
     def load(self, ctx: RunContext, load: Callable[[SavedCheckpoint], dict[str, Any]], op: Operation) -> dict[str, Any]:
         """What `load` makes of the first source that is whole; others are named in the log and in the trace.
@@ -58,10 +80,9 @@ class KeptCandidate(Candidate):
         for source in self.sources:
             op.label(tier=source.tier)
             try:
-                kept = source.kept
-                if source.peer is not None:
-                    kept = ctx.checkpoint_engine.fetch_kept(self.save, self.key, source.peer, op)
-                assert kept is not None
+                kept = self._kept_of(source, ctx, op)
+                if kept is None:
+                    continue
                 states = load(kept.checkpoint)
             except CheckpointDamagedError as damaged:
                 problems.append(str(damaged))
@@ -73,6 +94,17 @@ class KeptCandidate(Candidate):
             return states
         raise CheckpointDamagedError("; ".join(problems))
 
+    def _kept_of(self, source: Source, ctx: RunContext, op: Operation) -> KeptSave | None:
+        """None if another save was fetched early. Raises CheckpointDamagedError."""
+        engine = ctx.checkpoint_engine
+        if source.peer is not None:
+            return engine.fetch_kept(self.save, self.key, source.peer, op)
+        if source.kept is not None or ctx.early_copy is None or not ctx.early_copy.take(self.save, op):
+            return source.kept
+        return next(
+            kept for kept in engine.kept_saves() if (kept.record["save"], key_of(kept.record)) == (self.save, self.key)
+        )
+
     def json_file(self, name: str) -> dict[str, Any]:
         """The object in a small file. Raises CheckpointDamagedError if it is not there."""
         extra: Mapping[str, str] = self.used[-1].record["extra"]
@@ -83,16 +115,101 @@ class KeptCandidate(Candidate):
         return json.loads(extra[name])
 
 
+@dataclass(frozen=True)
+class OtherLayout(MemoryCandidate):
+    """A save in memory of another layout: all of its files are in memory of hosts of this launch.
+
+    `holders`: by name of a file its coordinates, and the hosts that have it; `header_bytes` of it.
+    """
+
+    holders: Mapping[str, tuple[Key, Sequence[Peer]]]
+    header_bytes: Mapping[str, int]
+
+    @contextlib.contextmanager
+    def files(self, ctx: RunContext, op: Operation) -> Iterator[KeptFiles]:
+        """Its files, as this rank can open them while the context lasts."""
+        parts = _Parts(ctx, self, op)
+        try:
+            files = self.manifest.files if self.manifest is not None else {}
+            yield KeptFiles(self.directory, files, bring=parts.bring, header_bytes=self.header_bytes)
+        finally:
+            parts.close()
+
+
+class _Parts:
+    """The files of a save of another layout on this host: slots of its ranks as they lie there, parts of others.
+
+    A file of which parts were fetched has memory behind these alone.
+    """
+
+    def __init__(self, ctx: RunContext, candidate: OtherLayout, op: Operation) -> None:
+        self._candidate = candidate
+        self._deadline_s = ctx.checkpoint_engine.options.peer_timeout_s
+        self._rank = ctx.control.rank
+        self._op = op
+        self._here = own_peer()
+        saves = [kept for kept in ctx.checkpoint_engine.kept_saves() if kept.record.get("save") == candidate.save]
+        self._slots = {kept.record["file"]["name"]: kept.checkpoint for kept in saves}
+        self._fetched: dict[str, tuple[int, mmap.mmap, set[tuple[int, int]]]] = {}  # name -> file, memory, its parts
+
+    def bring(self, name: str, parts: Sequence[tuple[int, int]]) -> Path:
+        """As that of KeptFiles."""
+        if name in self._slots:
+            return self._slots[name].path(name)
+        if name not in self._fetched:
+            size = self._candidate.manifest.files[name].num_bytes  # pyright: ignore[reportOptionalMemberAccess]
+            number = os.memfd_create(f"megatron_part.{name}", os.MFD_CLOEXEC)
+            os.ftruncate(number, size)
+            self._fetched[name] = number, mmap.mmap(number, size), set()
+        number, memory, present = self._fetched[name]
+        missing = [part for part in parts if part not in present and part[0] < part[1]]
+        if missing:
+            self._fetch(name, memoryview(memory), missing)
+            present.update(missing)
+        return Path(f"/proc/self/fd/{number}")
+
+    def _fetch(self, name: str, memory: memoryview, parts: Sequence[tuple[int, int]]) -> None:
+        """From the first host that gives them. Raises CheckpointDamagedError if none does."""
+        num_bytes, free = sum(stop - start for start, stop in parts), available_memory()
+        if num_bytes > free:  # the kernel would not refuse, but kill a process
+            raise CheckpointDamagedError(
+                f"{self._candidate.directory}: {num_bytes / 2**30:.2f} GiB of host memory are wanted to load it onto "
+                f"another layout, and {free / 2**30:.2f} GiB are free"
+            )
+        key, holders = self._candidate.holders[name]
+        problems = []
+        for peer in sorted(holders, key=lambda peer: peer != self._here):
+            if peer != self._here:
+                self._op.label(tier=PEER)
+            try:
+                with self._op.span("load", "download", file=name) as span:
+                    fetch_parts(peer, self._candidate.save, key, parts, memory, self._deadline_s)
+                    span.bytes = num_bytes
+            except PeerError as error:
+                problems.append(str(error))
+                logger.warning("rank %d: %s of %s: %s", self._rank, name, self._candidate.tag, error)
+                continue
+            return
+        raise CheckpointDamagedError(f"{self._candidate.directory}: {name}: {'; '.join(problems)}")
+
+    def close(self) -> None:
+        for number, memory, _ in self._fetched.values():
+            memory.close()
+            os.close(number)
+        self._fetched = {}
+
+
 class _Found(NamedTuple):
     """What one rank knows: saves of its own coordinates in slots of its host, and what its host has a copy of.
 
-    Saves are told by what their records say of them, without the names of files. `held` is empty but on one rank of
-    each host.
+    Saves are told by what their records say of them, without the names of files. `held`, and `others`, of another
+    layout, are empty but on one rank of each host.
     """
 
     mine: dict[str, dict[str, Any]]  # by name of the save
     held: list[dict[str, Any]]
     peer: Peer | None
+    others: list[dict[str, Any]]
 
 
 class _Choice(NamedTuple):
@@ -105,6 +222,18 @@ class _Choice(NamedTuple):
     holders: dict[int, list[Peer]]
 
 
+class _Other(NamedTuple):
+    """A save in memory of another layout of which all files are there; by file its SavedFile's fields and the rest."""
+
+    save: str
+    step: int
+    tag: str
+    model: dict[str, Any]
+    layout: dict[str, int]
+    files: dict[str, tuple[int, str, list[str], int]]  # bytes, checksum, states, bytes of the header
+    holders: dict[str, tuple[Key, list[Peer]]]
+
+
 def resumes_itself(options: CheckpointConfig) -> bool:
     """Whether a load with these flags is to go on where this run has stopped."""
     if options.load is None or options.save is None or options.load_tag or options.finetune or options.reset_iteration:
@@ -112,22 +241,24 @@ def resumes_itself(options: CheckpointConfig) -> bool:
     return os.path.realpath(options.load) == os.path.realpath(options.save)
 
 
-def in_turn(ctx: RunContext, stored: Sequence[Candidate], number: int, op: Operation) -> Iterator[Candidate]:
-    """The checkpoints that a load may try, in that order; collective, also at each of them.
+def in_turn(
+    ctx: RunContext, number: int, steps: Sequence[int], next_stored: Callable[[], _T], op: Operation
+) -> Iterator[MemoryCandidate | _T]:
+    """The checkpoints that a load may try, in that order; collective.
 
-    `stored`: on rank 0 the `number` candidates on storage. Each tells of files, of which there are as many as ranks and
-    more, so the others hear of one at a time.
+    There are `number` on storage, of the `steps`, which rank 0 knows; each is what `next_stored` returns, when it is
+    its turn, and collective.
     """
     mine = _mine(ctx, op)
-    order = [None] * number if mine is None else _order(ctx, mine, stored, op)
-    on_storage = iter(stored)
+    order = [None] * number if mine is None else _order(ctx, mine, steps, op)
     for choice in order:
+        if isinstance(choice, _Other):
+            yield _other_candidate(choice)
+            continue
         if choice is not None and mine is not None:
             yield _candidate(ctx, choice, mine.get(choice.save))
-            continue
-        with op.span("barrier"):
-            candidate: Candidate = ctx.control.broadcast(next(on_storage, None))
-        yield candidate
+        else:
+            yield next_stored()
 
 
 def _mine(ctx: RunContext, op: Operation) -> dict[str, KeptSave] | None:
@@ -156,35 +287,74 @@ def forget(ctx: RunContext, save: str | None) -> None:
             logger.warning("rank %d: copies of saves that are void may still be held: %s", ctx.control.rank, error)
 
 
-def _held(ctx: RunContext) -> list[dict[str, Any]]:
-    """On one rank of each host: the saves of which the host has a copy, for whichever coordinates."""
-    own = own_peer()
-    if own is None or ctx.checkpoint_engine.options.local_rank:
-        return []
+def _found_at(ctx: RunContext, peer: Peer | None, mine: dict[str, dict[str, Any]]) -> _Found:
+    """`mine`, and what the host of `peer` holds for this directory, for whichever coordinates; None: nothing."""
+    if peer is None:
+        return _Found(mine, [], own_peer(), [])
     try:
-        answer = ask(own, ctx.checkpoint_engine.options.peer_timeout_s, ask="list")
+        answer = ask(peer, ctx.checkpoint_engine.options.peer_timeout_s, ask="list")
     except PeerError as error:
-        logger.warning("rank %d: what its host has copies of is not known: %s", ctx.control.rank, error)
-        return []
-    return [record for record in answer["kept"] if _is_ours(ctx, record)]
+        logger.warning("rank %d: what a host has copies of is not known: %s", ctx.control.rank, error)
+        return _Found(mine, [], peer, [])
+    records = [record for record in answer["kept"] if record.get("directory") == _directory(ctx)]
+    held = [record for record in records if _is_ours(ctx, record)]
+    # Of another layout: only --redistribute direct reads parts of files.
+    reads_others = ctx.config.checkpoint.redistribute == "direct"
+    others = [record for record in records if reads_others and not _is_ours(ctx, record) and "file" in record]
+    return _Found(mine, held, peer, others)
 
 
 def _order(
-    ctx: RunContext, mine: Mapping[str, KeptSave], stored: Sequence[Candidate], op: Operation
-) -> list[_Choice | None]:
-    """The saves in memory that every coordinate has, and None in the place of each candidate on storage."""
+    ctx: RunContext, mine: Mapping[str, KeptSave], stored: Sequence[int], op: Operation
+) -> list[_Choice | _Other | None]:
+    """The saves in memory that every coordinate has, and None in the place of each of the steps that are `stored`."""
     with op.span("discover"):
         facts = {save: {name: kept.record[name] for name in ("step", "tag", "model")} for save, kept in mine.items()}
-        found = _Found(facts, _held(ctx), own_peer())
+        found = _found_at(ctx, None if ctx.checkpoint_engine.options.local_rank else own_peer(), facts)
     with op.span("barrier"):
         gathered = ctx.control.gather(tuple(found))
-    order: list[_Choice | None] = []
+    order: list[_Choice | _Other | None] = []
     if gathered is not None:
-        choices = {choice.save: choice for choice in _common(ctx, [_Found(*one) for one in gathered])}
-        names = merged([(save, choice.step) for save, choice in choices.items()], [one.step for one in stored])
+        with op.span("discover"):  # hosts on which no rank runs hold what they held before
+            hosts = [*(_Found(*one) for one in gathered), *(_found_at(ctx, peer, {}) for peer in waiting_peers())]
+        choices: dict[str, _Choice | _Other] = {choice.save: choice for choice in _common(ctx, hosts)}
+        choices |= {other.save: other for other in _of_other_layouts(hosts)}
+        newest_first = sorted(choices.values(), key=lambda choice: -choice.step)
+        names = merged([(choice.save, choice.step) for choice in newest_first], stored)
         order = [None if name is None else choices[name] for name in names]
     with op.span("barrier"):
         return ctx.control.broadcast(order)
+
+
+def _of_other_layouts(hosts: Sequence[_Found]) -> list[_Other]:
+    """The saves of other layouts of which these hosts have the file of every coordinate."""
+    by_save: dict[str, dict[Key, tuple[dict[str, Any], list[Peer]]]] = {}
+    for found in hosts:
+        for record in found.others:
+            _, peers = by_save.setdefault(record["save"], {}).setdefault(key_of(record), (record, []))
+            if found.peer is not None:
+                peers.append(Peer(*found.peer))
+    whole = []
+    for save, parts in by_save.items():
+        first, _ = next(iter(parts.values()))
+        if len(parts) != Layout(**first["layout"]).world_size:
+            continue
+        told = sorted(((record["file"], key, peers) for key, (record, peers) in parts.items()), key=lambda it: it[1])
+        files = {file["name"]: tuple(file[name] for name in _FILE) for file, _, _ in told}
+        holders = {file["name"]: (key, peers) for file, key, peers in told}
+        whole.append(_Other(save, first["step"], first["tag"], first["model"], first["layout"], files, holders))
+    return whole
+
+
+def _other_candidate(choice: _Other) -> OtherLayout:
+    files = {name: SavedFile(name, size, crc, tuple(states)) for name, (size, crc, states, _) in choice.files.items()}
+    manifest = Manifest(
+        tag=choice.tag, step=choice.step, engine="memory", layout=choice.layout, model=choice.model, files=files
+    )
+    headers = {name: header for name, (*_, header) in choice.files.items()}
+    where = Path(f"{choice.tag} in host memory")
+    holders = {name: (tuple(key), [Peer(*one) for one in peers]) for name, (key, peers) in choice.holders.items()}
+    return OtherLayout(where, choice.tag, choice.step, manifest, choice.save, holders, headers)
 
 
 def merged(kept: Sequence[tuple[str, int]], stored: Sequence[int]) -> list[str | None]:
@@ -202,8 +372,11 @@ def _key(ctx: RunContext) -> Key:
 
 def _is_ours(ctx: RunContext, record: Mapping[str, Any]) -> bool:
     """Whether it was saved in this layout and for this directory."""
-    directory = os.path.realpath(ctx.config.checkpoint.load or "")
-    return record.get("layout") == ctx.place.layout.as_dict() and record.get("directory") == directory
+    return record.get("layout") == ctx.place.layout.as_dict() and record.get("directory") == _directory(ctx)
+
+
+def _directory(ctx: RunContext) -> str:
+    return os.path.realpath(ctx.config.checkpoint.load or "")
 
 
 def _common(ctx: RunContext, gathered: Sequence[_Found]) -> list[_Choice]:
@@ -223,11 +396,13 @@ def _common(ctx: RunContext, gathered: Sequence[_Found]) -> list[_Choice]:
             if found.peer is not None:
                 at.append(Peer(*found.peer))
     order = sorted(facts, key=lambda save: (-facts[save]["step"], save))
-    common = [save for save in order if len(holders[save]) == len(gathered)]
+    common = [save for save in order if len(holders[save]) == ctx.control.world_size]
     # Of two courses of training that came to the same step: the one that more ranks have.
     newest = max(facts, key=lambda save: (facts[save]["step"], len(holders[save])), default=None)
     if newest is not None and not any(facts[save]["step"] == facts[newest]["step"] for save in common):
-        _tell_missing(ctx, facts[newest]["step"], [r for r in range(len(gathered)) if r not in holders[newest]])
+        _tell_missing(
+            ctx, facts[newest]["step"], [r for r in range(ctx.control.world_size) if r not in holders[newest]]
+        )
     return [
         _Choice(save, facts[save]["step"], facts[save]["tag"], facts[save]["model"], holders[save]) for save in common
     ]
@@ -247,7 +422,11 @@ def _candidate(ctx: RunContext, choice: _Choice, own: KeptSave | None) -> KeptCa
     """Of this rank: first what its own host has in its slots, then copies."""
     layout = ctx.place.layout.as_dict()
     manifest = Manifest(tag=choice.tag, step=choice.step, engine="memory", layout=layout, model=choice.model, files={})
-    sources = [] if own is None else [Source(LOCAL_MEMORY, own, None)]
+    sources = []
+    if own is not None:
+        sources.append(Source(LOCAL_MEMORY, own, None))
+    elif ctx.early_copy is not None:
+        sources.append(Source(PEER, None, None))
     here = own_peer()
     for peer in (Peer(*one) for one in choice.holders.get(ctx.control.rank, [])):
         if peer == here and own is not None:

@@ -11,7 +11,6 @@ import functools
 import logging
 import os
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from megatron.checkpointing.agreement import CheckpointRejectedError, together
 from megatron.checkpointing.changed_flags import check_optimizer
 from megatron.checkpointing.compatibility import cannot_be_read, check_candidate, foreign_engine
 from megatron.checkpointing.context import RunContext
+from megatron.checkpointing.discovery import LookedAt, next_found, search_directory
 from megatron.checkpointing.engines.base import CheckpointEngine, SavedCheckpoint
 from megatron.checkpointing.engines.errors import (
     CheckpointDamagedError,
@@ -32,7 +32,7 @@ from megatron.checkpointing.engines.errors import (
 )
 from megatron.checkpointing.engines.registry import create_engine
 from megatron.checkpointing.hashes import compare_hashes, compare_hashes_with
-from megatron.checkpointing.kept import KeptCandidate, forget, in_turn
+from megatron.checkpointing.kept import KeptCandidate, MemoryCandidate, OtherLayout, forget, in_turn
 from megatron.checkpointing.reshard.loading import load_elsewhere
 from megatron.checkpointing.state import Progress, live_state, restore_state, restore_tied_weights
 from megatron.config.arguments import namespace_from_config
@@ -68,25 +68,25 @@ def load_newest(ctx: RunContext, engine: Any) -> Progress | None:
         stored = open_checkpoints("--load", options.load or "", options)
     with ctx.recorder.operation("load") as op, contextlib.ExitStack() as held:
         fetch = None if stored is None else held.enter_context(stored.files())
-        candidates, number, problems = _found(ctx, stored, op)
-        return _load_first(ctx, engine, candidates, number, problems, fetch, op)
+        search, number, problems = _found(ctx, stored, op)
+        return _load_first(ctx, engine, search, number, problems, fetch, op)
 
 
 def _found(
     ctx: RunContext, stored: StoredCheckpoints | None, op: Operation
-) -> tuple[Sequence[commit.Candidate], int, list[str]]:
-    """The checkpoints of --load, newest first, on rank 0; on all, their number and what is wrong with others."""
+) -> tuple[commit.Search | LookedAt, int, list[str]]:
+    """The checkpoints of --load, on rank 0; on all, their number and what is wrong with others."""
     options = ctx.config.checkpoint
-    found: tuple[Sequence[commit.Candidate], list[str]] = [], []
+    found: commit.Search | LookedAt = LookedAt([], [])
 
     def find() -> tuple[int, list[str]]:
         nonlocal found
         with op.span("discover"):
             if ctx.control.rank == 0 and stored is not None:
-                found = stored.discover(options.load_tag)
+                found = LookedAt(*stored.discover(options.load_tag))
             elif ctx.control.rank == 0:
-                found = _discover(Path(options.load or ""), options.load_tag)
-        return len(found[0]), found[1]
+                found = search_directory(Path(options.load or ""), options.load_tag)
+        return found.number, found.problems
 
     if stored is not None:  # which may refuse
         number, problems = together(ctx.control, op, find, lambda by_rank: by_rank[0])
@@ -94,19 +94,19 @@ def _found(
         mine = find()
         with op.span("barrier"):
             number, problems = ctx.control.broadcast(mine)
-    return found[0], number, problems
+    return found, number, problems
 
 
 def _load_first(
     ctx: RunContext,
     engine: Any,
-    candidates: Sequence[commit.Candidate],
+    search: commit.Search | LookedAt,
     number: int,
     problems: list[str],
     fetch: NodeFiles | None,
     op: Operation,
 ) -> Progress | None:
-    """Restore the first of the `number` candidates, which rank 0 has, that is whole; collective.
+    """Restore the first of the `number` checkpoints of rank 0's `search` that is whole; collective.
 
     `fetch` brings the files of a candidate to the node, where that is needed. Returns, and raises, as load_newest.
     """
@@ -115,22 +115,30 @@ def _load_first(
     for problem in problems:
         _report_rejected(ctx, problem)
     half_applied = False
-    for each in in_turn(ctx, candidates, number, op):
+    on_storage = functools.partial(next_found, ctx.control, search, op, by_files=fetch is None)
+    for each in in_turn(ctx, number, search.steps, on_storage, op):
         candidate: Any = each
+        if not isinstance(each, MemoryCandidate):
+            candidate, wrong = each
+            problems += wrong
+            for problem in wrong:
+                _report_rejected(ctx, problem)
+            if candidate is None:
+                continue
         if fetch is not None:
             candidate = fetch.on_this_node(candidate)
         op.label(tag=candidate.tag, step=candidate.step)
         reader = _reader_of(ctx, candidate, op)
         op.label(engine=type(reader).__name__)
         if ctx.checkpoint_engine.keeps_in_memory:
-            op.label(tier=candidate.sources[0].tier if isinstance(candidate, KeptCandidate) else STORAGE)
+            op.label(tier=candidate.tier if isinstance(candidate, MemoryCandidate) else STORAGE)
         try:
             progress = _load_candidate(ctx, reader, engine, candidate, fetch, op)
-            ctx.checkpoint_engine.keep(candidate.save if isinstance(candidate, KeptCandidate) else None)
+            ctx.checkpoint_engine.keep(candidate.save if isinstance(candidate, MemoryCandidate) else None)
             return progress
         except CheckpointRejectedError as rejected:
             logger.debug("%s cannot be used", candidate.place, exc_info=rejected)
-            if isinstance(candidate, KeptCandidate):
+            if isinstance(candidate, MemoryCandidate):
                 forget(ctx, candidate.save)
             half_applied = half_applied or isinstance(rejected, _NotAppliedError)
             reasons = [reason.replace(str(candidate.directory), candidate.place) for reason in rejected.args]
@@ -154,14 +162,6 @@ def _load_first(
         f"--load {load_dir}: no checkpoint there is whole: {'; '.join(problems)}. Restore one of them, or "
         "start from iteration 0 with --allow-start-over"
     )
-
-
-def _discover(load_dir: Path, load_tag: str | None) -> tuple[list[commit.Candidate], list[str]]:
-    """On rank 0: what there is. A directory that cannot be read is a problem to tell the others of."""
-    try:
-        return commit.discover(load_dir, load_tag)
-    except OSError as exc:
-        return [], [f"{load_dir}: cannot be read: {exc}"]
 
 
 def _reader_of(ctx: RunContext, candidate: commit.Candidate, op: Operation) -> CheckpointEngine:
@@ -203,8 +203,7 @@ def _load_candidate(
     with_optimizer = not (options.no_load_optim or options.finetune)
     states: dict[str, Any] = {}
     manifest = candidate.manifest
-    kept = isinstance(candidate, KeptCandidate)
-    if ctx.prefetch is not None and not kept:
+    if ctx.prefetch is not None and not isinstance(candidate, MemoryCandidate):
         ctx.prefetch.hand_over(op, candidate.directory)
 
     def is_elsewhere() -> bool:
@@ -225,19 +224,24 @@ def _load_candidate(
             wanted = [saved.name for file in live for saved in checkpoint.holding(file.name)]
             hashes = names.tensor_hashes_file(ctx.control.rank)
             if options.verify_restored_state and hashes in checkpoint.files:
-                wanted.append(hashes)
-            fetch(candidate, dict.fromkeys(wanted), op)
+                fetch(candidate, [hashes], op)
         with reading(candidate.directory), UnderWay(READING, f"the reading of {candidate.directory}"):
             begun = now_ns()
-            found = candidate.load(ctx, load, op) if isinstance(candidate, KeptCandidate) else load(checkpoint)
+            if isinstance(candidate, KeptCandidate):
+                found = candidate.load(ctx, load, op)
+            elif fetch is not None:
+                found = fetch.load(candidate, list(dict.fromkeys(wanted)), reader, load, op)
+            else:
+                found = load(checkpoint)
             states.update(found)
             return (now_ns() - begun) / 1e9, os.uname().nodename
 
     # Without a manifest each rank judges it by what it reads itself, and one alone may fail.
     if is_elsewhere() if manifest else together(ctx.control, op, is_elsewhere, all):
-        if fetch is not None and manifest is not None:
-            together(ctx.control, op, functools.partial(fetch, candidate, manifest.files, op))
-        return load_elsewhere(ctx, reader, engine, candidate, op)
+        if isinstance(candidate, OtherLayout):
+            with candidate.files(ctx, op) as files:
+                return load_elsewhere(ctx, reader, engine, candidate, op, files)
+        return _load_elsewhere(ctx, reader, engine, candidate, fetch, op)
     together(ctx.control, op, read, _name_slow_readers)
     progress = _apply(ctx, engine, candidate, states, op)
     shared = "all_gather" if with_optimizer else "broadcast"
@@ -248,6 +252,29 @@ def _load_candidate(
     if manifest is None:
         logger.info("%s has no manifest (upstream wrote it): its checksums cannot be verified", candidate.tag)
     return progress
+
+
+def _load_elsewhere(
+    ctx: RunContext,
+    reader: CheckpointEngine,
+    engine: Any,
+    candidate: commit.Candidate,
+    fetch: NodeFiles | None,
+    op: Operation,
+) -> Progress:
+    """As load_elsewhere; out of object storage as NodeFiles.load, in ranges or fetched first."""
+    if fetch is None or candidate.manifest is None:
+        return load_elsewhere(ctx, reader, engine, candidate, op)
+    files = candidate.manifest.files
+    if reader.wants_placements and reader.reads_ranges_of(files.values()):
+        try:
+            return load_elsewhere(ctx, reader, engine, candidate, op, fetch.in_ranges(candidate, op))
+        except CheckpointRejectedError as exc:
+            logger.warning("%s; it is read once more", str(exc).replace(str(candidate.directory), candidate.place))
+        finally:
+            fetch.measure(op)
+    together(ctx.control, op, functools.partial(fetch, candidate, files, op))
+    return load_elsewhere(ctx, reader, engine, candidate, op)
 
 
 def _name_slow_readers(by_rank: list[tuple[float, str]]) -> None:

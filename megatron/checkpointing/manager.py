@@ -98,6 +98,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Give back what the saves hold. None is pending."""
+        self.writer.close()
         self.context.checkpoint_engine.close()
         if self._object_directory is not None:
             self._object_directory.close()

@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpointing import naming as names
-from restart_trace.regular import read_regular
+from restart_trace.regular import open_regular, read_regular
 from restart_trace.strict_json import parse_json
 
 MANIFEST_VERSION = 1
@@ -26,6 +27,13 @@ _MAX_NAME = 255  # bytes in the name of a file or directory (NAME_MAX)
 _MAX_INTEGER = (1 << 63) - 1
 _MAX_RANKS = 1 << 24  # in a layout: whoever reads one counts through them
 _LAYOUT = ("tp", "pp", "dp")
+# How a manifest begins and ends, as this program writes it. No text in it has a line break, so nothing else is so.
+_HEADING_BYTES = 512
+_HEAD = re.compile(rb'\{\n "tag": "([A-Za-z0-9_][A-Za-z0-9_.-]{0,254})",\n "step": ([0-9]{1,18}),\n')
+_TAIL = re.compile(
+    rb'\n "sequence": ([0-9]{1,19}),\n "manifest_version": %d,\n "checksum": "sha256:[0-9a-f]{64}"\n\}\n\Z'
+    % MANIFEST_VERSION
+)
 
 
 def content_checksum(content: dict[str, Any]) -> str:
@@ -56,6 +64,24 @@ def parse_manifest(text: str) -> dict[str, Any]:
 def read_manifest_text(directory: Path) -> str:
     """The text of the manifest in `directory`. Raises OSError, of a FIFO or the like too, or ValueError."""
     return read_regular(directory / names.MANIFEST, _MAX_MANIFEST).decode()
+
+
+def read_heading(directory: Path) -> tuple[str, int, int] | None:
+    """(tag, step, sequence) of the manifest in `directory`, of which only the ends are read: a few calls.
+
+    None if it does not look as this program writes it. Whether it is whole and unaltered is not looked at. Raises
+    OSError, of a FIFO or the like too.
+    """
+    fd = open_regular(directory / names.MANIFEST)
+    try:
+        size = os.fstat(fd).st_size
+        begin = _HEAD.match(os.pread(fd, _HEADING_BYTES, 0))
+        end = _TAIL.search(os.pread(fd, _HEADING_BYTES, max(size - _HEADING_BYTES, 0)))
+    finally:
+        os.close(fd)
+    if begin is None or end is None or int(end[1]) > MAX_SEQUENCE:
+        return None
+    return begin[1].decode(), int(begin[2]), int(end[1])
 
 
 def read_latest(directory: Path) -> str | None:

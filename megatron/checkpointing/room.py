@@ -1,8 +1,13 @@
-"""How many checkpoints a run saves and keeps, and whether the storage has room for them; no torch."""
+"""How many checkpoints a run saves and keeps, how large they are, and whether the storage has room; no torch."""
 
 from __future__ import annotations
 
 from megatron.config import Config
+
+_ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+_MASTER_WEIGHT = 4  # bytes, and as many for each moment
+_HEADROOM = 1.01  # of a slot in host memory: shards are padded, and hold a little besides their tensors
+_SMALL = 1 << 20  # bytes of a save beside its tensors: settings, names, random state
 
 
 def saves_left(config: Config, iteration: int) -> int:
@@ -29,3 +34,35 @@ def lack_of_space(config: Config, one: int, present: int, left: int, free: int) 
         f"--save {config.checkpoint.save}: {free / 1e9:.1f} GB are free, which is room for {free // one} checkpoints "
         f"of {one / 1e9:.1f} GB, and {more} more are needed ({kept}): later saves will fail; {fix}"
     )
+
+
+def checkpoint_bytes(config: Config, parameters: int) -> int:
+    """Bytes of the tensors that a model of so many parameters puts into a checkpoint: weights and optimizer.
+
+    As tools.ckpt_plan, without the alignment of shards and without metadata.
+    """
+    return parameters * (_ELEMENT_SIZE[config.model.params_dtype] + _optimizer_bytes(config))
+
+
+def rank_bytes(config: Config, parameters: int, dp: int, dp_size: int) -> int:
+    """As `checkpoint_bytes`, what the rank `dp` of `dp_size` replicas saves, which holds so many parameters.
+
+    The first replica saves the weights, each rank its shard of the optimizer's state.
+    """
+    weights = _ELEMENT_SIZE[config.model.params_dtype] if dp == 0 else 0
+    return parameters * weights + -(-parameters * _optimizer_bytes(config) // dp_size)
+
+
+def slot_bytes(config: Config, parameters: int, dp_size: int) -> int:
+    """Bytes of a slot in host memory for a save of engine `memory`, of a rank with so many parameters.
+
+    Every replica keeps the weights, as the first one does.
+    """
+    return int(_HEADROOM * rank_bytes(config, parameters, 0, dp_size)) + _SMALL
+
+
+def _optimizer_bytes(config: Config) -> int:
+    """Per parameter: of the master weight and its moments."""
+    optimizer = config.optimizer
+    moments = 2 if optimizer.optimizer == "adam" else int(optimizer.sgd_momentum > 0)
+    return 0 if config.checkpoint.no_save_optim else _MASTER_WEIGHT * (1 + moments)

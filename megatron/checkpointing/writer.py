@@ -13,7 +13,7 @@ import functools
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,10 +21,11 @@ from typing import Any, Protocol
 from megatron.checkpointing import commit
 from megatron.checkpointing import naming as names
 from megatron.checkpointing.background import BackgroundSave, BackgroundSaves
-from megatron.checkpointing.engines.base import CheckpointEngine, FileState, PendingSave, SavedFile
+from megatron.checkpointing.engines.base import CheckpointEngine, FileState, PendingSave, SavedFile, SaveTargets
 from megatron.checkpointing.engines.errors import CheckpointSaveError, SaveDirectorySupersededError
 from megatron.checkpointing.files import check_sizes
 from megatron.checkpointing.ownership import Ownership
+from megatron.checkpointing.removal import Pruned, Removals, prune
 from megatron.fileio.files import make_directory, sync_file
 from megatron.fileio.store_errors import ObjectStoreError
 from megatron.parallel.control_plane import ControlPlane
@@ -45,9 +46,6 @@ class CheckpointIdentity:
     place: dict[str, int] = field(default_factory=dict)  # of this rank in `layout`
 
 
-Committed = dict[Path, commit.Candidate]  # by this writer, and still there
-
-
 class CheckpointStore(Protocol):
     """Where checkpoints go: a directory, or a prefix of a bucket (megatron.checkpointing.object_storage.saving).
 
@@ -56,6 +54,10 @@ class CheckpointStore(Protocol):
     """
 
     def temporary(self, tag: str, attempt: str) -> Path: ...
+
+    def streams(self, tag: str, attempt: str, op: Operation) -> SaveTargets | None:
+        """Where the files of this rank go that its engine can write without a disk; None: to `temporary`."""
+        ...
 
     def store(
         self, tag: str, attempt: str, temporary: Path, saved: Sequence[SavedFile], op: Operation, blocking: bool
@@ -74,17 +76,18 @@ class CheckpointStore(Protocol):
         """
         ...
 
+    # `known`: what this writer knows of the place.
     def next_sequence(self, known: commit.Known) -> int: ...
 
     def write_manifest(self, attempt: str, temporary: Path, manifest: commit.Manifest, fsync: bool) -> None: ...
 
     def publish(
-        self, manifest: commit.Manifest, attempt: str, temporary: Path, fsync: bool, known: Committed
+        self, manifest: commit.Manifest, attempt: str, temporary: Path, fsync: bool, known: commit.Known
     ) -> list[str]: ...
 
     def discard(self, tag: str, attempt: str, temporary: Path) -> None: ...
 
-    def prune(self, step: int, known: Committed) -> list[str]: ...
+    def prune(self, step: int, known: commit.Known, fsync: bool) -> Pruned: ...
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,9 @@ class SaveDirectory:
 
     def temporary(self, tag: str, attempt: str) -> Path:
         return self.path / names.temporary_directory(tag, attempt)
+
+    def streams(self, tag: str, attempt: str, op: Operation) -> SaveTargets | None:
+        return None
 
     def store(
         self, tag: str, attempt: str, temporary: Path, saved: Sequence[SavedFile], op: Operation, blocking: bool
@@ -123,24 +129,25 @@ class SaveDirectory:
         commit.write_manifest(temporary, manifest, fsync)
 
     def publish(
-        self, manifest: commit.Manifest, attempt: str, temporary: Path, fsync: bool, known: Committed
+        self, manifest: commit.Manifest, attempt: str, temporary: Path, fsync: bool, known: commit.Known
     ) -> list[str]:
         if self.keep_last is None:
-            known.clear()  # nobody asks for the older ones
+            known.whole.clear()  # nobody asks for the older ones
         tag, step = manifest.tag, manifest.step
-        known.pop(self.path / tag, None)
+        known.whole.pop(self.path / tag, None)
         wrong = commit.publish(self.path, temporary, tag, step, fsync, self.ownership, manifest)
-        known[self.path / tag] = commit.Candidate(self.path / tag, tag, step, manifest)
+        known.whole[self.path / tag] = commit.Candidate(self.path / tag, tag, step, manifest)
+        known.damaged.discard(self.path / tag)
         return wrong
 
     def discard(self, tag: str, attempt: str, temporary: Path) -> None:
         commit.discard(temporary)
 
-    def prune(self, step: int, known: Committed) -> list[str]:
-        removed = commit.prune(self.path, self.keep_last, step, self.ownership, known)
-        for name in removed:
-            known.pop(self.path / name, None)
-        return removed
+    def prune(self, step: int, known: commit.Known, fsync: bool) -> Pruned:
+        pruned = prune(self.path, self.keep_last, step, self.ownership, known, fsync)
+        for name in pruned.removed:
+            known.whole.pop(self.path / name, None)
+        return pruned
 
 
 @dataclass(frozen=True)
@@ -163,6 +170,7 @@ class Save:
     op: Operation
     start_ns: int
     on_storage: bool = True  # it is to be a checkpoint there, not only in the memory of an engine that keeps saves
+    streamed: bool = False  # the engine's files are on no disk of this node
     flushed_ns: int = 0  # the files of this rank were written, or could not be
     committed_ns: int = 0  # this rank knew what had come of the save
     pending: PendingSave | None = None  # what the engine has begun, until it is done
@@ -196,7 +204,8 @@ class CheckpointWriter:
         self._identity = identity
         self._attempt = attempt
         self._saves = 0
-        self._committed: dict[Path, commit.Candidate] = {}  # on rank 0: by this launch
+        self._known = commit.Known()  # on rank 0
+        self._removals = Removals(control.rank)
         self._blocking = not engine.asynchronous  # whether training waits for the commit
         self._control = commit_control if engine.asynchronous and commit_control is not None else control
         # To be raised once the ranks have lost each other in a commit in the background: they can commit nothing more.
@@ -259,8 +268,12 @@ class CheckpointWriter:
     def _begin(self, save: Save, collect: Callable[[], Sequence[FileState]], extra_files: Sequence[ExtraFile]) -> None:
         """Hand the files to the engine. A failure is kept: this rank tells it when all agree."""
         op = save.op
+        # What is being removed may be what makes room for this one.
+        if save.on_storage and self._removals.under_way:
+            with op.span("wait_previous"):
+                self._removals.wait()
         try:
-            with op.span("collect"):
+            with op.span("collect", joined=True):
                 files = collect()
                 if self.engine.writes_files and save.on_storage:
                     make_directory(save.temporary)
@@ -269,14 +282,19 @@ class CheckpointWriter:
                 directory = save.temporary if save.on_storage else None
                 save.pending = self.engine.begin_kept_save(files, self._record_of(save), directory, op)
                 return
-            save.pending = self.engine.begin_save(files, save.temporary, op)
+            targets = save.directory.streams(save.tag, save.attempt, op) if self.engine.streams else None
+            if targets is None:
+                save.pending = self.engine.begin_save(files, save.temporary, op)
+            else:
+                save.streamed = True
+                save.pending = self.engine.begin_streamed_save(files, targets, op)
             self._add_extra(save, extra_files)
         except Exception as exc:  # whatever it is, the other ranks wait to hear of it
             self._failed(save, exc)
 
     def _add_extra(self, save: Save, extra_files: Sequence[ExtraFile]) -> None:
         for extra in extra_files if self.engine.writes_files else ():
-            with save.op.span("serialize", file=extra.name):
+            with save.op.span("serialize", file=extra.name, joined=True):
                 save.extra.append((extra.name, extra.content()))
 
     def _record_of(self, save: Save) -> dict[str, Any]:
@@ -304,7 +322,8 @@ class CheckpointWriter:
                 save.pending = None  # with what memory it holds: the caller may keep `save`
             if save.error is None and save.on_storage:
                 saved = [*saved, *(self._write_extra(save, *extra) for extra in save.extra)]
-                check_sizes(save.temporary, saved)
+                if not save.streamed:
+                    self._check_sizes(save, saved)
                 arguments = (save.tag, save.attempt, save.temporary, saved, save.op, self._blocking)
                 stored = save.directory.store(*arguments)
         except failures as exc:
@@ -341,7 +360,7 @@ class CheckpointWriter:
 
     def _write_extra(self, save: Save, name: str, content: bytes) -> SavedFile:
         with (save.temporary / name).open("xb", buffering=0) as file:
-            with save.op.span("flush", "write", file=name, blocking=self._blocking) as span:
+            with save.op.span("flush", "write", file=name, blocking=self._blocking, joined=True) as span:
                 span.bytes = file.write(content)
             if self.engine.options.fsync:
                 with save.op.span("flush", "fsync", file=name, blocking=self._blocking):
@@ -350,6 +369,11 @@ class CheckpointWriter:
         save.op.num_files = (save.op.num_files or 0) + 1
         return SavedFile(name, len(content), "sha256:" + hashlib.sha256(content).hexdigest())
 
+    def _check_sizes(self, save: Save, saved: list[SavedFile]) -> None:
+        if saved:  # and what is left to do for the last of them
+            with save.op.span("serialize", blocking=self._blocking, joined=True):
+                check_sizes(save.temporary, saved)
+
     def _agree_and_commit(
         self, save: Save, saved: list[SavedFile], stored: dict[str, commit.StoredObject]
     ) -> str | None:
@@ -357,14 +381,16 @@ class CheckpointWriter:
         with save.op.span("barrier", blocking=self._blocking):
             gathered = self._control.gather((save.error, saved, stored))
         decision = self._decide(save, gathered) if gathered is not None else None
+        pruned = self._prune(save) if gathered is not None and decision is None else Pruned()
         with save.op.span("barrier", blocking=self._blocking):
-            decision = self._control.broadcast(decision)
+            decision, pruned = self._control.broadcast((decision, pruned))
         if decision is not None and gathered is not None:  # what it left need not be gone for the others to go on
             save.directory.discard(save.tag, save.attempt, save.temporary)
         if isinstance(decision, SaveDirectorySupersededError):
             self.superseded = decision
         if decision is None:
             self.engine.settle()
+            self._remove_old(save, [file.name for file in saved], pruned)
         return None if decision is None else f"checkpoint {save.tag} was not saved: {decision}"
 
     def _decide(self, save: Save, gathered: list[Any]) -> str | SaveDirectorySupersededError | None:
@@ -385,7 +411,7 @@ class CheckpointWriter:
         if not self.engine.writes_files or not save.on_storage:
             return None
         directory, fsync = save.directory, self.engine.options.fsync
-        with save.op.span("commit", "manifest", blocking=self._blocking):
+        with save.op.span("commit", "manifest", blocking=self._blocking, joined=True):
             manifest = commit.Manifest(
                 tag=save.tag,
                 step=save.step,
@@ -394,27 +420,73 @@ class CheckpointWriter:
                 model=self._identity.model,
                 files=commit.collect_files([saved for _, saved, _ in gathered]),
                 loaded_from=self._identity.loaded_from,
-                sequence=directory.next_sequence(self._committed),
+                sequence=directory.next_sequence(self._known),
                 objects={name: found for _, _, stored in gathered for name, found in stored.items()},
             )
             directory.write_manifest(save.attempt, save.temporary, manifest, fsync)
-        with save.op.span("commit", "publish", blocking=self._blocking):
-            wrong = directory.publish(manifest, save.attempt, save.temporary, fsync, self._committed)
+        with save.op.span("commit", "publish", blocking=self._blocking, joined=True):
+            wrong = directory.publish(manifest, save.attempt, save.temporary, fsync, self._known)
         for what in wrong:
             logger.error("checkpoint %s is complete and will be found by loads, but %s", save.tag, what)
-        self._prune(save)
         return None
 
-    def _prune(self, save: Save) -> None:
-        """On rank 0: remove old checkpoints. The new one is committed, so a failure here is no failed save."""
-        directory = save.directory
+    def _prune(self, save: Save) -> Pruned:
+        """On rank 0: set old checkpoints aside. The new one is committed, so a failure here is no failed save."""
+        if not self.engine.writes_files or not save.on_storage:
+            return Pruned()
+        directory, fsync = save.directory, self.engine.options.fsync
         try:
-            with save.op.span("commit", "prune", blocking=self._blocking):
-                removed = directory.prune(save.step, self._committed)
+            with save.op.span("commit", "prune", blocking=self._blocking, joined=True):
+                pruned = directory.prune(save.step, self._known, fsync)
         except SaveDirectorySupersededError:
-            return  # the next save says so, and ends the run
+            return Pruned()  # the next save says so, and ends the run
         except (OSError, ObjectStoreError) as exc:
-            logger.warning("old checkpoints were not removed: %s", exc)
-            return
-        for name in removed:
+            pruned = Pruned(problem=str(exc))
+        except Exception:  # whatever it is, the other ranks wait to hear of the commit
+            logger.exception("old checkpoints were not removed")
+            return Pruned()
+        if pruned.problem is not None:
+            logger.warning("old checkpoints were not removed: %s", pruned.problem)
+        for name in pruned.removed:
             logger.info("removed %s/%s", directory, name)
+        return pruned
+
+    def _remove_old(self, save: Save, mine: Sequence[str], pruned: Pruned) -> None:
+        """Begin to remove what rank 0 has set aside; collective while it needs to know which checkpoints are whole.
+
+        That is at most at the first save of a launch: these are then told apart by all ranks together.
+        """
+        control = self._control
+        while pruned.to_look_at:
+            with save.op.span("commit", "prune", blocking=self._blocking, joined=True):
+                wrong = [commit.damaged_share(each, control.rank, control.world_size) for each in pruned.to_look_at]
+            with save.op.span("barrier", blocking=self._blocking):
+                gathered = control.gather(wrong)
+            if gathered is not None:
+                self._judge(pruned.to_look_at, gathered)
+                pruned = self._prune(save)
+            with save.op.span("barrier", blocking=self._blocking):
+                pruned = control.broadcast(pruned)
+        if pruned.set_aside or save.on_storage:
+            self._removals.begin(pruned.set_aside, mine, *self._names_of(save))
+
+    def _names_of(self, save: Save) -> tuple[Collection[str], Mapping[Path, Collection[str]]]:
+        """On rank 0, as far as it knows: what the files of this save are called, and those that were set aside."""
+        new = next((one for path, one in self._known.whole.items() if path.name == save.tag), None)
+        aside = {path: one.files for path, one in self._known.set_aside.items() if one is not None}
+        self._known.set_aside = dict.fromkeys(self._known.set_aside)
+        return (new.manifest.files if new is not None and new.manifest is not None else ()), aside
+
+    def _judge(self, candidates: Sequence[commit.Candidate], by_rank: Sequence[Sequence[Sequence[str]]]) -> None:
+        """On rank 0: keep in mind which of the `candidates` are whole, by what each rank found wrong with each."""
+        for candidate, found in zip(candidates, zip(*by_rank, strict=True), strict=True):
+            wrong = commit.told_wrong(candidate.directory, [what for mine in found for what in mine])
+            if wrong is None:
+                self._known.whole[candidate.directory] = candidate
+            else:
+                self._known.damaged.add(candidate.directory)
+                logger.warning("checkpoint not counted by --keep-last: %s", wrong)
+
+    def close(self) -> None:
+        """Return when nothing is being removed any more. No save is pending."""
+        self._removals.close()

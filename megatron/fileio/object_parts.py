@@ -22,3 +22,9 @@ def upload_requests(num_bytes: int) -> int:
 def download_requests(num_bytes: int) -> int:
     """Requests for the download of an object of so many bytes, if none has to be tried again."""
     return len(parts(num_bytes))
+
+
+def streamed_part_bytes(num_bytes: int, block_bytes: int) -> int:
+    """Bytes of a part of an object of `num_bytes` that comes in blocks: so many blocks that parts are not too small."""
+    wanted = max(PART_BYTES, -(-num_bytes // (_MAX_PARTS - 1)))
+    return -(-wanted // block_bytes) * block_bytes

@@ -1,27 +1,32 @@
 """Objects in a bucket of an S3-compatible store: every request has a deadline, every byte a checksum.
 
 botocore signs, sends and finds credentials (environment, profiles, web identity, instance metadata) and the endpoint
-(AWS_ENDPOINT_URL). Around it: retries with backoff and jitter until the deadline of the request, multipart uploads of
-files, ranged reads to files, both in parallel, and errors that name the object and the fix.
+(AWS_ENDPOINT_URL); for Google's store megatron.fileio.google_storage signs. Around it: retries with backoff and jitter
+until the deadline of the request, multipart uploads of files, ranged reads to files, both in parallel, and errors that
+name the object and the fix.
 What an error says of credentials is left out.
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import logging
 import os
 import random
+import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.fileio.checksums import RangeChecksum, by_file, combine, crc32
+from megatron.fileio.checksums import RangeChecksum, by_file, combine, crc32, range_checksum
 from megatron.fileio.files import DamagedFileError
+from megatron.fileio.google_storage import NO_GENERATION, SETTING, generation_in, speak_google, speaks_google
+from megatron.fileio.hedging import Destination, Hedging
 from megatron.fileio.object_parts import LISTED, MIB, PART_BYTES, parts
 from megatron.fileio.store_errors import ObjectChangedError, ObjectMissingError, ObjectStoreError
 from restart_trace.under_way import STORAGE, UnderWay
@@ -29,10 +34,12 @@ from restart_trace.under_way import STORAGE, UnderWay
 INSTALL = "pip install 'megatron-restart[s3]'"
 _CHECK_S = 15.0
 _LAST_S = 2.0  # how long an attempt is waited for that is under way when its deadline passes
+_PIECE = MIB >> 2  # bytes that are copied while they are in the processor's cache
 _BACKOFF_S = (0.1, 5.0)  # the first wait is up to so long, no wait longer than so long
 _THROTTLED = ("SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests", "503", "429")
 _CONFLICT = ("ConditionalRequestConflict", "OperationAborted")  # 409: try again
 _MISSING = ("NoSuchKey", "NoSuchUpload", "404", "NotFound")
+_REGION = re.compile(r"[a-z0-9-]{2,32}")
 _CHANGED = ("PreconditionFailed", "412")
 
 
@@ -54,13 +61,35 @@ class Uploaded:
     crc32: int
 
 
+@dataclass(frozen=True)
+class SentPart:
+    """A part of an upload that the store has. `number`: from 1."""
+
+    number: int
+    etag: str
+    checksum: RangeChecksum
+
+
 @dataclass
 class Traffic:
-    """Requests until now. `retries` are among `requests`; `throttled`: answers that said to slow down."""
+    """Requests until now. `retries` are among `requests`; `throttled`: answers that said to slow down.
+
+    `seconds`: the time of all requests, added up: over a while, so many of them were under way on average.
+    """
 
     requests: int = 0
     retries: int = 0
     throttled: int = 0
+    seconds: float = 0.0
+
+    def since(self, before: Traffic) -> dict[str, float]:
+        """What was added to `before`, under the names of the trace (docs/log_format.md)."""
+        return {
+            "store_requests": float(self.requests - before.requests),
+            "store_retries": float(self.retries - before.retries),
+            "store_throttled": float(self.throttled - before.throttled),
+            "store_request_s": self.seconds - before.seconds,
+        }
 
 
 class Bucket:
@@ -75,12 +104,16 @@ class Bucket:
     def __init__(self, name: str, *, deadline_s: float = 120.0, threads: int = 8, listed: int = LISTED) -> None:
         self.name = name
         self.traffic = Traffic()
+        self.hedging = Hedging()
         self._deadline_s = deadline_s
         self._threads = threads
         self._listed = listed
         self._lock = threading.Lock()
         self._attempt_s = deadline_s / 4
         self._exceptions, self._client = _client(name, self._attempt_s, threads)
+        self._google = speaks_google(_endpoint())
+        # A version that no object has.
+        self.no_version = NO_GENERATION if self._google else '"00000000000000000000000000000000"'
         self._last_client: Any = None  # one that is less patient, made when a deadline is near
         known = self._exceptions
         self._of_the_way = (
@@ -111,49 +144,62 @@ class Bucket:
     # Small objects
 
     def get(self, key: str, limit: int) -> tuple[bytes, str]:
-        """Content and ETag of an object of at most `limit` bytes. Raises ObjectMissingError if there is none."""
+        """Content and version of an object of at most `limit` bytes. Raises ObjectMissingError if there is none.
+
+        A version, as writes have them, too, is what `replace` takes: the ETag, with Google the generation.
+        """
 
         def read(answer: Mapping[str, Any], within_s: float) -> tuple[bytes, str]:
             if answer["ContentLength"] > limit:
-                raise ObjectStoreError(f"{self.uri(key)} has {answer['ContentLength']} bytes, more than {limit}")
-            return bytes(self._content(key, answer, answer["ContentLength"], within_s)), _etag_in(answer)
+                raise ObjectStoreError(
+                    f"{self.uri(key)} has {answer['ContentLength']} bytes, more than {limit}: it is not this "
+                    "program's; give another prefix, or remove it"
+                )
+            content = bytearray(answer["ContentLength"])
+            self._fill(key, answer, Destination(memoryview(content)), within_s)
+            return bytes(content), self._version_in(answer)
 
         return self._call("reading", key, "get_object", read, Key=key)
 
     def put(self, key: str, content: bytes) -> str:
-        """Write an object, over one that is there; returns its ETag."""
-        return self._put(key, content)
+        """Write an object, over one that is there; returns its version."""
+        return self._version_in(self._write(key, content))
 
     def create(self, key: str, content: bytes) -> str | None:
-        """Write an object if there is none; its ETag, or None if there is one of other content."""
+        """Write an object if there is none; its version, or None if there is one of other content."""
         try:
-            return self._put(key, content, IfNoneMatch="*")
+            return self._version_in(self._write(key, content, IfNoneMatch="*"))
         except ObjectChangedError:
-            return self._etag_of(key, content)
+            return self._version_of(key, content)
 
-    def replace(self, key: str, content: bytes, etag: str) -> str | None:
-        """Write an object over the one with `etag`; its ETag, or None if there is another, or none."""
+    def replace(self, key: str, content: bytes, version: str) -> str | None:
+        """Write an object over the one of `version`; the new one, or None if there is another, or none."""
         try:
-            return self._put(key, content, IfMatch=etag)
+            return self._version_in(self._write(key, content, IfMatch=version))
         except (ObjectChangedError, ObjectMissingError):
-            return self._etag_of(key, content)
+            return self._version_of(key, content)
 
-    def _put(self, key: str, content: bytes, **conditions: Any) -> str:
+    def _put(self, key: str, content: bytes) -> str:
+        return _etag_in(self._write(key, content))
+
+    def _write(self, key: str, content: bytes, **conditions: Any) -> Mapping[str, Any]:
         checksum = _base64(crc32(content))
-        answer = self._call("writing", key, "put_object", Key=key, Body=content, ChecksumCRC32=checksum, **conditions)
-        return _etag_in(answer)
+        return self._call("writing", key, "put_object", Key=key, Body=content, ChecksumCRC32=checksum, **conditions)
 
-    def _etag_of(self, key: str, content: bytes) -> str | None:
-        """The ETag if the object has this content: then an earlier request succeeded, and only its answer was lost."""
+    def _version_in(self, answer: Mapping[str, Any]) -> str:
+        return generation_in(answer) if self._google else _etag_in(answer)
+
+    def _version_of(self, key: str, content: bytes) -> str | None:
+        """The version if the object has this content: an earlier request succeeded, and only its answer was lost."""
         try:
-            found, etag = self.get(key, len(content))
+            found, version = self.get(key, len(content))
         except ObjectMissingError:
             return None
         except ObjectStoreError:  # longer
             if self.head(key).num_bytes == len(content):
                 raise
             return None
-        return etag if found == content else None
+        return version if found == content else None
 
     def head(self, key: str) -> ObjectInfo:
         """Raises ObjectMissingError if there is no such object."""
@@ -180,7 +226,8 @@ class Bucket:
             doomed = {"Objects": [{"Key": key} for key in batch], "Quiet": True}
             answer = self._call("removing", batch[0], "delete_objects", Delete=doomed)
             for error in answer.get("Errors", ()):
-                raise ObjectStoreError(f"{self.uri(error['Key'])}: cannot be removed: {error['Code']}")
+                why = _refusal(error["Code"], 200, self.name)
+                raise ObjectStoreError(f"{self.uri(error['Key'])}: cannot be removed: {why}")
 
     # Uploads of files
 
@@ -202,43 +249,70 @@ class Bucket:
         except ObjectMissingError:
             return
 
+    def upload(self, key: str, content: Any) -> Uploaded:
+        """Write an object whose key nobody else writes, in one request."""
+        # botocore rewinds bytes if it is sent to another region, and no views; a multipart upload begins without any.
+        return Uploaded(self._put(key, bytes(content)), crc32(content))
+
     def upload_file(self, path: Path, key: str) -> Uploaded:
         """Write the file at `path` as an object whose key nobody else writes. After an error no upload is left."""
         fd = os.open(path, os.O_RDONLY)
         try:
             size = os.fstat(fd).st_size
             if size <= PART_BYTES:
-                content = _read(fd, 0, size, path)
-                return Uploaded(self._put(key, content), crc32(content))
+                return self.upload(key, _read(fd, 0, size, path))
             return self._upload_parts(fd, path, size, key)
         finally:
             os.close(fd)
 
     def _upload_parts(self, fd: int, path: Path, size: int, key: str) -> Uploaded:
+        upload = self.begin_upload(key)
+
+        def send(number: int, start: int, stop: int, given_up: threading.Event) -> SentPart:
+            return self.send_part(key, upload, number, start, _read(fd, start, stop - start, path), given_up)
+
+        try:
+            return self.finish_upload(key, upload, self._in_parallel(send, parts(size)), size)
+        except BaseException:
+            self.abort_quietly(key, upload)
+            raise
+
+    # Uploads in parts, of which megatron.fileio.object_upload makes use, too
+
+    def begin_upload(self, key: str) -> str:
+        """Begin a multipart upload; its id."""
         answer = self._call(
             "beginning an upload to", key, "create_multipart_upload", Key=key, ChecksumAlgorithm="CRC32"
         )
-        upload = answer["UploadId"]
-        try:
-            sums: list[RangeChecksum] = []
+        return answer["UploadId"]
 
-            def send(number: int, start: int, stop: int, given_up: threading.Event) -> dict[str, Any]:
-                content = _read(fd, start, stop - start, path)
-                crc = crc32(content)
-                sums.append(RangeChecksum(key, start, stop - start, crc))
-                part = {"PartNumber": number, "ChecksumCRC32": _base64(crc)}
-                what = f"writing part {number} ({start} to {stop}) of"
-                sent = self._call(
-                    what, key, "upload_part", given_up=given_up, Key=key, UploadId=upload, Body=content, **part
-                )
-                return part | {"ETag": sent["ETag"]}
+    def send_part(
+        self, key: str, upload: str, number: int, start: int, content: Any, given_up: threading.Event
+    ) -> SentPart:
+        """Send `content`, bytes or a view of them, which lie in the object from byte `start` on.
 
-            sent_parts = self._in_parallel(send, parts(size))
-            etag = self._complete(key, upload, sent_parts, size)
-        except BaseException:
-            self._abort_quietly(key, upload)
-            raise
-        return Uploaded(etag, combine(by_file(sums)[key], 0, size).crc32)
+        Numbers count from 1, in the order of the bytes; parts may be sent in any order, and at once. All but the last
+        have 5 MiB at least. Once `given_up` is set nothing is tried again.
+        """
+        crc = range_checksum(key, start, content)
+        what = f"writing part {number} ({start} to {crc.stop}) of"
+        sent = self._call(
+            what, key, "upload_part", given_up=given_up, Key=key, UploadId=upload, Body=content, PartNumber=number,
+            ChecksumCRC32=_base64(crc.crc32),
+        )  # fmt: skip
+        return SentPart(number, sent["ETag"], crc)
+
+    def finish_upload(self, key: str, upload: str, sent: Iterable[SentPart], size: int) -> Uploaded:
+        """Make an object of `size` bytes of the parts. Raises ObjectStoreError if they are not all of it."""
+        ordered = sorted(sent, key=lambda part: part.number)
+        described = [
+            {"PartNumber": part.number, "ChecksumCRC32": _base64(part.checksum.crc32), "ETag": part.etag}
+            for part in ordered
+        ]
+        whole = combine(by_file(part.checksum for part in ordered).get(key, {}), 0, size)
+        if whole.stop != size:
+            raise ObjectStoreError(f"{self.uri(key)}: its bytes from {whole.stop} on were never sent")
+        return Uploaded(self._complete(key, upload, described, size), whole.crc32)
 
     def _complete(self, key: str, upload: str, parts: Sequence[Mapping[str, Any]], size: int) -> str:
         arguments = {"Key": key, "UploadId": upload, "MultipartUpload": {"Parts": parts}}
@@ -251,7 +325,7 @@ class Bucket:
                 raise
             return found.etag
 
-    def _abort_quietly(self, key: str, upload: str) -> None:
+    def abort_quietly(self, key: str, upload: str) -> None:
         """The error that led here is the one to tell; the next launch aborts what is left."""
         try:
             self.abort_upload(key, upload)
@@ -270,40 +344,66 @@ class Bucket:
             sums: list[RangeChecksum] = []
 
             def fetch(number: int, start: int, stop: int, given_up: threading.Event) -> None:
-                def read(answer: Mapping[str, Any], within_s: float) -> bytearray:
-                    return self._content(key, answer, stop - start, within_s)
-
-                content = self._call(
-                    f"reading bytes {start} to {stop} of", key, "get_object", read, given_up=given_up, Key=key,
-                    Range=f"bytes={start}-{stop - 1}", IfMatch=etag,
-                )  # fmt: skip
-                sums.append(RangeChecksum(key, start, stop - start, crc32(content)))
+                content = bytearray(stop - start)
                 view = memoryview(content)
+                self.read_range(key, etag, start, view, given_up)
+                sums.append(range_checksum(key, start, content))
                 while view:
                     written = os.pwrite(fd, view, stop - len(view))
                     view = view[written:]
 
             self._in_parallel(fetch, parts(num_bytes))
             return combine(by_file(sums).get(key, {}), 0, num_bytes).crc32
+        finally:
+            os.close(fd)
+
+    def read_range(
+        self, key: str, etag: str, start: int, into: memoryview, given_up: threading.Event | None = None
+    ) -> None:
+        """Fill `into` with the bytes from `start` on of the object with `etag`, in one request.
+
+        Raises DamagedFileError if the object is missing, or another. Once `given_up` is set nothing is tried again.
+        """
+        self._read_range(key, etag, start, Destination(into), given_up)
+
+    def read_range_hedged(self, key: str, etag: str, start: int, into: memoryview) -> None:
+        """As `read_range`, for ranges of about one size: with a second request where the first is late."""
+
+        def request(destination: Destination) -> None:
+            self._read_range(key, etag, start, destination, destination.given_up)
+
+        self.hedging.fill(into, request)
+
+    def _read_range(self, key: str, etag: str, start: int, into: Destination, given_up: threading.Event | None) -> None:
+        def read(answer: Mapping[str, Any], within_s: float) -> None:
+            self._fill(key, answer, into, within_s)
+
+        stop = start + len(into.view)
+        try:
+            self._call(
+                f"reading bytes {start} to {stop} of", key, "get_object", read, given_up=given_up, Key=key,
+                Range=f"bytes={start}-{stop - 1}", IfMatch=etag,
+            )  # fmt: skip
         except ObjectMissingError:
             raise DamagedFileError(f"{self.uri(key)} is missing") from None
         except ObjectChangedError:
             raise DamagedFileError(f"{self.uri(key)} was replaced: it is not the object that was saved") from None
-        finally:
-            os.close(fd)
 
-    def _content(self, key: str, answer: Mapping[str, Any], num_bytes: int, within_s: float) -> bytearray:
-        """The body of an answer. Raises _TruncatedError, after which the request is tried again."""
-        begun, content = time.monotonic(), bytearray()
+    def _fill(self, key: str, answer: Mapping[str, Any], into: Destination, within_s: float) -> None:
+        """Put the body of an answer there. Raises _TruncatedError, after which the request is tried again."""
+        begun, filled, wanted = time.monotonic(), 0, len(into.view)
+        announced = answer["ContentLength"]
         with answer["Body"] as body:
-            while piece := body.read(MIB):
-                content += piece
+            while announced == wanted > filled and (piece := body.read(min(_PIECE, wanted - filled))):
+                into.put(filled, piece)
+                filled += len(piece)
                 if time.monotonic() - begun > within_s:  # one that trickles never runs into a socket's timeout
                     break
-        if len(content) != num_bytes:
+        if filled != wanted:
             took = time.monotonic() - begun
-            raise _TruncatedError(f"{len(content)} of {num_bytes} bytes of {self.uri(key)} came in {took:.1f} s")
-        return content
+            raise _TruncatedError(
+                f"{filled} of {wanted} bytes of {self.uri(key)} came in {took:.1f} s ({announced} were announced)"
+            )
 
     def _in_parallel(self, work: Callable[..., Any], parts: Sequence[tuple[int, int, int]]) -> list[Any]:
         """What `work` returns for each part. After an error no part is begun or tried again, and none is under way."""
@@ -341,6 +441,7 @@ class Bucket:
             with self._lock:
                 self.traffic.requests += 1
                 self.traffic.retries += attempts > 1
+            attempt = time.monotonic()
             try:
                 with UnderWay(STORAGE, what, self.uri(key)):
                     client, within_s = self._client_for(begun + deadline_s - time.monotonic())
@@ -352,6 +453,9 @@ class Bucket:
                 why, slow = _connection_words(exc), False
             except self._exceptions.BotoCoreError as exc:
                 raise ObjectStoreError(f"{self.uri(key)}: {_fix_of(exc)}") from None
+            finally:
+                with self._lock:
+                    self.traffic.seconds += time.monotonic() - attempt
             throttled += slow
             with self._lock:
                 self.traffic.throttled += slow
@@ -380,7 +484,12 @@ class Bucket:
         status = exc.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         if code in _THROTTLED or status == 429:
             return f"{status} {code}", True
-        if (status >= 500 and status != 501) or code in _CONFLICT or code in ("RequestTimeout", "BadDigest"):
+        if (
+            status == 307
+            or (status >= 500 and status != 501)
+            or code in _CONFLICT
+            or code in ("RequestTimeout", "BadDigest")
+        ):
             return f"{status} {code}", False
         if code in _CHANGED or status == 412:
             raise ObjectChangedError(f"{self.uri(key)}: is not what it was, or is there already") from None
@@ -388,7 +497,9 @@ class Bucket:
             raise ObjectStoreError(f"{self.uri(key)}: {_refusal('NoSuchBucket', status, self.name)}") from None
         if code in _MISSING:
             raise ObjectMissingError(f"{self.uri(key)} is not there") from None
-        raise ObjectStoreError(f"{self.uri(key)}: {_refusal(code, status, self.name)}") from None
+        raise ObjectStoreError(
+            f"{self.uri(key)}: {_refusal(code, status, self.name, _region_in(exc.response))}"
+        ) from None
 
 
 class _TruncatedError(RuntimeError):
@@ -415,10 +526,11 @@ def _client(bucket: str, attempt_s: float, connections: int) -> tuple[Any, Any]:
     for name in ("botocore", "urllib3"):
         logging.getLogger(name).setLevel(logging.WARNING)
     # A bucket as part of a host name needs a name server that knows it, which other stores than AWS seldom have.
-    own = any(os.environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"))
+    own = _endpoint() is not None
     # The CRC-32 of a body is among the headers that are signed; a SHA-256 of it takes longer than sending it.
     settings: dict[str, Any] = {"payload_signing_enabled": False} | ({"addressing_style": "path"} if own else {})
     config = botocore.config.Config(
+        parameter_validation=False,  # which refuses views of memory as bodies; they are sent as they are
         connect_timeout=attempt_s,
         read_timeout=attempt_s,
         retries={"total_max_attempts": 1},
@@ -428,9 +540,38 @@ def _client(bucket: str, attempt_s: float, connections: int) -> tuple[Any, Any]:
         s3=settings,
     )
     try:
-        return botocore.exceptions, botocore.session.get_session().create_client("s3", config=config)
+        # botocore knows AWS_DEFAULT_REGION alone, other clients of AWS this name, too.
+        region = os.environ.get("AWS_REGION") or None
+        session = botocore.session.get_session()
+        if not speaks_google(_endpoint()):
+            client = session.create_client("s3", region_name=region, config=config)
+            client.meta.events.register("before-call.s3.DeleteObjects", _add_md5)
+            return botocore.exceptions, client
+
+        def credentials() -> tuple[str, str]:
+            found = session.get_credentials()
+            if found is None:
+                raise botocore.exceptions.NoCredentialsError
+            frozen = found.get_frozen_credentials()
+            return frozen.access_key, frozen.secret_key
+
+        unsigned = config.merge(botocore.config.Config(signature_version=botocore.UNSIGNED))
+        client = session.create_client("s3", region_name=region or "auto", config=unsigned)
+        speak_google(client, credentials)
+        return botocore.exceptions, client
     except (botocore.exceptions.BotoCoreError, ValueError) as exc:
         raise ObjectStoreError(f"s3://{bucket}: {_fix_of(exc)}") from None
+
+
+def _add_md5(params: dict[str, Any], **_: Any) -> None:
+    """Of the body of a request to remove objects: private stores ask for it, and not for the CRC-32 that AWS takes."""
+    digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
+    params["headers"]["Content-MD5"] = base64.b64encode(digest).decode()
+
+
+def _endpoint() -> str | None:
+    """The URL of a store that is not found by its region."""
+    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
 
 
 _REFUSALS = {
@@ -439,25 +580,35 @@ _REFUSALS = {
     "s3:AbortMultipartUpload, s3:ListBucket and s3:ListBucketMultipartUploads there",
     "InvalidAccessKeyId": "the store does not know the access key; correct AWS_ACCESS_KEY_ID or the profile",
     "SignatureDoesNotMatch": "the secret key does not fit the access key; correct AWS_SECRET_ACCESS_KEY or the profile",
-    "ExpiredToken": "the credentials have expired; renew them",
+    "ExpiredToken": "the credentials have expired or are no more valid; renew them, and AWS_SESSION_TOKEN with them",
     "RequestTimeTooSkewed": "the clock of this host is wrong; set it",
-    "PermanentRedirect": "the bucket is in another region; set AWS_REGION to it",
-    "AuthorizationHeaderMalformed": "the bucket is in another region; set AWS_REGION to it",
-    "IllegalLocationConstraintException": "the bucket is in another region; set AWS_REGION to it",
+    "PermanentRedirect": "the bucket is in {region}; set AWS_REGION to it",
+    "AuthorizationHeaderMalformed": "the bucket is in {region}; set AWS_REGION to it",
+    "IllegalLocationConstraintException": "the bucket is in {region}; set AWS_REGION to it",
     "NotImplemented": "the store does not know the request; use one with conditional writes and multipart uploads",
 }
 _SAME = {
     "403": "AccessDenied", "Forbidden": "AccessDenied", "AllAccessDisabled": "AccessDenied",
-    "InvalidToken": "ExpiredToken", "TokenRefreshRequired": "ExpiredToken", "301": "PermanentRedirect",
+    "InvalidToken": "ExpiredToken", "TokenRefreshRequired": "ExpiredToken", "ExpiredTokenException": "ExpiredToken",
+    "RequestExpired": "ExpiredToken", "301": "PermanentRedirect",
     "InvalidClientTokenId": "InvalidAccessKeyId",
 }  # fmt: skip
 
 
-def _refusal(code: str, status: int, bucket: str) -> str:
+def _refusal(code: str, status: int, bucket: str, region: str = "another region") -> str:
     """What the store's refusal means and what to do; its own words may hold a key."""
     known = _REFUSALS.get(_SAME.get(code, code))
     answered = f"the store answered {status} {code}"
-    return f"{known.format(bucket=bucket)} ({answered})" if known else f"{answered}; see its documentation"
+    return (
+        f"{known.format(bucket=bucket, region=region)} ({answered})" if known else f"{answered}; see its documentation"
+    )
+
+
+def _region_in(answer: Mapping[str, Any]) -> str:
+    """The region of the bucket, if a refusal names it."""
+    headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    region = str(answer.get("Error", {}).get("Region") or headers.get("x-amz-bucket-region") or "")
+    return f"region {region}" if _REGION.fullmatch(region) else "another region"
 
 
 def _fix_of(exc: Exception) -> str:
@@ -468,6 +619,8 @@ def _fix_of(exc: Exception) -> str:
             f"there are no usable credentials ({name}); set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, "
             "or give the machine a role"
         )
+    if SETTING in str(exc):
+        return str(exc)
     if name in ("ValueError", "InvalidEndpointConfigurationError"):
         return "AWS_ENDPOINT_URL is no URL; give http://HOST:PORT or https://HOST"
     return f"the request could not be made ({name}); check the region, the endpoint and ~/.aws/config"
@@ -477,6 +630,11 @@ def _connection_words(exc: BaseException) -> str:
     """What happened to the connection; the host is the endpoint's, which is no secret."""
     if isinstance(exc, _TruncatedError):
         return str(exc)
+    if type(exc).__name__ == "SSLError":
+        return (
+            "the store's certificate is not accepted (SSLError); set AWS_CA_BUNDLE to that of who signed it, or "
+            "correct AWS_ENDPOINT_URL"
+        )
     return f"no answer from the store ({type(exc).__name__}); check AWS_ENDPOINT_URL and the network"
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import mmap
 import os
 from pathlib import Path
+from typing import Protocol
 
 from megatron.fileio import direct_files
+from megatron.fileio.direct_files import ALIGNMENT
+from megatron.fileio.extents import BLOCK, GAP
 from megatron.fileio.files import DamagedFileError
 from megatron.fileio.page_cache import ResidentPages, populate
 from restart_trace.regular import open_regular
@@ -14,8 +17,55 @@ from restart_trace.regular import open_regular
 _MOSTLY_CACHED = 0.5
 
 
+class RangedFile(Protocol):
+    """What is read in blocks: a file (OpenFile), or an object in a bucket (megatron.fileio.object_file).
+
+    `alignment`: reads begin and end at multiples of it, but for the end of the file. `block`, `gap`: how it is best
+    read (megatron.fileio.extents). `only_mapped`: nothing is read around the page cache.
+    """
+
+    num_bytes: int
+    alignment: int
+    block: int
+    gap: int
+
+    @property
+    def only_mapped(self) -> bool: ...
+
+    def can_be_mapped(self, start: int, stop: int) -> bool:
+        """Whether [start, stop) is to be used in the page cache."""
+        ...
+
+    def is_read_directly(self, start: int, stop: int) -> bool:
+        """Whether [start, stop) is to be read around the page cache."""
+        ...
+
+    def map(self) -> mmap.mmap:
+        """The file as memory, where it can be mapped. Writing to it changes a copy, not the file."""
+        ...
+
+    def read(self, view: memoryview, position: int) -> int:
+        """Fill `view`, or as much of it as the file has, from `position`; returns the bytes read.
+
+        Raises DamagedFileError if the file ends before it should.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class RangedFiles(Protocol):
+    """Opens what the files of a checkpoint are in place of files on this node."""
+
+    def __call__(self, path: Path) -> RangedFile: ...
+
+
 class OpenFile:
-    """A file to be read in blocks. `mode` is that of --direct-io: auto, on or off."""
+    """A file to be read in blocks, as RangedFile. `mode` is that of --direct-io: auto, on or off."""
+
+    alignment = ALIGNMENT
+    block = BLOCK
+    gap = GAP
 
     def __init__(self, path: Path, size: int, mode: str) -> None:
         """Raises DamagedFileError if the file does not have `size` bytes."""

@@ -19,10 +19,9 @@ import numpy as np
 import torch
 
 from megatron.fileio.checksums import RangeChecksum, range_checksum
-from megatron.fileio.direct_files import ALIGNMENT, align_up
 from megatron.fileio.extents import BLOCK, Extent, Rows
 from megatron.fileio.host_buffers import Staging
-from megatron.fileio.open_files import OpenFile, ReadAhead
+from megatron.fileio.open_files import OpenFile, RangedFile, RangedFiles, ReadAhead
 from megatron.fileio.page_cache import populate
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
@@ -66,13 +65,13 @@ class Targets:
         """The mapping that is filled, if it is one."""
         return self.mappings.get(extent.rows[0].target) if extent.rows else None
 
-    def direct(self, extent: Extent, start: int, stop: int, file_bytes: int) -> memoryview | None:
-        """The memory of [start, stop), which is aligned, where that may be read to as it is; else None.
+    def direct(self, extent: Extent, start: int, stop: int, file: RangedFile) -> memoryview | None:
+        """The memory of [start, stop), where the file may be read to it as it is; else None.
 
         That is: the extent is one range of one target, and nothing else is in [start, stop). At the end of a file only
         a mapping of it may be: a direct read may fill the page with zeros, over what follows in other memory.
         """
-        end = stop if self.mapping(extent) is None else min(stop, file_bytes)
+        end = stop if self.mapping(extent) is None else min(stop, file.num_bytes)
         if len(extent.rows) != 1 or extent.start != start or extent.stop != end:
             return None
         rows = extent.rows[0]
@@ -80,14 +79,14 @@ class Targets:
         if rows.count != 1 or rows.length != extent.stop - start or target.device.type != "cpu":
             return None
         view = target.numpy()[rows.to : rows.to + stop - start]
-        if self.mapping(extent) is None and (view.ctypes.data % ALIGNMENT or len(view) != stop - start):
+        if self.mapping(extent) is None and (view.ctypes.data % file.alignment or len(view) != stop - start):
             return None
         return view.data
 
 
 def read_ranges(
     extents: Sequence[Extent],
-    files: Mapping[Path, OpenFile],
+    files: Mapping[Path, RangedFile],
     targets: Targets,
     threads: int | None,
     label: Label,
@@ -95,23 +94,37 @@ def read_ranges(
 ) -> Read:
     """Fill `targets`. `threads`: --io-threads.
 
-    Records what reading, verifying and copying took, in each thread. Raises DamagedFileError if a file is shorter than
-    it was, or OSError; then the targets may hold anything.
+    Records what reading, verifying and copying took, in each thread, and `deserialize` for the rest. Raises
+    DamagedFileError if a file is shorter than it was, or OSError; then the targets may hold anything.
     """
     if targets.device.type == "cuda":
         torch.cuda.synchronize(targets.device)  # what is still to be done to them, such as filling them
     return _Pool(extents, files, targets).run(threads, label, op)
 
 
-def open_all(file_bytes: Mapping[Path, int], direct_io: str, stack: ExitStack) -> dict[Path, OpenFile]:
-    """Files of those sizes, open until `stack` is left. Raises DamagedFileError if one has another size."""
-    return {path: stack.enter_context(closing(OpenFile(path, size, direct_io))) for path, size in file_bytes.items()}
+def open_all(
+    file_bytes: Mapping[Path, int], direct_io: str, stack: ExitStack, ranged: RangedFiles | None = None
+) -> dict[Path, RangedFile]:
+    """Files of those sizes, open until `stack` is left. Raises DamagedFileError if one has another size.
+
+    `ranged`: opens them, if they are no files.
+    """
+    return {
+        path: stack.enter_context(closing(OpenFile(path, size, direct_io) if ranged is None else ranged(path)))
+        for path, size in file_bytes.items()
+    }
+
+
+def _aligned(extent: Extent, file: RangedFile) -> tuple[int, int]:
+    """What is read for an extent: it, or some bytes more."""
+    unit = file.alignment
+    return extent.start // unit * unit, -(-extent.stop // unit) * unit
 
 
 class _Pool:
     """Threads that share extents: equal parts of what passes through the page cache, the others as they come."""
 
-    def __init__(self, extents: Sequence[Extent], files: Mapping[Path, OpenFile], targets: Targets) -> None:
+    def __init__(self, extents: Sequence[Extent], files: Mapping[Path, RangedFile], targets: Targets) -> None:
         self._mapped: list[Extent] = []
         self._others: list[Extent] = []
         for extent in extents:
@@ -124,8 +137,10 @@ class _Pool:
         self._error: BaseException | None = None
 
     def run(self, count: int | None, label: Label, op: Operation) -> Read:
+        began = now_ns()
         count = count or (DIRECT_THREADS if self._others else _MAPPING_THREADS)
-        readers = [_ReadingThread(self._files, self._targets) for _ in range(count)]
+        staging_bytes = max((file.block for file in self._files.values()), default=BLOCK)
+        readers = [_ReadingThread(self._files, self._targets, staging_bytes) for _ in range(count)]
         started: list[threading.Thread] = []
         try:
             for i, reader in enumerate(readers):
@@ -141,6 +156,11 @@ class _Pool:
                 thread.join()
         if self._error is not None:
             raise self._error
+        ended = now_ns()
+        # What the slowest thread's own spans do not account for: starting them, handing out extents, waiting for them.
+        rest = ended - began - max(reader.busy_ns for reader in readers)
+        if rest > 0:
+            op.add("load", "deserialize", began, ended, duration_ns=rest)
         checksums = [checksum for reader in readers for checksum in reader.checksums]
         return Read(checksums, sum(reader.num_bytes for reader in readers))
 
@@ -166,14 +186,19 @@ class _Pool:
 
 
 class _ReadingThread:
-    def __init__(self, files: Mapping[Path, OpenFile], targets: Targets) -> None:
+    def __init__(self, files: Mapping[Path, RangedFile], targets: Targets, staging_bytes: int) -> None:
         self.checksums: list[RangeChecksum] = []
         self.num_bytes = 0
         self._files = files
         self._targets = targets
-        self._staging = Staging(BLOCK, targets.device)
+        self._staging = Staging(staging_bytes, targets.device)
         self._ahead = ReadAhead()
         self._times = {"read": 0, "verify": 0, "copy": 0}  # ns
+
+    @property
+    def busy_ns(self) -> int:
+        """Time of which the spans tell, once it has run."""
+        return sum(self._times.values())
 
     def run(self, extents: Iterator[Extent], label: Label, op: Operation) -> None:
         started = now_ns()
@@ -192,11 +217,11 @@ class _ReadingThread:
 
     def _load(self, extent: Extent) -> None:
         file = self._files[extent.path]
-        start, stop = extent.start // ALIGNMENT * ALIGNMENT, align_up(extent.stop)
+        start, stop = _aligned(extent, file)
         began = now_ns()
         cached = self._targets.on_cpu(extent) and file.can_be_mapped(start, stop)
         mapping = self._targets.mapping(extent)
-        direct = self._targets.direct(extent, start, stop, file.num_bytes)
+        direct = self._targets.direct(extent, start, stop, file)
         if mapping is not None and direct is not None:
             self._ahead.read(extent.path, start, stop)
             self.num_bytes += populate(mapping, start, stop)

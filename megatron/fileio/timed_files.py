@@ -88,11 +88,18 @@ class _RawFile(io.FileIO):
             self.timeline.add("checksum", written)
         return count
 
+    def close(self) -> None:
+        if not self.closed:
+            start = now_ns()
+            super().close()
+            self.timeline.add("write", start)  # a network file system may write only now
+
 
 class TimedWriter(io.BufferedWriter):
     """A new file; small pieces (headers, padding) are joined with what follows.
 
-    `timeline` gets "write" and, with `checksum`, "checksum". What was written can be read back through `fileno()`.
+    `timeline` gets "write", closing included, and, with `checksum`, "checksum". What was written can be read back
+    through `fileno()`.
     Raises FileExistsError if the file exists: overwriting would hide a name used twice.
     """
 

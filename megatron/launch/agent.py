@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron.launch.failure_trace import FailureTrace
+from megatron.launch.health import what_is_wrong
 from megatron.launch.lease import Lease
 from megatron.launch.messages import BEATS_PER_TIMEOUT, FENCE, LEASE, Connection
 from megatron.launch.plan import Plan
@@ -119,6 +120,10 @@ class Agent:
             from megatron.peers.process import CopyProcess  # whose checksums `restart-launch --help` may be without
 
             self._copies = CopyProcess(self._plan.address)
+        wrong = what_is_wrong(self._plan.health_directory)
+        if wrong is not None:
+            say(f"error: {socket.gethostname()} is not fit for ranks: {wrong}; mend it, or leave the host out")
+            return COULD_NOT_RUN
         try:
             self._connect()
         except OSError as error:
@@ -179,6 +184,7 @@ class Agent:
             ranks=self._plan.nproc_per_node,
             launch_id=os.environ.get(LAUNCH_ID_VARIABLE, ""),
             versions=mine,
+            copies=0 if self._copies is None else self._copies.port,
         )
 
     def _beat(self, now: float) -> None:
@@ -220,6 +226,10 @@ class Agent:
         self._connection.close()
         if was_running or self._connection.ended:
             say(f"{socket.gethostname()}: {why}{'; its ranks were killed' if was_running else ''}")
+        wrong = what_is_wrong(self._plan.health_directory)
+        if wrong is not None:
+            say(f"error: {socket.gethostname()} does not join again: {wrong}")
+            return FAILED
         deadline = time.monotonic() + _REJOIN_S
         while time.monotonic() < deadline:
             try:
@@ -254,6 +264,9 @@ class Agent:
             self._serve(message["generation"])
         elif kind == "start":
             self._start(message)
+        elif kind == "wait":
+            if self._copies is not None:
+                self._copies.prepare_like(message["copies"])
         elif kind == "stop":
             self._stop(message)
         elif kind == "signal":
@@ -293,9 +306,13 @@ class Agent:
         )
         if self._store is not None and plan.node_rank != 0:
             self._close_store()
+        if self._copies is not None:
+            self._copies.tell_of_waiting(message["waiting"])
         self._trace.before_restart(number)
         began_ns = now_ns()
         preloaded = self._preloaded if number == 0 else None
+        if self._copies is not None:
+            self._copies.tell_members(message["copies"])
         self._allow_ranks()
         self._signals.hold()
         ranks = fork_ranks(plan, number, message["master_port"], preloaded, self._become_child)
@@ -351,6 +368,9 @@ class Agent:
         if not ranks.running:
             if current.failed:
                 self._trace.stopped()
+            wrong = what_is_wrong(self._plan.health_directory) if ranks.failures else None
+            if wrong is not None:
+                self._connection.send("unfit", generation=current.number, why=wrong)
             self._connection.send("ended", generation=current.number, failures=ranks.failures)
             self._current = None
             self._lease.allow_until(None)

@@ -7,6 +7,7 @@ import importlib.machinery
 import os
 import socket
 import sys
+import tempfile
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +31,8 @@ examples:
   %(prog)s --nproc-per-node 8 pretrain_gpt.py ...
   %(prog)s --nproc-per-node 8 --max-restarts 3 pretrain_gpt.py ...
       start all ranks again when one fails, up to three times, without importing anything again
+  %(prog)s --nproc-per-node 8 --max-restarts 3 --standby pretrain_gpt.py ...
+      the same, with ranks that wait for a failure, so that a restart has only to load the checkpoint
   %(prog)s coordinate --nnodes 2 --spares 1 --nproc-per-node 8 --port 29400 --max-restarts 3 pretrain_gpt.py ...
   %(prog)s --coordinator login:29400 --node-rank 0 --nproc-per-node 8 pretrain_gpt.py ...
       and the same on two more nodes with --node-rank 1 and 2: three nodes, the last of which is a hot spare
@@ -89,6 +92,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
     )
     add(
+        "--standby",
+        "with --max-restarts: once training runs, set up the ranks of the next start, which wait for a failure and "
+        "take as much host memory again; on one node, without CUDA",
+        action="store_true",
+    )
+    add(
         "--shutdown-timeout",
         "seconds between SIGTERM and SIGKILL when ranks are ended",
         type=float,
@@ -96,6 +105,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
     )
     add("--coordinator", "do what `restart-launch coordinate` says, which listens there", metavar="HOST:PORT")
+    add("--health-directory", "with --coordinator: on the disk that is tried, as memory and GPUs are, before this host "
+        "is used, and used again (default: that of temporary files)", metavar="DIR")  # fmt: skip
     add("--address", "where other nodes reach this one (default: its host name)", metavar="HOST")
     _add_script(parser)
     return parser
@@ -110,6 +121,10 @@ def parse_arguments(argv: Sequence[str] | None) -> Plan:
     coordinator = None
     if args.coordinator is not None:
         coordinator = _coordinator_of(parser, args)
+    elif args.health_directory is not None:
+        parser.error(
+            f"--health-directory {args.health_directory}: hosts are checked for a coordinator; give --coordinator, too"
+        )
     elif args.address is not None:
         parser.error(f"--address {args.address}: other nodes are told of it by a coordinator; give --coordinator, too")
     elif not 0 <= args.node_rank < args.nnodes:
@@ -117,6 +132,8 @@ def parse_arguments(argv: Sequence[str] | None) -> Plan:
     elif args.nnodes > 1:
         _check_nodes_alone(parser, args)
         args.master_port = args.master_port or _DEFAULT_PORT
+    if args.standby:
+        _check_standby(parser, args)
     _check_script(parser, args.script)
     return Plan(
         script=args.script,
@@ -128,9 +145,24 @@ def parse_arguments(argv: Sequence[str] | None) -> Plan:
         master_port=args.master_port,
         max_restarts=args.max_restarts,
         shutdown_timeout_s=args.shutdown_timeout,
+        standby=args.standby,
         coordinator=coordinator,
         address=args.address or socket.gethostname(),
+        health_directory=args.health_directory or tempfile.gettempdir(),
     )
+
+
+def _check_standby(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """What ranks that wait beside those that train need."""
+    if args.coordinator is not None or args.nnodes > 1:
+        parser.error("--standby: restarts in place on one node; leave it out with --coordinator and --nnodes")
+    if not args.max_restarts:
+        parser.error("--standby: standby ranks take the place of ranks that fail; give --max-restarts, too")
+    if args.master_port is not None:
+        parser.error(
+            f"--standby with --master-port {args.master_port}: standby ranks meet while others hold that port; "
+            "leave out --master-port, and each start gets a free one"
+        )
 
 
 def _check_nodes_alone(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -177,6 +209,9 @@ def parse_coordinator_arguments(argv: Sequence[str]) -> Launch:
     add("--join-timeout", "seconds from now until all nodes must have joined", type=float, default=600.0, metavar="S")
     add("--allow-shrink", "go on with fewer nodes where no spare is left: on the largest layout that fits, with fewer "
         "replicas first", action="store_true")  # fmt: skip
+    add("--replacement-hook", "program that is started when a host is lost or not used again, as SCRIPT HOST NUMBER "
+        "WHY, to bring another one, whose launcher joins as a spare; then --join-timeout is the limit for it to come",
+        type=Path, metavar="SCRIPT")  # fmt: skip
     add("--port", "where it listens (default: a free port)", type=int, metavar="N")
     add("--port-file", "write the port to this file", type=Path, metavar="FILE")
     _add_script(parser)
@@ -187,6 +222,9 @@ def parse_coordinator_arguments(argv: Sequence[str]) -> Launch:
          ("join_timeout", 0)),
     )  # fmt: skip
     _check_port(parser, "--port", args.port)
+    hook = args.replacement_hook
+    if hook is not None and not (hook.is_file() and os.access(hook, os.X_OK)):
+        parser.error(f"--replacement-hook {hook}: is no program that can be started; give an executable file")
     _check_script(parser, args.script)
     return Launch(
         script=args.script,
@@ -200,6 +238,7 @@ def parse_coordinator_arguments(argv: Sequence[str]) -> Launch:
         port=args.port or 0,
         port_file=args.port_file,
         allow_shrink=args.allow_shrink,
+        replacement_hook=None if hook is None else hook.absolute(),
         launch_id=os.environ.setdefault(LAUNCH_ID_VARIABLE, uuid.uuid4().hex[:12]),
     )
 
@@ -251,6 +290,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         preloaded = preload(plan, started_ns)
     except PreloadError as error:
         say(f"error: {error}")
+        return COULD_NOT_RUN
+    if plan.standby and os.environ["DS_ACCELERATOR"] == "cuda":
+        say("error: --standby: standby ranks would take memory of the devices that train; leave it out on CUDA devices")
         return COULD_NOT_RUN
     # Nothing around these calls may catch exceptions or clean up: the forked ranks return through them, too.
     if plan.coordinator is not None:

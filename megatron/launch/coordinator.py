@@ -10,9 +10,11 @@ Agents connect to it, tell that they live, and do as it says. It has one thread,
 
 from __future__ import annotations
 
+import os
 import selectors
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -25,6 +27,7 @@ from megatron.launch.messages import Connection
 from megatron.launch.shrink import Layout, shrunk
 from megatron.launch.supervise import COULD_NOT_RUN, FAILED, STOP_SIGNALS, say
 from restart_trace.clock import now_ns
+from restart_trace.cycles import LAUNCH_ID_VARIABLE
 
 _BACKLOG = 4096
 _POLL_S = 0.1  # at most, between looks at who is silent
@@ -48,6 +51,7 @@ class Launch:
     port_file: Path | None
     launch_id: str
     allow_shrink: bool = False
+    replacement_hook: Path | None = None
 
 
 @dataclass(eq=False)
@@ -59,9 +63,11 @@ class _Agent:
     number: int = -1  # -1: it has not introduced itself
     address: str = ""
     host: str = ""
+    copies: int = 0  # port of the process that holds copies of saves there; 0: none
     place: int | None = None
     in_generation: bool = False  # a member whose ranks have not ended
     failures: list[str] = field(default_factory=list)
+    unfit: str | None = None  # why its host is not to be used again
 
     def __str__(self) -> str:
         return f"node {self.number} ({self.address})"
@@ -91,6 +97,7 @@ class Coordinator:
         self._since = self._began  # of the state
         self._stopped_by: int | None = None
         self._trace = FailureTrace(launch.arguments)
+        self._hooks: list[subprocess.Popen[bytes]] = []  # that were asked for a host
 
     def run(self) -> int:
         """Coordinate until all ranks have ended, or none can be started any more."""
@@ -131,6 +138,7 @@ class Coordinator:
                 self._lose(agent, "its agent has ended")
             elif silent:
                 self._lose(agent, f"no heartbeat for {self._launch.heartbeat_timeout_s:g} s")
+        self._look_after_hooks()
         if self._state == "refused":
             return COULD_NOT_RUN
         if self._state == "gathering":
@@ -171,11 +179,15 @@ class Coordinator:
             self._state = "refused"
         elif kind == "failed":
             self._fail(f"{message['why']} on {agent}", kill=False)
+        elif kind == "unfit":
+            agent.unfit = message["why"]
         elif kind == "ended":
             agent.in_generation = False
             agent.failures = message["failures"]
             if agent.failures and self._stopped_by is None:
                 self._fail(f"{agent.failures[0]} on {agent}", kill=False)
+            if agent.unfit is not None:
+                self._lose(agent, f"its host is not used again: {agent.unfit}")
 
     def _welcome(self, agent: _Agent, hello: dict[str, Any]) -> None:
         """Let an agent in that introduces itself, or refuse it."""
@@ -197,17 +209,23 @@ class Coordinator:
                 self._state = "refused"
             return
         for other in [one for one in self._agents if one.number == hello["number"]]:
-            self._lose(other, "its agent has connected again")
+            self._lose(other, "its agent has connected again", replace=False)
         self._versions = hello["versions"]
         agent.number, agent.address, agent.host = hello["number"], hello["address"], hello["host"]
+        agent.copies = hello["copies"]
         agent.place = agent.number if self._generation < 0 and agent.number < launch.nodes else None
         self._joined.add(agent.number)
         agent.connection.send("welcome", heartbeat_timeout_s=launch.heartbeat_timeout_s, launch_id=launch.launch_id)
         if agent.place is None:
             say(f"{agent} has joined as a spare")
+            if self._state == "running" and self._port is not None:
+                agent.connection.send("wait", copies=self._copies_of_members())
 
-    def _lose(self, agent: _Agent, why: str) -> None:
-        """Have done with an agent. If it is a member, its ranks count as dead: it kills them before we come to this."""
+    def _lose(self, agent: _Agent, why: str, *, replace: bool = True) -> None:
+        """Have done with an agent. If it is a member, its ranks count as dead: it kills them before we come to this.
+
+        `replace`: another host is to be asked for.
+        """
         self._agents.remove(agent)
         self._selector.unregister(agent.connection)
         agent.connection.close()
@@ -218,6 +236,29 @@ class Coordinator:
             self._fail(agent.failures[0], kill=True)
         elif agent.number >= 0:
             say(f"{agent} is lost: {why}")
+        if replace and agent.number >= 0 and self._generation >= 0:
+            self._ask_for_host(agent, why)
+
+    def _ask_for_host(self, agent: _Agent, why: str) -> None:
+        """Start the hook, if there is one, and go on. What it brings joins as a spare, by any number that is free."""
+        hook = self._launch.replacement_hook
+        if hook is None:
+            return
+        port = self._listening.getsockname()[1]
+        told = {"COORDINATOR_PORT": str(port), LAUNCH_ID_VARIABLE: self._launch.launch_id}
+        try:
+            command = [str(hook), agent.host, str(agent.number), why]
+            self._hooks.append(subprocess.Popen(command, env=os.environ | told, stdin=subprocess.DEVNULL))
+        except OSError as error:
+            say(f"error: --replacement-hook {hook}: cannot be started: {error.strerror or error}")
+            return
+        say(f"{hook} was asked for a host in the place of {agent.host}")
+
+    def _look_after_hooks(self) -> None:
+        for hook in [one for one in self._hooks if one.poll() is not None]:
+            if hook.returncode:
+                say(f"--replacement-hook {self._launch.replacement_hook}: ended with {hook.returncode}: no host comes")
+                self._hooks.remove(hook)
 
     # Generations
 
@@ -230,7 +271,8 @@ class Coordinator:
             return None
         waited = time.monotonic() - self._since
         # At first all nodes import; later a node may come back whose link was cut for a moment.
-        limit = launch.join_timeout_s if self._generation < 0 or self._awaits_first() else launch.heartbeat_timeout_s
+        patient = self._generation < 0 or self._awaits_first() or self._hooks
+        limit = launch.join_timeout_s if patient else launch.heartbeat_timeout_s
         if waited <= limit:
             return None
         if launch.allow_shrink and self._generation >= 0 and self._shrink():
@@ -284,6 +326,7 @@ class Coordinator:
 
     def _begin(self, members: list[_Agent], layout: Layout | None) -> None:
         """Have node 0 of the next generation serve its rendezvous; all start when its port is known."""
+        self._hooks = [hook for hook in self._hooks if hook.poll() is None]  # of others their host has come, or is late
         self._generation += 1
         self._members, self._layout = members, layout
         self._state, self._since, self._port = "running", time.monotonic(), None
@@ -299,6 +342,12 @@ class Coordinator:
         members[0].connection.send("serve", generation=self._generation)
 
     def _start_ranks(self) -> None:
+        # What they hold from before is still there, and the ranks that start now may need it.
+        others = [agent for agent in self._agents if agent.number >= 0 and agent not in self._members]
+        waiting = [(agent.host, agent.address, agent.copies) for agent in others if agent.copies]
+        copies = self._copies_of_members()
+        for agent in others:
+            agent.connection.send("wait", copies=copies)
         for place, agent in enumerate(self._members):
             agent.connection.send(
                 "start",
@@ -309,7 +358,12 @@ class Coordinator:
                 master_port=self._port,
                 max_restarts=self._launch.max_restarts,
                 arguments=[] if self._layout is None else self._layout.arguments,
+                waiting=waiting,
+                copies=copies,
             )
+
+    def _copies_of_members(self) -> list[list[Any]]:
+        return [[member.host, member.address, member.copies] for member in self._members if member.copies]
 
     def _fail(self, why: str, *, kill: bool) -> None:
         """End a generation whose rank failed, or whose node is lost (`kill`: no rank can finish anything)."""

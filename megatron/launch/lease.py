@@ -8,7 +8,6 @@ and the agent; the kernel ends what it did not find (`end_with_parent`).
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import os
 import select
@@ -18,9 +17,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron.processes.parent_process import end_with_parent
+from megatron.processes.process_name import name_process
 
 PROCESS_NAME = "lease"  # as ps shows it
-_PR_SET_NAME = 15  # linux/prctl.h
 _NO_LIMIT = math.inf
 
 
@@ -54,7 +53,7 @@ def _watch(reader: int, parent: int) -> NoReturn:
     try:
         end_with_parent(parent)
         os.setsid()  # the terminal's signals are for the agent to pass on
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, PROCESS_NAME.encode())
+        name_process(PROCESS_NAME)
         deadline, rest = _NO_LIMIT, b""
         while True:
             # In steps, since a poll takes milliseconds up to a day.

@@ -23,11 +23,15 @@ FENCE = 0.9
 # type of message -> its fields. What comes over the network from anything else than the other end must stop nothing.
 _FIELDS: dict[str, dict[str, type]] = {
     # to the coordinator
-    "hello": {"number": int, "address": str, "host": str, "ranks": int, "launch_id": str, "versions": dict},
+    "hello": {
+        "number": int, "address": str, "host": str, "ranks": int, "launch_id": str, "versions": dict,
+        "copies": int,  # port of its process that holds copies of saves; 0: it has none
+    },
     "beat": {"number": int},
     "port": {"generation": int, "port": int},
     "cannot": {"generation": int, "why": str},
     "failed": {"generation": int, "why": str},
+    "unfit": {"generation": int, "why": str},
     "ended": {"generation": int, "failures": list},
     # to an agent
     "welcome": {"heartbeat_timeout_s": float, "launch_id": str},
@@ -36,8 +40,10 @@ _FIELDS: dict[str, dict[str, type]] = {
     "serve": {"generation": int},
     "start": {
         "generation": int, "nnodes": int, "node_rank": int, "master_addr": str, "master_port": int, "max_restarts": int,
-        "arguments": list,
+        "arguments": list, "waiting": list,
+        "copies": list,  # [host, address, port] of each member's process that holds copies
     },
+    "wait": {"copies": list},  # to a spare, as of "start"
     "stop": {"generation": int, "kill": bool, "why": str},
     "exit": {"code": int},
     # to either

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 class Plan:
     """The ranks of this node. If `master_port` is None, every start uses a free port (one node, or a coordinator).
 
-    With a `coordinator`, (host, port), that decides on nodes, starts and restarts. Then `node_rank` is the number of
-    this node, spares included, and `address` where other nodes reach it.
+    With `standby` the ranks of the next start are set up ahead of a failure. With a `coordinator`, (host, port), that
+    decides on nodes, starts and restarts. Then `node_rank` is the number of this node, spares included, and `address`
+    where other nodes reach it.
     """
 
     script: str
@@ -22,8 +23,10 @@ class Plan:
     master_port: int | None
     max_restarts: int
     shutdown_timeout_s: float
+    standby: bool = False
     coordinator: tuple[str, int] | None = None
     address: str = ""
+    health_directory: str = ""  # on the disk that a health check tries
 
     @property
     def keeps_saves(self) -> bool:

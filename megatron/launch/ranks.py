@@ -41,6 +41,13 @@ class Ranks:
             self.send(signal.SIGKILL)
             self.deadline = time.monotonic() + timeout_s
 
+    def kill_now(self) -> None:
+        """SIGKILL to all of them, and wait for their end."""
+        self.send(signal.SIGKILL)
+        for pid in self.running:
+            os.waitpid(pid, 0)
+        self.running.clear()
+
     def reap(self) -> None:
         """Record the ranks that have ended; the processes that a failed rank had started are killed."""
         for pid, rank in list(self.running.items()):

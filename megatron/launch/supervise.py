@@ -13,9 +13,9 @@ import uuid
 
 from megatron.launch.failure_trace import FailureTrace
 from megatron.launch.plan import Plan
-from megatron.launch.ranks import Ranks, fork_ranks
+from megatron.launch.start import Standby, Start
 from megatron.processes.memory_slots import hold_slots
-from megatron.processes.rendezvous_store import RendezvousStore
+from megatron.processes.standby import ASK_SIGNAL
 from restart_trace.clock import now_ns
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
 from restart_trace.startup import Preload
@@ -29,7 +29,7 @@ def supervise(plan: Plan, preloaded: Preload) -> int:
     """Start the ranks, and start them again as often as --max-restarts says when one fails; the exit status."""
     # What is to be ignored (nohup) stays so: once it is blocked and waited for, it would be no more.
     stopping = {signum for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN}
-    watched = frozenset(stopping | {signal.SIGCHLD})
+    watched = frozenset(stopping | {signal.SIGCHLD} | ({ASK_SIGNAL} if plan.standby else set()))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     if plan.keeps_saves:
         hold_slots(plan.nproc_per_node)
@@ -37,36 +37,38 @@ def supervise(plan: Plan, preloaded: Preload) -> int:
         _name_launch()
     # One that restarts nothing leaves it to whoever starts it again to record failures.
     trace = FailureTrace(plan.arguments if plan.max_restarts else ())
+    standby = Standby(plan, mask, say)
+    start: Start | None = None
     for restart in range(plan.max_restarts + 1):
-        try:
-            store = _store(plan)
-        except OSError as error:
-            say(
-                f"error: --master-port {plan.master_port}: the rendezvous cannot be served there: {error.strerror}; "
-                "name a port that is free on this node"
-            )
-            return COULD_NOT_RUN
-        port = store.port if store is not None else plan.master_port or 0
+        if plan.standby:
+            signal.sigtimedwait({ASK_SIGNAL}, 0)  # of ranks that have failed since
         trace.before_restart(restart)
         began_ns = now_ns()
-        ranks = fork_ranks(
-            plan,
-            restart,
-            port,
-            preloaded if restart == 0 else None,
-            lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask),
-        )
+        following = standby.release()
+        if start is not None:
+            start.close()
+        start = following
+        if start is None:
+            try:
+                start = Start(plan, restart, preloaded if restart == 0 else None, mask)
+            except OSError as error:
+                say(
+                    f"error: --master-port {plan.master_port}: the rendezvous cannot be served there: "
+                    f"{error.strerror}; name a port that is free on this node"
+                )
+                return COULD_NOT_RUN
         trace.relaunched(began_ns)
-        stopped_by = _run_to_end(ranks, watched, plan.shutdown_timeout_s, trace, restart)
-        if store is not None:
-            store.close()
+        stopped_by = _run_to_end(start, watched, plan.shutdown_timeout_s, trace, standby)
         if stopped_by is not None:
             say(f"{stopped_by.name} was received and passed on to the ranks")
-        if not ranks.failures:
+        if stopped_by is not None or not start.ranks.failures or restart == plan.max_restarts:
+            start.close()
+            standby.discard()
+        if not start.ranks.failures:
             return 0
         if stopped_by is not None:
             return 128 + stopped_by
-        say(ranks.failures[0] + ("; the others were stopped" if plan.nproc_per_node > 1 else ""))
+        say(start.ranks.failures[0] + ("; the others were stopped" if plan.nproc_per_node > 1 else ""))
         if restart < plan.max_restarts:
             say(f"starting all ranks again: restart {restart + 1} of {plan.max_restarts}")
     return FAILED
@@ -77,19 +79,14 @@ def _name_launch() -> None:
     os.environ.setdefault(LAUNCH_ID_VARIABLE, uuid.uuid4().hex[:12])
 
 
-def _store(plan: Plan) -> RendezvousStore | None:
-    """The rendezvous of one start, which node 0 serves. Raises OSError if the port is taken."""
-    return RendezvousStore(plan.master_addr, plan.master_port or 0) if plan.node_rank == 0 else None
-
-
 def _run_to_end(
-    ranks: Ranks, watched: frozenset[signal.Signals], shutdown_timeout_s: float, trace: FailureTrace, restart: int
+    start: Start, watched: frozenset[signal.Signals], shutdown_timeout_s: float, trace: FailureTrace, standby: Standby
 ) -> signal.Signals | None:
     """Return when no rank runs any more; the signal that ended them, if one did. `watched` are blocked.
 
-    When a rank fails, the others get SIGTERM; those that outlive it by the timeout, SIGKILL. `restart`: number of this
-    start, for `trace`.
+    When a rank fails, the others get SIGTERM; those that outlive it by the timeout, SIGKILL.
     """
+    ranks = start.ranks
     stopped_by: signal.Signals | None = None
     failed = False
     while True:
@@ -97,16 +94,19 @@ def _run_to_end(
         if ranks.failures and not failed and stopped_by is None:
             failed, at_ns = True, now_ns()
             ranks.end(signal.SIGTERM, shutdown_timeout_s)
-            trace.detected(restart, ranks.failures[0], at_ns)
+            trace.detected(start.number, ranks.failures[0], at_ns)
         if not ranks.running:
             if failed:
                 trace.stopped()
             return stopped_by
+        standby.look_after()
         ranks.kill_overdue(shutdown_timeout_s)
         signum = _next_signal(watched, ranks.deadline)
         if signum is not None and signum in STOP_SIGNALS:
             stopped_by = stopped_by or signum
             ranks.end(signum, shutdown_timeout_s)
+        elif signum == ASK_SIGNAL and not failed and stopped_by is None:
+            standby.set_up(start.number + 1)
 
 
 def _next_signal(watched: frozenset[signal.Signals], deadline: float | None) -> signal.Signals | None:

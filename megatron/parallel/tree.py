@@ -26,6 +26,7 @@ LOCAL = 16
 
 _FRAME = struct.Struct("!BIQ")  # kind, number of the operation, bytes that follow
 _ENTRY = struct.Struct("!IQ")  # rank, bytes that follow
+_RANK = struct.Struct("!I")
 _UP, _DOWN, _LOST, _LATE = range(4)
 _KINDS = ("collects from all ranks", "tells all ranks")
 _RECEIVED = 1 << 16
@@ -146,6 +147,7 @@ class Tree:
         self._parent, self._children = parent, list(children)
         self._timeout_s = timeout_s
         self._number = 0
+        self._below: list[list[int]] | None = None  # of each child: it and the ranks below it, once one had to know
         self._deadline = 0.0
         self._lost: AgreementLostError | None = None
         self._open = {c.sock.fileno(): c for c in ([] if parent is None else [parent]) + self._children}
@@ -175,15 +177,40 @@ class Tree:
         merged = b"".join((mine, *below))
         if self._parent is None:
             return sorted(_entries(merged))
-        self._send(_UP, [self._parent], merged)
+        self._send(_UP, [self._parent], [merged])
         return None
 
     def down(self, item: bytes) -> bytes:
         """Rank 0's item, on every rank. Raises as `up`."""
         self._begin()
         found = item if self._parent is None else self._receive(_DOWN, [self._parent])[0]
-        self._send(_DOWN, self._children, found)
+        self._send(_DOWN, self._children, [found] * len(self._children))
         return found
+
+    def deal(self, items: Sequence[bytes] | None) -> bytes:
+        """What rank 0 has for this rank: `items`, by rank. Nobody hears of what is for ranks that are not below it.
+
+        Raises as `up`.
+        """
+        if self._below is None:
+            self._below = self._ranks_below()
+        self._begin()
+        if self._parent is None:
+            assert items is not None
+            mine = dict(enumerate(items))
+        else:
+            mine = dict(_entries(self._receive(_DOWN, [self._parent])[0]))
+        parts = [b"".join(_ENTRY.pack(rank, len(mine[rank])) + mine[rank] for rank in ranks) for ranks in self._below]
+        self._send(_DOWN, self._children, parts)
+        return mine[self._rank]
+
+    def _ranks_below(self) -> list[list[int]]:
+        """Of each child, it and the ranks below it; collective."""
+        self._begin()
+        told = self._receive(_UP, self._children)
+        if self._parent is not None:
+            self._send(_UP, [self._parent], [_RANK.pack(self._rank) + b"".join(told)])
+        return [[rank for (rank,) in _RANK.iter_unpack(ranks)] for ranks in told]
 
     def give_up(self, why: str) -> None:
         """Close the connections, and let all ranks know why. Does nothing once it is closed."""
@@ -221,8 +248,8 @@ class Tree:
             found.append(content)
         return found
 
-    def _send(self, kind: int, receivers: Sequence[Connection], content: bytes) -> None:
-        for connection in receivers:
+    def _send(self, kind: int, receivers: Sequence[Connection], contents: Sequence[bytes]) -> None:
+        for connection, content in zip(receivers, contents, strict=True):
             connection.put(kind, self._number, content)
             if connection.unsent:
                 self._poll.modify(connection.sock, select.POLLIN | select.POLLOUT)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron.peers.wire import Key, PeerError, connect, file_size, key_of
+from megatron.peers.wire import CONNECT_S, Channel, Key, PeerError, connect, file_size, key_of
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
 
 VARIABLE = "MEGATRON_MEMORY_COPIES"  # ADDRESS:PORT of this host's process; unset: the launcher has none
+WAITING_VARIABLE = "MEGATRON_MEMORY_COPIES_WAITING"  # JSON: (host, address, port) of those of hosts without ranks
+MEMBERS_VARIABLE = "MEGATRON_MEMORY_COPIES_OF_MEMBERS"  # of all hosts that train: [[HOST, ADDRESS, PORT], ...], by node
 _LOOPBACK = "127.0.0.1"
 
 
@@ -28,6 +31,24 @@ def own_peer() -> Peer | None:
     """That of this host; None if the launcher has started none."""
     address, _, port = os.environ.get(VARIABLE, "").rpartition(":")
     return Peer(os.uname().nodename, address, int(port)) if address else None
+
+
+def tell_of_waiting(peers: Sequence[Peer]) -> None:
+    """In an agent, before it forks ranks: those of hosts of the launch on which no rank runs."""
+    os.environ[WAITING_VARIABLE] = json.dumps(peers)
+
+
+def waiting_peers() -> list[Peer]:
+    """In a rank: what the agent was told of."""
+    return [Peer(*peer) for peer in json.loads(os.environ.get(WAITING_VARIABLE) or "[]")]
+
+
+def take_members() -> list[Peer]:
+    """Those of all hosts that train, by node rank; none if the launcher has told of none.
+
+    The variable is removed: it grows with the hosts, and a process that a rank starts needs none of it.
+    """
+    return [Peer(*member) for member in json.loads(os.environ.pop(MEMBERS_VARIABLE, "[]"))]
 
 
 class Sent(NamedTuple):
@@ -51,6 +72,12 @@ def ask(peer: Peer, deadline_s: float, *, launch: str | None = None, **message: 
         raise PeerError(f"{peer} {error}") from error
 
 
+def tell(port: int, **message: Any) -> None:
+    """Say something to this host's process, and wait for no answer. Raises PeerError if nothing listens there."""
+    with connect(_LOOPBACK, port, CONNECT_S) as channel:
+        channel.tell(launch=_launch(), **message)
+
+
 def send_copies(
     own: Peer, slot: int, peers: Sequence[Peer], keep: str | None, deadline_s: float, interleave: bool = False
 ) -> Sent:
@@ -64,19 +91,47 @@ def send_copies(
     return Sent(int(answer["bytes"]), [str(text) for text in answer["errors"]], answer["interleaved"])
 
 
-def fetch(peer: Peer, save: str, key: Key, room: Callable[[int], memoryview], deadline_s: float) -> dict[str, Any]:
+def fetch(
+    peer: Peer,
+    save: str,
+    key: Key,
+    room: Callable[[int], memoryview],
+    deadline_s: float,
+    began: Callable[[Channel], object] = lambda _: None,
+) -> dict[str, Any]:
     """Get the file of a save of the coordinates `key` into what `room` returns for its size; the record, verified.
 
-    Raises PeerError naming the peer: its copy is damaged, it is stalled, or sends something else than it says.
+    `began` is told the connection, which another thread may abort. Raises PeerError naming the peer: its copy is
+    damaged, it is stalled, or sends something else than it says.
     """
     try:
         with connect(_reached_at(peer), peer.port, deadline_s) as channel:
+            began(channel)
             channel.tell(launch=_launch(), ask="get", save=save, key=key)
             record: Mapping[str, Any] = channel.hear().get("record", {})
             if record.get("save") != save or key_of(record) != key:
                 raise PeerError(f"sends another save than {save} of {key}")
             channel.receive_file(room(file_size(record)), record)
             return dict(record)
+    except PeerError as error:
+        raise PeerError(f"{peer} {error}") from error
+
+
+def fetch_parts(
+    peer: Peer, save: str, key: Key, parts: Sequence[tuple[int, int]], into: memoryview, deadline_s: float
+) -> None:
+    """Get bytes [start, stop) of the file of a save of `key` to the same place of `into`; nothing is verified yet.
+
+    Raises PeerError naming the peer: it does not hold the save, has another size of it, or is stalled.
+    """
+    try:
+        with connect(_reached_at(peer), peer.port, deadline_s) as channel:
+            channel.tell(launch=_launch(), ask="get", save=save, key=key, parts=parts)
+            record: Mapping[str, Any] = channel.hear().get("record", {})
+            if record.get("save") != save or key_of(record) != key or file_size(record) != len(into):
+                raise PeerError(f"sends another save than {save} of {key}")
+            for start, stop in parts:
+                channel.receive_into(into[start:stop])
     except PeerError as error:
         raise PeerError(f"{peer} {error}") from error
 

@@ -10,23 +10,27 @@ extents has been received and verified; until then the slot holds nothing. The s
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import mmap
 import os
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.fileio.host_memory import available_memory
-from megatron.peers.client import Peer
+from megatron.peers.client import Peer, ask
 from megatron.peers.traffic import HELD_NS, Copy, StepTimes, Traffic
-from megatron.peers.wire import Channel, Key, PeerError, connect, extents_of, file_size, key_of
+from megatron.peers.wire import Channel, Key, PeerError, connect, extents_of, file_size, file_summary, key_of
 from megatron.processes.memory_slots import Slot, new_slots
 
 _AT_WORK = 0.25  # of its deadline: how often an asker that waits is told that something is being done
 _QUESTION_S = 10.0  # from a connection to its question
+_PREPARE_S = 1.0  # between a spare's questions how much memory hosts that train have
 _SUMMARY = ("save", "step", "tag", "directory", "layout", "place", "model")
 
 
@@ -75,7 +79,9 @@ class Holder:
         self._launch = launch
         self._copies: dict[Key, _Copies] = {}
         self._wanted: set[Key] | None = None  # coordinates that are placed here; None: nobody has said so yet
-        self._lock = threading.Lock()  # of the two
+        self._spare: list[_Copies] = []  # memory without coordinates, taken while this host was a spare
+        self._like: Sequence[Peer] = ()  # on a spare: whose memory its own is to be like
+        self._lock = threading.Lock()  # of copies, what is wanted, and spare memory
 
     def serve(self, listening: socket.socket) -> None:
         """For ever."""
@@ -99,19 +105,26 @@ class Holder:
             raise PeerError("belongs to another launch")
         match message.get("ask"):
             case "list":
-                channel.tell(kept=self._listed(), num_bytes=sum(c.num_bytes for c in self._all_copies().values()))
+                channel.tell(kept=self._listed(), num_bytes=self._held_bytes())
             case "reserve":
                 self._reserve([(tuple(key), int(size)) for key, size in message["copies"]])
                 channel.tell(done=True)
             case "forget":
                 self._forget(message.get("save"))
                 channel.tell(done=True)
+            case "sizes":
+                channel.tell(slots=[slot.num_bytes for slot in self._own], copies=self._sizes())
+            case "prepare":
+                self._like = [Peer(*member) for member in message["like"]]
+                threading.Thread(target=self._prepare, args=(self._like,), daemon=True).start()
             case "send":
                 self._send(channel, message)
             case "put":
                 self._take(channel, message)
             case "get":
                 self._give(channel, message)
+            case "newest":
+                channel.tell(save=self._newest(tuple(message["key"])))
             case other:
                 raise PeerError(f"does not know the question {other!r}")
 
@@ -130,7 +143,12 @@ class Holder:
                 yield slot, record
 
     def _listed(self) -> list[dict[str, Any]]:
-        return [{name: record.get(name) for name in _SUMMARY} for _, record in self._sealed()]
+        return [{name: record.get(name) for name in _SUMMARY} | file_summary(record) for _, record in self._sealed()]
+
+    def _newest(self, key: Key) -> str | None:
+        """The newest save of these coordinates; None if there is none."""
+        found = [record for _, record in self._sealed() if key_of(record) == key]
+        return max(found, key=lambda record: record["step"])["save"] if found else None
 
     def _forget(self, save: str | None) -> None:
         """The copies of a save; None: all copies."""
@@ -148,10 +166,51 @@ class Holder:
         self._take_memory(copies)
         with self._lock:
             self._wanted = {key for key, _ in copies}
+            unused, self._spare = self._spare, []
+        for one in unused:
+            one.close()
+
+    def _sizes(self) -> list[int]:
+        """Of a slot, by the coordinates that copies are held of."""
+        return [min(slot.num_bytes for slot in copies.slots) for copies in self._all_copies().values()]
+
+    def _held_bytes(self) -> int:
+        with self._lock:
+            return sum(copies.num_bytes for copies in [*self._copies.values(), *self._spare])
+
+    def _prepare(self, like: Sequence[Peer]) -> None:
+        """On a spare: take the memory that a host which trains has for saves, once one has; less if there is less.
+
+        Training then need not wait for it when this host takes a place. `like`: those hosts', asked in turn.
+        """
+        for peer in itertools.cycle(like):
+            if self._like is not like or self._wanted is not None or self._spare:
+                return
+            with contextlib.suppress(PeerError):  # it is lost, or begins
+                sizes = ask(peer, _QUESTION_S, launch=self._launch, ask="sizes")
+                if sizes["copies"]:
+                    self._take_spare_memory(max(sizes["slots"]), sizes["copies"])
+            time.sleep(_PREPARE_S)
+
+    def _take_spare_memory(self, slot_bytes: int, copies: Sequence[int]) -> None:
+        with self._lock:
+            for size in copies:
+                if 2 * size > available_memory():
+                    return
+                self._spare.append(_Copies())
+                for slot in self._spare[-1].slots:
+                    slot.resize(size)
+        for slot in self._own:
+            growth = slot_bytes - slot.num_bytes
+            if slot.record() is None and 0 < growth <= available_memory():
+                slot.resize(slot_bytes)
 
     def _take_memory(self, copies: list[tuple[Key, int]]) -> None:
         with self._lock:
             growth = 0
+            for key, _ in copies:
+                if key not in self._copies and self._spare:
+                    self._copies[key] = self._spare.pop()
             for key, size in copies:
                 slots = self._copies[key].slots if key in self._copies else []
                 growth += 2 * size - sum(min(size, slot.num_bytes) for slot in slots)
@@ -253,12 +312,17 @@ class Holder:
         self._drop_others()
 
     def _give(self, channel: Channel, message: Mapping[str, Any]) -> None:
-        """Send what is asked for: a save that is sealed here, as it is. Who gets it verifies it."""
+        """Send what is asked for: a save that is sealed here, as it is, or `parts` of it. Who gets it verifies it."""
         key = tuple(message["key"])
         for slot, record in self._sealed():
             if record.get("save") == message["save"] and key_of(record) == key:
+                size = file_size(record)
+                parts = [(int(start), int(stop)) for start, stop in message.get("parts", [(0, size)])]
+                if any(not 0 <= start <= stop <= size for start, stop in parts):
+                    raise PeerError(f"was asked for bytes beyond the {size} that it has of {key}")
                 channel.tell(record=record)
-                channel.send_file(slot.data, file_size(record))
+                for start, stop in parts:
+                    channel.send_file(slot.data, stop, start=start)
                 return
         raise PeerError(f"does not hold {message['save']} of {key}")
 

@@ -11,10 +11,37 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 GROUP, MIXED, RING = "group", "mixed", "ring"
+_UNSERVED = (
+    "copies on other hosts are held by the agents of megatron.launch; start it with a coordinator (restart-launch "
+    "coordinate, or MAX_RESTARTS of the launch scripts)"
+)
 
 
 class PlacementError(ValueError):
     """Copies cannot be placed; the message names flag, value and fix."""
+
+
+def number_of_copies(asked: int | None, hosts: Sequence[str], served: bool) -> tuple[int, str | None]:
+    """How many copies of each save there are to be, and what to warn of.
+
+    `asked`: the value of --replicas. `served`: every host has a process that holds copies. Raises PlacementError.
+    """
+    if asked == 1:
+        return 1, None
+    if asked is not None and asked > len(hosts):
+        fix = f"give {len(hosts)} at most, or more hosts"
+        raise PlacementError(
+            f"--replicas {asked}: more copies than hosts ({len(hosts)}: {', '.join(hosts[:8])}); {fix}"
+        )
+    if len(hosts) == 1 or not served:
+        if asked is not None:
+            raise PlacementError(f"--replicas {asked}: {_UNSERVED}")
+        why = "this is one host" if len(hosts) == 1 else _UNSERVED
+        return 1, (
+            f"--checkpoint-engine memory: {why}, so its saves are in memory of their own host alone: what a lost host "
+            "had is loaded from --save"
+        )
+    return asked or 2, None
 
 
 def holders(hosts: int, copies: int, *, ring: bool = False) -> list[tuple[int, ...]]:

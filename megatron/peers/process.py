@@ -5,23 +5,25 @@ The agent keeps the socket on which it listens, so that its port stays the same.
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
+import json
 import os
 import signal
 import sys
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
-from megatron.peers.client import VARIABLE
+from megatron.peers.client import MEMBERS_VARIABLE, VARIABLE, Peer, tell, tell_of_waiting
 from megatron.peers.holder import run
 from megatron.peers.traffic import share_step_times, step_times
+from megatron.peers.wire import PeerError
 from megatron.processes.memory_slots import held_slots
 from megatron.processes.parent_process import end_with_parent
+from megatron.processes.process_name import name_process
 from megatron.processes.rendezvous_store import listen_on
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
 
 PROCESS_NAME = "memory-copies"  # as ps shows it
-_PR_SET_NAME = 15  # linux/prctl.h
 
 
 class CopyProcess:
@@ -35,7 +37,12 @@ class CopyProcess:
         self.started = False
         self.step_times_file = share_step_times(len(held_slots() or []))
         self._pid: int | None = None  # while it runs
-        os.environ[VARIABLE] = f"{address}:{self._listening.getsockname()[1]}"
+        self.port: int = self._listening.getsockname()[1]
+        os.environ[VARIABLE] = f"{address}:{self.port}"
+
+    def tell_of_waiting(self, others: Sequence[Sequence[Any]]) -> None:
+        """Ranks that are forked from now on hear of `others`: (host, address, port) where no rank runs."""
+        tell_of_waiting([Peer(str(host), str(address), int(port)) for host, address, port in others])
 
     def runs(self) -> bool:
         if self._pid is not None and os.waitpid(self._pid, os.WNOHANG)[0] != 0:
@@ -51,6 +58,18 @@ class CopyProcess:
         if self._pid == 0:
             self._serve(parent, in_child)
         self.started = True
+
+    def tell_members(self, members: Sequence[Sequence[str | int]]) -> None:
+        """Before ranks are forked: (host, address, port) of those processes of all hosts that train."""
+        os.environ[MEMBERS_VARIABLE] = json.dumps(members)
+
+    def prepare_like(self, members: Sequence[Sequence[str | int]]) -> None:
+        """On a spare: have the process take the memory that those processes' hosts have for saves. Waits for nothing.
+
+        A process that is started again takes it when it is needed.
+        """
+        with contextlib.suppress(PeerError):  # it is not there
+            tell(self.port, ask="prepare", like=members)
 
     def close_in_child(self) -> None:
         """In a process that the agent has forked for something else."""
@@ -69,7 +88,7 @@ class CopyProcess:
             end_with_parent(parent)
             in_child()
             os.setsid()  # the terminal's signals are for the launcher to pass on
-            ctypes.CDLL(None).prctl(_PR_SET_NAME, PROCESS_NAME.encode())
+            name_process(PROCESS_NAME)
             own = [slot for mine in held_slots() or [] for slot in mine]
             run(self._listening, own, step_times(self.step_times_file), os.environ.get(LAUNCH_ID_VARIABLE, ""))
         finally:

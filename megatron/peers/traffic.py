@@ -30,6 +30,7 @@ from restart_trace.clock import now_ns
 
 VARIABLE = "MEGATRON_STEP_TIMES"  # number of the descriptor of the memory that ranks and sender share
 HELD_NS = 60_000_000_000  # at most, from the request for a copy on: a lost host costs one save more until it is there
+STALLED_NS = 10_000_000_000  # before steps are profiled, no step has ended for so long: a copy is held no longer
 _NAME = "megatron_step_times"
 _WORDS = 3  # of 8 bytes for each rank: steps begun, ns when the last began, whether training waits for a save
 _PROFILED = 4  # steps
@@ -234,8 +235,24 @@ class LinkRate:
         return found
 
 
-def observe_steps(link: LinkRate, times: Sequence[StepTimes]) -> list[Step]:
-    """Watch some whole steps: what the interface carries, but for the time in which training waits for a save."""
+class Observation:
+    """What is known of steps before they are profiled."""
+
+    def __init__(self) -> None:
+        self.longest_ns = 0  # of those that were seen from their beginning to their end
+        self.disturbed = 0  # number of the last one in which copies went while training did not wait
+
+    @property
+    def stalled_ns(self) -> int:
+        """A step that lasts longer than that is stalled."""
+        return max(STALLED_NS, int(_LATE * self.longest_ns))
+
+
+def observe_steps(link: LinkRate, times: Sequence[StepTimes], seen: Observation) -> list[Step]:
+    """Watch some whole steps: what the interface carries, but for the time in which training waits for a save.
+
+    A step in which copies went otherwise says nothing of training's traffic, and does not count.
+    """
     steps: list[Step] = []
     carried: list[tuple[Span, int]] = []
     number, began, waited = times[0].steps, 0, 0  # the step under way does not count: its beginning was not seen
@@ -247,7 +264,9 @@ def observe_steps(link: LinkRate, times: Sequence[StepTimes]) -> list[Step]:
             continue
         if times[0].steps != number:
             if began and times[0].steps == number + 1:
-                steps.append(Step(times[0].began_ns - began - waited, carried))
+                seen.longest_ns = max(seen.longest_ns, times[0].began_ns - began)
+                if number != seen.disturbed:
+                    steps.append(Step(times[0].began_ns - began - waited, carried))
             elif times[0].steps < number:  # ranks that began anew
                 steps.clear()
             number, began, waited, carried = times[0].steps, times[0].began_ns, 0, []
@@ -289,6 +308,7 @@ class Copy:
         self.asked_ns = now_ns()  # 0: it is to be held no longer
         self.waited_ns = 0
         self.at_once_bytes = 0  # sent whatever training does
+        self.stalled_bytes = 0  # of these: since no step had ended for long, and none had been profiled
 
     def before(self, count: int) -> int:
         """Wait until a chunk may go; how many bytes of `count` it may have. For `Channel.send_file`."""
@@ -314,6 +334,7 @@ class Traffic:
         self.profile: Profile | None = None  # of the newest steps that were profiled
         self._profiled_at = 0  # number of a step
         self._profiling = False
+        self._seen = Observation()
 
     def begin(self, address: str, port: int) -> Copy:
         """A copy to that peer. Raises PeerError."""
@@ -324,12 +345,12 @@ class Traffic:
             if not 0 <= self._times[0].steps - self._profiled_at <= _VALID:
                 self.profile = None
             if self.profile is None and not self._profiling:
-                self._profiling = True
-                threading.Thread(target=self._take_profile, args=(self._link,), daemon=True).start()
+                self._profiling, self._seen = True, Observation()
+                threading.Thread(target=self._take_profile, args=(self._link, self._seen), daemon=True).start()
         return Copy(self)
 
-    def _take_profile(self, link: LinkRate) -> None:
-        steps = observe_steps(link, self._times)
+    def _take_profile(self, link: LinkRate, seen: Observation) -> None:
+        steps = observe_steps(link, self._times, seen)
         with self._lock:
             self.profile, self._profiled_at = profile_of(steps, link.bytes_per_s), self._times[0].steps
             self._profiling = False
@@ -340,6 +361,7 @@ class Traffic:
         return {
             "waited_s": max((copy.waited_ns for copy in copies), default=0) / 1e9,
             "at_once_bytes": sum(copy.at_once_bytes for copy in copies),
+            "stalled_bytes": sum(copy.stalled_bytes for copy in copies),
             "idle_s": None if self.profile is None else sum(span.stop - span.start for span in idle) / 1e9,
             "bytes_per_s": 0.0 if self._link is None else self._link.bytes_per_s,
         }
@@ -352,7 +374,12 @@ class Traffic:
             copy.at_once_bytes += count
             return count, 0
         if profile is None or link is None:
-            return 0, _POLL_NS
+            if min(since, now - copy.asked_ns) <= self._seen.stalled_ns:
+                return 0, _POLL_NS
+            self._seen.disturbed = self._times[0].steps
+            copy.at_once_bytes += count
+            copy.stalled_bytes += count
+            return count, 0
         rate = link.bytes_per_s or math.inf
         if rate < math.inf:
             count = min(count, max(_CHUNK, int(rate * _CHUNK_NS / 1e9)))

@@ -8,6 +8,7 @@ checksum of each extent has been compared with the record that the save was seal
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -58,6 +59,18 @@ def file_size(record: Mapping[str, Any]) -> int:
     if type(size) is not int or size < 0:
         raise PeerError(f"says that a file has {size!r} bytes")
     return size
+
+
+def file_summary(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What those who read a part of a file need to know of it: all but the checksums of its extents, `file`.
+
+    `header_bytes`: of its first extent. Empty of a save that has no checksums, of which nothing is read in parts.
+    """
+    told = record.get("file", {})
+    if not told.get("extents"):
+        return {}
+    facts = {name: told.get(name) for name in ("name", "num_bytes", "checksum", "states")}
+    return {"file": facts | {"header_bytes": told["extents"][0][0]}}
 
 
 def extents_of(record: Mapping[str, Any]) -> list[Extent]:
@@ -149,14 +162,14 @@ class Channel:
                     f"saved with {extent.crc32:08x}"
                 )
 
-    def send_file(self, fd: int, num_bytes: int, before: Callable[[int], int] | None = None) -> None:
-        """Send the first bytes of a file; the kernel copies none of them. Raises PeerError.
+    def send_file(self, fd: int, num_bytes: int, before: Callable[[int], int] | None = None, *, start: int = 0) -> None:
+        """Send bytes [start, num_bytes) of a file; the kernel copies none of them. Raises PeerError.
 
         `before` is asked before each chunk: how many bytes of so many may go now. It may wait.
         """
         waiting = select.poll()
         waiting.register(self._socket, select.POLLOUT)
-        position = 0
+        position = start
         while position < num_bytes:
             count = min(_CHUNK, num_bytes - position)
             count = before(count) if before is not None else count
@@ -173,6 +186,11 @@ class Channel:
                 if not sent:
                     raise PeerError("was to get more bytes than there are")
                 position += sent
+
+    def abort(self) -> None:
+        """From another thread: whatever is waited for, and all that follows, fails."""
+        with contextlib.suppress(OSError):  # it has ended by itself
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._socket.close()

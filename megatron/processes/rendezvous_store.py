@@ -9,7 +9,6 @@ connect as the others.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import signal
@@ -19,12 +18,12 @@ from typing import NoReturn
 
 from megatron.processes.name_lookups import use_names_from_files
 from megatron.processes.parent_process import end_with_parent
+from megatron.processes.process_name import name_process
 
 STORE_VARIABLES = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 PROCESS_NAME = "rendezvous"  # as ps shows it
 _LOOPBACK = "127.0.0.1"
 _BACKLOG = 4096  # the kernel caps it (net.core.somaxconn)
-_PR_SET_NAME = 15  # linux/prctl.h
 
 
 class RendezvousStore:
@@ -65,7 +64,7 @@ def _serve(listening: socket.socket, parent: int) -> NoReturn:
     try:
         end_with_parent(parent)
         os.setsid()  # the terminal's signals are for the launcher to pass on
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, PROCESS_NAME.encode())
+        name_process(PROCESS_NAME)
         select.select([listening], [], [])  # a script that never connects needs no torch
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  it is documented
 

@@ -42,7 +42,7 @@ class Communicators:
         """`timeout`: how long operations of a group wait whose creator does not say; new_group would say 10 minutes
         (NCCL) or 30 (gloo), whatever the default group has.
         """
-        self._startup = startup
+        self.startup = startup
         self._layout = layout
         self._timeout = timeout
         self._groups: list[tuple[str, Any]] = []  # kind and group, of those that this rank is in, by creation
@@ -53,7 +53,7 @@ class Communicators:
         Raises ConfigError if the other ranks have no address to reach this one, AgreementLostError if they cannot.
         """
         seconds = self._timeout.total_seconds()
-        with self._startup.phase("communicators", "control"), UnderWay(RANKS, "connecting of all ranks"):
+        with self.startup.phase("communicators", "control"), UnderWay(RANKS, "connecting of all ranks"):
             try:
                 return control_planes(store, rank, self._layout.world_size, number, seconds)
             except ValueError as error:
@@ -65,7 +65,7 @@ class Communicators:
         import torch.distributed as dist
 
         create = dist.new_group
-        with self._startup.phase_around(phase, RANKS) as inner:
+        with self.startup.phase_around(phase, RANKS) as inner:
 
             def timed(ranks: Any = None, timeout_given: Any = None, *args: Any, **kwargs: Any) -> Any:
                 chosen = timeout_given or kwargs.pop("timeout", None) or self._timeout
@@ -90,15 +90,15 @@ class Communicators:
 
         if self._layout.world_size > 1:
             for kind, group in [("world", None), *self._groups]:
-                with self._startup.phase("warmup", kind), UnderWay(RANKS, "connecting of process groups"):
+                with self.startup.phase("warmup", kind), UnderWay(RANKS, "connecting of process groups"):
                     _use(group, device, dtype)
                     accelerator().synchronize()
             if self._layout.pp > 1:
-                with self._startup.phase("warmup", "point_to_point"), UnderWay(RANKS, "connecting of stages"):
+                with self.startup.phase("warmup", "point_to_point"), UnderWay(RANKS, "connecting of stages"):
                     _exchange_with_neighbours(rank, self._layout, device)
                     accelerator().synchronize()
         if device.type == "cuda":
-            with self._startup.phase("warmup", "cublas"):  # its handle and its workspace
+            with self.startup.phase("warmup", "cublas"):  # its handle and its workspace
                 square = torch.ones(64, 64, dtype=dtype, device=device)
                 torch.matmul(square, square)
                 accelerator().synchronize()

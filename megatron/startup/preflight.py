@@ -16,12 +16,15 @@ import stat
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.checkpointing.manifest import read_latest
 from megatron.config import CheckpointConfig, Config, ConfigError, DataConfig
 from megatron.config.uris import is_uri
 from megatron.parallel.topology import Layout
+
+if TYPE_CHECKING:
+    from megatron.checkpointing.object_storage.checkpoints import StoredCheckpoints
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +57,7 @@ def check_before_imports(config: Config) -> Vocabulary:
 
     check_engine_name(config.checkpoint.checkpoint_engine)
     with store_refusals(config):
-        check_object_storage(config.checkpoint)
+        check_object_storage(config.checkpoint, warn=config.parallel.rank == 0)
         check_save(config.checkpoint, warn=config.parallel.rank == 0)
         vocab_size, eod = check_inputs(config)
         return Vocabulary(vocab_size, check_newest(config, Layout(*config.parallel.sizes), vocab_size), eod)
@@ -102,8 +105,8 @@ def check_inputs(config: Config) -> tuple[int, int]:
     return tokenizer
 
 
-def check_object_storage(checkpoint: CheckpointConfig) -> None:
-    """Check that object storage answers to --save and --load, and that --load-tag is there.
+def check_object_storage(checkpoint: CheckpointConfig, *, warn: bool = True) -> None:
+    """Check that object storage answers to --save and --load, that --load-tag is there, and what else is.
 
     Removes what killed processes have left on this node. Whether --save can be written is found out when it is claimed.
 
@@ -120,8 +123,41 @@ def check_object_storage(checkpoint: CheckpointConfig) -> None:
         if flag == "--load" and checkpoint.load_tag is not None and stored.newest_manifest(checkpoint.load_tag) is None:
             there = ", ".join(sorted({tag for tag, _ in stored.listed()})) or "none"
             raise ConfigError(f"--load-tag {checkpoint.load_tag}: not in --load {uri}; there are: {there}")
+        if flag == "--save":
+            stored.check_latest()
+        if flag == "--save" or uri != checkpoint.save:
+            _check_prefix(flag, stored, checkpoint, warn)
         check_writable("--storage-cache", str(stored.root), sync=False)
         remove_abandoned(stored.root)
+
+
+def _check_prefix(flag: str, stored: StoredCheckpoints, checkpoint: CheckpointConfig, warn: bool) -> None:
+    """As check_load, of a prefix; and a warning if `warn` where somebody else's objects are, too.
+
+    Raises: ConfigError naming flag, URI and fix.
+    """
+    attempts, foreign = stored.survey()
+    there = any("manifest.json" in files for files in attempts.values())
+    first = f"; objects of others are there, such as {stored.bucket.uri(foreign[0])}" if foreign else ""
+    if not there and checkpoint.load == str(stored.uri):
+        upstreams = any(key.endswith("mp_rank_00_model_states.pt") for key in foreign)
+        hint = "copy upstream's checkpoint to a directory and load it from there" if upstreams else "correct the prefix"
+        if checkpoint.exit_on_missing_checkpoint:
+            raise ConfigError(
+                f"--load {checkpoint.load}: no checkpoint there{first}; {hint}, or drop --exit-on-missing-checkpoint "
+                "to start from iteration 0"
+            )
+        if warn and checkpoint.load != checkpoint.save:
+            logger.warning(
+                "--load %s: no checkpoint there%s (%s): training starts from iteration 0; give "
+                "--exit-on-missing-checkpoint to stop instead", checkpoint.load, first, hint,
+            )  # fmt: skip
+            return
+    if foreign and warn and flag == "--save":
+        logger.warning(
+            "%s %s: %d objects there are not this program's, such as %s; they are left alone, but a prefix is meant to "
+            "be one run's own: give another", flag, stored.uri, len(foreign), stored.bucket.uri(foreign[0]),
+        )  # fmt: skip
 
 
 def check_dataset(flag: str, prefix: str) -> None:

@@ -16,16 +16,17 @@ from megatron.checkpointing.manager import Checkpointer
 from megatron.checkpointing.naming import RankPlace, attempt_of
 from megatron.checkpointing.ownership import Ownership
 from megatron.checkpointing.prefetch import Prefetch
+from megatron.checkpointing.room import rank_bytes
 from megatron.checkpointing.state import Progress, start_over
 from megatron.config import Config, ConfigError
 from megatron.fileio.device_copies import CopyStream
 from megatron.optimizer.build import warn_of_l2_weight_decay
 from megatron.parallel.control_plane import ControlPlane
 from megatron.startup.initialize import Runtime
-from megatron.training.free_space import rank_bytes
 from restart_trace.recorder import Operation, Recorder
 
 if TYPE_CHECKING:
+    from megatron.checkpointing.engines.lazy.early_copy import EarlyCopy
     from megatron.checkpointing.object_storage.ownership import ObjectOwnership
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ def build_checkpointer(
     ownership: Ownership | ObjectOwnership | None,
     vocab_sizes: tuple[int, int],
     prefetch: Prefetch | None,
+    early_copy: EarlyCopy | None,
 ) -> Checkpointer:
     """Create the engine of --checkpoint-engine and what goes around it; collective.
 
@@ -67,6 +69,7 @@ def build_checkpointer(
         checkpoint_engine=engine,
         prefetch=prefetch,
         follows_itself=follows_itself,
+        early_copy=early_copy,
     )
     return Checkpointer(context, attempt_of(generation), ownership=ownership, commit_control=runtime.commit_control)
 

@@ -7,39 +7,12 @@ import os
 from pathlib import Path
 
 from megatron.checkpointing import naming as names
-from megatron.checkpointing.room import lack_of_space, saves_left
+from megatron.checkpointing.room import checkpoint_bytes, lack_of_space, saves_left
 from megatron.config import Config
 from megatron.config.uris import is_uri
 from megatron.parallel.control_plane import ControlPlane
 
 logger = logging.getLogger(__name__)
-
-_ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
-_MASTER_WEIGHT = 4  # bytes, and as many for each moment
-
-
-def checkpoint_bytes(config: Config, parameters: int) -> int:
-    """Bytes of the tensors that a model of so many parameters puts into a checkpoint: weights and optimizer.
-
-    As tools.ckpt_plan, without the alignment of shards and without metadata.
-    """
-    return parameters * (_ELEMENT_SIZE[config.model.params_dtype] + _optimizer_bytes(config))
-
-
-def rank_bytes(config: Config, parameters: int, dp: int, dp_size: int) -> int:
-    """As `checkpoint_bytes`, what the rank `dp` of `dp_size` replicas saves, which holds so many parameters.
-
-    The first replica saves the weights, each rank its shard of the optimizer's state.
-    """
-    weights = _ELEMENT_SIZE[config.model.params_dtype] if dp == 0 else 0
-    return parameters * weights + -(-parameters * _optimizer_bytes(config) // dp_size)
-
-
-def _optimizer_bytes(config: Config) -> int:
-    """Per parameter: of the master weight and its moments."""
-    optimizer = config.optimizer
-    moments = 2 if optimizer.optimizer == "adam" else int(optimizer.sgd_momentum > 0)
-    return 0 if config.checkpoint.no_save_optim else _MASTER_WEIGHT * (1 + moments)
 
 
 def warn_of_lack_of_space(config: Config, parameters: int, dp: int, iteration: int, control: ControlPlane) -> None:

@@ -40,7 +40,8 @@ def import_everything(imports: Interruptions | None = None) -> None:
     import megatron.training.data
     import megatron.training.exit_conditions
     import megatron.training.log
-    import megatron.training.lost_ranks  # noqa: F401
+    import megatron.training.lost_ranks
+    import megatron.training.slot_memory  # noqa: F401
 
     freeze_imported_objects()
     gc.enable()
@@ -49,9 +50,11 @@ def import_everything(imports: Interruptions | None = None) -> None:
 def import_for_forks() -> None:
     """`import_everything`, and what a rank imports before and after that: for a process that will only be forked."""
     import_everything()
+    import megatron.checkpointing.engines.lazy.early_copy
     import megatron.checkpointing.engines.lazy.memory_engine
     import megatron.checkpointing.engines.torch.engine
     import megatron.checkpointing.prefetch
+    import megatron.startup.once_per_host
     import megatron.startup.preflight
     import megatron.tokenizer.sentence_piece
     import megatron.tokenizer.tokenizer  # noqa: F401

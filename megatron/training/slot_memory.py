@@ -10,26 +10,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.checkpointing.manager import Checkpointer
-from megatron.config import CheckpointConfig, Config, ConfigError
+from megatron.checkpointing.room import rank_bytes, slot_bytes
+from megatron.config import CheckpointConfig, ConfigError
 from megatron.fileio.host_memory import available_memory
 from megatron.parallel.topology import Layout
 from megatron.peers.client import Peer, ask, own_peer
-from megatron.peers.placement import PlacementError, place, read_domains
+from megatron.peers.placement import PlacementError, number_of_copies, place, read_domains
 from megatron.peers.wire import Key, PeerError
 from megatron.processes.memory_slots import SLOTS_PER_RANK
 from megatron.startup.initialize import Runtime
-from megatron.training.free_space import rank_bytes
 from restart_trace.recorder import Operation
 
 logger = logging.getLogger(__name__)
 
-_HEADROOM = 1.01  # shards are padded, and hold a little besides their tensors
 _RESERVE_S = 120.0  # seconds that the kernel may take to give all of a host's copies their pages
-_UNSERVED = (
-    "copies on other hosts are held by the agents of megatron.launch; start it with a coordinator (restart-launch "
-    "coordinate, or MAX_RESTARTS of the launch scripts)"
-)
-_SMALL = 1 << 20  # bytes of a save beside its tensors: settings, names, random state
 
 
 class Need(NamedTuple):
@@ -55,11 +49,6 @@ class Share(NamedTuple):
 
     peers: list[Peer]
     copies: list[tuple[Key, int]]
-
-
-def slot_bytes(config: Config, parameters: int, dp_size: int) -> int:
-    """Bytes of one slot of a rank with so many parameters. Every replica keeps the weights, as the first one does."""
-    return int(_HEADROOM * rank_bytes(config, parameters, 0, dp_size)) + _SMALL
 
 
 def reserve_slots(checkpointer: Checkpointer, runtime: Runtime, parameters: int, op: Operation) -> None:
@@ -123,13 +112,13 @@ def _decide(options: CheckpointConfig, layout: Layout, needs: Sequence[Need]) ->
     first = {need.node: rank for rank, need in reversed(list(enumerate(needs)))}
     nodes = sorted(first)
     hosts = [needs[first[node]].host for node in nodes]
-    copies, why = number_of_copies(options.replicas, hosts, all(need.peer is not None for need in needs))
-    if why is not None:
-        return why, []
     try:
+        copies, alone = number_of_copies(options.replicas, hosts, all(need.peer is not None for need in needs))
         placed = _placed(options.failure_domain, hosts, copies)
     except PlacementError as error:
         return str(error), []
+    if alone is not None:
+        logger.warning("%s", alone)
     past = next((need for need in needs if need.rdma is not None), None)
     if past is not None:
         return (
@@ -157,35 +146,11 @@ def rdma_device(environment: Mapping[str, str], devices: Path = Path("/sys/class
     return next((str(device) for device in sorted(devices.glob("*"))), None)
 
 
-def number_of_copies(asked: int | None, hosts: Sequence[str], served: bool) -> tuple[int, str | None]:
-    """How many copies of each save there are to be, and what refuses `asked`, the value of --replicas.
-
-    `served`: every host has a process that holds copies.
-    """
-    if asked == 1:
-        return 1, None
-    if asked is not None and asked > len(hosts):
-        fix = f"give {len(hosts)} at most, or more hosts"
-        return 1, f"--replicas {asked}: more copies than hosts ({len(hosts)}: {', '.join(hosts[:8])}); {fix}"
-    if len(hosts) == 1 or not served:
-        if asked is not None:
-            return 1, f"--replicas {asked}: {_UNSERVED}"
-        why = "this is one host" if len(hosts) == 1 else _UNSERVED
-        logger.warning(
-            "--checkpoint-engine memory: %s, so its saves are in memory of their own host alone: what a lost host had "
-            "is loaded from --save", why,
-        )  # fmt: skip
-        return 1, None
-    return asked or 2, None
-
-
 def _placed(failure_domain: str | None, hosts: Sequence[str], copies: int) -> list[tuple[int, ...]]:
     """By host, which others hold copies of its saves. Raises PlacementError.
 
     After a restart a host may have taken a place that does not fit the file any more: then it is warned, not refused.
     """
-    if copies == 1:
-        return [() for _ in hosts]
     if failure_domain is None:
         return place(hosts, copies, None)
     domains = read_domains(failure_domain)

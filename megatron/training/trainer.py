@@ -16,14 +16,17 @@ from megatron.config.arguments import exit_with, parse_or_exit
 from megatron.config.uris import is_uri
 from megatron.parallel.topology import Layout
 from megatron.processes.parent_process import end_with_launcher
+from megatron.processes.standby import is_standby, wait_for_release
 from megatron.training.heavy_imports import import_everything
+from megatron.training.standby import ask_for_standby
 from restart_trace.clock import now_ns
 from restart_trace.process import RankIdentity, open_rank_trace
-from restart_trace.recorder import Recorder
+from restart_trace.recorder import Recorder, untraced_recorder
 from restart_trace.startup import Startup, preload_of
 from restart_trace.under_way import RANKS, UnderWay
 
 if TYPE_CHECKING:
+    from megatron.checkpointing.engines.lazy.early_copy import EarlyCopy
     from megatron.checkpointing.manager import Checkpointer
     from megatron.checkpointing.object_storage.ownership import ObjectOwnership
     from megatron.checkpointing.ownership import Ownership
@@ -78,42 +81,93 @@ def pretrain(
 
         allow_injected_faults()
     from megatron.checkpointing.engines.errors import CheckpointError, EngineUnavailableError
-    from megatron.checkpointing.prefetch import start_prefetch
     from megatron.startup.once_per_host import once_per_host
     from megatron.startup.preflight import check_before_imports
 
+    beginning = _Beginning(config, entered_ns)
     try:
         vocabulary = once_per_host(
             functools.partial(check_before_imports, config),
             os.environ,
             60 * config.parallel.distributed_timeout_minutes,
         )
-        ownership = _claim_save_directory(config)
-        recorder, startup = _open_trace(config, entered_ns)
-        prefetch = start_prefetch(config, Layout(*config.parallel.sizes))
+        if not is_standby():
+            beginning.begin()
     except (CheckpointError, ConfigError, OSError, ValueError) as error:
         exit_with(error, rank, every_rank_sees_it=False)
-    watch = _import_and_watch(config, startup)
+    watch = _import_and_watch(config, beginning.startup)
     from megatron.training.data import DataError
 
-    _sample_continuously(config, recorder)
     try:
         providers = _Providers(datasets_provider, model_provider, batch_fn)
-        trainer = _set_up(config, recorder, startup, ownership, vocabulary, prefetch, providers)
+        trainer = _set_up(config, beginning, vocabulary, providers)
         _train_to_the_last_commit(trainer)
         _shut_down(trainer)
     except (CheckpointError, ConfigError, DataError, EngineUnavailableError) as error:
-        recorder.close()
+        beginning.recorder.close()
         exit_with(error, rank)
     except RuntimeError as error:
-        if not _waited_in_vain(error, config, watch, recorder):
+        if not _waited_in_vain(error, config, watch, beginning.recorder):
             raise
         return 1
     finally:
         watch.close()
-    if ownership is not None:
-        ownership.release()
+    if beginning.ownership is not None:
+        beginning.ownership.release()
     return 1 if trainer.saves.failed else 0
+
+
+class _Beginning:
+    """What a start claims, records and reads ahead, from `begin` on. A standby rank begins when it is released: what it
+    did before that was no part of a restart, and is not recorded.
+    """
+
+    def __init__(self, config: Config, entered_ns: int) -> None:
+        self._config = config
+        self._entered_ns = entered_ns
+        self.recorder: Recorder = untraced_recorder()
+        self.startup = Startup(self.recorder, None, config.parallel.rank, 0, entered_ns)
+        self.ownership: Ownership | ObjectOwnership | None = None
+        self.prefetch: Prefetch | None = None
+        self.early_copy: EarlyCopy | None = None
+
+    def begin(self, released_ns: int | None = None) -> None:
+        """`released_ns`: of a standby rank. Raises CheckpointError, ConfigError, OSError or ValueError."""
+        from megatron.checkpointing.prefetch import start_prefetch
+
+        self.ownership = _claim_save_directory(self._config)
+        self.recorder, self.startup = _open_trace(self._config, self._entered_ns, released_ns)
+        self.prefetch = start_prefetch(self._config, Layout(*self._config.parallel.sizes))
+        self.early_copy = _start_early_copy(self._config)
+
+    def wait_and_begin(self) -> None:
+        """In a standby rank that is set up."""
+        from megatron.checkpointing.engines.errors import CheckpointError
+
+        wait_for_release()
+        try:
+            self.begin(now_ns())
+        except (CheckpointError, ConfigError, OSError, ValueError) as error:
+            exit_with(error, self._config.parallel.rank, every_rank_sees_it=False)
+
+
+def _start_early_copy(config: Config) -> EarlyCopy | None:
+    """With engine memory, on a host that has nothing of what this rank will load: begin to fetch it."""
+    if config.checkpoint.checkpoint_engine != "memory":
+        return None
+    from megatron.checkpointing.kept import resumes_itself
+    from megatron.peers.client import MEMBERS_VARIABLE
+    from megatron.peers.wire import key_of
+
+    if MEMBERS_VARIABLE not in os.environ or not resumes_itself(config.checkpoint):
+        return None
+    # Imports torch, which the launcher that has told of the members has imported for its ranks.
+    from megatron.checkpointing.engines.lazy.early_copy import start_early_copy
+
+    parallel = config.parallel
+    layout = Layout(*parallel.sizes)
+    key = key_of({"layout": layout.as_dict(), "place": layout.coordinates(parallel.rank)._asdict()})
+    return start_early_copy(key, parallel.local_rank, config.checkpoint.peer_timeout)
 
 
 def _import_and_watch(config: Config, startup: Startup) -> Watch:
@@ -208,7 +262,7 @@ def _claim_prefix(config: Config, save: str, key: str, take_over: bool, restarte
     return None
 
 
-def _open_trace(config: Config, entered_ns: int) -> tuple[Recorder, Startup]:
+def _open_trace(config: Config, entered_ns: int, released_ns: int | None) -> tuple[Recorder, Startup]:
     parallel, layout = config.parallel, Layout(*config.parallel.sizes)
     directory = config.trace.restart_trace_dir if config.trace.restart_trace else None
     trace_dir = Path(directory) if directory else None
@@ -234,7 +288,7 @@ def _open_trace(config: Config, entered_ns: int) -> tuple[Recorder, Startup]:
             "--restart-trace off"
         ) from error
     preload = preload_of(os.environ)
-    return recorder, Startup(recorder, trace_dir, parallel.rank, cycle, entered_ns, preload)
+    return recorder, Startup(recorder, trace_dir, parallel.rank, cycle, entered_ns, preload, released_ns=released_ns)
 
 
 def _sample_continuously(config: Config, recorder: Recorder) -> None:
@@ -246,80 +300,93 @@ def _sample_continuously(config: Config, recorder: Recorder) -> None:
         recorder.sample_every(interval, make_probe(config.parallel.local_rank, bus=True))
 
 
-def _set_up(
-    config: Config,
-    recorder: Recorder,
-    startup: Startup,
-    ownership: Ownership | ObjectOwnership | None,
-    vocabulary: Vocabulary,
-    prefetch: Prefetch | None,
-    providers: _Providers,
-) -> Trainer:
+def _set_up(config: Config, beginning: _Beginning, vocabulary: Vocabulary, providers: _Providers) -> Trainer:
     """Bring everything up to the first iteration; collective."""
+    from megatron.checkpointing.naming import layer_file
+    from megatron.checkpointing.state import Progress
     from megatron.fileio.host_memory import available_memory
-    from megatron.startup.engine_setup import build_engine
     from megatron.startup.initialize import initialize_megatron
-    from megatron.startup.logging_setup import printed_as_debug
     from megatron.training.checkpoints import CheckpointSaves, build_checkpointer, prepare_memory, wait_for_memory
     from megatron.training.data import build_data_iterators
     from megatron.training.exit_conditions import ExitConditions
     from megatron.training.free_space import warn_of_lack_of_space
     from megatron.training.log import TrainingLog
     from megatron.training.slot_memory import reserve_slots
+    from megatron.training.standby import opened_once, rehearse
     from megatron.training.statistics import TrainingStatistics
 
-    free = available_memory()  # before the rendezvous: no rank of this host has taken any for saves
+    startup = beginning.startup
+    with startup.phase("engine_init"):
+        free = available_memory()  # before the rendezvous: no rank of this host has taken any for saves
     runtime = initialize_megatron(config, startup, commits_in_background=_saves_in_background(config, startup))
-    control = runtime.control
-    model = _build_model(config, runtime, vocabulary.padded, prefetch, providers)
-    eod = vocabulary.eod if config.data.eod_mask_loss else None
+    control, layout, place = runtime.control, runtime.layout, runtime.coordinates
+    model = _build_model(config, runtime, vocabulary.padded, providers)
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    batch_fn = functools.partial(providers.batch_fn, eod_token=vocabulary.eod if config.data.eod_mask_loss else None)
+    engine = None
+    if is_standby():
+        engine = _build_engine(config, runtime, model, batch_fn)
+        providers = providers._replace(datasets=opened_once(providers.datasets))
+        rehearse(engine, build_data_iterators(providers.datasets, config, control, layout, place, Progress()))
+        beginning.wait_and_begin()
+        startup = runtime.communicators.startup = beginning.startup
+    recorder, prefetch = beginning.recorder, beginning.prefetch
+    _sample_continuously(config, recorder)
+    if prefetch is not None:
+        prefetch.also([layer_file(number, runtime.coordinates.tp) for number, _ in model.numbered_layers()])
     with runtime.communicators.apart_from("engine_init"):
-        checkpointer = build_checkpointer(config, runtime, control, recorder, ownership, vocabulary[:2], prefetch)
+        checkpointer = build_checkpointer(
+            config, runtime, control, recorder, beginning.ownership, vocabulary[:2], prefetch, beginning.early_copy
+        )
     assert startup.operation is not None
     prepare_memory(checkpointer, runtime, parameters, free, startup.operation)
-    with runtime.communicators.apart_from("engine_init"), printed_as_debug():
-        engine = build_engine(config, model, functools.partial(providers.batch_fn, eod_token=eod))
-    if config.parallel.warmup_communicators:
-        runtime.communicators.connect_all(runtime.rank, runtime.device, next(model.parameters()).dtype)
-    what_runs = _record_what_runs(checkpointer, engine, runtime, config, recorder, vocabulary.padded)
-    _mark_ranges(recorder, config, runtime.device)
+    engine = engine or _build_engine(config, runtime, model, batch_fn)
+    with startup.phase("engine_init"):
+        what_runs = _record_what_runs(checkpointer, engine, runtime, config, recorder, vocabulary.padded)
+        _mark_ranges(recorder, config, runtime.device)
     progress = _restore_or_begin(checkpointer, engine, startup)
     with startup.phase("engine_init"):
         warn_of_lack_of_space(config, parameters, runtime.coordinates.dp, progress.iteration, control)
     with startup.phase("data_build"):
-        data = build_data_iterators(providers.datasets, config, control, runtime.layout, runtime.coordinates, progress)
+        data = build_data_iterators(providers.datasets, config, control, layout, place, progress)
     with startup.phase("imports"):
         log = TrainingLog(config, vocabulary.padded)  # imports TensorBoard where it is asked for
     wait_for_memory(checkpointer, runtime.device)
     reserve_slots(checkpointer, runtime, parameters, startup.operation)
-    logger.info("%s", what_runs)
-    return Trainer(
-        config,
-        engine,
-        data,
-        progress,
-        recorder,
-        startup,
-        CheckpointSaves(checkpointer, engine),
-        ExitConditions(config, control),
-        log,
-        TrainingStatistics(engine, config.training, runtime.layout, runtime.coordinates),
-    )
+    with startup.phase("engine_init"):
+        logger.info("%s", what_runs)
+        return Trainer(
+            config,
+            engine,
+            data,
+            progress,
+            recorder,
+            startup,
+            CheckpointSaves(checkpointer, engine),
+            ExitConditions(config, control),
+            log,
+            TrainingStatistics(engine, config.training, runtime.layout, runtime.coordinates),
+        )
 
 
-def _build_model(
-    config: Config, runtime: Runtime, padded: int, prefetch: Prefetch | None, providers: _Providers
-) -> Any:
-    """The layers of this rank's stage, whose files are read ahead from now on. `padded`: as `Vocabulary.padded`."""
-    from megatron.checkpointing.naming import layer_file
+def _build_model(config: Config, runtime: Runtime, padded: int, providers: _Providers) -> Any:
+    """The layers of this rank's stage. `padded`: as `Vocabulary.padded`."""
     from megatron.startup.logging_setup import printed_as_debug
 
     with runtime.communicators.apart_from("model_build"), printed_as_debug():
-        model = providers.model(config, padded, runtime)
-    if prefetch is not None:
-        prefetch.also([layer_file(number, runtime.coordinates.tp) for number, _ in model.numbered_layers()])
-    return model
+        return providers.model(config, padded, runtime)
+
+
+def _build_engine(config: Config, runtime: Runtime, model: Any, batch_fn: Callable[[Any], Any]) -> Any:
+    """DeepSpeed's engine, with all communicators connected where that is asked for."""
+    from megatron.startup.engine_setup import build_engine
+    from megatron.startup.logging_setup import printed_as_debug
+
+    with runtime.communicators.apart_from("engine_init"), printed_as_debug():
+        engine = build_engine(config, model, batch_fn)
+    if config.parallel.warmup_communicators:
+        runtime.communicators.connect_all(runtime.rank, runtime.device, next(model.parameters()).dtype)
+    return engine
 
 
 def _record_what_runs(
@@ -346,6 +413,8 @@ def _restore_or_begin(checkpointer: Checkpointer, engine: Any, startup: Startup)
     progress = restore(checkpointer, engine) if context.config.checkpoint.load else None
     if context.prefetch is not None:
         context.prefetch.close()
+    if context.early_copy is not None:
+        context.early_copy.close()
     if progress is None:
         with startup.phase("model_build"):
             initialize_state(checkpointer, engine)
@@ -378,6 +447,7 @@ def train(trainer: Trainer) -> None:
     trainer.exits.start()
     while progress.iteration < training.train_iters and not _enough_tokens(config, progress):
         _train_step(trainer, loop_start)
+        ask_for_standby()
         trainer.saves.poll()
         if training.eval_interval and progress.iteration % training.eval_interval == 0:
             _evaluate(trainer, "validation")

@@ -52,6 +52,11 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--spares", type=int, default=0, metavar="N", help="of run: nodes beyond these in HOSTFILE (0)")
     parser.add_argument("--slots", type=int, default=2, metavar="N", help="of run: ranks that a node takes (2)")
     parser.add_argument(
+        "--link-mbit", type=int, metavar="N",
+        help="of run: limit the link of each compute node to N Mbit/s, until it is mended; of a lost one, too, when it "
+        "is there again (no limit)",
+    )  # fmt: skip
+    parser.add_argument(
         "--slurm", action="store_true", help="of run: with Slurm; a node that is silent for 10 s is down"
     )
     words = sys.argv[1:] if argv is None else argv
@@ -60,6 +65,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     args.command = words[end + 1 :]
     if not 1 <= args.nodes + args.spares <= 200:
         parser.error(f"--nodes {args.nodes}: must be from 1 to 200, with --spares")
+    if args.link_mbit is not None and (args.action != "run" or args.link_mbit < 1):
+        parser.error(f"--link-mbit {args.link_mbit}: goes with run, and must be at least 1")
     if (args.action == "run") != bool(args.command):
         parser.error("a command goes with run, after --, and with nothing else")
     return args
@@ -85,6 +92,10 @@ def _hold(cluster: Cluster) -> None:
 def _run(cluster: Cluster, args: argparse.Namespace) -> int:
     """The command's exit status."""
     slurm = Slurm(cluster, _SLURMD_TIMEOUT_S).environment if args.slurm else {}
+    if args.link_mbit is not None:
+        cluster.services.append(lambda node: node.slow_link(args.link_mbit * 1000))
+        for node in cluster.compute_nodes:
+            node.slow_link(args.link_mbit * 1000)
     hosts = cluster.directory / "hosts"
     hosts.write_text("".join(f"{node.name} slots={args.slots}\n" for node in cluster.compute_nodes))
     settings = {

@@ -67,19 +67,15 @@ class Job:
         code = self.start().wait(HANGS_S)
         assert code == 0, self.log[-6000:]
 
-    def train_and_kill(self, *, all_nodes: bool = False) -> None:
-        """Launch; kill the ranks of the last node when all have done HELD_AT: the launch ends, and nothing is left.
-
-        `all_nodes`: kill those of all nodes, where the launcher does not end the others itself.
-        """
+    def train_and_kill(self) -> None:
+        """Launch; kill the ranks of the last node when all have done HELD_AT: the launch ends, and nothing is left."""
         held = held_environment(cycles=1, after=HELD_AT)
         started = self.start(**held, EXPORT="MY_SETTING HELD_CYCLES HELD_AFTER")
         wait_for(lambda: self.all_held() or started.poll() is not None, f"iteration {HELD_AT}")
         assert started.poll() is None, self.log[-6000:]
         for node in self.nodes:
             assert self.ranks_with(node, CARRIED) >= RANKS_PER_NODE, f"{node.name} lacks some of {CARRIED}"
-        for node in self.nodes if all_nodes else self.nodes[-1:]:
-            assert node.send(signal.SIGKILL, "pretrain_gpt.py") >= RANKS_PER_NODE
+        assert self.nodes[-1].send(signal.SIGKILL, "pretrain_gpt.py") >= RANKS_PER_NODE
         assert started.wait(HANGS_S) != 0, self.log[-6000:]
         for node in (*self.nodes, self.preset.cluster.login):
             wait_for(lambda node=node: not self.left_on(node), f"the end of the launch on {node.name}")

@@ -42,10 +42,10 @@ def test_megatron_launch_over_ssh(cluster: Cluster, preset: Preset) -> None:
 
 
 def test_deepspeed_over_pdsh(cluster: Cluster, preset: Preset) -> None:
-    """pdsh leaves the ranks of other nodes alone: they end when they notice a lost connection, and held ones do not."""
+    """pdsh leaves the ranks of other nodes alone, and held ones notice no lost connection: the script ends them."""
     job = preset.job("deepspeed", cluster.compute_nodes[:2])
-    job.settings |= {"LAUNCHER": "deepspeed", "HOSTFILE": str(preset.hostfile(job))}
-    job.train_and_kill(all_nodes=True)
+    job.settings |= {"LAUNCHER": "deepspeed", "HOSTFILE": str(preset.hostfile(job)), "HOST_GRACE": "2"}
+    job.train_and_kill()
     job.train()
     assert_resumed_exactly(job)
 

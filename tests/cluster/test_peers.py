@@ -36,12 +36,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield started
 
 
-def started(preset: Preset, nodes: list[Node]) -> Job:
-    job = preset.job("peers", nodes[:2], LAUNCHER="fork", MAX_RESTARTS="3", ENGINE="memory", HEARTBEAT_TIMEOUT="5")
+def started(preset: Preset, nodes: list[Node], name: str, cycles: int, *flags: str) -> Job:
+    """A training on the first two nodes whose ranks wait after HELD_AFTER iterations of each of so many launches."""
+    job = preset.job(name, nodes[:2], LAUNCHER="fork", MAX_RESTARTS="3", ENGINE="memory", HEARTBEAT_TIMEOUT="5")
     job.settings |= {"HOSTFILE": str(preset.hostfile(job, {node.name: "slots=2" for node in nodes}))}
     job.settings |= {"ITERS": str(ITERATIONS), "SAVE_INTERVAL": "1"}
-    job.settings["EXTRA_ARGS"] += " --persist-interval 4"
-    job.start(**held_environment(cycles=3, after=HELD_AFTER), EXPORT="MY_SETTING HELD_CYCLES HELD_AFTER")
+    job.settings["EXTRA_ARGS"] += " ".join(["", "--persist-interval", "4", *flags])
+    job.start(**held_environment(cycles=cycles, after=HELD_AFTER), EXPORT="MY_SETTING HELD_CYCLES HELD_AFTER")
     return job
 
 
@@ -87,7 +88,7 @@ def flip_bits(job: Job, asking: Node, holding: Node, step: int, *options: str) -
 def test_lost_nodes_go_on_from_copies_and_at_last_from_storage(cluster: Cluster, preset: Preset) -> None:
     """One launch: a node is lost; copies are altered and a rank is killed; both nodes of the group are lost."""
     first, second, third, *last = cluster.compute_nodes
-    job = started(preset, cluster.compute_nodes)
+    job = started(preset, cluster.compute_nodes, "peers", 3)
     until_held(job, 0, 5)
     second.lose()
 
@@ -110,6 +111,37 @@ def test_lost_nodes_go_on_from_copies_and_at_last_from_storage(cluster: Cluster,
     assert loaded(job, 3) == ({12}, [{"storage"}] * 4)
     assert job.hosts(3) == [last[0].name] * 2 + [last[1].name] * 2
     same_losses(job)
+    for node in cluster.nodes.values():
+        wait_for(lambda node=node: not job.left_on(node), f"the end of the launch on {node.name}")
+
+
+def test_interleaved_copies_restore_a_lost_node(cluster: Cluster, preset: Preset) -> None:
+    """Ranks wait before four whole steps could be profiled: the newest copies go all the same, and say why."""
+    for node in list(cluster.lost.values()):
+        node.mend()
+    first, second, third = cluster.compute_nodes[:3]
+    job = started(preset, cluster.compute_nodes, "interleaved", 1, "--replication-traffic", "interleave")
+    until_held(job, 0, 5)
+    for rank in range(job.world_size):
+        found = records(job.trace, 0, rank)
+        saves = [r for r in found if r["type"] == "operation_end" and r["operation"] == "save"]
+        assert [(r["step"], r["outcome"]) for r in saves] == [(step, "ok") for step in range(1, 6)]
+        sizes = [r["bytes"] for r in found if r["type"] == "span" and r["phase"] == "replicate"]
+        probed = [r["values"] for r in found if r["type"] == "probe"]
+        late = [values["replicate_at_once_bytes"] for values in probed if "replicate_at_once_bytes" in values]
+        assert late == sizes and min(sizes) > 0, (
+            "there is no profile yet: all of it goes when training waits, or stalls"
+        )
+        (*others, newest) = [r["detail"] for r in found if r["type"] == "event" and r["phase"] == "replicate"]
+        assert f"{late[-1]} of them since no step ended, and none had been profiled" in newest
+        assert not any("since no step ended" in text for text in others)
+    second.lose()
+
+    assert job.launches[-1].wait(HANGS_S) == 0, job.log[-6000:]
+    assert loaded(job, 1) == ({5}, [{"local_memory"}] * 2 + [{"peer"}] * 2)
+    assert job.hosts(1) == [first.name] * 2 + [third.name] * 2
+    ends = [losses(job.trace, cycle, 3) for cycle in range(2)]
+    assert [(min(one), max(one)) for one in ends] == [(1, 5), (6, ITERATIONS)]
     for node in cluster.nodes.values():
         wait_for(lambda node=node: not job.left_on(node), f"the end of the launch on {node.name}")
 

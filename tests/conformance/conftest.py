@@ -9,7 +9,6 @@ import pytest
 
 from tests.conformance.subjects import Subject, engines_under_test
 from tests.dist import forked_writers
-from tests.dist.harness import Zygote
 
 # What libraries say of being used as they are meant to be: by one rank alone, through torch.jit.
 _KNOWN_WARNINGS = (
@@ -30,14 +29,6 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     made = Subject(request.param)
     yield made
     made.close()
-
-
-@pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote]:
-    """Forks processes that have torch and DeepSpeed imported."""
-    started = Zygote.start()
-    yield started
-    started.close()
 
 
 @pytest.fixture(autouse=True)

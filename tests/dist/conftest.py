@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.dist.demo_runs import Demonstration, run_demo
-from tests.dist.harness import ROOT, Zygote
-
-
-@pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote]:
-    started = Zygote.start()
-    yield started
-    started.close()
+from tests.dist.harness import ROOT
 
 
 @pytest.fixture(scope="session")

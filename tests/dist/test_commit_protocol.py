@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable
@@ -31,8 +32,8 @@ TINY = [
     "--seq-length", "16", "--bf16",
 ]  # fmt: skip
 # Where rank 0 stands in a save when it is killed, by the last record of the save that reached its trace.
-TARGETS = ("begun", "writing", "fsync", "agreeing", "manifest", "publish", "prune")
-IN_BACKGROUND = ("begun", "fsync", "manifest", "publish", "prune")
+TARGETS = ("begun", "writing", "fsync", "agreeing", "manifest", "publish", "prune", "telling")
+IN_BACKGROUND = ("begun", "fsync", "manifest", "publish", "prune", "telling")
 SHORT = ("agreeing", "manifest", "publish")
 SCRIPTS = Path(__file__).with_name("scripts")
 KILLED_WHEN_WRITTEN = str(SCRIPTS / "killed_when_written.py")
@@ -230,11 +231,11 @@ class Crashes:
         self.run = self.launcher.run(TWO, *self.flags, *more, **options)
         return loaded_tags(self.trace, self.cycle, TWO.world_size)
 
-    def crash(self, point: str, step: int, *more: str) -> list[str | None]:
-        """Start once more and kill rank 0 within the commit of iteration `step`."""
-        environment = {"CRASH_AFTER": point, "CRASH_STEP": str(step)}
+    def crash(self, point: str, step: int, *more: str, rank: int = 0) -> list[str | None]:
+        """Start once more and kill `rank` within the commit of iteration `step`, or in the removal that follows."""
+        environment = {"CRASH_AFTER": point, "CRASH_STEP": str(step), "CRASH_RANK": str(rank)}
         loaded = self.start(*more, script=CRASH, env=environment, launcher=True)
-        assert self.run.exit_codes[0] == -9, (point, self.run.exit_codes, self.run.output[-4000:])
+        assert self.run.exit_codes[rank] == -9, (point, self.run.exit_codes, self.run.output[-4000:])
         return loaded
 
 
@@ -262,12 +263,13 @@ def test_crash_at_every_step_of_a_commit(crashes: Crashes) -> None:
     assert crashes.start("--load-tag", "global_step2", "--exit-interval", "3") == both("global_step2")
     assert crashes.run.ok, crashes.run.output[-4000:]
 
-    # Two old ones are to go at step 4, one at step 5: killed when one has lost half its files, or only its name.
+    # Two old ones are to go at step 4, one at steps 5 and 6: killed when one has lost a file, or only its name.
     assert crashes.crash("half_removed", 4, "--keep-last", "2") == both("global_step3")
     assert crashes.crash("unlinked_name", 5, "--keep-last", "1") == both("global_step4")
-    assert crashes.start("--keep-last", "2", "--exit-interval", "6") == both("global_step5")
+    assert crashes.crash("half_removed", 6, "--keep-last", "1", rank=1) == both("global_step5")
+    assert crashes.start("--keep-last", "2", "--exit-interval", "7") == both("global_step6")
     assert crashes.run.ok, crashes.run.output[-4000:]
-    assert tags(save) == ["global_step5", "global_step6"]
+    assert tags(save) == ["global_step6", "global_step7"]
     assert "passed over" not in crashes.run.output
 
 
@@ -283,3 +285,19 @@ def test_losses_after_crashes_are_those_of_a_run_without(crashes: Crashes) -> No
     for cycle, first in enumerate((1, 3, 4)):
         mine = losses(crashes.trace, cycle)
         assert min(mine) == first and mine.items() <= expected.items()
+
+
+def test_keep_last_over_resumes_counts_whole_checkpoints_only(crashes: Crashes) -> None:
+    """Those of earlier launches too, which all ranks look at together; one that lost bytes since is not counted."""
+    save, keep = crashes.save, ("--keep-last", "3")
+    crashes.start(*keep, "--exit-interval", "4")
+    assert tags(save) == ["global_step2", "global_step3", "global_step4"]
+    shard = next((save / "global_step3").glob("*pp_rank_1*_optim_states.pt"))
+    os.truncate(shard, shard.stat().st_size - 1)
+    crashes.start(*keep, "--exit-interval", "5")
+    assert crashes.run.ok, crashes.run.output[-4000:]
+    assert f"not counted by --keep-last: global_step3: {shard} has " in crashes.run.output
+    assert tags(save) == ["global_step2", "global_step3", "global_step4", "global_step5"]
+    crashes.start(*keep, "--exit-interval", "7")
+    assert crashes.run.ok, crashes.run.output[-4000:]
+    assert tags(save) == ["global_step5", "global_step6", "global_step7"]

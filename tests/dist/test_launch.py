@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from megatron.processes.standby import WAITS
 from tests.dist.harness import HANGS_S, ROOT, losses, records, wait_for
 from tests.dist.hold import held_environment
 from tests.dist.test_restart_drill import TRAINING
@@ -61,11 +62,15 @@ def start_of(trace: Path, cycle: int) -> tuple[int, int]:
     return begin, found[0]["process_start_ns"]
 
 
-@pytest.mark.slow
-def test_ranks_that_are_killed_go_on_in_place(tmp_path: Path, dataset: list[str]) -> None:
+def trained_and_killed(tmp_path: Path, dataset: list[str], *flags: str, standby: int = 0) -> Path:
+    """The trace of a training whose ranks are killed at HELD_AT, when so many standby ranks wait, and go on exactly."""
     save, trace = tmp_path / "save", tmp_path / "save" / "restart_trace"
     saving = ["--save", str(save), "--load", str(save), "--verify-restored-state", "--train-iters", "40"]
-    command = [*LAUNCHER, "--max-restarts", "1", str(ROOT / "pretrain_gpt.py"), *dataset, *TRAINING, *saving]
+    command = [*LAUNCHER, "--max-restarts", "1", *flags, str(ROOT / "pretrain_gpt.py"), *dataset, *TRAINING, *saving]
+
+    def that_wait() -> int:
+        return sum(process.name() == WAITS for process in marked(tmp_path))
+
     with (tmp_path / "log").open("wb") as log:
         job = subprocess.Popen(
             in_own_shm(command, tmp_path / "shm"),
@@ -75,7 +80,8 @@ def test_ranks_that_are_killed_go_on_in_place(tmp_path: Path, dataset: list[str]
             stderr=subprocess.STDOUT,
         )
     try:
-        wait_for(lambda: all_held(trace) or job.poll() is not None, f"iteration {HELD_AT}")
+        ready = lambda: all_held(trace) and that_wait() == standby  # noqa: E731
+        wait_for(lambda: ready() or job.poll() is not None, f"iteration {HELD_AT}")
         for rank in (0, 1):
             os.kill(records(trace, 0, rank)[0]["pid"], signal.SIGKILL)
         assert job.wait(HANGS_S) == 0, (tmp_path / "log").read_text()[-4000:]
@@ -89,7 +95,24 @@ def test_ranks_that_are_killed_go_on_in_place(tmp_path: Path, dataset: list[str]
     repeated = set(before) & set(after)
     assert sorted(before) == list(range(1, HELD_AT + 1)) and sorted(after) == list(range(6, 41))
     assert all(before[step] == after[step] for step in repeated) and repeated == {6, 7, 8}
+    return trace
 
+
+@pytest.mark.slow
+def test_standby_ranks_take_the_place_of_those_that_are_killed(tmp_path: Path, dataset: list[str]) -> None:
+    trace = trained_and_killed(tmp_path, dataset, "--standby", standby=2)
+    begin, forked = start_of(trace, 1)
+    killed = max(r["end_ns"] for r in records(trace, 0, 1) if r["type"] == "iteration")
+    assert forked < killed < begin, "the start begins with the release of ranks that were there before the failure"
+    for phase in ("model_build", "rendezvous", "communicators"):
+        assert spans(trace, 1, phase) == [], "what was done ahead is no part of the restart"
+    assert records(trace, 1, 1)[0]["environment"]["MEGATRON_STANDBY"]
+    assert "MEGATRON_STANDBY" not in records(trace, 0, 1)[0]["environment"]
+
+
+@pytest.mark.slow
+def test_ranks_that_are_killed_go_on_in_place(tmp_path: Path, dataset: list[str]) -> None:
+    trace = trained_and_killed(tmp_path, dataset)
     # The first start has the launcher's imports in it, the second has none and begins with the fork.
     begin, forked = start_of(trace, 0)
     first, *_ = spans(trace, 0, "imports")

@@ -13,6 +13,7 @@ from megatron.parallel.topology import Layout
 from tests.dist.harness import Starvation, Zygote, kill_all, losses, records, wait_for
 from tests.dist.tiny_runs import DROPOUT, MODEL, SINGLE, TRAINING, Launcher
 from tests.object_storage import BUCKET, FaultProxy, Request, Server, environment_of, serving
+from tools.restart_drill.storage_proxy import BUCKET_REGION
 
 TWO = Layout(tp=1, pp=1, dp=2)
 FLAGS = [*MODEL, *TRAINING, *DROPOUT, "--verify-restored-state"]
@@ -82,16 +83,21 @@ def check_trace(trace: Path, engine: str) -> None:
     assert ends and all(r["values"]["store_requests"] >= 1 for r in ends)
 
 
-def test_peers_learn_of_a_stalled_upload_soon_after_its_deadline(launcher: Launcher, server: Server) -> None:
+@pytest.mark.parametrize("engine", ["torch", "lazy"])
+def test_peers_learn_of_a_stalled_upload_soon_after_its_deadline(
+    launcher: Launcher, server: Server, engine: str
+) -> None:
     """Rank 1's uploads of the first save hang for ever; what a busy machine adds is taken off. Training goes on."""
     trace, deadline_s = launcher.directory / "trace", 4
+    file = "zero_pp_rank_1" if engine == "torch" else "rank_00001"
 
     def fault(request: Request) -> str | None:
-        of_rank_1 = "global_step2/" in request.path and "zero_pp_rank_1" in request.path
+        of_rank_1 = "global_step2/" in request.path and file in request.path
         return "delay" if of_rank_1 and request.method in ("PUT", "POST") else None
 
-    flags = [*FLAGS, "--train-iters", "4", "--checkpoint-engine", "torch"]
-    where = saving(f"s3://{BUCKET}/runs/stalled/", trace, "--storage-deadline", str(deadline_s))
+    prefix = f"runs/stalled_{engine}/"
+    flags = [*FLAGS, "--train-iters", "4", "--checkpoint-engine", engine]
+    where = saving(f"s3://{BUCKET}/{prefix}", trace, "--storage-deadline", str(deadline_s))
     with Starvation.noted() as busy, FaultProxy(server, fault).running() as proxy:
         run = launcher.train(TWO, *flags, *where, env=proxy.environment())
     assert any(fault(request) for request in proxy.seen)
@@ -102,23 +108,42 @@ def test_peers_learn_of_a_stalled_upload_soon_after_its_deadline(launcher: Launc
         end = next(r for r in records(trace, 0, rank) if r["type"] == "operation_end" and r.get("error"))
         begun, told = stalled["start_ns"] / 1e9, end["end_ns"] / 1e9
         assert told - begun - busy(begun, told) < deadline_s + 5, (rank, told - begun)
-    assert "zero_pp_rank_1" in run.output and f"within {deadline_s} s" in run.output, run.output[-3000:]
-    (committed,) = manifests(server, "runs/stalled/")
+    assert file in run.output and f"within {deadline_s} s" in run.output, run.output[-3000:]
+    (committed,) = manifests(server, prefix)
     assert "global_step4/" in committed
 
 
 @pytest.mark.parametrize(
-    ("uri", "environment", "told"),
+    ("uri", "environment", "answered", "told"),
     [
-        ("s3://no-such-bucket/run", {}, "s3://no-such-bucket/run/: there is no bucket no-such-bucket at this endpoint"),
-        (f"s3://{BUCKET}/run", {"AWS_ACCESS_KEY_ID": ""}, "there are no usable credentials (NoCredentialsError)"),
+        ("s3://no-such-bucket/run", {}, None, "/: there is no bucket no-such-bucket at this endpoint"),
+        (
+            f"s3://{BUCKET}/run",
+            {"AWS_ACCESS_KEY_ID": ""},
+            None,
+            "/: there are no usable credentials (NoCredentialsError)",
+        ),
+        (f"s3://{BUCKET}/run", {}, "403", "/: permission denied; the credentials need s3:GetObject"),
+        (f"s3://{BUCKET}/run", {}, "expired", "/: the credentials have expired or are no more valid; renew them"),
+        (f"s3://{BUCKET}/run", {}, "region", f"/: the bucket is in region {BUCKET_REGION}; set AWS_REGION to it"),
     ],
-    ids=["no bucket", "no credentials"],
+    ids=["no bucket", "no credentials", "no permission", "expired", "region"],
 )
 def test_what_is_wrong_is_told_once_before_anything_heavy(
-    launcher: Launcher, server: Server, uri: str, environment: dict[str, str], told: str
+    launcher: Launcher, server: Server, uri: str, environment: dict[str, str], answered: str | None, told: str
 ) -> None:
     flags = [*FLAGS, "--train-iters", "5", *saving(uri, launcher.directory / "trace")]
-    refused = launcher.run(SINGLE, *flags, env=server.environment() | environment)
-    assert refused.exit_codes == [2] and refused.output.count(told) == 1, refused.output
+    with FaultProxy(server, lambda request: answered).running() as proxy:
+        refused = launcher.run(SINGLE, *flags, env=proxy.environment() | environment)
+    assert refused.exit_codes == [2] and refused.output.count(uri + told) == 1, refused.output
     assert "Traceback" not in refused.output and not (launcher.directory / "trace").exists()
+
+
+def test_that_nothing_may_be_written_is_told_once_before_training(launcher: Launcher, server: Server) -> None:
+    flags = [*FLAGS, "--train-iters", "5", *saving(f"s3://{BUCKET}/read-only", launcher.directory / "trace")]
+    with server.allowing(["s3:ListBucket", "s3:GetObject", "s3:ListBucketMultipartUploads"]) as environment:
+        refused = launcher.run(SINGLE, *flags, env=environment)
+    told = f"s3://{BUCKET}/read-only/.generations/00000001: permission denied; the credentials need s3:GetObject"
+    assert refused.exit_codes == [2] and refused.output.count(told) == 1, refused.output
+    assert "Traceback" not in refused.output and environment["AWS_SECRET_ACCESS_KEY"] not in refused.output
+    assert not list((launcher.directory / "trace").iterdir())

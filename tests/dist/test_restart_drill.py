@@ -94,10 +94,14 @@ class Sample:
 
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory: pytest.TempPathFactory, dataset: list[str]) -> Sample:
-    """The full one: python -m tools.restart_drill.matrix --out DIR; see docs/restart_drill.md."""
+    """The full one: python -m tools.restart_drill.matrix --out DIR; see docs/restart_drill.md.
+
+    torchrun's agent is struck in test_the_agent_restarts_the_ranks_in_place.
+    """
     out = tmp_path_factory.mktemp("sample") / "matrix"
-    command = [*TORCHRUN, str(ROOT / "pretrain_gpt.py"), *dataset, *WITHOUT_HANDLER, "--train-iters", "60"]
-    options = ["--sample", "3", "--seed", "38", "--quiet", "--time-limit", str(HANGS_S), "--hang-limit", "4"]
+    command = [*FORK, str(ROOT / "pretrain_gpt.py"), *dataset, *WITHOUT_HANDLER, "--train-iters", "60"]
+    options = ["--supervisors", "relaunch,launch", "--sample", "3", "--seed", "38"]
+    options += ["--quiet", "--time-limit", str(HANGS_S), "--hang-limit", "4"]
     done = run(out, "tools.restart_drill.matrix", "--out", str(out), *options, "--", *command, held=ALWAYS)
     return Sample(out, done)
 

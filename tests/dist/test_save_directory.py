@@ -139,3 +139,20 @@ def test_a_second_launch_is_refused_or_takes_over(tmp_path: Path, dataset: list[
     assert_nothing_is_lost(save)
     assert json.loads((save / ".generations" / "00000002").read_text())["pid"] == second.process.pid
     assert [path.name for path in save.glob(".incomplete_*")] == []
+
+
+@pytest.mark.slow
+def test_two_keepers(tmp_path: Path, dataset: list[str]) -> None:
+    """Two launches of two ranks each that remove old checkpoints of one directory: both keep the newest."""
+    save = tmp_path / "save"
+    keep = ("--keep-last", "2")
+    with job(save, dataset, FORK, *keep) as first:
+        more_commits(save, 3)
+        with job(save, dataset, FORK, *keep, "--take-over", "--exit-interval", "40") as second:
+            assert first.process.wait(PATIENCE_S) != 0
+            assert second.process.wait(PATIENCE_S) == 0, second.log.read_text()[-3000:]
+    candidates, problems = discover(save, None)
+    assert problems == [] and "passed over" not in second.log.read_text()
+    steps = sorted(int(tag.removeprefix("global_step")) for tag in committed(save))
+    assert [found.step for found in candidates] == steps[:-3:-1]
+    assert [path.name for path in save.glob(".incomplete_*")] == []

@@ -20,12 +20,20 @@ NASTY = {
     "TORCH_NCCL_TRACE": "",
     "LD_LIBRARY_PATH": "/opt/a b/lib:/opt/c",
     "HF_HOME": "$(touch broken)",
+    "AWS_ENDPOINT_URL": "https://store:9000",
     "MY_SETTING": "{a,b} [c]\\",
 }
 LINES = {"TORCH_LOGS": "one\n  two'\n", "OMP_PLACES": " {0},\t{1} "}
-SECRETS = {"HF_TOKEN": "hf_'x' $y", "WANDB_API_KEY": "k 9\nz", "ALL_PROXY": "http://me:pass@host"}
+SECRETS = {
+    "HF_TOKEN": "hf_'x' $y",
+    "WANDB_API_KEY": "k 9\nz",
+    "ALL_PROXY": "http://me:pass@host",
+    "AWS_ACCESS_KEY_ID": "AKIA_ours",
+    "AWS_SECRET_ACCESS_KEY": "s3/cret+ 'x'",
+    "AWS_SESSION_TOKEN": "t0ken==",
+}
 EXPORT = "MY_SETTING WANDB_API_KEY ALL_PROXY"
-NOT_SENT = {"TORCH_INDEX_URL": "https://packages", "EDITOR": "ed"}
+NOT_SENT = {"TORCH_INDEX_URL": "https://packages", "EDITOR": "ed", "AWS_EXECUTION_ENV": "here"}
 
 # Stand-in for ssh: the login shell of a node that has nothing of this environment.
 SSH = """#!/usr/bin/env bash
@@ -47,6 +55,17 @@ PDSH = """#!/usr/bin/env bash
 command=$*
 exports=${command#*export }
 env -i PATH=/usr/bin:/bin bash -c "export ${exports%%; cd /*}; env -0" >"${0%/*}/seen_0.env"
+"""
+# Stand-in for a pdsh that is connected to two hosts, on the first of which the launch ends; and for what DeepSpeed's
+# launcher has it do when it gets SIGTERM. The interpreter is named so that ps shows the name of the script.
+PDSH_OF_TWO_HOSTS = """#!/bin/bash
+[[ $* != *pkill* ]] || { touch "${0%/*}/pkill"; exit; }
+trap 'kill $(jobs -p); wait; exit 1' TERM
+ssh ends & ssh hangs & wait
+"""
+SSH_OF_TWO_HOSTS = """#!/bin/bash
+trap 'kill $!; exit 1' TERM
+case $1 in ends) sleep 4 ;; hangs) sleep 900 & wait ;; esac
 """
 SCONTROL = """#!/usr/bin/env bash
 # Stand-in for Slurm's
@@ -120,6 +139,20 @@ def test_a_secret_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     }
     assert run_script(TINY, tmp_path, **given).returncode == 0
     assert set((tmp_path / "modes").read_text().split()) == {"600"}
+
+
+@pytest.mark.slow
+def test_when_the_launch_on_one_host_ends_deepspeed_ends_those_on_others(tmp_path: Path) -> None:
+    bin_dir = tmp_path / "bin"
+    stand_in(bin_dir / "pdsh", PDSH_OF_TWO_HOSTS)
+    stand_in(bin_dir / "ssh", SSH_OF_TWO_HOSTS)
+    data = ROOT / "tests" / "golden" / "upstream_run" / "data"
+    given = settings(tmp_path, "deepspeed", sys.executable) | {"HOST_GRACE": "1", "DS_ACCELERATOR": "cpu"}
+    given |= {"DATA_PATH": str(data / "corpus_text_document"), "TOKENIZER_MODEL": str(data / "tokenizer.model")}
+    done = run_script(TINY, tmp_path, **given)
+    assert done.returncode == 1, done.stderr[-3000:]
+    assert "the launch on 1 of 2 hosts ended 1 s ago: ending the others" in done.stderr
+    assert (bin_dir / "pkill").exists()  # on all hosts
 
 
 @pytest.mark.slow

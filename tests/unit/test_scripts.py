@@ -12,9 +12,12 @@ from typing import NamedTuple
 
 import pytest
 
+from megatron.checkpointing.engines.registry import builtin_engines
 from megatron.launch.cli import parse_arguments
 from tests.unit.script_helpers import BENCH, ROOT, TINY, configuration, dry_run, run_script
+from tools.ckpt_replay.options import ALL
 from tools.ckpt_replay.options import parse_arguments as parse_arguments_of_replay
+from tools.ckpt_replay.plan import CONNECTOR, RAW
 from tools.restart_drill.own_shm import may_mount
 
 
@@ -135,6 +138,18 @@ def test_tiny_runs_on_cpus(tmp_path: Path) -> None:
     assert command.environment["OMP_NUM_THREADS"] == "1"
 
 
+def test_a_dry_run_says_what_saves_in_memory_take_of_a_host(tmp_path: Path) -> None:
+    settings = {"DRY_RUN": "1", "ENGINE": "memory", "WORK_DIR": str(tmp_path / "work")}
+    python = {"SKIP_SETUP": "1", "PYTHON": sys.executable}
+    done = run_script("run_70b_tp8_pp8.sh", tmp_path, **settings, **python)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 8  # the commands
+    assert "saves in host memory, the fullest of 8 hosts, 8 ranks: " in done.stderr
+    none = run_script("run_70b_tp8_pp8.sh", tmp_path, **settings, VENV_DIR=str(tmp_path / "none"))
+    assert none.returncode == 0 and f"there is no {tmp_path}/none/bin/python yet" in none.stderr
+    assert none.stdout.count("\n") == 8 and list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.slow
 def test_a_dry_run_shows_the_plan_of_its_own_settings(tmp_path: Path) -> None:
     settings = {
@@ -185,6 +200,8 @@ def test_fork_launcher(tmp_path: Path) -> None:
     assert single.launcher[1] == str(ROOT / "megatron" / "launch")
     assert (plan.nproc_per_node, plan.nnodes, plan.max_restarts, plan.master_port) == (8, 1, 3, None)
     assert configuration(single, 8).parallel.data_parallel_size == 2
+    (standby,) = dry_run(TINY, tmp_path, LAUNCHER="fork", MAX_RESTARTS="1", STANDBY="1")
+    assert parse_arguments([*standby.launcher[2:], str(ROOT / "pretrain_gpt.py")]).standby and not plan.standby
     nodes = dry_run("run_7b_tp4_pp2.sh", tmp_path, LAUNCHER="fork", GPUS_PER_NODE="4", MASTER_ADDR="node0")
     plans = [parse_arguments([*node.launcher[2:], str(ROOT / "pretrain_gpt.py")]) for node in nodes]
     assert [(plan.node_rank, plan.nnodes, plan.rank(1)) for plan in plans] == [(0, 2, 1), (1, 2, 5)]
@@ -277,6 +294,9 @@ def test_too_few_gpus_in_the_hostfile_are_counted(tmp_path: Path) -> None:
         ("run_7b_tp4_pp2.sh", {"KILL_AT": "3", "MODE": "replay"}, "KILL_AT=3: MODE=replay injects no fault"),
         ("run_7b_tp4_pp2.sh", {"COMMAND_TO": "/c", "MODE": "replay"}, "COMMAND_TO: MODE=replay trains nothing"),
         (TINY, {"MAX_RESTARTS": "1"}, "MAX_RESTARTS=1: only LAUNCHER=fork restarts in place"),
+        (TINY, {"LAUNCHER": "fork", "STANDBY": "1"}, "STANDBY=1: needs MAX_RESTARTS, and one node (no HOSTFILE)"),
+        (TINY, {"STANDBY": "yes"}, "STANDBY=yes: use 1, or leave it out"),
+        (TINY, {"HOST_GRACE": "soon"}, "HOST_GRACE=soon: give whole seconds"),
         ("run_7b_tp4_pp2.sh", {"DEVICE": "cpu"}, "DEVICE=cpu: the 7b preset needs GPUs"),
         ("run_7b_tp4_pp2.sh", {"HOSTFILE": "/no/such"}, "HOSTFILE=/no/such: cannot be read"),
         ("run_7b_tp4_pp2.sh", {"DRY_RUN": "1", "GPUS_PER_NODE": "3"}, "set GPUS_PER_NODE to a divisor of 8"),
@@ -402,12 +422,25 @@ def test_a_model_that_there_is_not_is_one_message(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["train", "restart", "scaled", "replay"])
 def test_what_cannot_be_is_one_message_before_any_rank_is_started(mode: str, tmp_path: Path) -> None:
     (said,) = ask_for(tmp_path, mode, ENGINE="nope")
-    assert "engine nope: no such engine; there are: torch " in said
+    assert "error: ENGINE=nope: there is no engine nope; give one of torch lazy " in said
     (tmp_path / "file").touch()
     (said,) = ask_for(tmp_path, mode, SAVE_DIR=str(tmp_path / "file" / "save"))
     assert f"{tmp_path}/file/save: cannot be " in said
     (said,) = ask_for(tmp_path, mode, WORK_DIR=str(tmp_path / "file" / "work"))
     assert f"WORK_DIR={tmp_path}/file/work: cannot be written to; set another" in said
+
+
+@pytest.mark.parametrize("mode", ["train", "replay"])
+def test_an_engine_that_there_is_not_is_not_printed_or_submitted(mode: str, tmp_path: Path) -> None:
+    given = {"MODE": mode, "DRY_RUN": "1", "WORK_DIR": str(tmp_path / "work")}
+    known = [*builtin_engines(), *([*RAW, CONNECTOR, ALL] if mode == "replay" else [])]
+    for script, *words in (["run_7b_tp4_pp2.sh"], ["submit.sh", "7b_tp4_pp2", "--scheduler", "slurm"]):
+        done = run_script(script, tmp_path, *words, ENGINE="nope", **given)
+        assert done.returncode == 2 and done.stdout == ""
+        assert done.stderr.endswith(f"ENGINE=nope: there is no engine nope; give one of {' '.join(known)}\n")
+        several = run_script(script, tmp_path, *words, ENGINE=",".join(known), **given)
+        assert several.returncode == (0 if mode == "replay" else 2), several.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("mode", ["train", "restart", "replay"])

@@ -98,10 +98,13 @@ def test_a_job_of_a_mode_without_gpus_is_of_one_node(tmp_path: Path) -> None:
 @pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
 def test_a_dry_run_shows_the_job_and_no_secret(scheduler: str, tmp_path: Path) -> None:
     settings = {"DRY_RUN": "1", "WORK_DIR": str(tmp_path / "work"), "HF_TOKEN": SECRET, "DEVICE": "cuda"}
+    settings |= {"AWS_SECRET_ACCESS_KEY": SECRET, "AWS_ENDPOINT_URL": "https://store", "SAVE_DIR": "s3://bucket/run"}
     done = run_script("submit.sh", tmp_path, TINY[4:-3], "--scheduler", scheduler, "--", "-x", "a b", **settings)
     assert done.returncode == 0 and list(tmp_path.iterdir()) == [], done.stderr
     script, _, submitted = done.stdout.rstrip("\n").rpartition("\n")
     assert SECRET not in done.stdout and "export HF_TOKEN=***" in script
+    assert "export AWS_SECRET_ACCESS_KEY=***" in script
+    assert {"export AWS_ENDPOINT_URL=https://store", "export SAVE_DIR=s3://bucket/run"} < set(script.splitlines())
     assert shlex.split(submitted)[-3:] == ["-x", "a b", str(tmp_path / "work" / f"job.{scheduler}")]
 
 
@@ -117,6 +120,9 @@ def test_an_image_becomes_the_ranks_python(tmp_path: Path) -> None:
     python = Path(variables["PYTHON"])
     assert variables["SKIP_SETUP"] == "1" and f"--bind {ROOT} " in python.read_text()
     assert python.stat().st_mode & stat.S_IXUSR and str(image) in python.read_text()
+    assert f"--bind {tmp_path / 'save'} {image} " in python.read_text() and (tmp_path / "save").is_dir()
+    assert run_script("submit.sh", tmp_path, "3b_tp4_pp1", **given | {"SAVE_DIR": "s3://bucket/run"}).returncode == 0
+    assert "s3:" not in python.read_text() and not (tmp_path / "s3:").exists()
 
 
 def test_without_a_scheduler_the_preset_runs_here(tmp_path: Path) -> None:

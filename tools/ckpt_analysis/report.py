@@ -26,6 +26,8 @@ from .metrics.operations import measure, rank_times
 from .metrics.rank_tables import RankTables, rank_tables
 from .metrics.results import OperationStats, StartStats, TargetResult
 from .metrics.starts import measure_starts, start_times
+from .metrics.store_traffic import store_traffic
+from .metrics.tiers import replications, tier_reads
 from .model.frame import Frames, make_frames, no_frames
 from .model.model_info import describe_model
 from .model.probe_values import probe_values
@@ -152,7 +154,12 @@ def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
         [(process["cycle"], process["rank"], process["host"]) for process in trace.ranks], schema=_HOSTS, orient="row"
     )
     copies = device_copies(frames, probes, hosts)
-    saves = [replace(save, device_copies=copies.get(save.group)) for save in saves]
+    sent, read = replications(frames, probes), tier_reads(frames, times["load"].seconds, hosts)
+    saves = [replace(s, device_copies=copies.get(s.group), replication=sent.get(s.group)) for s in saves]
+    loads = [replace(load, tiers=read.get(load.group, [])) for load in loads]
+    traffic = store_traffic(frames, probes)
+    saves = [replace(save, store_traffic=traffic.get(save.group)) for save in saves]
+    loads = [replace(load, store_traffic=traffic.get(load.group)) for load in loads]
     report = Report(
         directory=trace.directory,
         run_id=trace.run_id,

@@ -78,12 +78,15 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument(
         "--run", action="store_true", help="also what a run of it needs: configuration, memory of a host, storage"
     )
+    parser.add_argument(
+        "--host-memory", action="store_true", help="only what saves of engine memory take of a host's memory"
+    )
     for name, default, what in _RUN_NUMBERS:
         parser.add_argument(
             f"--{name}",
             type=float if "target" in name else int,
             metavar="N",
-            help=f"with --run: {what} (default: {default})",
+            help=f"with --run{', --host-memory' if name == 'ranks-per-host' else ''}: {what} (default: {default})",
         )
     parser.add_argument("--format", choices=("table", "json"), default="table", help="output (default: table)")
     parser.add_argument("--verbose", action="store_true", help="tell time and memory of the planning on stderr")
@@ -97,7 +100,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         planned = _configuration(arguments, flags)
         _check_ranks(planned[1].world_size, str(planned[1]))
-        if importlib.util.find_spec("torch") is None:
+        if arguments.host_memory:
+            status = _answer_host_memory(planned, arguments)
+        elif importlib.util.find_spec("torch") is None:
             status = _answer_without_torch(planned, arguments)
         else:
             listing = _read_listing(arguments.compare_listing)
@@ -119,17 +124,20 @@ def _configuration(arguments: argparse.Namespace, flags: list[str]) -> Planned:
         raise ConfigError(f"--engine {arguments.engine}: upstream writes with torch.save; drop it or --upstream")
     for name, _, _ in _RUN_NUMBERS:
         value = getattr(arguments, name.replace("-", "_"))
-        if value is not None and not arguments.run:
+        if value is not None and not arguments.run and not (arguments.host_memory and name == "ranks-per-host"):
             raise ConfigError(f"--{name} {value:g}: tells what a run needs; give --run, too, or drop it")
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{name} {value:g}: must be more than 0")
     if arguments.zero != 1:
         raise ConfigError(f"--zero {arguments.zero}: checkpoints are made of ZeRO-1 shards; use --zero 1")
+    given = bool(flags)
+    if arguments.engine is not None:
+        flags = [*flags, "--checkpoint-engine", arguments.engine]  # some flags fit some engines alone
     if arguments.model is not None:
         sizes = (1 if arguments.tp is None else arguments.tp, 1 if arguments.pp is None else arguments.pp)
         flags = ["--zero-stage", str(arguments.zero), *flags]
         return config_for(arguments.model, *sizes, arguments.dp, arguments.vocab_size, flags=flags)
-    if not flags:
+    if not given:
         raise ConfigError(
             f"--model is missing: give one of {', '.join(preset_names())}, or flags of pretrain_gpt.py after --"
         )
@@ -206,6 +214,22 @@ def _answer_without_torch(planned: Planned, arguments: argparse.Namespace) -> in
             raise ConfigError(f"--{name.replace('_', '-')}: {NOTE}")
     plan = plan_tensors(planned)
     write_stdout(to_json(plan) if arguments.format == "json" else render(plan))
+    return OK
+
+
+def _answer_host_memory(planned: Planned, arguments: argparse.Namespace) -> int:
+    """Write what engine `memory` takes. Raises ConfigError for another one, or with a flag that asks for more."""
+    from .slots import host_memory, render, to_json
+
+    engine = arguments.engine or planned[0].checkpoint.checkpoint_engine
+    if engine != "memory":
+        raise ConfigError(f"--host-memory: engine {engine} keeps no saves in memory; give --engine memory")
+    for name in ("iteration", "upstream", "compare_listing", "summary", "run"):
+        if getattr(arguments, name):
+            raise ConfigError(f"--{name.replace('_', '-')}: not told with --host-memory; drop one of the two")
+    ranks = next(default for name, default, _ in _RUN_NUMBERS if name == "ranks-per-host")
+    found = host_memory(planned, int(arguments.ranks_per_host or ranks))
+    write_stdout(to_json(found) if arguments.format == "json" else render(found))
     return OK
 
 

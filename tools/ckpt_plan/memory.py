@@ -20,7 +20,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.checkpointing.engines.base import MIB, FileState
+from megatron.checkpointing.room import slot_bytes
 from megatron.config import Config
+from megatron.processes.memory_slots import SLOTS_PER_RANK
 
 from .activations import ELEMENT_SIZE, activation_bytes
 from .kinds import MASTER_WEIGHTS, MOMENTS, file_tensor_bytes
@@ -34,6 +36,7 @@ HOST_NOTES = {
     "torch": "tensors of the largest file, copied from the device before they are written",
     "fastpersist": "tensors of the largest file, and 64 MiB of buffers where FastFileWriter is used",
     "fastpersist-decoupled": "all tensors of the rank, copied for the writing process",
+    "memory": "two slots, each of which takes a whole save of the rank, for as long as it trains",
     "lazy": "--host-cache-size; by default all tensors of the rank, if half its share of free memory takes them",
     "none": "nothing is written",
 }
@@ -58,8 +61,11 @@ def device_bytes(
     }
 
 
-def host_bytes(engine: str, config: Config, files: Sequence[FileState]) -> int:
+def host_bytes(engine: str, config: Config, files: Sequence[FileState], stage: StageOnMeta) -> int:
     """Bytes on the host, as HOST_NOTES says."""
+    if engine == "memory":
+        parameters = sum(parameter.numel() for parameter in stage.parameters())
+        return SLOTS_PER_RANK * slot_bytes(config, parameters, config.parallel.data_parallel_size)
     sizes = [file_tensor_bytes(file) for file in files]
     largest, total = max(sizes, default=0), sum(sizes)
     if engine == "lazy":

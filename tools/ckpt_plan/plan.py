@@ -127,7 +127,7 @@ def _plan_rank(planned: Planned, engine: str, progress: Progress, rank: int) -> 
     total = sum(file.num_bytes for file in saved)
     by_kind = kinds | {METADATA: total - sum(kinds.values())} if saved else dict.fromkeys(KINDS, 0)
     files = tuple(PlannedFile(file.name, file.num_bytes, rank) for file in saved)
-    host = host_bytes("torch" if engine == UPSTREAM else engine, config, states)
+    host = host_bytes("torch" if engine == UPSTREAM else engine, config, states, stage)
     return RankPlan(rank, at, files, by_kind, device, host), saved
 
 

@@ -23,6 +23,7 @@ from megatron.config import Config
 from megatron.config.uris import is_uri
 
 from ..common.formatting import size
+from . import slots
 from .plan import UPSTREAM, Plan, RankPlan
 
 
@@ -51,6 +52,7 @@ class RunNeeds:
     lack: str | None
     targets: Targets
     in_background: bool
+    memory: slots.HostMemory | None  # of engine `memory`
 
 
 def run_needs(plan: Plan, ranks_per_host: int, targets: Targets) -> RunNeeds:
@@ -75,6 +77,9 @@ def run_needs(plan: Plan, ranks_per_host: int, targets: Targets) -> RunNeeds:
         lack=None if free is None or not one else lack_of_space(config, one, 0, saves, free),
         targets=targets,
         in_background=plan.engine != UPSTREAM and engine_class(plan.engine).asynchronous,
+        memory=slots.host_memory((config, plan.layout, plan.vocab_sizes), ranks_per_host)
+        if plan.engine == "memory"
+        else None,
     )
 
 
@@ -113,6 +118,7 @@ def to_dict(needs: RunNeeds) -> dict[str, Any]:
         "configuration": needs.configuration,
         "ranks_per_host": needs.ranks_per_host,
         "host_bytes_estimate": needs.host_bytes,
+        "memory": None if needs.memory is None else slots.to_dict(needs.memory),
         "saves": needs.saves,
         "kept_at_most": needs.kept,
         "kept_bytes": needs.kept * needs.checkpoint_bytes,
@@ -141,7 +147,10 @@ def render(needs: RunNeeds) -> str:
     lines = ["", "configuration, where it is not the default:"]
     lines += [f"  {name:34} {_shown(value)}" for name, value in needs.configuration.items()]
     host, kept = size(needs.host_bytes, 2), size(found["kept_bytes"], 2)
-    lines += ["", f"host memory, {needs.ranks_per_host} ranks a host: {host} while they save, beside their state"]
+    if needs.memory is not None:
+        lines += ["", *slots.render(needs.memory).splitlines()]
+    else:
+        lines += ["", f"host memory, {needs.ranks_per_host} ranks a host: {host} while they save, beside their state"]
     room = f"storage: {needs.saves} saves, of which at most {needs.kept} are there at once: {kept}"
     lines.append(room + ("" if needs.free is None else f"; {size(needs.free, 2)} are free in {needs.free_of}"))
     if needs.lack is not None:

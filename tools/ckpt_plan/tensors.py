@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron.config import Config, ConfigError, ModelConfig
@@ -33,11 +33,12 @@ _AROUND_BLOCKS = 4  # pipeline layers beside the blocks: nothing, embedding; fin
 
 @dataclass(frozen=True)
 class RankTensors:
-    """Bytes of the tensors that one rank writes, by kinds.TENSOR_KINDS."""
+    """Bytes of the tensors that one rank writes, by kinds.TENSOR_KINDS; how many parameters it has."""
 
     rank: int
     at: Coordinates
     by_kind: dict[str, int]
+    parameters: int
 
 
 @dataclass(frozen=True)
@@ -76,15 +77,17 @@ def plan_tensors(planned: Planned) -> TensorPlan:
         last = stage == layout.pp - 1
         tied = not config.model.untie_embeddings_and_output_weights and last and layout.pp > 1
         copies = [_word_embedding(config.model, vocab_sizes[1], layout.tp)] if tied else []
-        by_stage.append([_rank_bytes(config, layout.dp, dp, held, [*held, *copies]) for dp in range(layout.dp)])
+        optimized = [*held, *copies]
+        parameters = sum(layer.decayed + layer.plain for layer in optimized)
+        by_stage.append([(_rank_bytes(config, layout.dp, dp, held, optimized), parameters) for dp in range(layout.dp)])
     ranks = []
     for rank, at in enumerate(map(layout.coordinates, range(layout.world_size))):
-        ranks.append(RankTensors(rank, at, by_stage[at.pp][at.dp]))
+        ranks.append(RankTensors(rank, at, *by_stage[at.pp][at.dp]))
     return TensorPlan(layout, config, vocab_sizes, tuple(ranks))
 
 
 def _rank_bytes(
-    config: Config, dp: int, dp_rank: int, written: Iterable[_Layer], optimized: Iterable[_Layer]
+    config: Config, dp: int, dp_rank: int, written: Iterable[_Layer], optimized: Sequence[_Layer]
 ) -> dict[str, int]:
     """What a rank writes of a stage, by kind; `written`: layers with files, `optimized`: and tied copies."""
     found = dict.fromkeys(TENSOR_KINDS, 0)
@@ -93,7 +96,6 @@ def _rank_bytes(
         found[WEIGHTS] = elements * _ELEMENT_SIZE[config.model.params_dtype]
     if config.checkpoint.no_save_optim:
         return found
-    optimized = list(optimized)
     moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
     for group in (sum(layer.decayed for layer in optimized), sum(layer.plain for layer in optimized)):
         # Each group is padded to a multiple of 2 x DP elements, and cut into DP equal partitions.

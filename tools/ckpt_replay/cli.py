@@ -30,7 +30,7 @@ from .answer import sentence
 from .figures import analyse
 from .launch import TaskError, crew_of
 from .options import ALL, TARGETS, parse_arguments, request_from
-from .places import check_writable, remove
+from .places import check_writable, remove, store_in_words
 from .plan import ReplayError, Request, place_of
 from .replay import Replay
 from .striping import check_striping, set_striping
@@ -89,7 +89,7 @@ def _replay(arguments: argparse.Namespace) -> dict[str, Any] | None:
         request = _settled(request, prepared, explicit=arguments.engine != ALL)
         if crew.leads:
             _make(place, request)
-        kind = filesystem_of(place) if isinstance(place, Path) else _store_of()
+        kind = filesystem_of(place) if isinstance(place, Path) else store_in_words()
         before = machine() | {"filesystem": kind}
         samples = Replay(request, crew, place, f"{key}/{name}", _report if crew.leads else _ignore).run()
     if not crew.leads:
@@ -177,12 +177,6 @@ def _make(place: Place, request: Request) -> None:
         place.mkdir()
         if request.striping is not None:
             set_striping(request.striping, place)
-
-
-def _store_of() -> str:
-    """Which object storage, in words; a bucket's is no file system."""
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    return f"object storage at {endpoint}" if endpoint else "Amazon S3"
 
 
 def _report(text: str) -> None:

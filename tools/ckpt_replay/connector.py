@@ -98,8 +98,13 @@ class Connector:
         return f"rank_{self._process:05d}/{file.name}/{name}"
 
 
+def client_of_connector() -> Any:
+    """The library's client, by the variables that botocore goes by, too."""
+    return _settings()[1]
+
+
 def _settings() -> tuple[str, Any]:
-    """(region, the file system of the library), by the variables that botocore goes by, too."""
+    """(region, the client of the library)."""
     from s3torchconnector import S3ClientConfig
     from s3torchconnector._s3client import S3Client
 

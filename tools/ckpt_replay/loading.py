@@ -169,9 +169,10 @@ class _Stored:
         op.label(tag=candidate.tag, step=candidate.step)
         begun = now_ns()
         checkpoint = SavedCheckpoint(candidate.directory, found.manifest.files)
-        wanted = dict.fromkeys(saved.name for file in live for saved in checkpoint.holding(file.name))
-        self._files(candidate, wanted, op)
-        states = self._engine.load_into(live, checkpoint, op)
+        wanted = list(dict.fromkeys(saved.name for file in live for saved in checkpoint.holding(file.name)))
+        states = self._files.load(
+            candidate, wanted, self._engine, lambda stored: self._engine.load_into(live, stored, op), op
+        )
         return states, now_ns() - begun
 
     def close(self) -> None:

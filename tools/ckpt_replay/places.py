@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +31,15 @@ def check_writable(uri: ObjectUri) -> None:
     bucket.delete([key])
 
 
+def problem_of(uri: ObjectUri) -> str | None:
+    """Why nothing can be written below the prefix, and what to change; None if it can."""
+    try:
+        check_writable(uri)
+    except ObjectStoreError as exc:
+        return str(exc)
+    return None
+
+
 def remove(place: Place) -> None:
     """All that is there. What of a bucket cannot be removed stays: the figures are what was asked for."""
     if isinstance(place, Path):
@@ -42,3 +52,9 @@ def remove(place: Place) -> None:
             bucket.abort_upload(key, upload)
     except ObjectStoreError:
         return
+
+
+def store_in_words() -> str:
+    """Which object storage; a bucket's is no file system."""
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    return f"object storage at {endpoint}" if endpoint else "Amazon S3"

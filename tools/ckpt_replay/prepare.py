@@ -49,6 +49,13 @@ def engine_problems(request: Request) -> dict[str, str]:
     return problems
 
 
+_OF_A_LAUNCH = (
+    "engine {name}: its slots and copies belong to a launch, whose agents hold them and send them to other hosts; a "
+    "replay has no agents: `python -m benchmarks.replication_traffic` measures them. What it writes to storage is what "
+    "engine lazy writes: replay that"
+)
+
+
 def unavailable_engines(names: Sequence[str]) -> dict[str, str]:
     """Of the engines that cannot save on this machine, or have nothing to save: why. Raises UnknownEngineError."""
     from megatron.checkpointing.engines.base import EngineOptions
@@ -59,6 +66,9 @@ def unavailable_engines(names: Sequence[str]) -> dict[str, str]:
         try:
             if not engine_class(name).writes_files:
                 problems[name] = f"engine {name} writes no files, so there is nothing to replay"
+                continue
+            if engine_class(name).keeps_in_memory:
+                problems[name] = _OF_A_LAUNCH.format(name=name)
                 continue
             engine = create_engine(name, EngineOptions())
             try:

@@ -125,6 +125,7 @@ class _Saver:
         self._writer = CheckpointWriter(
             self.engine, ctx.control, ctx.recorder, identity, ctx.attempt, ctx.commit_control
         )
+        self._held.callback(self._writer.close)
         self._store = self._store_of(ctx)
 
     def close(self) -> None:

@@ -25,17 +25,22 @@ class Request:
     method: str
     path: str  # with the query
     count: int  # of requests until now, from 1
+    headers: dict[str, str]
 
 
 Fault = Callable[[Request], str | None]
 # Of no answer, or a refusal:
-UNANSWERED = ("drop", "delay", "500", "503", "403")
+UNANSWERED = ("drop", "delay", "500", "503", "403", "expired", "region")
 # Of a request that is passed on, without its conditions, or so that its answer is dropped, cut off or falsified:
 FALSIFIED = ("unconditional", "answer", "truncate", "etag", "corrupt")
 # Of a store that is slow, and answers in the end:
 SLOW = ("first-byte", "rate-limit")
 FAULTS = (*UNANSWERED, *FALSIFIED, *SLOW)
-_CODES = {"500": "InternalError", "503": "SlowDown", "403": "AccessDenied"}
+_CODES = {
+    "500": (500, "InternalError"), "503": (503, "SlowDown"), "403": (403, "AccessDenied"),
+    "expired": (400, "ExpiredToken"), "region": (301, "PermanentRedirect"),
+}  # fmt: skip
+BUCKET_REGION = "eu-west-3"  # that an answer names which says that the bucket is elsewhere
 
 
 @dataclass
@@ -97,7 +102,7 @@ class FaultProxy:
     def pass_on(self, client: BaseHTTPRequestHandler) -> None:
         body = client.rfile.read(int(client.headers.get("Content-Length") or 0))
         with self._lock:
-            request = Request(client.command, client.path, len(self.seen) + 1)
+            request = Request(client.command, client.path, len(self.seen) + 1, dict(client.headers.items()))
             self.seen.append(request)
         fault = self.fault(request)
         if fault == "rate-limit":
@@ -110,9 +115,9 @@ class FaultProxy:
             client.close_connection = True
             return
         if fault in _CODES:
-            _answer(
-                client, int(fault), {}, f"<Error><Code>{_CODES[fault]}</Code><Message>no</Message></Error>".encode()
-            )
+            status, code = _CODES[fault]
+            headers = {"x-amz-bucket-region": BUCKET_REGION} if fault == "region" else {}
+            _answer(client, status, headers, f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode())
             return
         unconditional = ("if-match", "if-none-match") if fault == "unconditional" else ()
         kept = {name: value for name, value in client.headers.items() if name.lower() not in unconditional}

@@ -53,17 +53,19 @@ def strike(supervisor: Supervisor, cycle: int, intent: Intent) -> Struck:
     launch.of_ranks()  # what a rank has started cannot be found by it once it is dead
     launch.expect_failure()
     supervisor.prepare(intent.fault)
-    trace.failure("injected", cycle=cycle, detail=intent.fault, iteration=iteration)
-    watch = _Watch(supervisor, cycle, now_ns())
+    since_ns = now_ns()
     with contextlib.ExitStack() as stack:
-        if intent.fault == DISK_FULL:
+        processes, fill = 0, _nothing
+        if intent.fault == DISK_FULL:  # before it is on record: filling takes time, in which saves would find room
             assert isinstance(plan.checkpoints, Path)
-            processes, fill = 0, stack.enter_context(full_disk(plan.checkpoints))
-        elif (what := of_storage(intent.fault)) is not None:
+            fill = stack.enter_context(full_disk(plan.checkpoints))
+        trace.failure("injected", cycle=cycle, detail=intent.fault, iteration=iteration)
+        watch = _Watch(supervisor, cycle, since_ns)
+        if (what := of_storage(intent.fault)) is not None:
             assert supervisor.proxy is not None
-            processes, fill = 0, stack.enter_context(_store_struck(supervisor.proxy, what))
-        else:
-            processes, fill = inject(intent.fault, launch), _nothing
+            stack.enter_context(_store_struck(supervisor.proxy, what))
+        elif intent.fault != DISK_FULL:
+            processes = inject(intent.fault, launch)
         outcome = watch.until_failure(intent.fault, fill)
         if outcome.then is not None:
             trace.failure("injected", cycle=cycle, detail=outcome.then, iteration=outcome.iteration)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.config.uris import ObjectUri, place_of
+
 from ..common.cli import COULD_NOT_RUN, FINDINGS, OK, make_parser, write_stdout
 
 if TYPE_CHECKING:
@@ -39,8 +41,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("sweep", type=Path, metavar="SWEEP.yaml", help="what is to be measured")
     help_ = "directory of the results: new, or that of the same sweep, which is resumed (default: runs/sweep_NAME)"
     parser.add_argument("--out", type=Path, metavar="DIR", help=help_)
-    help_ = "where checkpoints are written, on the storage that is measured (default: below --out)"
-    parser.add_argument("--dir", type=Path, metavar="DIR", help=help_)
+    help_ = (
+        "where checkpoints are written, s3://BUCKET/PREFIX too: on the storage that is measured (default: below --out)"
+    )
+    parser.add_argument("--dir", metavar="DIR", help=help_)
     parser.add_argument("--dry-run", action="store_true", help="list cells and sizes; run and write nothing")
     help_ = "a few small cells of each kind, one repeat, trainings scaled down: whether it runs here; measures nothing"
     parser.add_argument("--reduced", action="store_true", help=help_)
@@ -92,8 +96,12 @@ def _run(arguments: argparse.Namespace, sweep: Sweep, cells: list[Cell]) -> int:
     from .sweep import run_cells
 
     out = (arguments.out or Path("runs") / f"sweep_{sweep.name}").absolute()
-    storage = None if arguments.dir is None else arguments.dir.absolute()
-    _check_storage(storage)
+    storage = None if arguments.dir is None else place_of("--dir", arguments.dir)
+    if isinstance(storage, Path):
+        storage = storage.absolute()
+        _check_storage(storage)
+    elif storage is not None:
+        _check_bucket(storage, sweep, cells)
     _check_hosts(cells)
     with opened(out, sweep, cells, storage) as directory:
         if arguments.retry_failed:
@@ -106,12 +114,31 @@ def _run(arguments: argparse.Namespace, sweep: Sweep, cells: list[Cell]) -> int:
     return FINDINGS if failed else OK
 
 
-def _check_storage(storage: Path | None) -> None:
+def _check_bucket(storage: ObjectUri, sweep: Sweep, cells: list[Cell]) -> None:
+    """Raises SweepError if --dir cannot be written to, or if what is asked for makes no sense in object storage."""
+    from ..ckpt_replay.places import problem_of
+    from ..common.sweep_files import COLD, STORAGE
+    from .directory import SweepError
+
+    for cell in cells:
+        wrong = None
+        if cell.mode == STORAGE:
+            wrong = "storage_bytes: the storage itself is measured with files; give storage_bytes: none"
+        elif COLD in cell.cache:
+            wrong = "cache: cold drops the page cache of a file system; give cache: warm"
+        elif cell.settings.get("limit_bytes") == "fit" or "striping" in cell.settings:
+            wrong = "limit_bytes: fit and striping are of file systems; give a size, and drop striping"
+        if wrong is not None:
+            raise SweepError(f"--dir {storage}: {sweep.name} asks for what object storage does not have: {wrong}")
+    problem = problem_of(storage)
+    if problem is not None:
+        raise SweepError(f"--dir {storage}: {problem}")
+
+
+def _check_storage(storage: Path) -> None:
     """Raises SweepError if --dir is no directory that can be written to."""
     from .directory import SweepError
 
-    if storage is None:
-        return
     if not storage.is_dir():
         raise SweepError(f"--dir {storage}: is no directory; make it first, or correct the path")
     try:

@@ -8,6 +8,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.config.uris import Place, below
+
 from ..common.presets import SCRIPTS
 from ..common.sweep_files import COLD, DRILL_TRACE, NO_FAULT, REPLAY, STORAGE, TRACE, Cell
 from ..restart_drill.faults import ON_NODES
@@ -44,10 +46,10 @@ class Command:
 
 @dataclass(frozen=True)
 class Places:
-    """Directories of a cell: its own, one on the storage that is measured, and one for data that cells share."""
+    """Of a cell: its own directory, its place on the storage that is measured, and a directory that cells share."""
 
     cell: Path
-    storage: Path
+    storage: Place
     work: Path
 
 
@@ -66,7 +68,7 @@ def command_of(cell: Cell, places: Places, time_limit_s: float) -> Command:
     words = [
         *_tool("restart_drill"), "--fault", fault, "--at", moment, "--cycles", "1", "--no-reference",
         "--time-limit", f"{time_limit_s:.0f}", "--out", str(places.cell / "drill"),
-        "--checkpoints", str(places.storage / "checkpoints"), *(["--cold-cache"] if cell.cache == COLD else []),
+        "--checkpoints", str(below(places.storage, "checkpoints")), *(["--cold-cache"] if cell.cache == COLD else []),
         "--quiet",
     ]  # fmt: skip
     if fault in ON_NODES:
@@ -101,7 +103,8 @@ def _replay(cell: Cell, places: Places) -> Command:
     for name in _OF_REPLAY:
         if name in settings and (name != "stripe_command" or "striping" in settings):
             words += [f"--{name.replace('_', '-')}", str(settings[name])]
-    words += [] if COLD in cell.cache else ["--no-cold"]
+    # A store's caches are its own: its loads are neither.
+    words += ["--no-cold"] if COLD not in cell.cache and isinstance(places.storage, Path) else []
     words += [*shlex.split(settings.get("flags", "")), *_leaving(places)]
     words += ["--trace-dir", str(places.cell / TRACE)]
     layout = f"TP{cell.tp} x PP{cell.pp} x DP{cell.dp}"
@@ -130,7 +133,7 @@ def _script(cell: Cell, places: Places) -> Path:
     path = places.cell / f"run_{cell.model}_tp{cell.tp}_pp{cell.pp}.sh"
     path.write_text(
         "#!/usr/bin/env bash\nset -euo pipefail\n"
-        f"source {shlex.quote(str(SCRIPTS / 'common.sh'))}\nrun_preset {cell.model} {cell.tp} {cell.pp}\n"
+        f'source {shlex.quote(str(SCRIPTS / "common.sh"))}\nrun_preset {cell.model} {cell.tp} {cell.pp} "$@"\n'
     )
     return path
 
@@ -140,7 +143,7 @@ def _training_settings(cell: Cell, places: Places) -> dict[str, str]:
         "MODE": cell.mode,
         "ENGINE": cell.engine,
         "DP": str(cell.dp),
-        "SAVE_DIR": str(places.storage / "checkpoints"),
+        "SAVE_DIR": str(below(places.storage, "checkpoints")),
         "WORK_DIR": str(places.work),
     }
     found |= {name: str(cell.settings[key]) for key, name in _OF_TRAINING.items() if key in cell.settings}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..common.sweep_files import NO_FAULT
 from .sweep_file import Run, Sweep, layouts_of
 
 ENGINES, VALUES = 2, 2  # of each run, at most: engines, and values of what else it compares
@@ -12,7 +13,8 @@ STORAGE_BYTES = 16 << 20
 MOST_RANKS = 8  # of a training
 _SAID = (
     f"Reduced: one repeat, one model and layout of each run, {ENGINES} engines; replays of {LIMIT_BYTES} of each rank; "
-    f"trainings scaled down, on at most {MOST_RANKS} ranks. It shows that the sweep runs, and measures nothing."
+    f"trainings scaled down, on at most {MOST_RANKS} ranks, no longer than saves take. "
+    "It shows that the sweep runs, and measures nothing."
 )
 
 
@@ -45,8 +47,16 @@ def _reduced(run: Run) -> Run:
         operations=run.operations,
         striping=run.striping[:VALUES],
         settings={key: value for key, value in run.settings.items() if replay or key in ("iterations", "flags")}
-        | (small if replay else {}),
+        | (small if replay else _fewer_iterations(run)),
     )
+
+
+def _fewer_iterations(run: Run) -> dict[str, int]:
+    """Of a training without a fault, which says when it comes: as many as save at each interval, and one more."""
+    intervals = [interval for interval in run.save_intervals[:VALUES] if interval is not None]
+    if "iterations" not in run.settings or not intervals or run.faults[:1] != (NO_FAULT,):
+        return {}
+    return {"iterations": min(run.settings["iterations"], max(intervals) + 1)}
 
 
 def _fewer_ranks(layout: tuple[int, int, int]) -> tuple[int, int, int]:

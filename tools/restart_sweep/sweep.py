@@ -9,8 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron.config.uris import Place, below
 from restart_trace.redaction import redact_command
 
+from ..ckpt_replay.places import remove
 from ..common.formatting import plural
 from ..common.sweep_files import FAILED, LOG, OK, Cell
 from .commands import Places, command_of, environment
@@ -27,10 +29,12 @@ def run_cells(directory: SweepDirectory, cells: list[Cell], time_limit_s: float,
     """Measure what is still to be measured; how many cells of the sweep have failed. Raises OSError."""
     if ended := end_all(directory.id):
         say(f"ended {ended} processes that a killed sweep had left")
-    storage = storage_of(directory.out) / f"restart_sweep_{directory.id}"
-    shutil.rmtree(storage, ignore_errors=True)  # checkpoints of a cell that was interrupted
-    # --dir of an earlier start may be gone, such as a file system that is not mounted: it is not made anew.
-    storage.mkdir(parents=storage.parent == directory.out / "storage")
+    storage = below(storage_of(directory.out), f"restart_sweep_{directory.id}")
+    remove(storage)  # checkpoints of a cell that was interrupted
+    own = directory.out / "storage"
+    if isinstance(storage, Path):
+        # --dir of an earlier start may be gone, such as a file system that is not mounted: it is not made anew.
+        storage.mkdir(parents=storage.parent == own)
     directory.note_session(storage)
     _make_plans(directory, cells, say)
     waiting = [cell for cell in cells if directory.result(cell) is None]
@@ -38,7 +42,7 @@ def run_cells(directory: SweepDirectory, cells: list[Cell], time_limit_s: float,
         say(f"{len(cells) - len(waiting)} of {len(cells)} cells are done already")
     times = Times(directory, cells)
     for cell in waiting:
-        result = _measure(directory, cell, storage / cell.name, time_limit_s)
+        result = _measure(directory, cell, below(storage, cell.name), time_limit_s)
         times.note(cell, result["took_s"])
         waiting = waiting[1:]
         said = result["status"] if result["status"] == OK else f"FAILED: {result['reason']}"
@@ -46,9 +50,8 @@ def run_cells(directory: SweepDirectory, cells: list[Cell], time_limit_s: float,
         say(
             f"[{cell.index + 1}/{len(cells)}] {cell.what}, repeat {cell.repeat}: {result['took_s']:.1f} s, {said}{left}"
         )
-    shutil.rmtree(storage, ignore_errors=True)
-    if storage.parent == directory.out / "storage":
-        shutil.rmtree(storage.parent, ignore_errors=True)
+    remove(storage)
+    shutil.rmtree(own, ignore_errors=True)
     return sum((directory.result(cell) or {}).get("status") == FAILED for cell in cells)
 
 
@@ -63,19 +66,20 @@ def _make_plans(directory: SweepDirectory, cells: list[Cell], say: Say) -> None:
             say(f"no plan of {cell.plan_name}: {plan['error']}")
 
 
-def _measure(directory: SweepDirectory, cell: Cell, storage: Path, time_limit_s: float) -> dict[str, Any]:
+def _measure(directory: SweepDirectory, cell: Cell, storage: Place, time_limit_s: float) -> dict[str, Any]:
     """Run a cell and record what came of it; what it stored is removed."""
     path = directory.begin_cell(cell)
     work = directory.out / "work" / f"{cell.mode}_{cell.model}"
     for needed in (storage, work):
-        needed.mkdir(parents=True, exist_ok=True)
+        if isinstance(needed, Path):
+            needed.mkdir(parents=True, exist_ok=True)
     command = command_of(cell, Places(path, storage, work), time_limit_s)
     load = os.getloadavg()[0]
     began = time.time()
     try:
         ended = run(command.words, environment(command.settings), path / LOG, directory.id, time_limit_s)
     finally:
-        shutil.rmtree(storage, ignore_errors=True)
+        remove(storage)
     reason = _reason(ended, path / LOG, time_limit_s)
     result = {
         "name": cell.name,

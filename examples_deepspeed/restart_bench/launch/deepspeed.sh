@@ -70,5 +70,37 @@ deepspeed_launch() {
     if ((${#HOSTS[@]} > 0)); then
         printf '%s\n' "${DEEPSPEED_ENV[@]}" | write_private "$(deepspeed_env_file)"
     fi
-    exec "${COMMAND[@]}"
+    ((NNODES > 1)) || exec "${COMMAND[@]}"
+    deepspeed_over_hosts
+}
+
+# pdsh waits for every host, however the launch on one has ended: HOST_GRACE seconds (30) later DeepSpeed's launcher gets
+# SIGTERM, and ends those of all hosts.
+deepspeed_over_hosts() {
+    local runner status=0 most=0 now ended=
+    "${COMMAND[@]}" &
+    runner=$!
+    trap 'kill -TERM "$runner" 2>/dev/null || true' TERM INT HUP
+    while kill -0 "$runner" 2>/dev/null; do
+        sleep 1 &
+        wait $! || true # a signal ends this wait
+        now=$(deepspeed_connections "$runner")
+        ((now <= most)) || most=$now
+        ((now < most)) || continue
+        : "${ended:=$SECONDS}"
+        if ((SECONDS - ended >= ${HOST_GRACE:-30})); then
+            echo "the launch on $((most - now)) of $most hosts ended ${HOST_GRACE:-30} s ago: ending the others" >&2
+            kill -TERM "$runner" 2>/dev/null || true
+            break
+        fi
+    done
+    wait "$runner" || status=$?
+    return "$status"
+}
+
+# How many hosts pdsh is connected to, a child of DeepSpeed's launcher $1.
+deepspeed_connections() {
+    local pdsh
+    pdsh=$(pgrep -P "$1" -x 'pdsh(\.bin)?') || { echo 0; return; }
+    pgrep -c -P "$pdsh" -x ssh || true
 }

@@ -2,8 +2,9 @@
 #
 # A process that this script starts here inherits them. What ssh or DeepSpeed's launcher starts on another node does not.
 
-CARRIED_FAMILIES='^(NCCL|GLOO|FI|UCX|OMP|CUDA|TORCH|HF)_|^(LD_LIBRARY_PATH|PYTHONPATH)$'
-NOT_CARRIED='^TORCH_(VARIANT|INDEX_URL)$' # settings of setup_env.sh, which runs on this node only
+CARRIED_FAMILIES='^(NCCL|GLOO|FI|UCX|OMP|CUDA|TORCH|HF|AWS)_|^(LD_LIBRARY_PATH|PYTHONPATH)$'
+# Settings of setup_env.sh, which runs on this node only; and what a cloud tells the container or the machine that this is.
+NOT_CARRIED='^TORCH_(VARIANT|INDEX_URL)$|^AWS_(CONTAINER_|EXECUTION_ENV$|LAMBDA_)'
 
 # Sets USER_ENV to NAME=VALUE of each variable of the families above and of each that EXPORT names.
 collect_user_env() {

@@ -27,7 +27,7 @@ fork_command() {
         options=(--coordinator "${COORDINATOR:-$COORDINATOR_ADDR:PORT}" --node-rank "$1" --address "${HOSTS[$1]}")
         [[ -z ${MASTER_PORT:-} ]] || options+=(--master-port "$MASTER_PORT")
     else
-        options+=(--nnodes "$NNODES" --node-rank "$1" --max-restarts "${MAX_RESTARTS:-0}")
+        options+=(--nnodes "$NNODES" --node-rank "$1" --max-restarts "${MAX_RESTARTS:-0}" ${STANDBY:+--standby})
         if ((NNODES > 1)) || [[ -n ${MASTER_PORT:-} ]]; then
             options+=(--master-port "${MASTER_PORT:-29500}")
         fi

@@ -12,10 +12,10 @@ engine does it all in the first.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, reading
 from restart_trace.recorder import Operation
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from megatron.fileio.checksums import CheckedBytes
     from megatron.fileio.device_copies import CopyStream
+    from megatron.fileio.open_files import RangedFiles
     from megatron.peers.client import Peer
     from megatron.peers.wire import Key
 
@@ -43,6 +44,7 @@ class EngineOptions:
     host_cache_bytes: int | None = None  # --host-cache-size
     io_threads: int | None = None  # --io-threads
     io_block_bytes: int = 8 * MIB  # --io-block-size
+    saves_to_store: bool = False  # --save is object storage
     direct_io: str = "auto"  # --direct-io: auto, on or off
     rank: int = 0  # of the process that the engine runs in
     local_rank: int = 0  # among those of this host
@@ -92,10 +94,14 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint to load from. `files`: all of its manifest, by name; empty for a checkpoint without one."""
+    """A checkpoint to load from. `files`: all of its manifest, by name; empty for a checkpoint without one.
+
+    `ranged` opens its files, by their paths, if they are not on this node: for engines that `reads_ranges_of` them.
+    """
 
     directory: Path
     files: Mapping[str, SavedFile] = field(default_factory=dict)
+    ranged: RangedFiles | None = None
 
     def path(self, name: str) -> Path:
         """Of the file called `name`."""
@@ -115,6 +121,26 @@ class KeptSave:
 
 
 @dataclass(frozen=True)
+class KeptFiles(SavedCheckpoint):
+    """A save in memory whose files lie on several hosts, for a load onto another layout.
+
+    `bring` has bytes [start, stop) of the file of a name lie where the path that it returns can be opened. They are
+    not verified; other bytes of it may be holes. Raises CheckpointDamagedError if no holder gives them.
+    """
+
+    bring: Callable[[str, Sequence[tuple[int, int]]], Path] = field(kw_only=True)
+    header_bytes: Mapping[str, int] = field(kw_only=True)
+
+    def path(self, name: str) -> Path:
+        """Where the file has its header at least."""
+        return self.bring(name, [(0, self.header_bytes[name])])
+
+    def holding(self, state_name: str) -> list[SavedFile]:
+        """Every replica keeps the weights: the lowest rank's are as good as any."""
+        return super().holding(state_name)[:1]
+
+
+@dataclass(frozen=True)
 class PlacedTensor:
     """A tensor of a checkpoint with its placement (megatron.checkpointing.shard_metadata).
 
@@ -128,6 +154,30 @@ class PlacedTensor:
     start: int
     placement: Mapping[str, Any]
     checked: CheckedBytes | None = None
+
+
+class SaveTarget(Protocol):
+    """What a file of a save is written to, in blocks, in any order and from any thread."""
+
+    def write(self, buffer: memoryview, length: int, position: int) -> None:
+        """Write the first `length` bytes of `buffer`, which is aligned, at `position`."""
+        ...
+
+    def cut_off(self, size: int) -> None:
+        """All is written: the file ends after `size` bytes."""
+        ...
+
+    def sync(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class SaveTargets(Protocol):
+    """Where the files of a save go that are on no disk of this node."""
+
+    def open(self, name: str, num_bytes: int, data_start: int, block_bytes: int) -> SaveTarget:
+        """For a file of `num_bytes`: what is before `data_start` is written last, the rest in blocks from there on."""
+        ...
 
 
 class PendingSave(ABC):
@@ -181,6 +231,7 @@ class CheckpointEngine(ABC):
     wants_placements: ClassVar[bool] = False  # stores FileState.placements beside the tensors
     loads_in_place: ClassVar[bool] = False  # `load_into` fills the tensors that it is given
     redistributable: ClassVar[bool] = False  # has `load_values`, and `placed_tensors` if it stores placements
+    streams: ClassVar[bool] = False  # has `begin_streamed_save`
     keeps_in_memory: ClassVar[bool] = False  # has `begin_kept_save` and what follows it below
 
     def __init__(self, options: EngineOptions) -> None:
@@ -216,6 +267,10 @@ class CheckpointEngine(ABC):
         At most one save of an engine is pending: the caller waits for it before it begins the next.
         """
         return FinishedSave(self.save(files, directory, op))
+
+    def begin_streamed_save(self, files: Sequence[FileState], targets: SaveTargets, op: Operation) -> PendingSave:
+        """As `begin_save`, and the files are on no disk of this node on their way."""
+        raise NotImplementedError(f"{type(self).__name__} writes files")
 
     def begin_kept_save(
         self, files: Sequence[FileState], record: Mapping[str, Any], directory: Path | None, op: Operation
@@ -272,6 +327,10 @@ class CheckpointEngine(ABC):
             pending.release_state()
             return pending.wait()
         return note_saved([self._save_file(file, directory, op) for file in files], self.options, op)
+
+    def reads_ranges_of(self, files: Iterable[SavedFile]) -> bool:
+        """Whether it reads from `files` only the bytes that it needs, and compares each of these with a checksum."""
+        return False
 
     def load(self, names: Sequence[str], checkpoint: SavedCheckpoint, op: Operation) -> dict[str, Any]:
         """Read the states called `names`; tensors on the CPU.

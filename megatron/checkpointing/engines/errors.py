@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron.config import ConfigError
 from megatron.fileio.files import DamagedFileError
+from megatron.fileio.store_errors import ObjectStoreError
 
 
 class CheckpointError(RuntimeError):
@@ -28,6 +29,10 @@ class SaveDirectorySupersededError(CheckpointError):
 
 class CheckpointDamagedError(CheckpointError):
     """A file is missing, truncated or altered; the message names it."""
+
+
+class NoChecksumsError(CheckpointDamagedError):
+    """A file was saved without checksums of its parts: what is read of it in ranges cannot be verified."""
 
 
 class CheckpointMismatchError(CheckpointError):
@@ -63,14 +68,23 @@ def damaged_files() -> Iterator[None]:
 def reading(path: Path, kind: str = "") -> Iterator[None]:
     """Within it, a file of a checkpoint is read: whatever that raises is damage to `path`, which is to be a `kind`.
 
-    What a damaged file makes of a parser is beyond listing. These keep their meaning: CheckpointError and OSError,
-    which name a file themselves; a flag or a package that is wrong; and what is the process's (`is_of_the_process`).
+    What a damaged file makes of a parser is beyond listing. These keep their meaning: CheckpointError, OSError and
+    ObjectStoreError, which name a file themselves; a flag or a package that is wrong; and what is the process's
+    (`is_of_the_process`).
     Raises CheckpointDamagedError in place of any other Exception.
     """
     try:
         with damaged_files():
             yield
-    except (CheckpointError, OSError, MemoryError, ConfigError, UnknownEngineError, EngineUnavailableError):
+    except (
+        CheckpointError,
+        OSError,
+        ObjectStoreError,
+        MemoryError,
+        ConfigError,
+        UnknownEngineError,
+        EngineUnavailableError,
+    ):
         raise
     except Exception as exc:
         if is_of_the_process(exc):

@@ -23,6 +23,7 @@ def engine_options(flags: CheckpointConfig, rank: int, timeout_minutes: float) -
         checksum=flags.checksum == "crc32",
         host_cache_bytes=None if cache is None else int(cache * 1024 * MIB),
         io_threads=flags.io_threads,
+        saves_to_store=is_uri(flags.save),
         io_block_bytes=int(flags.io_block_size * MIB),
         # Those files are read again at once, to be uploaded: better from the page cache than from the disk.
         direct_io="off" if flags.direct_io == "auto" and is_uri(flags.save) else flags.direct_io,

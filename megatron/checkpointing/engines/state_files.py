@@ -23,7 +23,6 @@ from megatron.checkpointing.engines.errors import CheckpointDamagedError, readin
 from megatron.checkpointing.engines.file_loads import report_load
 from megatron.fileio.files import sync_directory
 from megatron.fileio.timed_files import Timeline
-from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
 
 
@@ -35,7 +34,7 @@ class StateDirectoryEngine(CheckpointEngine):
 
     def load(self, names: Sequence[str], checkpoint: SavedCheckpoint, op: Operation) -> dict[str, Any]:
         states: dict[str, Any] = {}
-        start = now_ns()
+        start = op.until_ns()
         for name in names:
             timeline, root = Timeline(), checkpoint.path(name)
             files = find_files(name, checkpoint, self.metadata)
@@ -82,7 +81,7 @@ def finish_save(
 ) -> list[SavedFile]:
     """`saved`, written by the save `op`. The libraries leave directories to chance: here they are synchronised."""
     if options.fsync:
-        with op.span("flush", "fsync", blocking=blocking):
+        with op.span("flush", "fsync", blocking=blocking, joined=True):
             parents = {parent for file in saved for parent in PurePosixPath(file.name).parents}
             for parent in sorted(parents, reverse=True):
                 sync_directory(directory / parent)

@@ -16,7 +16,6 @@ from megatron.checkpointing.engines.errors import CheckpointDamagedError, is_of_
 from megatron.checkpointing.engines.file_loads import report_load
 from megatron.fileio.timed_files import TimedReader, Timeline
 from megatron.fileio.zip_records import ALGORITHM, Record, directory_checksum, read_records
-from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
 
 _ARCHIVE = b"PK\x03\x04"  # what a zip archive begins with
@@ -36,10 +35,19 @@ def write_state(state: Any, file: Any) -> None:
 
 
 def report_writing(
-    add: Callable[..., None], name: str, opened_ns: int, closed_ns: int, write_ns: int, num_bytes: int
+    add: Callable[..., None],
+    name: str,
+    opened_ns: int,
+    closed_ns: int,
+    write_ns: int,
+    num_bytes: int,
+    apart_ns: int = 0,
 ) -> None:
-    """Spans of a torch.save of `num_bytes` into the file `name`; `add`: Operation's, or one that keeps them for it."""
-    serialize_ns = closed_ns - opened_ns - write_ns
+    """Spans of a torch.save of `num_bytes` into the file `name`; `add`: Operation's, or one that keeps them for it.
+
+    `apart_ns`: of the window, what other spans have.
+    """
+    serialize_ns = closed_ns - opened_ns - write_ns - apart_ns
     add("serialize", None, opened_ns, closed_ns, duration_ns=serialize_ns, file=name)
     add("flush", "write", opened_ns, closed_ns, duration_ns=write_ns, file=name, num_bytes=num_bytes)
 
@@ -50,7 +58,7 @@ def read_state(path: Path, expected: SavedFile | None, verify: bool, op: Operati
     With `verify` every record is checked against its CRC-32, and all of them against `expected`. Raises
     CheckpointDamagedError naming the file if it is not whole, is altered, or holds an unknown class.
     """
-    opened, timeline = now_ns(), Timeline()
+    opened, timeline = op.until_ns(), Timeline()  # as of a save: with the recording of spans before
     with reading(path):
         checked = [record.checked for record in _records(path, expected)] if verify else []
         with TimedReader(path, timeline, checked) as reader:

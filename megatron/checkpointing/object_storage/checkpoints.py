@@ -10,24 +10,31 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import logging
 import os
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from megatron.checkpointing import naming as names
 from megatron.checkpointing.commit import Candidate, Manifest, newest_first
-from megatron.checkpointing.engines.errors import CheckpointDamagedError
+from megatron.checkpointing.engines.base import CheckpointEngine, SavedCheckpoint
+from megatron.checkpointing.engines.errors import CheckpointDamagedError, NoChecksumsError
 from megatron.config import CheckpointConfig
 from megatron.config.uris import ObjectUri, parse_uri
 from megatron.fileio.checksums import checksum_text
 from megatron.fileio.files import DamagedFileError
 from megatron.fileio.node_directory import NodeDirectory, default_root
+from megatron.fileio.object_file import ObjectFile
 from megatron.fileio.object_store import Bucket, ObjectInfo
-from megatron.fileio.store_errors import ObjectMissingError
+from megatron.fileio.store_errors import ObjectMissingError, ObjectStoreError
 from restart_trace.recorder import Operation
 from restart_trace.under_way import READING, UnderWay
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _MAX_MANIFEST = 1 << 30  # bytes
 _MAX_LATEST = 512
@@ -69,7 +76,7 @@ class StoredCheckpoints:
                 continue
             key = self.uri.key(f"{tag}/{attempt}/")
             try:
-                manifest = Manifest.from_json(self.bucket.get(f"{key}{names.MANIFEST}", _MAX_MANIFEST)[0].decode())
+                manifest = self._manifest(f"{key}{names.MANIFEST}")
                 wrong = wrong_objects(manifest, found) if manifest.tag == tag else [f"it names {manifest.tag}"]
             except ObjectMissingError:  # removed meanwhile
                 continue
@@ -93,16 +100,30 @@ class StoredCheckpoints:
         found, _ = self.discover(load_tag)
         return found[0] if found else None
 
+    def _manifest(self, key: str) -> Manifest:
+        """Read twice if it comes damaged: the way may be to blame. Raises ValueError, and ObjectMissingError."""
+        try:
+            return Manifest.from_json(self.bucket.get(key, _MAX_MANIFEST)[0].decode())
+        except ValueError:
+            return Manifest.from_json(self.bucket.get(key, _MAX_MANIFEST)[0].decode())
+
     def listed(self) -> dict[tuple[str, str], dict[str, ObjectInfo]]:
         """(tag, attempt) -> name of a file -> its object, of all attempts at saves, committed or not."""
+        return self.survey()[0]
+
+    def survey(self) -> tuple[dict[tuple[str, str], dict[str, ObjectInfo]], list[str]]:
+        """What `listed` returns, and the keys of what else is below the prefix, which this program did not write."""
         prefix = self.uri.key("")
         found: dict[tuple[str, str], dict[str, ObjectInfo]] = {}
+        foreign: list[str] = []
         for info in self.bucket.list(prefix):
             tag, _, rest = info.key.removeprefix(prefix).partition("/")
             attempt, _, name = rest.partition("/")
             if name and names.step_of(tag) is not None and names.attempt_generation(attempt) is not None:
                 found.setdefault((tag, attempt), {})[name] = info
-        return found
+            elif tag != names.GENERATIONS and (tag, rest) != (names.LATEST, ""):
+                foreign.append(info.key)
+        return found, foreign
 
     def read_latest(self) -> str | None:
         """ "TAG/ATTEMPT" of the checkpoint committed last; None if there is none, or if that is no text."""
@@ -110,6 +131,15 @@ class StoredCheckpoints:
             return self.bucket.get(self.uri.key(names.LATEST), _MAX_LATEST)[0].decode("ascii", "replace").strip()
         except ObjectMissingError:
             return None
+
+    def check_latest(self) -> None:
+        """Raises ObjectStoreError if `latest` is somebody else's, which a save would replace."""
+        tag, _, attempt = (self.read_latest() or "").partition("/")
+        if tag and (names.step_of(tag) is None or names.attempt_generation(attempt) is None):
+            raise ObjectStoreError(
+                f"{self.uri}/{names.LATEST} is not this program's, and a save would replace it; give another prefix, "
+                "or remove it"
+            )
 
     @contextlib.contextmanager
     def files(self) -> Iterator[NodeFiles]:
@@ -162,13 +192,61 @@ class NodeFiles:
     def __init__(self, stored: StoredCheckpoints) -> None:
         self._stored = stored
         self._held: NodeDirectory | None = None
+        self._before = replace(stored.bucket.traffic)
 
     def __call__(self, candidate: Candidate, wanted: Iterable[str], op: Operation) -> None:
         """Have the files called `wanted` in `candidate.directory`; raises as StoredCheckpoints.fetch."""
         assert isinstance(candidate, StoredCandidate)
         if self._held is None:
             self._held = NodeDirectory(self._stored.root, candidate.directory.parent.name)
-        self._stored.fetch(candidate, wanted, op)
+        try:
+            self._stored.fetch(candidate, wanted, op)
+        finally:
+            self.measure(op)
+
+    def measure(self, op: Operation) -> None:
+        """Tell `op` of the requests until now."""
+        op.measure(**self._stored.bucket.traffic.since(self._before))
+
+    def load(
+        self,
+        candidate: Candidate,
+        wanted: Sequence[str],
+        reader: CheckpointEngine,
+        load: Callable[[SavedCheckpoint], T],
+        op: Operation,
+    ) -> T:
+        """What `load` makes of the checkpoint, for which `reader` needs its files `wanted`, which are there then.
+
+        They are read in ranges, if the engine verifies what it reads so. What comes damaged is fetched once more, as
+        files, and as all others are: the way may be to blame. Raises CheckpointDamagedError as StoredCheckpoints.fetch,
+        and what `load` raises.
+        """
+        assert candidate.manifest is not None
+        files = candidate.manifest.files
+        if reader.reads_ranges_of([files[name] for name in wanted]):
+            try:
+                return load(self.in_ranges(candidate, op))
+            except NoChecksumsError:
+                logger.debug("%s is fetched before it is read", candidate.place)
+            except CheckpointDamagedError as exc:
+                logger.warning("%s; it is read once more", str(exc).replace(str(candidate.directory), candidate.place))
+            finally:
+                self.measure(op)
+        self(candidate, wanted, op)
+        return load(SavedCheckpoint(candidate.directory, files))
+
+    def in_ranges(self, candidate: Candidate, op: Operation) -> SavedCheckpoint:
+        """The checkpoint with its files where they are."""
+        manifest, bucket = candidate.manifest, self._stored.bucket
+        assert isinstance(candidate, StoredCandidate) and manifest is not None
+
+        def opened(path: Path) -> ObjectFile:
+            name = str(path.relative_to(candidate.directory))
+            key, etag = f"{candidate.key}{name}", manifest.objects[name].etag
+            return ObjectFile(bucket, key, etag, manifest.files[name].num_bytes, name, op)
+
+        return SavedCheckpoint(candidate.directory, manifest.files, opened)
 
     def on_this_node(self, candidate: StoredCandidate) -> StoredCandidate:
         """One that another node has discovered, with its directory on this one."""

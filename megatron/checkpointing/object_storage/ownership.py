@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_S = 5.0  # each is a request, which stores charge for
 PATIENCE_S = 2.5 * HEARTBEAT_S  # how long a new launch looks whether the heart of an owner beats
 _POLL_S = 0.05
-_NO_ETAG = '"00000000000000000000000000000000"'
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class _Seen:
     """An owner as the store has it."""
 
     owner: Owner
-    etag: str = ""
+    version: str = ""
     released: bool = False  # it has ended by itself
 
 
@@ -47,13 +46,13 @@ class ObjectOwnership:
     """
 
     def __init__(
-        self, bucket: Bucket, uri: ObjectUri, owner: Owner, etag: str, *, follows_itself: bool = False
+        self, bucket: Bucket, uri: ObjectUri, owner: Owner, version: str, *, follows_itself: bool = False
     ) -> None:
         self.owner = owner
         self.follows_itself = follows_itself
         self._bucket = bucket
         self._uri = uri
-        self._etag: str | None = etag
+        self._version: str | None = version
         self._beats = 0
         self._ended = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="owner-heartbeat", daemon=True)
@@ -71,7 +70,7 @@ class ObjectOwnership:
         newest = max(_generations(self._bucket, self._uri, deadline_s), default=None)
         if newest is None or newest < self.generation:
             logger.warning("--save %s: %s was emptied; going on as its owner", self._uri, names.GENERATIONS)
-            self._etag = self._bucket.create(_key(self._uri, self.generation), self._content())
+            self._version = self._bucket.create(_key(self._uri, self.generation), self._content())
         elif newest > self.generation:
             seen = _newest(self._bucket, self._uri)
             raise SaveDirectorySupersededError(
@@ -91,12 +90,12 @@ class ObjectOwnership:
 
     def _write(self, released: bool = False) -> None:
         """Not once another has written there: then a successor has taken it. The store may be away for a while."""
-        if self._etag is None:
+        if self._version is None:
             return
         self._beats += 1
         try:
             content = self._content(released)
-            self._etag = self._bucket.replace(_key(self._uri, self.generation), content, self._etag)
+            self._version = self._bucket.replace(_key(self._uri, self.generation), content, self._version)
         except ObjectStoreError as exc:
             logger.debug("no heartbeat: %s", exc)
 
@@ -118,15 +117,15 @@ def claim(
             _refuse_beside(uri, present.owner)
         mine = new_owner(1 if present is None else present.owner.generation + 1, launch_key)
         key = _key(uri, mine.generation)
-        etag = bucket.create(key, _content_of(mine, 0, False))
-        if etag is None:
+        version = bucket.create(key, _content_of(mine, 0, False))
+        if version is None:
             continue  # another launch was first
         _check_conditions(bucket, uri, key, mine)
         # The number may have been free only because later owners had removed the older ones.
         there = _generations(bucket, uri)
         if max(there) == mine.generation:
             bucket.delete([_key(uri, number) for number in there if number < mine.generation])
-            return ObjectOwnership(bucket, uri, mine, etag, follows_itself=own)
+            return ObjectOwnership(bucket, uri, mine, version, follows_itself=own)
 
 
 def check_not_in_use(bucket: Bucket, uri: ObjectUri, launch_key: str) -> None:
@@ -146,7 +145,7 @@ def _refuse_beside(uri: ObjectUri, owner: Owner) -> None:
 def _check_conditions(bucket: Bucket, uri: ObjectUri, key: str, mine: Owner) -> None:
     """Raises ObjectStoreError if the store writes an object although its condition does not hold."""
     other = _content_of(mine, -1, False)
-    if bucket.create(key, other) is not None or bucket.replace(key, other, _NO_ETAG) is not None:
+    if bucket.create(key, other) is not None or bucket.replace(key, other, bucket.no_version) is not None:
         bucket.delete([key])
         raise ObjectStoreError(
             f"{uri}: the store does not keep to If-None-Match and If-Match, without which two launches could overwrite "
@@ -159,7 +158,7 @@ def _newest(bucket: Bucket, uri: ObjectUri) -> _Seen | None:
     while numbers := _generations(bucket, uri):
         newest = max(numbers)
         try:
-            text, etag = bucket.get(_key(uri, newest), MAX_OWNER_BYTES)
+            text, version = bucket.get(_key(uri, newest), MAX_OWNER_BYTES)
         except ObjectMissingError:  # a later launch has removed it
             time.sleep(_POLL_S)
             continue
@@ -167,9 +166,9 @@ def _newest(bucket: Bucket, uri: ObjectUri) -> _Seen | None:
             content: Any = parse_json(text.decode())
             released = bool(content.pop("released"))
             content.pop("beat")
-            return _Seen(owner_of(newest, content), etag, released)
+            return _Seen(owner_of(newest, content), version, released)
         except (ValueError, TypeError, AttributeError, KeyError):
-            return _Seen(Owner(newest, launch_id="unknown"), etag)
+            return _Seen(Owner(newest, launch_id="unknown"), version)
     return None
 
 
@@ -186,7 +185,7 @@ def _is_alive(bucket: Bucket, uri: ObjectUri, seen: _Seen) -> bool:
         now = _newest(bucket, uri)
         if now is None or now.owner != seen.owner or now.released:
             return False
-        if now.etag != seen.etag:
+        if now.version != seen.version:
             return True
     return False
 

@@ -1,6 +1,7 @@
-"""A save to object storage: the engine's files go to the node's own disk, from there to the bucket, then the manifest.
+"""A save to object storage: the engine's files go to the bucket, then the manifest.
 
-The way over a disk lets every engine write as it does otherwise, and a part be sent again that was lost on its way.
+Engine `lazy` sends them while it makes them. Those of others go over the node's own disk, so that these write as they
+do otherwise.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 import shutil
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron.checkpointing import naming as names
@@ -17,8 +19,11 @@ from megatron.checkpointing.commit import Known, Manifest, StoredObject
 from megatron.checkpointing.engines.base import SavedFile
 from megatron.checkpointing.object_storage.checkpoints import StoredCandidate, StoredCheckpoints, wrong_objects
 from megatron.checkpointing.object_storage.ownership import ObjectOwnership
+from megatron.checkpointing.removal import Pruned
 from megatron.fileio.checksums import checksum_text
 from megatron.fileio.node_directory import NodeDirectory
+from megatron.fileio.object_store import Bucket, Uploaded
+from megatron.fileio.object_upload import ObjectUpload
 from megatron.fileio.store_errors import ObjectMissingError, ObjectStoreError
 from restart_trace.recorder import Operation
 
@@ -39,6 +44,7 @@ class ObjectDirectory:
         self._ownership = ownership
         self._keep_last = keep_last
         self._sequence: int | None = None  # of the last commit, once it is known
+        self._streams: Streams | None = None  # of the save under way, if its engine needs no disk
         self._spool = NodeDirectory(checkpoints.root, f"save_{uuid.uuid4().hex}_rank_{rank:05d}")
         if ownership is not None:
             self._remove_unfinished(ownership.generation)
@@ -59,24 +65,31 @@ class ObjectDirectory:
         with contextlib.suppress(ObjectStoreError):  # a store that is away does not keep the others from hearing
             self._ownership.check(_SOON_S)
 
+    def streams(self, tag: str, attempt: str, op: Operation) -> Streams:
+        self._streams = Streams(self._bucket, self._key(tag, attempt, ""), op)
+        return self._streams
+
     def store(
         self, tag: str, attempt: str, temporary: Path, saved: Sequence[SavedFile], op: Operation, blocking: bool
     ) -> dict[str, StoredObject]:
         """Upload the files of this rank; what they are there, by name. Raises ObjectStoreError."""
-        traffic = self._bucket.traffic
-        before = (traffic.requests, traffic.retries, traffic.throttled)
+        streams = self._streams
+        before = replace(self._bucket.traffic) if streams is None else streams.before
         stored: dict[str, StoredObject] = {}
+        self._streams = None
         try:
+            sent = {} if streams is None else streams.sent()
             for file in saved:
+                if file.name in sent:
+                    stored[file.name] = _stored(sent[file.name])
+                    continue
                 with op.span("flush", "upload", file=file.name, blocking=blocking) as span:
                     key = self._key(tag, attempt, file.name)
                     uploaded = self._bucket.upload_file(temporary / file.name, key)
                     span.bytes = file.num_bytes
-                stored[file.name] = StoredObject(uploaded.etag, checksum_text(uploaded.crc32))
+                stored[file.name] = _stored(uploaded)
         finally:
-            after = (traffic.requests, traffic.retries, traffic.throttled)
-            requests, retries, throttled = (float(b - a) for a, b in zip(before, after, strict=True))
-            op.measure(store_requests=requests, store_retries=retries, store_throttled=throttled)
+            op.measure(**self._bucket.traffic.since(before))
         op.durable = True
         return stored
 
@@ -108,8 +121,8 @@ class ObjectDirectory:
         key, content = self._uri.key(names.LATEST), f"{manifest.tag}/{attempt}".encode()
         try:
             try:
-                _, etag = self._bucket.get(key, 1 << 16)
-                written = self._bucket.replace(key, content, etag)
+                _, version = self._bucket.get(key, 1 << 16)
+                written = self._bucket.replace(key, content, version)
             except ObjectMissingError:
                 written = self._bucket.create(key, content)
         except ObjectStoreError as exc:
@@ -129,8 +142,8 @@ class ObjectDirectory:
         except ObjectStoreError as exc:
             logger.warning("what was uploaded of the failed save is left for the next launch to remove: %s", exc)
 
-    def prune(self, step: int, known: Known) -> list[str]:
-        """As megatron.checkpointing.commit.prune: the names removed. Raises ObjectStoreError."""
+    def prune(self, step: int, known: Known, fsync: bool) -> Pruned:
+        """Remove what megatron.checkpointing.removal.prune would set aside. Raises ObjectStoreError."""
         found, _ = self._checkpoints.discover(None)
         doomed = _superseded(found)
         if self._keep_last is not None:
@@ -143,7 +156,7 @@ class ObjectDirectory:
             tag, attempt = candidate.key.rstrip("/").split("/")[-2:]
             self._remove(tag, attempt)
             removed.append(f"{tag}/{attempt}")
-        return removed
+        return Pruned(removed=removed)
 
     def clear(self, temporary: Path) -> None:
         """Remove the files that were on their way."""
@@ -175,6 +188,31 @@ class ObjectDirectory:
                     self._bucket.delete([info.key for info in found.values()])
         except ObjectStoreError as exc:
             logger.warning("--save %s: what killed saves have left was not removed: %s", self._uri, exc)
+
+
+class Streams:
+    """The objects of one rank and save that its engine sends while it makes them. `before`: requests until then."""
+
+    def __init__(self, bucket: Bucket, prefix: str, op: Operation) -> None:
+        self.before = replace(bucket.traffic)
+        self._bucket = bucket
+        self._prefix = prefix
+        self._op = op
+        self._uploads: dict[str, ObjectUpload] = {}
+
+    def open(self, name: str, num_bytes: int, data_start: int, block_bytes: int) -> ObjectUpload:
+        """As SaveTargets.open."""
+        upload = ObjectUpload(self._bucket, self._prefix + name, num_bytes, data_start, block_bytes, self._op)
+        self._uploads[name] = upload
+        return upload
+
+    def sent(self) -> dict[str, Uploaded]:
+        """What is there as a whole, by name."""
+        return {name: upload.result for name, upload in self._uploads.items() if upload.result is not None}
+
+
+def _stored(uploaded: Uploaded) -> StoredObject:
+    return StoredObject(uploaded.etag, checksum_text(uploaded.crc32))
 
 
 def _is_before(attempt: str, generation: int) -> bool:

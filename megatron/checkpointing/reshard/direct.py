@@ -10,22 +10,23 @@ hold: each reads some of them, and they share these over the network. The ranks 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from megatron.checkpointing import naming as names
-from megatron.checkpointing.agreement import CheckpointRejectedError, together
-from megatron.checkpointing.engines.base import FileState, PlacedTensor, SavedCheckpoint, note_loaded
+from megatron.checkpointing.agreement import CheckpointRejectedError, dealt, together
+from megatron.checkpointing.engines.base import FileState, KeptFiles, PlacedTensor, note_loaded
 from megatron.checkpointing.engines.errors import CheckpointMismatchError, reading
 from megatron.checkpointing.reshard.base import LayoutLoad
 from megatron.checkpointing.reshard.gathering import update_weights
 from megatron.checkpointing.reshard.reading import Reading
-from megatron.checkpointing.reshard.sources import WEIGHT, SourceIndex
+from megatron.checkpointing.reshard.runs import parts_of
+from megatron.checkpointing.reshard.sources import WEIGHT, SourceIndex, kind_of
 from megatron.checkpointing.reshard.targets import Target, plan
 from megatron.checkpointing.reshard.torch_shards import TorchShards
-from megatron.checkpointing.reshard.verifying import Share, damage
+from megatron.checkpointing.reshard.verifying import Share, Shares, damage, shares_of_each
 from megatron.checkpointing.shard_metadata import (
     flat_partitions,
     fragments,
@@ -44,20 +45,37 @@ _MASTER = "master"
 
 
 @dataclass
-class _Survey:
+class Survey:
     """What a rank, or all of them, found in the old files.
 
-    `tensors`: PlacedTensor, or where there are no placements FlatGroup. `values`: of the first rank that saved the
-    checkpoint, its mp_rank state and, if wanted, its optimizer's; tensors with dimensions may be without data.
+    `tensors`: PlacedTensor, or where there are no placements FlatGroup. `needed`: the parameters that the rank holds a
+    part of. `kinds`: of the tensors of all ranks.
     """
 
     tensors: list[Any] = field(default_factory=list)
-    values: list[Any] = field(default_factory=list)
+    needed: set[str] = field(default_factory=set)
+    kinds: set[str] = field(default_factory=set)
 
 
-def _joined(found: list[_Survey]) -> _Survey:
+def _joined(found: list[Survey]) -> Survey:
     """Of all ranks. The tensors are in the order of the ranks that saved them, as each takes a stretch of these."""
-    return _Survey([tensor for mine in found for tensor in mine.tensors], found[0].values)
+    return Survey([tensor for mine in found for tensor in mine.tensors])
+
+
+def surveys_of_each(found: list[Survey]) -> list[Survey]:
+    """As `_joined`, but by rank: to each only the tensors that have a part of what it needs."""
+    everything = _joined(found)
+    holding: dict[str, list[int]] = {}
+    for position, tensor in enumerate(everything.tensors):
+        for name in {part["name"] for part in parts_of(tensor.placement)}:
+            holding.setdefault(name, []).append(position)
+    kinds = {kind_of(tensor) for tensor in everything.tensors}
+    surveys = []
+    for mine in found:
+        positions = sorted({position for name in mine.needed for position in holding.get(name, [])})
+        tensors = [everything.tensors[position] for position in positions]
+        surveys.append(Survey(tensors, kinds=kinds))
+    return surveys
 
 
 class DirectLoad(LayoutLoad):
@@ -76,26 +94,37 @@ class DirectLoad(LayoutLoad):
         CheckpointMismatchError, before any tensor is read, names what the checkpoint lacks.
         """
         reading: list[Reading] = []
+        of_all: dict[int, Share] = {}  # on rank 0
 
         def make_plan() -> Share:
-            reading.append(self._plan(surveyed))
+            reading.append(self._plan(values, surveyed))
             return reading[0].share()
+
+        def conclude(shares: list[Share]) -> list[Shares]:
+            of_all.update(enumerate(shares))
+            return shares_of_each(shares)
 
         def verify(checksums: list[list[RangeChecksum]]) -> None:
             with self._op.span("load", "verify"):
-                wrong = damage(shares, [part for mine in checksums for part in mine], self._directory)
+                wrong = damage(of_all, [part for mine in checksums for part in mine], self._directory)
             if wrong:
                 raise CheckpointRejectedError(*wrong)
 
         control = self._ctx.control
-        surveyed = together(control, self._op, self._survey, _joined)
-        shares = together(control, self._op, make_plan)
+        values = together(control, self._op, self._values, lambda by_rank: by_rank[0])
+        if self._reader.wants_placements:
+            surveyed = dealt(control, self._op, self._survey, surveys_of_each)
+        else:
+            surveyed = together(control, self._op, self._survey, _joined)
+        shares = dealt(control, self._op, make_plan, conclude)
         together(control, self._op, lambda: self._read(reading[0], shares), verify)
         return self._apply()
 
-    def _survey(self) -> _Survey:
-        """What the old files hold: each is looked into by one rank, and all hear of it."""
-        rank, world_size = self._ctx.control.rank, self._ctx.control.world_size
+    def _values(self) -> list[Any]:
+        """On rank 0, of the first rank that saved the checkpoint: its mp_rank state and, if wanted, its optimizer's.
+
+        Tensors with dimensions may be without data.
+        """
         old = Layout(**self._manifest.layout)
         first = old.coordinates(0)
         optimizer_file = names.optimizer_file(old, first, self._place.params_dtype)
@@ -104,42 +133,62 @@ class DirectLoad(LayoutLoad):
                 f"{self._directory}: was saved without {optimizer_file}; give --no-load-optim if it was saved with "
                 "--no-save-optim, or load another checkpoint"
             )
-        found = _Survey()
-        if rank == 0:
-            wanted = [names.model_states_file(old, first), *([optimizer_file] if self._with_optimizer else [])]
-            with reading(self._directory):
-                found.values = [self._reader.load_values(name, self._checkpoint, self._op) for name in wanted]
+        if self._ctx.control.rank != 0:
+            return []
+        wanted = [names.model_states_file(old, first), *([optimizer_file] if self._with_optimizer else [])]
+        with reading(self._directory):
+            return [self._reader.load_values(name, self._checkpoint, self._op) for name in wanted]
+
+    def _survey(self) -> Survey:
+        """What the old files hold: each is looked into by one rank."""
+        rank, world_size = self._ctx.control.rank, self._ctx.control.world_size
+        old = Layout(**self._manifest.layout)
+        found = Survey()
         with self._op.span("discover"), reading(self._directory):
             if self._reader.wants_placements:
                 files = self._manifest.files
                 mine = {name: files[name] for name in _share(sorted(files), rank, world_size)}
-                found.tensors = self._reader.placed_tensors(SavedCheckpoint(self._directory, mine), self._op)
+                tensors = self._reader.placed_tensors(replace(self._checkpoint, files=mine), self._op)
+                found.tensors = [it for it in tensors if (kind_of(it) == WEIGHT) != self._with_optimizer]
+                found.needed = self._names_held()
             elif self._with_optimizer:
                 ranks = _share(range(old.world_size), rank, world_size)
                 shards = self._torch_shards()
                 found.tensors = shards.flat_groups(ranks, self._place.params_dtype)
         return found
 
-    def _plan(self, surveyed: _Survey) -> Reading:
+    def _names_held(self) -> set[str]:
+        """The parameters of which this rank holds a part that is to be filled."""
+        if not self._with_optimizer:
+            return {it.placement["name"] for it in self._live_weights()}
+        partitions = flat_partitions(self._engine, self._place.at.dp)
+        return {part["name"] for each in partitions for part in fragments(each, self._ctx.vocab_size)}
+
+    def _plan(self, values: list[Any], surveyed: Survey) -> Reading:
         """What this rank reads: into live tensors, and into memory for the moments. `surveyed`: by all ranks."""
         with self._op.span("discover"), reading(self._directory):
             index = SourceIndex(self._placed_tensors(surveyed.tensors))
-        self._common = surveyed.values[0]
+        kinds = surveyed.kinds or index.kinds()
+        self._common = values[0]
         self._check_optimizer()
         if self._with_optimizer:
             with reading(self._directory):
-                saved = surveyed.values[1]["optimizer_state_dict"]
-            targets = self._optimizer(saved, index)
+                saved = values[1]["optimizer_state_dict"]
+            targets = self._optimizer(saved, kinds)
         else:
             self._weights = self._live_weights()
             here = self._place.at.dp
             targets = [it for it, dp in zip(self._weights, self._readers(), strict=True) if dp == here]
         with self._op.span("redistribute", "reshard"):
-            options = self._ctx.config.checkpoint
+            options, files = self._ctx.config.checkpoint, self._checkpoint
+            direct_io, bring = options.direct_io, None
+            if isinstance(files, KeptFiles):
+                direct_io, bring = "off", files.bring  # they are memory already
             sizes = {self._directory / name: file.num_bytes for name, file in self._manifest.files.items()}
-            return Reading(plan(targets, index), sizes, options.direct_io, options.io_threads)
+            ranged = self._checkpoint.ranged
+            return Reading(plan(targets, index), sizes, direct_io, options.io_threads, bring=bring, ranged=ranged)
 
-    def _read(self, reading: Reading, shares: list[Share]) -> list[RangeChecksum]:
+    def _read(self, reading: Reading, shares: Shares) -> list[RangeChecksum]:
         with UnderWay(READING, f"the reading of {self._directory}"):
             checksums = reading.run(shares, self._ctx.control.rank, self._op)
         note_loaded(reading.bytes_read, reading.num_files, self._op)
@@ -210,7 +259,7 @@ class DirectLoad(LayoutLoad):
             targets += [Target(state[key], WEIGHT, it) for key, it in self._placements_of(layer).items()]
         return targets
 
-    def _optimizer(self, saved: Mapping[str, Any], index: SourceIndex) -> list[Target]:
+    def _optimizer(self, saved: Mapping[str, Any], kinds: set[str]) -> list[Target]:
         """The live masters, and new tensors for the moments; makes the shard that DeepSpeed is to load."""
         inner = self._engine.basic_optimizer
         own = self._engine.optimizer.state_dict()
@@ -218,7 +267,7 @@ class DirectLoad(LayoutLoad):
         params = [param for group in inner.param_groups for param in group["params"]]
         partitions = flat_partitions(self._engine, self._place.at.dp)
         held = [fragments(partition, self._ctx.vocab_size) for partition in partitions]
-        kinds = sorted(index.kinds() - {WEIGHT, _MASTER})
+        of_moments = sorted(kinds - {WEIGHT, _MASTER})
         with reading(self._directory):
             base = saved["base_optimizer_state"]
             counters = _counters(base)
@@ -228,7 +277,7 @@ class DirectLoad(LayoutLoad):
         for group, (master, param) in enumerate(zip(masters, params, strict=True)):
             placement = shard_placement(_MASTER, held[group], master.numel())
             targets.append(Target(master.detach(), _MASTER, placement))
-            moments = {kind: torch.empty_like(param) for kind in kinds}
+            moments = {kind: torch.empty_like(param) for kind in of_moments}
             for kind, moment in moments.items():
                 targets.append(Target(moment, kind, shard_placement(kind, held[group], moment.numel())))
             state[group] = _copied(counters) | moments  # torch counts in place, for each parameter by itself

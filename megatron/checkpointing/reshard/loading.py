@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.checkpointing.commit import Candidate
 from megatron.checkpointing.context import RunContext
-from megatron.checkpointing.engines.base import CheckpointEngine
+from megatron.checkpointing.engines.base import CheckpointEngine, SavedCheckpoint
 from megatron.checkpointing.reshard.base import LayoutLoad
 from megatron.checkpointing.reshard.direct import DirectLoad
 from megatron.checkpointing.reshard.foreign import tell, with_manifest
@@ -22,9 +22,14 @@ _METHODS: dict[str, type[LayoutLoad]] = {"direct": DirectLoad, "universal": Univ
 
 
 def load_elsewhere(
-    ctx: RunContext, reader: CheckpointEngine, engine: Any, candidate: Candidate, op: Operation
+    ctx: RunContext,
+    reader: CheckpointEngine,
+    engine: Any,
+    candidate: Candidate,
+    op: Operation,
+    files: SavedCheckpoint | None = None,
 ) -> Progress:
-    """Load `candidate`, which was saved on another layout; collective over all ranks.
+    """Load `candidate`, which was saved on another layout; collective over all ranks. `files`: None: its directory's.
 
     Raises the same on all ranks: CheckpointRejectedError if the checkpoint is damaged (weights and masters may then
     hold some of it, and are for the next candidate to replace), CheckpointMismatchError, before a tensor is read, if it
@@ -34,7 +39,7 @@ def load_elsewhere(
     if candidate.manifest is None:
         with_optimizer = not (options.no_load_optim or options.finetune)
         candidate, foreign = with_manifest(candidate, reader, ctx.vocab_size, with_optimizer, ctx.control, op)
-    progress = _METHODS[options.redistribute](ctx, reader, engine, candidate, foreign, op).run()
+    progress = _METHODS[options.redistribute](ctx, reader, engine, candidate, foreign, op, files).run()
     if foreign is not None and ctx.control.rank == 0:
         tell(candidate.tag, foreign)
     if options.verify_restored_state and ctx.control.rank == 0:

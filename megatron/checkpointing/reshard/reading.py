@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch
@@ -11,9 +11,10 @@ import torch
 from megatron.checkpointing.engines.errors import damaged_files
 from megatron.checkpointing.reshard.runs import merged, positions
 from megatron.checkpointing.reshard.targets import Transfer
-from megatron.checkpointing.reshard.verifying import Share, joined, to_verify
+from megatron.checkpointing.reshard.verifying import Share, Shares, joined, to_verify
 from megatron.fileio.checksums import CheckedBytes, RangeChecksum
 from megatron.fileio.extents import BLOCK, GAP, FilePlan, bounds, extents, file_plan, with_checks
+from megatron.fileio.open_files import RangedFiles
 from megatron.fileio.ranged_reader import Label, Targets, open_all, read_ranges
 from restart_trace.recorder import Operation
 
@@ -31,19 +32,25 @@ class Reading:
         threads: int | None,
         block: int = BLOCK,
         gap: int = GAP,
+        bring: Callable[[str, Sequence[tuple[int, int]]], Path] | None = None,
+        ranged: RangedFiles | None = None,
     ) -> None:
         """`file_bytes`: size of each file, as it was saved. `direct_io`, `threads` as --direct-io, --io-threads.
 
-        `block`, `gap`: see megatron.fileio.extents.
+        `bring`: as that of KeptFiles, for files that are not where their paths say.
+
+        `block`, `gap`: see megatron.fileio.extents; those of `ranged` count, which opens what is no file on this node.
         """
         self.bytes_read = 0
         targets = [transfer.target.reshape(-1).view(torch.uint8) for transfer in transfers]
         self._targets = Targets(targets, {})
-        self._plans = _by_file(transfers, block, gap)
+        self._ranged = ranged
+        self._plans = _by_file(transfers, block, gap, ranged)
         self._checked = _checked_by_file(transfers)
         self._file_bytes = file_bytes
         self._direct_io = direct_io
         self._threads = threads
+        self._bring = bring
 
     @property
     def num_files(self) -> int:
@@ -57,17 +64,26 @@ class Reading:
             reads[plan.path.name] = merged([positions(starts, stops)])
         return Share(reads, self._checked)
 
-    def run(self, shares: Sequence[Share], rank: int, op: Operation) -> list[RangeChecksum]:
+    def run(self, shares: Shares, rank: int, op: Operation) -> list[RangeChecksum]:
         """Fill the targets; returns the CRC-32s of what this rank is to verify.
 
-        `shares`: of all ranks. Raises CheckpointDamagedError if a file is shorter than it was, or OSError.
+        `shares`: those that this rank needs. Raises CheckpointDamagedError if a file is shorter than it was, or
+        OSError.
         """
         with op.span("redistribute", "reshard"):
             checks = {name: (found.full, found.length) for name, found in to_verify(shares, rank).items()}
             parts = [extent for plan in self._plans for extent in extents(with_checks(plan, *checks[plan.path.name]))]
         with ExitStack() as stack, damaged_files():
             sizes = {plan.path: self._file_bytes[plan.path] for plan in self._plans}
-            files = open_all(sizes, self._direct_io, stack)
+            if self._bring is None:
+                files = open_all(sizes, self._direct_io, stack, self._ranged)
+            else:
+                wanted: dict[Path, list[tuple[int, int]]] = {path: [] for path in sizes}
+                for part in parts:
+                    wanted[part.path].append((part.start, part.stop))
+                places = {path: self._bring(path.name, wanted[path]) for path in sizes}
+                opened = open_all({places[path]: size for path, size in sizes.items()}, self._direct_io, stack)
+                files = {path: opened[places[path]] for path in sizes}
             found = read_ranges(parts, files, self._targets, self._threads, _LABEL, op)
         self.bytes_read = found.num_bytes
         return joined(found.checksums, shares)
@@ -82,10 +98,16 @@ def _checked_by_file(transfers: Sequence[Transfer]) -> dict[str, dict[int, Check
     return found
 
 
-def _by_file(transfers: Sequence[Transfer], block: int, gap: int) -> list[FilePlan]:
+def _by_file(transfers: Sequence[Transfer], block: int, gap: int, ranged: RangedFiles | None) -> list[FilePlan]:
     """All that is copied of each file."""
     copies: dict[Path, list[tuple[int, object, object, object]]] = {}
     for i, transfer in enumerate(transfers):
         copy = i, transfer.file_offset, transfer.target_offset, transfer.num_bytes
         copies.setdefault(transfer.source.path, []).append(copy)
-    return [file_plan(path, mine, block=block, gap=gap) for path, mine in copies.items()]
+    plans = []
+    for path, mine in copies.items():
+        if ranged is not None:
+            with closing(ranged(path)) as file:
+                block, gap = file.block, file.gap
+        plans.append(file_plan(path, mine, block=block, gap=gap))
+    return plans

@@ -26,16 +26,41 @@ class Share:
     checked: Mapping[str, Mapping[int, CheckedBytes]]
 
 
-def to_verify(shares: Sequence[Share], rank: int) -> dict[str, Runs]:
+# By rank, in order. A rank needs those that tell of files that it reads, and of these only what they tell of such.
+Shares = Mapping[int, Share]
+
+
+def shares_of_each(shares: Sequence[Share]) -> list[Shares]:
+    """What each rank needs of the `shares` of all, by rank."""
+    readers: dict[str, list[int]] = {}
+    for rank, share in enumerate(shares):
+        for file in share.reads:
+            readers.setdefault(file, []).append(rank)
+    found: list[Shares] = []
+    for rank, mine in enumerate(shares):
+        files: dict[int, list[str]] = {rank: []}
+        for file in mine.reads:
+            for reader in readers[file]:
+                files.setdefault(reader, []).append(file)
+        found.append({reader: _restricted(shares[reader], files[reader]) for reader in sorted(files)})
+    return found
+
+
+def _restricted(share: Share, files: Sequence[str]) -> Share:
+    checked = {file: share.checked[file] for file in files if file in share.checked}
+    return Share({file: share.reads[file] for file in files}, checked)
+
+
+def to_verify(shares: Shares, rank: int) -> dict[str, Runs]:
     """File name -> bytes that `rank` is to take CRC-32s of, in runs that do not leave a CheckedBytes.
 
-    `shares`: of all ranks. Every byte of every CheckedBytes is in what exactly one rank gets.
+    Of all ranks, every byte of every CheckedBytes is in what exactly one rank gets.
     """
     found = {}
     needed = _lowest_that_needs(shares, shares[rank].reads)
     for file, mine in shares[rank].reads.items():
-        lower = [share.reads[file] for share in shares[:rank] if file in share.reads]
-        everybody = [share.reads[file] for share in shares if file in share.reads]
+        lower = [share.reads[file] for other, share in shares.items() if other < rank and file in share.reads]
+        everybody = [share.reads[file] for share in shares.values() if file in share.reads]
         needed_by = needed.get(file, {})
         checked = _bytes_of(record for record, _ in needed_by.values())
         own = intersect(checked, subtract(mine, merged(lower)))
@@ -45,7 +70,7 @@ def to_verify(shares: Sequence[Share], rank: int) -> dict[str, Runs]:
     return found
 
 
-def joined(parts: Iterable[RangeChecksum], shares: Sequence[Share]) -> list[RangeChecksum]:
+def joined(parts: Iterable[RangeChecksum], shares: Shares) -> list[RangeChecksum]:
     """`parts` in order, those that are neighbours in one CheckedBytes as one."""
     found: list[RangeChecksum] = []
     parts = sorted(parts, key=lambda part: (part.file, part.start))
@@ -60,7 +85,7 @@ def joined(parts: Iterable[RangeChecksum], shares: Sequence[Share]) -> list[Rang
     return found
 
 
-def damage(shares: Sequence[Share], parts: Iterable[RangeChecksum], directory: Path) -> list[str]:
+def damage(shares: Shares, parts: Iterable[RangeChecksum], directory: Path) -> list[str]:
     """What does not have the checksum it was saved with, as messages that name file and tensor.
 
     Raises RuntimeError if the parts of all ranks are not the whole of what is to be verified: an error of this
@@ -79,15 +104,13 @@ def damage(shares: Sequence[Share], parts: Iterable[RangeChecksum], directory: P
     return wrong
 
 
-def _lowest_that_needs(
-    shares: Sequence[Share], files: Collection[str] | None
-) -> dict[str, dict[int, tuple[CheckedBytes, int]]]:
+def _lowest_that_needs(shares: Shares, files: Collection[str] | None) -> dict[str, dict[int, tuple[CheckedBytes, int]]]:
     """Of `files` (None: of all): first byte -> (what is to be verified, the lowest rank that needs a part of it).
 
     In one pass over what the ranks read: a look at each file of each rank would be ranks times files.
     """
     found: dict[str, dict[int, tuple[CheckedBytes, int]]] = {}
-    for rank, share in enumerate(shares):
+    for rank, share in shares.items():
         for file, checked in share.checked.items():
             if files is None or file in files:
                 needed_by = found.setdefault(file, {})

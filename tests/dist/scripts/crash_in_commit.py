@@ -1,28 +1,30 @@
 """pretrain_gpt.py whose process is killed at one chosen point of a commit.
 
 CRASH_AFTER names the last thing that is done: "manifest", "moved_aside", "renamed", "latest", "unlinked_name",
-"half_removed". CRASH_STEP is the iteration whose commit is meant.
+"half_removed" (a file of a checkpoint that is being removed). CRASH_STEP is the iteration whose commit is meant;
+CRASH_RANK the rank whose process it is, of which others than rank 0 only remove files, at the first removal that comes.
 """
 
 from __future__ import annotations
 
 import os
 import runpy
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpointing import commit as checkpoint_commit
+from megatron.checkpointing import removal
 
 POINT = os.environ["CRASH_AFTER"]
 TAG = f"global_step{os.environ['CRASH_STEP']}"
+RANK = os.environ.get("CRASH_RANK", "0")
 
 
 class _Armed:
     """Whether the commit of the chosen iteration has begun."""
 
-    now = False
+    now = RANK != "0"
 
 
 def _arm(directory: Path, manifest: Any, fsync: bool) -> None:
@@ -31,7 +33,7 @@ def _arm(directory: Path, manifest: Any, fsync: bool) -> None:
 
 
 def _reached(point: str) -> None:
-    if _Armed.now and point == POINT:
+    if _Armed.now and point == POINT and os.environ["RANK"] == RANK:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -58,20 +60,18 @@ class _Os:
             _reached("unlinked_name")
 
 
-class _Shutil:
+class _RemovalOs(_Os):
+    """The os module as the removal of old checkpoints uses it."""
+
     @staticmethod
-    def rmtree(path: Path, ignore_errors: bool = False) -> None:
-        if _Armed.now and POINT == "half_removed":
-            files = sorted(Path(path).iterdir())
-            for file in files[: len(files) // 2]:
-                file.unlink()
-            _reached("half_removed")
-        shutil.rmtree(path, ignore_errors=ignore_errors)
+    def unlink(path: Path) -> None:
+        os.unlink(path)
+        _reached("half_removed")
 
 
 WRITE_MANIFEST = checkpoint_commit.write_manifest
 checkpoint_commit.write_manifest = _arm
 checkpoint_commit.os = _Os()  # type: ignore[assignment]
-checkpoint_commit.shutil = _Shutil  # type: ignore[assignment]
+removal.os = _RemovalOs()  # type: ignore[assignment]
 
 runpy.run_path(str(Path(__file__).resolve().parents[3] / "pretrain_gpt.py"), run_name="__main__")

@@ -74,6 +74,9 @@ class _InBackground(Operation):
     def __init__(self, op: Operation) -> None:
         self._op = op
 
+    def until_ns(self) -> int:
+        return self._op.until_ns()
+
     def span(self, *args: Any, **kwargs: Any) -> Any:
         return self._op.span(*args, **kwargs | {"blocking": False})
 

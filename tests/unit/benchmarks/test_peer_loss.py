@@ -13,7 +13,9 @@ LOADS = {"peer": [0.5, 0.5, 0.4], "cached": [0.2, 0.2, 0.2], "slow": [1.6, 1.4, 
 
 
 def told(samples: dict[str, list[float]], loads: dict[str, list[float]]) -> str:
-    setting: Any = type("Setting", (), {"loads": loads, "link_mbit": 1000, "bytes_a_rank": 60_000_000})
+    downloads = {name: [0.75 * one for one in values] for name, values in loads.items()}
+    facts = {"loads": loads, "downloads": downloads, "link_mbit": 1000, "bytes_a_rank": 60_000_000}
+    setting: Any = type("Setting", (), facts)
     return peer_loss.render(peer_loss.analyse(samples, setting, {"load_average_1_min": 0.5}))
 
 
@@ -22,6 +24,7 @@ def test_ratios_are_of_medians_and_compared_with_the_targets() -> None:
     assert "60 MB a rank, links limited to 1000 Mbit/s; load of the machine before: 0.5" in text
     assert "to the next step, peer / cached: 1.25; target: below 1.3: met" in text
     assert "load, slow / peer: 3.0; target: at least 3: met" in text
+    assert "the slowest copy of peer took 0.375, 0.375, 0.300 s from its peer" in text
     text = told(SAMPLES | {"peer": [5.2]}, LOADS | {"peer": [0.6]})
     assert "peer / cached: 1.30; target: below 1.3: MISSED" in text
     assert "slow / peer: 2.5; target: at least 3: MISSED" in text

@@ -6,6 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from restart_trace.schema import TIERS
+
 from ...common.cli import OK
 from ..common.errors import CouldNotRunError
 from .common import add_format, read_analysis, read_report, read_trace, write_formatted
@@ -27,6 +29,8 @@ EXAMPLES = """\
       restarts of a run with imports in half the time and reads at twice the bandwidth, along the critical path
   %(prog)s runs/tiny --what-if write_bandwidth=2 --what-if serialize=0.5
       its saves, blocked and durable, with writes at twice the bandwidth and serialization in half the time
+  %(prog)s runs/memory --tier peer --nodes 1..1024 --mtbf-hours 16000 --interval-steps 1
+      saves in memory at every step: effective training time over failure rates, with the restarts from peers' memory
   %(prog)s --placement group --nodes 16..1024 --replicas 2 --lost-nodes 2,3
       checkpoints in the memory of other nodes: how likely a copy of each part survives the loss of nodes
 
@@ -39,7 +43,7 @@ _DURATIONS = {
     "--restart-seconds": "seconds from a failure to the end of the first step after it",
     "--checkpoint-bytes": "bytes of a checkpoint, all ranks together",
 }
-_AT_SCALE = ("nodes", "mtbf_hours", "interval_steps", *(flag[2:].replace("-", "_") for flag in _DURATIONS))
+_AT_SCALE = ("nodes", "mtbf_hours", "interval_steps", "tier", *(flag[2:].replace("-", "_") for flag in _DURATIONS))
 _PLACE = (
     "ranks",
     "tp",
@@ -72,6 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help_ = "mean hours between failures of one node: 10000,50000"
     parser.add_argument("--mtbf-hours", metavar="H", help=help_)
     parser.add_argument("--interval-steps", metavar="K", help="steps between saves to project too: 100,500 or 50..800")
+    help_ = "restarts that read from there alone, where a run with --checkpoint-engine memory has several kinds"
+    parser.add_argument("--tier", choices=TIERS, help=help_)
     for flag, what in _DURATIONS.items():
         parser.add_argument(flag, metavar="X", type=float, help=f"{what} (default: measured)")
     _add_place(parser.add_argument_group("another layout, learnt from runs of several sizes"))
@@ -135,6 +141,7 @@ def _intervals(arguments: argparse.Namespace) -> None:
         restart_s=arguments.restart_seconds,
         step_s=arguments.step_seconds,
         checkpoint_bytes=arguments.checkpoint_bytes,
+        tier=arguments.tier,
     )
     projection = project(gather(report, given), nodes, hours, steps)
     write_formatted(

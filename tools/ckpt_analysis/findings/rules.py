@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from .comparisons import HOST_LIMITS, RANK_LIMITS
+from .copies import late_copies, missing_copies, read_from_storage, rejected_copies
 from .costs import cold_imports, fsync_dominates, serialization_bound, slow_name_lookup, small_files, wait_previous
 from .crowding import more_ranks_than_cores
+from .object_storage import store_one_connection, store_small_objects, store_throttled
 from .page_cache import page_cache_reads
 from .rule import Rule
 from .stragglers import barrier_skew, straggling_hosts, straggling_ranks
@@ -107,5 +109,64 @@ RULES: tuple[Rule, ...] = (
         "Give every rank a core, or compare this run only with others of as many ranks on as many cores.",
         None,
         more_ranks_than_cores,
+    ),
+    Rule(
+        "copies_missing",
+        {},
+        "Look at the host that the evidence names and the network to it; a longer --peer-timeout helps where it is "
+        "only slow. Until there are copies again, a lost host sends all ranks back to an older save, or to storage.",
+        None,
+        missing_copies,
+    ),
+    Rule(
+        "copies_late",
+        {"share": 0.1, "least_saves": 2},
+        "Save less often (--save-interval), so that copies have more steps to go in, or give copies a network of their "
+        "own; --replication-traffic naive sends them as soon as a save is there.",
+        None,
+        late_copies,
+    ),
+    Rule(
+        "read_from_storage",
+        {},
+        "Keep more copies (--replicas), apart from each other (--failure-domain), or write to storage more often "
+        "(--persist-interval), so that less is lost. A launch that was started anew has no save in memory.",
+        None,
+        read_from_storage,
+    ),
+    Rule(
+        "copies_rejected",
+        {},
+        "A copy that was altered in memory: test the memory of the host that the evidence names, and take it out of "
+        "the job if it happens again. One that did not answer: look at that host and the network to it.",
+        None,
+        rejected_copies,
+    ),
+    Rule(
+        "store_throttled",
+        {"share": 0.01},
+        "Ask the provider for a higher request rate, spread runs over buckets or prefixes, or make fewer requests: "
+        "fewer and larger objects (--checkpoint-engine lazy has one for each rank), a longer --save-interval. "
+        "--storage-deadline says how long a request is repeated.",
+        "Ask the provider for a higher request rate, spread runs over buckets or prefixes, or make fewer requests: "
+        "fewer and larger objects, fewer saves.",
+        store_throttled,
+    ),
+    Rule(
+        "store_small_objects",
+        {"least_objects": 4, "share": 0.5, "least_s": 0.1},
+        "Use an engine with one file per rank: --checkpoint-engine lazy. Objects over 8 MiB go in parts, several "
+        "at once.",
+        "Save fewer and larger files: an object of one request takes the store's response time, whatever its size.",
+        store_small_objects,
+    ),
+    Rule(
+        "store_one_connection",
+        {"connections": 1.5, "least_s": 0.1},
+        "If objects take one request each, use --checkpoint-engine lazy, with one object for each rank that goes in "
+        "parts. If they are large, the rank itself is the limit: give it a core, and look at the speed of "
+        "--storage-cache.",
+        "Send and fetch large objects in parts, several at once; if that is done, give each rank a core.",
+        store_one_connection,
     ),
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .device_copies import DeviceCopies
+from .store_traffic import StoreTraffic
+from .tiers import Replication, TierRead
 
 NO_GROUP = -1  # of an operation that has no rows in any frame
 
@@ -121,6 +123,9 @@ class OperationStats(Stats):
     io_GBps: float | None = None
     blocked_GBps: float | None = None
     device_copies: DeviceCopies | None = None  # of a save from a device that measured them
+    tiers: list[TierRead] = field(default_factory=list)  # of a load, by host; empty if there was no choice
+    replication: Replication | None = None  # of a save of which other hosts took copies
+    store_traffic: StoreTraffic | None = None  # if it went to or came from object storage
 
     @property
     def kind(self) -> str:

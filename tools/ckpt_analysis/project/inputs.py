@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from restart_trace.schema import STORAGE
+
 from ..common.errors import CouldNotRunError
+from ..metrics.results import StartStats
+from ..metrics.tiers import NEAREST_FIRST
 from ..report import Report
 
 MEASURED, GIVEN = "measured", "given"
@@ -32,6 +37,7 @@ class Given:
     restart_s: float | None = None
     step_s: float | None = None
     checkpoint_bytes: float | None = None
+    tier: str | None = None  # restarts from this tier alone
 
 
 @dataclass(frozen=True)
@@ -55,11 +61,13 @@ def gather(report: Report | None, given: Given) -> Inputs:
 
     Raises CouldNotRunError naming the flag, if a number is neither measured nor given, or cannot be.
     """
+    if given.tier is not None and report is None:
+        raise CouldNotRunError(f"--tier {given.tier}: chooses among the restarts of a run; give a LOGDIR")
     blocked, num_bytes = _median_of_saves(report, "blocked_s", "blocked_s, slowest rank"), _bytes(report)
     inputs = Inputs(
         blocked_s=_one("blocked_s", "s", given.blocked_s, "--blocked-seconds", blocked),
-        durable_s=_one("durable_s", "s", given.durable_s, "--durable-seconds", _durable(report)),
-        restart_s=_one("restart_s", "s", given.restart_s, "--restart-seconds", _restart(report)),
+        durable_s=_one("durable_s", "s", given.durable_s, "--durable-seconds", _durable(report, given.tier)),
+        restart_s=_one("restart_s", "s", given.restart_s, "--restart-seconds", _restart(report, given)),
         step_s=_one("step_s", "s", given.step_s, "--step-seconds", _step(report)),
         checkpoint_bytes=None
         if given.checkpoint_bytes is None and num_bytes is None
@@ -87,22 +95,54 @@ def _median_of_saves(report: Report | None, name: str, remark: str) -> tuple[flo
     return (median(values), f"median of {len(values)} saves ({remark})") if values else None
 
 
-def _durable(report: Report | None) -> tuple[float, str] | None:
+def tier_of(report: Report, start: StartStats) -> str | None:
+    """The farthest tier that a rank read from in this start; None if its load names none."""
+    loads = [load for load in report.loads if load.cycle == start.cycle and load.outcome == "ok"]
+    tiers = {tier.tier for load in loads for tier in load.tiers}
+    return next((tier for tier in reversed(NEAREST_FIRST) if tier in tiers), None)
+
+
+def _durable(report: Report | None, tier: str | None) -> tuple[float, str] | None:
+    if report is not None and tier not in (None, STORAGE):
+        # A save in memory counts once all ranks have agreed on it, which ends the operation.
+        took = [save.wall.max_s for save in report.complete_saves if save.wall]
+        return (median(took), f"median of {len(took)} saves (until all ranks agreed on it in memory)") if took else None
     not_durable = "committed_s: committed, but not synchronised to storage"
     durable = _median_of_saves(report, "durable_s", "durable_s")
     return durable or _median_of_saves(report, "committed_s", not_durable)
 
 
-def _restart(report: Report | None) -> tuple[float, str] | None:
+def _restart(report: Report | None, given: Given) -> tuple[float, str] | None:
+    """Raises CouldNotRunError if restarts read from several tiers, and none was chosen."""
     restarts = report.restarts if report else []
+    source = ""
+    if report is not None and given.restart_s is None:
+        restarts = _of_tier(report, restarts, given.tier)
+        source = f" from {given.tier}" if given.tier else ""
     whole = [start.restart_s for start in restarts if start.restart_s is not None]
     if whole:
-        return median(whole), f"median of {len(whole)} restarts (restart_s, failure to first step)"
+        return median(whole), f"median of {len(whole)} restarts{source} (restart_s, failure to first step)"
     starts = [start.wall.max_s for start in restarts if start.wall]
     if starts:
         note = "time_to_first_step_s: to notice the failure and to launch again is not in it"
-        return median(starts), f"median of {len(starts)} restarts ({note})"
+        return median(starts), f"median of {len(starts)} restarts{source} ({note})"
     return None
+
+
+def _of_tier(report: Report, restarts: Sequence[StartStats], tier: str | None) -> list[StartStats]:
+    tiers = {start.cycle: tier_of(report, start) for start in restarts}
+    there = [one for one in NEAREST_FIRST if one in tiers.values()]
+    if tier is None:
+        if len(there) > 1:
+            raise CouldNotRunError(
+                f"--tier is missing: restarts of this run read from {', '.join(there)}, which take different times; "
+                "name one, or give --restart-seconds"
+            )
+        return list(restarts)
+    if tier not in there:
+        known = f"its restarts read from {', '.join(there)}" if there else "no restart of it says where it read"
+        raise CouldNotRunError(f"--tier {tier}: {known}; name one that there is, or give --restart-seconds")
+    return [start for start in restarts if tiers[start.cycle] == tier]
 
 
 def _step(report: Report | None) -> tuple[float, str] | None:

@@ -15,7 +15,13 @@ _CYCLE = "cycle expected present missing layout hosts engine_asked engine_used d
 _OPERATION = "tag step cycle engine tier outcome error ranks finished_ranks bytes num_files"
 _SAVE = "blocked_s drain_s blocked_GBps committed_s durable_s"
 _COPIES = "ranks bytes device_s slowest_rank slowest_GBps median_GBps bus_share overlapped"
+_TRAFFIC = (
+    "ranks objects bytes window_s requests retries throttled requests_per_s success connections connections_rank "
+    "small_objects small_s small_rank"
+)
 _HOST_COPIES = "host ranks bytes GBps bus_GBps"
+_TIER = "tier host ranks bytes seconds"
+_REPLICATION = "ranks bytes seconds slowest_rank waited_s at_once_bytes"
 _LOST = "caught_up_s resumed_step reached_step lost_steps lost_work_s repeated_steps equal_losses down_s restart_s"
 _FAILURE = "fault detected_s stopped_s relaunched_s"
 _HOST_FAILURE = "host detected_s stopped_s relaunched_s"
@@ -68,9 +74,12 @@ def _fields(value: object, names: str) -> dict[str, Any]:
 def _operation(stats: OperationStats) -> dict[str, Any]:
     result = _fields(stats, _OPERATION) | _wall(stats)
     result |= {"io_GBps": stats.io_GBps} | _coverage_and_phases(stats)
+    result["store_traffic"] = _fields(stats.store_traffic, _TRAFFIC) if stats.store_traffic else None
     if stats.operation == "save":
-        return result | _fields(stats, _SAVE) | {"device_copies": _copies(stats.device_copies)}
-    return result | {"load_s": stats.wall.max_s if stats.wall else None}
+        sent = _fields(stats.replication, _REPLICATION) if stats.replication else None
+        return result | _fields(stats, _SAVE) | {"device_copies": _copies(stats.device_copies), "replication": sent}
+    tiers = [_fields(tier, _TIER) for tier in stats.tiers]
+    return result | {"load_s": stats.wall.max_s if stats.wall else None, "tiers": tiers}
 
 
 def _copies(copies: DeviceCopies | None) -> dict[str, Any] | None:

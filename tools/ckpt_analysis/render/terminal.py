@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 
 from ...common.escaping import shown
 from ...common.formatting import count, digits_for, percent, plural, rate, seconds, size
@@ -12,6 +13,8 @@ from ..findings import Finding
 from ..metrics.device_copies import DeviceCopies
 from ..metrics.restart_parts import UNNAMED, parts_of
 from ..metrics.results import OperationStats, StartStats, Stats
+from ..metrics.store_traffic import StoreTraffic
+from ..metrics.tiers import Replication, TierRead
 from ..model.run_info import CycleInfo
 from ..report import Report
 from .answer import answer, goodput_sentence
@@ -219,11 +222,36 @@ def _operation(stats: OperationStats, coordinates: _Coordinates, style: Style, s
     facts.append(f"I/O {rate(stats.io_GBps)} GB/s")
     if stats.tag or stats.bytes:  # else it found no checkpoint to load
         lines += _fitted("  " + ", ".join(facts))
+    if stats.replication is not None:
+        lines += _fitted("  " + _replication(stats.replication))
+    lines += _tier_lines(stats.tiers, style)
     if stats.device_copies is not None:
         lines += _fitted("  " + _device_copies(stats.device_copies))
+    if stats.store_traffic is not None:
+        lines += _fitted("  " + _store_traffic(stats.store_traffic))
     lines.append(f"  coverage {_coverage(stats)}")
     lines += _phase_lines(stats, f"whole {stats.operation}", style, show_all)
     return lines + _rank_lines(stats, coordinates, style)
+
+
+def _replication(sent: Replication) -> str:
+    """How long copies were on their way to other hosts, and what did not wait for an idle network."""
+    text = f"copies to other hosts: {size(sent.bytes)} of {plural(sent.ranks, 'rank')} in {seconds(sent.seconds)} s"
+    text += f" (rank {sent.slowest_rank})"
+    if sent.at_once_bytes is not None:
+        text += f", {size(sent.at_once_bytes)} of them at once; held back for {seconds(sent.waited_s)} s"
+    return text
+
+
+def _tier_lines(tiers: Sequence[TierRead], style: Style) -> list[str]:
+    """What each host read from its own memory, from a peer's and from storage; none if there was no choice."""
+    if not tiers:
+        return []
+    rows = [
+        (tier.tier.replace("_", " "), tier.host, number_list(tier.ranks), size(tier.bytes), seconds(tier.seconds))
+        for tier in tiers
+    ]
+    return ["", *text_table(("read from", "host", "ranks", "bytes", "slowest s"), rows, style, left=3), ""]
 
 
 def _device_copies(copies: DeviceCopies) -> str:
@@ -234,6 +262,16 @@ def _device_copies(copies: DeviceCopies) -> str:
         f"device to host {rate(copies.slowest_GBps)} GB/s on the slowest rank ({count(copies.slowest_rank)}; {bus}), "
         f"{rate(slowest.GBps)} GB/s on the slowest host ({slowest.host}); {percent(copies.overlapped)} of the bytes "
         "while training computed"
+    )
+
+
+def _store_traffic(traffic: StoreTraffic) -> str:
+    """What object storage was asked, how much of it had to be asked again, and on how many connections."""
+    slowed = f" ({count(traffic.throttled)} told to slow down)" if traffic.throttled else ""
+    return (
+        f"object storage: {plural(traffic.requests, 'request')}, {rate(traffic.requests_per_s)}/s, "
+        f"{percent(traffic.success)} succeeded{slowed}; {plural(traffic.objects, 'object')}; "
+        f"{rate(traffic.connections)} at once on rank {count(traffic.connections_rank)}, the fewest"
     )
 
 

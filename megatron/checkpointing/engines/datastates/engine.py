@@ -55,7 +55,6 @@ from megatron.fileio.device_waits import DeviceDeadline
 from megatron.fileio.files import sync_file
 from megatron.fileio.host_memory import available_memory
 from megatron.fileio.timed_files import TimedReader, Timeline
-from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
 
 logger = logging.getLogger(__name__)
@@ -155,7 +154,7 @@ class DataStatesEngine(CheckpointEngine):
         return self._library
 
     def _load_file(self, path: Path, expected: SavedFile | None, op: Operation) -> Any:
-        opened, timeline = now_ns(), Timeline()
+        opened, timeline = op.until_ns(), Timeline()
         header = file_format.verify_complete(path)
         checked = checked_content(path, expected) if self.options.verify_checksums else []
         with TimedReader(path, timeline, checked) as reader:

@@ -57,7 +57,7 @@ class DcpEngine(StateDirectoryEngine):
         refuse_duplicates(files)
         saved: list[SavedFile] = []
         failure = Failure()
-        start = now_ns()
+        start = op.until_ns()
         for file in files:
             writer = Writer(directory / file.name, self.options, failure, threading.Semaphore())
             try:
@@ -102,7 +102,7 @@ class DcpAsyncEngine(DcpEngine):
     def begin_save(self, files: Sequence[FileState], directory: Path, op: Operation) -> PendingSave:
         refuse_duplicates(files)
         pending = _PendingSaves(self.options, directory, op)
-        start = now_ns()
+        start = op.until_ns()
         group = self._group_with_cpu()
         for file in files:
             start = pending.begin(file, group, start)
@@ -183,15 +183,17 @@ class _PendingSaves(PendingSave):
         Those of one begin where those before end, if it began later: the library's threads were taking turns.
         """
         ended_ns = 0
-        for future in concurrent.futures.as_completed(writers, timeout=RESULT_TIMEOUT_S):
+        futures = concurrent.futures.as_completed(writers, timeout=RESULT_TIMEOUT_S)
+        for number, future in enumerate(futures, 1):
             found = future.exception()
             if found is not None:
                 self.failure.set(cause_of(found))
                 continue
             name, writer = writers[future]
             start = min(writer.started_ns, ended_ns or writer.started_ns)
-            _report_writing(self.op, name, writer, start, writer.ended_ns, False)
-            ended_ns = max(ended_ns, writer.ended_ns)
+            end = now_ns() if number == len(writers) else writer.ended_ns  # the library ends its threads at the last
+            _report_writing(self.op, name, writer, start, end, False)
+            ended_ns = max(ended_ns, end)
 
 
 def _for_library(state: Any) -> dict[str, Any]:

@@ -35,10 +35,12 @@ class FastPersistEngine(TorchFilesEngine):
         self._writer.choose()
 
     def _save_file(self, file: FileState, directory: Path, op: Operation) -> SavedFile:
+        begun = op.until_ns()  # recording the spans of the file before is part of serializing this one
         with op.span("device_to_host", file=file.name) as span:
             staging = Staging()
             state = stage_on_host(file.state, staging)
             span.bytes = staging.copied_bytes
-        saved = self._writer.write(state, staging, directory / file.name, file.name, op.add)
+        path = directory / file.name
+        saved = self._writer.write(state, staging, path, file.name, op.add, begun, span.duration_ns)
         self._notice.give(str(self._writer.choose()), op)
         return saved

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.processes.parent_process import end_with_parent
+from restart_trace.clock import now_ns
 
 # What takes time to import comes after the process has seen to its own end.
 if TYPE_CHECKING:
@@ -95,10 +96,10 @@ def _carry_out(request: Request, writer: StateWriter, memory: SharedMemory) -> R
     try:
         restorer = Restorer(memory)
         for pickled in request.states:
-            staging = Staging()
+            begun, staging = now_ns(), Staging()
             state = stage_on_host(restorer.state(pickled), staging)
             path = Path(request.directory) / pickled.name
-            reply.saved.append(writer.write(state, staging, path, pickled.name, reply.add))
+            reply.saved.append(writer.write(state, staging, path, pickled.name, reply.add, begun))
         reply.writer = str(writer.choose())
     except (OSError, CheckpointSaveError, EngineUnavailableError) as exc:
         reply.failure = exc

@@ -121,28 +121,39 @@ class StateWriter:
             self._choice = choose_writer(self._options.direct_io)
         return self._choice
 
-    def write(self, state: Any, staging: Staging, path: Path, name: str, add: Callable[..., None]) -> SavedFile:
+    def write(
+        self,
+        state: Any,
+        staging: Staging,
+        path: Path,
+        name: str,
+        add: Callable[..., None],
+        begun_ns: int,
+        apart_ns: int = 0,
+    ) -> SavedFile:
         """Write `state`, which stage_on_host gave with `staging`, to the new file `path`, called `name`.
 
-        Records `serialize` and `flush` by `add`: Operation's, or one that keeps them for it. Raises OSError naming the
+        Records `serialize` and `flush` by `add`: Operation's, or one that keeps them for it. `begun_ns` is where
+        `serialize` begins, and `apart_ns` what another span has of the time since. Raises OSError naming the
         file if the storage refuses, FileExistsError among them, and CheckpointSaveError if the state could not be
         loaded again.
         """
         self.choose()
-        opened = now_ns()
         check_loadable(staging, name)
         try:
             fd = open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
             try:
                 num_bytes, write_ns = self._write_file(state, staging.tensor_bytes, path, fd)
                 checksum = open_directory_checksum(fd)  # a few kB, of the end of the file
-                closed = now_ns()
-                report_writing(add, name, opened, closed, write_ns, num_bytes)
                 if self._options.fsync:
+                    written = now_ns()
                     sync_file(fd)
-                    add("flush", "fsync", closed, now_ns(), file=name, num_bytes=num_bytes)
+                    synced = now_ns()
+                    add("flush", "fsync", written, synced, file=name, num_bytes=num_bytes)
+                    apart_ns += synced - written
             finally:
                 os.close(fd)
+            report_writing(add, name, begun_ns, now_ns(), write_ns, num_bytes, apart_ns)
         except OSError as exc:
             raise with_name(exc, path) from exc
         return SavedFile(name, num_bytes, checksum)

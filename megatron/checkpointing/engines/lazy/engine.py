@@ -6,7 +6,7 @@ The parts: format (the file), writer (a save), host_cache (its memory), reader (
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -23,22 +23,24 @@ from megatron.checkpointing.engines.base import (
     PlacedTensor,
     SavedCheckpoint,
     SavedFile,
+    SaveTargets,
     check_size,
     note_loaded,
     refuse_duplicates,
 )
-from megatron.checkpointing.engines.errors import CheckpointDamagedError, reading
+from megatron.checkpointing.engines.errors import CheckpointDamagedError, NoChecksumsError, reading
 from megatron.checkpointing.engines.lazy import format as lazy_format
 from megatron.checkpointing.engines.lazy.arena import Arena
-from megatron.checkpointing.engines.lazy.host_cache import DEFAULT_IO_THREADS, HostCache
+from megatron.checkpointing.engines.lazy.host_cache import DEFAULT_IO_THREADS, STREAMING_THREADS, HostCache
 from megatron.checkpointing.engines.lazy.placement_check import check_placement
 from megatron.checkpointing.engines.lazy.reader import Wanted, read_tensors
-from megatron.checkpointing.engines.lazy.writer import LazySave
+from megatron.checkpointing.engines.lazy.writer import LazySave, StreamedSave
 from megatron.config.errors import ConfigError
 from megatron.fileio.checksums import CheckedBytes
 from megatron.fileio.device_copies import CopyStream
 from megatron.fileio.extents import BLOCK
 from megatron.fileio.host_buffers import STAGING_BUFFERS, Buffer, cut
+from megatron.fileio.open_files import RangedFiles
 from megatron.fileio.pinned_memory import PinningError, pinned_memory, why_pinning_failed
 from megatron.fileio.ranged_reader import DIRECT_THREADS
 from restart_trace.recorder import Operation
@@ -54,11 +56,12 @@ class LazyEngine(CheckpointEngine):
     wants_placements: ClassVar[bool] = True
     loads_in_place: ClassVar[bool] = True
     redistributable: ClassVar[bool] = True
+    streams: ClassVar[bool] = True
 
     def __init__(self, options: EngineOptions) -> None:
         """Raises ConfigError if --host-cache-size is too small for the threads and blocks."""
         super().__init__(options)
-        self._io_threads = options.io_threads or DEFAULT_IO_THREADS
+        self._io_threads = options.io_threads or (STREAMING_THREADS if options.saves_to_store else DEFAULT_IO_THREADS)
         self._cache = HostCache(
             options.io_block_bytes, self._io_threads, options.host_cache_bytes, options.local_world_size
         )
@@ -87,11 +90,20 @@ class LazyEngine(CheckpointEngine):
 
     def begin_save(self, files: Sequence[FileState], directory: Path, op: Operation) -> PendingSave:
         path = directory / lazy_format.file_name(self.options.rank)
-        with op.span("serialize", file=path.name):
+        return LazySave(self._captured(files, op), path, self.options, self._cache, op)
+
+    def begin_streamed_save(self, files: Sequence[FileState], targets: SaveTargets, op: Operation) -> PendingSave:
+        return StreamedSave(self._captured(files, op), targets, self.options, self._cache, op)
+
+    def _captured(self, files: Sequence[FileState], op: Operation) -> lazy_format.Captured:
+        with op.span("serialize", file=lazy_format.file_name(self.options.rank)):
             refuse_duplicates(files)
             captured = lazy_format.capture(files, self.options.checksum)
             self._cache.prepare(captured.contents.data_bytes)
-            return LazySave(captured, path, self.options, self._cache, op)
+            return captured
+
+    def reads_ranges_of(self, files: Iterable[SavedFile]) -> bool:
+        return self.options.verify_checksums
 
     def load(self, names: Sequence[str], checkpoint: SavedCheckpoint, op: Operation) -> dict[str, Any]:
         """As CheckpointEngine.load. Tensors are views of the page cache, or of one arena that the next load uses
@@ -108,7 +120,7 @@ class LazyEngine(CheckpointEngine):
             path, file = self._file_of(name, checkpoint)
             holder[name] = path
             if path not in opened:
-                opened[path] = self._open_checked(path, file, op)
+                opened[path] = self._open_checked(path, file, checkpoint.ranged, op)
         with op.span("load", "deserialize"):  # which of its tensors go where
             wanted = []
             for path, contents in opened.items():
@@ -118,7 +130,7 @@ class LazyEngine(CheckpointEngine):
             for file in live:
                 tensors = codec.split(file.state)[1]
                 targets |= {f"{file.name}/{name}": tensor for name, tensor in tensors.items()}
-        read = read_tensors(wanted, targets, self._arena, self.options, op)
+        read = read_tensors(wanted, targets, self._arena, self.options, checkpoint.ranged, op)
         with op.span("load", "deserialize"):
             states = {name: _join(name, opened[holder[name]], holder[name], read) for name in names}
         num_bytes = sum(contents.data_start for contents in opened.values())
@@ -130,7 +142,7 @@ class LazyEngine(CheckpointEngine):
         saved = sorted(checkpoint.files.items())
         files = [(checkpoint.path(name), file) for name, file in saved if name.endswith(lazy_format.SUFFIX)]
         with ThreadPoolExecutor(_HEADER_THREADS) as pool:
-            opened = list(pool.map(lambda item: self._open_checked(item[0], item[1], op), files))
+            opened = list(pool.map(lambda item: self._open_checked(item[0], item[1], checkpoint.ranged, op), files))
         return [
             self._placed(path, contents.data_start, entry, entry.placement)
             for (path, _), contents in zip(files, opened, strict=True)
@@ -151,11 +163,11 @@ class LazyEngine(CheckpointEngine):
 
     def load_values(self, name: str, checkpoint: SavedCheckpoint, op: Operation) -> Any:
         path, file = self._file_of(name, checkpoint)
-        contents = self._open_checked(path, file, op)
+        contents = self._open_checked(path, file, checkpoint.ranged, op)
         entries = contents.tensors_of(name)
         wanted = Wanted(path, contents, [entry for entry in entries if entry.placement is None])
         options = replace(self.options, io_threads=1)  # a few kilobytes
-        tensors = read_tensors([wanted], {}, self._arena, options, op)
+        tensors = read_tensors([wanted], {}, self._arena, options, checkpoint.ranged, op)
         for entry in entries:
             if entry.placement is not None:
                 tensors[path, entry.name] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
@@ -177,14 +189,20 @@ class LazyEngine(CheckpointEngine):
             )
         return checkpoint.path(files[0].name), files[0]
 
-    def _open_checked(self, path: Path, file: SavedFile, op: Operation) -> lazy_format.Contents:
-        check_size(path, file)
+    def _open_checked(
+        self, path: Path, file: SavedFile, ranged: RangedFiles | None, op: Operation
+    ) -> lazy_format.Contents:
+        if ranged is None:
+            check_size(path, file)
         with reading(path):
             with op.span("load", "read", file=path.name) as span:
-                header = lazy_format.read_header(path)
+                header = lazy_format.read_header(path, ranged)
                 span.bytes = len(header)
             with op.span("load", "deserialize", file=path.name):
-                return self._parse(header, path, file)
+                contents = self._parse(header, path, file)
+        if ranged is not None and any(entry.crc32 is None for entry in contents.entries.values()):
+            raise NoChecksumsError(f"{path}: was saved with --checksum none")
+        return contents
 
     def _parse(self, header: bytes, path: Path, file: SavedFile) -> lazy_format.Contents:
         if self.options.verify_checksums:

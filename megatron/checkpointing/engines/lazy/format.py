@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +28,13 @@ from megatron.checkpointing.engines import codec
 from megatron.checkpointing.engines.base import FileState
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.fileio.checksums import crc32
+from megatron.fileio.open_files import RangedFile, RangedFiles
 
 ALIGNMENT = 4096  # of the data in the file, and of every direct transfer
 FORMAT_VERSION = "1"
 ALGORITHM = "safetensors-header-crc32"
 _LENGTH = struct.Struct("<Q")
+_FIRST_REQUEST = 1 << 18  # bytes asked for before the header's length is known: most are shorter
 _MAX_HEADER = 100_000_000  # the safetensors library refuses more
 
 _DTYPE_NAMES = {
@@ -188,20 +192,37 @@ def header_checksum(header: bytes) -> str:
     return f"{ALGORITHM}:{crc32(header):08x}"
 
 
-def read_header(path: Path) -> bytes:
-    """The bytes before the data. Raises CheckpointDamagedError if the file is too short for them."""
-    with path.open("rb", buffering=0) as file:
-        first = file.read(ALIGNMENT)
-        if len(first) < _LENGTH.size:
-            raise CheckpointDamagedError(f"{path}: {len(first)} bytes, too few for a safetensors file")
-        size = _LENGTH.unpack_from(first)[0] + _LENGTH.size
-        if size > _MAX_HEADER:
-            raise CheckpointDamagedError(f"{path}: its header says that it is {size} bytes long: no safetensors file")
-        rest = b"".join(iter(lambda: file.read(size - file.tell()), b"")) if size > len(first) else b""
-    header = (first + rest)[:size]
-    if len(header) != size:
+def read_header(path: Path, ranged: RangedFiles | None = None) -> bytes:
+    """The bytes before the data. `ranged`: opens the file, if it is not on this node.
+
+    Raises CheckpointDamagedError if the file is too short for them.
+    """
+    if ranged is None:
+        with path.open("rb", buffering=0) as file:
+            return _header(path, ALIGNMENT, lambda start, size: os.pread(file.fileno(), size, start))
+    with closing(ranged(path)) as opened:
+        return _header(path, _FIRST_REQUEST, lambda start, size: _bytes_of(opened, start, size))
+
+
+def _header(path: Path, first_bytes: int, read: Callable[[int, int], bytes]) -> bytes:
+    """`read`: at most so many bytes from a position on."""
+    found = read(0, first_bytes)
+    if len(found) < _LENGTH.size:
+        raise CheckpointDamagedError(f"{path}: {len(found)} bytes, too few for a safetensors file")
+    size = _LENGTH.unpack_from(found)[0] + _LENGTH.size
+    if size > _MAX_HEADER:
+        raise CheckpointDamagedError(f"{path}: its header says that it is {size} bytes long: no safetensors file")
+    while len(found) < size and (more := read(len(found), size - len(found))):
+        found += more
+    if len(found) < size:
         raise CheckpointDamagedError(f"{path}: ends within its header of {size} bytes")
-    return header
+    return found[:size]
+
+
+def _bytes_of(file: RangedFile, start: int, size: int) -> bytes:
+    content = bytearray(min(size, file.num_bytes - start))
+    file.read(memoryview(content), start)
+    return bytes(content)
 
 
 def decode(header: bytes, path: Path) -> Contents:

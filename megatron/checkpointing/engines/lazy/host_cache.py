@@ -24,6 +24,7 @@ from megatron.fileio.pinned_memory import PIECE, PinnedAhead, PinningError, Pins
 from restart_trace.recorder import Operation
 
 DEFAULT_IO_THREADS = 4
+STREAMING_THREADS = 8  # one request each, most of which is waiting
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,10 @@ from typing import Any, ClassVar
 from megatron.checkpointing.engines.base import (
     EngineOptions,
     FileState,
+    KeptFiles,
     KeptSave,
     PendingSave,
+    PlacedTensor,
     SavedCheckpoint,
     SavedFile,
     refuse_duplicates,
@@ -234,6 +236,24 @@ class MemoryEngine(LazyEngine):
         finally:
             self._slot_reader.loads_are_over()
 
+    def placed_tensors(self, checkpoint: SavedCheckpoint, op: Operation) -> list[PlacedTensor]:
+        if not isinstance(checkpoint, KeptFiles):
+            return super().placed_tensors(checkpoint, op)
+        # Other ranks have the files elsewhere: told are the paths that are the same for all.
+        shown = {checkpoint.path(name): checkpoint.directory / name for name in checkpoint.files}
+        found = self._slot_reader.placed_tensors(checkpoint, op)
+        return [replace(tensor, path=shown[tensor.path]) for tensor in found]
+
+    def load_values(self, name: str, checkpoint: SavedCheckpoint, op: Operation) -> Any:
+        if not isinstance(checkpoint, KeptFiles):
+            return super().load_values(name, checkpoint, op)
+        path, file = self._file_of(name, checkpoint)
+        contents = lazy_format.decode(lazy_format.read_header(path), path)
+        start = contents.data_start
+        small = [entry for entry in contents.tensors_of(name) if entry.placement is None]
+        checkpoint.bring(file.name, [(start + entry.start, start + entry.stop) for entry in small])
+        return self._slot_reader.load_values(name, checkpoint, op)
+
     def close(self) -> None:
         super().close()
         self._slot_reader.close()
@@ -251,4 +271,4 @@ def _names(slot: Slot, save: str) -> bool:
 def _checkpoint(slot: Slot, record: Mapping[str, Any], called: str) -> SlotCheckpoint:
     told = record["file"]
     file = SavedFile(told["name"], told["num_bytes"], told["checksum"], tuple(told["states"]))
-    return SlotCheckpoint(Path(called), {file.name: file}, slot, called)
+    return SlotCheckpoint(Path(called), {file.name: file}, slot=slot, called=called)

@@ -23,8 +23,8 @@ from megatron.checkpointing.engines.lazy.arena import Arena
 from megatron.checkpointing.engines.lazy.format import Contents, TensorEntry
 from megatron.fileio.checksums import RangeChecksum, by_file, combine
 from megatron.fileio.direct_files import ALIGNMENT, align_up, aligned_memory
-from megatron.fileio.extents import BLOCK, GAP, FilePlan, extents, file_plan
-from megatron.fileio.open_files import OpenFile
+from megatron.fileio.extents import GAP, FilePlan, extents, file_plan
+from megatron.fileio.open_files import RangedFile, RangedFiles
 from megatron.fileio.ranged_reader import Label, Targets, open_all, read_ranges
 from restart_trace.recorder import Operation
 
@@ -75,23 +75,31 @@ class _Range:
 
 
 def read_tensors(
-    wanted: Sequence[Wanted], live: Mapping[str, torch.Tensor], arena: Arena, options: EngineOptions, op: Operation
+    wanted: Sequence[Wanted],
+    live: Mapping[str, torch.Tensor],
+    arena: Arena,
+    options: EngineOptions,
+    ranged: RangedFiles | None,
+    op: Operation,
 ) -> dict[Key, torch.Tensor]:
-    """The tensors by (file, name): those of `live` that fit, filled; others anew.
+    """The tensors by (file, name): those of `live` that fit, filled; others anew. `ranged`: as in SavedCheckpoint.
 
     Raises CheckpointDamagedError naming file and tensor, or OSError.
     """
     with ExitStack() as stack, damaged_files():
         with op.span("load", "deserialize"):  # opening, planning, and memory for what has none
             sizes = {item.path: item.contents.file_bytes for item in wanted}
-            files = open_all(sizes, options.direct_io, stack)
+            files = open_all(sizes, options.direct_io, stack, ranged)
             tensors = _tensors_to_fill(wanted, live, files)
             hosted = _ranges([i.of(e for e in i.entries if (i.path, e.name) not in tensors) for i in wanted])
             _give_memory(hosted, files, arena)
             targets = [_bytes_of(tensor) for tensor in tensors.values()]
             mappings = {len(targets) + i: r.mapping for i, r in enumerate(hosted) if r.mapping is not None}
             targets += [torch.from_numpy(r.memory) for r in hosted]
-            plans = [*_plans_in_place(wanted, tensors, options), *_plans_of(hosted, len(tensors), options)]
+            plans = [
+                *_plans_in_place(wanted, tensors, files, options),
+                *_plans_of(hosted, len(tensors), files, options),
+            ]
             parts = [extent for plan in plans for extent in extents(plan)]
         found = read_ranges(parts, files, Targets(targets, mappings), options.io_threads, _LABEL, op)
     if options.verify_checksums:
@@ -100,7 +108,7 @@ def read_tensors(
 
 
 def _tensors_to_fill(
-    wanted: Sequence[Wanted], live: Mapping[str, torch.Tensor], files: Mapping[Path, OpenFile]
+    wanted: Sequence[Wanted], live: Mapping[str, torch.Tensor], files: Mapping[Path, RangedFile]
 ) -> dict[Key, torch.Tensor]:
     """Live tensors, and new ones beside them: of what has a placement, and of what has no elements."""
     entries = [(item, entry) for item in wanted for entry in item.entries]
@@ -118,7 +126,7 @@ def _tensors_to_fill(
     return found
 
 
-def _new_tensor(entry: TensorEntry, start: int, file: OpenFile, device: torch.device) -> torch.Tensor:
+def _new_tensor(entry: TensorEntry, start: int, file: RangedFile, device: torch.device) -> torch.Tensor:
     """A tensor for the bytes from `start` of the file on.
 
     A large one on the CPU that is read around the page cache is in huge pages, and lies as the file does, so that
@@ -158,7 +166,7 @@ def _ranges(wanted: Iterable[Wanted]) -> list[_Range]:
     return found
 
 
-def _give_memory(ranges: Sequence[_Range], files: Mapping[Path, OpenFile], arena: Arena) -> None:
+def _give_memory(ranges: Sequence[_Range], files: Mapping[Path, RangedFile], arena: Arena) -> None:
     """The page cache itself to what lies there (--direct-io auto); to the others the arena, one after the other."""
     size = 0
     for part in ranges:
@@ -176,7 +184,10 @@ def _give_memory(ranges: Sequence[_Range], files: Mapping[Path, OpenFile], arena
 
 
 def _plans_in_place(
-    wanted: Sequence[Wanted], tensors: Mapping[Key, torch.Tensor], options: EngineOptions
+    wanted: Sequence[Wanted],
+    tensors: Mapping[Key, torch.Tensor],
+    files: Mapping[Path, RangedFile],
+    options: EngineOptions,
 ) -> list[FilePlan]:
     numbers = {key: number for number, key in enumerate(tensors)}
     plans = []
@@ -184,18 +195,20 @@ def _plans_in_place(
         base = item.contents.data_start
         mine = [entry for entry in item.entries if (item.path, entry.name) in numbers]
         copies = [(numbers[item.path, e.name], base + e.start, 0, e.num_bytes) for e in mine]
-        plans.append(file_plan(item.path, copies, _checks(item, mine, options), _block(options)))
+        plans.append(file_plan(item.path, copies, _checks(item, mine, options), *_grain(files[item.path], options)))
     return plans
 
 
-def _plans_of(ranges: Sequence[_Range], first: int, options: EngineOptions) -> list[FilePlan]:
+def _plans_of(
+    ranges: Sequence[_Range], first: int, files: Mapping[Path, RangedFile], options: EngineOptions
+) -> list[FilePlan]:
     """`first`: number of the first range's memory among the targets."""
     return [
         file_plan(
             part.item.path,
             [(first + i, part.start, part.at, part.end - part.start)],
             _checks(part.item, part.entries, options),
-            _block(options),
+            *_grain(files[part.item.path], options),
         )
         for i, part in enumerate(ranges)
     ]
@@ -210,8 +223,9 @@ def _checks(item: Wanted, entries: Iterable[TensorEntry], options: EngineOptions
     ]
 
 
-def _block(options: EngineOptions) -> int:
-    return min(BLOCK, options.io_block_bytes)
+def _grain(file: RangedFile, options: EngineOptions) -> tuple[int, int]:
+    """How the file is cut into extents, see megatron.fileio.extents: (block, gap)."""
+    return min(file.block, options.io_block_bytes), file.gap
 
 
 def _verify(wanted: Sequence[Wanted], found: Iterable[RangeChecksum]) -> None:

@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from megatron.checkpointing.engines.base import EngineOptions, FileState, SavedFile
+from megatron.checkpointing.engines.base import EngineOptions, FileState, SavedFile, SaveTarget
 from megatron.checkpointing.engines.errors import CheckpointSaveError
 from megatron.checkpointing.engines.lazy import format as lazy_format
 from megatron.checkpointing.engines.lazy.host_cache import HostCache
-from megatron.checkpointing.engines.lazy.writer import Block, LazySave, SaveTarget
+from megatron.checkpointing.engines.lazy.writer import Block, LazySave
 from megatron.fileio.checksums import RangeChecksum, crc32
 from megatron.fileio.direct_files import align_up
 from megatron.fileio.host_buffers import Buffer
@@ -123,6 +123,8 @@ class SlotSave(LazySave):
         kept = super().wait()
         self._op.durable = False
         problems = self._replicate()
+        for problem in problems:
+            self._op.event("copy_missing", problem)
         if self._directory is None:
             if problems:
                 raise CheckpointSaveError("there is no copy on another host: " + "; ".join(problems))
@@ -149,6 +151,8 @@ class SlotSave(LazySave):
         told = sent.interleaved
         self._op.measure(**{f"replicate_{name}": told[name] for name in ("waited_s", "at_once_bytes")})
         text = f"interleave: waited {told['waited_s']:.3f} s; {told['at_once_bytes']} of {sent.num_bytes} bytes at once"
+        if told["stalled_bytes"]:
+            text += f", {told['stalled_bytes']} of them since no step ended, and none had been profiled"
         if told["idle_s"] is not None:
             text += f"; steps leave {told['bytes_per_s'] / 1e6:.0f} MB/s idle for {told['idle_s']:.3f} s"
         self._op.event("replicate", text)

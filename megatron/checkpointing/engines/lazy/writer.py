@@ -17,11 +17,18 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 
-from megatron.checkpointing.engines.base import EngineOptions, PendingSave, SavedFile, note_saved
+from megatron.checkpointing.engines.base import (
+    EngineOptions,
+    PendingSave,
+    SavedFile,
+    SaveTarget,
+    SaveTargets,
+    note_saved,
+)
 from megatron.checkpointing.engines.lazy import format as lazy_format
 from megatron.checkpointing.engines.lazy.host_cache import HostCache, Piece, gather
 from megatron.fileio import device_copies, direct_files
@@ -102,6 +109,7 @@ class LazySave(PendingSave):
         self._released = False
         self._error: BaseException | None = None
         self._checksums: list[RangeChecksum] = []  # of the pieces of all tensors
+        self._written_bytes = 0  # of the data, in blocks that are where they belong
         self._result: list[SavedFile] = []
         self._stream = device_copies.side_stream(captured.tensors.values())  # None on the CPU
         self._copied: list[Block] = []  # by the device, or to be, in that order
@@ -177,6 +185,7 @@ class LazySave(PendingSave):
                 self._condition.notify_all()
             self._run_threads(file, len(blocks))
             if self._error is None:
+                self._check_complete()
                 self._finish(file)
         except BaseException as exc:  # whatever it is, `wait` tells it
             self._fail(exc)
@@ -184,6 +193,11 @@ class LazySave(PendingSave):
             if file is not None:
                 file.close()
             self._give_back_all(blocks)
+
+    def _check_complete(self) -> None:
+        """Raises RuntimeError if a block was left out: an error of this program, which must not become a checkpoint."""
+        if self._written_bytes != self._contents.data_bytes:
+            raise RuntimeError(f"{self._written_bytes} of {self._contents.data_bytes} bytes of {self._path} were saved")
 
     def _give_back_all(self, blocks: list[Block]) -> None:
         """After a failure: the buffers of blocks that were gathered and are not written, once nothing fills them."""
@@ -266,9 +280,6 @@ class LazySave(PendingSave):
                 block = self._take_waiting()
             if block is None or not self._gather(block, clock, ahead=True):
                 return
-            with self._condition:
-                self._gathered.append(block)
-                self._condition.notify_all()
 
     def _take_waiting(self) -> Block | None:
         """The next block that nobody gathers yet; under the condition. `_gather` must follow."""
@@ -278,7 +289,12 @@ class LazySave(PendingSave):
         return self._waiting.popleft()
 
     def _gather(self, block: Block, clock: _Clock, ahead: bool) -> bool:
-        """Copy the pieces of `block` into a buffer of the cache; False if the save was given up meanwhile."""
+        """Copy the pieces of `block` into a buffer of the cache; False if the save was given up meanwhile.
+
+        With `ahead` the block is for the I/O threads to write. They learn of it in the same moment in which it is no
+        longer being gathered: those that find nothing waiting, nothing gathered and nothing being gathered end.
+        """
+        gathered = False
         try:
             block.buffer = self._take(block, ahead)
             if block.buffer is None:
@@ -291,9 +307,12 @@ class LazySave(PendingSave):
                     self._copied.append(block)
             clock.gather += now_ns() - started
             clock.gathered_bytes += block.length
+            gathered = True
             return True
         finally:
             with self._condition:
+                if gathered and ahead:
+                    self._gathered.append(block)
                 self._gathering -= 1
                 self._condition.notify_all()
 
@@ -348,6 +367,8 @@ class LazySave(PendingSave):
         middle = now_ns()
         if self._WRITES:
             file.write(block.buffer.view, block.length, block.position)
+        with self._condition:
+            self._written_bytes += block.length
         clock.checksum += middle - started
         clock.write += now_ns() - middle
         clock.written_bytes += block.length
@@ -424,16 +445,21 @@ class LazySave(PendingSave):
         self._cache.wake()
 
 
-class SaveTarget(Protocol):
-    """Where a save goes."""
+class StreamedSave(LazySave):
+    """A save whose blocks are sent as soon as they are gathered, to a store of objects."""
 
-    def write(self, buffer: memoryview, length: int, position: int) -> None: ...
+    def __init__(
+        self, captured: lazy_format.Captured, targets: SaveTargets, options: EngineOptions, cache: HostCache,
+        op: Operation,
+    ) -> None:  # fmt: skip
+        self._targets = targets
+        super().__init__(captured, Path(lazy_format.file_name(options.rank)), options, cache, op)
 
-    def cut_off(self, size: int) -> None: ...
-
-    def sync(self) -> None: ...
-
-    def close(self) -> None: ...
+    def _open(self) -> SaveTarget:
+        contents = self._contents
+        return self._targets.open(
+            self._path.name, contents.file_bytes, contents.data_start, self._options.io_block_bytes
+        )
 
 
 @dataclass

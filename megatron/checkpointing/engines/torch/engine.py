@@ -25,23 +25,26 @@ class TorchEngine(TorchFilesEngine):
     name = "torch"
 
     def _save_file(self, file: FileState, directory: Path, op: Operation) -> SavedFile:
-        path = directory / file.name
-        with op.span("device_to_host", file=file.name) as span:
+        path, timeline = directory / file.name, Timeline()
+        begun = op.until_ns()  # recording the spans of the file before is part of serializing this one
+        with op.span("device_to_host", file=file.name) as copying:
             staging = Staging()
             state = stage_on_host(file.state, staging)
-            span.bytes = staging.copied_bytes
-        opened, timeline = now_ns(), Timeline()
+            copying.bytes = staging.copied_bytes
         check_loadable(staging, file.name)
         writer = TimedWriter(path, timeline)
         try:
             write_state(state, writer)
             del state  # giving a host copy back to the system takes time, too
             checksum = open_directory_checksum(writer.fileno())  # a few kB, still in the page cache
-            report_writing(op.add, file.name, opened, now_ns(), timeline.total("write"), writer.num_bytes)
+            apart_ns = copying.duration_ns
             if self.options.fsync:
-                with op.span("flush", "fsync", file=file.name) as span:
+                with op.span("flush", "fsync", file=file.name) as syncing:
                     sync_file(writer.fileno())
-                    span.bytes = writer.num_bytes
+                    syncing.bytes = writer.num_bytes
+                apart_ns += syncing.duration_ns
         finally:
             writer.close()
+        write_ns = timeline.total("write")
+        report_writing(op.add, file.name, begun, now_ns(), write_ns, writer.num_bytes, apart_ns)
         return SavedFile(file.name, writer.num_bytes, checksum)

@@ -25,7 +25,7 @@ from megatron.checkpointing.engines.codec import DTYPES
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.state_files import StateDirectoryEngine, finish_save, pack, total_bytes, unpack
 from megatron.checkpointing.engines.torchsnapshot import library
-from megatron.checkpointing.engines.torchsnapshot.storage import ReadingStorage, WritingStorage
+from megatron.checkpointing.engines.torchsnapshot.storage import WRITTEN, ReadingStorage, WritingStorage
 from megatron.fileio.timed_files import Timeline
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
@@ -63,6 +63,7 @@ class TorchSnapshotEngine(StateDirectoryEngine):
         pending = _PendingSnapshots(self.options, self._threads, directory, op)
         for file in files:
             pending.take(file)
+        pending.taken_ns = op.until_ns()
         return pending
 
     def _load_state(self, root: Path, files: Mapping[str, SavedFile], timeline: Timeline) -> Any:
@@ -89,13 +90,17 @@ class _PendingSnapshots(PendingSave):
         self.buffers = library.Buffers(library.memory_budget(options))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="torchsnapshot-write")
         self._storages: list[WritingStorage] = []
-        self._snapshots: list[PendingSnapshot] = []
+        self._snapshots: list[tuple[str, PendingSnapshot]] = []
+        self._written = Timeline()  # of all spans of writing
+        self.taken_ns = 0  # end of what training waited for
 
     def take(self, file: FileState) -> None:
         """Fill the buffers of one snapshot and have it written. What goes wrong is told by `wait`."""
         if self.buffers.error is not None:
             return
-        storage = WritingStorage(self._directory / file.name, self._pool, self._options, self._op, self.buffers)
+        storage = WritingStorage(
+            self._directory / file.name, self._pool, self._options, self._op, self.buffers, self._written
+        )
         self._storages.append(storage)
         try:
             self._take(file, storage)
@@ -103,7 +108,7 @@ class _PendingSnapshots(PendingSave):
             self.buffers.fail(exc)
 
     def _take(self, file: FileState, storage: WritingStorage) -> None:
-        start = now_ns()
+        start = self._op.until_ns()
         content = _for_library(file.state)
         # It counts small ones twice.
         needed = 2 * total_bytes([content["skeleton"], *content["tensors"].values()])
@@ -113,7 +118,7 @@ class _PendingSnapshots(PendingSave):
         execution.timeline.add("wait", waited)
         with library.writing(storage, execution, self.buffers, free):
             path = str(self._directory / file.name)
-            self._snapshots.append(Snapshot.async_take(path, {_KEY: _Holder(content)}))
+            self._snapshots.append((file.name, Snapshot.async_take(path, {_KEY: _Holder(content)})))
         self._report(file.name, start, now_ns(), execution, free < needed)
 
     def _report(self, name: str, start: int, end: int, execution: library.Execution, tight: bool) -> None:
@@ -130,14 +135,28 @@ class _PendingSnapshots(PendingSave):
         if tight:
             self._op.add("flush", "write", start, end, duration_ns=spent["wait"], file=name)
 
+    def _report_library(self, name: str, start: int) -> int:
+        """The time from `start` until now in which no file is written: the library frees buffers, describes snapshots.
+
+        Returns now. Recording it is part of the next.
+        """
+        end = now_ns()
+        spent = self._written.shares([WRITTEN], start, end)
+        self._op.add("serialize", None, start, end, duration_ns=spent[""], file=name, blocking=False)
+        return end
+
     def release_state(self) -> None:
         """All buffers are filled by the time that `begin_save` returns: the library does that on the calling thread."""
 
     def wait(self) -> list[SavedFile]:
-        for snapshot in self._snapshots:
+        start = self.taken_ns
+        for number, (name, snapshot) in enumerate(self._snapshots, 1):
             snapshot.thread.join()  # its wait() would turn every error into a RuntimeError
+            if number == len(self._snapshots):
+                self._pool.shutdown()
+            start = self._report_library(name, start)
         self._pool.shutdown()
-        for snapshot in self._snapshots:
+        for _, snapshot in self._snapshots:
             if snapshot.exc_info is not None:
                 self.buffers.fail(snapshot.exc_info[1])
         if self.buffers.error is not None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from megatron.fileio.checksums import checksum_text, crc32
 from megatron.fileio.files import make_directory, open_file, sync_file, with_name, write_some
 from megatron.fileio.timed_files import Timeline, read_file
 from restart_trace.clock import now_ns
-from restart_trace.recorder import Operation
+from restart_trace.recorder import Operation, SpanHandle
+
+WRITTEN = "written"  # kind of the intervals of a WritingStorage
 
 
 class _Storage(FSStoragePlugin):
@@ -43,17 +46,26 @@ class _Storage(FSStoragePlugin):
 
 
 class WritingStorage(_Storage):
-    """Writes one snapshot. `saved` are its files, named relative to the directory above `root`."""
+    """Writes one snapshot. `saved` are its files, named relative to the directory above `root`.
+
+    `timeline` gets the spans that it records.
+    """
 
     def __init__(
-        self, root: Path, pool: ThreadPoolExecutor, options: EngineOptions, op: Operation, buffers: Buffers
+        self,
+        root: Path,
+        pool: ThreadPoolExecutor,
+        options: EngineOptions,
+        op: Operation,
+        buffers: Buffers,
+        timeline: Timeline,
     ) -> None:
         super().__init__(root, pool)
         self.saved: list[SavedFile] = []
         self._options = options
         self._op = op
         self._buffers = buffers
-        self._last_ns: int | None = None  # end of the latest write
+        self._timeline = timeline
 
     async def write(self, write_io: WriteIO) -> None:
         counted = "/" in write_io.path  # the library's own description is no buffer of a tensor
@@ -67,35 +79,40 @@ class WritingStorage(_Storage):
                 self._buffers.remove(len(write_io.buf))
 
     def _write(self, name: str, buffer: Any) -> None:
-        path = self._root / name
+        path, file = self._root / name, f"{self._root.name}/{name}"
         if self._buffers.error is not None:
             raise OSError(f"{path}: not written, because another file of the save failed")
-        state = self._root.name
         view = memoryview(buffer).cast("B")
         crc: int | None = None
-        if "/" not in name and self._last_ns is not None:  # freeing the buffers, describing the snapshot
-            self._op.add("serialize", None, self._last_ns, now_ns(), file=f"{state}/{name}", blocking=False)
         if self._options.checksum:
-            with self._op.span("serialize", file=f"{state}/{name}", blocking=False):
+            with self._span("serialize", None, file):
                 crc = crc32(view)
-        make_directory(path.parent)
-        fd = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
+        fd = -1
         try:
-            with self._op.span("flush", "write", file=f"{state}/{name}", blocking=False) as span:
+            with self._span("flush", "write", file) as span:
+                make_directory(path.parent)
+                fd = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
                 position = 0
                 while position < len(view):
                     position += write_some(fd, view[position:])
                 span.bytes = len(view)
             if self._options.fsync:
-                with self._op.span("flush", "fsync", file=f"{state}/{name}", blocking=False) as span:
+                with self._span("flush", "fsync", file) as span:
                     sync_file(fd)
                     span.bytes = len(view)
         except OSError as exc:
             raise with_name(exc, path) from None
         finally:
-            os.close(fd)
-        self._last_ns = now_ns()
-        self.saved.append(SavedFile(f"{state}/{name}", len(view), checksum_text(crc), (state,)))
+            if fd >= 0:
+                os.close(fd)
+        self.saved.append(SavedFile(file, len(view), checksum_text(crc), (self._root.name,)))
+
+    @contextlib.contextmanager
+    def _span(self, phase: str, detail: str | None, file: str) -> Iterator[SpanHandle]:
+        start = now_ns()
+        with self._op.span(phase, detail, file=file, blocking=False) as span:
+            yield span
+        self._timeline.intervals.append((WRITTEN, start, start + span.duration_ns))
 
 
 class ReadingStorage(_Storage):

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.checkpointing import commit
+from megatron.checkpointing import commit, removal
 from megatron.checkpointing.engines.base import SavedFile
 from megatron.checkpointing.engines.errors import SaveDirectorySupersededError
 from megatron.checkpointing.files import check_sizes
 from megatron.checkpointing.manifest import content_checksum
 from megatron.checkpointing.naming import temporary_directory
-from megatron.checkpointing.ownership import claim
+from megatron.checkpointing.ownership import Ownership, claim
 
 FILE = "mp_rank_00_model_states.pt"
 
@@ -60,6 +60,23 @@ def found(save: Path, tag: str | None = None) -> list[str]:
     candidates, problems = commit.discover(save, tag)
     assert problems == []
     return [c.directory.name for c in candidates]
+
+
+def prune(
+    save: Path, keep_last: int | None, step: int, owner: Ownership | None = None, known: commit.Known | None = None
+) -> list[str]:
+    """What the one rank of a job removes, when it is gone."""
+    known = known or commit.Known()
+    while (pruned := removal.prune(save, keep_last, step, owner, known)).to_look_at:
+        for candidate in pruned.to_look_at:
+            if commit.damaged_share(candidate, 0, 1):
+                known.damaged.add(candidate.directory)
+            else:
+                known.whole[candidate.directory] = candidate
+    removals = removal.Removals(0)
+    removals.begin(pruned.set_aside, [], [], {})
+    removals.close()
+    return pruned.removed
 
 
 def upstream_checkpoint(save: Path, tag: str) -> None:
@@ -142,7 +159,7 @@ def test_tag_that_is_saved_again_replaces_the_old_one(tmp_path: Path) -> None:
     committed(tmp_path, 5, content=b"new")
     assert found(tmp_path) == ["global_step5", "global_step5.replaced"]
     assert (tmp_path / "global_step5" / FILE).read_bytes() == b"new"
-    assert commit.prune(tmp_path, None, 5) == ["global_step5.replaced"]
+    assert prune(tmp_path, None, 5) == ["global_step5.replaced"]
     assert names(tmp_path) == ["global_step5"]
 
 
@@ -153,10 +170,10 @@ def test_crash_with_the_old_one_aside(tmp_path: Path) -> None:
     shutil.rmtree(write(tmp_path, 5, b"new"))
     assert found(tmp_path) == found(tmp_path, "global_step5") == ["global_step5.replaced"]
     committed(tmp_path, 6)
-    commit.prune(tmp_path, None, 6)
+    prune(tmp_path, None, 6)
     assert names(tmp_path) == ["global_step5.replaced", "global_step6"]
     committed(tmp_path, 5, content=b"again")
-    commit.prune(tmp_path, None, 5)
+    prune(tmp_path, None, 5)
     assert names(tmp_path) == ["global_step5", "global_step6"]
 
 
@@ -228,7 +245,7 @@ def test_after_going_back_the_new_course_is_newest_and_the_old_one_last(tmp_path
     (tmp_path / "global_step8" / FILE).write_bytes(b"short")
     candidates, problems = commit.discover(tmp_path, None)
     assert candidates[0].tag == "global_step15" and len(problems) == 1
-    commit.prune(tmp_path, 2, 8)
+    prune(tmp_path, 2, 8)
     assert "global_step5" in names(tmp_path)
 
 
@@ -237,7 +254,7 @@ def test_after_going_back_the_new_course_is_newest_and_the_old_one_last(tmp_path
 
 def test_prune_keeps_all_without_keep_last(tmp_path: Path) -> None:
     committed(tmp_path, 1, 2, 3)
-    assert commit.prune(tmp_path, None, 3) == []
+    assert prune(tmp_path, None, 3) == []
     assert names(tmp_path) == ["global_step1", "global_step2", "global_step3"]
 
 
@@ -249,9 +266,9 @@ def test_prune_removes_attempts_of_generations_that_are_over_and_no_others(tmp_p
         (tmp_path / temporary_directory("global_step4", attempt)).mkdir()
     conversion = tmp_path / temporary_directory("universal_global_step4", "4711_185f3a")
     conversion.mkdir()
-    assert commit.prune(tmp_path, None, 3) == []  # without an owner, nobody's generation is over
+    assert prune(tmp_path, None, 3) == []  # without an owner, nobody's generation is over
     removed = {temporary_directory("global_step4", attempt) for attempt in ("g1_7", "000_185f3a_2")}
-    assert set(commit.prune(tmp_path, None, 3, owner)) == removed
+    assert set(prune(tmp_path, None, 3, owner)) == removed
     left = [temporary_directory("global_step4", attempt) for attempt in ("g2_1", "g3_1")]
     assert names(tmp_path) == sorted([".generations", *left, conversion.name])
     owner.release()
@@ -264,7 +281,7 @@ def test_superseded_owner_neither_publishes_nor_prunes(tmp_path: Path) -> None:
     successor = claim(tmp_path, take_over=True)
     for change in (
         lambda: commit.publish(tmp_path, unfinished, "global_step4", 4, False, owner),
-        lambda: commit.prune(tmp_path, 1, 3, owner),
+        lambda: prune(tmp_path, 1, 3, owner),
     ):
         with pytest.raises(SaveDirectorySupersededError, match=successor.owner.launch_id):
             change()
@@ -317,9 +334,9 @@ def test_files_whose_sizes_their_ranks_have_seen_are_only_looked_for(tmp_path: P
 def test_what_this_launch_has_committed_is_not_looked_at_again(tmp_path: Path) -> None:
     """It counts as it was left, though a look would show that its file is short."""
     committed(tmp_path, 1, 2, 3)
-    known = {candidate.directory: candidate for candidate in commit.discover(tmp_path, None)[0]}
+    known = commit.Known({candidate.directory: candidate for candidate in commit.discover(tmp_path, None)[0]})
     damage_short(tmp_path / "global_step2")
-    commit.prune(tmp_path, 2, 3, known=known)
+    prune(tmp_path, 2, 3, known=known)
     assert names(tmp_path) == ["global_step2", "global_step3"]
     (tmp_path / "global_step3" / "manifest.json").unlink()
     assert commit.next_sequence(tmp_path, known) == 4
@@ -328,26 +345,46 @@ def test_what_this_launch_has_committed_is_not_looked_at_again(tmp_path: Path) -
 @pytest.mark.parametrize(("keep_last", "left"), [(1, [3]), (2, [2, 3]), (3, [1, 2, 3]), (9, [1, 2, 3])])
 def test_keep_last(tmp_path: Path, keep_last: int, left: list[int]) -> None:
     committed(tmp_path, 1, 2, 3)
-    commit.prune(tmp_path, keep_last, 3)
+    prune(tmp_path, keep_last, 3)
     assert names(tmp_path) == [f"global_step{step}" for step in left]
 
 
-def test_what_is_not_ours_or_not_whole_is_not_counted_and_not_removed(tmp_path: Path) -> None:
+def test_what_was_moved_aside_is_not_counted(tmp_path: Path) -> None:
+    """A tag that was saved again is one checkpoint, and that before it is kept."""
+    committed(tmp_path, 3, 4, 5, 5)
+    assert sorted(prune(tmp_path, 2, 5)) == ["global_step3", "global_step5.replaced"]
+    assert found(tmp_path) == ["global_step5", "global_step4"]
+
+
+def test_what_is_not_ours_is_not_counted_and_not_removed(tmp_path: Path) -> None:
     upstream_checkpoint(tmp_path, "global_step1")
     committed(tmp_path, 2, 3, 4)
-    (tmp_path / "global_step3" / FILE).write_bytes(b"short")
+    (tmp_path / "global_step3" / "manifest.json").write_bytes(b"damaged")
     (tmp_path / "restart_trace").mkdir()
-    commit.prune(tmp_path, 1, 4)
+    prune(tmp_path, 1, 4)
     assert names(tmp_path) == ["global_step1", "global_step3", "global_step4", "restart_trace"]
+
+
+@pytest.mark.parametrize("damage", [damage_missing, damage_short])
+def test_a_damaged_checkpoint_is_not_counted_and_goes_when_there_are_enough(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    committed(tmp_path, 1, 2, 3, 4)
+    damage(tmp_path / "global_step3")
+    prune(tmp_path, 2, 4)
+    assert names(tmp_path) == ["global_step2", "global_step3", "global_step4"]
+    committed(tmp_path, 5)
+    prune(tmp_path, 2, 5)
+    assert names(tmp_path) == ["global_step4", "global_step5"]
 
 
 def test_checkpoints_of_a_course_given_up_do_not_push_out_those_of_this_one(tmp_path: Path) -> None:
     """Going on from 5 although 10 is there, damaged perhaps: 10 is no reason to remove 5."""
     committed(tmp_path, 5, 10, 6)
-    commit.prune(tmp_path, 2, 6)
+    prune(tmp_path, 2, 6)
     assert names(tmp_path) == ["global_step10", "global_step5", "global_step6"]
     committed(tmp_path, 15)
-    commit.prune(tmp_path, 2, 15)
+    prune(tmp_path, 2, 15)
     assert names(tmp_path) == ["global_step15", "global_step6"]
 
 
@@ -355,11 +392,21 @@ def test_a_checkpoint_loses_its_name_before_its_files(tmp_path: Path, monkeypatc
     """So that a removal that is killed half-way leaves nothing that looks like a checkpoint."""
     committed(tmp_path, 1, 2)
     seen: list[list[str]] = []
-    monkeypatch.setattr(commit.shutil, "rmtree", lambda path, ignore_errors: seen.append(found(tmp_path)))
-    commit.prune(tmp_path, 1, 2)
-    assert seen == [["global_step2"]]
-    monkeypatch.undo()
-    assert len(commit.prune(tmp_path, 1, 2)) == 1 and names(tmp_path) == ["global_step2"]
+    unlink = os.unlink
+
+    def killed(path: Path, **at: int) -> None:
+        if Path(path).name == "manifest.json":
+            return unlink(path, **at)
+        seen.append(found(tmp_path))
+        raise OSError("as if it had not come to that")
+
+    monkeypatch.setattr(removal.os, "unlink", killed)
+    prune(tmp_path, 1, 2)
+    assert seen and all(loaded == ["global_step2"] for loaded in seen)
+    monkeypatch.setattr(removal.os, "unlink", unlink)
+    (left,) = tmp_path.glob(".incomplete_removed_*")
+    assert not (left / "manifest.json").exists()
+    assert prune(tmp_path, 1, 2) == [left.name] and names(tmp_path) == ["global_step2"]
 
 
 # Discovering

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megatron.checkpointing import commit
 from megatron.checkpointing.engines.base import SavedFile
 from tests.unit.hostile import NO_FILES, altered, blocking_fails, fifo
-from tests.unit.megatron.checkpointing.test_commit import FILE, committed, found, manifest_of, write
+from tests.unit.megatron.checkpointing.test_commit import FILE, committed, found, manifest_of, prune, write
 
 MANIFEST = "manifest.json"
 GARBAGE = [
@@ -116,7 +116,7 @@ def test_pointer_that_cannot_be_replaced_is_told_of_and_the_checkpoint_is_there(
         told = commit.publish(tmp_path, write(tmp_path, step), f"global_step{step}", step, fsync=True)
         assert len(told) == 1 and told[0].startswith(f"{tmp_path / pointer} could not be replaced (Is a directory)")
         assert discovered(tmp_path)[0][0] == f"global_step{step}"
-        commit.prune(tmp_path, 2, step)
+        prune(tmp_path, 2, step)
     assert discovered(tmp_path)[0] == ["global_step3", "global_step2"]
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
 
@@ -265,7 +265,7 @@ def test_altered_manifest_is_a_manifest_or_told_of(
     assert "global_step1" in names and len(names) + len(problems) >= 2
     assert set(names) <= {"global_step1", "global_step2"}
     assert all(problem.isprintable() for problem in problems)
-    commit.prune(save, 1, 2)
+    prune(save, 1, 2)
     assert discovered(save)[0]
 
 
@@ -312,8 +312,8 @@ def test_file_that_is_a_link(tmp_path: Path) -> None:
     assert names == ["global_step2", "global_step1"]
     path = tmp_path / "global_step3" / FILE
     assert problems == [
-        f"global_step3: {path} is a link that leads out of the checkpoint and no regular file",
         f"global_step4: {tmp_path / 'global_step4' / FILE} is missing",
+        f"global_step3: {path} is a link that leads out of the checkpoint and no regular file",
     ]
 
 

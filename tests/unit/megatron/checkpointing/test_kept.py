@@ -8,6 +8,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,14 +24,20 @@ from megatron.checkpointing.context import RunContext
 from megatron.checkpointing.engines.base import EngineOptions, FileState
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.registry import create_engine
-from megatron.checkpointing.kept import KeptCandidate, in_turn, merged
+from megatron.checkpointing.kept import KeptCandidate, Source, in_turn, merged
 from megatron.checkpointing.naming import RankPlace
 from megatron.config import CheckpointConfig, Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron.parallel.control_plane import ControlPlane
 from megatron.parallel.topology import Layout
+from megatron.peers.client import VARIABLE as PEER_VARIABLE
+from megatron.peers.client import own_peer
+from megatron.peers.process import CopyProcess
+from megatron.peers.traffic import VARIABLE as STEP_TIMES
 from megatron.processes.memory_slots import VARIABLE, held_slots, hold_slots, let_go_of_slots
+from restart_trace.cycles import LAUNCH_ID_VARIABLE
 from restart_trace.recorder import untraced_operation, untraced_recorder
 from tests.unit.megatron.parallel.test_tree import on_all, trees
+from tests.unit.megatron.peers.test_copies import liar, message
 
 MODEL = {"hidden_size": 8}
 
@@ -88,7 +97,8 @@ class Job:
 
         def load(rank: int, tree: Any) -> list[Candidate]:
             ctx = replace(self.contexts[rank], control=ControlPlane(rank, number, tree))
-            return list(in_turn(ctx, found if rank == 0 else [], len(found), untraced_operation()))
+            on_storage = iter(found)
+            return list(in_turn(ctx, len(found), list(stored), lambda: next(on_storage), untraced_operation()))
 
         with trees(["host"] * number) as connected:
             by_rank = on_all(connected, load)
@@ -325,3 +335,55 @@ def test_an_engine_that_keeps_nothing_has_storage_only(job: Callable[[int], Job]
     mine.change(checkpoint_engine=create_engine("torch", EngineOptions()))
     assert mine.order(stored=[5]) == ["s5"]
     mine.contexts = [replace(c, checkpoint_engine=e) for c, e in zip(mine.contexts, usual, strict=True)]
+
+
+def test_peers_that_stall_or_lie_are_named_and_the_next_holder_is_used(
+    job: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Over real connections: one stalls, one lies about the length, one sends too little, one a flipped bit."""
+    monkeypatch.setenv(LAUNCH_ID_VARIABLE, "launch0")
+    monkeypatch.delenv(PEER_VARIABLE, raising=False)
+    mine = job(1)
+    mine.save(6)
+    engine = mine.contexts[0].checkpoint_engine
+    engine.options = replace(engine.options, peer_timeout_s=5.0)
+    held = held_slots()
+    assert held is not None
+    (slot,) = [slot for slot in held[0] if slot.record() is not None]
+    record = slot.record()
+    assert record is not None
+    content = os.pread(slot.data, slot.num_bytes, 0)
+    flipped = bytes([content[0] ^ 1]) + content[1:]
+    longer = record | {"file": record["file"] | {"num_bytes": len(content) + 1}}
+    process, over = CopyProcess("127.0.0.1"), threading.Event()
+    process.start(lambda: None)
+    good = own_peer()
+    assert good is not None
+
+    def stall(connected: socket.socket) -> None:
+        connected.sendall(message(record=record) + content[:9])
+        over.wait()
+
+    answers = [message(record=longer), message(record=record) + content[:-1], message(record=record) + flipped]
+    bad = [liar(stall), *(liar(lambda connected, answer=answer: connected.sendall(answer)) for answer in answers)]
+    (candidate,) = mine.candidates()[0]
+    assert isinstance(candidate, KeptCandidate)
+    sources = [Source("peer", None, peer) for peer in [*bad, good]]
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        found = state_of(mine, 0, replace(candidate, sources=sources))
+    over.set()
+    process.close()
+    os.environ.pop(PEER_VARIABLE)
+    os.environ.pop(STEP_TIMES)
+    assert found["who"].tolist() == [0, 6]
+    assert 5.0 <= time.monotonic() - began < 60.0
+    why = [
+        "is stalled: it said nothing for 5 s",
+        f"says that a file has {len(content) + 1} bytes, and its extents have {len(content)}",
+        "has ended the connection 1 bytes too early",
+        "has a damaged copy: bytes 0 to",
+    ]
+    told = [record.getMessage() for record in caplog.records]
+    for text, peer, reason in zip(told, bad, why, strict=True):
+        assert text.startswith(f"rank 0: {peer} {reason}") and text.endswith("; the next copy is used")

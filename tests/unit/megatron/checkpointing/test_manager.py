@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpointing import discovery
 from megatron.checkpointing import loading as checkpoint_loading
 from megatron.checkpointing import manager as checkpointing
 from megatron.checkpointing.engines.base import SavedCheckpoint, SavedFile
@@ -20,10 +21,10 @@ def test_directory_that_cannot_be_read_is_told_to_all_ranks(tmp_path: Path, monk
     def refused(*_: Any) -> Any:
         raise PermissionError(13, "Permission denied", str(tmp_path))
 
-    monkeypatch.setattr(checkpoint_loading.commit, "discover", refused)
-    candidates, problems = checkpoint_loading._discover(tmp_path, None)
-    assert candidates == []
-    assert problems == [f"{tmp_path}: cannot be read: [Errno 13] Permission denied: '{tmp_path}'"]
+    monkeypatch.setattr(discovery.commit, "Search", refused)
+    search = discovery.search_directory(tmp_path, None)
+    assert search.number == 0
+    assert search.problems == [f"{tmp_path}: cannot be read: [Errno 13] Permission denied: '{tmp_path}'"]
 
 
 def saved(*names: str) -> SavedCheckpoint:

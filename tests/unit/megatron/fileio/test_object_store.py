@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import os
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from megatron.fileio.object_parts import MIB, download_requests, upload_requests
 from megatron.fileio.object_store import Bucket
 from megatron.fileio.store_errors import ObjectMissingError, ObjectStoreError
 from tests.object_storage import BUCKET, FaultProxy, Request, Server, environment_of, serving
+from tools.restart_drill.storage_proxy import BUCKET_REGION
 
 LARGE = os.urandom(3 * MIB) * 6  # three parts
 
@@ -160,6 +163,63 @@ def test_what_does_not_pass_is_told_and_leaves_nothing(
     assert bucket.unfinished_uploads("never/") == [] and list(bucket.list("never/")) == []
 
 
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("403", "permission denied; the credentials need s3:GetObject"),
+        ("expired", "the credentials have expired or are no more valid; renew them, and AWS_SESSION_TOKEN with them"),
+        ("region", f"the bucket is in region {BUCKET_REGION}; set AWS_REGION to it"),
+    ],
+)
+def test_what_the_store_refuses_at_the_start_is_told_at_once(server: Server, what: str, told: str) -> None:
+    proxy = FaultProxy(server, lambda request: what)
+    with proxy.running(), environment_of(proxy.environment()), pytest.raises(ObjectStoreError) as caught:
+        Bucket(BUCKET).check_reachable("p/")
+    assert str(caught.value).startswith(f"s3://{BUCKET}/p/: {told}")
+    assert len(proxy.seen) <= 3  # botocore asks where the bucket is, if that is the question
+
+
+@pytest.mark.parametrize("name", ["AWS_REGION", "AWS_DEFAULT_REGION"])
+def test_requests_are_signed_for_the_region_that_is_set(server: Server, name: str) -> None:
+    given = {"AWS_REGION": "", "AWS_DEFAULT_REGION": ""} | {name: BUCKET_REGION}
+    proxy = FaultProxy(server)
+    with proxy.running(), environment_of(proxy.environment() | given):
+        Bucket(BUCKET).check_reachable("p/")
+    (request,) = proxy.seen
+    assert f"/{BUCKET_REGION}/s3/aws4_request" in request.headers["Authorization"]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "refused"),
+    [
+        (["s3:GetObject"], "listing"),
+        (["s3:ListBucket"], "writing"),
+        (["s3:ListBucket", "s3:PutObject"], "reading"),
+        (["s3:ListBucket", "s3:PutObject", "s3:GetObject"], "removing"),
+        (["s3:ListBucket", "s3:PutObject", "s3:GetObject", "s3:DeleteObject"], None),
+    ],
+)
+def test_what_the_credentials_do_not_allow_is_told(server: Server, allowed: list[str], refused: str | None) -> None:
+    """The server enforces the user's policy here."""
+    with server.allowing(allowed) as environment, environment_of(environment):
+        bucket = Bucket(BUCKET, deadline_s=5)
+        steps = {
+            "listing": lambda: bucket.check_reachable("iam/"),
+            "writing": lambda: bucket.put("iam/object", b"x"),
+            "reading": lambda: bucket.get("iam/object", 10),
+            "removing": lambda: bucket.delete(["iam/object"]),
+        }
+        for step, request in steps.items():
+            if step != refused:
+                request()
+                continue
+            with pytest.raises(
+                ObjectStoreError, match=f"s3://{BUCKET}/iam/.*permission denied; the credentials need s3:"
+            ):
+                request()
+            break
+
+
 class _KnowsNothing(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.asked += 1  # type: ignore[attr-defined]
@@ -177,6 +237,24 @@ def test_what_a_store_does_not_implement_is_not_asked_for_twice(server: Server) 
             Bucket(BUCKET).unfinished_uploads("p/")
         store.shutdown()
         assert store.asked == 1  # type: ignore[attr-defined]
+
+
+class _WantsMd5(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        digest = base64.b64encode(hashlib.md5(body).digest()).decode()
+        self.send_response(200 if self.headers["Content-MD5"] == digest else 400)
+        self.end_headers()
+        self.wfile.write(b"<DeleteResult/>")
+
+
+def test_stores_that_want_an_md5_of_what_is_to_be_removed_have_it(server: Server) -> None:
+    """As MinIO's and JuiceFS' gateway do: they refuse the request otherwise."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _WantsMd5) as store:
+        threading.Thread(target=store.serve_forever, daemon=True).start()
+        with environment_of(server.environment(store.server_address[1])):
+            Bucket(BUCKET).delete(["a", "b"])
+        store.shutdown()
 
 
 @pytest.mark.parametrize(

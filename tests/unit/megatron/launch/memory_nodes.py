@@ -108,7 +108,7 @@ def load(context: RunContext, rank: int, weights: torch.Tensor) -> tuple[int, st
             return getattr(self._op, name)
 
     op: Any = Noted()
-    for candidate in in_turn(context, [], 0, op):
+    for candidate in in_turn(context, 0, [], list, op):
         assert isinstance(candidate, KeptCandidate)
         found = candidate.load(context, lambda kept: context.checkpoint_engine.load([NAME], kept, op), op)[NAME]
         step = found["step"]

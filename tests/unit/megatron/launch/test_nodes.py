@@ -124,7 +124,8 @@ STRANGERS = (
     b'{"type": "signal", "signum": 15}\n',
     b'{"type": "hello", "number": "0"}\n',
     b'{"type": "ended", "generation": -1, "failures": []}\n',
-    b'{"type": "hello", "number": -1, "address": "a", "host": "h", "ranks": 2, "launch_id": "", "versions": {}}\n',
+    b'{"type": "hello", "number": -1, "address": "a", "host": "h", "ranks": 2, "launch_id": "", "versions": {}, '
+    b'"copies": 0}\n',
     b"[]\n",
     b'{"type": "steal"}\n',
 )
@@ -265,6 +266,11 @@ def test_a_node_that_fails_before_all_have_joined_ends_the_launch(nodes: Nodes) 
         (["--coordinator", "a:1", "--nnodes", "2"], "--nnodes 2 with --coordinator: the coordinator decides on that"),
         (["--coordinator", "a:1", "--max-restarts", "2"], "--max-restarts 2 with --coordinator: the coordinator"),
         (["--coordinator", "a:1", "--node-rank", "-1"], "--node-rank -1: must be at least 0"),
+        (["--health-directory", "/d"], "--health-directory /d: hosts are checked for a coordinator; give"),
+        (
+            ["coordinate", "--nnodes", "1", "--replacement-hook", "/no/such"],
+            "--replacement-hook /no/such: is no program that can be started; give an executable file",
+        ),
         (["--address", "a"], "--address a: other nodes are told of it by a coordinator"),
         (["coordinate", "--nnodes", "0"], "--nnodes 0: must be at least 1"),
         (["coordinate", "--nnodes", "1", "--spares", "-1"], "--spares -1: must be at least 0"),
@@ -284,6 +290,70 @@ def test_a_wrong_command_line_is_refused(
             parse_arguments([*argv, str(script)])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_host_that_is_not_fit_does_not_join(nodes: Nodes) -> None:
+    coordinator = nodes.coordinate("--nnodes", "1", "--heartbeat-timeout", NEVER_SILENT)
+    none = nodes.directory / "none"
+    agent = nodes.agent(0, "--health-directory", str(none))
+    assert agent.wait(300) == 2
+    assert f"is not fit for ranks: {none} cannot be written to: No such file or directory" in nodes.said("agent0")
+    nodes.agent(0)
+    nodes.ranks(0, count=2)
+    nodes.finish()
+    assert coordinator.wait(300) == 0, nodes.said()
+    nodes.until_gone()
+
+
+HOOK = """\
+#!/bin/sh
+printf '%s\\n' "$@" "$COORDINATOR_PORT" >asked.new
+mv asked.new asked
+"""
+
+
+def test_a_host_with_a_fault_is_not_used_again_and_another_one_asked_for(nodes: Nodes) -> None:
+    """A rank of node 1 fails, and its disk is gone by then: the launch waits for the host that the hook brings."""
+    hook = nodes.directory / "hook"
+    hook.write_text(HOOK)
+    hook.chmod(0o755)
+    coordinator = nodes.coordinate(
+        "--nnodes", "2", "--max-restarts", "1", "--heartbeat-timeout", NEVER_SILENT, "--replacement-hook", "./hook"
+    )
+    disk = nodes.directory / "disk"
+    disk.mkdir()
+    agents = [nodes.agent(0), nodes.agent(1, "--health-directory", str(disk))]
+    before = nodes.ranks(0)
+    disk.rmdir()
+    os.kill(before[2][0], signal.SIGKILL)
+    until(lambda: (nodes.directory / "asked").exists(), f"the hook; {nodes.said()}")
+    host, number, why, port = (nodes.directory / "asked").read_text().splitlines()
+    assert (host, number) == (socket.gethostname(), "1")
+    assert why == f"its host is not used again: {disk} cannot be written to: No such file or directory"
+    assert port == (nodes.directory / "port").read_text().strip()
+    assert agents[1].wait(300) == 1
+    nodes.agent(7)
+    assert labels(nodes.ranks(1)) == ["node0", "node0", "node7", "node7"]
+    nodes.finish()
+    assert coordinator.wait(300) == 0, nodes.said()
+    nodes.until_gone()
+    assert f"{hook} was asked for a host in the place of {host}" in nodes.said()
+
+
+def test_a_hook_that_fails_is_named_and_not_waited_for(nodes: Nodes) -> None:
+    hook = nodes.directory / "hook"
+    hook.write_text("#!/bin/sh\nexit 3\n")
+    hook.chmod(0o755)
+    coordinator = nodes.coordinate(
+        "--nnodes", "2", "--max-restarts", "1", "--heartbeat-timeout", "3", "--replacement-hook", "./hook"
+    )
+    agents = [nodes.agent(number) for number in (0, 1)]
+    nodes.ranks(0)
+    agents[1].kill()
+    assert coordinator.wait(300) == 1
+    assert f"--replacement-hook {hook}: ended with 3: no host comes" in nodes.said()
+    assert "error: 1 of 2 nodes missing (node ranks 1) and no spare came within 3 s" in nodes.said()
+    nodes.until_gone()
 
 
 def test_a_coordinator_that_cannot_be_reached_is_named(nodes: Nodes) -> None:

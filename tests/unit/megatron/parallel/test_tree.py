@@ -90,6 +90,14 @@ def test_what_goes_up_and_down() -> None:
         assert max(tree.connections for tree in found) == 8 + 4
 
 
+def test_each_rank_is_dealt_its_own() -> None:
+    with trees(hosts_of(12, 5)) as found:
+        items = [b"%d" % rank * 1000 if rank != 7 else os.urandom(3_000_000) for rank in range(60)]
+        for _ in range(2):
+            results = on_all(found, lambda rank, tree: (tree.deal(items if rank == 0 else None), tree.up(b"")))
+            assert [item for item, _ in results] == items
+
+
 def test_a_deadline_is_told_to_all() -> None:
     """Rank 9 does not come. The ranks that do hear of the deadline by the first that has waited for it."""
     with trees(hosts_of(4, 3), timeout_s=0.5) as found:

@@ -17,7 +17,18 @@ from typing import Any
 import pytest
 
 from megatron.fileio.checksums import crc32
-from megatron.peers.client import VARIABLE, Peer, ask, fetch, own_peer, send_copies
+from megatron.peers.client import (
+    VARIABLE,
+    WAITING_VARIABLE,
+    Peer,
+    ask,
+    fetch,
+    fetch_parts,
+    own_peer,
+    send_copies,
+    tell_of_waiting,
+    waiting_peers,
+)
 from megatron.peers.process import CopyProcess
 from megatron.peers.traffic import VARIABLE as STEP_TIMES
 from megatron.peers.wire import PeerError, key_of
@@ -133,6 +144,38 @@ def test_a_save_is_copied_verified_and_given_back(two: tuple[Host, Host]) -> Non
     assert got(other.peer, "s2")
 
 
+def test_parts_of_a_save_are_given_where_they_belong(two: tuple[Host, Host]) -> None:
+    one, other = two
+    saved = content(300_001)
+    fill(one.slots[0], saved, "s1")
+    key, taken = (1, 1, 2, 0, 0, 0), bytearray(len(saved))
+    fetch_parts(
+        one.peer, "s1", key, [(5, 100_000), (200_000, 200_000), (299_990, 300_001)], memoryview(taken), DEADLINE_S
+    )
+    assert taken[5:100_000] == saved[5:100_000] and taken[299_990:] == saved[299_990:]
+    assert not any(taken[:5]) and not any(taken[100_000:299_990])
+    for parts in ([(0, 300_002)], [(-1, 5)], [(9, 8)]):
+        with pytest.raises(PeerError, match="was asked for bytes beyond the 300001 that it has of"):
+            fetch_parts(one.peer, "s1", key, parts, memoryview(taken), DEADLINE_S)
+    with pytest.raises(PeerError, match="sends another save than s1 of"):
+        fetch_parts(one.peer, "s1", key, [(0, 5)], memoryview(bytearray(300_000)), DEADLINE_S)
+    with pytest.raises(PeerError, match="does not hold s1 of"):
+        fetch_parts(other.peer, "s1", key, [(0, 5)], memoryview(taken), DEADLINE_S)
+    (told,) = ask(one.peer, DEADLINE_S, ask="list")["kept"]
+    assert told["file"] == {
+        "name": "rank_00000.safetensors", "num_bytes": 300_001, "checksum": None, "states": None, "header_bytes": EXTENT
+    }  # fmt: skip
+
+
+def test_ranks_hear_of_hosts_on_which_none_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(WAITING_VARIABLE, raising=False)
+    assert waiting_peers() == []
+    others = [Peer("node2", "10.0.0.3", 5), Peer("node3", "::1", 6)]
+    monkeypatch.setenv(WAITING_VARIABLE, "")  # given back afterwards
+    tell_of_waiting(others)
+    assert waiting_peers() == others
+
+
 def test_what_is_to_be_kept_is_not_written_over(two: tuple[Host, Host]) -> None:
     one, other = two
     reserve(other, 1000)
@@ -140,6 +183,27 @@ def test_what_is_to_be_kept_is_not_written_over(two: tuple[Host, Host]) -> None:
         fill(one.slots[0], content(1000, step), f"s{step}", step=step)
         assert send_copies(one.peer, 0, [other.peer], keep, DEADLINE_S)[1] == []
     assert sorted(r["save"] for r in ask(other.peer, DEADLINE_S, ask="list")["kept"]) == ["s1", "s4"]
+
+
+def test_a_spare_has_the_memory_ready_that_others_use(two: tuple[Host, Host]) -> None:
+    one, other = two
+
+    def has(host: Host, slots: list[int], num_bytes: int) -> bool:
+        sizes = ask(host.peer, DEADLINE_S, ask="sizes")["slots"]
+        return (sizes, ask(host.peer, DEADLINE_S, ask="list")["num_bytes"]) == (slots, num_bytes)
+
+    fill(one.slots[0], content(70_000), "s1")
+    other.process.prepare_like([["gone", "127.0.0.1", free_port()], list(one.peer)])
+    reserve(one, 100_000)  # what it is to be like is known only now
+    deadline = time.monotonic() + DEADLINE_S
+    while not has(other, [70_000, 70_000], 200_000):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    before = ask(other.peer, DEADLINE_S, ask="list")
+    reserve(other, 100_000)
+    assert ask(other.peer, DEADLINE_S, ask="list") == before, "what was ready is used"
+    assert send_copies(one.peer, 0, [other.peer], None, DEADLINE_S)[1] == []
+    assert got(other.peer, "s1") == content(70_000)
 
 
 def test_every_flipped_bit_of_a_copy_is_found(two: tuple[Host, Host]) -> None:

@@ -8,10 +8,39 @@ from pathlib import Path
 
 import pytest
 
-from megatron.peers.placement import PlacementError, holders, place, read_domains
+from megatron.peers.placement import PlacementError, holders, number_of_copies, place, read_domains
 from tools.ckpt_analysis.project.replicas import survival_probability
 
 HOSTS = [f"node{i}" for i in range(9)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "hosts", "served", "copies", "warned"),
+    [
+        (None, 1, True, 1, "this is one host, so its saves are in memory of their own host alone"),
+        (None, 2, True, 2, None),
+        (None, 2, False, 1, "copies on other hosts are held by the agents of megatron.launch; start it with"),
+        (1, 4, True, 1, None),
+        (3, 4, True, 3, None),
+    ],
+)
+def test_how_many_copies(asked: int | None, hosts: int, served: bool, copies: int, warned: str | None) -> None:
+    found, warning = number_of_copies(asked, HOSTS[:hosts], served)
+    assert found == copies
+    assert warning is None if warned is None else warning is not None and warned in warning
+
+
+@pytest.mark.parametrize(
+    ("asked", "hosts", "served", "refused"),
+    [
+        (3, 2, True, r"--replicas 3: more copies than hosts \(2: node0, node1\); give 2 at most"),
+        (2, 1, True, r"--replicas 2: more copies than hosts \(1: node0\)"),
+        (2, 2, False, "--replicas 2: copies on other hosts are held by the agents"),
+    ],
+)
+def test_more_copies_than_there_can_be(asked: int, hosts: int, served: bool, refused: str) -> None:
+    with pytest.raises(PlacementError, match=f"^{refused}"):
+        number_of_copies(asked, HOSTS[:hosts], served)
 
 
 def test_groups_the_rest_in_a_ring_and_a_ring() -> None:

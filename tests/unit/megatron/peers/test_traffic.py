@@ -13,9 +13,12 @@ import pytest
 from megatron.peers.client import Peer, Sent, send_copies
 from megatron.peers.traffic import (
     HELD_NS,
+    STALLED_NS,
     VARIABLE,
+    Copy,
     Counters,
     LinkRate,
+    Observation,
     Profile,
     Span,
     Step,
@@ -132,7 +135,7 @@ def test_steps_are_observed_without_what_training_waits_for(times: StepTimes) ->
         return Counters(at, 0, traffic + copies)
 
     link = LinkRate(read)
-    steps = observe_steps(link, [times])
+    steps = observe_steps(link, [times], Observation())
     assert [step.length for step in steps] == [20 * MS, 20 * MS, 16 * MS, 20 * MS], "whole ones only"
     for step in steps:
         assert step.carried == carried((5, 6), (6, 7), (7, 8))
@@ -156,6 +159,41 @@ def test_copies_keep_to_the_profile_unless_training_waits(times: StepTimes) -> N
     times.begin(began + HELD_NS)
     assert traffic.ask(copy, 4096, began + 2 * HELD_NS) == (4096, 0), "held for long enough"
     assert copy.at_once_bytes == 3 * 4096
+
+
+def test_a_step_in_which_copies_went_is_not_profiled(times: StepTimes) -> None:
+    """Of steps of 20 ms the second is disturbed."""
+    at, seen = 0, Observation()
+
+    def read() -> Counters:
+        nonlocal at
+        at += MS
+        if at % (20 * MS) == 0:
+            times.begin(at)
+        if at == 45 * MS:
+            seen.disturbed = times.steps
+        return Counters(at, 0, at // MS * 100_000 if 40 * MS < at < 60 * MS else 0)
+
+    steps = observe_steps(LinkRate(read), [times], seen)
+    assert at == 20 * MS * 6 and len(steps) == 4
+    assert seen.longest_ns == 20 * MS
+    assert [step.carried for step in steps] == [[], [], [], []]
+
+
+def test_a_copy_goes_at_once_where_no_step_ends_before_there_is_a_profile(times: StepTimes) -> None:
+    traffic, began = Traffic([times]), now_ns()
+    times.begin(began)
+    copy = Copy(traffic)
+    copy.asked_ns = began + MS
+    assert traffic.ask(copy, 4096, began + STALLED_NS)[0] == 0
+    assert traffic.ask(copy, 4096, began + STALLED_NS + 2 * MS) == (4096, 0)
+    assert (copy.at_once_bytes, copy.stalled_bytes, traffic._seen.disturbed) == (4096, 4096, 1)
+    traffic._seen.longest_ns = STALLED_NS
+    assert traffic.ask(copy, 4096, began + STALLED_NS + 2 * MS)[0] == 0, "steps are as long as that"
+    assert traffic.ask(copy, 4096, began + 2 * STALLED_NS + 2 * MS) == (4096, 0)
+    times.begin(began + 3 * STALLED_NS)
+    assert traffic.ask(copy, 4096, began + 3 * STALLED_NS + MS)[0] == 0, "training goes on"
+    assert traffic.told([copy])["stalled_bytes"] == 8192
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpointing.room import lack_of_space, saves_left
+from megatron.checkpointing.room import checkpoint_bytes, lack_of_space, saves_left
 from megatron.config import Config
 from megatron.config.arguments import config_from_args, parse_args
 from megatron.parallel.control_plane import ControlPlane
-from megatron.training.free_space import checkpoint_bytes, warn_of_lack_of_space
+from megatron.training.free_space import warn_of_lack_of_space
 
 FLAGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr 1e-3 "

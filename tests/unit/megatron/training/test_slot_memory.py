@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
 from megatron.checkpointing.kept import merged
 from megatron.config import CheckpointConfig, ConfigError
-from megatron.training.slot_memory import Need, lack_of_memory, number_of_copies, rdma_device
+from megatron.training.slot_memory import Need, lack_of_memory, rdma_device
 
 GIB = 1 << 30
 
@@ -82,24 +81,6 @@ def test_copies_of_other_hosts_must_fit_beside_a_hosts_own() -> None:
     assert lack is not None and "b keeps 1 ranks' saves in 4.00 GiB of host memory (two slots each), and copies" in lack
     assert "11.00 GiB are yet to be had" in lack and "or lower --replicas," in lack
     assert lack_of_memory([needs[0], needs[1]._replace(held=7 * GIB)], [0, 7 * GIB]) is None, "it has that already"
-
-
-@pytest.mark.parametrize(
-    ("asked", "hosts", "served", "copies", "refused"),
-    [
-        (None, 1, True, 1, None),
-        (None, 2, True, 2, None),
-        (None, 2, False, 1, None),
-        (1, 4, True, 1, None),
-        (3, 4, True, 3, None),
-        (3, 2, True, 1, r"--replicas 3: more copies than hosts \(2: node0, node1\); give 2 at most"),
-        (2, 2, False, 1, "--replicas 2: copies on other hosts are held by the agents"),
-    ],
-)
-def test_how_many_copies(asked: int | None, hosts: int, served: bool, copies: int, refused: str | None) -> None:
-    found, why = number_of_copies(asked, [f"node{i}" for i in range(hosts)], served)
-    assert found == copies
-    assert why is None if refused is None else why is not None and re.match(refused, why)
 
 
 def test_what_takes_traffic_past_the_counters(tmp_path: Path) -> None:

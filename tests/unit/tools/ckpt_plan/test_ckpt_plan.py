@@ -359,6 +359,36 @@ def test_what_a_run_needs_follows_from_the_plan(tmp_path: Path, capsys: pytest.C
     assert plan_json(capsys, *arguments, "--engine", "lazy", "--", *flags)["run"]["storage_GBps_for_blocked"] is None
 
 
+def test_host_memory_of_saves_in_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """That of the slots is by the parameters that the stages really have, here with tied embeddings and biases, too."""
+    layout = ("--model", "tiny", "--tp", "2", "--pp", "2", "--dp", "2", "--engine", "memory")
+    flags = ("--", "--save", "x", "--untie-embeddings-and-output-weights", "--replicas", "3")
+    found = plan_json(capsys, *layout, "--run", "--ranks-per-host", "2", *flags)
+    memory = found["run"]["memory"]
+    hosts = [found["per_rank"][first : first + 2] for first in range(0, 8, 2)]
+    slots = [sum(rank["host_bytes_estimate"] for rank in host) for host in hosts]
+    assert (memory["hosts"], memory["replicas"]) == (4, 3) and memory["slots_bytes"] in slots
+    assert sum(slots) > 2 * found["total_bytes"]
+    # A ring of four: the host with the most holds what the two before it have.
+    assert memory["host_bytes"] == memory["slots_bytes"] + memory["copies_bytes"]
+    assert memory["host_bytes"] == max(slots[i] + slots[i - 1] + slots[i - 2] for i in range(4))
+    assert memory["lack"] is None and 0 < memory["available_bytes"] <= memory["limit_bytes"]
+    status, out, err = run(capsys, *layout, "--host-memory", "--ranks-per-host", "2", "--format", "json", *flags)
+    alone = json.loads(out) | {"available_bytes": memory["available_bytes"]}
+    assert (status, err, alone) == (0, "", memory)
+
+
+def test_host_memory_that_does_not_fit_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = ("--model", "70b", "--tp", "8", "--pp", "8", "--engine", "memory", "--host-memory")
+    status, out, err = run(
+        capsys, *layout, "--ranks-per-host", "64", "--", "--save", "x", "--ffn-hidden-size", "28672000"
+    )
+    assert (status, err) == (0, "")
+    assert "saves in host memory, one host, 64 ranks: " in out and "no copies of other hosts'" in out
+    assert "one host: no other holds copies, so that a lost host is restored from --save\n" in out
+    assert "a host like it refuses the run; run fewer ranks on a host, or use engine lazy\n" in out
+
+
 def test_storage_that_has_no_room_for_a_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--save", str(tmp_path), "--save-interval", "1", "--train-iters", "1000000000"]
     status, out, err = run(capsys, "--model", "tiny", "--run", "--summary", "--", *flags)
@@ -420,6 +450,16 @@ def test_the_table_lists_every_file_with_its_size(capsys: pytest.CaptureFixture[
         ("-- --num-layers 2", "required flags are missing: --hidden-size"),
         ("--dp 2", "--model is missing: give one of tiny"),
         ("--model 7b --ranks-per-host 4", "--ranks-per-host 4: tells what a run needs; give --run, too"),
+        ("--model tiny --host-memory", "--host-memory: engine torch keeps no saves in memory; give --engine memory"),
+        ("--model tiny --engine memory --host-memory --run", "--run: not told with --host-memory; drop one of the two"),
+        (
+            "--model tiny --engine memory --host-memory -- --save x --replicas 2",
+            "--replicas 2: more copies than hosts (1: host 0); give 1 at most, or more hosts",
+        ),
+        (
+            "--model tiny --engine lazy -- --save x --replicas 2",
+            "--replicas 2: --checkpoint-engine lazy keeps no copies",
+        ),
         ("--model 7b --run --blocked-target 0", "--blocked-target 0: must be more than 0"),
     ],
 )

@@ -20,7 +20,7 @@ from tools.ckpt_replay.cli import COULD_NOT_RUN, main
 from tools.ckpt_replay.memory import PeakMemory, resident_memory
 from tools.ckpt_replay.options import parse_arguments, parse_ranks, request_from
 from tools.ckpt_replay.plan import ReplayError, Share, Task, place_of
-from tools.ckpt_replay.prepare import engine_problems
+from tools.ckpt_replay.prepare import engine_problems, unavailable_engines
 from tools.common import page_cache
 from tools.common.machine import filesystem_of
 from tools.common.page_cache import COLD, WARM
@@ -242,6 +242,11 @@ def test_a_missing_and_an_extra_tensor_show() -> None:
         tensors.check_restored({"f": {}}, saved, Path("/x"))
     with pytest.raises(ReplayError, match="f:b was restored, and never saved"):
         tensors.check_restored({"f": {"a": torch.ones(3), "b": torch.ones(1)}}, saved, Path("/x"))
+
+
+def test_saves_of_a_launch_are_not_replayed() -> None:
+    (why,) = unavailable_engines(["memory", "lazy"]).values()
+    assert why.startswith("engine memory: its slots and copies belong to a launch") and "engine lazy" in why
 
 
 # Page cache, memory, steps

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.trace_helpers import ROOT
 from tools.common.sweep_files import Cell, cell_of
 from tools.restart_drill.cli import parse_arguments as parse_drill
 from tools.restart_sweep.commands import Places, command_of, environment
@@ -31,6 +32,7 @@ def test_a_fault_is_drilled_on_a_preset_of_that_very_layout(places: Places) -> N
     command = command_of(replace(CELL, tp=2, cache="cold"), places, 60)
     drill = parse_drill(command.words[3:])
     assert (drill.fault, drill.at.iteration, drill.cold_cache, drill.no_reference) == ("sigkill-all", 3, True, True)
+    assert isinstance(places.storage, Path)
     assert (drill.out, drill.checkpoints) == (places.cell / "drill", places.storage / "checkpoints")
     (script,) = drill.command
     told = environment(command.settings) | {"DRY_RUN": "1"}
@@ -53,11 +55,17 @@ def test_without_a_fault_the_preset_trains(places: Places, monkeypatch: pytest.M
 def test_a_fault_of_a_node_is_drilled_through_the_agents(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NODES_COMMAND", "python -m harm --now")
     settings = {"iterations": 6, "nodes_command": "$NODES_COMMAND"}
-    cell = replace(CELL, mode="restart", fault="node-loss@mid-step", settings=settings)
+    cell = replace(CELL, fault="node-loss@mid-step", settings=settings)
     command = command_of(cell, places, 60)
     drill = parse_drill(command.words[3:])
     assert (drill.supervisor, drill.nodes_command) == ("launch", "python -m harm --now")
     assert (command.settings["LAUNCHER"], int(command.settings["MAX_RESTARTS"]) > 0) == ("fork", True)
+    # With this launcher the script is what the drill launches, with flags of its own in place of the preset's.
+    (script,) = drill.command
+    told = environment(command.settings) | {"DRY_RUN": "1"}
+    words = ["bash", script, str(ROOT / "pretrain_gpt.py"), "--train-iters", "77"]
+    shown = subprocess.run(words, env=told, capture_output=True, text=True, timeout=300, check=True).stdout
+    assert "--train-iters 77" in shown
 
 
 def test_only_a_striped_replay_is_given_what_sets_the_stripes(places: Places) -> None:

@@ -164,6 +164,10 @@ def test_a_reduced_sweep_has_every_kind_of_cell_and_none_that_takes_a_gpu(sample
     assert all(cell.ranks <= 8 for cell in cells if cell.mode == "scaled")
     assert all(cell.settings["limit_bytes"] == "16MiB" for cell in cells if cell.mode == "replay")
     assert len(small.runs) == len(sweep.runs) and len(cells) >= 2 * len(sweep.runs) - 1
+    for cell in cells:
+        if cell.mode == "scaled" and cell.fault == "none" and cell.save_interval is not None:
+            longest = max(other.save_interval or 0 for other in cells if other.fault == "none")
+            assert cell.save_interval < cell.settings["iterations"] <= longest + 1
 
 
 def test_faults_of_nodes_take_hosts(

@@ -35,8 +35,8 @@ DEFINITIONS: dict[str, str] = {
     "blocked_s": "saves only: union of the blocking spans but those of `drain_s`, of the rank where it is "
     "largest: by how much the save held training up",
     "committed_s": "saves only: first rank's start to the end of the last `commit` span with detail "
-    "manifest or publish; null if there is none or the save failed. Removing old checkpoints (`prune`) "
-    "comes after",
+    "manifest or publish; null if there is none or the save failed. Setting old checkpoints aside "
+    "(`prune`) comes after",
     "durable_s": "saves only: `committed_s` if some rank states `durable` true and none false; else null",
     "io_GBps": "saves: bytes of `flush`/`write` over the slowest rank's `flush` (write and fsync). Loads: "
     "bytes of `load`/`read` over the slowest rank's `read`. Through the page cache unless the engine goes "

@@ -88,7 +88,16 @@ FIGURES: tuple[Figure, ...] = (
         "checkpoint's size over the time that training stood still. A rank's are its own bytes over its own "
         "time; a host's are its ranks' bytes over the time of its slowest rank.",
         ("io_GBps", "blocked_GBps", "blocked_s", "between ranks"),
-        ("wait_previous",),
+        (
+            "wait_previous",
+            "copies_missing",
+            "copies_late",
+            "read_from_storage",
+            "copies_rejected",
+            "store_throttled",
+            "store_small_objects",
+            "store_one_connection",
+        ),
     ),
     Figure(
         "barriers",

@@ -23,6 +23,7 @@ from restart_trace.recorder import Recorder, untraced_operation
 from restart_trace.sink import JsonlSink
 from tests.dist.storage import drop_root_rights, small_disk
 from tests.unit.megatron.checkpointing.engines.nests import identical, nest, random_tensor
+from tests.unit.megatron.checkpointing.engines.recorded import recorded_save_and_load, time_in_no_window
 from tests.unit.trace_helpers import PROCESS, read
 
 GOLDEN = Path(__file__).resolve().parents[4] / "golden/upstream_run/global_step5"
@@ -291,6 +292,10 @@ class DirectoryEngineChecks:
             windows = [(s["start_ns"], s["end_ns"]) for s in spans if s["operation"] == end["operation"]]
             least = min(least, _union(windows) / (end["end_ns"] - end["start_ns"]))
         return least
+
+    def test_spans_of_training_leave_no_time_between_them(self, tmp_path: Path) -> None:
+        for end in recorded_save_and_load(self.engine(), tmp_path):
+            assert time_in_no_window([span for span in end.spans if span["blocking"]], end.start_ns) == 0
 
     def test_fsync_is_done_for_every_byte_and_directory_or_not_at_all(self, tmp_path: Path, monkeypatch: Any) -> None:
         synced: dict[str, int] = {}

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 
 from megatron.checkpointing.engines.base import MIB, EngineOptions, FileState, SavedCheckpoint, SavedFile
+from megatron.checkpointing.engines.lazy import writer
 from megatron.checkpointing.engines.lazy.engine import LazyEngine
 from restart_trace.recorder import untraced_operation
 
@@ -39,3 +46,27 @@ def check(found: dict[str, Any], expected: list[FileState]) -> None:
     assert torch.equal(found[NAMES[0]]["weights"], weights["weights"])
     assert torch.equal(found[NAMES[1]]["optimizer"]["m"], rest["optimizer"]["m"])
     assert torch.equal(found[NAMES[1]]["half"], rest["half"]) and found[NAMES[1]]["iteration"] == 5
+
+
+@contextmanager
+def losing_its_processor(thread: str) -> Iterator[None]:
+    """The thread of that name does not run for 10 ms whenever it leaves a function of the writer.
+
+    As on a busy machine, but each time: what another thread may do meanwhile, it does.
+    """
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename != writer.__file__ or threading.current_thread().name != thread:
+            return None
+        if event == "return":
+            time.sleep(0.01)
+        return trace
+
+    before = sys.gettrace()
+    threading.settrace(trace)
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+        threading.settrace(before)  # pyright: ignore[reportArgumentType]  as pytest's own plug-ins leave it

@@ -127,21 +127,6 @@ class _DcpChecks(DirectoryEngineChecks):
             self.save(tmp_path, large(MIB), io_threads=4)
         assert calls
 
-    def test_spans_of_files_leave_no_time_between_them(self, tmp_path: Path) -> None:
-        """Recording spans takes as long as a small file takes, on a busy machine: it is accounted for, too."""
-        trace, states = tmp_path / "trace.jsonl", {f"{i}.pt": {"t": torch.ones(8)} for i in range(4)}
-        recorder, engine = Recorder(JsonlSink(trace), PROCESS), create_engine(self.engine_name, EngineOptions())
-        with recorder.operation("save", tag="t", step=1) as op:
-            saved = engine.save([FileState(*item) for item in states.items()], tmp_path, op)
-        with recorder.operation("load", tag="t", step=1) as op:
-            engine.load(list(states), SavedCheckpoint(tmp_path, by_name(saved)), op)
-        recorder.close()
-        spans = [record for record in read(trace) if record["type"] == "span" and record["blocking"]]
-        for op_id in (0, 1):
-            windows = {s["file"]: (s["start_ns"], s["end_ns"]) for s in spans if s["op"] == op_id and s.get("file")}
-            assert list(windows) == list(states)
-            assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(windows.values()))
-
 
 class TestDcpEngine(_DcpChecks):
     engine_name = "dcp"

@@ -29,8 +29,10 @@ from megatron.checkpointing.engines.registry import create_engine
 from restart_trace.recorder import untraced_operation
 from tests.conformance.compare import differences
 from tests.conformance.subjects import Saved, traced
+from tests.dist import forked_writers
 from tests.dist.storage import fill, small_disk
 from tests.unit.megatron.checkpointing.engines.fastpersist_helpers import NAME, load, save, state, without_launcher
+from tests.unit.megatron.checkpointing.engines.recorded import recorded_save_and_load, time_in_no_window
 from tests.unit.trace_helpers import ROOT, start_python
 
 BOTH = ("fastpersist", "fastpersist-decoupled")
@@ -40,6 +42,13 @@ PY_FILE_WRITER = "DeepSpeed's PyFileWriter: there is no CUDA device"
 @pytest.fixture(autouse=True)
 def _without_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     without_launcher(monkeypatch)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _writers_are_forked() -> Iterator[None]:
+    """But those of programs that tests here start, and of test_fastpersist_process.py, begin as users begin them."""
+    with forked_writers.installed():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +184,13 @@ def test_phases_of_a_save(engine: CheckpointEngine, tmp_path: Path) -> None:
     # The clock is one and the same in both processes.
     now = time.monotonic_ns()
     assert all(op.start_ns <= r["start_ns"] <= r["end_ns"] <= now for r in spans)
+
+
+def test_spans_leave_no_time_between_files(tmp_path: Path) -> None:
+    made = create_engine("fastpersist", EngineOptions())
+    for operation in recorded_save_and_load(made, tmp_path):
+        assert time_in_no_window(operation.spans, operation.start_ns) == 0
+    made.close()
 
 
 @pytest.mark.slow

@@ -15,7 +15,14 @@ from restart_trace.process import RankIdentity, rank_fields
 from restart_trace.reading import read_records
 from restart_trace.recorder import Recorder, untraced_operation
 from restart_trace.sink import JsonlSink
-from tests.unit.megatron.checkpointing.engines.lazy_helpers import BLOCK, check, engine, files, load
+from tests.unit.megatron.checkpointing.engines.lazy_helpers import (
+    BLOCK,
+    check,
+    engine,
+    files,
+    load,
+    losing_its_processor,
+)
 from tests.unit.megatron.checkpointing.engines.stand_in_stream import DEVICE_NS, CountingPins, StandInStream
 
 STATE = 3 * MIB
@@ -62,6 +69,14 @@ def test_the_copies_are_recorded_as_the_device_measured_them(stream: StandInStre
     assert end["device_to_host_device_s"] == pytest.approx(blocks * DEVICE_NS / 1e9)
     assert span["duration_ns"] <= blocks * DEVICE_NS and end["device_to_host_queueing_s"] > 0
     assert 0 <= end["device_to_host_before_release_bytes"] <= end["device_to_host_bytes"]
+
+
+def test_no_block_is_left_out_wherever_the_copying_thread_loses_its_processor(
+    stream: StandInStream, tmp_path: Path
+) -> None:
+    with losing_its_processor("lazy-copy"):
+        saved, _ = traced_save(engine(io_threads=2), tmp_path)
+    check(load(tmp_path / "saved", saved), files(STATE))
 
 
 def test_a_host_that_cannot_have_the_memory_is_refused_by_name(

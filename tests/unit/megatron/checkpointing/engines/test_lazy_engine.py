@@ -23,7 +23,15 @@ from megatron.fileio.page_cache import ResidentPages
 from restart_trace.recorder import Recorder, untraced_operation
 from restart_trace.sink import JsonlSink
 from tests.dist.storage import disk_without_direct_io, fill, small_disk
-from tests.unit.megatron.checkpointing.engines.lazy_helpers import BLOCK, NAMES, check, engine, files, load
+from tests.unit.megatron.checkpointing.engines.lazy_helpers import (
+    BLOCK,
+    NAMES,
+    check,
+    engine,
+    files,
+    load,
+    losing_its_processor,
+)
 from tests.unit.trace_helpers import PROCESS, ROOT, read
 
 
@@ -54,6 +62,14 @@ def test_state_may_change_once_it_is_released_though_nothing_is_written(tmp_path
     assert not any(path.stat().st_size for path in tmp_path.iterdir())
     disk.set()
     check(load(tmp_path, pending.wait()), same)
+
+
+def test_no_block_is_left_out_wherever_training_loses_its_processor(tmp_path: Path) -> None:
+    """The I/O threads may be through with all the others when the last block that training gathered is handed over."""
+    with losing_its_processor(threading.current_thread().name):
+        pending = engine(io_threads=2).begin_save(files(), tmp_path, untraced_operation())
+        pending.release_state()
+    check(load(tmp_path, pending.wait()), files())
 
 
 def test_release_waits_while_the_cache_is_full(tmp_path: Path, disk: threading.Event) -> None:

@@ -25,6 +25,7 @@ from restart_trace.recorder import Recorder, untraced_operation  # noqa: E402
 from restart_trace.sink import JsonlSink  # noqa: E402
 from tests.unit.megatron.checkpointing.engines.directory_engine_checks import MIB, NAME, DirectoryEngineChecks, large  # noqa: E402
 from tests.unit.megatron.checkpointing.engines.nests import identical  # noqa: E402
+from tests.unit.megatron.checkpointing.engines.recorded import recorded_save_and_load, time_in_no_window  # noqa: E402
 from tests.unit.trace_helpers import PROCESS, read  # noqa: E402
 
 
@@ -39,6 +40,13 @@ class TestTorchSnapshotEngine(DirectoryEngineChecks):
         state["a"].zero_()
         found = self.load(tmp_path, pending.wait())
         assert bool((found["a"] == 7).all())
+
+    def test_spans_of_the_background_follow_those_of_training(self, tmp_path: Path) -> None:
+        save, _ = recorded_save_and_load(self.engine(), tmp_path)
+        synced = [span for span in save.spans if (span["phase"], span.get("detail")) == ("flush", "fsync")]
+        last = max(synced, key=lambda span: span["end_ns"])  # of the directories; a thread of its own begins it
+        assert "file" not in last
+        assert time_in_no_window([span for span in save.spans if span is not last], save.start_ns) == 0
 
     @pytest.mark.slow
     def test_the_budget_bounds_all_snapshots_of_a_save_together(self, tmp_path: Path) -> None:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -140,6 +147,133 @@ def test_bytes_that_change_on_the_way_are_read_again_and_then_refused(
     held.release()
 
 
+def test_a_manifest_that_changes_on_the_way_is_read_again(server: Server, stored: StoredCheckpoints) -> None:
+    """Else a bit that tips on the way would cost the work since the checkpoint before."""
+    directory, held = claimed(stored)
+    for step in (1, 2):
+        writer("torch", held.generation).save(directory, step, lambda: states(1))
+    seen: list[Request] = []
+
+    def fault(request: Request) -> str | None:
+        if request.method == "GET" and request.path.endswith("global_step2/g1_1/manifest.json"):
+            seen.append(request)
+            return "corrupt" if len(seen) <= times else None
+        return None
+
+    with FaultProxy(server, fault).running() as proxy, environment_of(proxy.environment()):
+        through = StoredCheckpoints(stored.uri, Bucket(BUCKET), stored.root)
+        times = 1
+        assert [c.tag for c in through.discover(None)[0]] == ["global_step2", "global_step1"]
+        times = 100
+        found, problems = through.discover(None)
+    assert [c.tag for c in found] == ["global_step1"] and "manifest.json cannot be used" in problems[0]
+    directory.close()
+    held.release()
+
+
+@contextlib.contextmanager
+def no_file_longer_than(num_bytes: int) -> Iterator[None]:
+    """Within it, this process can write none: EFBIG."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+
+@pytest.mark.parametrize("block_bytes", [8 << 20, 1 << 20])
+def test_lazy_needs_no_room_on_the_node(stored: StoredCheckpoints, block_bytes: int) -> None:
+    directory, held = claimed(stored)
+    saves = writer("lazy", held.generation, io_block_bytes=block_bytes)
+    with no_file_longer_than(4096):
+        saves.save(directory, 1, lambda: states(1))
+        saves.background.drain()
+        (candidate,), _ = stored.discover(None)
+        loaded = load(stored, candidate, "lazy")
+    assert all(torch.equal(tensor, torch.full_like(tensor, 1.0)) for tensor in loaded.values())
+    directory.close()
+    held.release()
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+@pytest.mark.parametrize("nth", [1, 2])
+def test_ranges_that_change_on_the_way_are_read_again_and_then_refused(
+    server: Server, stored: StoredCheckpoints, nth: int, checksum: bool
+) -> None:
+    """The first request is for the header. Without checksums of its own, those of the whole object verify a file."""
+    directory, held = claimed(stored)
+    saves = writer("lazy", held.generation, checksum=checksum)
+    saves.save(directory, 1, lambda: states(1))
+    saves.background.drain()
+    (candidate,), _ = stored.discover(None)
+    asked: list[Request] = []
+
+    def fault(request: Request) -> str | None:
+        if request.method != "GET" or not request.path.endswith(".safetensors"):
+            return None
+        asked.append(request)
+        return "corrupt" if nth <= len(asked) < nth + times else None
+
+    with FaultProxy(server, fault).running() as proxy, environment_of(proxy.environment()):
+        through = StoredCheckpoints(stored.uri, Bucket(BUCKET), stored.root)
+        times = 1
+        loaded = load(through, candidate, "lazy")
+        assert all(torch.equal(tensor, torch.full_like(tensor, 1.0)) for tensor in loaded.values())
+        assert len(asked) > nth
+        asked.clear()
+        times = 100
+        with pytest.raises(CheckpointDamagedError, match="safetensors: does not have the checksum"):
+            load(through, candidate, "lazy")
+    directory.close()
+    held.release()
+
+
+def test_a_store_that_ends_amid_a_load_is_no_damage(server: Server, stored: StoredCheckpoints) -> None:
+    """Else an older checkpoint would be loaded."""
+    directory, held = claimed(stored)
+    saves = writer("lazy", held.generation)
+    saves.save(directory, 1, lambda: states(1))
+    saves.background.drain()
+    (candidate,), _ = stored.discover(None)
+
+    def fault(request: Request) -> str | None:
+        return "503" if request.method == "GET" else None
+
+    refused = pytest.raises(ObjectStoreError, match=r"rank_00000.safetensors: reading bytes .* within 1 s")
+    with FaultProxy(server, fault).running() as proxy, environment_of(proxy.environment()), refused:
+        load(StoredCheckpoints(stored.uri, Bucket(BUCKET, deadline_s=1), stored.root), candidate, "lazy")
+    directory.close()
+    held.release()
+
+
+def test_a_streamed_upload_that_fails_fails_the_save_and_leaves_the_one_before(
+    server: Server, stored: StoredCheckpoints
+) -> None:
+    directory, held = claimed(stored)
+    saves = writer("lazy", held.generation)
+    saves.save(directory, 1, lambda: states(1))
+    saves.background.drain()
+
+    def fault(request: Request) -> str | None:
+        return "delay" if request.method == "PUT" and "partNumber=1" in request.path else None
+
+    with FaultProxy(server, fault).running() as proxy, environment_of(proxy.environment()):
+        through = StoredCheckpoints(stored.uri, Bucket(BUCKET, deadline_s=2), stored.root)
+        saving, again = ObjectDirectory(through, 0, held, None), writer("lazy", held.generation)
+        again.save(saving, 2, lambda: states(2))
+        again.background.drain()
+        (failed,) = again.background.finished()
+        told = "rank 0: ObjectStoreError: s3://.*global_step2/g1_1/rank_00000.safetensors: writing part 1 .* within 2 s"
+        assert failed.error is not None and re.search(told, failed.error), failed.error
+        saving.close()
+    assert [c.tag for c in stored.discover(None)[0]] == ["global_step1"]
+    assert not [key for key in keys(stored) if key.startswith("global_step2")]
+    assert stored.bucket.unfinished_uploads(stored.uri.key("")) == []
+    directory.close()
+    held.release()
+
+
 @pytest.mark.parametrize("what", ["delay", "503", "403", "etag"])
 def test_an_upload_that_fails_fails_the_save_and_leaves_the_one_before(
     server: Server, stored: StoredCheckpoints, what: str
@@ -180,6 +314,87 @@ def test_a_second_launch_is_refused_or_takes_over(stored: StoredCheckpoints) -> 
     directory.close()
 
 
+def in_a_process(work: Callable[[], object]) -> int:
+    """Run `work` in a process of its own, which ends with 100 if the prefix is in use, 101 if superseded; its pid."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        except (SaveDirectoryInUseError, SaveDirectorySupersededError) as exc:
+            code = 100 + isinstance(exc, SaveDirectorySupersededError)
+        finally:
+            os._exit(code)
+    return child
+
+
+def test_of_launches_that_claim_at_once_one_gets_the_prefix(stored: StoredCheckpoints) -> None:
+    begin, claimed_it = os.pipe(), os.pipe()
+
+    def launch() -> None:
+        bucket = Bucket(BUCKET)
+        os.read(begin[0], 1)
+        claim(bucket, stored.uri)
+        os.write(claimed_it[1], b"x")
+        signal.pause()
+
+    children = [in_a_process(launch) for _ in range(5)]
+    try:
+        os.write(begin[1], b"x" * len(children))
+        assert os.read(claimed_it[0], 1) == b"x"
+        while len(children) > 1:
+            for child in list(children):  # and no other child of this process
+                ended, status = os.waitpid(child, os.WNOHANG)
+                if ended:
+                    children.remove(child)
+                    assert os.waitstatus_to_exitcode(status) == 100
+            time.sleep(0.01)
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    assert len(children) == 1
+    for end in (*begin, *claimed_it):
+        os.close(end)
+
+
+def test_a_launch_that_is_superseded_while_it_saves_overwrites_nothing(stored: StoredCheckpoints) -> None:
+    reading, writing = os.pipe()
+
+    def first_launch() -> None:
+        own = StoredCheckpoints(stored.uri, Bucket(BUCKET, threads=2), stored.root)
+        held = claim(own.bucket, own.uri)
+        directory, saves = ObjectDirectory(own, 0, held, None), writer("torch", held.generation)
+        for step in range(1, 1000):
+            saves.save(directory, step, lambda step=step: states(step))
+            os.write(writing, b"x")
+
+    child = in_a_process(first_launch)
+    assert os.read(reading, 1) == b"x"
+    directory, held = claimed(stored)
+    saves = writer("torch", held.generation)
+    for step in (1001, 1002, 1003, 1004):
+        saves.save(directory, step, lambda step=step: states(step))
+    deadline = time.monotonic() + 60
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.01)
+    status = ended[1]
+    assert os.waitstatus_to_exitcode(status) == 101
+    found, problems = stored.discover(None)
+    of_each = {generation: [c for c in found if f"/g{generation}_" in c.key] for generation in (1, 2)}
+    assert problems == [] and of_each[1] and [c.step for c in of_each[2]] == [1004, 1003, 1002, 1001]
+    for candidate in found:
+        loaded = load(stored, candidate)
+        assert all(torch.equal(tensor, torch.full_like(tensor, candidate.step)) for tensor in loaded.values())
+    directory.close()
+    held.release()
+    os.close(reading)
+    os.close(writing)
+
+
 def test_a_store_that_ignores_conditions_is_refused(server: Server, stored: StoredCheckpoints) -> None:
     """As npm's s3rver does. The proxy takes the condition away."""
     proxy = FaultProxy(server, lambda request: "unconditional")
@@ -189,6 +404,7 @@ def test_a_store_that_ignores_conditions_is_refused(server: Server, stored: Stor
     assert list(stored.bucket.list(stored.uri.key(""))) == []
 
 
-def test_sigkill_at_random_instants_of_saves(tmp_path: Path) -> None:
-    seen = run(rounds=5, seed=7, root=tmp_path, longest_s=1.2)
+@pytest.mark.parametrize("engine", ["torch", "lazy"])
+def test_sigkill_at_random_instants_of_saves(tmp_path: Path, engine: str) -> None:
+    seen = run(rounds=5, seed=7, root=tmp_path, longest_s=1.2, engine=engine)
     assert seen["rounds"] == 5

@@ -246,7 +246,7 @@ def test_the_planned_bytes_are_read_into_the_targets(tmp_path: Path, direct_io: 
             expected.append(wanted)
     sizes = {path: len(data) for path, data in content.items()}
     plan_of_one = Reading(transfers, sizes, direct_io, threads, block=8192, gap=512)
-    assert plan_of_one.run([plan_of_one.share()], 0, untraced_operation()) == [], "nothing has a checksum"
+    assert plan_of_one.run({0: plan_of_one.share()}, 0, untraced_operation()) == [], "nothing has a checksum"
     assert plan_of_one.num_files == 2 and 0 < plan_of_one.bytes_read <= 2 * 73_728
     for transfer, wanted in zip(transfers, expected, strict=True):
         assert torch.equal(transfer.target, wanted)
@@ -260,7 +260,7 @@ def test_a_file_that_is_short_is_named(tmp_path: Path) -> None:
     transfer = Transfer(PlacedTensor(path, "t", torch.uint8, 0, {}), target, at, np.array([0]), np.array([10]))
     with pytest.raises(CheckpointDamagedError, match=f"{path}: ends at byte 5000"):
         short = Reading([transfer], {path: 9000}, "auto", None)
-        short.run([short.share()], 0, untraced_operation())
+        short.run({0: short.share()}, 0, untraced_operation())
 
 
 def test_what_replicas_share_is_spread_evenly() -> None:

@@ -97,7 +97,7 @@ def loaded(directory: Path, here: UpstreamModel, layout: Layout) -> Reader:
             placements = [shard_placement(k, fragments(partition, here.vocab), partition.size) for k in KINDS]
             targets = [Target(torch.full((partition.size,), 7.0), p["kind"], p) for p in placements]
             reading = Reading(plan(targets, index), sizes, "off", 1)
-            reading.run([reading.share()], 0, OP)
+            reading.run({0: reading.share()}, 0, OP)
             for target in targets:
                 reader.add(target.tensor, dict(target.placement))
     return reader
@@ -182,7 +182,7 @@ def test_weights_alone(tmp_path: Path, by_heads: bool) -> None:
     ]
     sizes = {directory / name: file.num_bytes for name, file in manifest.files.items()}
     reading = Reading(plan(targets, index), sizes, "off", 1)
-    reading.run([reading.share()], 0, OP)
+    reading.run({0: reading.share()}, 0, OP)
     for target in targets:
         reader.add(target.tensor, dict(target.placement))
     for name, values in reader.whole(WEIGHT).items():

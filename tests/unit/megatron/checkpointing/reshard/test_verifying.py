@@ -17,7 +17,7 @@ from megatron.checkpointing.engines.base import PlacedTensor
 from megatron.checkpointing.reshard.reading import Reading
 from megatron.checkpointing.reshard.runs import merged, positions
 from megatron.checkpointing.reshard.targets import Transfer
-from megatron.checkpointing.reshard.verifying import Share, damage, joined, to_verify
+from megatron.checkpointing.reshard.verifying import Share, damage, joined, shares_of_each, to_verify
 from megatron.fileio.checksums import CheckedBytes, RangeChecksum
 from restart_trace.recorder import untraced_operation
 
@@ -53,7 +53,7 @@ def test_every_byte_of_what_is_needed_is_verified_by_one_rank(case: tuple[list[C
     expected = sorted(byte for record in needed for byte in range(record.start, record.stop))
     verified: list[int] = []
     for rank, mine in enumerate(shares):
-        runs = to_verify(shares, rank)[FILE]
+        runs = to_verify(shares_of_each(shares)[rank], rank)[FILE]
         for start, length in zip(runs.full.tolist(), runs.length.tolist(), strict=True):
             verified += range(start, start + length)
             assert any(r.start <= start and start + length <= r.stop for r in needed), "it is within one record"
@@ -72,6 +72,18 @@ def test_every_byte_of_what_is_needed_is_verified_by_one_rank(case: tuple[list[C
     assert sorted(verified) == expected
 
 
+def test_a_rank_is_told_of_the_files_that_it_reads_alone() -> None:
+    reads = [("a", "b"), ("b",), ("c",), ("a", "c")]
+    shares = [Share({file: positions([0], [1]) for file in files}, {}) for files in reads]
+    told = [{rank: set(share.reads) for rank, share in mine.items()} for mine in shares_of_each(shares)]
+    assert told == [
+        {0: {"a", "b"}, 1: {"b"}, 3: {"a"}},
+        {0: {"b"}, 1: {"b"}},
+        {2: {"c"}, 3: {"c"}},
+        {0: {"a"}, 2: {"c"}, 3: {"a", "c"}},
+    ]
+
+
 def checked_content(data: bytes, *edges: int) -> list[CheckedBytes]:
     pairs = zip(edges[:-1], edges[1:], strict=True)
     return [CheckedBytes(f"tensor {a}", a, b, zlib.crc32(data[a:b])) for a, b in pairs]
@@ -85,16 +97,17 @@ def test_pieces_of_several_ranks_are_put_together(tmp_path: Path) -> None:
         RangeChecksum(FILE, a, b - a, zlib.crc32(data[a:b]))
         for a, b in ((30, 40), (10, 15), (40, 50), (15, 20), (20, 30))
     ]
-    mine = joined(pieces[:-1], shares)
+    of_all = dict(enumerate(shares))
+    mine = joined(pieces[:-1], of_all)
     assert [(piece.start, piece.length) for piece in mine] == [(10, 10), (30, 20)], "of a record, never beyond it"
-    assert damage(shares, [*mine, pieces[-1]], tmp_path) == []
+    assert damage(of_all, [*mine, pieces[-1]], tmp_path) == []
     wrong = [replace(mine[0], crc32=mine[0].crc32 ^ 1), mine[1], pieces[-1]]
-    assert damage(shares, wrong, tmp_path) == [
+    assert damage(of_all, wrong, tmp_path) == [
         f"{tmp_path / FILE}: tensor 10 does not have the checksum it was saved with"
     ]
     for missing in (mine, [*mine[1:], pieces[-1]], [mine[0], pieces[-1]]):
         with pytest.raises(RuntimeError, match="was verified up to byte"):
-            damage(shares, missing, tmp_path)
+            damage(of_all, missing, tmp_path)
 
 
 @pytest.mark.parametrize("direct_io", ["auto", "off"])
@@ -111,8 +124,9 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path: Path, direct_io: str) -> None
             for mine in parts
         ]
         shares = [rank.share() for rank in ranks]
-        pieces = [piece for i, rank in enumerate(ranks) for piece in rank.run(shares, i, untraced_operation())]
-        return damage(shares, pieces, tmp_path)
+        told = shares_of_each(shares)
+        pieces = [piece for i, rank in enumerate(ranks) for piece in rank.run(told[i], i, untraced_operation())]
+        return damage(dict(enumerate(shares)), pieces, tmp_path)
 
     assert found() == []
     for at, name in ((1000, "1000"), (11_000, "1000"), (29_999, "1000"), (30_000, "30000"), (47_999, "30000")):

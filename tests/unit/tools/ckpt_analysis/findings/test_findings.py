@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from tests.unit.tools.ckpt_analysis.analysis_helpers import ROOT, file_of
 from tests.unit.tools.ckpt_analysis.trace_factory import Options, RankLog, dump
 from tools.ckpt_analysis.findings import RULES, Finding
 from tools.ckpt_analysis.ingest.load import load_trace
-from tools.ckpt_analysis.render.json_output import to_dict
+from tools.ckpt_analysis.render.json_output import to_dict, to_json
 from tools.ckpt_analysis.render.terminal import render
 from tools.ckpt_analysis.report import analyse
 from tools.common.tables import Style
@@ -196,6 +197,62 @@ def test_small_files(tmp_path: Path, files: int, small: int, met: bool) -> None:
         assert found[0].cost_s == pytest.approx(0.13)  # 13 small files on the first two ranks
 
 
+def stored(log: RankLog, objects: list[tuple[int, float]], requests: int, throttled: int, request_s: float) -> None:
+    """A save to object storage: (bytes, ms) of each object, and what the client counted."""
+    op = log.begin("save", "TorchCheckpointEngine", tag="global_step5", step=5)
+    for index, (num_bytes, took_ms) in enumerate(objects):
+        op.span("flush", "upload", took_ms, file=f"global_step5/{index}.pt", bytes=num_bytes)
+    op.end(bytes=1, num_files=len(objects), durable=True)
+    values = {
+        "store_requests": requests, "store_retries": throttled, "store_throttled": throttled,
+        "store_request_s": request_s,
+    }  # fmt: skip
+    log.write("probe", op=op.op_id, at="end", time_ns=log.ns(log.now_ms), values=values)
+
+
+@pytest.mark.parametrize(("throttled", "met"), [((1, 3), True), ((1, 2), False)])
+def test_store_throttled(tmp_path: Path, throttled: tuple[int, int], met: bool) -> None:
+    """4 of 400 requests, or 3."""
+    found = findings(
+        tmp_path, "store_throttled", lambda log: stored(log, [(1 << 30, 2000)], 200, throttled[log.rank], 16.0), ranks=2
+    )
+    assert len(found) == met
+    if met:
+        assert found[0].data["throttled"] == 4
+        assert "4 of 400 requests, at 200 requests/s of 2 ranks" in found[0].evidence
+    traffic = json.loads(to_json(analyse(load_trace(tmp_path)).report))["saves"][0]["store_traffic"]
+    assert traffic["success"] == pytest.approx(1 - sum(throttled) / 400)
+    assert traffic["connections"] == pytest.approx(8)
+
+
+@pytest.mark.parametrize(
+    ("small", "large", "took_ms", "met"), [(4, 4, 25, True), (3, 0, 100, False), (4, 5, 25, False), (4, 4, 24, False)]
+)
+def test_store_small_objects(tmp_path: Path, small: int, large: int, took_ms: float, met: bool) -> None:
+    def make(log: RankLog) -> None:
+        objects = [(8 << 20, took_ms)] * small + [((8 << 20) + 1, 100.0)] * large
+        stored(log, objects, small + 4 * large, 0, 8.0)
+
+    found = findings(tmp_path, "store_small_objects", make, ranks=2)
+    assert len(found) == met
+    if met:
+        assert (found[0].data["objects"], found[0].data["small"]) == (16, 8)
+        assert found[0].cost_s == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("took_ms", "request_s", "met"), [(1000, 1.4, True), (1000, 1.5, False), (99, 0.1, False), (100, 0.1, True)]
+)
+def test_store_one_connection(tmp_path: Path, took_ms: float, request_s: float, met: bool) -> None:
+    def make(log: RankLog) -> None:
+        stored(log, [(1 << 30, took_ms)], 130, 0, request_s if log.rank == 1 else 8 * took_ms / 1000)
+
+    found = findings(tmp_path, "store_one_connection", make, ranks=2)
+    assert len(found) == met
+    if met:
+        assert found[0].data["rank"] == 1 and found[0].cost_s == pytest.approx(took_ms / 1000)
+
+
 @pytest.mark.parametrize(
     ("imports_ms", "rest_ms", "met"), [(4000, 6000, True), (3999, 6001, False), (1000, 500, True), (999, 500, False)]
 )
@@ -333,6 +390,86 @@ def test_findings_are_in_json_and_terminal_costliest_first(tmp_path: Path) -> No
     text = " ".join(render(report, Style(io.StringIO())).split())
     for found in content:
         assert f"{found['title']} ({found['rule']})" in text and found["advice"] in text
+
+
+def kept_save(log: RankLog, step: int, at_once: float = 0) -> None:
+    """A save in memory with a copy of 1,000,000 bytes on another host, of which `at_once` went at once."""
+    op = log.begin("save", "MemoryEngine", tag=f"global_step{step}", step=step)
+    op.span("device_to_host", None, 10)
+    op.at(log.now_ms, 2000, "replicate", None, blocking=False, bytes=1_000_000)
+    log.now_ms += 2000
+    op.end(bytes=1_000_000, num_files=1, durable=False)
+    values = {"replicate_waited_s": 0.0, "replicate_at_once_bytes": at_once}
+    log.write("probe", op=op.op_id, at="end", time_ns=log.ns(log.now_ms), values=values)
+
+
+@pytest.mark.parametrize(
+    ("at_once", "saves", "met"), [(100_000, 2, True), (99_999, 2, False), (100_000, 1, False), (0, 2, False)]
+)
+def test_copies_late(tmp_path: Path, at_once: int, saves: int, met: bool) -> None:
+    def make(log: RankLog) -> None:
+        for step in range(1, 4):
+            kept_save(log, step, at_once if step <= saves else 0)
+
+    found = findings(tmp_path, "copies_late", make)
+    assert len(found) == met
+    if met:
+        assert found[0].title == "Training waited for copies of 2 of 3 saves" and "(10.00 %)" in found[0].evidence
+        assert found[0].cost_s == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("met", [True, False])
+def test_copies_missing(tmp_path: Path, met: bool) -> None:
+    def make(log: RankLog) -> None:
+        kept_save(log, 1)
+        if met and log.rank in (2, 3):
+            log.event("save", "copy_missing", "node1 (10.0.0.1:5) did not answer", step=1)
+
+    found = findings(tmp_path, "copies_missing", make)
+    assert len(found) == met
+    if met:
+        assert found[0].title == "1 save had no copy on another host"
+        assert "2 copies failed, the last of rank 3 at step 1: node1 (10.0.0.1:5) did not answer" in found[0].evidence
+
+
+@pytest.mark.parametrize("met", [True, False])
+def test_copies_rejected(tmp_path: Path, met: bool) -> None:
+    def make(log: RankLog) -> None:
+        op = log.begin("load", "MemoryEngine", tag="global_step1", step=1)
+        if met and log.rank == 6:
+            log.event("load", "copy_rejected", "copy of node2: tensor w has another checksum")
+        op.end(bytes=1, num_files=1)
+
+    found = findings(tmp_path, "copies_rejected", make)
+    assert len(found) == met
+    if met:
+        assert found[0].title == "1 copy of saves in memory could not be used"
+        assert "rank 6 went on to the next copy; the first of rank 6: copy of node2" in found[0].evidence
+
+
+@pytest.mark.parametrize(("tier", "cycle", "met"), [("storage", 1, True), ("peer", 1, False), ("storage", 0, False)])
+def test_read_from_storage(tmp_path: Path, tier: str, cycle: int, met: bool) -> None:
+    for rank in range(4):
+        for launch in (0, 1):
+            log = RankLog(Options(), rank, launch, 20_000 * launch)
+            log.process()
+            op = log.begin("startup")
+            if launch == cycle:
+                load = log.begin("load", "MemoryEngine", tag="global_step1", step=1)
+                load.label(tier=tier)
+                load.span("load", "read", 1500 if rank == 1 else 1000, bytes=500)
+                load.end(bytes=500, num_files=1)
+            log.iteration(2)
+            op.end()
+            dump(file_of(tmp_path, rank, launch), log.records)
+    report = analyse(load_trace(tmp_path)).report
+    found = [finding for finding in report.findings if finding.rule == "read_from_storage"]
+    assert len(found) == met
+    if met:
+        assert found[0].title == "The restart of cycle 1 read 2.0 kB from storage"
+        assert (
+            found[0].cost_s == pytest.approx(1.5) and "the ranks of node0 read for 1.500 s at most" in found[0].evidence
+        )
 
 
 def test_planted_stragglers_are_found(tmp_path: Path) -> None:

@@ -1,0 +1,134 @@
+"""The copy of a rank's save that another host holds, fetched while the process of the rank still starts.
+
+A rank that begins on a host which has nothing of it, in the place of one that was lost, will load such a copy. Which
+save all ranks load is agreed later, once they know each other; here the newest one of a holder is fetched, into a slot
+of this rank. That takes the slot's memory, too, beside the rest of the start. A wrong guess costs what was fetched: the
+load then fetches the right one.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointSaveError
+from megatron.checkpointing.engines.lazy.slot_save import SlotMemory
+from megatron.peers.client import Peer, ask, fetch, own_peer, take_members
+from megatron.peers.wire import Channel, Key, PeerError, key_of
+from megatron.processes.memory_slots import Slot, held_slots
+from restart_trace.clock import now_ns
+from restart_trace.recorder import Operation
+
+
+class EarlyCopy:
+    """Fetches from when it is made, on a thread of its own, from the first of `holders` that has a save.
+
+    `take` or `close` ends it. Until `take` has sealed the slot, that holds nothing.
+    """
+
+    def __init__(self, slot: Slot, key: Key, holders: Sequence[Peer], deadline_s: float) -> None:
+        self._slot = slot
+        self._key = key
+        self._deadline_s = deadline_s
+        self._record: Mapping[str, Any] | None = None  # of what the slot holds
+        self._save: str | None = None  # that is being fetched
+        self._peer: Peer | None = None  # from there
+        self._problem: str | None = None
+        self._chosen = threading.Event()  # it is known which save, or that there is none
+        self._lock = threading.Lock()  # of the two below
+        self._closed = False
+        self._channel: Channel | None = None
+        self._began_ns = self._ended_ns = 0
+        self._thread = threading.Thread(target=self._run, args=(holders,), name="early-copy", daemon=True)
+        self._thread.start()
+
+    def take(self, save: str, op: Operation) -> str | None:
+        """Where `save` came from, once it is in the slot, verified and sealed; None if another one was fetched.
+
+        Ends what is under way otherwise, and gives a save once only. `op`: the load that waits for it. Raises
+        CheckpointDamagedError naming the peer if that did not send it, unaltered.
+        """
+        if self._closed:
+            return None
+        with op.span("load", "download"):
+            self._chosen.wait()
+            if self._save != save:
+                self.close()
+                return None
+            self._thread.join()
+            self._closed = True
+            if self._problem is not None:
+                raise CheckpointDamagedError(self._problem)
+            record, peer = self._record, self._peer
+            assert record is not None and peer is not None
+            self._slot.resize(record["file"]["num_bytes"])
+            self._slot.seal(record)
+        told = {"file": record["file"]["name"], "num_bytes": record["file"]["num_bytes"], "thread": self._thread.name}
+        op.add("load", "download", self._began_ns, self._ended_ns, blocking=False, **told)
+        return str(peer)
+
+    def close(self) -> None:
+        """End what is under way; nothing writes to the slot any more."""
+        with self._lock:
+            self._closed = True
+            if self._channel is not None:
+                self._channel.abort()
+        self._thread.join()
+
+    def _run(self, holders: Iterable[Peer]) -> None:
+        try:
+            self._peer, self._save = self._first_with_a_save(holders)
+            self._chosen.set()
+            if self._peer is not None and self._save is not None:
+                self._began_ns = now_ns()
+                self._record = fetch(self._peer, self._save, self._key, self._room, self._deadline_s, self._connected)
+        except (PeerError, CheckpointSaveError, OSError) as error:
+            self._problem = str(error)
+        finally:
+            self._ended_ns = now_ns()
+            self._chosen.set()
+
+    def _first_with_a_save(self, holders: Iterable[Peer]) -> tuple[Peer | None, str | None]:
+        for peer in holders:
+            if self._closed:
+                break
+            try:
+                save = ask(peer, self._deadline_s, ask="newest", key=self._key).get("save")
+            except PeerError:
+                continue  # whoever needs that host will say so
+            if save is not None:
+                return peer, str(save)
+        return None, None
+
+    def _room(self, num_bytes: int) -> memoryview:
+        memory = SlotMemory(self._slot)
+        memory.make_room(num_bytes)
+        return memory.view(num_bytes)
+
+    def _connected(self, channel: Channel) -> None:
+        with self._lock:
+            self._channel = channel
+            if self._closed:
+                channel.abort()
+
+
+def start_early_copy(key: Key, local_rank: int, deadline_s: float) -> EarlyCopy | None:
+    """Begin to fetch the save of the coordinates `key`, if this host has nothing of them and others may.
+
+    Called once, before this rank knows the others. `deadline_s`: --peer-timeout.
+    """
+    members, own, held = take_members(), own_peer(), held_slots()
+    # In the first start of a launch nobody has anything.
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or own is None or held is None:
+        return None
+    records = [slot.record() for mine in held for slot in mine]
+    free = [slot for slot in held[local_rank] if slot.record() is None]
+    if not free or any(record is not None and key_of(record) == key for record in records):
+        return None
+    places = [(member.address, member.port) for member in members]
+    here = places.index((own.address, own.port))
+    # Hosts hold copies of their neighbours' saves (megatron.peers.placement).
+    near = sorted(range(len(members)), key=lambda node: abs(node - here))
+    return EarlyCopy(free[0], key, [members[node] for node in near if node != here], deadline_s)

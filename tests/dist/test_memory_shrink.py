@@ -1,0 +1,160 @@
+"""Engine `memory` when a node is lost and no spare is left: the next layout reads the saves in memory, not storage.
+
+Four agents on this host, of one rank each, and a coordinator. Two nodes go on; what the lost and the idle one had is
+in memory of the idle one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron.processes.memory_slots import slots_held_by
+from tests.dist.harness import HANGS_S, ROOT, losses, records, wait_for
+from tests.dist.hold import held_environment
+from tests.dist.test_launch import environment, marked
+from tests.dist.test_restart_drill import TRAINING
+
+HELD_AT = 4  # every iteration is saved, and this one to storage, too
+LAST = 7
+LAUNCHER = [sys.executable, str(ROOT / "megatron" / "launch")]
+SCRIPT = str(ROOT / "pretrain_gpt.py")
+
+
+class Job:
+    """Four replicas, held after iteration HELD_AT."""
+
+    def __init__(self, directory: Path, dataset: list[str]) -> None:
+        self.directory, self.trace = directory, directory / "save" / "restart_trace"
+        self.started: list[subprocess.Popen[bytes]] = []
+        self._training = [*dataset, *TRAINING, "--global-batch-size", "4", "--train-iters", str(LAST)]
+        save = str(directory / "save")
+        script = [
+            SCRIPT, *self._training, "--save", save, "--load", save, "--save-interval", "1", "--checkpoint-engine",
+            "memory", "--persist-interval", str(HELD_AT), "--peer-timeout", str(HANGS_S),
+        ]  # fmt: skip
+        self.coordinator = self._start(
+            "coordinate", "--nnodes", "4", "--max-restarts", "1", "--allow-shrink", "--heartbeat-timeout", "5",
+            "--port-file", str(directory / "port"), *script,
+        )  # fmt: skip
+        wait_for((directory / "port").exists, "the coordinator")
+        where = "127.0.0.1:" + (directory / "port").read_text().strip()
+        for node in range(4):
+            self._start("--coordinator", where, "--node-rank", str(node), "--address", "127.0.0.1", *script)
+
+    def _start(self, *words: str) -> subprocess.Popen[bytes]:
+        with (self.directory / "log").open("ab") as log:
+            self.started.append(
+                subprocess.Popen(
+                    [*LAUNCHER, *words],
+                    cwd=self.directory,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment(self.directory) | held_environment(cycles=1, after=HELD_AT),
+                )  # fmt: skip
+            )
+        return self.started[-1]
+
+    @property
+    def output(self) -> str:
+        return (self.directory / "log").read_text()
+
+    def until_held(self) -> None:
+        wait_for(lambda: self.coordinator.poll() is not None or all(map(self._saved, range(4))), "the last save")
+        assert self.coordinator.poll() is None, self.output[-6000:]
+
+    def _saved(self, rank: int) -> bool:
+        found = records(self.trace, 0, rank) if self.trace.exists() else []
+        ends = [r for r in found if r["type"] == "operation_end" and r["operation"] == "save"]
+        return any(r["step"] == HELD_AT and r["outcome"] == "ok" for r in ends)
+
+    def lose(self, node: int) -> None:
+        """Kill the agent of a node and all that it has started, at once."""
+        agent = psutil.Process(self.started[1 + node].pid)
+        for process in (agent, *agent.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):  # ended with its agent
+                process.kill()
+
+    def flip_bits(self, node: int) -> None:
+        """In the newest save in the slots of a node: one in each stretch of its tensors, of which not all are read."""
+        ((*slots,),) = slots_held_by(self.started[1 + node].pid)
+        newest, record = max(((slot, slot.record() or {"step": 0}) for slot in slots), key=lambda it: it[1]["step"])
+        for position in range(record["file"]["extents"][0][0], newest.num_bytes, 1 << 14):
+            (byte,) = os.pread(newest.data, 1, position)
+            os.pwrite(newest.data, bytes([byte ^ 4]), position)
+        for slot in slots:
+            slot.close()
+
+    def from_storage(self) -> dict[int, float]:
+        """The losses of the layout that went on, if it loads iteration HELD_AT from storage."""
+        trace = self.directory / "other_trace"
+        flags = [
+            "--load", str(self.directory / "save"), "--load-tag", f"global_step{HELD_AT}", "--restart-trace-dir",
+            str(trace), "--save", str(self.directory / "other"),
+        ]  # fmt: skip
+        other = self._start("--nproc-per-node", "2", SCRIPT, *self._training, *flags)
+        assert other.wait(HANGS_S) == 0, self.output[-6000:]
+        return losses(trace, 0, 1)
+
+    def end(self) -> None:
+        for process in marked(self.directory):
+            process.kill()
+        for process in self.started:
+            process.wait(HANGS_S)
+
+
+def run(
+    directory: Path, dataset: list[str], harm: Callable[[Job], None] = lambda job: None
+) -> tuple[Job, dict[int, float]]:
+    """The job, of which node 3 is lost, and the losses if the same is loaded from storage."""
+    job = Job(directory, dataset)
+    try:
+        job.until_held()
+        harm(job)
+        job.lose(3)
+        assert job.coordinator.wait(HANGS_S) == 0, job.output[-6000:]
+        wait_for(lambda: marked(directory) == [], "the end of all processes")
+        assert "going on with TP 1 x PP 1 x DP 2 on 2 nodes (--allow-shrink)" in job.output
+        return job, job.from_storage()
+    finally:
+        job.end()
+
+
+@pytest.mark.slow
+def test_the_next_layout_reads_what_is_left_in_memory(tmp_path: Path, dataset: list[str]) -> None:
+    job, stored = run(tmp_path, dataset)
+    for rank in (0, 1):
+        found = records(job.trace, 1, rank)
+        (load,) = [r for r in found if r["type"] == "operation_end" and r["operation"] == "load"]
+        spans = [r for r in found if r["type"] == "span" and r["phase"] == "load"]
+        assert (load["outcome"], load["step"]) == ("ok", HELD_AT)
+        # The first half lies on the host of rank 0: its own slot, and its copy of its neighbour's.
+        assert {r["tier"] for r in spans if r.get("detail") == "download"} == {("local_memory", "peer")[rank]}
+        assert {r["tier"] for r in spans} <= {"local_memory", "peer"}
+        fetched = sum(r["bytes"] for r in spans if r.get("detail") == "download")
+        # Each of the two replicas needs half of masters and moments: of the four files no weights, and no other half.
+        assert 0 < fetched < 1.5 * load["bytes"]
+    before, after = losses(job.trace, 0, 1), losses(job.trace, 1, 1)
+    assert sorted(before) == list(range(1, HELD_AT + 1)) and sorted(after) == list(range(HELD_AT + 1, LAST + 1))
+    assert after == stored, "the same state, to the last bit"
+
+
+@pytest.mark.slow
+def test_a_damaged_slot_is_named_and_storage_read(tmp_path: Path, dataset: list[str]) -> None:
+    job, stored = run(tmp_path, dataset, lambda job: job.flip_bits(2))
+    for rank in (0, 1):
+        found = records(job.trace, 1, rank)
+        (load,) = [r for r in found if r["type"] == "operation_end" and r["operation"] == "load"]
+        told = [r["detail"] for r in found if r["type"] == "event" and r["phase"] == "checkpoint_rejected"]
+        named = f"global_step{HELD_AT} in host memory/rank_00002.safetensors: tensor "
+        assert told and all(why.startswith(named) for why in told), told
+        reads = [r for r in found if r["type"] == "span" and r.get("detail") == "read"]
+        assert (load["outcome"], load["step"], reads[-1]["tier"]) == ("ok", HELD_AT, "storage")
+    assert {step: loss for step, loss in losses(job.trace, 1, 1).items() if step in stored} == stored

@@ -1,0 +1,117 @@
+"""Host memory that saves of engine `memory` take: its own ranks' slots and copies of other hosts', by arithmetic.
+
+The sizes are those by which a run takes its memory, and refuses to start without (docs/peers.md). No torch.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.checkpointing.room import slot_bytes
+from megatron.config import ConfigError
+from megatron.fileio.host_memory import available_memory, memory_limit
+from megatron.peers.placement import PlacementError, holders, number_of_copies
+from megatron.processes.memory_slots import SLOTS_PER_RANK
+
+from ..common.formatting import size
+from .presets import Planned
+from .tensors import plan_tensors
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Of the fullest host, bytes. `copies`: of each save, on so many hosts. `limit`, `available`: of this machine."""
+
+    hosts: int
+    ranks_per_host: int
+    copies: int
+    slots_bytes: int
+    copies_bytes: int
+    limit: int
+    limit_of: str
+    available: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.slots_bytes + self.copies_bytes
+
+    @property
+    def lack(self) -> str | None:
+        """What to warn of, if hosts are as this machine is."""
+        if self.num_bytes <= self.limit:
+            return None
+        fewer = ", lower --replicas" if self.copies > 1 else ""
+        return (
+            f"engine memory: {size(self.num_bytes, 2)} on a host, and {self.limit_of} of this machine is "
+            f"{size(self.limit, 2)}: a host like it refuses the run; run fewer ranks on a host{fewer}, or use engine "
+            "lazy"
+        )
+
+
+def host_memory(planned: Planned, ranks_per_host: int) -> HostMemory:
+    """What a run takes, and what this machine has. Raises ConfigError for more --replicas than hosts.
+
+    The hosts are assumed to have a coordinator, by which they hold each other's copies, and to be of failure domains
+    that leave the groups as they are.
+    """
+    config, layout, _ = planned
+    ranks = plan_tensors(planned).ranks
+    firsts = range(0, len(ranks), ranks_per_host)
+    names = [f"host {i}" for i in range(len(firsts))]
+    try:
+        copies, _ = number_of_copies(config.checkpoint.replicas, names, served=True)
+    except PlacementError as exc:
+        raise ConfigError(str(exc)) from exc
+    each = [SLOTS_PER_RANK * slot_bytes(config, rank.parameters, layout.dp) for rank in ranks]
+    own = [sum(each[first : first + ranks_per_host]) for first in firsts]
+    held = [0] * len(own)
+    for host, others in enumerate(holders(len(own), copies)):
+        for other in others:
+            held[other] += own[host]
+    fullest = max(range(len(own)), key=lambda host: own[host] + held[host])
+    limit, limit_of = memory_limit()
+    return HostMemory(
+        len(own), min(ranks_per_host, len(ranks)), copies, own[fullest], held[fullest], limit, limit_of,
+        available_memory(),
+    )  # fmt: skip
+
+
+def to_dict(memory: HostMemory) -> dict[str, Any]:
+    """Fields of the JSON, as docs/ckpt_plan.md has them."""
+    return {
+        "hosts": memory.hosts,
+        "ranks_per_host": memory.ranks_per_host,
+        "replicas": memory.copies,
+        "host_bytes": memory.num_bytes,
+        "slots_bytes": memory.slots_bytes,
+        "copies_bytes": memory.copies_bytes,
+        "limit_bytes": memory.limit,
+        "limit_of": memory.limit_of,
+        "available_bytes": memory.available,
+        "lack": memory.lack,
+    }
+
+
+def to_json(memory: HostMemory) -> str:
+    return json.dumps(to_dict(memory)) + "\n"
+
+
+def render(memory: HostMemory) -> str:
+    """Text for a terminal."""
+    copies = "no copies of other hosts'"
+    if memory.copies > 1:
+        copies = f"{size(memory.copies_bytes, 2)} for copies of other hosts' (--replicas {memory.copies})"
+    hosts = "one host" if memory.hosts == 1 else f"the fullest of {memory.hosts} hosts"
+    lines = [
+        f"saves in host memory, {hosts}, {memory.ranks_per_host} ranks: {size(memory.num_bytes, 2)} = "
+        f"{size(memory.slots_bytes, 2)} for two slots of each rank and {copies}",
+        f"this machine: {size(memory.available, 2)} are free, of at most {size(memory.limit, 2)} "
+        f"({memory.limit_of}); it counts as shared memory of the job's cgroup",
+    ]
+    if memory.hosts == 1:
+        lines.append("one host: no other holds copies, so that a lost host is restored from --save")
+    if memory.lack is not None:
+        lines.append(memory.lack)
+    return "\n".join(lines) + "\n"
