@@ -14,6 +14,7 @@ import pytest
 
 from megatron.parallel.topology import Layout
 from tests.dist.harness import HANGS_S, LLAMA_STYLE, Zygote, kill_all, losses, records
+from tests.dist.save_stages import IN_BACKGROUND, SHORT, STAGES, stage_after
 from tests.dist.tiny_runs import DROPOUT, Launcher, saving
 from tools.restart_drill.moments import TraceTail
 
@@ -31,12 +32,9 @@ TINY = [
     "--num-layers", "2", "--hidden-size", "32", "--ffn-hidden-size", "64", "--num-attention-heads", "2",
     "--seq-length", "16", "--bf16",
 ]  # fmt: skip
-# Where rank 0 stands in a save when it is killed, by the last record of the save that reached its trace.
-TARGETS = ("begun", "writing", "fsync", "agreeing", "manifest", "publish", "prune", "telling")
-IN_BACKGROUND = ("begun", "fsync", "manifest", "publish", "prune", "telling")
-SHORT = ("agreeing", "manifest", "publish")
 SCRIPTS = Path(__file__).with_name("scripts")
 KILLED_WHEN_WRITTEN = str(SCRIPTS / "killed_when_written.py")
+HELD_IN_SAVE = str(SCRIPTS / "held_in_save.py")
 
 
 @pytest.fixture
@@ -44,36 +42,15 @@ def launcher(zygote: Zygote, dataset: list[str], tmp_path: Path) -> Launcher:
     return Launcher(zygote, dataset, tmp_path)
 
 
-def stage_after(record: dict[str, Any]) -> str | None:
-    """What a rank does next in a save, once `record` is in its trace; None if that is nothing to kill it in."""
-    if record.get("operation") != "save":
-        return None
-    if record["type"] == "operation_begin":
-        return "begun"
-    if record["type"] != "span":
-        return None
-    if record["phase"] == "flush" and record.get("file", "").startswith("tensor_hashes"):
-        return "agreeing" if record["detail"] == "fsync" else None
-    following = {
-        ("device_to_host", None): "writing",
-        ("flush", "write"): "fsync",
-        ("barrier", None): "manifest",
-        ("commit", "manifest"): "publish",
-        ("commit", "publish"): "prune",
-        ("commit", "prune"): "telling",
-    }
-    return following.get((record["phase"], record.get("detail")))
-
-
-def killed_in(trace: Path, cycle: int, rank: int = 0) -> str | None:
-    """Stage of the save that a rank was in when it was killed; None if it was in none."""
-    stage = None
+def killed_in(trace: Path, cycle: int, rank: int = 0) -> set[str]:
+    """Stages of the saves that a rank was in when it was killed."""
+    stages: dict[int, str] = {}
     for record in records(trace, cycle, rank):
-        if record["type"] == "operation_end" and record["operation"] == "save":
-            stage = None
-        else:
-            stage = stage_after(record) or stage
-    return stage
+        if record["type"] == "operation_end":
+            stages.pop(record["op"], None)
+        elif stage := stage_after(record):
+            stages[record["op"]] = stage
+    return set(stages.values())
 
 
 @dataclass
@@ -117,29 +94,33 @@ def finished(trace: Path, operation: str, cycle: int, rank: int = 0) -> list[dic
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("engine", "kills", "within"), [("torch", 20, TARGETS), ("lazy", 8, IN_BACKGROUND)])
+@pytest.mark.parametrize(("engine", "kills", "stages"), [("torch", 20, STAGES), ("lazy", 12, IN_BACKGROUND)])
 def test_sigkill_at_random_instants_of_saves(
-    launcher: Launcher, engine: str, kills: int, within: tuple[str, ...]
+    launcher: Launcher, engine: str, kills: int, stages: tuple[str, ...]
 ) -> None:
-    """One job, killed many times: each start loads what was saved last, bit for bit, and goes on as if unharmed."""
+    """One job, killed many times: each start loads what was saved last, bit for bit, and goes on as if unharmed.
+
+    In every other launch rank 0 waits in the stage that it is to be killed in, so that each stage has its kill however
+    fast the machine is; in the others the kills come when they come.
+    """
     rng = random.Random(20)
     save, reference = launcher.directory / "killed", launcher.directory / "reference"
     trace = save / "restart_trace"
     flags = [*MODEL, *TRAINING, *saving(save, 1), "--load", str(save), "--keep-last", "2"]
     flags += ["--checkpoint-engine", engine]
-    targets = [within[i % len(within)] for i in range(kills)]
-    rng.shuffle(targets)
+    targets = [stages[cycle // 2 % len(stages)] for cycle in range(kills)]
     for cycle, target in enumerate(targets):
-        longest = 0.001 if target in SHORT else 0.01
+        nth = 1 + cycle % 2  # those that wait get past one save, so that the job gets on
         shuffled = lambda pids: rng.sample(pids, len(pids))  # noqa: E731
-        killer = Killer(trace, cycle, target, rng.choice((1, 2)), rng.uniform(0.0, longest), shuffled)
-        run = launcher.run(LAYOUT, *flags, during=killer)
+        delay_s = rng.uniform(0.0, 0.001 if target in SHORT else 0.01)
+        killer = Killer(trace, cycle, target, nth, delay_s, shuffled)
+        hold = {"HOLD_STAGE": target, "HOLD_SAVE": str(nth)}
+        held = {"script": HELD_IN_SAVE, "env": hold} if cycle % 2 else {}
+        run = launcher.run(LAYOUT, *flags, during=killer, **held)
         assert run.exit_codes == [-9] * LAYOUT.world_size, run.output[-4000:]
+        assert not held or target in killed_in(trace, cycle), f"cycle {cycle}"
     last = launcher.train(LAYOUT, *flags, "--exit-interval", "1")
     assert "passed over" not in last.output
-
-    stages = [killed_in(trace, cycle) for cycle in range(kills)]
-    assert len(set(stages) - {None}) >= 4 and {"manifest", "publish", "prune"} & set(stages), stages
     check_what_was_loaded(trace, kills)
     check_losses(launcher, trace, reference, kills)
     assert sorted(p.name for p in save.iterdir() if p.is_dir()) == sorted(
