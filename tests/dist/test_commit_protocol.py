@@ -111,13 +111,16 @@ def test_sigkill_at_random_instants_of_saves(
     targets = [stages[cycle // 2 % len(stages)] for cycle in range(kills)]
     for cycle, target in enumerate(targets):
         nth = 1 + cycle % 2  # those that wait get past one save, so that the job gets on
-        shuffled = lambda pids: rng.sample(pids, len(pids))  # noqa: E731
+        held = cycle % 2 == 1
+        order = (
+            (lambda pids: pids) if held else lambda pids: rng.sample(pids, len(pids))
+        )  # rank 0 before it sees others go
         delay_s = rng.uniform(0.0, 0.001 if target in SHORT else 0.01)
-        killer = Killer(trace, cycle, target, nth, delay_s, shuffled)
+        killer = Killer(trace, cycle, target, nth, delay_s, order)
         hold = {"HOLD_STAGE": target, "HOLD_SAVE": str(nth)}
-        held = {"script": HELD_IN_SAVE, "env": hold} if cycle % 2 else {}
-        run = launcher.run(LAYOUT, *flags, during=killer, **held)
-        assert run.exit_codes == [-9] * LAYOUT.world_size, run.output[-4000:]
+        run = launcher.run(LAYOUT, *flags, during=killer, **({"script": HELD_IN_SAVE, "env": hold} if held else {}))
+        # Between two kills a rank may find another gone, and end by itself.
+        assert -9 in run.exit_codes and 0 not in run.exit_codes, run.output[-4000:]
         assert not held or target in killed_in(trace, cycle), f"cycle {cycle}"
     last = launcher.train(LAYOUT, *flags, "--exit-interval", "1")
     assert "passed over" not in last.output
