@@ -112,9 +112,8 @@ def test_sigkill_at_random_instants_of_saves(
     for cycle, target in enumerate(targets):
         nth = 1 + cycle % 2  # those that wait get past one save, so that the job gets on
         held = cycle % 2 == 1
-        order = (
-            (lambda pids: pids) if held else lambda pids: rng.sample(pids, len(pids))
-        )  # rank 0 before it sees others go
+        # Rank 0 before it sees others go, where it waits.
+        order = (lambda pids: pids) if held else (lambda pids: rng.sample(pids, len(pids)))
         delay_s = rng.uniform(0.0, 0.001 if target in SHORT else 0.01)
         killer = Killer(trace, cycle, target, nth, delay_s, order)
         hold = {"HOLD_STAGE": target, "HOLD_SAVE": str(nth)}
