@@ -15,6 +15,17 @@ from tests.dist.test_commit_protocol import LAYOUT as FOUR
 from tests.dist.tiny_runs import Launcher, saving
 from tools.restart_drill.moments import TraceTail
 
+FLAGS = [*TINY_RUN, "--train-iters", "6"]
+
+
+@pytest.fixture(scope="module")
+def expected(zygote: Zygote, dataset: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses of a run that was never interrupted."""
+    launcher = Launcher(zygote, dataset, tmp_path_factory.mktemp("expected"))
+    trace = launcher.directory / "trace"
+    launcher.train(TWO, *FLAGS, "--restart-trace-dir", trace)
+    return losses(trace)
+
 
 @pytest.fixture
 def launcher(zygote: Zygote, dataset: list[str], tmp_path: Path) -> Launcher:
@@ -43,14 +54,11 @@ def hashes_written(r: dict[str, Any]) -> bool:
     return r.get("detail") == "fsync" and r.get("file", "").startswith("tensor_hashes") and r["step"] == 2
 
 
-def check_resumes_from(launcher: Launcher, save: Path, step: int) -> None:
+def check_resumes_from(launcher: Launcher, save: Path, step: int, expected: dict[int, float]) -> None:
     """The next launch loads `step`, and its losses are those of a run that was never interrupted."""
-    flags = [*TINY_RUN, "--train-iters", "6"]
-    train(launcher, TWO, *flags, *saving(save, 1), "--load", save)
+    train(launcher, TWO, *FLAGS, *saving(save, 1), "--load", save)
     assert loaded_tags(save / "restart_trace", 1, TWO.world_size) == [f"global_step{step}"] * 2
-    reference = launcher.directory / "reference"
-    launcher.train(TWO, *flags, "--restart-trace-dir", reference)
-    assert losses(save / "restart_trace", 1) == {s: x for s, x in losses(reference).items() if s > step}
+    assert losses(save / "restart_trace", 1) == {s: x for s, x in expected.items() if s > step}
     assert not list(save.glob(".incomplete*"))
 
 
@@ -59,24 +67,33 @@ def check_resumes_from(launcher: Launcher, save: Path, step: int) -> None:
     [('{"2": 600}', iteration(3)), ('{"2": [0, 600]}', hashes_written)],
     ids=["writing in the background", "between write and commit"],
 )
-def test_sigkill_before_the_commit(launcher: Launcher, delay: str, moment: Callable[[dict[str, Any]], bool]) -> None:
+def test_sigkill_before_the_commit(
+    launcher: Launcher, expected: dict[int, float], delay: str, moment: Callable[[dict[str, Any]], bool]
+) -> None:
     """Saves of 1 and 2 are begun; that of 1 is committed, since that of 2 has waited for it."""
     save = launcher.directory / "run"
-    flags = [*TINY_RUN, "--train-iters", "6", *saving(save, 1)]
+    flags = [*FLAGS, *saving(save, 1)]
     killed = run(launcher, TWO, *flags, env={"SLOW_DELAY": delay}, during=kill_when(save, moment, slice(None)))
     assert killed.exit_codes == [-9, -9]
     assert committed(save) == ["global_step1"] and len(list(save.glob(".incomplete_global_step2*"))) == 1
-    check_resumes_from(launcher, save, 1)
+    check_resumes_from(launcher, save, 1, expected)
 
 
-@pytest.mark.parametrize(("point", "left"), [("manifest", 1), ("renamed", 2), ("latest", 2)])
-def test_sigkill_during_the_commit(launcher: Launcher, point: str, left: int) -> None:
+def test_sigkill_during_the_commit(launcher: Launcher, expected: dict[int, float]) -> None:
+    """One job: the manifest of 2 is written and 1 loaded, then the rename of 2 and `latest` of 3 are the last."""
     save = launcher.directory / "run"
-    env = {"SLOW_DELAY": "0.05", "THEN": CRASH, "CRASH_AFTER": point, "CRASH_STEP": "2"}
-    flags = [*TINY_RUN, "--train-iters", "6", *saving(save, 1)]
-    killed = run(launcher, TWO, *flags, env=env, launcher=True)
-    assert killed.exit_codes[0] == -9 and killed.exit_codes[1] != 0
-    check_resumes_from(launcher, save, left)
+    trace = save / "restart_trace"
+    flags = [*FLAGS, *saving(save, 1), "--load", save]
+    for cycle, (point, step) in enumerate([("manifest", 2), ("renamed", 2), ("latest", 3)]):
+        env = {"SLOW_DELAY": "0.05", "THEN": CRASH, "CRASH_AFTER": point, "CRASH_STEP": str(step)}
+        killed = run(launcher, TWO, *flags, env=env, launcher=True)
+        assert killed.exit_codes[0] == -9 and killed.exit_codes[1] != 0
+        assert losses(trace, cycle).items() <= expected.items()
+    train(launcher, TWO, *flags)
+    for cycle, tag in enumerate([None, "global_step1", "global_step2", "global_step3"]):
+        assert loaded_tags(trace, cycle, TWO.world_size) == [tag] * 2
+    assert losses(trace, 3) == {s: x for s, x in expected.items() if s > 3}
+    assert not list(save.glob(".incomplete*"))
 
 
 def test_rank_that_dies_while_the_others_agree(launcher: Launcher) -> None:

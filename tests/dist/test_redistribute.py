@@ -1,7 +1,7 @@
 """A checkpoint is loaded onto another layout: the same bits of every parameter, and the same training from there on.
 
-By default a walk over all layouts with at most 8 ranks, so each is loaded from and onto once. Every layout from every
-other, which takes ten minutes:
+By default two walks, one with each style of the model, over all layouts with at most 8 ranks: each is loaded from and
+onto once, with one of them. Every layout from every other with both, which takes ten minutes:
 
     REDISTRIBUTE_ALL=1 python -m pytest tests/dist/test_redistribute.py
 """
@@ -22,6 +22,8 @@ from tests.dist.redistribute_runs import LAYOUTS, SAVED, Model, assembled, asser
 from tests.dist.tiny_runs import Launcher
 
 SCRIPTS = Path(__file__).parent / "scripts"
+ALL_THREE = Layout(2, 2, 2)
+WALK = random.Random(11).sample(LAYOUTS, len(LAYOUTS))
 
 
 @pytest.fixture(scope="module", params=["llama", "classic"])
@@ -44,8 +46,13 @@ def walk_over(model: Model, walk: list[Layout]) -> None:
         assert_same(assembled(model.train(new, shown(new), SAVED, shown(old))), expected)
 
 
-def test_a_walk_over_all_layouts_keeps_every_bit(model: Model) -> None:
-    walk_over(model, random.Random(11).sample(LAYOUTS, len(LAYOUTS)))
+def test_a_walk_over_layouts_keeps_every_bit(model: Model) -> None:
+    """Between them the two walks take all layouts; each has TP, PP and DP of 4, and all three at once."""
+    walks = {"llama": WALK[0::2], "classic": [ALL_THREE, *WALK[1::2]]}
+    walk = walks[model.style]
+    assert set(walks["llama"]) | set(walks["classic"]) == set(LAYOUTS) and ALL_THREE in walk
+    assert all(max(getattr(layout, axis) for layout in walk) == 4 for axis in ("tp", "pp", "dp"))
+    walk_over(model, walk)
 
 
 def test_a_walk_in_fp16(half_precision: Model) -> None:
@@ -53,7 +60,7 @@ def test_a_walk_in_fp16(half_precision: Model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [(Layout(1, 2, 4), Layout(4, 1, 2)), (Layout(4, 2, 1), Layout(2, 1, 2))], ids=shown
+    ("old", "new"), [(Layout(1, 2, 2), Layout(4, 1, 1)), (Layout(2, 2, 1), Layout(1, 1, 4))], ids=shown
 )
 def test_from_a_checkpoint_of_engine_torch(model: Model, old: Layout, new: Layout) -> None:
     """Which keeps no placements. Saved by torch there, by lazy here, so that the test can read it.
@@ -73,8 +80,9 @@ def test_from_a_checkpoint_of_engine_torch(model: Model, old: Layout, new: Layou
     [("fastpersist", Layout(2, 1, 2), Layout(1, 2, 1)), ("fastpersist-decoupled", Layout(2, 1, 1), Layout(1, 2, 1))],
     ids=lambda value: value if isinstance(value, str) else shown(value),
 )
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
 def test_from_a_checkpoint_of_engine_fastpersist(model: Model, engine: str, old: Layout, new: Layout) -> None:
-    """Files of torch.save, by other writers."""
+    """Files of torch.save, by other writers: what is in them is the same."""
     expected = assembled(model.launcher.directory / model.saved(old))
     assert_same(assembled(model.moved(old, new, engine)), expected)
 
@@ -89,7 +97,10 @@ def test_every_layout_from_every_other(model: Model, old: Layout) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [(Layout(2, 2, 2), Layout(1, 4, 1)), (Layout(1, 2, 1), Layout(4, 1, 2))], ids=shown
+    ("model", "old", "new"),
+    [("llama", Layout(2, 2, 1), Layout(1, 4, 1)), ("classic", Layout(1, 2, 1), Layout(2, 1, 2))],
+    indirect=["model"],
+    ids=str,
 )
 def test_training_goes_on_as_if_nothing_had_changed(model: Model, old: Layout, new: Layout) -> None:
     """The same samples, learning rates and losses: these up to the order of sums, and the rounding of bf16."""

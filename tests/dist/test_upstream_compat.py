@@ -7,7 +7,7 @@ is torch's with L2 weight decay, which a resume takes over with the optimizer st
 Faults of upstream, and the test that each is not ours (B: test_bit_exact, P: test_parallel_equivalence):
 
     grouped KV heads crash                          P test_curve_is_that_of_plain_torch[llama-*], 4 of 8 heads, also TP4
-    RoPE without pipeline is silently wrong         P test_curve_is_that_of_plain_torch[llama-*], and PP2, PP4 equal it
+    RoPE without pipeline is silently wrong         P test_curve_is_that_of_plain_torch[llama-*], and PP2 equals it
     a non-contiguous V crashes                      P both styles: V is a slice of the fused projection, micro-batch 2
     --use-checkpoint-args exits 0 without training  test_use_checkpoint_args_trains
     --exit-on-missing-checkpoint is ignored         B test_exit_on_missing_checkpoint
