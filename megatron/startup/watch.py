@@ -9,7 +9,9 @@ process. Nothing is sent and nothing is opened until something has been under wa
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
+import re
 import sys
 import threading
 import time
@@ -26,12 +28,15 @@ _AFTER_GLOO_S = 0.5  # gloo's own error says more, so it comes first
 _BEFORE_NCCL_S = 2.0  # whose own watchdog aborts the process, and says less
 _ASKING_S = roll_call.CONNECT_S + roll_call.SETTLED_S + 0.5
 _PRINTING_S = 1.0
+_LONGEST_PAUSE_OF_STACKS_S = 1.0  # a look at them takes a millisecond or two, in which no thread runs Python
 _LOOKS = 10  # so many times a thread was at one place: a machine that stood still for a while proves nothing
+# As faulthandler prints it: a line for the thread, then one for each frame.
+_STACK = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*\n((?:  [^\n]*\n)*)", re.MULTILINE)
 _MAIN = threading.main_thread().ident or 0
 
 
 class _Unmoved(NamedTuple):
-    stack: int
+    stack: str
     since: float  # monotonic, s
     looks: int
 
@@ -53,6 +58,8 @@ class Watch:
         self._listens = False
         self._last_doing = ""  # of the main thread
         self._unmoved: dict[int, _Unmoved] = {}  # by thread
+        self._pause_of_stacks_s = min(_LONGEST_PAUSE_OF_STACKS_S, self._limit_s / 20)
+        self._stacks_noted = 0.0  # monotonic, s
         self._called = threading.Event()  # by another rank
         self._told = threading.Lock()  # taken by the thread that prints the one line
         self._asked: Any = None  # the store, when the roll was called
@@ -104,16 +111,24 @@ class Watch:
                     self._end(why, self._answer())
 
     def _note_stacks(self, waiting: list[Entry]) -> None:
-        """Since when the threads that may wait for other ranks are at one place: a step, say, is more than a wait."""
-        frames = sys._current_frames() if waiting else {}  # for debuggers, and what looks on is one
+        """Since when the threads that may wait for other ranks are at one place: a step, say, is more than a wait.
+
+        Only of what has been under way for a while: most steps cost nothing.
+        """
         now, before = time.monotonic(), self._unmoved
+        long = {entry.thread for entry in waiting if entry.seconds > self._pause_of_stacks_s}
+        if not long:
+            self._unmoved = {}
+        if not long or now - self._stacks_noted < self._pause_of_stacks_s:
+            return
+        self._stacks_noted = now
         self._unmoved = {}
-        for entry in waiting:
-            stack = _stack(frames.get(entry.thread))
-            known = before.get(entry.thread)
-            if known is None or known.stack != stack:
-                known = _Unmoved(stack, now, 0)
-            self._unmoved[entry.thread] = known._replace(looks=known.looks + 1)
+        for thread, stack in _stacks().items():
+            if thread in long:
+                known = before.get(thread)
+                if known is None or known.stack != stack:
+                    known = _Unmoved(stack, now, 0)
+                self._unmoved[thread] = known._replace(looks=known.looks + 1)
 
     def _too_long(self, entry: Entry) -> str | None:
         """Why the rank is to end because of `entry`; None if it is within its deadline, or has none."""
@@ -123,9 +138,9 @@ class Watch:
         if entry.depends_on == READING and self._load_limit_s is not None and seconds > self._load_limit_s:
             return f"{entry.text} has taken {seconds:.1f} s, longer than --load-timeout {self._load_limit_s:g}"
         if entry.depends_on == RANKS and seconds > self._wait_limit_s:
-            unmoved = self._unmoved[entry.thread]
-            still = time.monotonic() - unmoved.since
-            if still > self._wait_limit_s and unmoved.looks >= _LOOKS:
+            unmoved = self._unmoved.get(entry.thread)
+            still = 0.0 if unmoved is None else time.monotonic() - unmoved.since
+            if unmoved is not None and still > self._wait_limit_s and unmoved.looks >= _LOOKS:
                 return f"{_doing(entry.thread)} waited {still:.1f} s for other ranks ({self._flag})"
         return None
 
@@ -221,10 +236,16 @@ def _doing(thread: int) -> str:
     return ", ".join(entry.text for entry in entries().values() if entry.thread == thread)
 
 
-def _stack(frame: Any) -> int:
-    """One number for where a thread is."""
-    found: list[tuple[int, int]] = []
-    while frame is not None:
-        found.append((id(frame.f_code), frame.f_lasti))
-        frame = frame.f_back
-    return hash(tuple(found))
+def _stacks() -> dict[int, str]:
+    """Thread -> the files and lines it is at, as text; of the latest 100 threads.
+
+    By the interpreter's own printing, which holds every thread still: `sys._current_frames()` hands out frames of
+    threads that go on, and to follow them crashes the process (CPython 3.11: a frame that ended meanwhile).
+    """
+    fd = os.memfd_create("stacks")
+    try:
+        faulthandler.dump_traceback(fd)
+        text = os.pread(fd, os.fstat(fd).st_size, 0).decode("ascii", "replace")
+    finally:
+        os.close(fd)
+    return {int(thread, 16): stack for thread, stack in _STACK.findall(text)}

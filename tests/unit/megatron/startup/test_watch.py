@@ -72,13 +72,15 @@ def test_what_hangs_is_ended_with_one_line(hangs: str, said: str) -> None:
     assert re.match(rf"error on rank 0, {os.uname().nodename}: {said}", line), line
 
 
-# More than the limit in all, but never at one place for so long; and what has no limit of its own.
+# More than the limit in all, but never at one line for so long; and what has no limit of its own.
 AT_WORK = """
 watch = watched("--distributed-timeout-minutes 0.01")
 end = time.monotonic() + 2.5
 with UnderWay(RANKS, "training step", "7"), UnderWay(OWN_WORK, "collect"):
     while time.monotonic() < end:
-        [time.sleep(0.001), time.sleep(0.001), sum(range(1000))]
+        time.sleep(0.001)
+        time.sleep(0.001)
+        sum(range(1000))
 with UnderWay(OWN_WORK, "save flush"):
     threading.Event().wait(2.5)
 watch.close()
