@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from isal import isal_zlib
 
@@ -28,8 +28,7 @@ class CheckedBytes:
     crc32: int
 
 
-@dataclass(frozen=True)
-class RangeChecksum:
+class RangeChecksum(NamedTuple):  # made for each block of a file: a frozen dataclass costs three times as much
     """CRC-32 of the bytes [start, start + length) of a file."""
 
     file: str

@@ -15,7 +15,7 @@ from restart_trace.clock import now_ns
 from restart_trace.under_way import STORAGE, UnderWay
 
 _SMALL_WRITE = 1 << 16
-_BLOCK = 1 << 19  # read, then verified while it is still in the processor's cache
+_BLOCK = 1 << 20  # read, then verified while it is still in the processor's cache
 
 Interval = tuple[str, int, int]  # what was done, begin and end in monotonic ns
 
