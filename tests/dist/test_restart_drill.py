@@ -14,7 +14,13 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.dist.drill_reports import LEAST_ACCOUNTED, assert_report_agrees
+from tests.dist.drill_reports import (
+    LEAST_ACCOUNTED,
+    assert_report_agrees,
+    assert_restarts_agree,
+    assert_timeline_agrees,
+    report_of,
+)
 from tests.dist.harness import HANGS_S, LLAMA_STYLE, ROOT, records, wait_for
 from tests.dist.hold import held_environment
 from tests.dist.storage import small_disk
@@ -32,6 +38,12 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 FORK = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2"]  # imports once, where torchrun does thrice
 MARK = "RESTART_DRILL_TEST"
 ALWAYS = 1000  # a matrix ends the last launch of a course itself
+COURSES = 3  # of the sample
+HANG_LIMIT_S = 4
+SAMPLED_FAULTS = ("sigkill-one", "sigkill-all", "sigkill-node", "sigstop", "exception", "device-error")
+SAMPLED_MOMENTS = (
+    "mid-step", "mid-save-write", "mid-save-before-commit", "mid-save-commit", "mid-load", "mid-startup",
+)  # fmt: skip
 
 
 def environment(out: Path) -> dict[str, str]:
@@ -96,12 +108,14 @@ class Sample:
 def sample(tmp_path_factory: pytest.TempPathFactory, dataset: list[str]) -> Sample:
     """The full one: python -m tools.restart_drill.matrix --out DIR; see docs/restart_drill.md.
 
-    torchrun's agent is struck in test_the_agent_restarts_the_ranks_in_place.
+    The seed draws each of these faults and injection points at least once, in three courses: strikes on one course of
+    launches share its imports. torchrun's agent is struck in test_the_agent_restarts_the_ranks_in_place.
     """
     out = tmp_path_factory.mktemp("sample") / "matrix"
     command = [*FORK, str(ROOT / "pretrain_gpt.py"), *dataset, *WITHOUT_HANDLER, "--train-iters", "60"]
-    options = ["--supervisors", "relaunch,launch", "--sample", "3", "--seed", "38"]
-    options += ["--quiet", "--time-limit", str(HANGS_S), "--hang-limit", "4"]
+    options = ["--supervisors", "relaunch,launch", "--faults", ",".join(SAMPLED_FAULTS)]
+    options += ["--moments", ",".join(SAMPLED_MOMENTS), "--sample", "8", "--seed", "216908"]
+    options += ["--quiet", "--time-limit", str(HANGS_S), "--hang-limit", str(HANG_LIMIT_S)]
     done = run(out, "tools.restart_drill.matrix", "--out", str(out), *options, "--", *command, held=ALWAYS)
     return Sample(out, done)
 
@@ -115,15 +129,19 @@ def cycles(done: subprocess.CompletedProcess[str], out: Path) -> list[dict[str, 
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     found = drilled(out)["cycles"]
     for cycle in found:
-        assert cycle["verified"] and cycle["different"] == []
-        if cycle["restart_s"] is not None:
-            phases = cycle["phases"]
-            assert sum(phases.values()) == pytest.approx(cycle["restart_s"])
-            assert {"detect", "stop", "relaunch", "launcher", "imports", "load", "first_step"} <= set(phases)
-            assert min(phases.values()) > -0.011, phases  # the kernel tells the start of a launcher to 10 ms
-            assert cycle["accounted"] >= LEAST_ACCOUNTED, phases
+        assert_accounted(cycle)
     assert_report_agrees(out)
     return found
+
+
+def assert_accounted(cycle: dict[str, Any]) -> None:
+    assert cycle["verified"] and cycle["different"] == []
+    if cycle["restart_s"] is not None:
+        phases = cycle["phases"]
+        assert sum(phases.values()) == pytest.approx(cycle["restart_s"])
+        assert {"detect", "stop", "relaunch", "launcher", "imports", "load", "first_step"} <= set(phases)
+        assert min(phases.values()) > -0.011, phases  # the kernel tells the start of a launcher to 10 ms
+        assert cycle["accounted"] >= LEAST_ACCOUNTED, phases
 
 
 def imports_s(out: Path, launch: int) -> float:
@@ -133,54 +151,67 @@ def imports_s(out: Path, launch: int) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "moment", "engine", "options"),
-    [
-        ("sigkill-all", "mid-save-write", "lazy", ["--cycles", "2"]),
-        # A commit may win against the fault; then no iteration is repeated, and only a reference run can tell.
-        ("sigkill-node", "mid-save-commit", "lazy", []),
-        ("sigkill-one", "mid-save-before-commit", "torch", []),
-        ("sigstop", "mid-step", "lazy", ["--hang-limit", "4"]),
-        ("sigterm", "random:3", "torch", []),
-    ],
-)
-def test_every_cycle_is_verified_and_accounted_for(
-    tmp_path: Path, dataset: list[str], sample: Sample, fault: str, moment: str, engine: str, options: list[str]
-) -> None:
+def test_a_sample_of_the_matrix(sample: Sample) -> None:
+    assert sample.done.returncode == 0, sample.done.stdout + sample.done.stderr[-3000:]
+    assert "8 of 8 cells verified" in sample.done.stdout
+    assert (sample.out / "matrix.md").read_text() in sample.done.stdout
+    told = json.loads((sample.out / "matrix.json").read_text())["cells"]
+    assert [cell["verified"] for cell in told] == [True] * 8
+    assert {cell["cell"]["fault"] for cell in told} == set(SAMPLED_FAULTS)
+    assert {cell["cell"]["moment"] for cell in told} == set(SAMPLED_MOMENTS)
+    assert len(courses_of(sample)) == COURSES
+
+
+def courses_of(sample: Sample) -> list[tuple[str, str]]:
+    """(supervisor, engine) of each course."""
+    told = json.loads((sample.out / "matrix.json").read_text())["cells"]
+    return list(dict.fromkeys((cell["cell"]["supervisor"], cell["cell"]["engine"]) for cell in told))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("course", range(COURSES))
+def test_every_cycle_is_verified_and_accounted_for(sample: Sample, course: int) -> None:
+    """What drill.json and the report say of a course; its checkpoints are gone by then."""
+    out = sample.out / f"course_{course:03d}"
+    supervisor, engine = courses_of(sample)[course]
+    assert drilled(out)["supervisor"] == supervisor
+    for number, cycle in enumerate(drilled(out)["cycles"]):
+        assert_accounted(cycle)
+        if cycle["fault"] == "sigkill-all":
+            assert cycle["processes"] == 2
+        if cycle["fault"] == "device-error":  # caught in the save, or it ends the rank, by where it was just then
+            told = cycle["failed_save"] or "".join(log.read_text() for log in (out / "logs").iterdir())
+            assert "AcceleratorError: an injected device error" in told
+        assert cycle["resumed_step"] == cycle["expected_step"] and cycle["cache"] == "warm"
+        if cycle["restart_s"] is None:  # struck again before its first step
+            continue
+        # A commit may win against the fault; then no iteration is repeated, and only the reference run can tell.
+        assert (cycle["losses"], cycle["state_hashes"]) == ("identical", "equal")
+        # Saves are five steps apart; beside one of engine lazy, and after one that fails, training goes on to the next.
+        assert cycle["lost_steps"] <= (10 if engine == "lazy" or cycle["failed_save"] else 5)
+        if supervisor == "relaunch":
+            assert cycle["phases"]["imports"] >= imports_s(out, number + 1) > 0, "the launcher's imports have vanished"
+        if cycle["fault"] == "sigstop":
+            assert cycle["phases"]["detect"] >= HANG_LIMIT_S
+    report = report_of(out)
+    assert_restarts_agree(out, report)
+    assert_timeline_agrees(out, report)
+
+
+@pytest.mark.slow
+def test_a_signal_that_the_ranks_handle_costs_no_step(tmp_path: Path, dataset: list[str], sample: Sample) -> None:
     out = tmp_path / "drill"
-    options = [*options, *sample.reference, "--checkpoint-engine", engine]
-    strikes = 2 if "--cycles" in options else 1
-    done = drill(out, dataset, fault, moment, *options, strikes=strikes)
-    found = cycles(done, out)
-    assert len(found) == strikes
-    for number, cycle in enumerate(found):
-        assert (cycle["fault"], cycle["moment"]) == (fault, moment)
-        assert (cycle["losses"], cycle["state_hashes"], cycle["cache"]) == ("identical", "equal", "warm")
-        # Saves are five steps apart; beside one of engine lazy training goes on until the next is due.
-        at_most = 10 if engine == "lazy" else 5
-        assert cycle["resumed_step"] == cycle["expected_step"] and cycle["lost_steps"] <= at_most
-        assert cycle["phases"]["imports"] >= imports_s(out, number + 1) > 0, "the launcher's imports have vanished"
-        if fault == "sigkill-all":
-            assert (cycle["processes"], cycle["exit_code"]) == (2, 1)
-        if fault == "sigstop":
-            assert cycle["phases"]["detect"] >= 4.0
-        if fault == "sigterm":
-            assert cycle["exit_code"] == 0 and cycle["lost_steps"] == 0
+    done = drill(out, dataset, "sigterm", "random:3", *sample.reference, "--checkpoint-engine", "torch")
+    (cycle,) = cycles(done, out)
+    assert (cycle["fault"], cycle["moment"], cycle["cache"]) == ("sigterm", "random:3", "warm")
+    assert (cycle["losses"], cycle["state_hashes"]) == ("identical", "equal")
+    assert cycle["exit_code"] == 0 and cycle["lost_steps"] == 0
+    assert cycle["resumed_step"] == cycle["expected_step"]
     assert "yes" in done.stdout
     told = drilled(out)
     assert "no reference run" not in told["losses_compared_with"], told
     assert told["reference"] == str(sample.out / "reference")
     assert not (out / "reference").exists()
-
-
-@pytest.mark.slow
-def test_a_restart_is_struck_itself(tmp_path: Path, dataset: list[str], sample: Sample) -> None:
-    out = tmp_path / "drill"
-    # Against a reference run: the kill after the commit may come before any iteration that could be repeated.
-    options = ["--checkpoint-engine", "lazy", *sample.reference]
-    first, second = cycles(drill(out, dataset, "sigkill-all", "mid-load", *options, strikes=2), out)
-    assert first["restart_s"] is None and first["moment"] == "after-commit"
-    assert second["moment"] == "mid-load" and second["restart_s"] > 0
 
 
 @pytest.mark.slow
@@ -248,21 +279,6 @@ def test_saves_in_memory_outlive_the_ranks_and_not_the_launcher(
 
 
 @pytest.mark.slow
-def test_an_error_in_a_save_fails_the_save_and_the_drill_kills(
-    tmp_path: Path, dataset: list[str], sample: Sample
-) -> None:
-    """With a synchronous engine: the exception is caught in the save, or ends the rank, by where it was just then.
-
-    Where it comes after the commit no iteration is repeated, and only a reference run can tell.
-    """
-    out = tmp_path / "drill"
-    options = ["--checkpoint-engine", "torch", *sample.reference]
-    (cycle,) = cycles(drill(out, dataset, "device-error", "mid-save-write", *options), out)
-    told = cycle["failed_save"] or (out / "logs" / "cycle_000.log").read_text()
-    assert "AcceleratorError: an injected device error" in told
-
-
-@pytest.mark.slow
 def test_a_full_disk_fails_the_save_by_name(tmp_path: Path, dataset: list[str]) -> None:
     with small_disk(tmp_path / "disk", 48 << 20) as mounted:
         if not mounted:
@@ -291,16 +307,6 @@ def test_another_layout_after_the_strike(tmp_path: Path, dataset: list[str]) -> 
     assert drilled(out)["reference"] == str(out / "reference")  # with dropout off it is another training's
 
 
-@pytest.mark.slow
-def test_a_sample_of_the_matrix(sample: Sample) -> None:
-    assert sample.done.returncode == 0, sample.done.stdout + sample.done.stderr[-3000:]
-    assert "3 of 3 cells verified" in sample.done.stdout
-    assert (sample.out / "matrix.md").read_text() in sample.done.stdout
-    told = json.loads((sample.out / "matrix.json").read_text())["cells"]
-    assert [cell["verified"] for cell in told] == [True] * 3
-    assert len({(cell["cell"]["supervisor"], cell["cell"]["engine"]) for cell in told}) > 1
-
-
 def test_what_cannot_be_drilled_is_said(tmp_path: Path, dataset: list[str], sample: Sample) -> None:
     """Before anything is launched."""
 
@@ -320,19 +326,38 @@ def test_what_cannot_be_drilled_is_said(tmp_path: Path, dataset: list[str], samp
     assert done.returncode == 2 and "the command is not torchrun's" in done.stderr
 
 
-@pytest.mark.slow
 def test_what_goes_wrong_is_said(tmp_path: Path, dataset: list[str]) -> None:
-    done = drill(tmp_path / "a", dataset, "sigkill-all", "iteration:3")
-    assert done.returncode == 2
-    assert "error: --at iteration:3: no checkpoint was committed before" in done.stderr
-    done = drill(tmp_path / "b", dataset, "sigkill-all", "iteration:500", training=("--train-iters", "8"))
-    assert done.returncode == 2
-    assert "ended with exit code 0 before the injection point iteration:500" in done.stderr
+    """Three times of a job that only says that it has trained."""
+
+    def refused(name: str, moment: str, words: str, *options: str) -> str:
+        out = tmp_path / name
+        argv = ["--fault", "sigkill-all", "--at", moment, "--out", str(out), "--quiet", "--no-reference", *options]
+        done = run(out, "tools.restart_drill", *argv, "--", sys.executable, "-c", TRAINS_THREE + words)
+        assert done.returncode == 2, done.stdout + done.stderr
+        return done.stderr
+
+    told = refused("a", "iteration:3", "")
+    assert "error: --at iteration:3: no checkpoint was committed before" in told
+    told = refused("b", "iteration:500", "")
+    assert "ended with exit code 0 before the injection point iteration:500" in told
+    told = refused("c", "iteration:25", "time.sleep(600)", "--time-limit", "1")
+    assert "did not come within 1 s; raise --time-limit" in told
+
+
+TRAINS_THREE = """
+import json, pathlib, sys, time
+trace = pathlib.Path(sys.argv[sys.argv.index("--restart-trace-dir") + 1])
+trace.mkdir(parents=True, exist_ok=True)
+records = [{"type": "iteration", "step": step, "start_ns": 0, "end_ns": 1} for step in (1, 2, 3)]
+(trace / "rank_00000_cycle_000.jsonl").write_text("".join(json.dumps(record) + "\\n" for record in records))
+"""
+
+
+@pytest.mark.slow
+def test_a_job_that_does_not_start_is_told_with_its_log(tmp_path: Path, dataset: list[str]) -> None:
     done = drill(tmp_path / "c", dataset, "sigkill-all", "mid-step", training=("--data-path", "/no/such"))
     assert done.returncode == 2 and "before the injection point mid-step; see its log" in done.stderr
     assert "/no/such" in (tmp_path / "c" / "logs" / "cycle_000.log").read_text()
-    done = drill(tmp_path / "d", dataset, "sigkill-all", "iteration:25", "--time-limit", "1")
-    assert done.returncode == 2 and "did not come within 1 s; raise --time-limit" in done.stderr
 
 
 def test_stopping_the_drill_stops_the_job(tmp_path: Path, dataset: list[str]) -> None:
