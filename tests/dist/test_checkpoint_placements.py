@@ -39,13 +39,11 @@ TRAINING = [
 ]  # fmt: skip
 PRECISION_FLAGS = PRECISIONS | {"fp16": ["--fp16", "--loss-scale", "128"]}
 OTHERS = [Layout(tp=2, pp=2, dp=2), Layout(tp=4, pp=1, dp=2), Layout(tp=1, pp=2, dp=4)]
-# Both of DeepSpeed's optimizers, bf16's own and the one for all else, with both styles of the model.
+# Both of DeepSpeed's optimizers, bf16's own and the one for all else, with both styles of the model and all layouts.
 CASES = [
-    *[("llama", "bf16", layout) for layout in OTHERS],
-    *[("classic", "fp32", layout) for layout in OTHERS],
-    ("classic", "bf16", OTHERS[0]),
-    ("llama", "fp16", OTHERS[0]),
-]
+    ("llama", "bf16", OTHERS[0]), ("classic", "fp32", OTHERS[1]), ("classic", "fp32", OTHERS[2]),
+    ("classic", "bf16", OTHERS[0]), ("llama", "fp16", OTHERS[2]),
+]  # fmt: skip
 KINDS = ("weight", "master", "exp_avg", "exp_avg_sq")
 TIED = "tied_modules.embed.word_embeddings.weight"
 # The copies on first and last stage lie at different offsets of their flat groups. There an all-reduce over more than
@@ -151,7 +149,7 @@ def split_names(placement: dict[str, Any]) -> list[str]:
     return [part["name"] for part in placement.get("fragments", [placement]) if part["dim"] is not None]
 
 
-@pytest.mark.parametrize("layout", OTHERS, ids=shown)
+@pytest.mark.parametrize("layout", OTHERS[1:], ids=shown)
 def test_moments_are_those_of_one_process(trained: Trainer, layout: Layout) -> None:
     """In fp32 they differ by the order of sums, a millionth of the largest or so; a misplaced row by all of it.
 

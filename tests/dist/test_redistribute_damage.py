@@ -132,6 +132,7 @@ def test_a_mismatch_that_some_ranks_see_ends_all(trained: tuple[Model, Path]) ->
     assert "word_embeddings.weight has " in error and f" tokens in the checkpoint and {padded - 1} here" in error
 
 
+@pytest.mark.parametrize("trained", ["lazy"], indirect=True)  # whose files they are makes no difference
 @pytest.mark.parametrize(
     ("kind", "message"),
     [("CheckpointMismatchError", "error: of rank 2 alone"), ("KeyError", "error: rank 2: KeyError: 'of rank 2 alone'")],

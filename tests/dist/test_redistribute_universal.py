@@ -22,12 +22,10 @@ ONE_OF_TP, TWO_OF_TP = Layout(1, 2, 1), Layout(2, 1, 2)
 UNIVERSAL = ("--redistribute", "universal")
 # From TP1, too: there upstream's patterns leave out what is split along its columns.
 CASES = [
-    ("llama", ALL_THREE, Layout(1, 4, 1)),
     ("llama", ALL_THREE, Layout(4, 1, 2)),
     ("llama_odd", ONE_OF_TP, TWO_OF_TP),
     ("classic", ALL_THREE, Layout(1, 4, 1)),
-    ("classic", ALL_THREE, Layout(4, 1, 2)),
-    ("classic_fp16", ALL_THREE, Layout(1, 2, 1)),
+    ("classic_fp16", Layout(2, 1, 2), Layout(1, 2, 1)),
 ]
 
 
