@@ -5,6 +5,7 @@ One file, so that one worker runs the demonstration once.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -54,9 +55,10 @@ def test_killed_and_resumed_training_is_measured_and_exact(demo: Demonstration, 
     assert "restart_s" in (directory / "ckpt_report.html").read_text()
     assert "Next, try" in done.stdout
 
-    # Started again where a checkpoint is, the script only resumes; what there is already is not built again.
+    # Started again where a checkpoint is, the script only resumes, here under its default launcher; what there is
+    # already is not built again.
     shutil.copytree(directory / "checkpoints", tmp_path / "checkpoints")
-    again = run_demo(demo.work, SAVE_DIR=str(tmp_path / "checkpoints"), LAUNCHER="fork")
+    again = run_demo(demo.work, SAVE_DIR=str(tmp_path / "checkpoints"), LAUNCHER="torchrun")
     assert again.returncode == 0, again.stderr[-3000:]
     assert "resuming from global_step12" in again.stderr
     assert "corpus and tokenizer" in again.stderr and "are there" in again.stderr
@@ -105,7 +107,9 @@ def test_the_terminal_shows_the_waterfall(
     shown = _waterfall(printed)
     assert list(shown)[:4] == list(OUTSIDE) and list(shown)[-2:] == ["first_step", "unattributed"]
     assert {name: took for name, (took, _) in shown.items()} == pytest.approx(told, abs=0.0006)
-    assert [until for _, until in shown.values()] == sorted(until for _, until in shown.values())
+    untils = [until for _, until in shown.values()]
+    # The kernel tells the start of a launcher to 10 ms, and that of one that forks comes soon after the relaunch.
+    assert all(after - until > -0.011 for until, after in itertools.pairwise(untils)), untils
     assert shown["unattributed"][1] == pytest.approx(restart.restart_s, abs=0.0006)
     accounted = re.search(r"([\d.]+) % of ([\d.]+) s accounted for", printed)
     assert accounted and float(accounted[1]) == pytest.approx(100 * entry["accounted"], abs=0.006)

@@ -24,6 +24,7 @@ from tools.ckpt_analysis.ingest.load import load_trace
 from tools.ckpt_analysis.report import Report, analyse
 
 SCRIPTS = Path(__file__).parent / "scripts" / "clients"
+LEAN = {"PYTHONPATH": f"{SCRIPTS.parent / 'lean'}{os.pathsep}{ROOT}"}  # half of the imports, which are not the subject
 RANKS = 2
 # name -> script and arguments, its saves and its loads that find a checkpoint
 CLIENTS = {
@@ -310,10 +311,11 @@ LAUNCHERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_job_under_another_launcher_is_traced(launcher: str, tmp_path: Path) -> None:
-    """Its ranks are, and neither the launcher nor the processes between it and them."""
+    """Its ranks are, and neither the launcher nor the processes between it and them. One imports all, as users' do."""
     options, (script, *arguments) = LAUNCHERS[launcher]
     options = [str(free_port()) if option == "PORT" else option for option in options]
-    done = trace_command(tmp_path, launcher, *options, str(SCRIPTS / script), *arguments)
+    imports = {} if launcher == "deepspeed" else LEAN
+    done = trace_command(tmp_path, launcher, *options, str(SCRIPTS / script), *arguments, **imports)
     said = done.stdout + done.stderr
     assert done.returncode == 0 and "switched off" not in said and "restart_trace:" not in said, said[-3000:]
     assert sorted(path.name for path in (tmp_path / "trace").iterdir()) == [
@@ -334,6 +336,7 @@ def test_a_job_under_torchrun_is_traced_over_its_restart(tmp_path: Path) -> None
         tmp_path, "torchrun", "--standalone", "--nproc-per-node", str(RANKS), "--max-restarts", "1",
         str(SCRIPTS / "plain_deepspeed.py"), "ordinary", "4",
         FAIL_AT="3/0",
+        **LEAN,
         TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",  # else restarted ranks may find the addresses of dead ones
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -40,7 +40,7 @@ class Sizes:
 
 # 1b: 17 GB of checkpoint. Two of them and a torn one fit on a disk of 64 GB.
 ON_GPU = Sizes("1b", 50_256, 2048, 4, 10, "2GiB", 3, "2", "1GiB", 12)
-SMALL = Sizes("tiny", 1_023, 64, 1, 20, "4MiB", 1, "0", "4MiB", 1)  # also on the GPU, where the model does not matter
+SMALL = Sizes("tiny", 1_023, 64, 1, 5, "4MiB", 1, "0", "4MiB", 1)  # also on the GPU, where the model does not matter
 
 
 @dataclass(frozen=True)
