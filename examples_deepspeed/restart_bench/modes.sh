@@ -173,7 +173,7 @@ replay() {
     : "${LIMIT_BYTES:=fit}"
     command=(
         megatron_restart_tools.ckpt_replay --model "$MODEL" --tp "$TP" --pp "$PP" --dp "$DP" --ranks "$RANKS"
-        --engine "$asked" --limit-bytes "$LIMIT_BYTES" --repeat "$REPEAT" --dir "$SAVE_DIR" --trace-dir "$run_dir/trace"
+        --engine "$asked" --limit-bytes "$LIMIT_BYTES" --repeat "$REPEAT" ${STEPS_BETWEEN:+--steps-between "$STEPS_BETWEEN"} --dir "$SAVE_DIR" --trace-dir "$run_dir/trace"
         --output "$run_dir/replay.json"
     )
     [[ ${DRY_RUN:-} != plan ]] || die "DRY_RUN=plan: shows what a training needs; with MODE=replay use DRY_RUN=1"
