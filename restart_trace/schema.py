@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 SPAN = "span"  # the type of a record that names none: most are spans
 MAIN_THREAD = "MainThread"  # of a span that names no thread
@@ -41,6 +41,7 @@ PHASES: dict[str, dict[str, tuple[str, ...]]] = {
         "engine_call": (),
         "barrier": (),
         "commit": ("manifest", "publish", "prune"),
+        "remove": (),
     },
     "load": {
         "discover": (),

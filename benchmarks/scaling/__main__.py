@@ -34,8 +34,8 @@ exit status: 0 measured, 2 could not run
 """
 _VOCABULARY = 100
 _OPERATIONS = {
-    "start": "start", "open_trace": "trace", "save": "first save of a launch", "save_again": "save",
-    REMOVAL: "removal", "discover": "load: discovery",
+    "start": "start: checks", "claim": "start: claim of --save", "open_trace": "start: trace",
+    "save": "first save of a launch", "save_again": "save", REMOVAL: "removal", "discover": "load: discovery",
 }  # fmt: skip
 
 
@@ -63,6 +63,7 @@ def measure(ranks: int, directory: Path, repeat: int) -> Sample:
     sample = Sample(ranks)
     with world(ranks, directory, flags, {}) as job:
         job.listen()
+        job.do("claim", "first launch")
         begin = now_ns()
         sample.connections = job.connect()
         sample.connect_s = (now_ns() - begin) / 1e9
@@ -82,7 +83,9 @@ def measure(ranks: int, directory: Path, repeat: int) -> Sample:
     with world(ranks, directory, flags, files) as job:
         job.listen()
         job.connect()
-        for command in ("start", "open_trace", "discover"):
+        job.do("start", None)
+        job.do("claim", "second launch")
+        for command in ("open_trace", "discover"):
             job.do(command, None)
         for number, command in enumerate(("save", "save_again"), 1):
             job.do(command, repeat + number)

@@ -7,6 +7,8 @@ discovery of a load, the checks of a start, the trace. Only its files are small,
 
 from __future__ import annotations
 
+import argparse
+import functools
 import json
 import os
 import pickle
@@ -21,6 +23,7 @@ from typing import Any
 
 from megatron.checkpointing.discovery import LookedAt, next_found, search_directory
 from megatron.checkpointing.engines.base import CheckpointEngine, EngineOptions, FileState, SavedFile
+from megatron.checkpointing.ownership import Ownership, check_not_in_use, claim
 from megatron.checkpointing.writer import CheckpointIdentity, CheckpointWriter, Save, SaveDirectory
 from megatron.config.arguments import config_from_args, parse_args
 from megatron.parallel.connecting import Listener, Neighbours, Where
@@ -69,6 +72,8 @@ class SimulatedRank:
         self._listener = Listener(rank, f"host{rank // RANKS_PER_HOST}", "127.0.0.1")
         self._trees: list[Tree] = []
         self._writer: CheckpointWriter | None = None
+        self._ownership: Ownership | None = None
+        self._save = Path(task.directory) / "save"
         self.where = self._listener.where
 
     def connect(self, neighbours: Neighbours) -> int:
@@ -79,6 +84,14 @@ class SimulatedRank:
         engine = BytesEngine(EngineOptions(fsync=False))
         self._writer = CheckpointWriter(engine, self.control, untraced_recorder(), identity, "0", commits)
         return sum(tree.connections for tree in self._trees)
+
+    def claim(self, launch: str) -> None:
+        """Claim the directory of saves, or see that it can be claimed."""
+        self._save.mkdir(exist_ok=True)
+        if self.rank == 0:
+            self._ownership = claim(self._save, launch)
+        else:
+            check_not_in_use(self._save, launch, first_of_host=self.rank % RANKS_PER_HOST == 0)
 
     def agree(self, times: int) -> list[int]:
         """ns of each; of all but the first, as that also waits for ranks that come later."""
@@ -93,7 +106,7 @@ class SimulatedRank:
         """Save FILES_PER_RANK files of a few bytes."""
         assert self._writer is not None
         files = [FileState(f"rank_{self.rank:05d}_file_{n}.pt", b"state") for n in range(FILES_PER_RANK)]
-        directory = SaveDirectory(Path(self._task.directory) / "save", keep_last=2)
+        directory = SaveDirectory(self._save, self._ownership, keep_last=2)
         return self._writer.save(directory, step, lambda: files)
 
     def save_again(self, step: int) -> Save:
@@ -111,8 +124,7 @@ class SimulatedRank:
         """ns until all know of a checkpoint whose files are there; ns that one rank takes to read the list of them."""
         self.control.agree(None)
         begin = now_ns()
-        directory = Path(self._task.directory) / "save"
-        search = search_directory(directory, None) if self.rank == 0 else LookedAt([], [])
+        search = search_directory(self._save, None) if self.rank == 0 else LookedAt([], [])
         candidate, problems = next_found(self.control, search, untraced_operation(), by_files=True)
         self.control.agree(None if candidate is not None else "; ".join(problems))
         all_told = now_ns()
@@ -122,7 +134,7 @@ class SimulatedRank:
 
     def start(self, _: Any) -> int:
         """ns of what a rank checks before it imports anything."""
-        config = config_from_args(parse_args(list(self._task.flags)), self._environment())
+        config = config_from_args(_parsed(tuple(self._task.flags)), self._environment())
         begin = now_ns()
         once_per_host(lambda: check_before_imports(config), self._environment(), _TIMEOUT_S)
         return now_ns() - begin
@@ -149,6 +161,12 @@ class SimulatedRank:
             "LOCAL_WORLD_SIZE": RANKS_PER_HOST, "GROUP_RANK": self.rank // RANKS_PER_HOST,
         }  # fmt: skip
         return {name: str(value) for name, value in mine.items()} | {"RESTART_TRACE_LAUNCH_ID": "scaling"}
+
+
+@functools.cache
+def _parsed(flags: tuple[str, ...]) -> argparse.Namespace:
+    """Once for all ranks of a process: their threads take turns."""
+    return parse_args(list(flags))
 
 
 class Process:
@@ -178,7 +196,7 @@ class Process:
             return statistics.median(found[0])
         if command.startswith("save"):
             return {"flushed_ns": max(s.flushed_ns for s in found), "committed_ns": max(s.committed_ns for s in found)}
-        return found[0] if command == "discover" else max(found)
+        return max(found) if command in ("start", "open_trace", "end") else found[0]
 
     def _on_all(self, work: Callable[[SimulatedRank, Any], Any], argument: Any) -> list[Any]:
         return list(self._pool.map(lambda rank: work(rank, argument), self._ranks))
@@ -192,6 +210,7 @@ def _neighbours(told: dict[str, Any]) -> Neighbours:
 def main() -> int:
     task = Task(**json.loads(sys.argv[1]))
     sys.argv = ["pretrain_gpt.py", *task.flags]
+    _parsed(tuple(task.flags))
     process = Process(task)
     for line in sys.stdin:
         print(json.dumps(process.answer(*json.loads(line))), flush=True)

@@ -24,12 +24,13 @@ from typing import Any, Protocol, TypeVar
 
 from megatron.checkpointing import naming as names
 from megatron.checkpointing.engines.base import SavedFile
-from megatron.checkpointing.files import missing_files, share_of, wrong_files
+from megatron.checkpointing.files import missing_files, shares_of, wrong_files
 from megatron.checkpointing.manifest import (
     MANIFEST_VERSION,
     MAX_SEQUENCE,
     content_checksum,
     parse_manifest,
+    read_beginning,
     read_heading,
     read_latest,
     read_manifest_text,
@@ -93,6 +94,15 @@ class Manifest:
     def of(directory: Path) -> Manifest:
         """The manifest in `directory`. Raises ValueError as `from_json`, and OSError if it cannot be read."""
         return Manifest.from_json(read_manifest_text(directory))
+
+    @staticmethod
+    def beginning_of(directory: Path) -> Manifest:
+        """The manifest in `directory` without its files, as `read_beginning`, or whole if it begins otherwise.
+
+        Raises as `of`.
+        """
+        content = read_beginning(directory)
+        return Manifest.of(directory) if content is None else Manifest(**content, files={})
 
 
 @dataclass(frozen=True)
@@ -422,14 +432,19 @@ def wrong_with(directory: Path, manifest: Manifest) -> str | None:
     return told_wrong(directory, wrong_files(directory, manifest.files))
 
 
-def damaged_share(candidate: Candidate, rank: int, world_size: int) -> list[str]:
-    """What is wrong with those files of a checkpoint that `rank` looks at: each is looked at by one rank.
+Share = tuple[Path, dict[str, SavedFile]]  # files of the checkpoint in a directory that one rank looks at
 
-    What cannot be looked at is wrong, too.
-    """
+
+def shares(candidate: Candidate, ranks: Sequence[int], world_size: int) -> list[Share]:
+    """What each of `ranks` is to look at of a checkpoint: each file is looked at by one rank."""
     assert candidate.manifest is not None
+    return [(candidate.directory, files) for files in shares_of(candidate.manifest.files, ranks, world_size)]
+
+
+def wrong_in(share: Share) -> list[str]:
+    """What is wrong with those files. What cannot be looked at is wrong, too."""
     try:
-        return wrong_files(candidate.directory, share_of(candidate.manifest.files, rank, world_size), listed=False)
+        return wrong_files(*share, listed=False)
     except OSError as exc:
         return [str(exc)]
 

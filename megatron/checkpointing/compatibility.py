@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from megatron.checkpointing.commit import Candidate, Manifest
 from megatron.checkpointing.engines.base import EngineOptions, SavedCheckpoint
 from megatron.checkpointing.engines.errors import (
     CheckpointDamagedError,
+    CheckpointError,
     CheckpointMismatchError,
     EngineUnavailableError,
     UnknownEngineError,
@@ -124,13 +127,25 @@ def check_newest(config: Config, layout: Layout, vocab_size: int) -> int:
     Rows of tokens that are none take part in the softmax, so a model with another number of them is another model;
     without such a checkpoint it is --make-vocab-size-divisible-by times TP. `vocab_size`: the tokenizer's.
     Makes check_candidate of that checkpoint, if it has a readable manifest, or is upstream's: one small file, so that a
-    wrong shape costs no start-up. All else is left to the load. Raises OSError if --load cannot be listed.
+    wrong shape costs no start-up. Where nothing differs, the beginning of the manifest will do, whose length does not
+    grow with the ranks. All else is left to the load. Raises OSError if --load cannot be listed.
     """
     padded = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, layout.tp)
     found, foreign = _named_without_manifest(config)
-    found = found or newest_with_manifest(config)
     if found is None:
-        return padded
+        with contextlib.suppress(CheckpointError):
+            begun = newest_with_manifest(config, Manifest.beginning_of)
+            if begun is None or _padded_as(begun, None, config, layout, vocab_size, padded) == padded:
+                return padded
+    # A difference may be what a flipped bit says: only the checksum of the whole tells.
+    found = found or newest_with_manifest(config)
+    return padded if found is None else _padded_as(found, foreign, config, layout, vocab_size, padded)
+
+
+def _padded_as(
+    found: Candidate, foreign: ForeignCheckpoint | None, config: Config, layout: Layout, vocab_size: int, padded: int
+) -> int:
+    """As check_newest, of the checkpoint that was `found`. `padded`: the vocabulary without one."""
     manifest = found.manifest
     engine = manifest.engine if manifest is not None else foreign_engine(config)
     try:
@@ -172,8 +187,11 @@ def _named_without_manifest(config: Config) -> tuple[Candidate | None, ForeignCh
     return (Candidate(directory, tag, foreign.step, None), foreign) if foreign else (None, None)
 
 
-def newest_with_manifest(config: Config) -> Candidate | None:
-    """The checkpoint that a load most likely tries first; None without --load or a readable manifest there."""
+def newest_with_manifest(config: Config, read: Callable[[Path], Manifest] = Manifest.of) -> Candidate | None:
+    """The checkpoint that a load most likely tries first; None without --load or a readable manifest there.
+
+    In a file system `read` has what is needed of the manifest in a directory; it raises OSError or ValueError.
+    """
     options = config.checkpoint
     if options.load is not None and is_uri(options.load):
         from megatron.checkpointing.object_storage.checkpoints import open_checkpoints
@@ -185,7 +203,7 @@ def newest_with_manifest(config: Config) -> Candidate | None:
     for tag in tags:
         directory = Path(options.load) / tag
         try:
-            manifest = Manifest.of(directory)
+            manifest = read(directory)
         except (OSError, ValueError):
             continue
         return Candidate(directory, manifest.tag, manifest.step, manifest)

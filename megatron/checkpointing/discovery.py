@@ -55,7 +55,7 @@ def next_found(
 
     def look() -> list[str]:
         with op.span("discover"):
-            return commit.damaged_share(candidate, control.rank, control.world_size)
+            return commit.wrong_in(commit.shares(candidate, [control.rank], control.world_size)[0])
 
     def conclude(by_rank: list[list[str]]) -> list[str]:
         wrong = commit.told_wrong(candidate.directory, [what for mine in by_rank for what in mine])

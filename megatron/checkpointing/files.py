@@ -41,12 +41,11 @@ def wrong_files(directory: Path, files: Mapping[str, SavedFile], *, listed: bool
     return wrong
 
 
-def share_of(files: Mapping[str, SavedFile], rank: int, world_size: int) -> dict[str, SavedFile]:
-    """Those of `files` that `rank` is to look at: between them, the ranks have all."""
+def shares_of(files: Mapping[str, SavedFile], ranks: Iterable[int], world_size: int) -> list[dict[str, SavedFile]]:
+    """Those of `files` that each of `ranks` is to look at: all ranks of `world_size` between them have all."""
     names = sorted(files)
-    return {
-        name: files[name] for name in names[len(names) * rank // world_size : len(names) * (rank + 1) // world_size]
-    }
+    bounds = [(len(names) * rank // world_size, len(names) * (rank + 1) // world_size) for rank in ranks]
+    return [{name: files[name] for name in names[first:end]} for first, end in bounds]
 
 
 def missing_files(directory: Path, files: Iterable[str]) -> list[str]:

@@ -29,6 +29,8 @@ _MAX_RANKS = 1 << 24  # in a layout: whoever reads one counts through them
 _LAYOUT = ("tp", "pp", "dp")
 # How a manifest begins and ends, as this program writes it. No text in it has a line break, so nothing else is so.
 _HEADING_BYTES = 512
+_BEGINNING_BYTES = 1 << 13  # holds what a manifest says of the model, which comes before the files
+_FILES_FOLLOW = b',\n "files": {'
 _HEAD = re.compile(rb'\{\n "tag": "([A-Za-z0-9_][A-Za-z0-9_.-]{0,254})",\n "step": ([0-9]{1,18}),\n')
 _TAIL = re.compile(
     rb'\n "sequence": ([0-9]{1,19}),\n "manifest_version": %d,\n "checksum": "sha256:[0-9a-f]{64}"\n\}\n\Z'
@@ -82,6 +84,25 @@ def read_heading(directory: Path) -> tuple[str, int, int] | None:
     if begin is None or end is None or int(end[1]) > MAX_SEQUENCE:
         return None
     return begin[1].decode(), int(begin[2]), int(end[1])
+
+
+def read_beginning(directory: Path) -> dict[str, Any] | None:
+    """What the manifest in `directory` says before it tells of files: tag, step, engine, layout and model.
+
+    None if it does not begin as this program writes it. Of a manifest of any length a few calls and 8 KiB: there is no
+    checksum of these alone, so a flipped bit in them may go unnoticed. Raises OSError, of a FIFO or the like too.
+    """
+    fd = open_regular(directory / names.MANIFEST)
+    try:
+        begin, found, _ = os.pread(fd, _BEGINNING_BYTES, 0).partition(_FILES_FOLLOW)
+    finally:
+        os.close(fd)
+    try:
+        content = parse_json(begin + b"\n}") if found else None
+        _check_object(content, {key: _MANIFEST[key] for key in _OF_THE_MODEL}, _OF_THE_MODEL)
+    except ValueError:
+        return None
+    return content
 
 
 def read_latest(directory: Path) -> str | None:
@@ -251,7 +272,8 @@ _MANIFEST = {
     "manifest_version": _integer(0),
     "objects": _objects,
 }
-_REQUIRED = ("tag", "step", "engine", "layout", "model", "files")
+_OF_THE_MODEL = ("tag", "step", "engine", "layout", "model")
+_REQUIRED = (*_OF_THE_MODEL, "files")
 
 
 def leads_out(directory: Path, name: str) -> bool:

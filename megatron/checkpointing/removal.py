@@ -15,6 +15,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +24,14 @@ from megatron.checkpointing import naming as names
 from megatron.checkpointing.commit import Candidate, Known, Manifest, Search, changing, set_aside
 from megatron.checkpointing.ownership import Ownership
 from megatron.fileio.files import sync_directory
+from restart_trace.clock import now_ns
+from restart_trace.recorder import Operation
 
 logger = logging.getLogger(__name__)
 
 _AT_MOST_S = 30.0
+_OTHERS_S = 2.0  # for which rank 0 leaves the other ranks' files to them, at the end
+_FIRST_LOOK_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,11 @@ class Pruned:
     set_aside: list[Path] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
     problem: str | None = None
+
+    @property
+    def begun(self) -> list[Path] | None:
+        """What the other ranks are to hear: `set_aside`, or None if they have to look at checkpoints first."""
+        return None if self.to_look_at else self.set_aside
 
 
 def prune(
@@ -128,34 +138,40 @@ def _is_of_no_use(path: Path, owner: Ownership | None) -> bool:
     return (path.with_name(path.name.removesuffix(names.REPLACED_SUFFIX)) / names.MANIFEST).is_file()
 
 
+@dataclass(frozen=True)
+class Removal:
+    """What one rank removes after a save: of each directory that was `set_aside`, the files called `mine`.
+
+    On rank 0 `all_names` are what all ranks call their files: it removes what is called otherwise. `held`: the files in
+    a directory, where that is known; else it is listed. `op`: the save, in which this is the phase `remove`.
+    """
+
+    set_aside: Sequence[Path]
+    mine: Sequence[str]
+    all_names: Collection[str]
+    held: Mapping[Path, Collection[str]]
+    op: Operation
+
+
 class Removals:
     """The removals of one rank, each on a thread that training does not wait for before its next save."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._thread: threading.Thread | None = None
+        self._op: Operation | None = None  # of the latest
         self._left: list[Path] = []  # on rank 0: directories in which other ranks may still have had files
 
     @property
     def under_way(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def begin(
-        self,
-        set_aside: Sequence[Path],
-        mine: Sequence[str],
-        all_names: Collection[str],
-        held: Mapping[Path, Collection[str]],
-    ) -> None:
-        """Begin to remove the directories that were `set_aside`: of each, the files called `mine`.
-
-        On rank 0 `all_names` are what all ranks call their files: it removes what is called otherwise. `held`: the
-        files in a directory, where that is known; else it is listed.
-        """
+    def begin(self, removal: Removal) -> None:
+        """Begin to remove."""
         self.wait()
-        if set_aside or self._left:
-            arguments = (set_aside, mine, all_names, held)
-            self._thread = threading.Thread(target=self._remove, args=arguments, name="ckpt-removal", daemon=True)
+        if removal.set_aside or self._left:
+            self._op = removal.op
+            self._thread = threading.Thread(target=self._remove, args=(removal,), name="ckpt-removal", daemon=True)
             self._thread.start()
 
     def wait(self) -> None:
@@ -174,29 +190,55 @@ class Removals:
             if self._thread.is_alive():
                 logger.warning("old checkpoints are still being removed: what is left is for the next launch to remove")
                 return
-        for directory in self._left:
-            shutil.rmtree(directory, ignore_errors=True)
+        if self._left and self._op is not None:
+            begin = now_ns()
+            for directory in self._left:
+                if not _emptied(directory):
+                    shutil.rmtree(directory, ignore_errors=True)
+            _record(self._op, begin)
 
-    def _remove(
-        self,
-        set_aside: Sequence[Path],
-        mine: Sequence[str],
-        all_names: Collection[str],
-        held: Mapping[Path, Collection[str]],
-    ) -> None:
+    def _remove(self, removal: Removal) -> None:
+        begin = now_ns()
         # Each rank has waited for its thread before the save that is over now.
         earlier, self._left = self._left, []
         for directory in earlier:
             shutil.rmtree(directory, ignore_errors=True)
-        for directory in set_aside:
-            _unlink(directory, mine)
+        for directory in removal.set_aside:
+            _unlink(directory, removal.mine)
             if self._rank == 0:
-                there = held[directory] if directory in held else _files_in(directory)
-                _unlink(directory, [name for name in there if name not in all_names])
-                try:
-                    directory.rmdir()
-                except OSError:
+                there = removal.held[directory] if directory in removal.held else _files_in(directory)
+                _unlink(directory, [name for name in there if name not in removal.all_names])
+                if not _removed(directory):
                     self._left.append(directory)
+        _record(removal.op, begin)
+
+
+def _record(op: Operation, begin_ns: int) -> None:
+    """The span of a removal from `begin_ns` until now. The save may be over: nobody waits for it."""
+    op.add("remove", None, begin_ns, now_ns(), blocking=False)
+
+
+def _removed(directory: Path) -> bool:
+    """Whether `directory` is gone; it goes now if it is empty."""
+    try:
+        directory.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _emptied(directory: Path) -> bool:
+    """Whether the other ranks have removed their files from `directory` before long, which is gone then.
+
+    A rank that removed the others' files meanwhile would take a call for each.
+    """
+    pause, until = _FIRST_LOOK_S, time.monotonic() + _OTHERS_S
+    while not (gone := _removed(directory)) and time.monotonic() < until:
+        time.sleep(pause)
+        pause *= 2
+    return gone
 
 
 def _files_in(directory: Path) -> list[str]:

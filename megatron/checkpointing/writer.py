@@ -25,7 +25,7 @@ from megatron.checkpointing.engines.base import CheckpointEngine, FileState, Pen
 from megatron.checkpointing.engines.errors import CheckpointSaveError, SaveDirectorySupersededError
 from megatron.checkpointing.files import check_sizes
 from megatron.checkpointing.ownership import Ownership
-from megatron.checkpointing.removal import Pruned, Removals, prune
+from megatron.checkpointing.removal import Pruned, Removal, Removals, prune
 from megatron.fileio.files import make_directory, sync_file
 from megatron.fileio.store_errors import ObjectStoreError
 from megatron.parallel.control_plane import ControlPlane
@@ -383,14 +383,14 @@ class CheckpointWriter:
         decision = self._decide(save, gathered) if gathered is not None else None
         pruned = self._prune(save) if gathered is not None and decision is None else Pruned()
         with save.op.span("barrier", blocking=self._blocking):
-            decision, pruned = self._control.broadcast((decision, pruned))
+            decision, begun = self._control.broadcast((decision, pruned.begun))
         if decision is not None and gathered is not None:  # what it left need not be gone for the others to go on
             save.directory.discard(save.tag, save.attempt, save.temporary)
         if isinstance(decision, SaveDirectorySupersededError):
             self.superseded = decision
         if decision is None:
             self.engine.settle()
-            self._remove_old(save, [file.name for file in saved], pruned)
+            self._remove_old(save, [file.name for file in saved], pruned, begun)
         return None if decision is None else f"checkpoint {save.tag} was not saved: {decision}"
 
     def _decide(self, save: Save, gathered: list[Any]) -> str | SaveDirectorySupersededError | None:
@@ -451,24 +451,30 @@ class CheckpointWriter:
             logger.info("removed %s/%s", directory, name)
         return pruned
 
-    def _remove_old(self, save: Save, mine: Sequence[str], pruned: Pruned) -> None:
+    def _remove_old(self, save: Save, mine: Sequence[str], pruned: Pruned, begun: list[Path] | None) -> None:
         """Begin to remove what rank 0 has set aside; collective while it needs to know which checkpoints are whole.
 
-        That is at most at the first save of a launch: these are then told apart by all ranks together.
+        That is at most at the first save of a launch: these are then told apart by all ranks together. `pruned` is rank
+        0's, and `begun` what is known of it on all.
         """
         control = self._control
-        while pruned.to_look_at:
+        while begun is None:
             with save.op.span("commit", "prune", blocking=self._blocking, joined=True):
-                wrong = [commit.damaged_share(each, control.rank, control.world_size) for each in pruned.to_look_at]
+                ranks = range(control.world_size if control.rank == 0 else 0)
+                dealt = list(zip(*(commit.shares(each, ranks, len(ranks)) for each in pruned.to_look_at), strict=True))
+            with save.op.span("barrier", blocking=self._blocking):
+                shares = control.deal(dealt if control.rank == 0 else None)
+            with save.op.span("commit", "prune", blocking=self._blocking, joined=True):
+                wrong = [commit.wrong_in(share) for share in shares]
             with save.op.span("barrier", blocking=self._blocking):
                 gathered = control.gather(wrong)
             if gathered is not None:
                 self._judge(pruned.to_look_at, gathered)
                 pruned = self._prune(save)
             with save.op.span("barrier", blocking=self._blocking):
-                pruned = control.broadcast(pruned)
-        if pruned.set_aside or save.on_storage:
-            self._removals.begin(pruned.set_aside, mine, *self._names_of(save))
+                begun = control.broadcast(pruned.begun)
+        if begun or save.on_storage:
+            self._removals.begin(Removal(begun, mine, *self._names_of(save), save.op))
 
     def _names_of(self, save: Save) -> tuple[Collection[str], Mapping[Path, Collection[str]]]:
         """On rank 0, as far as it knows: what the files of this save are called, and those that were set aside."""

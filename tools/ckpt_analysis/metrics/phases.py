@@ -23,6 +23,8 @@ PHASE_NAME = pl.concat_str(
 # A start-up contains the load, so it shows a phase "load" whose details are the phases of a load.
 START_ORDER = [*PHASES["startup"]]
 START_ORDER.insert(START_ORDER.index("first_step"), "load")
+# What follows when the operation is over: no part of its whole.
+AFTERWARDS = ("caught_up", "remove")
 
 
 def phase_seconds(

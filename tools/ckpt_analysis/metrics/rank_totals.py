@@ -8,7 +8,7 @@ from typing import Any
 import polars as pl
 
 from ..common.intervals import busy, clip, pieces
-from .phases import phase_stats, rank_stats, spread_over_ranks
+from .phases import AFTERWARDS, phase_stats, rank_stats, spread_over_ranks
 from .results import Spread
 from .volumes import Volumes
 
@@ -39,7 +39,7 @@ def own_time(seconds: pl.DataFrame, of: Sequence[str] = _RANK) -> pl.DataFrame:
 
     `of` as in `rank_busy`. A start-up's load counts without the barriers inside it.
     """
-    whole = (pl.col("detail") == "") & ~pl.col("phase").is_in(WAITING) & (pl.col("phase") != "caught_up")
+    whole = (pl.col("detail") == "") & ~pl.col("phase").is_in(WAITING) & ~pl.col("phase").is_in(AFTERWARDS)
     inner_wait = (pl.col("phase") == "load") & pl.col("detail").is_in(WAITING)
     return (
         seconds.filter(whole | inner_wait)

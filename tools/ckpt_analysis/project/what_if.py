@@ -13,6 +13,7 @@ from restart_trace.schema import PHASES
 
 from ..common.errors import CouldNotRunError
 from ..metrics.critical_path import start_windows, stretches_of_ranks
+from ..metrics.phases import AFTERWARDS
 from ..metrics.restart_parts import OUTSIDE
 from ..metrics.results import OperationStats, StartStats
 from ..model.frame import Frames
@@ -22,7 +23,7 @@ from .save_replay import pieces_of, with_factors
 
 # What a factor may be given for, in starts and in saves.
 OF_STARTS = (*OUTSIDE, *PHASES["startup"], *PHASES["load"], READ_BANDWIDTH)
-OF_SAVES = (*PHASES["save"], WRITE_BANDWIDTH)
+OF_SAVES = (*(phase for phase in PHASES["save"] if phase not in AFTERWARDS), WRITE_BANDWIDTH)
 
 
 @dataclass(frozen=True)

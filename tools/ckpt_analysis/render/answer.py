@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...common.formatting import digits_for, percent, plural, rate, seconds, size
 from ..metrics.budget import Budget
+from ..metrics.phases import AFTERWARDS
 from ..metrics.results import OperationStats, PhaseStats, StartStats
 from ..report import Report
 
@@ -60,8 +61,7 @@ def _start(start: StartStats) -> list[str]:
     else:
         last = "" if start.critical_rank is None else f" (critical rank {start.critical_rank})"
         sentences = [f"{what} took {seconds(first.max_s)} s from process start to the end of its first step{last}."]
-    before = [phase for phase in start.phases if phase.name != "caught_up"]
-    where = _largest(before, first.max_s)
+    where = _largest(start.phases, first.max_s)
     if where:
         sentences.append(
             f"Of the {seconds(first.max_s)} s from process start on critical rank {start.critical_rank}, {where}."
@@ -123,7 +123,7 @@ def _load(load: OperationStats) -> list[str]:
 
 def _largest(phases: list[PhaseStats], wall_s: float) -> str:
     """Where the critical rank's time went: its largest phases with their shares."""
-    timed = [(phase.time.at_critical_s or 0.0, phase.name) for phase in phases]
+    timed = [(phase.time.at_critical_s or 0.0, phase.name) for phase in phases if phase.name not in AFTERWARDS]
     largest = sorted((entry for entry in timed if entry[0] > 0), key=lambda e: -e[0])[:_NAMED_PHASES]
     if not largest or wall_s <= 0:
         return ""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from ...common.formatting import count, rate, size
 from ...common.tables import Column, numbers, times
+from ..metrics.phases import AFTERWARDS
 from ..metrics.results import PhaseStats, Spread
 
 
@@ -33,7 +34,7 @@ def leaves(phases: list[PhaseStats]) -> list[tuple[str, PhaseStats]]:
     """Phases by name, those with details as their details; without what follows after the operation."""
     found: list[tuple[str, PhaseStats]] = []
     for phase in phases:
-        if phase.name != "caught_up":
+        if phase.name not in AFTERWARDS:
             found += [(f"{phase.name}/{d.name}", d) for d in phase.details] or [(phase.name, phase)]
     return found
 

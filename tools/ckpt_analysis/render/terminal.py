@@ -11,6 +11,7 @@ from ...common.tables import Column, Style, fitted_table, numbers, terminal_widt
 from ..common.problems import ERROR, WARNING, Problem, number_list
 from ..findings import Finding
 from ..metrics.device_copies import DeviceCopies
+from ..metrics.phases import AFTERWARDS
 from ..metrics.restart_parts import UNNAMED, parts_of
 from ..metrics.results import OperationStats, StartStats, Stats
 from ..metrics.store_traffic import StoreTraffic
@@ -25,7 +26,6 @@ from .targets import COLUMNS as TARGETS
 _MOST_STORAGE = 2  # directories that a header names
 _BAR = 40  # columns that a restart is drawn in, where the terminal has them
 _BESIDE_THE_BAR = 68  # columns of the table that the bars are in
-_AFTERWARDS = "caught_up"  # a phase that begins when the start is over: no part of its whole
 _SMALL = 0.01  # of the whole: rows below are one row, without --all
 # Columns that a narrow terminal has no room for, the first to go first.
 _OPTIONAL_OF_SAVES = ("cycle", "coverage", "files", "critical rank", "GB/s")
@@ -317,10 +317,10 @@ def _rank_lines(stats: Stats, coordinates: _Coordinates, style: Style) -> list[s
         width = terminal_width()
         if width is None or max(map(len, table)) <= width or not kept:
             break
-        kept.remove(min(kept, key=lambda name: (name != _AFTERWARDS, _longest(stats, name))))
-    folded = [name for name in names if name not in kept and name != _AFTERWARDS]
+        kept.remove(min(kept, key=lambda name: (name not in AFTERWARDS, _longest(stats, name))))
+    folded = [name for name in names if name not in (*kept, *AFTERWARDS)]
     notes = [f"other: {', '.join(folded)}, for which the terminal has no room"] if folded else []
-    notes += [f"no room for: {_AFTERWARDS}"] if _AFTERWARDS in names and _AFTERWARDS not in kept else []
+    notes += [f"no room for: {name}" for name in AFTERWARDS if name in names and name not in kept]
     return ["", *table, *(line for note in notes for line in _fitted(f"  {note}"))]
 
 
@@ -331,7 +331,7 @@ def _longest(stats: Stats, phase: str) -> float:
 
 def _rank_table(stats: Stats, coordinates: _Coordinates, kept: list[str], digits: int, style: Style) -> list[str]:
     """The phases `kept` in columns of their own, what the others took added up."""
-    others = [phase.name for phase in stats.phases if phase.name not in (*kept, _AFTERWARDS)]
+    others = [phase.name for phase in stats.phases if phase.name not in (*kept, *AFTERWARDS)]
     header = ("rank (tp,pp,dp)", *kept, *(["other"] if others else []), "unattrib.", "whole", "coverage")
     rows = []
     for rank in stats.per_rank:

@@ -19,6 +19,7 @@ from megatron.checkpointing.files import check_sizes
 from megatron.checkpointing.manifest import content_checksum
 from megatron.checkpointing.naming import temporary_directory
 from megatron.checkpointing.ownership import Ownership, claim
+from restart_trace.recorder import untraced_operation
 
 FILE = "mp_rank_00_model_states.pt"
 
@@ -69,12 +70,12 @@ def prune(
     known = known or commit.Known()
     while (pruned := removal.prune(save, keep_last, step, owner, known)).to_look_at:
         for candidate in pruned.to_look_at:
-            if commit.damaged_share(candidate, 0, 1):
+            if commit.wrong_in(commit.shares(candidate, [0], 1)[0]):
                 known.damaged.add(candidate.directory)
             else:
                 known.whole[candidate.directory] = candidate
     removals = removal.Removals(0)
-    removals.begin(pruned.set_aside, [], [], {})
+    removals.begin(removal.Removal(pruned.set_aside, [], [], {}, untraced_operation()))
     removals.close()
     return pruned.removed
 

@@ -234,6 +234,20 @@ def test_newest_manifest_decides(tmp_path: Path) -> None:
         check_newest(loading(tmp_path), HERE, VOCAB)
 
 
+def test_of_a_manifest_that_fits_the_beginning_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path, 9)
+    monkeypatch.setattr(Manifest, "of", lambda directory: pytest.fail("the whole manifest was read"))
+    assert check_newest(loading(tmp_path), HERE, VOCAB) == VOCAB
+
+
+def test_what_only_the_checksum_tells_is_told_by_the_whole_manifest(tmp_path: Path) -> None:
+    written(tmp_path, 9)
+    written(tmp_path, 10)
+    damaged = tmp_path / "global_step10" / "manifest.json"
+    damaged.write_text(damaged.read_text().replace('"hidden_size": 64', '"hidden_size": 65'))
+    assert check_newest(loading(tmp_path), HERE, VOCAB) == VOCAB  # that of step 9, as the load will find
+
+
 def test_without_a_manifest_there_is_nothing_to_decide(tmp_path: Path) -> None:
     check_newest(config(), HERE, VOCAB)
     check_newest(loading(tmp_path / "absent"), HERE, VOCAB)
@@ -268,7 +282,7 @@ def test_manifest_of_any_content_fits_or_is_told_of(
     content = data.draw(altered(content))
     if isinstance(content, dict):
         content["checksum"] = content_checksum(content)
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(content, indent=data.draw(st.sampled_from((1, None)))))
     try:
         padded = check_newest(loading(load), HERE, VOCAB)
     except CheckpointMismatchError:

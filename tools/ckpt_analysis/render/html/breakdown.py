@@ -11,7 +11,7 @@ from restart_trace.schema import PHASES
 from ....common.formatting import digits_for, plural, seconds
 from ....common.tables import Column
 from ...common.intervals import busy
-from ...metrics.phases import PHASE_NAME
+from ...metrics.phases import AFTERWARDS, PHASE_NAME
 from ...metrics.results import OperationStats, PhaseStats, StartStats, Stats
 from ..phase_table import (
     PhaseLine,
@@ -85,13 +85,14 @@ def _stacked(run: RunData, stats: Stats) -> Plot:
 
 def _times(run: RunData, stats: Stats, ranks: list[int]) -> pl.DataFrame:
     """rank, phase (with its detail), background, busy_ns of some ranks."""
+    during = ~pl.col("phase").cast(pl.String).is_in(AFTERWARDS)
     here = (pl.col("group") == stats.group) & pl.col("rank").is_in(ranks)
     if isinstance(stats, StartStats):
-        phases = run.tables.phases.filter(here & (pl.col("phase") != "caught_up"))
+        phases = run.tables.phases.filter(here & during)
         # The load is one block here: its own phases overlap in threads. They have a figure of their own.
         whole = phases.filter(pl.col("detail") == "")
         return whole.select("rank", PHASE_NAME, pl.lit(False).alias("background"), "busy_ns")
-    spans = run.frames.spans_of(here).with_columns(
+    spans = run.frames.spans_of(here, during).with_columns(
         pl.col("detail").cast(pl.String).fill_null(""), (~pl.col("blocking")).alias("background")
     )
     parts = busy(spans, ["rank", "phase", "detail", "background"])

@@ -28,6 +28,7 @@ _COLOURS = {
     "manifest": "#117733",
     "publish": "#117733",
     "prune": "#66AA66",
+    "remove": "#AADD88",
     "discover": "#44AA99",
     "load": "#0077BB",
     "read": "#0077BB",

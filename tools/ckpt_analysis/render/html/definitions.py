@@ -20,7 +20,8 @@ DEFINITIONS: dict[str, str] = {
     "rank, in sentences, findings, tables, figures and JSON alike. It is chosen once per operation: the slowest "
     "rank of a single phase may be another one, and is named as that phase's.",
     "own time": "of a rank in an operation: busy time in the phases in which it does not wait for others, "
-    "which are all but `barrier`, `rendezvous` and `wait_previous`.",
+    "which are all but `barrier`, `rendezvous` and `wait_previous`, and those that follow when it is over "
+    "(`caught_up`, `remove`).",
     "critical path": "of a start: found backwards from the end of the last first step. On a rank it follows "
     "what the rank did, the innermost span of each moment; at a phase that no rank leaves before all have "
     "come (`rendezvous`, `communicators`, `barrier`, `first_step`) it goes on with the rank that came last.",
@@ -36,7 +37,7 @@ DEFINITIONS: dict[str, str] = {
     "largest: by how much the save held training up",
     "committed_s": "saves only: first rank's start to the end of the last `commit` span with detail "
     "manifest or publish; null if there is none or the save failed. Setting old checkpoints aside "
-    "(`prune`) comes after",
+    "(`prune`), and removing their files (`remove`), come after",
     "durable_s": "saves only: `committed_s` if some rank states `durable` true and none false; else null",
     "io_GBps": "saves: bytes of `flush`/`write` over the slowest rank's `flush` (write and fsync). Loads: "
     "bytes of `load`/`read` over the slowest rank's `read`. Through the page cache unless the engine goes "
