@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron.parallel.topology import Layout
-from megatron.processes.free_port import free_port
-from tests.dist.harness import LLAMA_STYLE, ROOT, Zygote, losses, records, wait_for
-from tests.dist.tiny_runs import MODEL, NO_DROPOUT, TRAINING, Launcher, parallel
+from tests.dist.harness import LLAMA_STYLE, Zygote, losses, records, wait_for
+from tests.dist.tiny_runs import MODEL, NO_DROPOUT, TRAINING, Launcher
 
 TWO_STAGES = Layout(tp=1, pp=2, dp=1)
 FLAGS = [*MODEL, *TRAINING, *NO_DROPOUT, *LLAMA_STYLE, "--bf16", "--max-position-embeddings", "32"]
@@ -121,31 +118,6 @@ def test_trace_off_writes_no_trace_and_changes_no_digit(launcher: Launcher, tmp_
     assert (on / "restart_trace").is_dir()
     assert not (off / "restart_trace").exists()
     assert [m[4] for m in ITERATION.findall(traced.log(1))] == [m[4] for m in ITERATION.findall(plain.log(1))]
-
-
-@pytest.mark.parametrize(
-    "launch",
-    [
-        ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port"],
-        ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port"],
-        None,
-    ],
-    ids=["torchrun", "deepspeed", "single process"],
-)
-def test_launchers(dataset: list[str], tmp_path: Path, launch: list[str] | None) -> None:
-    layout = Layout(tp=2, pp=1, dp=1) if launch else Layout(1, 1, 1)
-    command = [sys.executable, *([*launch, str(free_port())] if launch else []), str(ROOT / "pretrain_gpt.py")]
-    flags = [*FLAGS, "--train-iters", "2", "--restart-trace-dir", str(tmp_path / "trace"), *parallel(layout), *dataset]
-    flags[flags.index("--lr-warmup-iters") + 1] = "1"
-    # Ranks started by the test runner's own launcher, if any, are not ours
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
-    environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [*command, *flags], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    for rank in range(layout.world_size):
-        assert set(losses(tmp_path / "trace", 0, rank)) == {1, 2}
 
 
 def test_activation_checkpointing_variants_agree(launcher: Launcher, tmp_path: Path) -> None:
