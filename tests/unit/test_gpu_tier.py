@@ -79,6 +79,7 @@ def flags_of(step: Step, place: Setting, *more: str) -> list[str]:
     return [*words[program + 1 :], *more]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
 @pytest.mark.parametrize("rehearsal", [False, True], ids=["gpu", "rehearsal"])
 def test_every_command_of_every_part_is_accepted(part: Part, rehearsal: bool, tmp_path: Path) -> None:
@@ -156,6 +157,7 @@ def test_docs_name_every_module_that_uses_cuda() -> None:
     assert found == {name for row in rows_of("Where the code uses CUDA") for name in row[0].split()}
 
 
+@pytest.mark.slow
 def test_without_a_gpu_the_rehearsal_is_named(tmp_path: Path) -> None:
     done = run_tier("--out", tmp_path / "out", "machine")
     assert done.returncode == 2 and "--rehearse" in done.stderr
@@ -234,6 +236,7 @@ def test_a_part_that_is_run_again_replaces_itself_alone(tmp_path: Path) -> None:
     assert write_overview(setting(tmp_path)).count("\n") == 2  # of the tier's own parts alone, and none of those ran
 
 
+@pytest.mark.slow
 def test_the_page_has_what_the_device_measured_of_a_drill(tmp_path: Path) -> None:
     """Which the rehearsal cannot have; the trace is that of the tests of `device_copies`."""
     drill = tmp_path / "resume-lazy" / "drill"

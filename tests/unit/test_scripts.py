@@ -84,6 +84,7 @@ def test_presets_describe_the_models_of_the_study(preset: Preset, tmp_path: Path
     assert config.trace.restart_trace_dir == str(tmp_path / "work" / "checkpoints" / "restart_trace")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS[1:], ids=lambda preset: preset.script)
 def test_one_command_per_node_in_one_launch(preset: Preset, tmp_path: Path) -> None:
     commands = dry_run(preset.script, tmp_path, GPUS_PER_NODE="4", MASTER_ADDR="node0")
@@ -419,6 +420,7 @@ def test_a_model_that_there_is_not_is_one_message(tmp_path: Path) -> None:
     assert "error: 9b: there is no such model; give one of 13b 1b " in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["train", "restart", "scaled", "replay"])
 def test_what_cannot_be_is_one_message_before_any_rank_is_started(mode: str, tmp_path: Path) -> None:
     (said,) = ask_for(tmp_path, mode, ENGINE="nope")
@@ -430,6 +432,7 @@ def test_what_cannot_be_is_one_message_before_any_rank_is_started(mode: str, tmp
     assert f"WORK_DIR={tmp_path}/file/work: cannot be written to; set another" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["train", "replay"])
 def test_an_engine_that_there_is_not_is_not_printed_or_submitted(mode: str, tmp_path: Path) -> None:
     given = {"MODE": mode, "DRY_RUN": "1", "WORK_DIR": str(tmp_path / "work")}
@@ -443,6 +446,7 @@ def test_an_engine_that_there_is_not_is_not_printed_or_submitted(mode: str, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["train", "restart", "replay"])
 def test_storage_without_room_is_one_message_before_any_rank_is_started(mode: str, tmp_path: Path) -> None:
     if not may_mount():

@@ -576,6 +576,7 @@ def test_a_program_of_the_command_is_traced_and_keeps_its_own_sitecustomize(tmp_
     assert (tmp_path / "here" / "rank_00000_cycle_000.jsonl").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["train.py"], ["-m", "train"], ["--", "train.py"]])
 def test_a_program_is_run_in_the_same_interpreter(tmp_path: Path, words: list[str]) -> None:
     """As torchrun starts it: python -u -m restart_trace.run train.py."""

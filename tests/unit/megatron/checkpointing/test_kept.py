@@ -337,6 +337,7 @@ def test_an_engine_that_keeps_nothing_has_storage_only(job: Callable[[int], Job]
     mine.contexts = [replace(c, checkpoint_engine=e) for c, e in zip(mine.contexts, usual, strict=True)]
 
 
+@pytest.mark.slow
 def test_peers_that_stall_or_lie_are_named_and_the_next_holder_is_used(
     job: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

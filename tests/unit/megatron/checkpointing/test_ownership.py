@@ -228,7 +228,14 @@ def test_a_holder_that_hangs_does_not_keep_a_successor_waiting(tmp_path: Path, h
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", "null", '{"generation": 1}', '{"generation": 1, "launch_id": "\\u001b[2J"}', "[" * 100_000],
+    [
+        "{",
+        *(
+            pytest.param(other, marks=pytest.mark.slow)  # a heart is listened for, in vain
+            for other in ("", "[]", "null", '{"generation": 1}', '{"generation": 1, "launch_id": "\\u001b[2J"}')
+        ),
+        pytest.param("[" * 100_000, marks=pytest.mark.slow),
+    ],
 )
 def test_garbage_is_an_owner_that_is_not_known(tmp_path: Path, content: str) -> None:
     """Its number counts all the same, and it is as good as dead once its heart is silent."""

@@ -20,6 +20,8 @@ from megatron.fileio.store_errors import ObjectStoreError
 from tests.object_storage import BUCKET, GoogleProxy, Server, environment_of, serving
 from tests.object_storage_kills import load, states, writer
 
+pytestmark = pytest.mark.slow  # an S3 server is started
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:

@@ -13,6 +13,8 @@ from megatron.fileio.object_store import Bucket
 from megatron.fileio.store_errors import ObjectStoreError
 from tests.object_storage import BUCKET, FaultProxy, Request, Server, environment_of, serving
 
+pytestmark = pytest.mark.slow  # an S3 server is started
+
 CONTENT = os.urandom(1 << 16)
 
 

@@ -22,6 +22,8 @@ from megatron.fileio.store_errors import ObjectMissingError, ObjectStoreError
 from tests.object_storage import BUCKET, FaultProxy, Request, Server, environment_of, serving
 from tools.restart_drill.storage_proxy import BUCKET_REGION
 
+pytestmark = pytest.mark.slow  # an S3 server is started
+
 LARGE = os.urandom(3 * MIB) * 6  # three parts
 
 

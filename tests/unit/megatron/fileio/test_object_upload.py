@@ -15,6 +15,8 @@ from megatron.fileio.object_upload import ObjectUpload
 from megatron.fileio.store_errors import ObjectStoreError
 from tests.object_storage import BUCKET, environment_of, serving
 
+pytestmark = pytest.mark.slow  # an S3 server is started
+
 HEADER = 4096
 
 

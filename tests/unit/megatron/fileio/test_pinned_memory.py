@@ -42,6 +42,7 @@ def limited(library: Path) -> Iterator[ctypes.CDLL]:
     resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
 
 
+@pytest.mark.slow
 def test_memory_is_pinned_until_its_last_view_is_gone(library: Path, limited: ctypes.CDLL) -> None:
     memory = pinned_memory(2 * MIB, CudaPins(DEVICE, str(library)))
     assert limited.locked_bytes() == len(memory) == 2 * MIB and memory.ctypes.data % 4096 == 0

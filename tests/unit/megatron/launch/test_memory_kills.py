@@ -110,6 +110,7 @@ def nodes(tmp_path: Path) -> Iterator[MemoryNodes]:
         started.wait(300)
 
 
+@pytest.mark.slow
 def test_what_is_killed_leaves_a_whole_save_and_nothing_else(nodes: MemoryNodes) -> None:
     coordinator = nodes.coordinate(
         "--nnodes", "2", "--spares", str(SPARES), "--max-restarts", str(len(KILLS)), "--heartbeat-timeout", NEVER_SILENT

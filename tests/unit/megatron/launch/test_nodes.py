@@ -23,6 +23,8 @@ from restart_trace.cycles import LAUNCH_ID_VARIABLE
 from tests.unit.megatron.launch.test_launch import HEAD, marked, until
 from tests.unit.trace_helpers import ROOT
 
+pytestmark = pytest.mark.slow  # each starts agents and their ranks
+
 # An agent without its imports, which take seconds and are not what is looked at here.
 AGENT = """
 import sys

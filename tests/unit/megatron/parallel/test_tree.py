@@ -54,7 +54,16 @@ def hosts_of(number: int, ranks: int) -> list[str]:
     return [f"host{host}" for host in range(number) for _ in range(ranks)]
 
 
-@pytest.mark.parametrize(("number", "ranks"), [(1, 1), (1, 64), (3, 2), (512, 8), (10240, 1), (1, 1000)])
+@pytest.mark.parametrize(
+    ("number", "ranks"),
+    [
+        (1, 1),
+        (1, 64),
+        (3, 2),
+        (1, 1000),
+        *(pytest.param(*many, marks=pytest.mark.slow) for many in ((512, 8), (10240, 1))),
+    ],
+)
 def test_every_rank_has_one_parent_and_few_connections(number: int, ranks: int) -> None:
     hosts = hosts_of(number, ranks)
     found = places(hosts)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # processes are started
+
 ROOT = Path(__file__).resolve().parents[4]
 RANKS = 4
 # Each process is a rank; `work` leaves a line in the file. HARM: what becomes of the first rank within it.

@@ -17,6 +17,8 @@ from megatron.config import ConfigError
 from megatron.processes.free_port import free_port
 from megatron.startup import rendezvous
 
+pytestmark = pytest.mark.slow  # processes are started that import torch
+
 ROOT = Path(__file__).resolve().parents[4]
 # One rank: prints what the rendezvous raises, or "met".
 RANK = """

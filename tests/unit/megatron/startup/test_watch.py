@@ -88,6 +88,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_a_rank_at_work_is_left_alone() -> None:
     done = subprocess.run(
         [sys.executable, "-c", HEAD + AT_WORK], capture_output=True, text=True, check=False,

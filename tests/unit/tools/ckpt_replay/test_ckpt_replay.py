@@ -264,6 +264,7 @@ def test_half_a_file_in_the_cache_is_neither_cold_nor_warm() -> None:
     assert [page_cache.state_of(share) for share in (0.0, 0.5, 1.0, None)] == [COLD, "partly warm", WARM, "unknown"]
 
 
+@pytest.mark.slow
 def test_a_file_in_memory_is_never_called_cold() -> None:
     directory = Path("/dev/shm")
     if filesystem_of(directory) != "tmpfs":

@@ -69,6 +69,7 @@ def test_nothing_planted_reaches_the_terminal(
         assert not [cell for cell in cells if cell.startswith(("=", "+", "@", "\t", "\r"))]
 
 
+@pytest.mark.slow
 def test_nothing_planted_reaches_a_csv_file(planted: Path, tmp_path: Path) -> None:
     for table in ("spans", "operations", "events"):
         path = tmp_path / f"{table}.csv"

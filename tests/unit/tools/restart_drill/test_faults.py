@@ -31,6 +31,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("signum", "torch", "error"),
     [

@@ -251,6 +251,7 @@ def test_datastates_header_that_is_nested_deep(tmp_path: Path) -> None:
     told_of("datastates", tmp_path, with_size(files, tmp_path / NAME, tmp_path), tmp_path / NAME)
 
 
+@pytest.mark.slow
 @MANY
 @given(data=st.data())
 def test_altered_datastates_header(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:

@@ -163,6 +163,7 @@ def test_memory_that_is_not_free_is_not_taken(launcher: None, monkeypatch: pytes
     load(mine, kept(mine, 1).checkpoint)
 
 
+@pytest.mark.slow
 def test_a_rank_killed_at_any_instant_leaves_a_whole_save() -> None:
     """24 SIGKILLs, every second one while a slot is being written; steps go on from what is left."""
     program = "tests.unit.megatron.checkpointing.engines.memory_kills"

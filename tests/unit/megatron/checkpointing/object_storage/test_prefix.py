@@ -14,7 +14,7 @@ from megatron.fileio.store_errors import ObjectStoreError
 from megatron.startup.preflight import check_object_storage
 from tests.object_storage import BUCKET
 
-pytestmark = pytest.mark.usefixtures("here")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("here")]  # an S3 server is started
 
 
 def check(tmp_path: Path, **options: Any) -> None:

@@ -19,7 +19,7 @@ from megatron.fileio.object_store import Bucket
 from restart_trace.recorder import untraced_operation
 from tests.object_storage import BUCKET
 
-pytestmark = pytest.mark.usefixtures("here")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("here")]  # an S3 server is started
 _FILE = Path("/on/no/disk")
 
 

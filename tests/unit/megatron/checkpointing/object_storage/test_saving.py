@@ -31,7 +31,7 @@ from megatron.fileio.store_errors import ObjectStoreError
 from tests.object_storage import BUCKET, FaultProxy, Request, Server, environment_of
 from tests.object_storage_kills import load, run, states, writer
 
-pytestmark = pytest.mark.usefixtures("here")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("here")]  # an S3 server is started
 
 
 @pytest.fixture

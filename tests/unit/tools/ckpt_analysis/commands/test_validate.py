@@ -15,6 +15,8 @@ from tests.unit.tools.ckpt_analysis.analysis_helpers import file_of
 from tests.unit.tools.ckpt_analysis.trace_factory import Options, dump, write_trace
 from tools.ckpt_analysis.cli import main
 
+pytestmark = pytest.mark.slow  # each reads whole traces
+
 
 def output(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
     assert main(list(arguments)) == status

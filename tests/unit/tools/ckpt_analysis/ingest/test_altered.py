@@ -17,6 +17,8 @@ from tests.unit.tools.ckpt_analysis.analysis_helpers import ROOT, file_of, kinds
 from tests.unit.tools.ckpt_analysis.trace_factory import dump, write_trace
 from tools.ckpt_analysis.cli import main
 
+pytestmark = pytest.mark.slow  # each runs every command
+
 GOLDEN = ROOT / "tests" / "golden" / "trace_tp2_pp2_dp2" / "restart_trace"
 COMMANDS: dict[str, list[str]] = {
     "report": ["-o", "out.html"], "summary": [], "validate": [], "export": ["-o", "out.csv"],
@@ -131,7 +133,6 @@ def test_an_altered_begin_costs_its_operation(
     assert f"{path.name}:{place + 1}: " in capsys.readouterr().out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "which", "change"), ALTERED.values(), ids=ALTERED)
 def test_an_altered_record_costs_that_record(
     tmp_path: Path,
@@ -180,7 +181,6 @@ def alterations(draw: Any) -> tuple[str, int, str, Any]:
     return path.name, place, field, draw(VALUES)
 
 
-@pytest.mark.slow
 @settings(
     max_examples=4, deadline=None, phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],

@@ -85,6 +85,7 @@ def valid_records(draw: Any) -> Record:
     return {name: record[name] for name in (first, *draw(st.permutations(others)))}
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(records=st.lists(valid_records(), min_size=1, max_size=6))
 def test_what_the_recorder_writes_is_read(records: list[Record]) -> None:
@@ -99,6 +100,7 @@ SPLICES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=600, deadline=None)
 @given(
     records=st.lists(valid_records(), min_size=1, max_size=3),

@@ -61,6 +61,7 @@ def test_a_last_line_that_lacks_only_its_newline_is_read(tmp_path: Path, sound: 
     assert result(tmp_path) == sound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("garbage", "reason"),
     [
@@ -95,6 +96,7 @@ def change_one_span(path: Path, phase: str, changes: dict[str, Any]) -> None:
     dump(path, records)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -139,6 +141,7 @@ def test_no_process_record(tmp_path: Path) -> None:
     assert report["loads"][0]["ranks"] == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("other", "kind"),
     [

@@ -19,6 +19,8 @@ from tools.ckpt_analysis.metrics.span_times import span_times
 from tools.ckpt_analysis.render.json_output import to_dict
 from tools.ckpt_analysis.report import analyse
 
+pytestmark = pytest.mark.slow  # processes are started
+
 
 @pytest.fixture
 def several(monkeypatch: pytest.MonkeyPatch) -> None:

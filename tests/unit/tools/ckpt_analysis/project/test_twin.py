@@ -20,6 +20,8 @@ from tools.ckpt_analysis.project.costs import choose_hidden, learn
 from tools.ckpt_analysis.project.drills import Drill, Place
 from tools.ckpt_analysis.project.twin import Predicted, predict
 
+pytestmark = pytest.mark.slow  # each analyses whole traces
+
 SIZES = ((2, 8e6), (4, 8e6), (4, 32e6), (8, 8e6), (8, 32e6), (16, 8e6))
 TP = {(4, 8e6): 2, (8, 8e6): 8, (8, 32e6): 2, (16, 8e6): 4}  # of these sizes; the others have 1
 FAR = Place(ranks=64, hosts=1, cores=2, bytes=128e6, files=128, tp=16)

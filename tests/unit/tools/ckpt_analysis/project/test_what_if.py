@@ -16,6 +16,8 @@ from tools.ckpt_analysis.ingest.load import load_trace
 from tools.ckpt_analysis.project.what_if import Answer, of_save, of_start, parse_factors, what_if
 from tools.ckpt_analysis.report import analyse
 
+pytestmark = pytest.mark.slow  # each analyses whole traces
+
 
 def ask(directory: Path, **factors: float) -> Answer:
     """The answer for the last start of a trace."""
