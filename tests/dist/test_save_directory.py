@@ -118,18 +118,18 @@ def test_ranks_end_with_their_launcher(tmp_path: Path, dataset: list[str], launc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["torch", "lazy"])
-def test_a_second_launch_is_refused_or_takes_over(tmp_path: Path, dataset: list[str], engine: str) -> None:
-    save = tmp_path / "save"
-    with job(save, dataset, ALONE, "--checkpoint-engine", engine) as first:
+def test_a_second_launch_is_refused_or_takes_over(tmp_path: Path, dataset: list[str]) -> None:
+    """With saves that training waits for; with those beside training, of engine lazy: test_restart_rounds.py."""
+    save, engine = tmp_path / "save", ("--checkpoint-engine", "torch")
+    with job(save, dataset, ALONE, *engine) as first:
         more_commits(save, 1)
-        with job(save, dataset, ALONE, "--checkpoint-engine", engine) as refused:
+        with job(save, dataset, ALONE, *engine) as refused:
             assert refused.process.wait(PATIENCE_S) == 2
         (error,) = refused.errors()
         assert re.search(rf"--save {save}: launch \w+ \(generation 1, .*pid {first.process.pid}, .*--take-over", error)
         more_commits(save, len(committed(save)))  # the first one is not disturbed
 
-        with job(save, dataset, ALONE, "--checkpoint-engine", engine, "--take-over", "--exit-interval", "50") as second:
+        with job(save, dataset, ALONE, *engine, "--take-over", "--exit-interval", "50") as second:
             assert first.process.wait(PATIENCE_S) == 2
             (error,) = first.errors()
             assert re.search(rf"launch \w+ \(generation 2, .*pid {second.process.pid}, .*has superseded", error)
