@@ -11,28 +11,32 @@ log. Exit status: 0 measured, 2 could not run.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
+import functools
 import os
-import shlex
 import signal
 import statistics
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launchers.measure import IterationLines
-from benchmarks.launchers.node_loss import END_S, PRESET, ended
-from benchmarks.launchers.rounds import COULD_NOT_RUN, OK, add_options, check_options, interleaved
+from benchmarks.launchers.over_nodes import (
+    RANKS,
+    check,
+    directories_in,
+    ended,
+    hosts_of_hostfile,
+    measured,
+    named,
+    parser_of,
+    preset_command,
+    restarted,
+    trace_in,
+)
+from benchmarks.launchers.rounds import interleaved
 from benchmarks.launchers.variants import PP, TP, MeasurementError
-from restart_trace.clock import now_ns
-from restart_trace.command_line import CommandParser
-from tools.common.machine import machine
-from tools.restart_drill.launch import DrillError, launched, recorded_ranks
-from tools.restart_drill.nodes import Nodes, nodes_of
-from tools.restart_drill.preset import command_of
+from tools.restart_drill.launch import recorded_ranks
+from tools.restart_drill.nodes import Nodes
 
 SEVERAL, ONE = "several-nodes", "one-node"
 # Name -> what it is.
@@ -41,7 +45,6 @@ VARIANTS = {
     ONE: "one launcher, with all ranks on the host that this is run on",
 }
 TARGET = 1.5  # of several nodes over one, at most
-_RANKS = 2  # of a node
 _SAVE_INTERVAL, _STRIKE_AT, _ITERATIONS = 5, 8, 60
 _EPILOG = """\
 Run it on a machine that does nothing else.
@@ -56,112 +59,77 @@ exit status: 0 measured, 2 could not run
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; exits with status 2 and a message if it is wrong (argparse)."""
-    parser = CommandParser(
-        prog="python -m benchmarks.launchers.in_place", description=(__doc__ or "").splitlines()[0], epilog=_EPILOG
-    )
-    add_options(parser, VARIANTS, repeat=5, engine="torch", time_limit_s=300)
-    arguments = parser.parse_args(argv)
-    check_options(parser, arguments)
-    for name in ("HOSTFILE", "NODES_COMMAND"):
-        if not os.environ.get(name):
-            parser.error(f"{name} is not set: run it by `python -m tests.cluster run`, or see docs/restart_drill.md")
-    return arguments
+    what = (__doc__ or "").splitlines()[0]
+    parser = parser_of("in_place", what, _EPILOG, VARIANTS, engine="torch", repeat=5)
+    return check(parser, parser.parse_args(argv))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of the process) and return its exit status."""
     arguments = parse_arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing is left running
-    before = machine()
-    try:
-        with (
-            tempfile.TemporaryDirectory(prefix="in_place_", dir=arguments.dir) as name,
-            nodes_of(shlex.split(os.environ["NODES_COMMAND"]), [-1]) as nodes,
-        ):
-            hosts = hosts_of_hostfile()
-            launches = {variant: _launch(variant, hosts, Path(name), arguments.engine) for variant in VARIANTS}
-            samples = interleaved(
-                arguments,
-                lambda variant, number: sample(
-                    launches[variant], nodes, hosts, Path(name) / f"{variant}_{number}", arguments.time_limit
-                ),
-            )
-    except (OSError, MeasurementError, DrillError) as exc:
-        print(f"in_place: {exc}", file=sys.stderr)
-        return COULD_NOT_RUN
-    found = analyse(samples, len(hosts), before)
-    print(json.dumps(found) if arguments.format == "json" else render(found))
-    return OK
+
+    def measure(directory: Path, nodes: Nodes) -> dict[str, Any]:
+        hosts = hosts_that_fit()
+
+        def one(variant: str, number: int) -> float:
+            return sample(variant, nodes, hosts, directory, number, arguments)
+
+        return analyse(interleaved(arguments, one), len(hosts))
+
+    return measured("in_place", arguments, measure, render)
 
 
-def hosts_of_hostfile() -> tuple[str, ...]:
-    """The hosts. Raises MeasurementError if the demonstration does not fit on them with two ranks each."""
-    lines = Path(os.environ["HOSTFILE"]).read_text().split("\n")
-    hosts = tuple(line.split()[0] for line in lines if line.strip() and not line.startswith("#"))
-    if len(hosts) < 2 or len(hosts) * _RANKS % (TP * PP):
+def hosts_that_fit() -> tuple[str, ...]:
+    """Those of HOSTFILE. Raises MeasurementError if the demonstration does not fit on them with two ranks each."""
+    hosts = hosts_of_hostfile()
+    if len(hosts) < 2 or len(hosts) * RANKS % (TP * PP):
         raise MeasurementError(f"HOSTFILE names {len(hosts)} hosts; give 2, 4, or another multiple of 2")
     return hosts
 
 
-def _launch(variant: str, hosts: Sequence[str], directory: Path, engine: str) -> tuple[dict[str, str], list[str]]:
-    """What the preset's script would run, but for directories, and its settings, which it may read again.
-
-    Raises DrillError.
-    """
-    ranks = len(hosts) * _RANKS
-    hostfile = ""
-    if variant == SEVERAL:
-        hostfile = str(directory / "hosts")
-        Path(hostfile).write_text("".join(f"{host} slots={_RANKS}\n" for host in hosts))
-    settings = {
-        "HOSTFILE": hostfile, "DP": str(ranks // (TP * PP)),
-        "ITERS": str(_ITERATIONS), "SAVE_INTERVAL": str(_SAVE_INTERVAL), "ENGINE": engine, "LAUNCHER": "fork",
-        "MAX_RESTARTS": "1", "SPARES": "0", "WORK_DIR": str(directory), "KILL_AT": "none",
-    }  # fmt: skip
-    os.environ.update(settings)
-    return settings, command_of(PRESET)
-
-
 def sample(
-    launched_as: tuple[dict[str, str], list[str]], nodes: Nodes, hosts: Sequence[str], place: Path, limit_s: float
+    variant: str, nodes: Nodes, hosts: Sequence[str], directory: Path, number: int, arguments: argparse.Namespace
 ) -> float:
-    """Seconds from the SIGKILL of the last rank to the end of the next step. Raises DrillError, MeasurementError."""
-    settings, command = launched_as
-    os.environ.update(settings)
+    """Seconds from the SIGKILL of the last rank to the end of the next step. Raises MeasurementError."""
+    place = directory / f"{variant}_{number}"
     place.mkdir()
-    log, trace = IterationLines(place / "launch.log"), place / "trace"
-    save = ["--save", str(place / "checkpoints"), "--load", str(place / "checkpoints")]
-    with (
-        ended(nodes, hosts, place),
-        launched([*command, *save, "--restart-trace-dir", str(trace)], log.path, echo=False) as launch,
-    ):
-        try:
-            log.wait_for(lambda iteration: iteration >= _STRIKE_AT, launch, limit_s)
-            _, ranks = recorded_ranks(trace, 0)
-            last = ranks[max(ranks)]
-            struck_ns = now_ns()
-            if last.host == os.uname().nodename:
-                os.kill(last.pid, signal.SIGKILL)
-            else:
-                nodes.harm("sigkill-one", last.host, last.pid, 0)
-            resumed = log.wait_for(lambda iteration: iteration <= _STRIKE_AT, launch, limit_s)
-            seconds = (now_ns() - struck_ns) / 1e9
-        finally:
-            launch.send(signal.SIGTERM, launch.launcher())
-            with contextlib.suppress(DrillError):
-                launch.wait(END_S)
-    if resumed != _SAVE_INTERVAL + 1:
-        raise MeasurementError(f"{place.name}: it went on with iteration {resumed}, not from its checkpoint")
-    return seconds
+    hostfile = place / "hosts"
+    hostfile.write_text("".join(f"{host} slots={RANKS}\n" for host in hosts))
+    with named(variant), ended(nodes, hosts, place):
+        command = preset_command(
+            directory,
+            HOSTFILE=hostfile if variant == SEVERAL else "",
+            DP=len(hosts) * RANKS // (TP * PP),
+            ITERS=_ITERATIONS,
+            SAVE_INTERVAL=_SAVE_INTERVAL,
+            ENGINE=arguments.engine,
+            SPARES=0,
+        )
+        return restarted(
+            [*command, *directories_in(place)],
+            place,
+            at=_STRIKE_AT,
+            saved=_SAVE_INTERVAL,
+            aim=lambda: _kill_last_rank(nodes, trace_in(place)),
+            limit_s=arguments.time_limit,
+        )
 
 
-def analyse(samples: dict[str, list[float]], nodes: int, before: dict[str, Any]) -> dict[str, Any]:
+def _kill_last_rank(nodes: Nodes, trace_dir: Path) -> Callable[[], object]:
+    """What kills the rank of the highest number, wherever it runs."""
+    _, ranks = recorded_ranks(trace_dir, 0)
+    last = ranks[max(ranks)]
+    if last.host == os.uname().nodename:
+        return functools.partial(os.kill, last.pid, signal.SIGKILL)
+    return functools.partial(nodes.harm, "sigkill-one", last.host, last.pid, 0)
+
+
+def analyse(samples: dict[str, list[float]], nodes: int) -> dict[str, Any]:
     """Medians, spreads and every sample, in seconds, by round; the ratio of several nodes to one, or None."""
     medians = {name: statistics.median(values) for name, values in samples.items()}
     return {
-        "machine": before,
         "nodes": nodes,
-        "ranks": nodes * _RANKS,
+        "ranks": nodes * RANKS,
         "target": TARGET,
         "ratio": medians[SEVERAL] / medians[ONE] if medians.keys() >= {SEVERAL, ONE} else None,
         "variants": {

@@ -11,38 +11,41 @@ could not run.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
+import functools
 import os
 import shlex
-import signal
 import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launchers.measure import IterationLines
-from benchmarks.launchers.rounds import COULD_NOT_RUN, OK, add_options, check_options, interleaved
+from benchmarks.launchers.over_nodes import (
+    RANKS,
+    check,
+    directories_in,
+    ended,
+    hosts_of_hostfile,
+    measured,
+    named,
+    parser_of,
+    preset_command,
+    restarted,
+    trace_in,
+)
+from benchmarks.launchers.rounds import interleaved
 from benchmarks.launchers.variants import ROOT, MeasurementError
 from megatron.processes.free_port import free_port
-from restart_trace.clock import now_ns
-from restart_trace.command_line import CommandParser
-from tools.common.machine import machine
-from tools.restart_drill.launch import DrillError, launched, recorded_ranks
-from tools.restart_drill.nodes import Nodes, nodes_of
-from tools.restart_drill.preset import command_of
+from tools.restart_drill.launch import recorded_ranks
+from tools.restart_drill.nodes import Nodes
 
-PRESET = ROOT / "examples_deepspeed" / "restart_bench" / "run_tiny_tp2_pp2_dp2.sh"
-NODES, RANKS = 2, 2  # that train; ranks of each: TP2 x PP2
+NODES = 2  # that train, with RANKS each: TP2 x PP2
 _SAVE_INTERVAL, _STRIKE_AT, _ITERATIONS = 20, 23, 200  # by then the spare agent of torchrun has joined, too
 _TARGET_S, _TARGET_RATIO = 4.0, 0.25
-END_S = 30.0
 _OF_SLURM = ("slurm", "slurm-requeue")
 
 SPARE = "launch"
@@ -134,38 +137,20 @@ class Setting:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; exits with status 2 and a message if it is wrong (argparse)."""
     shown = "\n".join(f"  {name:12} {what}" for name, what in VARIANTS.items())
-    parser = CommandParser(
-        prog="python -m benchmarks.launchers.node_loss",
-        description=(__doc__ or "").splitlines()[0],
-        epilog=_EPILOG.format(variants=shown),
-    )
-    add_options(parser, VARIANTS, repeat=3, engine="lazy", time_limit_s=300)
-    arguments = parser.parse_args(argv)
-    check_options(parser, arguments)
-    for name in ("HOSTFILE", "NODES_COMMAND"):
-        if not os.environ.get(name):
-            parser.error(f"{name} is not set: run it by `python -m tests.cluster run`, or see docs/restart_drill.md")
-    return arguments
+    what = (__doc__ or "").splitlines()[0]
+    parser = parser_of("node_loss", what, _EPILOG.format(variants=shown), VARIANTS, engine="lazy")
+    return check(parser, parser.parse_args(argv))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of the process) and return its exit status."""
     arguments = parse_arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing is left running
-    before = machine()
-    try:
-        with (
-            tempfile.TemporaryDirectory(prefix="node_loss_", dir=arguments.dir) as directory,
-            nodes_of(shlex.split(os.environ["NODES_COMMAND"]), [-1]) as nodes,
-        ):
-            setting = _setting(Path(directory), nodes, arguments)
-            samples = interleaved(arguments, lambda name, number: sample(name, setting, number))
-    except (OSError, MeasurementError, DrillError) as exc:
-        print(f"node_loss: {exc}", file=sys.stderr)
-        return COULD_NOT_RUN
-    found = analyse(samples, before)
-    print(json.dumps(found) if arguments.format == "json" else render(found))
-    return OK
+
+    def measure(directory: Path, nodes: Nodes) -> dict[str, Any]:
+        setting = _setting(directory, nodes, arguments)
+        return analyse(interleaved(arguments, lambda name, number: sample(name, setting, number)))
+
+    return measured("node_loss", arguments, measure, render)
 
 
 def _setting(directory: Path, nodes: Nodes, arguments: argparse.Namespace) -> Setting:
@@ -173,48 +158,28 @@ def _setting(directory: Path, nodes: Nodes, arguments: argparse.Namespace) -> Se
     hosts = hosts_of_hostfile()
     if len(hosts) != NODES + 1:
         raise MeasurementError(f"HOSTFILE names {len(hosts)} hosts; give {NODES + 1}: two that train, and a spare")
-    os.environ.update(
-        DP="1", ITERS=str(_ITERATIONS), SAVE_INTERVAL=str(_SAVE_INTERVAL), ENGINE=arguments.engine, LAUNCHER="fork",
-        MAX_RESTARTS="1", SPARES="1", WORK_DIR=str(directory), KILL_AT="none",
-    )  # fmt: skip
-    told = command_of(PRESET)
+    told = preset_command(
+        directory, DP=1, ITERS=_ITERATIONS, SAVE_INTERVAL=_SAVE_INTERVAL, ENGINE=arguments.engine, SPARES=1
+    )
     program = next(i for i, word in enumerate(told) if word.endswith("pretrain_gpt.py"))
     return Setting(directory, hosts, nodes, told[: program + 1], told[program + 1 :], arguments.time_limit)
-
-
-def hosts_of_hostfile() -> tuple[str, ...]:
-    """What HOSTFILE names, in order."""
-    lines = Path(os.environ["HOSTFILE"]).read_text().split("\n")
-    return tuple(line.split()[0] for line in lines if line.strip() and not line.startswith("#"))
 
 
 def sample(variant: str, setting: Setting, number: int) -> float:
     """Seconds from the loss of a node to the end of the next step. Raises MeasurementError."""
     place = setting.directory / f"{variant}_{number}"
     place.mkdir()
-    log = IterationLines(place / "launch.log")
     if variant in _OF_SLURM:
         _await_idle_nodes(len(setting.hosts), setting.limit_s)
-    try:
-        with (
-            ended(setting.nodes, setting.hosts, place),
-            launched(_command(variant, setting, place), log.path, echo=False) as launch,
-        ):
-            try:
-                log.wait_for(lambda iteration: iteration >= _STRIKE_AT, launch, setting.limit_s)
-                lost_ns = now_ns()
-                setting.nodes.harm("node-loss", last_host(place / "trace"), 0, 0)
-                resumed = log.wait_for(lambda iteration: iteration <= _STRIKE_AT, launch, setting.limit_s)
-                seconds = (now_ns() - lost_ns) / 1e9
-            finally:
-                launch.send(signal.SIGTERM, launch.launcher())
-                with contextlib.suppress(DrillError):
-                    launch.wait(END_S)
-    except (DrillError, MeasurementError) as error:
-        raise MeasurementError(f"{variant}: {error}") from error
-    if resumed != _SAVE_INTERVAL + 1:
-        raise MeasurementError(f"{variant}: it went on with iteration {resumed}, not from its checkpoint")
-    return seconds
+    with named(variant), ended(setting.nodes, setting.hosts, place):
+        return restarted(
+            _command(variant, setting, place),
+            place,
+            at=_STRIKE_AT,
+            saved=_SAVE_INTERVAL,
+            aim=lambda: functools.partial(setting.nodes.harm, "node-loss", last_host(trace_in(place)), 0, 0),
+            limit_s=setting.limit_s,
+        )
 
 
 def last_host(trace_dir: Path) -> str:
@@ -223,21 +188,6 @@ def last_host(trace_dir: Path) -> str:
     if len(ranks) < NODES * RANKS:
         raise MeasurementError(f"{trace_dir} has {len(ranks)} ranks; {NODES * RANKS} were expected")
     return ranks[max(ranks)].host
-
-
-@contextlib.contextmanager
-def ended(nodes: Nodes, hosts: Sequence[str], place: Path) -> Any:
-    """At the end the lost node is there again, and nothing of the launch is left on any."""
-    try:
-        yield
-    finally:
-        nodes.mend()
-        deadline = time.monotonic() + END_S
-        for host in hosts:
-            while left := nodes.processes(host, str(place)):
-                if time.monotonic() > deadline:
-                    raise MeasurementError(f"{len(left)} processes are left on {host}: {left[0][:300]}")
-                time.sleep(0.2)
 
 
 def _await_idle_nodes(count: int, limit_s: float) -> None:
@@ -253,8 +203,7 @@ def _await_idle_nodes(count: int, limit_s: float) -> None:
 
 def _command(variant: str, setting: Setting, place: Path) -> list[str]:
     """The command that launches a variant, with all that it leaves in `place`."""
-    save = ["--save", str(place / "checkpoints"), "--load", str(place / "checkpoints")]
-    flags = [*setting.flags, *save, "--restart-trace-dir", str(place / "trace")]
+    flags = [*setting.flags, *directories_in(place)]
     if variant == SPARE:
         return [*setting.told, *flags]
     program = [str(ROOT / "pretrain_gpt.py"), *flags]
@@ -293,12 +242,11 @@ def _assigned(variables: dict[str, str]) -> list[str]:
     return [f"{name}={value}" for name, value in variables.items()]
 
 
-def analyse(samples: dict[str, list[float]], before: dict[str, Any]) -> dict[str, Any]:
+def analyse(samples: dict[str, list[float]]) -> dict[str, Any]:
     """Medians, spreads, what megatron.launch takes of each, and every sample, in seconds, by round."""
     medians = {name: statistics.median(values) for name, values in samples.items()}
     ours = medians.get(SPARE)
     return {
-        "machine": before,
         "target_s": _TARGET_S,
         "target_ratio": _TARGET_RATIO,
         "variants": {

@@ -15,31 +15,36 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import functools
 import math
 import os
 import shlex
-import signal
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launchers.measure import IterationLines
-from benchmarks.launchers.node_loss import PRESET, RANKS, ended, hosts_of_hostfile
-from benchmarks.launchers.rounds import COULD_NOT_RUN, OK, add_options, check_options, interleaved
+from benchmarks.launchers.over_nodes import (
+    RANKS,
+    check,
+    directories_in,
+    ended,
+    hosts_of_hostfile,
+    measured,
+    named,
+    parser_of,
+    preset_command,
+    restarted,
+    trace_in,
+)
+from benchmarks.launchers.rounds import interleaved
 from benchmarks.launchers.variants import MeasurementError
-from restart_trace.clock import now_ns
-from restart_trace.command_line import CommandParser
-from tools.common.machine import machine
-from tools.restart_drill.launch import DrillError, launched, recorded_ranks
+from tools.restart_drill.launch import recorded_ranks
 from tools.restart_drill.moments import TraceTail
-from tools.restart_drill.nodes import Nodes, Program, nodes_of
-from tools.restart_drill.preset import command_of
+from tools.restart_drill.nodes import Nodes, Program
 
 # Wide enough that a load takes longer than the rest of it: 68 to 80 MB a rank with its weights, whatever DP is.
 _MODEL = "--hidden-size {0} --ffn-hidden-size {1} --num-attention-heads 8 --seq-length 64"
@@ -110,51 +115,32 @@ class Setting:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; exits with status 2 and a message if it is wrong (argparse)."""
     shown = "\n".join(f"  {name:7} {what}" for name, what in VARIANTS.items())
-    parser = CommandParser(
-        prog="python -m benchmarks.launchers.peer_loss",
-        description=(__doc__ or "").splitlines()[0],
-        epilog=_EPILOG.format(variants=shown),
-    )
-    add_options(parser, VARIANTS, repeat=3, engine="memory", time_limit_s=300)
+    what = (__doc__ or "").splitlines()[0]
+    parser = parser_of("peer_loss", what, _EPILOG.format(variants=shown), VARIANTS, engine="memory")
     parser.add_argument(
         "--link-mbit", type=int, metavar="N", help="limit the link of each node to N Mbit/s (default: no limit)"
     )
     arguments = parser.parse_args(argv)
-    check_options(parser, arguments)
     if arguments.engine != "memory":
         parser.error(f"--engine {arguments.engine}: only memory has copies on peers")
     if arguments.link_mbit is not None and arguments.link_mbit < 1:
         parser.error(f"--link-mbit {arguments.link_mbit}: must be at least 1")
-    for name in ("HOSTFILE", "NODES_COMMAND"):
-        if not os.environ.get(name):
-            parser.error(f"{name} is not set: run it by `python -m tests.cluster run`, or see docs/restart_drill.md")
-    return arguments
+    return check(parser, arguments)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of the process) and return its exit status."""
     arguments = parse_arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing is left running
-    before = machine()
-    words = shlex.split(os.environ["NODES_COMMAND"])
-    try:
-        with (
-            tempfile.TemporaryDirectory(prefix="peer_loss_", dir=arguments.dir) as directory,
-            nodes_of(words, [-1]) as nodes,
-            contextlib.closing(Program(words)) as program,
-        ):
+
+    def measure(directory: Path, nodes: Nodes) -> dict[str, Any]:
+        with contextlib.closing(Program(shlex.split(os.environ["NODES_COMMAND"]))) as program:
             hosts = _hosts()
-            told = _told(Path(directory), len(hosts) - 1)
-            setting = Setting(
-                Path(directory), hosts, nodes, program, told, arguments.time_limit, arguments.link_mbit
-            )  # fmt: skip
+            told = _told(directory, len(hosts) - 1)
+            setting = Setting(directory, hosts, nodes, program, told, arguments.time_limit, arguments.link_mbit)
             samples = interleaved(arguments, lambda name, number: sample(name, setting, number))
-    except (OSError, MeasurementError, DrillError) as exc:
-        print(f"peer_loss: {exc}", file=sys.stderr)
-        return COULD_NOT_RUN
-    found = analyse(samples, setting, before)
-    print(json.dumps(found) if arguments.format == "json" else render(found))
-    return OK
+            return analyse(samples, setting)
+
+    return measured("peer_loss", arguments, measure, render)
 
 
 def _hosts() -> tuple[str, ...]:
@@ -170,11 +156,10 @@ def _told(directory: Path, nodes: int) -> list[str]:
     dp = nodes * RANKS // 4
     growth = math.sqrt(14 / (2 + 12 / dp))  # bytes for each parameter: weights in bf16, a DP share of Adam's state
     width = _WIDTH_STEP * round(growth * _WIDTH / _WIDTH_STEP)
-    os.environ.update(
-        DP=str(dp), ITERS=str(_ITERATIONS), SAVE_INTERVAL=str(_SAVE_INTERVAL), ENGINE="memory", LAUNCHER="fork",
-        MAX_RESTARTS="1", SPARES="1", WORK_DIR=str(directory), KILL_AT="none",
-    )  # fmt: skip
-    return [*command_of(PRESET), *_MODEL.format(width, 4 * width).split()]
+    command = preset_command(
+        directory, DP=dp, ITERS=_ITERATIONS, SAVE_INTERVAL=_SAVE_INTERVAL, ENGINE="memory", SPARES=1
+    )
+    return [*command, *_MODEL.format(width, 4 * width).split()]
 
 
 def sample(variant: str, setting: Setting, number: int) -> float:
@@ -185,36 +170,26 @@ def sample(variant: str, setting: Setting, number: int) -> float:
         for host in setting.hosts:
             setting.program.call("slow-link", host, str(setting.link_mbit * 1000))
     setting.program.call("slow-storage", str(_STORAGE_MBYTE * 1000 if variant == SLOW else 0))
-    try:
-        with ended(setting.nodes, setting.hosts, place):
-            seconds, resumed = _restart(variant, setting, place)
-    except (DrillError, MeasurementError) as error:
-        raise MeasurementError(f"{variant}: {error}") from error
-    if resumed != _SAVE_INTERVAL + 1:
-        raise MeasurementError(f"{variant}: it went on with iteration {resumed}, not from its save")
-    setting.loads.setdefault(variant, []).append(_load_s(variant, setting, place / "trace"))
+    with named(variant), ended(setting.nodes, setting.hosts, place):
+        seconds = restarted(
+            [*setting.told, *directories_in(place), *_FLAGS[variant]],
+            place,
+            at=_STRIKE_AT,
+            saved=_SAVE_INTERVAL,
+            aim=lambda: _aim(variant, setting, trace_in(place)),
+            limit_s=setting.limit_s,
+            end_s=_END_S,
+        )
+    setting.loads.setdefault(variant, []).append(_load_s(variant, setting, trace_in(place)))
     return seconds
 
 
-def _restart(variant: str, setting: Setting, place: Path) -> tuple[float, int]:
-    """(seconds from the loss to the end of the next step, its iteration)."""
-    log = IterationLines(place / "launch.log")
-    save = ["--save", str(place / "checkpoints"), "--load", str(place / "checkpoints")]
-    command = [*setting.told, *save, *_FLAGS[variant], "--restart-trace-dir", str(place / "trace")]
-    with launched(command, log.path, echo=False) as launch:
-        try:
-            log.wait_for(lambda iteration: iteration >= _STRIKE_AT, launch, setting.limit_s)
-            _await_save(place / "trace", setting.limit_s)
-            last = recorded_ranks(place / "trace", 0)[1][setting.world_size - 1]
-            host, pid = last.host, last.pid
-            lost_ns = now_ns()
-            setting.nodes.harm("sigkill-one" if variant == LOCAL else "node-loss", host, pid, 0)
-            resumed = log.wait_for(lambda iteration: iteration <= _STRIKE_AT, launch, setting.limit_s)
-            return (now_ns() - lost_ns) / 1e9, resumed
-        finally:
-            launch.send(signal.SIGTERM, launch.launcher())
-            with contextlib.suppress(DrillError):
-                launch.wait(_END_S)
+def _aim(variant: str, setting: Setting, trace_dir: Path) -> Callable[[], object]:
+    """Wait for the first save; what loses the node of the last rank then, or that rank."""
+    _await_save(trace_dir, setting.limit_s)
+    last = recorded_ranks(trace_dir, 0)[1][setting.world_size - 1]
+    fault = "sigkill-one" if variant == LOCAL else "node-loss"
+    return functools.partial(setting.nodes.harm, fault, last.host, last.pid, 0)
 
 
 def _await_save(trace_dir: Path, limit_s: float) -> None:
@@ -244,10 +219,9 @@ def _load_s(variant: str, setting: Setting, trace_dir: Path) -> float:
     return max(record["end_ns"] - record["start_ns"] for record in loads) / 1e9
 
 
-def analyse(samples: dict[str, list[float]], setting: Setting, before: dict[str, Any]) -> dict[str, Any]:
+def analyse(samples: dict[str, list[float]], setting: Setting) -> dict[str, Any]:
     """Medians, spreads and every sample, in seconds, by round."""
     return {
-        "machine": before,
         "link_mbit_per_s": setting.link_mbit,
         "storage_mbyte_per_s": _STORAGE_MBYTE,
         "bytes_a_rank": setting.bytes_a_rank,

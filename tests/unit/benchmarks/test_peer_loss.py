@@ -16,7 +16,7 @@ def told(samples: dict[str, list[float]], loads: dict[str, list[float]]) -> str:
     downloads = {name: [0.75 * one for one in values] for name, values in loads.items()}
     facts = {"loads": loads, "downloads": downloads, "link_mbit": 1000, "bytes_a_rank": 60_000_000}
     setting: Any = type("Setting", (), facts)
-    return peer_loss.render(peer_loss.analyse(samples, setting, {"load_average_1_min": 0.5}))
+    return peer_loss.render({"machine": {"load_average_1_min": 0.5}} | peer_loss.analyse(samples, setting))
 
 
 def test_ratios_are_of_medians_and_compared_with_the_targets() -> None:
