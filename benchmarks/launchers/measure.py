@@ -2,7 +2,8 @@
 
 The same for every variant: the clock runs from the first SIGKILL until the line of the first iteration after the
 restart is in the launch's log, where it is looked for every two milliseconds. A relaunch begins as soon as no process
-of the last launch is left. With standby ranks the failure comes when they wait for it.
+of the last launch is left. With standby ranks the failure comes when they wait for it, which
+may be after a later checkpoint.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def _is_the_moment(variant: str, setting: Setting, launch: Launch, iteration: in
     """Whether to strike after this iteration."""
     if iteration < SAVE_INTERVAL or iteration % SAVE_INTERVAL != _STRIKE_AFTER:
         return False
-    return variant != STANDBY or sum(child.name() == WAITS for child in _children(launch)) == setting.world_size
+    return variant not in STANDBY or sum(child.name() == WAITS for child in _children(launch)) == setting.world_size
 
 
 def _children(launch: Launch) -> list[psutil.Process]:

@@ -19,13 +19,15 @@ ITERATIONS = 40  # more than a sample needs: nothing ends by itself before it is
 _VOCABULARY = 4096  # tokens of tools.build_corpus's tokenizer; a multiple of what it would be padded to
 
 BASELINE = "plain"
-IN_PLACE, STANDBY = "fork-in-place", "fork-standby"
+IN_PLACE = "fork-in-place"
+STANDBY = {"fork-standby": "1", "fork-standby-load": "load"}  # name -> STANDBY of the preset
 # Name -> what it is.
 VARIANTS = {
     "torchrun": "the demonstration, relaunched with torchrun",
     "fork": "the demonstration, relaunched with megatron.launch",
     IN_PLACE: "the demonstration, its ranks started again by megatron.launch --max-restarts",
-    STANDBY: "the same with --standby: ranks that were set up ahead of the failure take their place",
+    "fork-standby": "the same with --standby: ranks that were set up ahead of the failure take their place",
+    "fork-standby-load": "the same with --standby-load: they have loaded the checkpoint ahead, too",
     BASELINE: "a plain DeepSpeed script of the same model, relaunched with torchrun",
 }
 
@@ -57,7 +59,7 @@ class Setting:
 
 def restarts_in_place(variant: str) -> bool:
     """Whether the launcher outlives the failure of its ranks."""
-    return variant in (IN_PLACE, STANDBY)
+    return variant == IN_PLACE or variant in STANDBY
 
 
 def prepare_data(setting: Setting) -> None:
@@ -92,7 +94,7 @@ def _demonstration(variant: str, setting: Setting, save: Path) -> list[str]:
         settings |= {"LAUNCHER": "torchrun", "MASTER_PORT": str(free_port())}
     else:
         settings |= {"LAUNCHER": "fork", "MAX_RESTARTS": "1" if restarts_in_place(variant) else "0"}
-        settings |= {"STANDBY": "1"} if variant == STANDBY else {}
+        settings |= {"STANDBY": STANDBY[variant]} if variant in STANDBY else {}
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     done = subprocess.run(["bash", str(_PRESET)], env=kept | settings, capture_output=True, text=True)
     if done.returncode:

@@ -12,8 +12,8 @@
 #   WORK_DIR                                       where everything goes (default: runs/NAME in the repository)
 #   LAUNCHER=torchrun|deepspeed|srun|fork HOSTFILE NNODES NODE_RANK GPUS_PER_NODE
 #   MASTER_ADDR MASTER_PORT MAX_RESTARTS           the last for LAUNCHER=fork: restarts in place
-#   STANDBY=1                                      with MAX_RESTARTS on one node, without CUDA: the ranks of the next start
-#                                                  are set up ahead of a failure
+#   STANDBY=1|load                                 with MAX_RESTARTS on one node, without CUDA: the ranks of the next start
+#                                                  are set up ahead of a failure; load: and load each checkpoint ahead
 #   HOST_GRACE=SECONDS                             for LAUNCHER=deepspeed over HOSTFILE: how long after the launch on one
 #                                                  host has ended those of the others are ended, too (30)
 #   EXPORT="NAME ..."                              variables for the ranks of all nodes, in addition to those that
@@ -96,9 +96,9 @@ load_settings() {
         die "BLOCKED_TARGET=${BLOCKED_TARGET:-} DURABLE_TARGET=${DURABLE_TARGET:-}: say what DRY_RUN=plan shows; give it, or leave them out"
     [[ ${HOST_GRACE:-30} =~ ^[0-9]+$ ]] || die "HOST_GRACE=$HOST_GRACE: give whole seconds"
     [[ $LAUNCHER == fork || -z ${MAX_RESTARTS:-} ]] || die "MAX_RESTARTS=$MAX_RESTARTS: only LAUNCHER=fork restarts in place"
-    [[ ${STANDBY:-} =~ ^1?$ ]] || die "STANDBY=$STANDBY: use 1, or leave it out"
+    [[ ${STANDBY:-} =~ ^(1|load)?$ ]] || die "STANDBY=$STANDBY: use 1 or load, or leave it out"
     [[ -z ${STANDBY:-} || -n ${MAX_RESTARTS:-} && -z ${HOSTFILE:-} ]] ||
-        die "STANDBY=1: needs MAX_RESTARTS, and one node (no HOSTFILE)"
+        die "STANDBY=$STANDBY: needs MAX_RESTARTS, and one node (no HOSTFILE)"
 
     WORLD_SIZE=$((TP * PP * DP))
     RUN_NAME=${MODEL}_tp${TP}_pp${PP}_dp${DP}

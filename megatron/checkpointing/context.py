@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from megatron.checkpointing.commit import Candidate
 from megatron.checkpointing.engines.base import CheckpointEngine
 from megatron.checkpointing.naming import RankPlace
 from megatron.config import Config
@@ -14,6 +16,23 @@ from restart_trace.recorder import Recorder
 if TYPE_CHECKING:
     from megatron.checkpointing.engines.lazy.early_copy import EarlyCopy
     from megatron.checkpointing.prefetch import Prefetch
+
+
+@dataclass
+class Ahead:
+    """What was restored before its start began: the live state is that of `candidate`, if there is one.
+
+    `common`: its mp_rank file, `random_state` that after it was restored.
+    """
+
+    candidate: Candidate | None = None
+    common: Mapping[str, Any] | None = None
+    random_state: Mapping[str, Any] | None = None
+    began: bool = False  # a load has changed the live state, which is not the initial one any more
+
+    def forget(self) -> None:
+        """The live state is that of no checkpoint."""
+        self.candidate = self.common = self.random_state = None
 
 
 @dataclass(frozen=True)
@@ -31,6 +50,7 @@ class RunContext:
     # The owner of --save before this start of the ranks was an earlier start of this launch: nobody saved in between.
     follows_itself: bool = False
     early_copy: EarlyCopy | None = None  # of this rank's newest save, on a host that had none
+    ahead: Ahead | None = None  # of a standby rank with --standby-load
 
     @property
     def engine_class(self) -> str:

@@ -19,7 +19,7 @@ from megatron.checkpointing import naming as names
 from megatron.checkpointing.agreement import CheckpointRejectedError, together
 from megatron.checkpointing.changed_flags import check_optimizer
 from megatron.checkpointing.compatibility import cannot_be_read, check_candidate, foreign_engine
-from megatron.checkpointing.context import RunContext
+from megatron.checkpointing.context import Ahead, RunContext
 from megatron.checkpointing.discovery import LookedAt, next_found, search_directory
 from megatron.checkpointing.engines.base import CheckpointEngine, SavedCheckpoint
 from megatron.checkpointing.engines.errors import (
@@ -34,9 +34,10 @@ from megatron.checkpointing.engines.registry import create_engine
 from megatron.checkpointing.hashes import compare_hashes, compare_hashes_with
 from megatron.checkpointing.kept import KeptCandidate, MemoryCandidate, OtherLayout, forget, in_turn
 from megatron.checkpointing.reshard.loading import load_elsewhere
-from megatron.checkpointing.state import Progress, live_state, restore_state, restore_tied_weights
+from megatron.checkpointing.state import Progress, live_state, restore_progress, restore_state, restore_tied_weights
 from megatron.config.arguments import namespace_from_config
 from megatron.config.uris import is_uri
+from megatron.parallel.random import get_rng_state, set_rng_state
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
 from restart_trace.schema import STORAGE
@@ -200,6 +201,10 @@ def _load_candidate(
     """
     options = ctx.config.checkpoint
     place = ctx.place
+    if ctx.ahead is not None:
+        if ctx.ahead.candidate == candidate:
+            return _take_loaded_ahead(ctx, ctx.ahead, engine, op)
+        ctx.ahead.forget()
     with_optimizer = not (options.no_load_optim or options.finetune)
     states: dict[str, Any] = {}
     manifest = candidate.manifest
@@ -243,6 +248,7 @@ def _load_candidate(
                 return load_elsewhere(ctx, reader, engine, candidate, op, files)
         return _load_elsewhere(ctx, reader, engine, candidate, fetch, op)
     together(ctx.control, op, read, _name_slow_readers)
+    common = states.get(names.model_states_file(place.layout, place.at))
     progress = _apply(ctx, engine, candidate, states, op)
     shared = "all_gather" if with_optimizer else "broadcast"
     with op.span("redistribute", shared), UnderWay(RANKS, "sharing of tied weights"):
@@ -251,6 +257,19 @@ def _load_candidate(
         _verify_restored(ctx, engine, candidate, op)
     if manifest is None:
         logger.info("%s has no manifest (upstream wrote it): its checksums cannot be verified", candidate.tag)
+    elif ctx.ahead is not None:
+        ctx.ahead.candidate, ctx.ahead.common, ctx.ahead.random_state = candidate, common, get_rng_state()
+    return progress
+
+
+def _take_loaded_ahead(ctx: RunContext, ahead: Ahead, engine: Any, op: Operation) -> Progress:
+    """Begin from the state that was restored ahead; every rank has found that this is the checkpoint to load."""
+    assert ahead.candidate is not None and ahead.common is not None and ahead.random_state is not None
+    with op.span("load", "host_to_device"):
+        check_optimizer(ahead.common["args"], namespace_from_config(ctx.config), ahead.candidate.directory)
+        progress = restore_progress(engine, ahead.common, ctx.config)
+        set_rng_state(dict(ahead.random_state))
+    ctx.recorder.event("load", "loaded_ahead", ahead.candidate.tag)
     return progress
 
 

@@ -320,7 +320,7 @@ class Agent:
         self._current = _Generation(number, plan, ranks)
         self._trace.relaunched(began_ns)
 
-    def _become_child(self) -> None:
+    def _become_child(self, _local_rank: int) -> None:
         self._leave_agent()
         if self._copies is not None:
             self._copies.close_in_child()

@@ -98,6 +98,12 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
     )
     add(
+        "--standby-load",
+        "with --standby: these ranks also load each checkpoint once it is committed, which reads it once more while "
+        "training goes on; a restart then loads nothing, unless there is a newer one",
+        action="store_true",
+    )
+    add(
         "--shutdown-timeout",
         "seconds between SIGTERM and SIGKILL when ranks are ended",
         type=float,
@@ -132,6 +138,8 @@ def parse_arguments(argv: Sequence[str] | None) -> Plan:
     elif args.nnodes > 1:
         _check_nodes_alone(parser, args)
         args.master_port = args.master_port or _DEFAULT_PORT
+    if args.standby_load and not args.standby:
+        parser.error("--standby-load: standby ranks load ahead; give --standby, too")
     if args.standby:
         _check_standby(parser, args)
     _check_script(parser, args.script)
@@ -146,6 +154,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Plan:
         max_restarts=args.max_restarts,
         shutdown_timeout_s=args.shutdown_timeout,
         standby=args.standby,
+        standby_load=args.standby_load,
         coordinator=coordinator,
         address=args.address or socket.gethostname(),
         health_directory=args.health_directory or tempfile.gettempdir(),
@@ -154,8 +163,11 @@ def parse_arguments(argv: Sequence[str] | None) -> Plan:
 
 def _check_standby(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """What ranks that wait beside those that train need."""
-    if args.coordinator is not None or args.nnodes > 1:
-        parser.error("--standby: restarts in place on one node; leave it out with --coordinator and --nnodes")
+    for flag, given in (("--coordinator", args.coordinator), ("--nnodes", args.nnodes if args.nnodes > 1 else None)):
+        if given is not None:
+            parser.error(
+                f"--standby with {flag} {given}: standby ranks are for restarts on one node; leave out --standby"
+            )
     if not args.max_restarts:
         parser.error("--standby: standby ranks take the place of ranks that fail; give --max-restarts, too")
     if args.master_port is not None:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class Plan:
     """The ranks of this node. If `master_port` is None, every start uses a free port (one node, or a coordinator).
 
-    With `standby` the ranks of the next start are set up ahead of a failure. With a `coordinator`, (host, port), that
+    With `standby` the ranks of the next start are set up ahead of a failure, and with `standby_load` they load each
+    checkpoint once it is there. With a `coordinator`, (host, port), that
     decides on nodes, starts and restarts. Then `node_rank` is the number of this node, spares included, and `address`
     where other nodes reach it.
     """
@@ -24,6 +25,7 @@ class Plan:
     max_restarts: int
     shutdown_timeout_s: float
     standby: bool = False
+    standby_load: bool = False
     coordinator: tuple[str, int] | None = None
     address: str = ""
     health_directory: str = ""  # on the disk that a health check tries

@@ -63,9 +63,11 @@ class Ranks:
             del self.running[pid]
 
 
-def fork_ranks(plan: Plan, restart: int, port: int, preloaded: Preload | None, in_child: Callable[[], object]) -> Ranks:
-    """Fork all ranks of this node. In a rank `in_child` is called, and this does not return: SystemExit leaves
-    through it."""
+def fork_ranks(
+    plan: Plan, restart: int, port: int, preloaded: Preload | None, in_child: Callable[[int], object]
+) -> Ranks:
+    """Fork all ranks of this node. In a rank `in_child` is called with its local rank, and this does not return:
+    SystemExit leaves through it."""
     launcher = os.getpid()
     ranks = Ranks()
     for local_rank in range(plan.nproc_per_node):
@@ -73,7 +75,7 @@ def fork_ranks(plan: Plan, restart: int, port: int, preloaded: Preload | None, i
         sys.stderr.flush()
         pid = os.fork()
         if pid == 0:
-            in_child()
+            in_child(local_rank)
             become_rank(plan, local_rank, restart, port, launcher, preloaded)
         ranks.running[pid] = plan.rank(local_rank)
     return ranks

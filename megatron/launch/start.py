@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Collection
@@ -10,7 +11,7 @@ from megatron.launch.plan import Plan
 from megatron.launch.ranks import fork_ranks
 from megatron.processes.process_name import name_process
 from megatron.processes.rendezvous_store import RendezvousStore
-from megatron.processes.standby import LAUNCHER_VARIABLE, SETS_UP, VARIABLE
+from megatron.processes.standby import LAUNCHER_VARIABLE, LOAD, LOADS_VARIABLE, RELEASE, SETS_UP, VARIABLE
 from restart_trace.startup import Preload
 
 
@@ -25,35 +26,50 @@ class Start:
         """
         self.number = number
         self._store = RendezvousStore(plan.master_addr, plan.master_port or 0) if plan.node_rank == 0 else None
-        self._release: int | None = None
         port = self._store.port if self._store is not None else plan.master_port or 0
-        reader, self._release = os.pipe() if waits else (None, None)
+        pipes = [os.pipe() for _ in range(plan.nproc_per_node)] if waits else []
+        self._writers = [writer for _, writer in pipes]
         asks = plan.standby and number < plan.max_restarts
 
-        def in_child() -> None:
+        def in_child(local_rank: int) -> None:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             if asks:
                 os.environ[LAUNCHER_VARIABLE] = str(os.getppid())
-            if self._release is not None:
-                os.close(self._release)
-                os.environ[VARIABLE] = str(reader)
+            if plan.standby_load:
+                os.environ[LOADS_VARIABLE] = "1"
+            for number, ends in enumerate(pipes):
+                for end in ends[1:] if number == local_rank else ends:
+                    os.close(end)
+            if pipes:
+                os.environ[VARIABLE] = str(pipes[local_rank][0])
                 name_process(SETS_UP)
 
         self.ranks = fork_ranks(plan, number, port, preloaded, in_child)
-        if reader is not None:
+        for reader, _ in pipes:
             os.close(reader)
+
+    def load(self) -> None:
+        """Have standby ranks load the newest checkpoint, once they are set up."""
+        self._tell(LOAD)
 
     def release(self) -> None:
         """Have standby ranks go on, those that are not set up yet as soon as they are."""
-        assert self._release is not None
-        os.write(self._release, bytes(len(self.ranks.running)))
-        os.close(self._release)
-        self._release = None
+        self._tell(RELEASE)
+        self._close_pipes()
+
+    def _tell(self, what: bytes) -> None:
+        for writer in self._writers:
+            with contextlib.suppress(BrokenPipeError):  # of a rank that has ended, as will be seen
+                os.write(writer, what)
+
+    def _close_pipes(self) -> None:
+        for writer in self._writers:
+            os.close(writer)
+        self._writers = []
 
     def close(self) -> None:
         """End the rendezvous. No rank runs any more."""
-        if self._release is not None:
-            os.close(self._release)
+        self._close_pipes()
         if self._store is not None:
             self._store.close()
 
@@ -66,10 +82,13 @@ class Standby:
         self._mask = mask
         self._tell = tell
         self._start: Start | None = None
+        self._given_up: int | None = None  # of this start one has ended
 
-    def set_up(self, number: int) -> None:
-        """Fork them, for the start of that number. In a rank this does not return."""
-        if self._start is None:
+    def asked(self, number: int) -> None:
+        """Fork them, for the start of that number; in a rank this does not return. Have them load if they are there."""
+        if self._start is not None:
+            self._start.load()
+        elif number != self._given_up:
             self._start = Start(self._plan, number, None, self._mask, waits=True)
 
     def look_after(self) -> None:
@@ -80,6 +99,7 @@ class Standby:
         if len(self._start.ranks.running) < self._plan.nproc_per_node:
             why = (self._start.ranks.failures or ["one has ended"])[0]
             self._tell(f"standby ranks: {why}; the next restart sets its ranks up itself")
+            self._given_up = self._start.number
             self.discard()
 
     def release(self) -> Start | None:

@@ -106,7 +106,7 @@ def _run_to_end(
             stopped_by = stopped_by or signum
             ranks.end(signum, shutdown_timeout_s)
         elif signum == ASK_SIGNAL and not failed and stopped_by is None:
-            standby.set_up(start.number + 1)
+            standby.asked(start.number + 1)
 
 
 def _next_signal(watched: frozenset[signal.Signals], deadline: float | None) -> signal.Signals | None:

@@ -28,6 +28,7 @@ from restart_trace.recorder import Operation, Recorder
 if TYPE_CHECKING:
     from megatron.checkpointing.engines.lazy.early_copy import EarlyCopy
     from megatron.checkpointing.object_storage.ownership import ObjectOwnership
+    from megatron.training.standby import LoadsAhead
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +47,19 @@ def build_checkpointer(
     vocab_sizes: tuple[int, int],
     prefetch: Prefetch | None,
     early_copy: EarlyCopy | None,
+    loads: LoadsAhead | None,
 ) -> Checkpointer:
     """Create the engine of --checkpoint-engine and what goes around it; collective.
 
-    `ownership`: rank 0's of --save. `vocab_sizes`: the tokenizer's, and that padded for TP. Raises
-    EngineUnavailableError if --save is given and this machine cannot save with the engine.
+    `ownership`: rank 0's of --save. `vocab_sizes`: the tokenizer's, and that padded for TP. `loads`: of a
+    standby rank that loads ahead. Raises EngineUnavailableError if --save is given and this machine cannot save with
+    the engine.
     """
-    options = engine_options(config.checkpoint, runtime.rank, config.parallel.distributed_timeout_minutes)
-    engine = create_engine(config.checkpoint.checkpoint_engine, options)
+    if loads is None:
+        options = engine_options(config.checkpoint, runtime.rank, config.parallel.distributed_timeout_minutes)
+        engine = create_engine(config.checkpoint.checkpoint_engine, options)
+    else:
+        engine = loads.checkpoint_engine
     if config.checkpoint.save is not None:
         engine.check_can_save()
     # One name for the temporary directories of this launch; without --save there are none.
@@ -70,6 +76,7 @@ def build_checkpointer(
         prefetch=prefetch,
         follows_itself=follows_itself,
         early_copy=early_copy,
+        ahead=None if loads is None else loads.ahead,
     )
     return Checkpointer(context, attempt_of(generation), ownership=ownership, commit_control=runtime.commit_control)
 
@@ -114,16 +121,25 @@ def initialize_state(checkpointer: Checkpointer, engine: Any) -> None:
 def restore(checkpointer: Checkpointer, engine: Any) -> Progress | None:
     """The progress of the checkpoint that was loaded; None to start from iteration 0.
 
-    Raises CheckpointNotFoundError if the flags ask for a checkpoint and none is there or whole.
+    Raises CheckpointNotFoundError if the flags ask for a checkpoint and none is there or whole, or if none is left of
+    those that were loaded ahead: then the live state is not the initial one.
     """
     options = checkpointer.context.config.checkpoint
+    ahead = checkpointer.context.ahead
     try:
         progress = checkpointer.load(engine)
     except CheckpointNotFoundError as error:
         if not options.allow_start_over:
             raise
+        if ahead is not None and ahead.began:
+            raise
         logger.warning("%s; starting from iteration 0, as --allow-start-over says", error)
         return None
+    if progress is None and ahead is not None and ahead.began:
+        raise CheckpointNotFoundError(
+            f"--load {options.load}: what standby ranks had loaded ahead (--standby-load) is gone, and nothing is left "
+            "to begin with; start the job again"
+        )
     if progress is None and options.exit_on_missing_checkpoint:
         raise CheckpointNotFoundError(
             f"--load {options.load}: no checkpoint there, and --exit-on-missing-checkpoint is given; "
@@ -157,6 +173,11 @@ class CheckpointSaves:
             # What memory is for: to lose no more than what lies between two saves.
             over_within = config.save_interval if saver.keeps_in_memory else None
             release_before_steps(engine, self._background, over_within, self._check_agreement)
+
+    @property
+    def last_saved_step(self) -> int | None:
+        """Iteration of the newest checkpoint that is known to be committed."""
+        return self._checkpointer.last_saved_step
 
     def save(self, progress: Progress, *, at_interval: bool = False) -> None:
         """Save unless this iteration is saved already. A failed save is reported, and training goes on.

@@ -8,10 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.config import CheckpointConfig, Config
+from megatron.config.uris import is_uri
 from megatron.fileio.host_memory import available_memory
-from megatron.processes.standby import ASK_SIGNAL, launcher_to_ask
+from megatron.processes.standby import ASK_SIGNAL, LOADS_VARIABLE, launcher_to_ask
+from restart_trace.recorder import untraced_recorder
 
 if TYPE_CHECKING:
+    from megatron.startup.initialize import Runtime
     from megatron.training.data import DataIterators, DataRequest, SplitDatasets
 
 logger = logging.getLogger(__name__)
@@ -19,11 +23,35 @@ logger = logging.getLogger(__name__)
 _PRIVATE = ("Private_Clean:", "Private_Dirty:")
 
 
-def ask_for_standby() -> None:
-    """To be called after every step. Asks once, after the first one, where the launcher has --standby."""
-    launcher = launcher_to_ask()
-    if launcher is None:
-        return
+class StandbyRanks:
+    """What the first rank of a host asks of the launcher: standby ranks after the first step, and with --standby-load
+    after each save that they load it. All other ranks ask for nothing.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._launcher = launcher_to_ask()
+        self._asked = False
+        self._saved: int | None = None
+
+    def ask(self, saved_step: int | None) -> None:
+        """To be called after every step, and what is saved then; `saved_step`: of the last checkpoint."""
+        if self._launcher is None:
+            return
+        if not self._asked:
+            if not _fit_in_memory():
+                self._launcher = None
+                return
+            if LOADS_VARIABLE in os.environ and (why := why_not_ahead(self._config.checkpoint)):
+                logger.warning("--standby-load: %s: standby ranks are set up, and a restart loads the checkpoint", why)
+        elif saved_step == self._saved or LOADS_VARIABLE not in os.environ:
+            return
+        self._asked, self._saved = True, saved_step
+        os.kill(self._launcher, ASK_SIGNAL)
+
+
+def _fit_in_memory() -> bool:
+    """Whether this host has room for them; says so if it has none."""
     ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     needed, available = ranks * private_bytes(), available_memory()
     if needed > available:
@@ -31,8 +59,64 @@ def ask_for_standby() -> None:
             "no standby ranks (--standby): %d of them take about %.1f GiB of host memory, and %.1f GiB are free; a "
             "restart sets its ranks up itself", ranks, needed / 2**30, available / 2**30,
         )  # fmt: skip
-        return
-    os.kill(launcher, ASK_SIGNAL)
+    return needed <= available
+
+
+def why_not_ahead(options: CheckpointConfig) -> str | None:
+    """Why no checkpoint can be loaded ahead; None if it can."""
+    if options.load is None:
+        return "without --load nothing is loaded"
+    if is_uri(options.load):
+        return f"--load {options.load} is object storage"
+    if options.checkpoint_engine == "memory":
+        return "--checkpoint-engine memory loads from memory"
+    flags = ("load_tag", "finetune", "no_load_optim", "no_load_rng", "no_load_lr_state", "reset_iteration")
+    given = next((name for name in flags if getattr(options, name)), None)
+    return None if given is None else f"--{given.replace('_', '-')} is given"
+
+
+class LoadsAhead:
+    """In a standby rank with --standby-load: has the newest checkpoint of --load restored into `engine`, DeepSpeed's.
+
+    `vocab_sizes`: the tokenizer's, and that padded for TP. What it loads may lie in memory of its `checkpoint_engine`,
+    which is that of the run from then on.
+    """
+
+    def __init__(self, config: Config, runtime: Runtime, vocab_sizes: tuple[int, int], engine: Any) -> None:
+        from megatron.checkpointing.context import Ahead, RunContext
+        from megatron.checkpointing.engines.options import engine_options
+        from megatron.checkpointing.engines.registry import create_engine
+        from megatron.checkpointing.naming import RankPlace
+
+        options = engine_options(config.checkpoint, runtime.rank, config.parallel.distributed_timeout_minutes)
+        self.ahead = Ahead()
+        self.checkpoint_engine = create_engine(config.checkpoint.checkpoint_engine, options)
+        self._engine = engine
+        self._context = RunContext(
+            config=config,
+            place=RankPlace(runtime.layout, runtime.coordinates, config.model.params_dtype),
+            vocab_size=vocab_sizes[0],
+            padded_vocab_size=vocab_sizes[1],
+            control=runtime.control,
+            recorder=untraced_recorder(),
+            checkpoint_engine=self.checkpoint_engine,
+            ahead=self.ahead,
+        )
+
+    def load(self) -> None:
+        """Load it, unless that was done; collective. What is wrong with it is for the load of the start to tell."""
+        from megatron.checkpointing.engines.errors import CheckpointError
+        from megatron.checkpointing.loading import load_newest
+
+        logging.disable()
+        try:
+            if load_newest(self._context, self._engine) is not None:
+                self.ahead.began = True
+        except CheckpointError:
+            self.ahead.forget()
+            self.ahead.began = True
+        finally:
+            logging.disable(logging.NOTSET)
 
 
 def private_bytes() -> int:

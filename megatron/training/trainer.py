@@ -16,9 +16,9 @@ from megatron.config.arguments import exit_with, parse_or_exit
 from megatron.config.uris import is_uri
 from megatron.parallel.topology import Layout
 from megatron.processes.parent_process import end_with_launcher
-from megatron.processes.standby import is_standby, wait_for_release
+from megatron.processes.standby import LOADS_VARIABLE, is_standby, wait_for_release
 from megatron.training.heavy_imports import import_everything
-from megatron.training.standby import ask_for_standby
+from megatron.training.standby import LoadsAhead, StandbyRanks, why_not_ahead
 from restart_trace.clock import now_ns
 from restart_trace.process import RankIdentity, open_rank_trace
 from restart_trace.recorder import Recorder, untraced_recorder
@@ -140,11 +140,11 @@ class _Beginning:
         self.prefetch = start_prefetch(self._config, Layout(*self._config.parallel.sizes))
         self.early_copy = _start_early_copy(self._config)
 
-    def wait_and_begin(self) -> None:
-        """In a standby rank that is set up."""
+    def wait_and_begin(self, load_ahead: Callable[[], object] | None) -> None:
+        """In a standby rank that is set up; `load_ahead`: with --standby-load."""
         from megatron.checkpointing.engines.errors import CheckpointError
 
-        wait_for_release()
+        wait_for_release(load_ahead)
         try:
             self.begin(now_ns())
         except (CheckpointError, ConfigError, OSError, ValueError) as error:
@@ -323,12 +323,14 @@ def _set_up(config: Config, beginning: _Beginning, vocabulary: Vocabulary, provi
     model = _build_model(config, runtime, vocabulary.padded, providers)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     batch_fn = functools.partial(providers.batch_fn, eod_token=vocabulary.eod if config.data.eod_mask_loss else None)
-    engine = None
+    engine = loads = None
     if is_standby():
         engine = _build_engine(config, runtime, model, batch_fn)
         providers = providers._replace(datasets=opened_once(providers.datasets))
         rehearse(engine, build_data_iterators(providers.datasets, config, control, layout, place, Progress()))
-        beginning.wait_and_begin()
+        if LOADS_VARIABLE in os.environ and why_not_ahead(config.checkpoint) is None:
+            loads = LoadsAhead(config, runtime, vocabulary[:2], engine)
+        beginning.wait_and_begin(None if loads is None else loads.load)
         startup = runtime.communicators.startup = beginning.startup
     recorder, prefetch = beginning.recorder, beginning.prefetch
     _sample_continuously(config, recorder)
@@ -336,8 +338,9 @@ def _set_up(config: Config, beginning: _Beginning, vocabulary: Vocabulary, provi
         prefetch.also([layer_file(number, runtime.coordinates.tp) for number, _ in model.numbered_layers()])
     with runtime.communicators.apart_from("engine_init"):
         checkpointer = build_checkpointer(
-            config, runtime, control, recorder, beginning.ownership, vocabulary[:2], prefetch, beginning.early_copy
-        )
+            config, runtime, control, recorder, beginning.ownership, vocabulary[:2], prefetch, beginning.early_copy,
+            loads,
+        )  # fmt: skip
     assert startup.operation is not None
     prepare_memory(checkpointer, runtime, parameters, free, startup.operation)
     engine = engine or _build_engine(config, runtime, model, batch_fn)
@@ -444,16 +447,17 @@ def train(trainer: Trainer) -> None:
     config, progress = trainer.config, trainer.progress
     training = config.training
     loop_start = now_ns()
+    standby = StandbyRanks(config)
     trainer.exits.start()
     while progress.iteration < training.train_iters and not _enough_tokens(config, progress):
         _train_step(trainer, loop_start)
-        ask_for_standby()
         trainer.saves.poll()
         if training.eval_interval and progress.iteration % training.eval_interval == 0:
             _evaluate(trainer, "validation")
         interval = config.checkpoint.save_interval
         if interval and progress.iteration % interval == 0:
             trainer.saves.save(progress, at_interval=True)
+        standby.ask(trainer.saves.last_saved_step)
         reason = trainer.exits.reason(progress.iteration)
         if reason is not None:
             logger.info("stopping after iteration %d: %s", progress.iteration, reason)

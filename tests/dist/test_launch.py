@@ -41,12 +41,13 @@ def environment(out: Path) -> dict[str, str]:
     return kept | {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", MARK: str(out)}
 
 
+DROPOUT = "--hidden-dropout", "0.1", "--attention-dropout", "0.1"
 HELD_AT = 8  # with a save every 5 iterations: 6, 7 and 8 will be trained again
 
 
-def all_held(trace: Path) -> bool:
+def all_held(trace: Path, held_at: int = HELD_AT) -> bool:
     """Whether both ranks of the first launch have done the last iteration before they wait."""
-    return trace.exists() and all(HELD_AT in losses(trace, 0, rank) for rank in (0, 1))
+    return trace.exists() and all(held_at in losses(trace, 0, rank) for rank in (0, 1))
 
 
 def spans(trace: Path, cycle: int, phase: str) -> list[dict[str, Any]]:
@@ -62,8 +63,13 @@ def start_of(trace: Path, cycle: int) -> tuple[int, int]:
     return begin, found[0]["process_start_ns"]
 
 
-def trained_and_killed(tmp_path: Path, dataset: list[str], *flags: str, standby: int = 0) -> Path:
-    """The trace of a training whose ranks are killed at HELD_AT, when so many standby ranks wait, and go on exactly."""
+def trained_and_killed(
+    tmp_path: Path, dataset: list[str], *flags: str, standby: int = 0, held_at: int = HELD_AT, without: str = ""
+) -> Path:
+    """The trace of a training whose ranks are killed at `held_at`, when all standby ranks wait, and go on exactly.
+
+    `without`: the checkpoint of the last save, if it is taken away before.
+    """
     save, trace = tmp_path / "save", tmp_path / "save" / "restart_trace"
     saving = ["--save", str(save), "--load", str(save), "--verify-restored-state", "--train-iters", "40"]
     command = [*LAUNCHER, "--max-restarts", "1", *flags, str(ROOT / "pretrain_gpt.py"), *dataset, *TRAINING, *saving]
@@ -75,13 +81,15 @@ def trained_and_killed(tmp_path: Path, dataset: list[str], *flags: str, standby:
         job = subprocess.Popen(
             in_own_shm(command, tmp_path / "shm"),
             cwd=tmp_path,
-            env=environment(tmp_path) | held_environment(cycles=1, after=HELD_AT),
+            env=environment(tmp_path) | held_environment(cycles=1, after=held_at),
             stdout=log,
             stderr=subprocess.STDOUT,
         )
     try:
-        ready = lambda: all_held(trace) and that_wait() == standby  # noqa: E731
-        wait_for(lambda: ready() or job.poll() is not None, f"iteration {HELD_AT}")
+        ready = lambda: all_held(trace, held_at) and that_wait() == standby  # noqa: E731
+        wait_for(lambda: ready() or job.poll() is not None, f"iteration {held_at}")
+        if without:
+            (save / without).rename(tmp_path / without)
         for rank in (0, 1):
             os.kill(records(trace, 0, rank)[0]["pid"], signal.SIGKILL)
         assert job.wait(HANGS_S) == 0, (tmp_path / "log").read_text()[-4000:]
@@ -93,8 +101,9 @@ def trained_and_killed(tmp_path: Path, dataset: list[str], *flags: str, standby:
     assert left_in_shm(tmp_path / "shm") == []
     before, after = losses(trace, 0, 1), losses(trace, 1, 1)
     repeated = set(before) & set(after)
-    assert sorted(before) == list(range(1, HELD_AT + 1)) and sorted(after) == list(range(6, 41))
-    assert all(before[step] == after[step] for step in repeated) and repeated == {6, 7, 8}
+    saved = held_at // 5 * 5 - (5 if without else 0)
+    assert sorted(before) == list(range(1, held_at + 1)) and sorted(after) == list(range(saved + 1, 41))
+    assert all(before[step] == after[step] for step in repeated) and repeated == set(range(saved + 1, held_at + 1))
     return trace
 
 
@@ -108,6 +117,37 @@ def test_standby_ranks_take_the_place_of_those_that_are_killed(tmp_path: Path, d
         assert spans(trace, 1, phase) == [], "what was done ahead is no part of the restart"
     assert records(trace, 1, 1)[0]["environment"]["MEGATRON_STANDBY"]
     assert "MEGATRON_STANDBY" not in records(trace, 0, 1)[0]["environment"]
+
+
+@pytest.mark.slow
+def test_what_standby_ranks_do_ahead_leaves_no_trace_in_a_training_from_its_beginning(
+    tmp_path: Path, dataset: list[str]
+) -> None:
+    """With random numbers in the step, and no checkpoint yet that would replace what was changed."""
+    flags = "--standby", "--standby-load"
+    trained_and_killed(tmp_path, [*dataset, *DROPOUT], *flags, standby=2, held_at=3)
+
+
+@pytest.mark.slow
+def test_standby_ranks_go_on_from_what_they_have_loaded_ahead(tmp_path: Path, dataset: list[str]) -> None:
+    """First from iteration 10, which they loaded after that of 5."""
+    flags = "--standby", "--standby-load"
+    trace = trained_and_killed(tmp_path, [*dataset, *DROPOUT], *flags, standby=2, held_at=13)
+    (event,) = [r for r in records(trace, 1, 1) if r["type"] == "event" and r["phase"] == "loaded_ahead"]
+    assert event["detail"] == "global_step10"
+    assert not [r for r in records(trace, 1, 1) if r["type"] == "span" and r.get("detail") == "read"]
+
+
+@pytest.mark.slow
+def test_standby_ranks_load_another_checkpoint_than_the_one_that_they_have_loaded_ahead(
+    tmp_path: Path, dataset: list[str]
+) -> None:
+    """That of iteration 10 is gone when they are released."""
+    trace = trained_and_killed(
+        tmp_path, [*dataset, *DROPOUT], "--standby", "--standby-load", standby=2, held_at=13, without="global_step10"
+    )
+    assert not [r for r in records(trace, 1, 1) if r["type"] == "event" and r["phase"] == "loaded_ahead"]
+    assert [r for r in records(trace, 1, 1) if r["type"] == "span" and r.get("detail") == "read"]
 
 
 @pytest.mark.slow

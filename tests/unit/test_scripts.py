@@ -203,6 +203,8 @@ def test_fork_launcher(tmp_path: Path) -> None:
     assert configuration(single, 8).parallel.data_parallel_size == 2
     (standby,) = dry_run(TINY, tmp_path, LAUNCHER="fork", MAX_RESTARTS="1", STANDBY="1")
     assert parse_arguments([*standby.launcher[2:], str(ROOT / "pretrain_gpt.py")]).standby and not plan.standby
+    (loads,) = dry_run(TINY, tmp_path, LAUNCHER="fork", MAX_RESTARTS="1", STANDBY="load")
+    assert "--standby-load" in loads.launcher and "--standby-load" not in standby.launcher
     nodes = dry_run("run_7b_tp4_pp2.sh", tmp_path, LAUNCHER="fork", GPUS_PER_NODE="4", MASTER_ADDR="node0")
     plans = [parse_arguments([*node.launcher[2:], str(ROOT / "pretrain_gpt.py")]) for node in nodes]
     assert [(plan.node_rank, plan.nnodes, plan.rank(1)) for plan in plans] == [(0, 2, 1), (1, 2, 5)]
@@ -296,7 +298,7 @@ def test_too_few_gpus_in_the_hostfile_are_counted(tmp_path: Path) -> None:
         ("run_7b_tp4_pp2.sh", {"COMMAND_TO": "/c", "MODE": "replay"}, "COMMAND_TO: MODE=replay trains nothing"),
         (TINY, {"MAX_RESTARTS": "1"}, "MAX_RESTARTS=1: only LAUNCHER=fork restarts in place"),
         (TINY, {"LAUNCHER": "fork", "STANDBY": "1"}, "STANDBY=1: needs MAX_RESTARTS, and one node (no HOSTFILE)"),
-        (TINY, {"STANDBY": "yes"}, "STANDBY=yes: use 1, or leave it out"),
+        (TINY, {"STANDBY": "yes"}, "STANDBY=yes: use 1 or load, or leave it out"),
         (TINY, {"HOST_GRACE": "soon"}, "HOST_GRACE=soon: give whole seconds"),
         ("run_7b_tp4_pp2.sh", {"DEVICE": "cpu"}, "DEVICE=cpu: the 7b preset needs GPUs"),
         ("run_7b_tp4_pp2.sh", {"HOSTFILE": "/no/such"}, "HOSTFILE=/no/such: cannot be read"),

@@ -28,6 +28,7 @@ fork_command() {
         [[ -z ${MASTER_PORT:-} ]] || options+=(--master-port "$MASTER_PORT")
     else
         options+=(--nnodes "$NNODES" --node-rank "$1" --max-restarts "${MAX_RESTARTS:-0}" ${STANDBY:+--standby})
+        [[ ${STANDBY:-} != load ]] || options+=(--standby-load)
         if ((NNODES > 1)) || [[ -n ${MASTER_PORT:-} ]]; then
             options+=(--master-port "${MASTER_PORT:-29500}")
         fi

@@ -47,6 +47,37 @@ def test_standby_ranks_wait_take_the_place_of_those_that_fail_and_are_replaced(s
     assert not (job.directory / "pid_0_3").exists()  # no restart is left for them
 
 
+LOADING_SCRIPT = SCRIPT.replace(
+    "    standby.wait_for_release()\n",
+    """
+    loads = 0
+    def load():
+        global loads
+        loads += 1
+        note(f"loaded_{rank}_{loads}", "")
+    standby.wait_for_release(load)
+""",
+).replace(
+    "if restart == 2:",
+    """
+    while not os.path.exists("loaded_1_1"):
+        time.sleep(0.01)
+    os.kill(launcher, standby.ASK_SIGNAL)
+if restart == 2:""",
+)
+
+
+def test_they_load_once_they_are_set_up_and_each_time_the_launcher_is_asked_again(start: Start) -> None:  # noqa: F811
+    job = start(LOADING_SCRIPT, *FLAGS, "--standby-load")
+    for rank in (0, 1):
+        job.note(f"loaded_{rank}_2")
+    until(lambda: len(named(job, WAITS)) == 2, "those that wait")
+    os.kill(job.pid(1, 0), signal.SIGKILL)
+    for rank in (0, 1):
+        job.note(f"released_{rank}_1")
+        assert not (job.directory / f"loaded_{rank}_3").exists()
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_none_is_left_when_the_launcher_ends(start: Start, signum: int) -> None:  # noqa: F811
     job = start(SCRIPT, *FLAGS)
@@ -87,9 +118,11 @@ def test_a_failure_while_they_are_set_up_is_waited_out(start: Start) -> None:  #
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (["--standby-load", "--max-restarts", "1"], "--standby-load: standby ranks load ahead; give --standby, too"),
         (["--standby"], "--standby: standby ranks take the place of ranks that fail; give --max-restarts, too"),
         (["--standby", "--max-restarts", "1", "--master-port", "1234"], "--standby with --master-port 1234: "),
-        (["--standby", "--coordinator", "login:29400"], "--standby: restarts in place on one node"),
+        (["--standby", "--coordinator", "login:29400"], "--standby with --coordinator login:29400: standby ranks are "),
+        (["--standby", "--nnodes", "2", "--master-addr", "node0"], "--standby with --nnodes 2: standby ranks are for "),
     ],
 )
 def test_standby_is_refused_where_it_cannot_be(
