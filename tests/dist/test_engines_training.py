@@ -31,7 +31,7 @@ from tests.dist.tiny_runs import (
 )
 
 ENGINES = engines_under_test()
-ALL_THREE = Layout(tp=2, pp=2, dp=2)
+FOUR = Layout(tp=1, pp=2, dp=2)  # stages hold other layers, replicas other partitions
 TWO = Layout(tp=1, pp=1, dp=2)
 LLAMA = [*MODEL, *LLAMA_STYLE, "--num-key-value-heads", "2", *TRAINING, *DROPOUT, *RECOMPUTE, "--bf16"]
 ITERATIONS = ["--train-iters", "60"]
@@ -58,9 +58,9 @@ def module_launcher(zygote: Zygote, dataset: list[str], tmp_path_factory: pytest
 
 @pytest.fixture(scope="module")
 def reference(module_launcher: Launcher) -> Path:
-    """A training of eight ranks that nothing interrupts: no engine changes its losses or its state."""
-    save = module_launcher.directory / "eight"
-    module_launcher.train(ALL_THREE, *LLAMA, *ITERATIONS, *buffered_saving(save, LAST), "--exit-interval", str(LAST))
+    """A training of four ranks that nothing interrupts: no engine changes its losses or its state."""
+    save = module_launcher.directory / "four"
+    module_launcher.train(FOUR, *LLAMA, *ITERATIONS, *buffered_saving(save, LAST), "--exit-interval", str(LAST))
     return save
 
 
@@ -98,8 +98,8 @@ def kill_with_helpers(pids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_killed_and_resumed_on_eight_ranks(launcher: Launcher, reference: Path, engine: str) -> None:
-    """TP2 PP2 DP2, SIGKILL at no chosen instant; every loss and every tensor of every rank is as without it.
+def test_killed_and_resumed_on_four_ranks(launcher: Launcher, reference: Path, engine: str) -> None:
+    """PP2 DP2, SIGKILL at no chosen instant; every loss and every tensor of every rank is as without it.
 
     The ranks train no further than to iteration 5, so that it cannot come when everything is saved.
     """
@@ -112,21 +112,21 @@ def test_killed_and_resumed_on_eight_ranks(launcher: Launcher, reference: Path, 
         kill_with_helpers(pids)
 
     held = {"HELD_CYCLES": "1", "HELD_AFTER": str(LAST - 1)}
-    run = launcher.run(ALL_THREE, *flags, during=kill_once_a_checkpoint_is_there, script=HELD_TRAINING, env=held)
-    assert run.exit_codes == [-9] * ALL_THREE.world_size, run.output[-4000:]
+    run = launcher.run(FOUR, *flags, during=kill_once_a_checkpoint_is_there, script=HELD_TRAINING, env=held)
+    assert run.exit_codes == [-9] * FOUR.world_size, run.output[-4000:]
     last_committed = committed(save)
     assert last_committed < LAST, f"it had saved {last_committed} already when it was killed: nothing is shown"
-    resumed = launcher.train(ALL_THREE, *flags, "--load", save, "--exit-interval", str(LAST))
+    resumed = launcher.train(FOUR, *flags, "--load", save, "--exit-interval", str(LAST))
     first = resumed_from(resumed)
     assert last_committed <= first <= last_committed + 2  # a rename may have gone before its tracker
     assert "passed over" not in resumed.output
-    expected = losses_of_ranks(reference, ALL_THREE)
-    again = losses_of_ranks(save, ALL_THREE, cycle=1)
+    expected = losses_of_ranks(reference, FOUR)
+    again = losses_of_ranks(save, FOUR, cycle=1)
     assert again == [{step: mine[step] for step in range(first + 1, LAST + 1)} for mine in expected]
-    before = losses_of_ranks(save, ALL_THREE, cycle=0)[0]
+    before = losses_of_ranks(save, FOUR, cycle=0)[0]
     assert {step: loss for step, loss in before.items() if step <= LAST}.items() <= expected[0].items()
     tag = f"global_step{LAST}"
-    assert hashes(save / tag, ALL_THREE) == hashes(reference / tag, ALL_THREE)
+    assert hashes(save / tag, FOUR) == hashes(reference / tag, FOUR)
     assert Manifest.from_json((save / tag / "manifest.json").read_text()).engine == engine
     if engine == "torch":  # as the reference: so what has no hash can be compared, too
         assert_same_checkpoint(save / tag, reference / tag)
@@ -198,18 +198,22 @@ def files_in(directory: Path) -> list[Path]:
 
 @pytest.mark.parametrize("job", ENGINES, indirect=True)
 def test_killed_in_every_part_of_a_save(job: Job, expected_losses: dict[int, float]) -> None:
-    """While writing, between writing and commit, and twice within the commit: always the newest whole checkpoint."""
+    """While writing, between writing and commit, and twice within the commit: always the newest whole checkpoint.
+
+    What commits is no engine's: it is killed with one that commits at once, one behind training, one from memory.
+    """
     kill_while_writing(job, 2)
     between = {"KILL_STEP": "3", "KILL_RANK": "1", "KILL_ENGINE": job.engine}
     run = job.start(script=str(SCRIPTS / "killed_when_written.py"), env=between, launcher=True)
     assert run.exit_codes[1] == -9, (run.exit_codes, run.output[-4000:])
     assert not (job.save / "global_step3").exists()
-    for point, step in (("manifest", 4), ("renamed", 5)):
+    commits = (("manifest", 4), ("renamed", 5)) if job.engine in ("torch", "lazy", "memory") else ()
+    for point, step in commits:
         environment = {"CRASH_AFTER": point, "CRASH_STEP": str(step)}
         run = job.start(script=str(SCRIPTS / "crash_in_commit.py"), env=environment, launcher=True)
         assert run.exit_codes[0] == -9, (point, run.exit_codes, run.output[-4000:])
-    job.finish(7)
-    assert job.resumed == [1, 2, 3, 5]
+    job.finish(7 if commits else 4)
+    assert job.resumed == ([1, 2, 3, 5] if commits else [1, 2])
     job.check_losses(expected_losses)
 
 
