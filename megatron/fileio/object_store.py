@@ -33,6 +33,7 @@ from restart_trace.under_way import STORAGE, UnderWay
 
 INSTALL = "pip install 'megatron-restart[s3]'"
 _CHECK_S = 15.0
+_CONNECTIONS = 64  # that are kept; there are as many as requests at once
 _LAST_S = 2.0  # how long an attempt is waited for that is under way when its deadline passes
 _PIECE = MIB >> 2  # bytes that are copied while they are in the processor's cache
 _BACKOFF_S = (0.1, 5.0)  # the first wait is up to so long, no wait longer than so long
@@ -534,7 +535,7 @@ def _client(bucket: str, attempt_s: float, connections: int) -> tuple[Any, Any]:
         connect_timeout=attempt_s,
         read_timeout=attempt_s,
         retries={"total_max_attempts": 1},
-        max_pool_connections=connections + 2,
+        max_pool_connections=max(connections + 2, _CONNECTIONS),
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
         s3=settings,

@@ -14,6 +14,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -38,6 +39,7 @@ T = TypeVar("T")
 
 _MAX_MANIFEST = 1 << 30  # bytes
 _MAX_LATEST = 512
+_AT_ONCE = 8  # manifests that are read
 
 
 @dataclass(frozen=True)
@@ -63,37 +65,52 @@ class StoredCheckpoints:
     def discover(self, load_tag: str | None) -> tuple[list[StoredCandidate], list[str]]:
         """As megatron.checkpointing.commit.discover: what can be loaded, newest first, and what is wrong with others.
 
-        One listing of all keys below the prefix and a request for each manifest. Keys that are none of a checkpoint's
-        are left alone.
+        One listing of all keys below the prefix and a request for each manifest, several at once. Keys that are none of
+        a checkpoint's are left alone.
         """
-        latest = self.read_latest()
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="object") as pool:
+            listed = {place: found for place, found in self.listed().items() if names.MANIFEST in found}
+            reading = pool.submit(self.read_latest)
+            judged = [pool.submit(self._judge, *place, found) for place, found in listed.items()]
+            latest = reading.result()
+            results = [each.result() for each in judged]
         token = f"load_{uuid.uuid4().hex}"
         candidates: list[StoredCandidate] = []
         problems: list[tuple[str, str]] = []  # (tag, what is wrong)
-        told: set[str] = set()
-        for (tag, attempt), found in self.listed().items():
-            if names.MANIFEST not in found:
-                continue
-            key = self.uri.key(f"{tag}/{attempt}/")
-            try:
-                manifest = self._manifest(f"{key}{names.MANIFEST}")
-                wrong = wrong_objects(manifest, found) if manifest.tag == tag else [f"it names {manifest.tag}"]
-            except ObjectMissingError:  # removed meanwhile
-                continue
-            except ValueError as exc:
-                wrong = [f"{names.MANIFEST} cannot be used: {exc}"]
-            told.add(f"{tag}/{attempt}")
-            if wrong:
-                problems.append((tag, f"{self.bucket.uri(key)}: {'; '.join(wrong)}"))
-                continue
-            directory = self.root / token / f"{tag}_{attempt}"
-            candidates.append(StoredCandidate(directory, tag, manifest.step, manifest, self.bucket.uri(key), key))
-        if load_tag is None and latest is not None and latest not in told and self.read_latest() == latest:
+        for (tag, attempt), result in zip(listed, results, strict=True):
+            if isinstance(result, str):
+                problems.append((tag, result))
+            elif result is not None:
+                directory, key = self.root / token / f"{tag}_{attempt}", self.uri.key(f"{tag}/{attempt}/")
+                candidates.append(StoredCandidate(directory, tag, result.step, result, self.bucket.uri(key), key))
+        if load_tag is None and latest is not None and self._is_gone(latest, listed):
             problems.append((latest, f"{self.uri}/{names.LATEST} names {latest}, which is not there"))
         ordered = [candidate for candidate in newest_first(candidates) if isinstance(candidate, StoredCandidate)]
         if load_tag is not None:
             return [c for c in ordered if c.tag == load_tag], [what for tag, what in problems if tag == load_tag]
         return ordered, [what for _, what in problems]
+
+    def _judge(self, tag: str, attempt: str, found: dict[str, ObjectInfo]) -> Manifest | str | None:
+        """The manifest of a checkpoint that is whole, or what is wrong with it; None if it was removed meanwhile.
+
+        `found`: its objects, by name.
+        """
+        key = self.uri.key(f"{tag}/{attempt}/")
+        try:
+            manifest = self._manifest(f"{key}{names.MANIFEST}")
+            wrong = wrong_objects(manifest, found) if manifest.tag == tag else [f"it names {manifest.tag}"]
+        except ObjectMissingError:
+            return None
+        except ValueError as exc:
+            return f"{self.bucket.uri(key)}: {names.MANIFEST} cannot be used: {exc}"
+        return f"{self.bucket.uri(key)}: {'; '.join(wrong)}" if wrong else manifest
+
+    def _is_gone(self, latest: str, listed: Iterable[tuple[str, str]]) -> bool:
+        """Whether `latest` still names this, "TAG/ATTEMPT", and there is no such checkpoint: it may be newer."""
+        if latest in {f"{tag}/{attempt}" for tag, attempt in listed}:
+            return False
+        present = {f"{tag}/{attempt}" for (tag, attempt), found in self.listed().items() if names.MANIFEST in found}
+        return latest not in present and self.read_latest() == latest
 
     def newest_manifest(self, load_tag: str | None) -> StoredCandidate | None:
         """The checkpoint that a load most likely tries first."""

@@ -44,6 +44,8 @@ class ObjectDirectory:
         self._ownership = ownership
         self._keep_last = keep_last
         self._sequence: int | None = None  # of the last commit, once it is known
+        self._latest: str | None = None  # the version of `latest` that this launch has written
+        self._surplus = True  # there may be checkpoints of which the tag was saved again
         self._streams: Streams | None = None  # of the save under way, if its engine needs no disk
         self._spool = NodeDirectory(checkpoints.root, f"save_{uuid.uuid4().hex}_rank_{rank:05d}")
         if ownership is not None:
@@ -104,8 +106,10 @@ class ObjectDirectory:
 
         Raises ObjectStoreError if an object is not there as its rank has told, or if the manifest cannot be written.
         """
-        prefix = self._key(manifest.tag, attempt, "")
-        found = {info.key.removeprefix(prefix): info for info in self._bucket.list(prefix)}
+        prefix, tagged = self._key(manifest.tag, attempt, ""), self._uri.key(f"{manifest.tag}/")
+        there = {info.key: info for info in self._bucket.list(tagged)}
+        found = {key.removeprefix(prefix): info for key, info in there.items() if key.startswith(prefix)}
+        self._surplus |= any(key.endswith(f"/{names.MANIFEST}") for key in there)
         wrong = wrong_objects(manifest, found)
         if wrong:
             raise ObjectStoreError(f"{self._uri}/{manifest.tag}/{attempt}/ is not complete: {'; '.join(wrong)}")
@@ -119,15 +123,23 @@ class ObjectDirectory:
     def publish(self, manifest: Manifest, attempt: str, temporary: Path, fsync: bool, known: Known) -> list[str]:
         """Let `latest` name the checkpoint, which is complete already; returns what did not work."""
         key, content = self._uri.key(names.LATEST), f"{manifest.tag}/{attempt}".encode()
+        last, self._latest = self._latest, None
         try:
-            try:
-                _, version = self._bucket.get(key, 1 << 16)
-                written = self._bucket.replace(key, content, version)
-            except ObjectMissingError:
-                written = self._bucket.create(key, content)
+            if last is not None:
+                self._latest = self._bucket.replace(key, content, last)
+            if self._latest is None:
+                self._latest = self._replace_latest(key, content)
         except ObjectStoreError as exc:
             return [f"{names.LATEST} could not be written: {exc}"]
-        return [] if written else [f"{self._bucket.uri(key)} was written by another launch meanwhile"]
+        return [] if self._latest else [f"{self._bucket.uri(key)} was written by another launch meanwhile"]
+
+    def _replace_latest(self, key: str, content: bytes) -> str | None:
+        """Write `latest` over whatever is there; its version, or None if another was written meanwhile."""
+        try:
+            _, version = self._bucket.get(key, 1 << 16)
+        except ObjectMissingError:
+            return self._bucket.create(key, content)
+        return self._bucket.replace(key, content, version)
 
     def discard(self, tag: str, attempt: str, temporary: Path) -> None:
         """Remove what all ranks have uploaded of a failed save; on rank 0, when no rank uploads any more.
@@ -143,7 +155,12 @@ class ObjectDirectory:
             logger.warning("what was uploaded of the failed save is left for the next launch to remove: %s", exc)
 
     def prune(self, step: int, known: Known, fsync: bool) -> Pruned:
-        """Remove what megatron.checkpointing.removal.prune would set aside. Raises ObjectStoreError."""
+        """Remove what megatron.checkpointing.removal.prune would set aside. Raises ObjectStoreError.
+
+        Where nothing can be surplus the store is not asked: to list all checkpoints takes long where many are kept.
+        """
+        if self._keep_last is None and not self._surplus:
+            return Pruned()
         found, _ = self._checkpoints.discover(None)
         doomed = _superseded(found)
         if self._keep_last is not None:
@@ -156,6 +173,7 @@ class ObjectDirectory:
             tag, attempt = candidate.key.rstrip("/").split("/")[-2:]
             self._remove(tag, attempt)
             removed.append(f"{tag}/{attempt}")
+        self._surplus = False
         return Pruned(removed=removed)
 
     def clear(self, temporary: Path) -> None:

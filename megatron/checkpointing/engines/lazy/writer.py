@@ -109,7 +109,9 @@ class LazySave(PendingSave):
         self._released = False
         self._error: BaseException | None = None
         self._checksums: list[RangeChecksum] = []  # of the pieces of all tensors
+        self._checked_bytes = 0  # of the data, in blocks with whose checksums the header can be made
         self._written_bytes = 0  # of the data, in blocks that are where they belong
+        self._io_threads_left = 0
         self._result: list[SavedFile] = []
         self._stream = device_copies.side_stream(captured.tensors.values())  # None on the CPU
         self._copied: list[Block] = []  # by the device, or to be, in that order
@@ -241,12 +243,18 @@ class LazySave(PendingSave):
         ]
         if self._stream is not None:
             threads.append(threading.Thread(target=self._copy_ahead, name="lazy-copy", daemon=True))
+        self._io_threads_left = count
         for thread in threads:
             thread.start()
+        self._while_written(file)
         for thread in threads:
             thread.join()
         if self._stream is not None:
             self._record_copies()
+
+    def _while_written(self, file: SaveTarget) -> None:
+        """What to do while the I/O threads write. Must not raise."""
+        return None
 
     def _record_copies(self) -> None:
         """A span from the first copy's queueing until the last was seen done; its duration is the device's time."""
@@ -332,6 +340,9 @@ class LazySave(PendingSave):
                 self._give_back(block)
         except BaseException as exc:
             self._fail(exc)
+        with self._condition:
+            self._io_threads_left -= 1
+            self._condition.notify_all()
         if clock.gathered_bytes:
             self._record(self._GATHERED_AS, None, started, clock.gather, clock.gathered_bytes)
         self._record("serialize", None, started, clock.checksum, None)
@@ -355,15 +366,18 @@ class LazySave(PendingSave):
         assert block.buffer is not None
         if block.copied is not None:
             self._wait_for_copy(block)
-        started = now_ns()
+        started, checksums = now_ns(), []
         if self._options.checksum:
             view, name = block.buffer.view, self._path.name
             checksums = [
                 range_checksum(name, block.position + p.offset, view[p.offset : p.offset + p.stop - p.start])
                 for p in block.pieces
             ]
-            with self._condition:
-                self._checksums += checksums
+        with self._condition:
+            self._checksums += checksums
+            self._checked_bytes += block.length
+            if self._checked_bytes == self._contents.data_bytes:
+                self._condition.notify_all()
         middle = now_ns()
         if self._WRITES:
             file.write(block.buffer.view, block.length, block.position)
@@ -396,21 +410,29 @@ class LazySave(PendingSave):
 
     def _finish(self, file: SaveTarget) -> None:
         """Write the header, which has the checksums, cut off the padding of the last block, synchronise."""
+        header = self._sealed_header()
+        with self._op.span("flush", "write", file=self._path.name, blocking=False) as span:
+            file.write(header, len(header), 0)
+            file.cut_off(self._contents.file_bytes)
+            span.bytes = len(header)
+        self._synchronise(file)
+
+    def _sealed_header(self) -> memoryview:
+        """The header, in aligned memory; with it the result of the save is known."""
         name = self._path.name
         with self._op.span("serialize", file=name, blocking=False):
             header = self._header()
             checksum = lazy_format.header_checksum(header)
             buffer = direct_files.aligned_memory(len(header))
             buffer[:] = header
-        with self._op.span("flush", "write", file=name, blocking=False) as span:
-            file.write(buffer, len(header), 0)
-            file.cut_off(self._contents.file_bytes)
-            span.bytes = len(header)
+        self._result = [SavedFile(name, self._contents.file_bytes, checksum, self._state_names)]
+        return buffer
+
+    def _synchronise(self, file: SaveTarget) -> None:
         if self._options.fsync:
-            with self._op.span("flush", "fsync", file=name, blocking=False) as span:
+            with self._op.span("flush", "fsync", file=self._path.name, blocking=False) as span:
                 file.sync()
                 span.bytes = self._contents.file_bytes
-        self._result = [SavedFile(name, self._contents.file_bytes, checksum, self._state_names)]
 
     # Everything again
 
@@ -446,7 +468,11 @@ class LazySave(PendingSave):
 
 
 class StreamedSave(LazySave):
-    """A save whose blocks are sent as soon as they are gathered, to a store of objects."""
+    """A save whose blocks are sent as soon as they are gathered, to a store of objects.
+
+    The header, with which the first block goes, is sent as soon as all checksums are known, beside the last blocks:
+    after them it would be alone, for as long as a part takes.
+    """
 
     def __init__(
         self, captured: lazy_format.Captured, targets: SaveTargets, options: EngineOptions, cache: HostCache,
@@ -460,6 +486,29 @@ class StreamedSave(LazySave):
         return self._targets.open(
             self._path.name, contents.file_bytes, contents.data_start, self._options.io_block_bytes
         )
+
+    def _while_written(self, file: SaveTarget) -> None:
+        with self._condition:
+            self._condition.wait_for(
+                lambda: self._error is not None or self._all_checked() or not self._io_threads_left
+            )
+            if self._error is not None or not self._all_checked():
+                return
+        try:
+            header = self._sealed_header()
+            with self._op.span("flush", "write", file=self._path.name, blocking=False) as span:
+                file.write(header, len(header), 0)
+                span.bytes = len(header)
+        except BaseException as exc:  # `wait` tells it
+            self._fail(exc)
+
+    def _all_checked(self) -> bool:
+        return self._checked_bytes == self._contents.data_bytes
+
+    def _finish(self, file: SaveTarget) -> None:
+        with self._op.span("flush", "write", file=self._path.name, blocking=False):
+            file.cut_off(self._contents.file_bytes)
+        self._synchronise(file)
 
 
 @dataclass

@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -243,6 +244,76 @@ def test_a_store_that_ends_amid_a_load_is_no_damage(server: Server, stored: Stor
     refused = pytest.raises(ObjectStoreError, match=r"rank_00000.safetensors: reading bytes .* within 1 s")
     with FaultProxy(server, fault).running() as proxy, environment_of(proxy.environment()), refused:
         load(StoredCheckpoints(stored.uri, Bucket(BUCKET, deadline_s=1), stored.root), candidate, "lazy")
+    directory.close()
+    held.release()
+
+
+def saved_through(proxy: FaultProxy, stored: StoredCheckpoints, held: ObjectOwnership, steps: list[int]) -> list[int]:
+    """How many requests went through the proxy for each of these saves, which one launch makes."""
+    through = StoredCheckpoints(stored.uri, Bucket(BUCKET), stored.root)
+    saving, saves = ObjectDirectory(through, 0, held, None), writer("lazy", held.generation)
+    counts = []
+    for step in steps:
+        before = len(proxy.seen)
+        saves.save(saving, step, lambda step=step: states(step))
+        saves.background.drain()
+        assert [save.error for save in saves.background.finished()] == [None]
+        counts.append(len(proxy.seen) - before)
+    saving.close()
+    saves.engine.close()
+    return counts
+
+
+def test_the_part_with_the_header_waits_for_no_other(server: Server, stored: StoredCheckpoints) -> None:
+    directory, held = claimed(stored)
+    sent, late = threading.Event(), list[str]()
+
+    def fault(request: Request) -> None:
+        if "partNumber=1" in request.path:
+            sent.set()
+        elif "partNumber=" in request.path and not sent.wait(20):
+            late.append(request.path)
+
+    with FaultProxy(server, fault).running() as proxy, environment_of(proxy.environment()):
+        saved_through(proxy, stored, held, [1])
+    assert sent.is_set() and not late
+    assert [c.tag for c in stored.discover(None)[0]] == ["global_step1"]
+    directory.close()
+    held.release()
+
+
+def test_a_save_asks_no_more_where_many_checkpoints_are(server: Server, stored: StoredCheckpoints) -> None:
+    directory, held = claimed(stored)
+    with FaultProxy(server).running() as proxy, environment_of(proxy.environment()):
+        first, *later = saved_through(proxy, stored, held, [1, 2, 3, 4])
+        # begin, two parts, finish; a listing, manifest and `latest`
+        assert later == [7, 7, 7] and first > 7
+        assert sum("global_step4/g1_4/manifest.json" in request.path for request in proxy.seen) == 1
+        saved_through(proxy, stored, held, [3])
+    assert sorted(c.uri.partition("global_")[2] for c in stored.discover(None)[0]) == [
+        "step1/g1_1/", "step2/g1_2/", "step3/g1_1/", "step4/g1_4/",
+    ]  # fmt: skip
+    directory.close()
+    held.release()
+
+
+def test_what_is_committed_while_checkpoints_are_listed_is_not_told_to_be_gone(
+    server: Server, stored: StoredCheckpoints
+) -> None:
+    directory, held = claimed(stored)
+    saves = writer("torch", held.generation)
+    saves.save(directory, 1, lambda: states(1))
+
+    def fault(request: Request) -> None:
+        if request.path.endswith("/latest") and stored.read_latest() == "global_step1/g1_1":
+            saves.save(directory, 2, lambda: states(2))
+
+    with FaultProxy(server, fault).running() as proxy, environment_of(proxy.environment()):
+        found, problems = StoredCheckpoints(stored.uri, Bucket(BUCKET), stored.root).discover(None)
+    assert [c.tag for c in found] == ["global_step1"] and problems == []
+    assert [c.tag for c in stored.discover(None)[0]] == ["global_step2", "global_step1"]
+    stored.bucket.put(stored.uri.key("latest"), b"global_step3/g1_3")
+    assert stored.discover(None)[1] == [f"{stored.uri}/latest names global_step3/g1_3, which is not there"]
     directory.close()
     held.release()
 
