@@ -110,10 +110,8 @@ class Job:
             process.wait(HANGS_S)
 
 
-def run(
-    directory: Path, dataset: list[str], harm: Callable[[Job], None] = lambda job: None
-) -> tuple[Job, dict[int, float]]:
-    """The job, of which node 3 is lost, and the losses if the same is loaded from storage."""
+def run(directory: Path, dataset: list[str], harm: Callable[[Job], None] = lambda job: None) -> Job:
+    """The job, of which node 3 is lost."""
     job = Job(directory, dataset)
     try:
         job.until_held()
@@ -122,14 +120,24 @@ def run(
         assert job.coordinator.wait(HANGS_S) == 0, job.output[-6000:]
         wait_for(lambda: marked(directory) == [], "the end of all processes")
         assert "going on with TP 1 x PP 1 x DP 2 on 2 nodes (--allow-shrink)" in job.output
+        return job
+    finally:
+        job.end()
+
+
+@pytest.fixture(scope="module")
+def undamaged(tmp_path_factory: pytest.TempPathFactory, dataset: list[str]) -> tuple[Job, dict[int, float]]:
+    """A job that loses node 3 alone, and the losses if the same is loaded from storage."""
+    job = run(tmp_path_factory.mktemp("undamaged"), dataset)
+    try:
         return job, job.from_storage()
     finally:
         job.end()
 
 
 @pytest.mark.slow
-def test_the_next_layout_reads_what_is_left_in_memory(tmp_path: Path, dataset: list[str]) -> None:
-    job, stored = run(tmp_path, dataset)
+def test_the_next_layout_reads_what_is_left_in_memory(undamaged: tuple[Job, dict[int, float]]) -> None:
+    job, stored = undamaged
     for rank in (0, 1):
         found = records(job.trace, 1, rank)
         (load,) = [r for r in found if r["type"] == "operation_end" and r["operation"] == "load"]
@@ -147,8 +155,10 @@ def test_the_next_layout_reads_what_is_left_in_memory(tmp_path: Path, dataset: l
 
 
 @pytest.mark.slow
-def test_a_damaged_slot_is_named_and_storage_read(tmp_path: Path, dataset: list[str]) -> None:
-    job, stored = run(tmp_path, dataset, lambda job: job.flip_bits(2))
+def test_a_damaged_slot_is_named_and_storage_read(
+    tmp_path: Path, dataset: list[str], undamaged: tuple[Job, dict[int, float]]
+) -> None:
+    job = run(tmp_path, dataset, lambda job: job.flip_bits(2))
     for rank in (0, 1):
         found = records(job.trace, 1, rank)
         (load,) = [r for r in found if r["type"] == "operation_end" and r["operation"] == "load"]
@@ -157,4 +167,5 @@ def test_a_damaged_slot_is_named_and_storage_read(tmp_path: Path, dataset: list[
         assert told and all(why.startswith(named) for why in told), told
         reads = [r for r in found if r["type"] == "span" and r.get("detail") == "read"]
         assert (load["outcome"], load["step"], reads[-1]["tier"]) == ("ok", HELD_AT, "storage")
+    _, stored = undamaged
     assert {step: loss for step, loss in losses(job.trace, 1, 1).items() if step in stored} == stored

@@ -16,8 +16,8 @@ import pytest
 
 from megatron.checkpointing import naming as names
 from tests.dist.harness import Run, Zygote, records, wait_for
-from tests.dist.tiny_runs import parallel
-from tests.dist.trace_runs import BIG, PAIR, RANKS, SMALL, bytes_by_file, checkpoint_sizes
+from tests.dist.tiny_runs import Launcher, parallel
+from tests.dist.trace_runs import BIG, ONE_ITERATION, PAIR, RANKS, SMALL, bytes_by_file, checkpoint_sizes
 
 SYSTEM_CALLS = (
     "write,pwrite64,writev,pwritev,pwritev2,sendfile,copy_file_range,fsync,fdatasync,sync,syncfs,sync_file_range,msync"
@@ -182,8 +182,14 @@ def small_run(traced: TracedZygote, dataset: list[str], directory: Path, *flags:
     return Added(syncs, counts, [path for _, path in calls.syncs])
 
 
+@pytest.fixture(scope="module")
+def indexed(zygote: Zygote, dataset: list[str], tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The cache of the dataset's index for small runs is there: the first of them would build it."""
+    Launcher(zygote, dataset, tmp_path_factory.mktemp("indexed")).train(PAIR, *SMALL, *ONE_ITERATION)
+
+
+@pytest.mark.usefixtures("indexed")
 def test_recording_adds_no_fsync_and_no_collective(traced: TracedZygote, dataset: list[str], tmp_path: Path) -> None:
-    small_run(traced, dataset, tmp_path / "first")  # builds the cache of the dataset's index
     on = small_run(traced, dataset, tmp_path / "on", "--restart-trace", "on")
     off = small_run(traced, dataset, tmp_path / "off", "--restart-trace", "off")
     assert list((tmp_path / "on" / "save" / "restart_trace").glob("*.jsonl"))
@@ -193,8 +199,8 @@ def test_recording_adds_no_fsync_and_no_collective(traced: TracedZygote, dataset
     assert on.syncs["fsync"] > 2 * 13
 
 
+@pytest.mark.usefixtures("indexed")
 def test_durability_none_synchronises_nothing(traced: TracedZygote, dataset: list[str], tmp_path: Path) -> None:
-    small_run(traced, dataset, tmp_path / "first")
     none = small_run(traced, dataset, tmp_path / "none", "--checkpoint-durability", "none")
     assert not none.paths
     assert (tmp_path / "none" / "save" / names.LATEST).read_text() == names.tag_of(2)
