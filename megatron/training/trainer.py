@@ -20,7 +20,7 @@ from megatron.processes.standby import LOADS_VARIABLE, is_standby, wait_for_rele
 from megatron.training.heavy_imports import import_everything
 from megatron.training.standby import LoadsAhead, StandbyRanks, why_not_ahead
 from restart_trace.clock import now_ns
-from restart_trace.process import RankIdentity, open_rank_trace
+from restart_trace.process import RankIdentity, open_rank_trace, process_fields
 from restart_trace.recorder import Recorder, untraced_recorder
 from restart_trace.startup import Startup, preload_of
 from restart_trace.under_way import RANKS, UnderWay
@@ -144,6 +144,7 @@ class _Beginning:
         """In a standby rank that is set up; `load_ahead`: with --standby-load."""
         from megatron.checkpointing.engines.errors import CheckpointError
 
+        process_fields(os.environ)  # what it compiles and looks up, the trace's first record finds done
         wait_for_release(load_ahead)
         try:
             self.begin(now_ns())
