@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -62,23 +63,35 @@ class Job:
         self.launches.append(started)
         return started
 
-    def train(self) -> None:
-        """Launch, and wait for the good end."""
-        code = self.start().wait(HANGS_S)
-        assert code == 0, self.log[-6000:]
-
     def train_and_kill(self) -> None:
         """Launch; kill the ranks of the last node when all have done HELD_AT: the launch ends, and nothing is left."""
-        held = held_environment(cycles=1, after=HELD_AT)
-        started = self.start(**held, EXPORT="MY_SETTING HELD_CYCLES HELD_AFTER")
-        wait_for(lambda: self.all_held() or started.poll() is not None, f"iteration {HELD_AT}")
-        assert started.poll() is None, self.log[-6000:]
-        for node in self.nodes:
-            assert self.ranks_with(node, CARRIED) >= RANKS_PER_NODE, f"{node.name} lacks some of {CARRIED}"
+        started = self._start_and_hold(0, HELD_AT)
         assert self.nodes[-1].send(signal.SIGKILL, "pretrain_gpt.py") >= RANKS_PER_NODE
         assert started.wait(HANGS_S) != 0, self.log[-6000:]
         for node in (*self.nodes, self.preset.cluster.login):
             wait_for(lambda node=node: not self.left_on(node), f"the end of the launch on {node.name}")
+
+    def resume(self) -> None:
+        """Launch again, and wait for the good end."""
+        started = self._start_and_hold(1, 1)
+        struck = json.dumps({"phase": "injected", "cycle": 1}) + "\n"
+        (self.trace / "supervisor.jsonl").write_text(struck * ITERATIONS)  # they wait for no more than this
+        assert started.wait(HANGS_S) == 0, self.log[-6000:]
+
+    def _start_and_hold(self, cycle: int, after: int) -> subprocess.Popen[bytes]:
+        """Launch, and return when all ranks wait after so many iterations; they were started with all of CARRIED."""
+        held = held_environment(cycles=cycle + 1, after=after)
+        started = self.start(**held, EXPORT="MY_SETTING HELD_CYCLES HELD_AFTER")
+        ranks, step = range(self.world_size), after + cycle * SAVED_AT
+
+        def all_held() -> bool:
+            return self.trace.exists() and all(step in losses(self.trace, cycle, rank) for rank in ranks)
+
+        wait_for(lambda: all_held() or started.poll() is not None, f"iteration {step}")
+        assert started.poll() is None, self.log[-6000:]
+        for node in self.nodes:
+            assert self.ranks_with(node, CARRIED) >= RANKS_PER_NODE, f"{node.name} lacks some of {CARRIED}"
+        return started
 
     def ranks_with(self, node: Node, variables: Mapping[str, str]) -> int:
         """Processes of the training on a node that were started with these variables."""
@@ -89,10 +102,6 @@ class Job:
     def left_on(self, node: Node) -> dict[int, str]:
         """Processes of this launch on a node."""
         return {pid: command for pid, command in node.processes().items() if str(self.directory) in command}
-
-    def all_held(self) -> bool:
-        ranks = range(self.world_size)
-        return self.trace.exists() and all(HELD_AT in losses(self.trace, 0, rank) for rank in ranks)
 
     def hosts(self, cycle: int) -> list[str]:
         """The host of each rank, as its trace has it."""

@@ -24,56 +24,50 @@ def assert_resumed_exactly(job: Job) -> None:
     assert job.hosts(0) == job.hosts(1) == names
 
 
-def test_torchrun_over_ssh(cluster: Cluster, preset: Preset) -> None:
-    job = preset.job("torchrun", cluster.compute_nodes[:2])
-    job.settings |= {"LAUNCHER": "torchrun", "HOSTFILE": str(preset.hostfile(job))}
-    job.train_and_kill()
-    job.train()
-    assert_resumed_exactly(job)
-
-
 def test_megatron_launch_over_ssh(cluster: Cluster, preset: Preset) -> None:
     """On all four nodes: eight ranks cost four times the imports, not eight times."""
     job = preset.job("fork", cluster.compute_nodes)
     job.settings |= {"LAUNCHER": "fork", "HOSTFILE": str(preset.hostfile(job))}
     job.train_and_kill()
-    job.train()
+    job.resume()
     assert_resumed_exactly(job)
 
 
-def test_deepspeed_over_pdsh(cluster: Cluster, preset: Preset) -> None:
-    """pdsh leaves the ranks of other nodes alone, and held ones notice no lost connection: the script ends them."""
-    job = preset.job("deepspeed", cluster.compute_nodes[:2])
-    job.settings |= {"LAUNCHER": "deepspeed", "HOSTFILE": str(preset.hostfile(job)), "HOST_GRACE": "2"}
+def test_deepspeed_over_pdsh_and_torchrun_over_ssh(cluster: Cluster, preset: Preset) -> None:
+    """The one starts it, the other resumes it. pdsh leaves the ranks of other nodes alone, and held ones notice no lost
+    connection: the script ends them. How torchrun over ssh ends is in test_waits.py."""
+    job = preset.job("two_launchers", cluster.compute_nodes[:2])
+    job.settings |= {"HOSTFILE": str(preset.hostfile(job)), "HOST_GRACE": "2"}
+    job.settings["LAUNCHER"] = "deepspeed"
     job.train_and_kill()
-    job.train()
+    job.settings["LAUNCHER"] = "torchrun"
+    job.resume()
     assert_resumed_exactly(job)
 
 
-def allocation(job: Job) -> tuple[str, ...]:
-    """The job's own nodes: Slurm would take others while these are still completing another job."""
-    return "--nodes=2", "--ntasks-per-node=2", f"--nodelist={','.join(node.name for node in job.nodes)}"
+def test_srun_over_salloc_and_a_preset_that_submit_hands_to_sbatch(
+    cluster: Cluster, preset: Preset, slurm: Slurm
+) -> None:
+    """From the login node, where salloc leaves its user and no rank runs: killed there, and resumed by a batch job.
 
-
-def test_srun_launch_over_salloc(cluster: Cluster, preset: Preset, slurm: Slurm) -> None:
-    """From the login node, where salloc leaves its user and no rank runs."""
-    job = preset.job("salloc", cluster.compute_nodes[:2], LAUNCHER="srun", GPUS_PER_NODE="2", **slurm.environment)
-    job.command = ("salloc", *allocation(job), *job.command)
+    What Slurm refuses is told, and nothing runs.
+    """
+    job = preset.job("slurm", cluster.compute_nodes[:2], **slurm.environment)
+    allocation = ("--nodes=2", "--ntasks-per-node=2", named_nodes(job))
+    job.command = ("salloc", *allocation, "env", "LAUNCHER=srun", "GPUS_PER_NODE=2", "bash", SCRIPT)
     job.train_and_kill()
-    job.train()
-    assert_resumed_exactly(job)
 
-
-def test_a_preset_that_submit_hands_to_sbatch(cluster: Cluster, preset: Preset, slurm: Slurm) -> None:
-    """Submitted from the login node, killed, and submitted again; what Slurm refuses is told, and nothing runs."""
-    job = preset.job("sbatch", cluster.compute_nodes[:2], **slurm.environment)
-    submit = ("bash", SCRIPT.parent / "submit.sh", SCRIPT.stem.removeprefix("run_"), "--nodes", "2")
-    job.command = (*submit, "--", f"--nodelist={','.join(node.name for node in job.nodes)}", "--partition=none")
+    submit = ("bash", SCRIPT.parent / "submit.sh", SCRIPT.stem.removeprefix("run_"), "--nodes", "2", "--")
+    job.command = (*submit, named_nodes(job), "--partition=none")
     assert job.start().wait(HANGS_S) == 2
     assert "submit.sh: error: sbatch refused " in job.log and "Invalid partition" in job.log, job.log
-    assert not job.trace.exists()
-    job.command = (*job.command[:-1], "--wait")
-    job.train_and_kill()
-    job.train()
+    assert not list(job.trace.glob("*_cycle_001*"))
+    job.command = (*submit, named_nodes(job), "--wait")
+    job.resume()
     assert_resumed_exactly(job)
-    assert len(list(job.directory.glob("slurm-*.out"))) == 2
+    assert len(list(job.directory.glob("slurm-*.out"))) == 1
+
+
+def named_nodes(job: Job) -> str:
+    """The job's own nodes: Slurm would take others while these are still completing another job."""
+    return f"--nodelist={','.join(node.name for node in job.nodes)}"
