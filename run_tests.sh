@@ -39,7 +39,10 @@ static_checks() {
     echo "== import-linter"
     "$bin/lint-imports" --no-cache --no-logo
     echo "== pyright"
-    PYRIGHT_PYTHON_IGNORE_WARNINGS=1 "$bin/pyright" --pythonpath "$bin/python" "$@"
+    local room=--max-semi-space-size=128 # MiB: pyright then spends a fifth less of a processor, on collecting garbage
+    NODE_OPTIONS=$room node -e 0 2>/dev/null || room= # there may be no node yet, or an old one
+    NODE_OPTIONS="${NODE_OPTIONS:-} $room" PYRIGHT_PYTHON_IGNORE_WARNINGS=1 \
+        "$bin/pyright" --pythonpath "$bin/python" "$@"
 }
 
 # A file's tests share what it sets up, so they stay together. Which files come first is in tests/conftest.py.
@@ -52,16 +55,18 @@ if $quick; then
     tests=(-q tests/unit -m "not slow")
     export POLARS_MAX_THREADS=1 # the whole suite has several, whose results come in any order
 fi
-said=$(mktemp)
-trap 'rm -f "$said"' EXIT
+said=$(mktemp) said_of_pythons=$(mktemp)
+trap 'rm -f "$said" "$said_of_pythons"' EXIT
 static_checks "${checked[@]}" >"$said" 2>&1 & # beside the tests: pyright alone is a minute of one core
-checks=$!
+checks=$! pythons=
+if ! $quick && [[ ${CI:-} == true ]]; then
+    tests/other_pythons.sh >"$said_of_pythons" 2>&1 & # alone it would leave cores idle
+    pythons=$!
+fi
 passed=true
 echo "== pytest"
 run_pytest "${tests[@]}" "$@" || passed=false
 wait "$checks" || passed=false
-cat "$said"
-if ! $quick && [[ ${CI:-} == true ]]; then
-    tests/other_pythons.sh || passed=false
-fi
+[[ -z $pythons ]] || wait "$pythons" || passed=false
+cat "$said" "$said_of_pythons"
 $passed

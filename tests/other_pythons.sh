@@ -12,7 +12,7 @@ source "$ROOT/examples_deepspeed/restart_bench/usage.sh"
 answer_help "" "$@"
 no_arguments "$@"
 cd "$ROOT"
-PACKAGES=(polars numpy tqdm scipy plotly Jinja2 psutil nvidia-ml-py pytest pytest-timeout hypothesis)
+PACKAGES=(polars numpy scipy psutil pytest pytest-timeout hypothesis) # what TESTS import
 TESTS=(
     tests/unit/restart_trace/test_recorder.py tests/unit/restart_trace/test_log_format.py
     tests/unit/restart_trace/test_reading.py tests/unit/tools/ckpt_analysis/metrics

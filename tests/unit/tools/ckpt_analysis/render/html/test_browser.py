@@ -115,8 +115,7 @@ def test_draws_every_figure_without_a_word_or_a_request(opened: Watched, report:
     opened.assert_quiet(report)
 
 
-@pytest.mark.parametrize("colours", COLOURS)
-@pytest.mark.parametrize("width", [1400, 800])
+@pytest.mark.parametrize(("width", "colours"), [(1400, "light"), (800, "dark")])
 def test_the_answer_and_the_four_numbers_are_seen_first(
     fresh: Watched, width: int, colours: Literal["light", "dark"]
 ) -> None:
