@@ -121,7 +121,7 @@ class Connection:
                     self._end(error)
             return
         self._partly_sent = self._partly_sent or sent > 0
-        self.unsent = self.unsent[sent:]
+        self.unsent = self.unsent[sent:] or memoryview(b"")  # an empty part would keep the whole
 
     def say_last(self, kind: int, content: bytes) -> None:
         """Tell the neighbour why it will hear nothing more, if that is possible without waiting."""

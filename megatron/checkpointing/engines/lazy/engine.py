@@ -121,7 +121,7 @@ class LazyEngine(CheckpointEngine):
             holder[name] = path
             if path not in opened:
                 opened[path] = self._open_checked(path, file, checkpoint.ranged, op)
-        with op.span("load", "deserialize"):  # which of its tensors go where
+        with op.span("load", "deserialize", joined=True):  # which of its tensors go where
             wanted = []
             for path, contents in opened.items():
                 mine = [name for name in names if holder[name] == path]
@@ -131,7 +131,7 @@ class LazyEngine(CheckpointEngine):
                 tensors = codec.split(file.state)[1]
                 targets |= {f"{file.name}/{name}": tensor for name, tensor in tensors.items()}
         read = read_tensors(wanted, targets, self._arena, self.options, checkpoint.ranged, op)
-        with op.span("load", "deserialize"):
+        with op.span("load", "deserialize", joined=True):
             states = {name: _join(name, opened[holder[name]], holder[name], read) for name in names}
         num_bytes = sum(contents.data_start for contents in opened.values())
         num_bytes += sum(entry.num_bytes for item in wanted for entry in item.entries)

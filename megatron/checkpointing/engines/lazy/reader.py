@@ -87,7 +87,7 @@ def read_tensors(
     Raises CheckpointDamagedError naming file and tensor, or OSError.
     """
     with ExitStack() as stack, damaged_files():
-        with op.span("load", "deserialize"):  # opening, planning, and memory for what has none
+        with op.span("load", "deserialize", joined=True):  # opening, planning, and memory for what has none
             sizes = {item.path: item.contents.file_bytes for item in wanted}
             files = open_all(sizes, options.direct_io, stack, ranged)
             tensors = _tensors_to_fill(wanted, live, files)
@@ -102,9 +102,10 @@ def read_tensors(
             ]
             parts = [extent for plan in plans for extent in extents(plan)]
         found = read_ranges(parts, files, Targets(targets, mappings), options.io_threads, _LABEL, op)
-    if options.verify_checksums:
-        _verify(wanted, found.checksums)
-    return tensors | {(r.item.path, entry.name): r.tensor(entry) for r in hosted for entry in r.entries}
+    with op.span("load", "deserialize"):
+        if options.verify_checksums:
+            _verify(wanted, found.checksums)
+        return tensors | {(r.item.path, entry.name): r.tensor(entry) for r in hosted for entry in r.entries}
 
 
 def _tensors_to_fill(
