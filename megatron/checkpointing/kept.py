@@ -9,11 +9,12 @@ that is reported as for any other checkpoint, and the next candidate is tried.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -131,7 +132,7 @@ class OtherLayout(MemoryCandidate):
         parts = _Parts(ctx, self, op)
         try:
             files = self.manifest.files if self.manifest is not None else {}
-            yield KeptFiles(self.directory, files, bring=parts.bring, header_bytes=self.header_bytes)
+            yield KeptFiles(self.directory, files, copies=parts, header_bytes=self.header_bytes)
         finally:
             parts.close()
 
@@ -139,23 +140,89 @@ class OtherLayout(MemoryCandidate):
 class _Parts:
     """The files of a save of another layout on this host: slots of its ranks as they lie there, parts of others.
 
-    A file of which parts were fetched has memory behind these alone.
+    A file of which parts were fetched has memory behind these alone, and all of them from one holder. See FileCopies:
+    a holder's copy has the number of the holder in the list of those of the file.
     """
 
     def __init__(self, ctx: RunContext, candidate: OtherLayout, op: Operation) -> None:
         self._candidate = candidate
         self._deadline_s = ctx.checkpoint_engine.options.peer_timeout_s
         self._rank = ctx.control.rank
+        self._recorder = ctx.recorder
         self._op = op
         self._here = own_peer()
         saves = [kept for kept in ctx.checkpoint_engine.kept_saves() if kept.record.get("save") == candidate.save]
         self._slots = {kept.record["file"]["name"]: kept.checkpoint for kept in saves}
+        self._order: dict[str, list[int]] = {}  # by file: copies that were not passed over, the one in use first
+        self._problems: dict[str, list[str]] = {}
+        self._tried: dict[str, set[int]] = {}  # by file: copies that are damaged, or were used by all ranks
         self._fetched: dict[str, tuple[int, mmap.mmap, set[tuple[int, int]]]] = {}  # name -> file, memory, its parts
 
     def bring(self, name: str, parts: Sequence[tuple[int, int]]) -> Path:
-        """As that of KeptFiles."""
-        if name in self._slots:
-            return self._slots[name].path(name)
+        while True:
+            left = self._left(name)
+            if not left:
+                raise self._none_left(name)
+            peer = self._holders(name)[left[0]]
+            if peer == self._here and name in self._slots:
+                return self._slots[name].path(name)
+            try:
+                return self._bring_from(peer, name, parts)
+            except PeerError as error:
+                self.pass_over(name, str(error))
+
+    def pass_over(self, name: str, why: str) -> None:
+        left = self._left(name)
+        if left:
+            peer = str(self._holders(name)[left.pop(0)])
+            problem = why if why.startswith(peer) else f"copy of {peer}: {why}"
+            self._problems.setdefault(name, []).append(problem)
+            self._drop(name)
+        if not left:
+            raise self._none_left(name)
+        self._tell(f"rank {self._rank}: {name} of {self._candidate.tag}: {problem}", left[0], name)
+
+    def used(self) -> dict[str, int]:
+        return {name: left[0] for name, left in self._order.items() if left}
+
+    def another(self, name: str, used: Collection[int], why: str) -> int | None:
+        holders, tried = self._holders(name), self._tried.setdefault(name, set())
+        if len(used) == 1:  # else it is not known whose is damaged
+            tried.update(used)
+        number = next((number for number in range(len(holders)) if number not in tried), None)
+        if number is not None:
+            tried.add(number)
+            whose = " or ".join(str(holders[each]) for each in sorted(used))
+            self._tell(f"{name} of {self._candidate.tag}: copy of {whose}: {why}", number, name)
+        return number
+
+    def use(self, name: str, number: int) -> None:
+        self._order[name] = [number, *(other for other in self._left(name) if other != number)]
+        self._drop(name)
+
+    def close(self) -> None:
+        for name in list(self._fetched):
+            self._drop(name)
+
+    def _none_left(self, name: str) -> CheckpointDamagedError:
+        return CheckpointDamagedError(f"{self._candidate.directory}: {name}: {'; '.join(self._problems[name])}")
+
+    def _holders(self, name: str) -> Sequence[Peer]:
+        return self._candidate.holders[name][1]
+
+    def _left(self, name: str) -> list[int]:
+        """The numbers of the copies of a file that were not passed over; first that of this host, if it has one."""
+        if name not in self._order:
+            holders = self._holders(name)
+            self._order[name] = sorted(range(len(holders)), key=lambda number: holders[number] != self._here)
+        return self._order[name]
+
+    def _tell(self, problem: str, number: int, name: str) -> None:
+        logger.warning("%s; the copy of %s is used", problem, self._holders(name)[number])
+        self._recorder.event("load", "copy_rejected", problem)
+
+    def _bring_from(self, peer: Peer, name: str, parts: Sequence[tuple[int, int]]) -> Path:
+        """Raises PeerError if it does not give them, and OSError if there is no memory for them."""
         if name not in self._fetched:
             size = self._candidate.manifest.files[name].num_bytes  # pyright: ignore[reportOptionalMemberAccess]
             number = os.memfd_create(f"megatron_part.{name}", os.MFD_CLOEXEC)
@@ -164,39 +231,28 @@ class _Parts:
         number, memory, present = self._fetched[name]
         missing = [part for part in parts if part not in present and part[0] < part[1]]
         if missing:
-            self._fetch(name, memoryview(memory), missing)
+            self._fetch(peer, name, memoryview(memory), missing)
             present.update(missing)
         return Path(f"/proc/self/fd/{number}")
 
-    def _fetch(self, name: str, memory: memoryview, parts: Sequence[tuple[int, int]]) -> None:
-        """From the first host that gives them. Raises CheckpointDamagedError if none does."""
+    def _fetch(self, peer: Peer, name: str, memory: memoryview, parts: Sequence[tuple[int, int]]) -> None:
         num_bytes, free = sum(stop - start for start, stop in parts), available_memory()
         if num_bytes > free:  # the kernel would not refuse, but kill a process
-            raise CheckpointDamagedError(
+            raise OSError(
+                errno.ENOMEM,
                 f"{self._candidate.directory}: {num_bytes / 2**30:.2f} GiB of host memory are wanted to load it onto "
-                f"another layout, and {free / 2**30:.2f} GiB are free"
+                f"another layout, and {free / 2**30:.2f} GiB are free",
             )
-        key, holders = self._candidate.holders[name]
-        problems = []
-        for peer in sorted(holders, key=lambda peer: peer != self._here):
-            if peer != self._here:
-                self._op.label(tier=PEER)
-            try:
-                with self._op.span("load", "download", file=name) as span:
-                    fetch_parts(peer, self._candidate.save, key, parts, memory, self._deadline_s)
-                    span.bytes = num_bytes
-            except PeerError as error:
-                problems.append(str(error))
-                logger.warning("rank %d: %s of %s: %s", self._rank, name, self._candidate.tag, error)
-                continue
-            return
-        raise CheckpointDamagedError(f"{self._candidate.directory}: {name}: {'; '.join(problems)}")
+        if peer != self._here:
+            self._op.label(tier=PEER)
+        with self._op.span("load", "download", file=name) as span:
+            fetch_parts(peer, self._candidate.save, self._candidate.holders[name][0], parts, memory, self._deadline_s)
+            span.bytes = num_bytes
 
-    def close(self) -> None:
-        for number, memory, _ in self._fetched.values():
-            memory.close()
-            os.close(number)
-        self._fetched = {}
+    def _drop(self, name: str) -> None:
+        """Give back what was fetched of a file."""
+        if name in self._fetched:
+            os.close(self._fetched.pop(name)[0])  # the mapping goes with the last view of it
 
 
 class _Found(NamedTuple):

@@ -306,6 +306,7 @@ class CheckpointWriter:
             "directory": os.path.realpath(str(save.directory)),
             "layout": self._identity.layout,
             "place": self._identity.place,
+            "rank": self._control.rank,
             "model": self._identity.model,
             "extra": {name: content.decode() for name, content in save.extra},
         }

@@ -267,6 +267,9 @@ class Agent:
         elif kind == "wait":
             if self._copies is not None:
                 self._copies.prepare_like(message["copies"])
+        elif kind == "expect":
+            if self._copies is not None:
+                self._copies.expect(message["node_rank"], message["copies"])
         elif kind == "stop":
             self._stop(message)
         elif kind == "signal":

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.launch.failure_trace import FailureTrace
-from megatron.launch.messages import Connection
+from megatron.launch.messages import SUSPECTED, Connection
 from megatron.launch.shrink import Layout, shrunk
 from megatron.launch.supervise import COULD_NOT_RUN, FAILED, STOP_SIGNALS, say
 from restart_trace.clock import now_ns
@@ -68,6 +68,7 @@ class _Agent:
     in_generation: bool = False  # a member whose ranks have not ended
     failures: list[str] = field(default_factory=list)
     unfit: str | None = None  # why its host is not to be used again
+    expects: int | None = None  # of a spare: whose place it was told to prepare for
 
     def __str__(self) -> str:
         return f"node {self.number} ({self.address})"
@@ -139,6 +140,7 @@ class Coordinator:
             elif silent:
                 self._lose(agent, f"no heartbeat for {self._launch.heartbeat_timeout_s:g} s")
         self._look_after_hooks()
+        self._prepare_spares()
         if self._state == "refused":
             return COULD_NOT_RUN
         if self._state == "gathering":
@@ -239,6 +241,30 @@ class Coordinator:
         if replace and agent.number >= 0 and self._generation >= 0:
             self._ask_for_host(agent, why)
 
+    def _prepare_spares(self) -> None:
+        """Tell each spare, once, whose place it takes if the nodes that are silent are lost: it fetches their saves."""
+        if self._port is None or self._layout is not None:
+            return
+        silence = SUSPECTED * self._launch.heartbeat_timeout_s
+        heard = [agent for agent in self._agents if agent.number >= 0 and time.monotonic() - agent.heard <= silence]
+        placed = {agent.place: agent for agent in heard if agent.place is not None}
+        missing = [place for place in range(self._launch.nodes) if place not in placed]
+        for place, spare in zip(missing, self._free(heard), strict=False):
+            if spare.expects == place or not spare.copies:
+                continue
+            spare.expects = place
+            # Hosts hold copies of their neighbours' saves (megatron.peers.placement).
+            near = sorted((agent for agent in placed.values() if agent.copies), key=lambda agent: _apart(agent, place))
+            spare.connection.send("expect", node_rank=place, copies=_copies_of(near))
+        if not missing:
+            for agent in heard:
+                agent.expects = None
+
+    @staticmethod
+    def _free(agents: Sequence[_Agent]) -> list[_Agent]:
+        """The spares among them, those that take a place first in front."""
+        return sorted((agent for agent in agents if agent.place is None), key=lambda agent: agent.number)
+
     def _ask_for_host(self, agent: _Agent, why: str) -> None:
         """Start the hook, if there is one, and go on. What it brings joins as a spare, by any number that is free."""
         hook = self._launch.replacement_hook
@@ -313,9 +339,9 @@ class Coordinator:
         A node keeps its place, and with it the page cache of what its ranks have saved; spares fill the gaps.
         """
         nodes = self._launch.nodes
-        known = sorted((agent for agent in self._agents if agent.number >= 0), key=lambda agent: agent.number)
+        known = [agent for agent in self._agents if agent.number >= 0]
         placed = {agent.place: agent for agent in known if agent.place is not None and agent.place < nodes}
-        free = [agent for agent in known if agent.place is None]
+        free = self._free(known)
         first_wait = self._generation < 0 and time.monotonic() - self._began <= self._launch.join_timeout_s
         if first_wait and len(placed) < nodes:
             return None  # a node that still imports is not replaced by a spare
@@ -363,7 +389,7 @@ class Coordinator:
             )
 
     def _copies_of_members(self) -> list[list[Any]]:
-        return [[member.host, member.address, member.copies] for member in self._members if member.copies]
+        return _copies_of([member for member in self._members if member.copies])
 
     def _fail(self, why: str, *, kill: bool) -> None:
         """End a generation whose rank failed, or whose node is lost (`kill`: no rank can finish anything)."""
@@ -434,6 +460,16 @@ def _different(mine: dict[str, Any] | None, theirs: dict[str, Any]) -> str:
 def _by_place(agent: _Agent) -> tuple[bool, int, int]:
     """Members of the last generation first, in their order."""
     return (agent.place is None, agent.place or 0, agent.number)
+
+
+def _copies_of(agents: Sequence[_Agent]) -> list[list[Any]]:
+    """Where their processes that hold copies are reached."""
+    return [[agent.host, agent.address, agent.copies] for agent in agents]
+
+
+def _apart(agent: _Agent, place: int) -> int:
+    """How many places lie between them."""
+    return abs((agent.place or 0) - place)
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -19,6 +19,7 @@ _LONGEST = 1 << 20  # a peer that sends more than this without an end of line sp
 BEATS_PER_TIMEOUT = 5
 LEASE = 0.8
 FENCE = 0.9
+SUSPECTED = 0.5  # of the heartbeat timeout: a node silent for so long may be lost, and a spare prepares for its place
 
 # type of message -> its fields. What comes over the network from anything else than the other end must stop nothing.
 _FIELDS: dict[str, dict[str, type]] = {
@@ -44,6 +45,7 @@ _FIELDS: dict[str, dict[str, type]] = {
         "copies": list,  # [host, address, port] of each member's process that holds copies
     },
     "wait": {"copies": list},  # to a spare, as of "start"
+    "expect": {"node_rank": int, "copies": list},  # to a spare: of those that are heard, the nearest ones first
     "stop": {"generation": int, "kill": bool, "why": str},
     "exit": {"code": int},
     # to either

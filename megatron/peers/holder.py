@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.fileio.host_memory import available_memory
+from megatron.peers.ahead import Ahead
 from megatron.peers.client import Peer, ask
 from megatron.peers.traffic import HELD_NS, Copy, StepTimes, Traffic
 from megatron.peers.wire import Channel, Key, PeerError, connect, extents_of, file_size, file_summary, key_of
@@ -77,6 +78,7 @@ class Holder:
         self._own = own
         self._traffic = Traffic(times)
         self._launch = launch
+        self._ahead = Ahead(own)
         self._copies: dict[Key, _Copies] = {}
         self._wanted: set[Key] | None = None  # coordinates that are placed here; None: nobody has said so yet
         self._spare: list[_Copies] = []  # memory without coordinates, taken while this host was a spare
@@ -114,7 +116,15 @@ class Holder:
                 channel.tell(done=True)
             case "sizes":
                 channel.tell(slots=[slot.num_bytes for slot in self._own], copies=self._sizes())
+            case "expect":
+                self._ahead.expect(int(message["node_rank"]), [Peer(*peer) for peer in message["holders"]])
+            case "hand_over":
+                self._ahead.hand_over(int(message["rank"]), channel)
+            case "drop":
+                self._ahead.drop(int(message["rank"]))
+                channel.tell(done=True)
             case "prepare":
+                self._ahead.wait()
                 self._like = [Peer(*member) for member in message["like"]]
                 threading.Thread(target=self._prepare, args=(self._like,), daemon=True).start()
             case "send":
@@ -124,7 +134,8 @@ class Holder:
             case "get":
                 self._give(channel, message)
             case "newest":
-                channel.tell(save=self._newest(tuple(message["key"])))
+                key, rank = message.get("key"), message.get("rank")
+                channel.tell(record=self._newest(None if key is None else tuple(key), rank))
             case other:
                 raise PeerError(f"does not know the question {other!r}")
 
@@ -143,12 +154,12 @@ class Holder:
                 yield slot, record
 
     def _listed(self) -> list[dict[str, Any]]:
-        return [{name: record.get(name) for name in _SUMMARY} | file_summary(record) for _, record in self._sealed()]
+        return [_summary(record) for _, record in self._sealed()]
 
-    def _newest(self, key: Key) -> str | None:
-        """The newest save of these coordinates; None if there is none."""
-        found = [record for _, record in self._sealed() if key_of(record) == key]
-        return max(found, key=lambda record: record["step"])["save"] if found else None
+    def _newest(self, key: Key | None, rank: int | None) -> dict[str, Any] | None:
+        """What is told of the newest save of these coordinates, or of a rank; None if there is none."""
+        found = [it for _, it in self._sealed() if (key_of(it) == key if rank is None else it.get("rank") == rank)]
+        return _summary(max(found, key=lambda record: record["step"])) if found else None
 
     def _forget(self, save: str | None) -> None:
         """The copies of a save; None: all copies."""
@@ -340,6 +351,10 @@ def _send_copy(
         channel.hear()
         channel.send_file(slot.data, file_size(record), None if copy is None else copy.before)
         channel.hear()
+
+
+def _summary(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: record.get(name) for name in _SUMMARY} | file_summary(record)
 
 
 def _tell_error(channel: Channel, text: str) -> None:

@@ -71,6 +71,14 @@ class CopyProcess:
         with contextlib.suppress(PeerError):  # it is not there
             tell(self.port, ask="prepare", like=members)
 
+    def expect(self, node_rank: int, holders: Sequence[Sequence[str | int]]) -> None:
+        """On a spare: have the process fetch what the ranks of that node would load. Waits for nothing.
+
+        `holders`: (host, address, port) of the processes that may have it, those to be asked first in front.
+        """
+        with contextlib.suppress(PeerError):  # it is not there
+            tell(self.port, ask="expect", node_rank=node_rank, holders=holders)
+
     def close_in_child(self) -> None:
         """In a process that the agent has forked for something else."""
         self._listening.close()

@@ -160,14 +160,16 @@ def _start_early_copy(config: Config) -> EarlyCopy | None:
     from megatron.peers.client import MEMBERS_VARIABLE
     from megatron.peers.wire import key_of
 
-    if MEMBERS_VARIABLE not in os.environ or not resumes_itself(config.checkpoint):
+    if MEMBERS_VARIABLE not in os.environ:
         return None
     # Imports torch, which the launcher that has told of the members has imported for its ranks.
     from megatron.checkpointing.engines.lazy.early_copy import start_early_copy
 
     parallel = config.parallel
     layout = Layout(*parallel.sizes)
-    key = key_of({"layout": layout.as_dict(), "place": layout.coordinates(parallel.rank)._asdict()})
+    key = None
+    if resumes_itself(config.checkpoint):
+        key = key_of({"layout": layout.as_dict(), "place": layout.coordinates(parallel.rank)._asdict()})
     return start_early_copy(key, parallel.local_rank, config.checkpoint.peer_timeout)
 
 

@@ -82,11 +82,14 @@ class Job:
             with contextlib.suppress(psutil.NoSuchProcess):  # ended with its agent
                 process.kill()
 
-    def flip_bits(self, node: int) -> None:
-        """In the newest save in the slots of a node: one in each stretch of its tensors, of which not all are read."""
+    def flip_bits(self, node: int, *, header: bool = False) -> None:
+        """In the newest save in the slots of a node: one in each stretch of its tensors, of which not all are read.
+
+        `header`: in that, too.
+        """
         ((*slots,),) = slots_held_by(self.started[1 + node].pid)
         newest, record = max(((slot, slot.record() or {"step": 0}) for slot in slots), key=lambda it: it[1]["step"])
-        for position in range(record["file"]["extents"][0][0], newest.num_bytes, 1 << 14):
+        for position in range(0 if header else record["file"]["extents"][0][0], newest.num_bytes, 1 << 14):
             (byte,) = os.pread(newest.data, 1, position)
             os.pwrite(newest.data, bytes([byte ^ 4]), position)
         for slot in slots:
@@ -169,3 +172,23 @@ def test_a_damaged_slot_is_named_and_storage_read(
         assert (load["outcome"], load["step"], reads[-1]["tier"]) == ("ok", HELD_AT, "storage")
     _, stored = undamaged
     assert {step: loss for step, loss in losses(job.trace, 1, 1).items() if step in stored} == stored
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("header", [False, True], ids=["tensors", "header"])
+def test_of_a_damaged_slot_the_copy_is_read(tmp_path: Path, dataset: list[str], header: bool) -> None:
+    """Node 0 goes on and would read its slot as it lies there; node 1 holds a copy of it."""
+    job, stored = run(tmp_path, dataset, lambda job: job.flip_bits(0, header=header))
+    for rank in (0, 1):
+        found = records(job.trace, 1, rank)
+        (load,) = [r for r in found if r["type"] == "operation_end" and r["operation"] == "load"]
+        assert (load["outcome"], load["step"]) == ("ok", HELD_AT)
+        assert "storage" not in {r.get("tier") for r in found if r["type"] == "span" and r["phase"] == "load"}
+    told = [r["detail"] for r in records(job.trace, 1, 0) if r["type"] == "event" and r["phase"] == "copy_rejected"]
+    by_itself, by_all = (
+        f"rank 0: rank_00000.safetensors of global_step{HELD_AT}: copy of ",
+        "rank_00000.safetensors of ",
+    )
+    assert told and told[0].startswith(by_itself if header else by_all) and told[-1] in job.output
+    after = losses(job.trace, 1, 1)
+    assert sorted(after) == list(range(HELD_AT + 1, LAST + 1)) and after == stored, "the same state, to the last bit"

@@ -12,7 +12,7 @@ engine does it all in the first.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -120,20 +120,49 @@ class KeptSave:
     checkpoint: SavedCheckpoint
 
 
-@dataclass(frozen=True)
-class KeptFiles(SavedCheckpoint):
-    """A save in memory whose files lie on several hosts, for a load onto another layout.
+class FileCopies(Protocol):
+    """The files of a save in memory, each of which one host or several hold, as one rank uses them.
 
-    `bring` has bytes [start, stop) of the file of a name lie where the path that it returns can be opened. They are
-    not verified; other bytes of it may be holes. Raises CheckpointDamagedError if no holder gives them.
+    The copies of a file have the same numbers on all ranks; a rank uses one at a time.
     """
 
-    bring: Callable[[str, Sequence[tuple[int, int]]], Path] = field(kw_only=True)
+    def bring(self, name: str, parts: Sequence[tuple[int, int]]) -> Path:
+        """Have bytes [start, stop) of the file of a name lie where the path that is returned can be opened.
+
+        They are not verified; other bytes of it may be holes. Raises CheckpointDamagedError if no holder gives them.
+        """
+        ...
+
+    def pass_over(self, name: str, why: str) -> None:
+        """This rank found its copy damaged: it uses the next one. Raises CheckpointDamagedError if there is none."""
+        ...
+
+    def used(self) -> dict[str, int]:
+        """By file of which something was brought, the number of the copy that this rank uses."""
+        ...
+
+    def another(self, name: str, used: Collection[int], why: str) -> int | None:
+        """On one rank, for all: the copy that all are to use of a file found damaged; None if each was tried.
+
+        `used`: the copies that it was put together from.
+        """
+        ...
+
+    def use(self, name: str, number: int) -> None:
+        """Use that copy from now on."""
+        ...
+
+
+@dataclass(frozen=True)
+class KeptFiles(SavedCheckpoint):
+    """A save in memory whose files lie on several hosts, for a load onto another layout."""
+
+    copies: FileCopies = field(kw_only=True)
     header_bytes: Mapping[str, int] = field(kw_only=True)
 
     def path(self, name: str) -> Path:
-        """Where the file has its header at least."""
-        return self.bring(name, [(0, self.header_bytes[name])])
+        """Where the file has its header at least. Raises CheckpointDamagedError if no holder gives it."""
+        return self.copies.bring(name, [(0, self.header_bytes[name])])
 
     def holding(self, state_name: str) -> list[SavedFile]:
         """Every replica keeps the weights: the lowest rank's are as good as any."""

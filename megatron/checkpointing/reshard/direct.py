@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron.checkpointing import naming as names
 from megatron.checkpointing.agreement import CheckpointRejectedError, dealt, together
-from megatron.checkpointing.engines.base import FileState, KeptFiles, PlacedTensor, note_loaded
+from megatron.checkpointing.engines.base import FileCopies, FileState, KeptFiles, PlacedTensor, note_loaded
 from megatron.checkpointing.engines.errors import CheckpointMismatchError, reading
 from megatron.checkpointing.reshard.base import LayoutLoad
 from megatron.checkpointing.reshard.gathering import update_weights
@@ -55,6 +55,13 @@ class Survey:
     tensors: list[Any] = field(default_factory=list)
     needed: set[str] = field(default_factory=set)
     kinds: set[str] = field(default_factory=set)
+
+
+class _Read(NamedTuple):
+    """What a rank has read: CRC-32s of what it is to verify, and by file the copy that it used of a save in memory."""
+
+    checksums: list[RangeChecksum]
+    used: dict[str, int]
 
 
 def _joined(found: list[Survey]) -> Survey:
@@ -104,11 +111,10 @@ class DirectLoad(LayoutLoad):
             of_all.update(enumerate(shares))
             return shares_of_each(shares)
 
-        def verify(checksums: list[list[RangeChecksum]]) -> None:
+        def verify(found: list[_Read]) -> dict[str, int]:
             with self._op.span("load", "verify"):
-                wrong = damage(of_all, [part for mine in checksums for part in mine], self._directory)
-            if wrong:
-                raise CheckpointRejectedError(*wrong)
+                wrong = damage(of_all, [part for mine in found for part in mine.checksums], self._directory)
+            return self._other_copies(wrong, found)
 
         control = self._ctx.control
         values = together(control, self._op, self._values, lambda by_rank: by_rank[0])
@@ -117,8 +123,35 @@ class DirectLoad(LayoutLoad):
         else:
             surveyed = together(control, self._op, self._survey, _joined)
         shares = dealt(control, self._op, make_plan, conclude)
-        together(control, self._op, lambda: self._read(reading[0], shares), verify)
+        while others := together(control, self._op, lambda: self._read(reading[0], shares), verify):
+            for name, number in others.items():
+                self._copies.use(name, number)
         return self._apply()
+
+    @property
+    def _copies(self) -> FileCopies:
+        """Of a save in memory."""
+        assert isinstance(self._checkpoint, KeptFiles)
+        return self._checkpoint.copies
+
+    def _other_copies(self, wrong: Mapping[str, list[str]], found: Sequence[_Read]) -> dict[str, int]:
+        """On rank 0: by damaged file, the copy of it that all ranks are to use; everything is read once more then.
+
+        Raises CheckpointRejectedError if there is none of some file. `wrong`: file name -> messages.
+        """
+        others, lost = {}, []
+        for name, messages in wrong.items():
+            number = None
+            if isinstance(self._checkpoint, KeptFiles):
+                used = {mine.used[name] for mine in found if name in mine.used}
+                number = self._copies.another(name, used, "; ".join(messages))
+            if number is None:
+                lost += messages
+            else:
+                others[name] = number
+        if lost:
+            raise CheckpointRejectedError(*lost)
+        return others
 
     def _values(self) -> list[Any]:
         """On rank 0, of the first rank that saved the checkpoint: its mp_rank state and, if wanted, its optimizer's.
@@ -183,16 +216,16 @@ class DirectLoad(LayoutLoad):
             options, files = self._ctx.config.checkpoint, self._checkpoint
             direct_io, bring = options.direct_io, None
             if isinstance(files, KeptFiles):
-                direct_io, bring = "off", files.bring  # they are memory already
+                direct_io, bring = "off", files.copies.bring  # they are memory already
             sizes = {self._directory / name: file.num_bytes for name, file in self._manifest.files.items()}
             ranged = self._checkpoint.ranged
             return Reading(plan(targets, index), sizes, direct_io, options.io_threads, bring=bring, ranged=ranged)
 
-    def _read(self, reading: Reading, shares: Shares) -> list[RangeChecksum]:
+    def _read(self, reading: Reading, shares: Shares) -> _Read:
         with UnderWay(READING, f"the reading of {self._directory}"):
             checksums = reading.run(shares, self._ctx.control.rank, self._op)
         note_loaded(reading.bytes_read, reading.num_files, self._op)
-        return checksums
+        return _Read(checksums, self._copies.used() if isinstance(self._checkpoint, KeptFiles) else {})
 
     def _readers(self) -> list[int]:
         """Of each of `_weights`, the DP rank that reads it: the same list on all replicas."""

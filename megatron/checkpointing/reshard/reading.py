@@ -37,7 +37,7 @@ class Reading:
     ) -> None:
         """`file_bytes`: size of each file, as it was saved. `direct_io`, `threads` as --direct-io, --io-threads.
 
-        `bring`: as that of KeptFiles, for files that are not where their paths say.
+        `bring`: as that of FileCopies, for files that are not where their paths say.
 
         `block`, `gap`: see megatron.fileio.extents; those of `ranged` count, which opens what is no file on this node.
         """

@@ -85,14 +85,14 @@ def joined(parts: Iterable[RangeChecksum], shares: Shares) -> list[RangeChecksum
     return found
 
 
-def damage(shares: Shares, parts: Iterable[RangeChecksum], directory: Path) -> list[str]:
-    """What does not have the checksum it was saved with, as messages that name file and tensor.
+def damage(shares: Shares, parts: Iterable[RangeChecksum], directory: Path) -> dict[str, list[str]]:
+    """What does not have the checksum it was saved with: file name -> messages that name file and tensor.
 
     Raises RuntimeError if the parts of all ranks are not the whole of what is to be verified: an error of this
     program, and a load that was not verified must not look like one that was.
     """
     checksums = by_file(parts)
-    wrong = []
+    wrong: dict[str, list[str]] = {}
     for file, needed_by in sorted(_lowest_that_needs(shares, None).items()):
         for _, (checked, _) in sorted(needed_by.items()):
             what = f"{directory / file}: {checked.name}"
@@ -100,7 +100,7 @@ def damage(shares: Shares, parts: Iterable[RangeChecksum], directory: Path) -> l
             if found.stop != checked.stop:
                 raise RuntimeError(f"{what} was verified up to byte {found.stop} only")
             if found.crc32 != checked.crc32:
-                wrong.append(f"{what} does not have the checksum it was saved with")
+                wrong.setdefault(file, []).append(f"{what} does not have the checksum it was saved with")
     return wrong
 
 

@@ -31,6 +31,8 @@ EXAMPLES = """\
       its saves, blocked and durable, with writes at twice the bandwidth and serialization in half the time
   %(prog)s runs/memory --tier peer --nodes 1..1024 --mtbf-hours 16000 --interval-steps 1
       saves in memory at every step: effective training time over failure rates, with the restarts from peers' memory
+  %(prog)s runs/memory runs/lazy --failures-per-day 1,2,4,8,16
+      effective training time over failure rates: a curve for each tier that restarts of these runs read from
   %(prog)s --placement group --nodes 16..1024 --replicas 2 --lost-nodes 2,3
       checkpoints in the memory of other nodes: how likely a copy of each part survives the loss of nodes
 
@@ -62,6 +64,15 @@ _QUESTIONS = {
     "--ranks": ("ranks", "logdirs", "what_if", *_PLACE),
     "--plan": ("plan", "logdirs", "what_if", *_PLACE),
     "--what-if": ("what_if", "logdirs"),
+    "--failures-per-day": (
+        "failures_per_day",
+        "logdirs",
+        "interval_steps",
+        "tier",
+        "step_seconds",
+        "blocked_seconds",
+        "durable_seconds",
+    ),
     "--nodes": ("nodes", "logdirs", *_AT_SCALE),
 }
 
@@ -70,12 +81,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this command."""
     from ..project.replicas import PLACEMENTS
 
-    help_ = "measured runs: one for --nodes (default: all numbers are given), several for --ranks"
+    help_ = "measured runs: one for --nodes (default: all numbers are given), several for --ranks, --failures-per-day"
     parser.add_argument("logdirs", metavar="LOGDIR", type=Path, nargs="*", help=help_)
     parser.add_argument("--nodes", metavar="N", help="numbers of nodes: 8,64 or 8..1024 (doubling)")
     help_ = "mean hours between failures of one node: 10000,50000"
     parser.add_argument("--mtbf-hours", metavar="H", help=help_)
     parser.add_argument("--interval-steps", metavar="K", help="steps between saves to project too: 100,500 or 50..800")
+    help_ = "failures of the whole job a day: 1,4,16; one curve for each tier of each run"
+    parser.add_argument("--failures-per-day", metavar="F", help=help_)
     help_ = "restarts that read from there alone, where a run with --checkpoint-engine memory has several kinds"
     parser.add_argument("--tier", choices=TIERS, help=help_)
     for flag, what in _DURATIONS.items():
@@ -119,7 +132,10 @@ def run(arguments: argparse.Namespace) -> int:
             if name in given and name not in _QUESTIONS[asked]:
                 word = f"--{name.replace('_', '-')} {given[name]}" if name != "logdirs" else f"LOGDIR {given[name][0]}"
                 raise CouldNotRunError(f"{word}: goes with {flag}, not with {asked}; leave one out")
-    {"--placement": _copies, "--what-if": _what_if, "--nodes": _intervals}.get(asked, _twin)(arguments)
+    answers = {
+        "--placement": _copies, "--what-if": _what_if, "--nodes": _intervals, "--failures-per-day": _recoveries,
+    }  # fmt: skip
+    answers.get(asked, _twin)(arguments)
     return OK
 
 
@@ -150,6 +166,39 @@ def _intervals(arguments: argparse.Namespace) -> None:
         json=lambda: to_json(projection),
         csv=lambda: to_csv(projection),
         markdown=lambda: to_markdown(projection),
+    )
+
+
+def _recoveries(arguments: argparse.Namespace) -> None:
+    """Effective training time over failure rates, with the restarts that were measured."""
+    from ...common.tables import Style
+    from ..project.inputs import Given
+    from ..project.ranges import parse_positives
+    from ..project.recovery import curves
+    from ..render.recovery import to_csv, to_json, to_markdown, to_table
+
+    rates = parse_positives("--failures-per-day", arguments.failures_per_day)
+    steps = _counts(arguments, "--interval-steps") if arguments.interval_steps else [None]
+    if len(steps) > 1:
+        raise CouldNotRunError(
+            f"--interval-steps {arguments.interval_steps}: --failures-per-day takes one; give one number"
+        )
+    if not arguments.logdirs:
+        raise CouldNotRunError("LOGDIR is missing: --failures-per-day starts from restarts that were measured")
+    given = Given(
+        blocked_s=arguments.blocked_seconds,
+        durable_s=arguments.durable_seconds,
+        step_s=arguments.step_seconds,
+        tier=arguments.tier,
+    )
+    reports = [read_report(directory, arguments) for directory in arguments.logdirs]
+    found = curves(reports, given, rates, steps[0])
+    write_formatted(
+        arguments,
+        table=lambda: to_table(found, Style(sys.stdout)),
+        json=lambda: to_json(found),
+        csv=lambda: to_csv(found),
+        markdown=lambda: to_markdown(found),
     )
 
 
@@ -219,7 +268,7 @@ def _only(arguments: argparse.Namespace) -> Path:
     """The one run. Raises CouldNotRunError if several are given."""
     if len(arguments.logdirs) > 1:
         raise CouldNotRunError(
-            f"LOGDIR {arguments.logdirs[1]}: only --ranks and --plan learn from several runs; give one"
+            f"LOGDIR {arguments.logdirs[1]}: only --ranks, --plan and --failures-per-day take several runs; give one"
         )
     return arguments.logdirs[0]
 

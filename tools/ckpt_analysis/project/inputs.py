@@ -117,7 +117,7 @@ def _restart(report: Report | None, given: Given) -> tuple[float, str] | None:
     restarts = report.restarts if report else []
     source = ""
     if report is not None and given.restart_s is None:
-        restarts = _of_tier(report, restarts, given.tier)
+        restarts = restarts_of_tier(report, restarts, given.tier)
         source = f" from {given.tier}" if given.tier else ""
     whole = [start.restart_s for start in restarts if start.restart_s is not None]
     if whole:
@@ -129,7 +129,11 @@ def _restart(report: Report | None, given: Given) -> tuple[float, str] | None:
     return None
 
 
-def _of_tier(report: Report, restarts: Sequence[StartStats], tier: str | None) -> list[StartStats]:
+def restarts_of_tier(report: Report, restarts: Sequence[StartStats], tier: str | None) -> list[StartStats]:
+    """Those of `restarts` that read from `tier`; with None all, if they read from one.
+
+    Raises CouldNotRunError if they read from several, or none from `tier`.
+    """
     tiers = {start.cycle: tier_of(report, start) for start in restarts}
     there = [one for one in NEAREST_FIRST if one in tiers.values()]
     if tier is None:

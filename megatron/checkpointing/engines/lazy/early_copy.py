@@ -8,6 +8,7 @@ load then fetches the right one.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +22,8 @@ from megatron.processes.memory_slots import Slot, held_slots
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
 
+_DROP_S = 10.0  # for this host's process to end what it fetches
+
 
 class EarlyCopy:
     """Fetches from when it is made, on a thread of its own, from the first of `holders` that has a save.
@@ -28,8 +31,12 @@ class EarlyCopy:
     `take` or `close` ends it. Until `take` has sealed the slot, that holds nothing.
     """
 
-    def __init__(self, slot: Slot, key: Key, holders: Sequence[Peer], deadline_s: float) -> None:
+    def __init__(
+        self, slot: Slot, key: Key, holders: Sequence[Peer], deadline_s: float, host: tuple[Peer, int] | None = None
+    ) -> None:
+        """`host`: the process of this host, which may have fetched it already, and the local rank."""
         self._slot = slot
+        self._host = host
         self._key = key
         self._deadline_s = deadline_s
         self._record: Mapping[str, Any] | None = None  # of what the slot holds
@@ -75,31 +82,50 @@ class EarlyCopy:
             self._closed = True
             if self._channel is not None:
                 self._channel.abort()
+        if self._host is not None and self._thread.is_alive():
+            _drop(*self._host)
         self._thread.join()
 
     def _run(self, holders: Iterable[Peer]) -> None:
         try:
+            if self._was_fetched_ahead():
+                return
             self._peer, self._save = self._first_with_a_save(holders)
             self._chosen.set()
             if self._peer is not None and self._save is not None:
                 self._began_ns = now_ns()
                 self._record = fetch(self._peer, self._save, self._key, self._room, self._deadline_s, self._connected)
+                self._ended_ns = now_ns()
         except (PeerError, CheckpointSaveError, OSError) as error:
             self._problem = str(error)
         finally:
-            self._ended_ns = now_ns()
             self._chosen.set()
+
+    def _was_fetched_ahead(self) -> bool:
+        """Whether this host has fetched a save of this rank while it was a spare, or still does: then wait for that."""
+        if self._host is None:
+            return False
+        own, local_rank = self._host
+        try:
+            found = ask(own, self._deadline_s, ask="hand_over", rank=local_rank).get("found")
+        except PeerError:
+            return False
+        if found is None or key_of(found["record"]) != self._key:
+            return False
+        self._record, self._peer, self._save = found["record"], Peer(*found["peer"]), found["record"]["save"]
+        self._began_ns, self._ended_ns = found["began_ns"], found["ended_ns"]
+        return True
 
     def _first_with_a_save(self, holders: Iterable[Peer]) -> tuple[Peer | None, str | None]:
         for peer in holders:
             if self._closed:
                 break
             try:
-                save = ask(peer, self._deadline_s, ask="newest", key=self._key).get("save")
+                record = ask(peer, self._deadline_s, ask="newest", key=self._key).get("record")
             except PeerError:
                 continue  # whoever needs that host will say so
-            if save is not None:
-                return peer, str(save)
+            if record is not None:
+                return peer, str(record["save"])
         return None, None
 
     def _room(self, num_bytes: int) -> memoryview:
@@ -114,10 +140,17 @@ class EarlyCopy:
                 channel.abort()
 
 
-def start_early_copy(key: Key, local_rank: int, deadline_s: float) -> EarlyCopy | None:
+def _drop(own: Peer, local_rank: int) -> None:
+    """Have the process of this host end what it fetches for a rank."""
+    with contextlib.suppress(PeerError):  # it has ended, and with it what it did
+        ask(own, _DROP_S, ask="drop", rank=local_rank)
+
+
+def start_early_copy(key: Key | None, local_rank: int, deadline_s: float) -> EarlyCopy | None:
     """Begin to fetch the save of the coordinates `key`, if this host has nothing of them and others may.
 
-    Called once, before this rank knows the others. `deadline_s`: --peer-timeout.
+    Called once, before this rank knows the others. `key`: None if no save in memory will be loaded. `deadline_s`:
+    --peer-timeout.
     """
     members, own, held = take_members(), own_peer(), held_slots()
     # In the first start of a launch nobody has anything.
@@ -125,10 +158,11 @@ def start_early_copy(key: Key, local_rank: int, deadline_s: float) -> EarlyCopy 
         return None
     records = [slot.record() for mine in held for slot in mine]
     free = [slot for slot in held[local_rank] if slot.record() is None]
-    if not free or any(record is not None and key_of(record) == key for record in records):
+    if key is None or not free or any(record is not None and key_of(record) == key for record in records):
+        _drop(own, local_rank)
         return None
     places = [(member.address, member.port) for member in members]
     here = places.index((own.address, own.port))
     # Hosts hold copies of their neighbours' saves (megatron.peers.placement).
     near = sorted(range(len(members)), key=lambda node: abs(node - here))
-    return EarlyCopy(free[0], key, [members[node] for node in near if node != here], deadline_s)
+    return EarlyCopy(free[0], key, [members[node] for node in near if node != here], deadline_s, (own, local_rank))

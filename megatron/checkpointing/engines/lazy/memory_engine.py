@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from megatron.checkpointing.engines.base import (
     EngineOptions,
@@ -38,6 +38,8 @@ from megatron.processes.memory_slots import Slot, held_slots, new_slots
 from restart_trace.recorder import Operation
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -239,20 +241,28 @@ class MemoryEngine(LazyEngine):
     def placed_tensors(self, checkpoint: SavedCheckpoint, op: Operation) -> list[PlacedTensor]:
         if not isinstance(checkpoint, KeptFiles):
             return super().placed_tensors(checkpoint, op)
-        # Other ranks have the files elsewhere: told are the paths that are the same for all.
-        shown = {checkpoint.path(name): checkpoint.directory / name for name in checkpoint.files}
-        found = self._slot_reader.placed_tensors(checkpoint, op)
-        return [replace(tensor, path=shown[tensor.path]) for tensor in found]
+        found = []
+        for name, file in sorted(checkpoint.files.items()):
+            alone = replace(checkpoint, files={name: file})
+            tensors = _of_undamaged(name, alone, functools.partial(self._slot_reader.placed_tensors, alone, op))
+            # Other ranks have the file elsewhere: told is the path that is the same for all.
+            found += [replace(tensor, path=checkpoint.directory / name) for tensor in tensors]
+        return found
 
     def load_values(self, name: str, checkpoint: SavedCheckpoint, op: Operation) -> Any:
         if not isinstance(checkpoint, KeptFiles):
             return super().load_values(name, checkpoint, op)
-        path, file = self._file_of(name, checkpoint)
-        contents = lazy_format.decode(lazy_format.read_header(path), path)
-        start = contents.data_start
-        small = [entry for entry in contents.tensors_of(name) if entry.placement is None]
-        checkpoint.bring(file.name, [(start + entry.start, start + entry.stop) for entry in small])
-        return self._slot_reader.load_values(name, checkpoint, op)
+
+        def load() -> Any:
+            path, file = self._file_of(name, checkpoint)
+            contents = self._open_checked(path, file, None, op)
+            start = contents.data_start
+            small = [entry for entry in contents.tensors_of(name) if entry.placement is None]
+            checkpoint.copies.bring(file.name, [(start + entry.start, start + entry.stop) for entry in small])
+            return self._slot_reader.load_values(name, checkpoint, op)
+
+        (file,) = checkpoint.holding(name)
+        return _of_undamaged(file.name, checkpoint, load)
 
     def close(self) -> None:
         super().close()
@@ -261,6 +271,16 @@ class MemoryEngine(LazyEngine):
         for slot in self._own:
             slot.close()
         self._own = []
+
+
+def _of_undamaged(name: str, checkpoint: KeptFiles, read: Callable[[], _T]) -> _T:
+    """What `read` makes of the first copy of the file `name` that is not damaged. Raises CheckpointDamagedError."""
+    while True:
+        path = checkpoint.path(name)
+        try:
+            return read()
+        except CheckpointDamagedError as damaged:
+            checkpoint.copies.pass_over(name, str(damaged).replace(f"{path}: ", ""))
 
 
 def _names(slot: Slot, save: str) -> bool:

@@ -51,6 +51,7 @@ def record_of(content: bytes, save: str, dp: int = 0, step: int = 1) -> dict[str
         "step": step,
         "layout": LAYOUT,
         "place": place,
+        "rank": dp,
         "tag": save,
         "directory": "/d",
         "model": {},

@@ -100,11 +100,10 @@ def test_pieces_of_several_ranks_are_put_together(tmp_path: Path) -> None:
     of_all = dict(enumerate(shares))
     mine = joined(pieces[:-1], of_all)
     assert [(piece.start, piece.length) for piece in mine] == [(10, 10), (30, 20)], "of a record, never beyond it"
-    assert damage(of_all, [*mine, pieces[-1]], tmp_path) == []
+    assert damage(of_all, [*mine, pieces[-1]], tmp_path) == {}
     wrong = [replace(mine[0], crc32=mine[0].crc32 ^ 1), mine[1], pieces[-1]]
-    assert damage(of_all, wrong, tmp_path) == [
-        f"{tmp_path / FILE}: tensor 10 does not have the checksum it was saved with"
-    ]
+    why = f"{tmp_path / FILE}: tensor 10 does not have the checksum it was saved with"
+    assert damage(of_all, wrong, tmp_path) == {FILE: [why]}
     for missing in (mine, [*mine[1:], pieces[-1]], [mine[0], pieces[-1]]):
         with pytest.raises(RuntimeError, match="was verified up to byte"):
             damage(of_all, missing, tmp_path)
@@ -117,7 +116,7 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path: Path, direct_io: str) -> None
     records = checked_content(bytes(data), 1000, 30_000, 48_000)
     parts = [[(records[0], 2000, 9000), (records[1], 30_000, 700)], [(records[0], 9500, 12_000)]]
 
-    def found() -> list[str]:
+    def found() -> dict[str, list[str]]:
         path.write_bytes(data)
         ranks = [
             Reading([moving(path, *part) for part in mine], {path: 50_000}, direct_io, 2, block=8192, gap=64)
@@ -128,13 +127,13 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path: Path, direct_io: str) -> None
         pieces = [piece for i, rank in enumerate(ranks) for piece in rank.run(told[i], i, untraced_operation())]
         return damage(dict(enumerate(shares)), pieces, tmp_path)
 
-    assert found() == []
+    assert found() == {}
     for at, name in ((1000, "1000"), (11_000, "1000"), (29_999, "1000"), (30_000, "30000"), (47_999, "30000")):
         data[at] ^= 16
-        assert found() == [f"{path}: tensor {name} does not have the checksum it was saved with"]
+        assert found() == {FILE: [f"{path}: tensor {name} does not have the checksum it was saved with"]}
         data[at] ^= 16
     data[999] ^= 1  # of no tensor
-    assert found() == []
+    assert found() == {}
 
 
 def moving(path: Path, record: CheckedBytes, start: int, length: int) -> Transfer:

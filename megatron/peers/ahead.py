@@ -1,0 +1,140 @@
+"""What a host that waits fetches ahead: copies of the saves of a host that is silent and may be lost.
+
+The coordinator says whose place this host would take. The newest copies of those ranks are fetched into the slots of
+this host's ranks while it is still being found out whether that host is lost. A rank that is started here asks for
+what was fetched for it, and seals it; before it has an answer, its slots are not its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.fileio.host_memory import available_memory
+from megatron.peers.client import Peer, ask, fetch
+from megatron.peers.wire import Channel, PeerError, key_of
+from megatron.processes.memory_slots import SLOTS_PER_RANK, Slot
+from restart_trace.clock import now_ns
+
+_ANSWER_S = 10.0  # how long a peer may say nothing
+_AT_WORK_S = 0.25  # how often a rank that waits is told that something is being done
+
+
+class _Fetch:
+    """The newest copy of the save of a rank, on its way into a slot, which is not sealed.
+
+    `over`: nothing writes to the slot any more. `found`: what the rank is told; None if there is nothing.
+    """
+
+    def __init__(self, rank: int, slot: Slot, holders: Sequence[Peer]) -> None:
+        self._rank = rank
+        self._slot = slot
+        self._holders = holders
+        self._lock = threading.Lock()  # of the two below
+        self._ended = False
+        self._channel: Channel | None = None
+        self.over = threading.Event()
+        self.found: dict[str, Any] | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """When this returns, it is over."""
+        with self._lock:
+            self._ended = True
+            channel = self._channel
+        if channel is not None:  # else it writes nothing any more
+            channel.abort()
+            self._thread.join()
+        self.over.set()
+
+    def _run(self) -> None:
+        for peer in self._holders:
+            # A rank that finds nothing here asks them all once more, and tells what is wrong.
+            with contextlib.suppress(PeerError, OSError):
+                record = ask(peer, _ANSWER_S, ask="newest", rank=self._rank).get("record")
+                if record is None or self._ended:
+                    continue
+                began_ns, save, key = now_ns(), str(record["save"]), key_of(record)
+                record = fetch(peer, save, key, self._room, _ANSWER_S, self._connected)
+                self.found = {"record": record, "peer": peer, "began_ns": began_ns, "ended_ns": now_ns()}
+                break
+        self.over.set()
+
+    def _room(self, num_bytes: int) -> memoryview:
+        """Raises OSError if there is no memory for it."""
+        growth, free = num_bytes - self._slot.num_bytes, available_memory()
+        if growth > free:  # the kernel would not refuse, but kill a process
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        if growth > 0:
+            self._slot.resize(num_bytes)
+        return memoryview(mmap.mmap(self._slot.data, num_bytes))
+
+    def _connected(self, channel: Channel) -> None:
+        with self._lock:
+            self._channel = channel
+            if self._ended:
+                channel.abort()
+
+
+class Ahead:
+    """What is fetched for the ranks of this host. `own`: their slots, one rank's after the other."""
+
+    def __init__(self, own: Sequence[Slot]) -> None:
+        self._own = own
+        self._fetches: dict[int, _Fetch] = {}  # by local rank
+        self._waits = False  # no rank was started here since this host was told to wait
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        """No rank runs here. What was fetched is of no use any more."""
+        self._end_all()
+        with self._lock:
+            self._waits = True
+
+    def expect(self, node_rank: int, holders: Sequence[Peer]) -> None:
+        """Fetch what the ranks of that node would load, each from the first of `holders` that has it."""
+        self._end_all()
+        with self._lock:
+            ranks = len(self._own) // SLOTS_PER_RANK if self._waits else 0
+            for local_rank in range(ranks):
+                slots = self._own[local_rank * SLOTS_PER_RANK :][:SLOTS_PER_RANK]
+                if all(slot.record() is None for slot in slots):
+                    self._fetches[local_rank] = _Fetch(node_rank * ranks + local_rank, slots[0], holders)
+
+    def hand_over(self, local_rank: int, channel: Channel) -> None:
+        """Tell a rank what was fetched for it, once that is there. Nothing writes to its slots any more then."""
+        with self._lock:
+            self._waits = False
+            under_way = self._fetches.get(local_rank)
+        if under_way is None:
+            channel.tell(found=None)
+            return
+        try:
+            while not under_way.over.wait(_AT_WORK_S):
+                channel.tell(at_work=True)
+        except PeerError:  # the slots are those of another process soon
+            under_way.end()
+            raise
+        with self._lock:
+            self._fetches.pop(local_rank, None)
+        channel.tell(found=under_way.found)
+
+    def drop(self, local_rank: int) -> None:
+        """What was fetched for a rank is not wanted. Nothing writes to its slots any more."""
+        with self._lock:
+            self._waits = False
+            dropped = self._fetches.pop(local_rank, None)
+        if dropped is not None:
+            dropped.end()
+
+    def _end_all(self) -> None:
+        with self._lock:
+            ended, self._fetches = self._fetches, {}
+        for each in ended.values():
+            each.end()

@@ -1,0 +1,96 @@
+"""What spares are told ahead of the loss of a node: whose place they would take, and whom to ask for its saves."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from megatron.launch.coordinator import Coordinator, Launch, _Agent
+from megatron.launch.messages import Connection
+
+TIMEOUT_S = 1e6  # of heartbeats: silent is who a test says is
+MEMBERS, SPARES = 4, 2
+
+
+class Running:
+    """A coordinator in a generation of four members, and two spares; their ends of the connections."""
+
+    def __init__(self) -> None:
+        times = {"heartbeat_timeout_s": TIMEOUT_S, "join_timeout_s": TIMEOUT_S}
+        self.coordinator = Coordinator(
+            Launch("script.py", (), MEMBERS, 2, SPARES, 1, port=0, port_file=None, launch_id="launch0", **times)
+        )
+        self.agents: list[_Agent] = []
+        self.ends: list[Connection] = []
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            for number in range(MEMBERS + SPARES):
+                self.ends.append(Connection(socket.create_connection(listening.getsockname())))
+                agent = _Agent(Connection(listening.accept()[0]), 0.0, number, "address", f"host{number}", 100 + number)
+                agent.place = number if number < MEMBERS else None
+                self.agents.append(agent)
+        self.coordinator._agents = list(self.agents)
+        self.coordinator._port = 1  # of the rendezvous: ranks were started
+
+    def told(self, *silent: int) -> dict[int, dict[str, Any]]:
+        """By number, what agents are told when these nodes have been silent for a while."""
+        for number, agent in enumerate(self.agents):
+            agent.heard = time.monotonic() - (0.6 * TIMEOUT_S if number in silent else 0)
+        self.coordinator._prepare_spares()
+        return {number: message for number, end in enumerate(self.ends) for message in heard(end)}
+
+    def close(self) -> None:
+        for connection in [*self.ends, *(agent.connection for agent in self.agents)]:
+            connection.close()
+        self.coordinator._listening.close()
+        self.coordinator._selector.close()
+
+
+def heard(end: Connection) -> list[dict[str, Any]]:
+    """What has been sent to it so far; over the loopback it is there at once."""
+    return end.receive()
+
+
+@pytest.fixture
+def running() -> Iterator[Running]:
+    made = Running()
+    yield made
+    made.close()
+
+
+def expect(place: int, *hosts: int) -> dict[str, Any]:
+    copies = [[f"host{number}", "address", 100 + number] for number in hosts]
+    return {"type": "expect", "node_rank": place, "copies": copies}
+
+
+def test_a_spare_is_told_once_whose_place_it_would_take(running: Running) -> None:
+    assert running.told() == {}
+    assert running.told(2) == {4: expect(2, 1, 3, 0)}, "the nearest ones first"
+    assert running.told(2) == {}
+    assert running.told() == {}, "it was heard again"
+    assert running.told(2) == {4: expect(2, 1, 3, 0)}
+
+
+def test_as_many_spares_as_there_are_places_to_take(running: Running) -> None:
+    assert running.told(3) == {4: expect(3, 2, 1, 0)}
+    assert running.told(0, 3) == {4: expect(0, 1, 2), 5: expect(3, 2, 1)}
+    assert running.told(0, 3, 5) == {}, "one spare is silent itself"
+    assert running.told(0, 1, 3) == {5: expect(1, 2)}, "places are taken in their order"
+
+
+def test_a_member_that_is_lost_is_a_place_to_take(running: Running) -> None:
+    running.coordinator._agents.remove(running.agents[1])
+    assert running.told() == {4: expect(1, 0, 2, 3)}
+
+
+def test_a_spare_without_memory_for_copies_is_told_nothing(running: Running) -> None:
+    running.agents[4].copies = 0
+    assert running.told(2) == {}
+
+
+def test_nothing_is_told_before_ranks_were_started(running: Running) -> None:
+    running.coordinator._port = None
+    assert running.told(2) == {}
