@@ -136,6 +136,20 @@ def test_two_ranks_of_70b_with_two_engines(tmp_path: Path) -> None:
     _check_trace(trace, repeats)
 
 
+def test_saves_in_memory_are_loaded_from_a_slot_and_from_a_copy(tmp_path: Path) -> None:
+    target, trace = tmp_path / "target", tmp_path / "trace"
+    flags = ["--ranks", "0-1", "--repeat", "2", "--no-storage", "--trace-dir", str(trace)]
+    found = figures([*SMALL, *flags, "--engine", "memory,memory-peer"], target)
+    for name, engine in found["engines"].items():
+        assert (engine["engine_used"], engine["verified"], engine["failed"]) == ("MemoryEngine", True, None), name
+        assert [len(engine[measure]["samples"]) for measure in ("in_memory_s", "load_warm_s")] == [2, 2]
+        assert engine["durable_s"] is engine["load_cold_s"] is None, "nothing of it is on storage"
+    loads = [r for cycle in range(8) for r in records(trace, cycle, 1) if r["type"] == "operation_end"]
+    tiers = [r["tier"] for r in loads if r["operation"] == "load"]
+    assert sorted(tiers) == ["local_memory"] * 4 + ["peer"] * 4
+    assert not list(target.iterdir()), "something was left"
+
+
 @pytest.mark.skipif(importlib.util.find_spec("s3torchconnector") is None, reason="s3torchconnector is not installed")
 def test_object_storage_beside_the_s3_connector(tmp_path: Path) -> None:
     """Each rank an equal part; what every engine, ours and the connector, loads is what was saved."""

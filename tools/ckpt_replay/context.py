@@ -26,7 +26,8 @@ from restart_trace.process import RankIdentity, open_rank_trace
 from restart_trace.recorder import Recorder
 
 from .connector import Connector
-from .plan import CONNECTOR, LOAD, RAW, Request, Task, checkpoint_flags, state_file
+from .host_memory import holder
+from .plan import CONNECTOR, IN_MEMORY, LOAD, MEMORY, MEMORY_PEER, RAW, Request, Task, checkpoint_flags, state_file
 from .raw_engine import RawEngine
 from .shares import Planned
 
@@ -68,6 +69,21 @@ class RankContext:
         return checkpoint_flags(self.task.directory, self.request.options)
 
     @property
+    def in_memory(self) -> bool:
+        """Whether the saves of this task's engine go to host memory alone."""
+        return self.engine_name in IN_MEMORY
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """Sizes of "tp", "pp" and "dp"."""
+        return Layout(*self.request.share.layout).as_dict()
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """Of this rank, as `layout`."""
+        return Layout(*self.request.share.layout).coordinates(self.rank)._asdict()
+
+    @property
     def last_step(self) -> int:
         """Of the checkpoint that the saves before this task have left."""
         repeats = 0 if self.request.operations == LOAD else self.task.repeat
@@ -93,7 +109,9 @@ class RankContext:
         elif self.engine_name in RAW:
             engine = RawEngine(options, self.engine_name, self._gathered)
         else:
-            engine = create_engine(self.engine_name, options)
+            engine = create_engine(MEMORY if self.in_memory else self.engine_name, options)
+        if self.engine_name == MEMORY_PEER:
+            engine.share_with([holder()])
         self.recorder.write(
             "runtime",
             engine_used=type(engine).__name__,

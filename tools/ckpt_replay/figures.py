@@ -9,7 +9,7 @@ from typing import Any
 
 from ..common.page_cache import COLD, WARM
 from ..common.samples import interquartile_range
-from .plan import LOAD, LOAD_COLD, LOAD_WARM, SAVE, SAVE_AND_LOAD, STORAGE_KINDS, Request
+from .plan import IN_MEMORY, LOAD, LOAD_COLD, LOAD_WARM, SAVE, SAVE_AND_LOAD, STORAGE_KINDS, Request
 from .replay import Samples
 
 Ranks = list[dict[str, Any]]
@@ -80,12 +80,14 @@ def engine_figures(samples: Samples, name: str, total_bytes: int, operations: st
 
     cold = _loads(kinds.get(LOAD_COLD, []), COLD, again=False)
     warm = _loads(kinds.get(LOAD_WARM, []), WARM, again=False)
-    durable = of_saves("durable_s")
+    in_memory = name in IN_MEMORY
+    counted, durable = of_saves("durable_s"), None if in_memory else of_saves("durable_s")
     moving = of_saves("moving_s")
     first = saves[0][0] if saves else {}
     return {
         "blocked_s": of_saves("blocked_s"),
         "durable_s": durable,
+        "in_memory_s": counted if in_memory else None,
         "load_cold_s": summary(cold),
         "load_warm_s": summary(warm),
         "load_warm_again_s": summary(_loads(kinds.get(LOAD_WARM, []), WARM, again=True)),
@@ -98,7 +100,7 @@ def engine_figures(samples: Samples, name: str, total_bytes: int, operations: st
         "load_cold_GBps": throughput(total_bytes, summary(cold)),
         "load_warm_GBps": throughput(total_bytes, summary(warm)),
         "first_blocked_s": of_saves("blocked_s", warmup=True),
-        "first_durable_s": of_saves("durable_s", warmup=True),
+        "first_durable_s": None if in_memory else of_saves("durable_s", warmup=True),
         "step_interference": of_saves("interference"),
         "written_bytes": [rank["saves"][-1]["written_bytes"] for rank in saves[0]] if saves else [],
         "num_files": first["saves"][-1]["num_files"] if first else None,

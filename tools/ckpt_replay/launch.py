@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.processes.free_port import free_port
 
-from .plan import Preparation, ReplayError, Request, Task, result_file
+from .plan import IN_MEMORY, Preparation, ReplayError, Request, Task, result_file
 from .worker import PREPARE, TASK
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,7 +73,9 @@ class Crew:
         assert self.server.stdin is not None and self.server.stdout is not None
         line = ""
         with contextlib.suppress(BrokenPipeError):
-            self.server.stdin.write(json.dumps({"what": what, "path": str(path), "ranks": ranks}) + "\n")
+            in_memory = isinstance(asked, Task) and asked.engine in IN_MEMORY
+            told = {"what": what, "path": str(path), "ranks": ranks, "in_memory": in_memory}
+            self.server.stdin.write(json.dumps(told) + "\n")
             self.server.stdin.flush()
             line = self.server.stdout.readline()
         if not line:

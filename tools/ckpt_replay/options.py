@@ -21,6 +21,7 @@ from ..ckpt_plan.presets import preset_layout
 from ..common.cli import make_parser, parse_bytes, parse_rank_ranges, require_at_least
 from .plan import (
     CONNECTOR,
+    IN_MEMORY,
     OPERATIONS,
     RAW,
     SAVE_AND_LOAD,
@@ -125,8 +126,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     how = parser.add_argument_group("how")
     help_ = (
-        f"engines (default: all that can run here); or {', '.join(RAW)}: the bytes alone, in so many files; or "
-        f"{CONNECTOR}: the S3 connector for PyTorch under DCP"
+        f"engines (default: all that save to storage and can run here); or {', '.join(RAW)}: the bytes alone, in so "
+        f"many files; or {', '.join(IN_MEMORY)}: saves in host memory alone, loads from there or from another "
+        f"process's copy; or {CONNECTOR}: the S3 connector for PyTorch under DCP"
     )
     how.add_argument("--engine", default=ALL, metavar="NAME,...", help=help_)
     help_ = "what is measured; load: of one checkpoint that each engine saves first (default: save_and_load)"
@@ -213,11 +215,12 @@ def _check_uri(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -
 def chosen_engines(text: str, in_object_storage: bool = False) -> tuple[str, ...]:
     """Names in the value of --engine. Raises UnknownEngineError, EngineUnavailableError and ReplayError."""
     if text == ALL:
-        return (*engine_names(), *((CONNECTOR,) if in_object_storage else ()))
+        on_storage = tuple(name for name in engine_names() if name not in IN_MEMORY)
+        return (*on_storage, *((CONNECTOR,) if in_object_storage else ()))
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not names:
         raise ReplayError(f"--engine {text!r}: names no engine; there are: {', '.join(engine_names())}")
-    for name in (name for name in names if name not in (CONNECTOR, *RAW)):
+    for name in (name for name in names if name not in (CONNECTOR, *RAW, *IN_MEMORY)):
         check_engine_name(name)
     return names
 
@@ -257,13 +260,20 @@ def request_from(arguments: argparse.Namespace, world_size: int | None) -> Reque
         vocab_size=arguments.vocab_size,
         fully_sharded=arguments.sharding == "full",
     )
+    engines = chosen_engines(arguments.engine, stored)
+    in_memory = [name for name in engines if name in IN_MEMORY]
+    if in_memory and world_size is not None:
+        raise ReplayError(
+            f"--engine {in_memory[0]}: the slots of all ranks are held by one process, and a launcher starts several; "
+            "run ckpt-replay without one, with --ranks"
+        )
     striping = arguments.striping
     if striping is not None:
         striping = dataclasses.replace(striping, command=arguments.stripe_command)
     trace_dir = arguments.trace_dir.resolve() if arguments.trace_dir else None
     return Request(
         share=share,
-        engines=chosen_engines(arguments.engine, stored),
+        engines=engines,
         directory=arguments.dir if stored else str(Path(arguments.dir).resolve()),
         repeat=arguments.repeat,
         cold=arguments.cold,

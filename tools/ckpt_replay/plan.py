@@ -27,6 +27,14 @@ RAW = {
 # The checkpoints of the S3 connector for PyTorch, in place of an engine (connector.py): in object storage alone.
 CONNECTOR = "s3torchconnector"
 
+# Engine memory without storage: saves in this host's slots, and loads from there; or, with a copy of each save in a
+# process that takes the place of another host, loads from that copy (host_memory.py).
+MEMORY, MEMORY_PEER = "memory", "memory-peer"
+IN_MEMORY = {
+    MEMORY: "saves in host memory alone, loads from there",
+    MEMORY_PEER: "the same with a copy in another process, loads from that over the loopback",
+}
+
 # What is measured of the storage itself: kind -> (threads, block in MiB), each with each. The kernel cuts buffered
 # transfers as it likes, so their block size says little.
 THREADS = (1, 2, 4, 8)

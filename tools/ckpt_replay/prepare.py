@@ -14,7 +14,17 @@ from pathlib import Path
 from megatron.checkpointing.engines.errors import EngineUnavailableError, UnknownEngineError
 from megatron.config import ConfigError
 
-from .plan import CONNECTOR, RAW, Preparation, ReplayError, Request, checkpoint_flags, state_file
+from .plan import (
+    CONNECTOR,
+    IN_MEMORY,
+    MEMORY_PEER,
+    RAW,
+    Preparation,
+    ReplayError,
+    Request,
+    checkpoint_flags,
+    state_file,
+)
 
 
 def prepare(path: Path) -> None:
@@ -38,6 +48,8 @@ def engine_problems(request: Request) -> dict[str, str]:
         try:
             if name == CONNECTOR or name in RAW:
                 why = _problem_of_stand_in(name, request.in_object_storage)
+            elif name in IN_MEMORY:
+                why = _problem_of_memory(name, request)
             else:
                 if request.in_object_storage:
                     checkpoint_flags(request.directory, request.options, name)
@@ -47,13 +59,6 @@ def engine_problems(request: Request) -> dict[str, str]:
         if why is not None:
             problems[name] = why
     return problems
-
-
-_OF_A_LAUNCH = (
-    "engine {name}: its slots and copies belong to a launch, whose agents hold them and send them to other hosts; a "
-    "replay has no agents: `python -m benchmarks.replication_traffic` measures them. What it writes to storage is what "
-    "engine lazy writes: replay that"
-)
 
 
 def unavailable_engines(names: Sequence[str]) -> dict[str, str]:
@@ -66,9 +71,6 @@ def unavailable_engines(names: Sequence[str]) -> dict[str, str]:
         try:
             if not engine_class(name).writes_files:
                 problems[name] = f"engine {name} writes no files, so there is nothing to replay"
-                continue
-            if engine_class(name).keeps_in_memory:
-                problems[name] = _OF_A_LAUNCH.format(name=name)
                 continue
             engine = create_engine(name, EngineOptions())
             try:
@@ -89,6 +91,19 @@ def _problem_of_stand_in(name: str, in_object_storage: bool) -> str | None:
     if importlib.util.find_spec("s3torchconnector") is None:
         install = "pip install 'megatron-restart[s3torchconnector]'"
         return f"engine {name}: package s3torchconnector is not installed; install it ({install})"
+    return None
+
+
+def _problem_of_memory(name: str, request: Request) -> str | None:
+    """Of saves in host memory."""
+    import torch
+
+    if request.in_object_storage:
+        return f"engine {name}: saves go to host memory, and to no bucket; give it a --dir of a file system"
+    if torch.cuda.is_available():
+        return f"engine {name}: slots are inherited by forked processes, and CUDA survives no fork; hide the GPUs"
+    if name == MEMORY_PEER and request.options["checksum"] == "none":
+        return f"engine {name}: no copy is taken that cannot be verified; leave --checksum none out"
     return None
 
 

@@ -11,7 +11,7 @@ from restart_trace.clock import now_ns
 
 from .launch import Crew, TaskError
 from .places import remove
-from .plan import LOAD, LOAD_COLD, LOAD_WARM, SAVE, STORAGE, Request, Task
+from .plan import IN_MEMORY, LOAD, LOAD_COLD, LOAD_WARM, SAVE, STORAGE, Request, Task
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Replay:
     def _engine(self, name: str, repeat: int) -> None:
         directory = below(self.place, name)
         try:
-            for kind in self._kinds(repeat):
+            for kind in self._kinds(name, repeat):
                 begun = now_ns()
                 found = self.crew.run(self._task(kind, repeat, name, directory))
                 if found is not None:
@@ -77,8 +77,8 @@ class Replay:
         if self.crew.leads and not is_needed:
             remove(directory)
 
-    def _kinds(self, repeat: int) -> list[str]:
-        loads = [*([LOAD_COLD] if self.request.cold else []), LOAD_WARM]
+    def _kinds(self, engine: str, repeat: int) -> list[str]:
+        loads = [*([LOAD_COLD] if self.request.cold and engine not in IN_MEMORY else []), LOAD_WARM]
         if self.request.in_object_storage:  # nothing of it is on the nodes
             loads = [LOAD_COLD]
         saves = [SAVE] if repeat == 0 or self.request.operations != LOAD else []

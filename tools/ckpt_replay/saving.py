@@ -33,8 +33,8 @@ from .tensors import alter, fingerprints, materialise
 class SaveSample:
     """One save of one rank. Memory is what the engine added to the process, the state not included.
 
-    `blocked_s` is what the training thread waited; `durable_s` ends when the checkpoint is committed on rank 0 and
-    this rank knows it.
+    `blocked_s` is what the training thread waited; `durable_s` ends when the checkpoint is committed on rank 0, or all
+    ranks have agreed on a save in memory, and this rank knows it.
     """
 
     warmup: bool
@@ -72,7 +72,9 @@ def run_saves(ctx: RankContext) -> dict[str, Any]:
     state = materialise(planned.files, seed=1 + ctx.rank, device=ctx.device)
     steps = SimulatedSteps(ctx.request.steps, ctx.device)
     # What importing it takes is no memory of its saves.
-    asynchronous = ctx.engine_name not in (CONNECTOR, *RAW) and engine_class(ctx.engine_name).asynchronous
+    asynchronous = ctx.in_memory or (
+        ctx.engine_name not in (CONNECTOR, *RAW) and engine_class(ctx.engine_name).asynchronous
+    )
     gc.collect()
     before = memory.resident_memory()
     saver = _Saver(ctx)
@@ -119,9 +121,8 @@ class _Saver:
         if isinstance(self.engine, Connector):
             return
         self.engine.check_can_save()
-        share = ctx.request.share
-        layout: dict[str, int] = dict(zip(("tp", "pp", "dp"), share.layout, strict=True))
-        identity = CheckpointIdentity(layout, {"replayed": share.model})
+        self._on_storage = not ctx.in_memory
+        identity = CheckpointIdentity(ctx.layout, {"replayed": ctx.request.share.model}, place=ctx.coordinates)
         self._writer = CheckpointWriter(
             self.engine, ctx.control, ctx.recorder, identity, ctx.attempt, ctx.commit_control
         )
@@ -141,7 +142,7 @@ class _Saver:
             took = done.committed_ns - done.start_ns
             return _Saved(took, took, done.moving_ns, done.committed_ns, done.op.bytes or 0, done.op.num_files or 0)
         assert self._writer is not None
-        save = self._writer.save(self._store, step, lambda: state)
+        save = self._writer.save(self._store, step, lambda: state, on_storage=self._on_storage)
         took = save.committed_ns - save.start_ns
         if self.engine.asynchronous:
             blocked = _train_during(self._writer, state, steps, meanwhile)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..common.tables import Column, fitted_table, text_width
 from .answer import answer, sentence, what
-from .plan import SAVE_AND_LOAD
+from .plan import IN_MEMORY, SAVE_AND_LOAD
 
 _TIMES = (
     ("blocked s", "blocked_s"),
@@ -204,6 +204,11 @@ def _notes(figures: dict[str, Any]) -> list[str]:
         if found["failed"]:
             told = found["failed"].splitlines()
             lines.append(f"FAILED: {name}: {' ... '.join(dict.fromkeys((told[0], told[-1])))}")
+        if found["in_memory_s"]:
+            lines.append(
+                f"{name}: {IN_MEMORY[name]}; all ranks have agreed on a save {_seconds(found['in_memory_s'])} s "
+                "after its start, and nothing is on storage"
+            )
         lines += [f"{name}: no {figure}: {why}" for figure, why in found["not_measured"].items()]
     if not figures["cold_asked"]:
         lines.append("cold loads were not measured: --no-cold")

@@ -1,8 +1,9 @@
 """The processes of the ranks: `python -m tools.ckpt_replay.worker` imports all that is heavy once and forks them.
 
 Reads one JSON object a line from its standard input: `what` ("prepare" or "task"), `path` of it, pickled,
-`ranks`: process -> {"environment", "log"}. Answers with {"failed": process or null, "code"} when all have ended; when
-one fails, the others are killed. A forked process has the imports of this one and memory of its own, as after a start.
+`ranks`: process -> {"environment", "log"}, `in_memory`: whether the task's engine saves to host memory alone. Answers
+with {"failed": process or null, "code"} when all have ended; when one fails, the others are killed. A forked process
+has the imports of this one and memory of its own, as after a start.
 
 With CUDA, which does not survive a fork, each is a new interpreter instead: `... worker WHAT PATH PROCESS`.
 """
@@ -65,6 +66,7 @@ class _Server:
         os.dup2(2, 1)  # what imports print is no answer
         self._running: dict[int, int] = {}  # process id -> process number
         self._forks = True
+        self._kept: dict[str, str] = {}  # by what ranks find saves in memory, once there is an engine that has any
 
     def serve(self) -> None:
         signal.signal(signal.SIGTERM, lambda *_: self._stop())
@@ -81,6 +83,10 @@ class _Server:
         gc.freeze()
         for line in sys.stdin:
             request = json.loads(line)
+            if request["in_memory"] and self._forks and not self._kept:
+                from .host_memory import HeldMemory
+
+                self._kept = HeldMemory(len(request["ranks"])).environment
             for number, settings in request["ranks"].items():
                 self._start(request["what"], Path(request["path"]), int(number), settings)
             self._answers.write(json.dumps(self._wait()) + "\n")
@@ -109,7 +115,7 @@ class _Server:
         self._running = {}
         end_with_parent()
         os.environ.clear()
-        os.environ.update(settings["environment"])
+        os.environ.update(settings["environment"] | self._kept)
         log = os.open(settings["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)

@@ -19,8 +19,8 @@ from tools.ckpt_replay import shares, steps, tensors
 from tools.ckpt_replay.cli import COULD_NOT_RUN, main
 from tools.ckpt_replay.memory import PeakMemory, resident_memory
 from tools.ckpt_replay.options import parse_arguments, parse_ranks, request_from
-from tools.ckpt_replay.plan import ReplayError, Share, Task, place_of
-from tools.ckpt_replay.prepare import engine_problems, unavailable_engines
+from tools.ckpt_replay.plan import ReplayError, Request, Share, Task, place_of
+from tools.ckpt_replay.prepare import engine_problems
 from tools.common import page_cache
 from tools.common.machine import filesystem_of
 from tools.common.page_cache import COLD, WARM
@@ -244,9 +244,19 @@ def test_a_missing_and_an_extra_tensor_show() -> None:
         tensors.check_restored({"f": {"a": torch.ones(3), "b": torch.ones(1)}}, saved, Path("/x"))
 
 
-def test_saves_of_a_launch_are_not_replayed() -> None:
-    (why,) = unavailable_engines(["memory", "lazy"]).values()
-    assert why.startswith("engine memory: its slots and copies belong to a launch") and "engine lazy" in why
+def test_saves_in_memory_are_measured_where_they_are_asked_for() -> None:
+    def request(engine: str, *argv: str, world_size: int | None = None) -> Request:
+        asked = parse_arguments(["--model", "tiny", "--engine", engine, *(argv or ("--dir", "."))])
+        return request_from(asked, world_size)
+
+    assert not {"memory", "memory-peer"} & set(request("all").engines)
+    assert request("memory,memory-peer").engines == ("memory", "memory-peer")
+    unverified = request("memory-peer", "--dir", ".", "--checksum", "none")
+    assert "no copy is taken that cannot be verified" in engine_problems(unverified)["memory-peer"]
+    stored = engine_problems(request("memory", "--dir", "s3://bucket/prefix"))
+    assert "saves go to host memory, and to no bucket; give it a --dir of a file system" in stored["memory"]
+    with pytest.raises(ReplayError, match="^--engine memory: the slots of all ranks are held by one process, and a "):
+        request("memory", world_size=1)
 
 
 # Page cache, memory, steps

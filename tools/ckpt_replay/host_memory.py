@@ -1,0 +1,42 @@
+"""Saves that are kept in host memory: the slots that the replay's processes inherit, and who holds copies of them.
+
+The process that forks the ranks takes the place of a launcher's agent: it holds their slots, so that a load finds what
+a process that has ended has saved. Copies go over the loopback to a second process, as they would to another host.
+"""
+
+from __future__ import annotations
+
+import os
+
+from megatron.peers.client import VARIABLE as OWN
+from megatron.peers.client import Peer
+from megatron.peers.process import CopyProcess
+from megatron.processes.memory_slots import VARIABLE as SLOTS
+from megatron.processes.memory_slots import hold_slots
+from restart_trace.cycles import LAUNCH_ID_VARIABLE
+
+_HOLDER = "CKPT_REPLAY_HOLDER"  # ADDRESS:PORT of the process that holds copies
+_LOOPBACK = "127.0.0.1"
+
+
+class HeldMemory:
+    """In the process that forks the ranks, which has one thread: their slots, and both processes that hold copies.
+
+    All of it ends with this process. `environment`: by what a forked rank finds them.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        os.environ[LAUNCH_ID_VARIABLE] = f"ckpt_replay_{os.getpid()}"
+        self._holder = CopyProcess(_LOOPBACK)  # before there are slots: it holds none of this host's ranks
+        self._holder.start(lambda: None)
+        reached_at = os.environ[OWN]
+        hold_slots(ranks)
+        self._own = CopyProcess(_LOOPBACK)
+        self._own.start(self._holder.close_in_child)
+        self.environment = {name: os.environ[name] for name in (SLOTS, OWN, LAUNCH_ID_VARIABLE)} | {_HOLDER: reached_at}
+
+
+def holder() -> Peer:
+    """In a rank: the process that holds copies in the place of another host."""
+    address, _, port = os.environ[_HOLDER].rpartition(":")
+    return Peer("the holder of copies", address, int(port))
