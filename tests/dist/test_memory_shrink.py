@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron.checkpointing.engines.lazy import format as lazy_format
 from megatron.processes.memory_slots import slots_held_by
 from tests.dist.harness import HANGS_S, ROOT, losses, records, wait_for
 from tests.dist.hold import held_environment
@@ -83,13 +84,14 @@ class Job:
                 process.kill()
 
     def flip_bits(self, node: int, *, header: bool = False) -> None:
-        """In the newest save in the slots of a node: one in each stretch of its tensors, of which not all are read.
-
-        `header`: in that, too.
-        """
+        """In the newest save in the slots of a node: in each tensor that ranks read parts of; `header`: everywhere."""
         ((*slots,),) = slots_held_by(self.started[1 + node].pid)
-        newest, record = max(((slot, slot.record() or {"step": 0}) for slot in slots), key=lambda it: it[1]["step"])
-        for position in range(0 if header else record["file"]["extents"][0][0], newest.num_bytes, 1 << 14):
+        newest = max(slots, key=lambda slot: (slot.record() or {"step": 0})["step"])
+        path = Path(f"/proc/self/fd/{newest.data}")
+        contents = lazy_format.decode(lazy_format.read_header(path), path)
+        placed = [entry for entry in contents.entries.values() if entry.placement is not None]
+        middles = [contents.data_start + (entry.start + entry.stop) // 2 for entry in placed]
+        for position in range(0, newest.num_bytes, 1 << 14) if header else middles:
             (byte,) = os.pread(newest.data, 1, position)
             os.pwrite(newest.data, bytes([byte ^ 4]), position)
         for slot in slots:
