@@ -236,7 +236,7 @@ def main() -> int:
     task = Task(**json.loads(sys.argv[1]))
     sys.argv = ["pretrain_gpt.py", *task.flags]
     _parsed(tuple(task.flags))
-    vars(control_plane)["pickle"] = Unpickled()
+    control_plane.pickle = Unpickled()  # type: ignore[assignment]
     process = Process(task)
     for line in sys.stdin:
         print(json.dumps(process.answer(*json.loads(line))), flush=True)
