@@ -161,7 +161,7 @@ def training_process(code: str, *arguments: object) -> Iterator[tuple[subprocess
             training.kill()
 
 
-@pytest.mark.parametrize(("thread", "busy"), [("main", "busy"), ("thread", "busy"), ("thread", "idle")])
+@pytest.mark.parametrize(("thread", "busy"), [("main", "idle"), ("thread", "busy")])
 def test_sigkill_of_the_training_leaves_nothing(tmp_path: Path, thread: str, busy: str) -> None:
     """In the main thread the system kills the process, too; otherwise the end of the connection alone must do."""
     with training_process(SAVING, tmp_path, thread, busy) as (training, pid):
