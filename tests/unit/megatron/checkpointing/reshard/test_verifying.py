@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import zlib
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -101,7 +100,7 @@ def test_pieces_of_several_ranks_are_put_together(tmp_path: Path) -> None:
     mine = joined(pieces[:-1], of_all)
     assert [(piece.start, piece.length) for piece in mine] == [(10, 10), (30, 20)], "of a record, never beyond it"
     assert damage(of_all, [*mine, pieces[-1]], tmp_path) == {}
-    wrong = [replace(mine[0], crc32=mine[0].crc32 ^ 1), mine[1], pieces[-1]]
+    wrong = [mine[0]._replace(crc32=mine[0].crc32 ^ 1), mine[1], pieces[-1]]
     why = f"{tmp_path / FILE}: tensor 10 does not have the checksum it was saved with"
     assert damage(of_all, wrong, tmp_path) == {FILE: [why]}
     for missing in (mine, [*mine[1:], pieces[-1]], [mine[0], pieces[-1]]):
