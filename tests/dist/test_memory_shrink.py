@@ -178,19 +178,19 @@ def test_a_damaged_slot_is_named_and_storage_read(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("header", [False, True], ids=["tensors", "header"])
-def test_of_a_damaged_slot_the_copy_is_read(tmp_path: Path, dataset: list[str], header: bool) -> None:
+def test_of_a_damaged_slot_the_copy_is_read(
+    tmp_path: Path, dataset: list[str], undamaged: tuple[Job, dict[int, float]], header: bool
+) -> None:
     """Node 0 goes on and would read its slot as it lies there; node 1 holds a copy of it."""
-    job, stored = run(tmp_path, dataset, lambda job: job.flip_bits(0, header=header))
+    _, stored = undamaged
+    job = run(tmp_path, dataset, lambda job: job.flip_bits(0, header=header))
     for rank in (0, 1):
         found = records(job.trace, 1, rank)
         (load,) = [r for r in found if r["type"] == "operation_end" and r["operation"] == "load"]
         assert (load["outcome"], load["step"]) == ("ok", HELD_AT)
         assert "storage" not in {r.get("tier") for r in found if r["type"] == "span" and r["phase"] == "load"}
     told = [r["detail"] for r in records(job.trace, 1, 0) if r["type"] == "event" and r["phase"] == "copy_rejected"]
-    by_itself, by_all = (
-        f"rank 0: rank_00000.safetensors of global_step{HELD_AT}: copy of ",
-        "rank_00000.safetensors of ",
-    )
+    by_itself, by_all = "rank 0: rank_00000.safetensors of ", "rank_00000.safetensors of "
     assert told and told[0].startswith(by_itself if header else by_all) and told[-1] in job.output
     after = losses(job.trace, 1, 1)
     assert sorted(after) == list(range(HELD_AT + 1, LAST + 1)) and after == stored, "the same state, to the last bit"
