@@ -110,8 +110,8 @@ class RankContext:
             engine = RawEngine(options, self.engine_name, self._gathered)
         else:
             engine = create_engine(MEMORY if self.in_memory else self.engine_name, options)
-        if self.engine_name == MEMORY_PEER:
-            engine.share_with([holder()])
+            if self.engine_name == MEMORY_PEER:
+                engine.share_with([holder()])
         self.recorder.write(
             "runtime",
             engine_used=type(engine).__name__,

@@ -20,10 +20,8 @@ class Running:
     """A coordinator in a generation of four members, and two spares; their ends of the connections."""
 
     def __init__(self) -> None:
-        times = {"heartbeat_timeout_s": TIMEOUT_S, "join_timeout_s": TIMEOUT_S}
-        self.coordinator = Coordinator(
-            Launch("script.py", (), MEMBERS, 2, SPARES, 1, port=0, port_file=None, launch_id="launch0", **times)
-        )
+        launch = Launch("script.py", (), MEMBERS, 2, SPARES, 1, TIMEOUT_S, TIMEOUT_S, 0, None, "launch0")
+        self.coordinator = Coordinator(launch)
         self.agents: list[_Agent] = []
         self.ends: list[Connection] = []
         with socket.create_server(("127.0.0.1", 0)) as listening:
