@@ -28,12 +28,11 @@ def preload(plan: Plan, started_ns: int) -> Preload:
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.abspath(plan.script))  # as `python SCRIPT` would have it
     began = now_ns()
-    import torch
-
+    with _variables(OPENBLAS_NUM_THREADS="1"):  # NumPy's BLAS starts threads as it is loaded, by torch or by others
+        import torch
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if _sees_cuda() else "cpu")
     local_size = str(plan.nproc_per_node)
-    # NumPy's BLAS starts threads as it is loaded. DeepSpeed asks devices for their properties as it is imported,
-    # which would initialise CUDA.
+    # DeepSpeed asks devices for their properties as it is imported, which would initialise CUDA.
     with _variables(OPENBLAS_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", LOCAL_SIZE=local_size):
         from megatron.training.heavy_imports import import_for_forks
 

@@ -338,6 +338,21 @@ def test_one_node_has_no_fixed_port() -> None:
     assert parse_arguments(["--master-port", "5", script, "--lr", "1"]).arguments == ("--lr", "1")
 
 
+@pytest.mark.slow
+def test_a_rank_that_is_alone_has_the_threads_of_a_process_that_was_not_forked(tmp_path: Path) -> None:
+    """What computes as modules are imported must not start them before the fork."""
+    (tmp_path / "script.py").write_text("import torch\nprint('threads', torch.get_num_threads())\n")
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    env["PYTHONPATH"] = str(ROOT)
+    launch = ["-m", "megatron.launch", "--nproc-per-node", "1"]
+    forked, plain = (
+        subprocess.run([sys.executable, *how, "script.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
+        for how in (launch, [])
+    )
+    assert (forked.returncode, plain.returncode) == (0, 0), forked.stderr
+    assert forked.stdout.splitlines()[-1] == plain.stdout.splitlines()[-1]
+
+
 def test_what_was_done_before_the_fork_survives_the_environment() -> None:
     preload = Preload(10, 200, 3000)
     assert preload_of({PRELOAD_VARIABLE: preload.to_text()}) == preload
