@@ -70,7 +70,7 @@ def _attempt(work: Callable[[], Any], rank: int) -> tuple[Any, Exception | None]
         return CheckpointRejectedError(f"rank {rank}: {exc}"), exc
     except CheckpointError as exc:
         return exc, exc
-    except Exception as exc:  # whatever it is, the other ranks wait to hear of it
+    except Exception as exc:  # any error: the other ranks wait for an answer
         logger.exception("rank %d: a step of the load failed", rank)
         return CheckpointError(f"rank {rank}: {type(exc).__name__}: {exc}"), exc
 

@@ -66,9 +66,9 @@ def prune(
 
     Always: leftovers of removals that were killed, and checkpoints that were moved aside for one that stands now. With
     `owner`: leftovers of saves of earlier generations, which can never be committed. With `keep_last`: all but that
-    many of the newest complete checkpoints up to `step`, which was just committed. Newer ones are of a course that was
-    given up: they are not counted, and go when training has passed them. Damaged ones are not counted either; where
-    there are enough newer ones they go, too, unless their manifest cannot be read.
+    many of the newest complete checkpoints up to `step`, which was just committed. Newer ones were saved before
+    training went back: they are not counted, and go when training has passed them. Damaged ones are not counted either;
+    where there are enough newer ones they go, too, unless their manifest cannot be read.
 
     Raises OSError if `save_dir` cannot be listed, and SaveDirectorySupersededError, with nothing done, if another
     launch owns the directory.

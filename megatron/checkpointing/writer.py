@@ -289,7 +289,7 @@ class CheckpointWriter:
                 save.streamed = True
                 save.pending = self.engine.begin_streamed_save(files, targets, op)
             self._add_extra(save, extra_files)
-        except Exception as exc:  # whatever it is, the other ranks wait to hear of it
+        except Exception as exc:  # any error: the other ranks wait for an answer
             self._failed(save, exc)
 
     def _add_extra(self, save: Save, extra_files: Sequence[ExtraFile]) -> None:
@@ -403,7 +403,7 @@ class CheckpointWriter:
             return "; ".join(failed) or self._commit(save, gathered)
         except SaveDirectorySupersededError as superseded:
             return superseded
-        except Exception as exc:  # whatever it is, the other ranks wait to hear of it
+        except Exception as exc:  # any error: the other ranks wait for an answer
             logger.exception("the commit failed")
             return f"rank 0, commit: {type(exc).__name__}: {exc}"
 
@@ -443,7 +443,7 @@ class CheckpointWriter:
             return Pruned()  # the next save says so, and ends the run
         except (OSError, ObjectStoreError) as exc:
             pruned = Pruned(problem=str(exc))
-        except Exception:  # whatever it is, the other ranks wait to hear of the commit
+        except Exception:  # any error: the other ranks wait for the commit
             logger.exception("old checkpoints were not removed")
             return Pruned()
         if pruned.problem is not None:

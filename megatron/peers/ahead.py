@@ -92,7 +92,7 @@ class Ahead:
         self._lock = threading.Lock()
 
     def wait(self) -> None:
-        """No rank runs here. What was fetched is of no use any more."""
+        """No rank runs here: what was fetched is dropped."""
         self._end_all()
         with self._lock:
             self._waits = True
