@@ -128,6 +128,22 @@ def reserve(host: Host, size: int) -> None:
     ask(host.peer, DEADLINE_S, ask="reserve", copies=[((1, 1, 2, 0, 0, 0), size)])
 
 
+def rank_and_holder(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Host]]:
+    """A host whose rank has saved twice, and the one that holds its copies."""
+    for name in (SLOTS, VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(LAUNCH_ID_VARIABLE, "launch0")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    found = [Host(), Host()]
+    reserve(found[1], 400_000)
+    for step, save in ((1, "s1"), (2, "s2")):
+        fill(found[0].slots[step % 2], content(300_000, step), save, step=step)
+        assert send_copies(found[0].peer, step % 2, [found[1].peer], None, DEADLINE_S)[1] == []
+    yield found
+    for host in found:
+        host.close()
+
+
 def test_a_save_is_copied_verified_and_given_back(two: tuple[Host, Host]) -> None:
     one, other = two
     saved = content(300_001)

@@ -11,10 +11,8 @@ import pytest
 
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.lazy.early_copy import EarlyCopy, start_early_copy
-from megatron.peers.client import MEMBERS_VARIABLE, VARIABLE, Peer, send_copies
-from megatron.processes.memory_slots import VARIABLE as SLOTS
+from megatron.peers.client import MEMBERS_VARIABLE, Peer
 from megatron.processes.memory_slots import Slot, held_slots, new_slots
-from restart_trace.cycles import LAUNCH_ID_VARIABLE
 from restart_trace.recorder import untraced_operation
 from tests.unit.megatron.peers.test_copies import (
     DEADLINE_S,
@@ -22,10 +20,9 @@ from tests.unit.megatron.peers.test_copies import (
     SAVED,
     Host,
     content,
-    fill,
     free_port,
     liar,
-    reserve,
+    rank_and_holder,
 )
 
 KEY = (1, 1, 2, 0, 0, 0)
@@ -34,19 +31,7 @@ OP = untraced_operation()
 
 @pytest.fixture
 def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Host]]:
-    """A host whose rank has saved, and the one that holds its copies."""
-    for name in (SLOTS, VARIABLE):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(LAUNCH_ID_VARIABLE, "launch0")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    found = [Host(), Host()]
-    reserve(found[1], 400_000)
-    for step, save in ((1, "s1"), (2, "s2")):
-        fill(found[0].slots[step % 2], content(300_000, step), save, step=step)
-        assert send_copies(found[0].peer, step % 2, [found[1].peer], None, DEADLINE_S)[1] == []
-    yield found
-    for host in found:
-        host.close()
+    yield from rank_and_holder(monkeypatch)
 
 
 @pytest.fixture
