@@ -7,6 +7,7 @@ by the engine that wrote them, whichever saves now.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
@@ -24,6 +25,7 @@ from megatron.checkpointing.discovery import LookedAt, next_found, search_direct
 from megatron.checkpointing.engines.base import CheckpointEngine, SavedCheckpoint
 from megatron.checkpointing.engines.errors import (
     CheckpointDamagedError,
+    CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
     EngineUnavailableError,
@@ -134,7 +136,7 @@ def _load_first(
         if ctx.checkpoint_engine.keeps_in_memory:
             op.label(tier=candidate.tier if isinstance(candidate, MemoryCandidate) else STORAGE)
         try:
-            progress = _load_candidate(ctx, reader, engine, candidate, fetch, op)
+            progress = _Attempt(ctx, reader, engine, candidate, fetch, op).load()
             ctx.checkpoint_engine.keep(candidate.save if isinstance(candidate, MemoryCandidate) else None)
             return progress
         except CheckpointRejectedError as rejected:
@@ -150,16 +152,21 @@ def _load_first(
             if reader is not ctx.checkpoint_engine:
                 reader.close()
             reader.loads_are_over()
-    if not problems:
-        if options.load_tag is not None:
-            raise CheckpointNotFoundError(f"--load-tag {options.load_tag}: no such checkpoint in --load {load_dir}")
-        return None
+    if problems:
+        raise _none_can_be_used(load_dir, problems, half_applied)
+    if options.load_tag is not None:
+        raise CheckpointNotFoundError(f"--load-tag {options.load_tag}: no such checkpoint in --load {load_dir}")
+    return None
+
+
+def _none_can_be_used(load_dir: str, problems: list[str], half_applied: bool) -> CheckpointError:
+    """What to raise where every checkpoint of --load has a problem."""
     if half_applied:
-        raise CheckpointDamagedError(
+        return CheckpointDamagedError(
             f"--load {load_dir}: no checkpoint there can be used: {'; '.join(problems)}. Parts of one are in the "
             "model already, so that nothing can start over from here: move it away, or restore another"
         )
-    raise CheckpointNotFoundError(
+    return CheckpointNotFoundError(
         f"--load {load_dir}: no checkpoint there is whole: {'; '.join(problems)}. Restore one of them, or "
         "start from iteration 0 with --allow-start-over"
     )
@@ -187,37 +194,67 @@ def _reader_of(ctx: RunContext, candidate: commit.Candidate, op: Operation) -> C
     return readers[0]
 
 
-def _load_candidate(
-    ctx: RunContext,
-    reader: CheckpointEngine,
-    engine: Any,
-    candidate: commit.Candidate,
-    fetch: NodeFiles | None,
-    op: Operation,
-) -> Progress:
-    """Read, verify, agree, apply. Raises CheckpointRejectedError if any rank found a damaged file.
+@dataclasses.dataclass
+class _Attempt:
+    """The load of one candidate: read, verified, agreed upon, applied."""
 
-    Weights and masters may then hold some of it, and are for the next candidate to replace.
-    """
-    options = ctx.config.checkpoint
-    place = ctx.place
-    if ctx.ahead is not None:
-        if ctx.ahead.candidate == candidate:
-            return _take_loaded_ahead(ctx, ctx.ahead, engine, op)
-        ctx.ahead.forget()
-    with_optimizer = not (options.no_load_optim or options.finetune)
-    states: dict[str, Any] = {}
-    manifest = candidate.manifest
-    if ctx.prefetch is not None and not isinstance(candidate, MemoryCandidate):
-        ctx.prefetch.hand_over(op, candidate.directory)
+    ctx: RunContext
+    reader: CheckpointEngine
+    engine: Any
+    candidate: commit.Candidate
+    fetch: NodeFiles | None
+    op: Operation
 
-    def is_elsewhere() -> bool:
+    def load(self) -> Progress:
+        """Raises CheckpointRejectedError if any rank found a damaged file.
+
+        Weights and masters may then hold some of it, and are for the next candidate to replace.
+        """
+        ctx, candidate, op = self.ctx, self.candidate, self.op
+        if ctx.ahead is not None:
+            if ctx.ahead.candidate == candidate:
+                return _take_loaded_ahead(ctx, ctx.ahead, self.engine, op)
+            ctx.ahead.forget()
+        if ctx.prefetch is not None and not isinstance(candidate, MemoryCandidate):
+            ctx.prefetch.hand_over(op, candidate.directory)
+        # Without a manifest each rank judges it by what it reads itself, and one alone may fail.
+        if self._is_elsewhere() if candidate.manifest else together(ctx.control, op, self._is_elsewhere, all):
+            return self._load_elsewhere()
+        states: dict[str, Any] = {}
+        together(ctx.control, op, functools.partial(self._read, states), _name_slow_readers)
+        common = states.get(names.model_states_file(ctx.place.layout, ctx.place.at))
+        progress = _apply(ctx, self.engine, candidate, states, op)
+        shared = "all_gather" if self._with_optimizer else "broadcast"
+        with op.span("redistribute", shared), UnderWay(RANKS, "sharing of tied weights"):
+            restore_tied_weights(self.engine, self._with_optimizer)
+        options = ctx.config.checkpoint
+        if options.verify_restored_state and not options.finetune:
+            _verify_restored(ctx, self.engine, candidate, op)
+        if candidate.manifest is None:
+            logger.info("%s has no manifest (upstream wrote it): its checksums cannot be verified", candidate.tag)
+        elif ctx.ahead is not None:
+            ctx.ahead.candidate, ctx.ahead.common, ctx.ahead.random_state = candidate, common, get_rng_state()
+        return progress
+
+    @property
+    def _with_optimizer(self) -> bool:
+        options = self.ctx.config.checkpoint
+        return not (options.no_load_optim or options.finetune)
+
+    def _is_elsewhere(self) -> bool:
+        """Whether the candidate was saved on another layout, which `reader` can load it from."""
+        ctx = self.ctx
+        with self.op.span("discover"):
+            return check_candidate(
+                self.candidate, ctx.config, ctx.place.layout, ctx.padded_vocab_size, self.reader.redistributable
+            )
+
+    def _read(self, states: dict[str, Any]) -> tuple[float, str]:
+        """This rank's files into `states`, by name; returns the seconds that they took and this host's name."""
+        ctx, candidate, reader, op = self.ctx, self.candidate, self.reader, self.op
+        manifest = candidate.manifest
         with op.span("discover"):
-            return check_candidate(candidate, ctx.config, place.layout, ctx.padded_vocab_size, reader.redistributable)
-
-    def read() -> tuple[float, str]:
-        with op.span("discover"):
-            live = live_state(engine, place, with_optimizer, reader.loads_in_place)
+            live = live_state(self.engine, ctx.place, self._with_optimizer, reader.loads_in_place)
         checkpoint = SavedCheckpoint(candidate.directory, manifest.files if manifest else {})
 
         def load(stored: SavedCheckpoint) -> dict[str, Any]:
@@ -225,17 +262,18 @@ def _load_candidate(
                 _check_wanted(stored, [file.name for file in live])
             return reader.load_into(live, stored, op)  # engines name the file, where they can
 
-        if fetch is not None:
+        wanted: list[str] = []
+        if self.fetch is not None:
             wanted = [saved.name for file in live for saved in checkpoint.holding(file.name)]
             hashes = names.tensor_hashes_file(ctx.control.rank)
-            if options.verify_restored_state and hashes in checkpoint.files:
-                fetch(candidate, [hashes], op)
+            if ctx.config.checkpoint.verify_restored_state and hashes in checkpoint.files:
+                self.fetch(candidate, [hashes], op)
         with reading(candidate.directory), UnderWay(READING, f"the reading of {candidate.directory}"):
             begun = now_ns()
             if isinstance(candidate, KeptCandidate):
                 found = candidate.load(ctx, load, op)
-            elif fetch is not None:
-                found = fetch.load(candidate, list(dict.fromkeys(wanted)), reader, load, op)
+            elif self.fetch is not None:
+                found = self.fetch.load(candidate, list(dict.fromkeys(wanted)), reader, load, op)
             else:
                 found = load(checkpoint)
             with op.span("load", "deserialize", joined=True):  # what is left to do for the last file
@@ -243,25 +281,25 @@ def _load_candidate(
                 del found
             return (now_ns() - begun) / 1e9, os.uname().nodename
 
-    # Without a manifest each rank judges it by what it reads itself, and one alone may fail.
-    if is_elsewhere() if manifest else together(ctx.control, op, is_elsewhere, all):
+    def _load_elsewhere(self) -> Progress:
+        """As load_elsewhere; out of memory and object storage in ranges, or fetched first."""
+        ctx, candidate, fetch, op = self.ctx, self.candidate, self.fetch, self.op
+        load = functools.partial(load_elsewhere, ctx, self.reader, self.engine, candidate, op)
         if isinstance(candidate, OtherLayout):
             with candidate.files(ctx, op) as files:
-                return load_elsewhere(ctx, reader, engine, candidate, op, files)
-        return _load_elsewhere(ctx, reader, engine, candidate, fetch, op)
-    together(ctx.control, op, read, _name_slow_readers)
-    common = states.get(names.model_states_file(place.layout, place.at))
-    progress = _apply(ctx, engine, candidate, states, op)
-    shared = "all_gather" if with_optimizer else "broadcast"
-    with op.span("redistribute", shared), UnderWay(RANKS, "sharing of tied weights"):
-        restore_tied_weights(engine, with_optimizer)
-    if options.verify_restored_state and not options.finetune:
-        _verify_restored(ctx, engine, candidate, op)
-    if manifest is None:
-        logger.info("%s has no manifest (upstream wrote it): its checksums cannot be verified", candidate.tag)
-    elif ctx.ahead is not None:
-        ctx.ahead.candidate, ctx.ahead.common, ctx.ahead.random_state = candidate, common, get_rng_state()
-    return progress
+                return load(files)
+        if fetch is None or candidate.manifest is None:
+            return load()
+        files = candidate.manifest.files
+        if self.reader.wants_placements and self.reader.reads_ranges_of(files.values()):
+            try:
+                return load(fetch.in_ranges(candidate, op))
+            except CheckpointRejectedError as exc:
+                logger.warning("%s; it is read once more", str(exc).replace(str(candidate.directory), candidate.place))
+            finally:
+                fetch.measure(op)
+        together(ctx.control, op, functools.partial(fetch, candidate, files, op))
+        return load()
 
 
 def _take_loaded_ahead(ctx: RunContext, ahead: Ahead, engine: Any, op: Operation) -> Progress:
@@ -273,29 +311,6 @@ def _take_loaded_ahead(ctx: RunContext, ahead: Ahead, engine: Any, op: Operation
         set_rng_state(dict(ahead.random_state))
     ctx.recorder.event("load", "loaded_ahead", ahead.candidate.tag)
     return progress
-
-
-def _load_elsewhere(
-    ctx: RunContext,
-    reader: CheckpointEngine,
-    engine: Any,
-    candidate: commit.Candidate,
-    fetch: NodeFiles | None,
-    op: Operation,
-) -> Progress:
-    """As load_elsewhere; out of object storage as NodeFiles.load, in ranges or fetched first."""
-    if fetch is None or candidate.manifest is None:
-        return load_elsewhere(ctx, reader, engine, candidate, op)
-    files = candidate.manifest.files
-    if reader.wants_placements and reader.reads_ranges_of(files.values()):
-        try:
-            return load_elsewhere(ctx, reader, engine, candidate, op, fetch.in_ranges(candidate, op))
-        except CheckpointRejectedError as exc:
-            logger.warning("%s; it is read once more", str(exc).replace(str(candidate.directory), candidate.place))
-        finally:
-            fetch.measure(op)
-    together(ctx.control, op, functools.partial(fetch, candidate, files, op))
-    return load_elsewhere(ctx, reader, engine, candidate, op)
 
 
 def _name_slow_readers(by_rank: list[tuple[float, str]]) -> None:

@@ -107,7 +107,20 @@ def fitting_bytes(directory: Path, ranks: int) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """The command line's parser; the engine options are the trainer's own."""
     parser = make_parser("ckpt-replay", _DESCRIPTION, _EPILOG)
-    what = parser.add_argument_group("what is replayed")
+    _add_what_is_replayed(parser.add_argument_group("what is replayed"))
+    _add_how(parser.add_argument_group("how"))
+    _add_output(parser.add_argument_group("output"))
+    engine = parser.add_argument_group("engine options, as the trainer's")
+    for field in dataclasses.fields(CheckpointConfig):
+        spec = spec_of(field)
+        if field.name in _ENGINE_FLAGS and spec is not None and spec.parse is not None:
+            named: dict[str, Any] = {"dest": field.name, "metavar": None if spec.choices else "X"}
+            value: dict[str, Any] = {"type": spec.parse, "choices": spec.choices, "default": field.default}
+            engine.add_argument(*spec.names, **named, **value, help=spec.help.replace("%", "%%"))
+    return parser
+
+
+def _add_what_is_replayed(what: argparse._ArgumentGroup) -> None:
     what.add_argument("--model", metavar="NAME", help="preset, as in tools.ckpt_plan: 1b to 1t, tiny")
     what.add_argument("--tp", type=int, metavar="N", help="tensor-parallel size (default: as the preset's script)")
     what.add_argument("--pp", type=int, metavar="N", help="pipeline-parallel size (default: as the preset's script)")
@@ -124,7 +137,9 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--small-tensor-bytes", type=parse_bytes, default="16KiB", metavar="SIZE", help="(default: 16KiB)"
     )
-    how = parser.add_argument_group("how")
+
+
+def _add_how(how: argparse._ArgumentGroup) -> None:
     help_ = (
         f"engines (default: all that save to storage and can run here); or {', '.join(RAW)}: the bytes alone, in so "
         f"many files; or {', '.join(IN_MEMORY)}: saves in host memory alone, loads from there or from another "
@@ -154,7 +169,9 @@ def build_parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--storage-bytes", type=parse_bytes, metavar="SIZE", help="to measure it with (default: a rank's, at most 2GiB)"
     )
-    out = parser.add_argument_group("output")
+
+
+def _add_output(out: argparse._ArgumentGroup) -> None:
     out.add_argument("--format", choices=("table", "json"), default="table", help="(default: table)")
     out.add_argument(
         "--all", action="store_true", help="table: throughputs, ratios, all that was measured of the storage"
@@ -166,14 +183,6 @@ def build_parser() -> argparse.ArgumentParser:
     out.add_argument("--targets", action="store_true", help="judge the performance targets of engine lazy")
     out.add_argument("--trace-dir", type=Path, metavar="DIR", help="leave a restart trace for tools.ckpt_analysis")
     out.add_argument("--keep", action="store_true", help="leave the last checkpoint of each engine in DIR")
-    engine = parser.add_argument_group("engine options, as the trainer's")
-    for field in dataclasses.fields(CheckpointConfig):
-        spec = spec_of(field)
-        if field.name in _ENGINE_FLAGS and spec is not None and spec.parse is not None:
-            named: dict[str, Any] = {"dest": field.name, "metavar": None if spec.choices else "X"}
-            value: dict[str, Any] = {"type": spec.parse, "choices": spec.choices, "default": field.default}
-            engine.add_argument(*spec.names, **named, **value, help=spec.help.replace("%", "%%"))
-    return parser
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
