@@ -63,12 +63,25 @@ class SpanHandle:
 class Operation:
     """One save, load or start-up in progress. Spans may be added from any thread."""
 
-    def __init__(self, recorder: Recorder, name: str, op_id: int, start_ns: int, labels: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        name: str,
+        op_id: int,
+        start_ns: int,
+        labels: Mapping[str, Any],
+        *,
+        contiguous: bool = False,
+    ) -> None:
+        """`contiguous`: as of Recorder.begin."""
         self._recorder = recorder
+        self._contiguous_on = threading.get_ident() if contiguous else None
+        self._open = 0  # spans of that thread
         self._name = name
         self._op_id = op_id
         self._labels: dict[str, Any] = {"tag": None, "step": None, "engine": None, "tier": None, **labels}
         self.start_ns = start_ns
+        self.end_ns: int | None = None
         self.bytes: int | None = None
         self.num_files: int | None = None
         self.durable: bool | None = None
@@ -100,6 +113,21 @@ class Operation:
         """
         return getattr(self._of_thread, "until_ns", None) or now_ns()
 
+    def opened_ns(self, *, joined: bool = False) -> int:
+        """Where a span begins that this thread opens now, ns; `closed` follows. At `until_ns` if it is joined, or if
+        the operation is contiguous and no other span of the thread is open.
+        """
+        now = now_ns()
+        if self._contiguous_on == threading.get_ident():
+            self._open += 1
+            joined = joined or self._open == 1
+        return self.until_ns() if joined else now
+
+    def closed(self) -> None:
+        """A span of this thread is over."""
+        if self._contiguous_on == threading.get_ident():
+            self._open -= 1
+
     @contextmanager
     def span(
         self,
@@ -120,7 +148,7 @@ class Operation:
             nvtx.range_push(f"{self._name}/{phase}" + (f"/{detail}" if detail else ""))
         error: str | None = None
         number = under_way.begin(under_way.OWN_WORK, self._name, self._labels["tag"], phase, detail, file)
-        start = self.until_ns() if joined else now_ns()
+        start = self.opened_ns(joined=joined)
         try:
             yield handle
         except BaseException as exc:
@@ -130,6 +158,7 @@ class Operation:
             end = now_ns()
             handle.duration_ns = end - start
             under_way.end(number)
+            self.closed()
             # Ranges are a stack per thread: a span that ends on another thread must not close a range of that one.
             if nvtx is not None and threading.get_ident() == thread:
                 nvtx.range_pop()
@@ -211,9 +240,11 @@ class Operation:
         error = error or self.failure
         if self._under_way is not None:
             under_way.end(self._under_way)
+        self.end_ns = now_ns()
+        self._recorder.ended = self
         fields = {
             "op": self._op_id,
-            "end_ns": now_ns(),
+            "end_ns": self.end_ns,
             "outcome": "failed" if error else "ok",
             "bytes": self.bytes,
             "num_files": self.num_files,
@@ -239,6 +270,7 @@ class Recorder:
         self.enabled = not isinstance(sink, NullSink)
         self._probe = probe
         self._op_ids = itertools.count()
+        self.ended: Operation | None = None  # the latest operation that has ended
         # What must not be lost (_OWED), until a full disk takes it: nothing else is written before it.
         self._owed: list[dict[str, Any]] = []
         self._lost = 0
@@ -285,20 +317,33 @@ class Recorder:
         step: int | None = None,
         engine: str | None = None,
         start_ns: int | None = None,
+        contiguous: bool = False,
     ) -> Operation:
-        """Open an operation; the caller ends it. Prefer `operation`, which cannot be left open."""
+        """Open an operation; the caller ends it. Prefer `operation`, which cannot be left open.
+
+        `contiguous`: each span of the calling thread begins where the one before it ended, the first where the
+        operation began. That is for a thread which does nothing between two spans that is not a part of the second.
+        """
         op_id = next(self._op_ids)
         sample = self.sample()  # before the start, and written after it
         labels = {"tag": tag, "step": step, "engine": engine}
-        operation = Operation(self, name, op_id, now_ns() if start_ns is None else start_ns, labels)
+        start_ns = now_ns() if start_ns is None else start_ns
+        operation = Operation(self, name, op_id, start_ns, labels, contiguous=contiguous)
         self.probe(op_id, "start", sample)
         return operation
 
     @contextmanager
     def operation(
-        self, name: str, *, tag: str | None = None, step: int | None = None, engine: str | None = None
+        self,
+        name: str,
+        *,
+        tag: str | None = None,
+        step: int | None = None,
+        engine: str | None = None,
+        contiguous: bool = False,
     ) -> Iterator[Operation]:
-        op = self.begin(name, tag=tag, step=step, engine=engine)
+        """An operation that lasts as long as the body; arguments as of `begin`."""
+        op = self.begin(name, tag=tag, step=step, engine=engine, contiguous=contiguous)
         error: str | None = None
         try:
             yield op

@@ -84,21 +84,24 @@ class Startup:
         *,
         opened_ns: int | None = None,
         released_ns: int | None = None,
+        contiguous: bool = False,
     ) -> None:
         """`opened_ns`: where `process_start` ends, if that was before now. `released_ns`: of a process that was set up
-        ahead of a failure, when it was told to go on: its start begins there.
+        ahead of a failure, when it was told to go on: its start begins there. `contiguous`: as of Recorder.begin, of
+        the phases from there to the end of the first iteration.
         """
         self._recorder = recorder
         started = clock.process_start_ns() if released_ns is None else released_ns
         own_ns = entered_ns if started is None else started
         start_ns = own_ns if preload is None else preload.started_ns
-        self._operation: Operation | None = recorder.begin("startup", start_ns=start_ns)
+        self._operation: Operation | None = recorder.begin("startup", start_ns=start_ns, contiguous=contiguous)
         self._reached = reached_iteration(trace_dir, rank, cycle) if trace_dir else None
         if preload is not None:
             self._operation.add("process_start", None, preload.started_ns, preload.imports_ns)
             self._operation.add("imports", None, preload.imports_ns, preload.done_ns)
             own_ns = preload.done_ns
         self._operation.add("process_start", None, own_ns, opened_ns or clock.now_ns())
+        self._contiguous = contiguous
         self._first_step_end_ns = 0
         self._op = self._operation
 
@@ -120,7 +123,7 @@ class Startup:
         """
         inner = Interruptions()
         number = under_way.begin(depends_on, "startup", name)
-        start = clock.now_ns()
+        start = self._op.opened_ns()
         error: str | None = None
         try:
             yield inner
@@ -130,15 +133,33 @@ class Startup:
         finally:
             end = clock.now_ns()
             under_way.end(number)
+            self._op.closed()
             own = end - start - sum(inner.taken_ns.values())
             self._op.add(name, None, start, end, duration_ns=own, error=error)
             for (phase, detail), took in inner.taken_ns.items():
                 self._op.add(phase, detail, start, end, duration_ns=took)
 
+    @contextmanager
+    def phase_beside_operation(self, name: str) -> Iterator[None]:
+        """Measure what the body does before and after an operation of its own, such as a load: one phase in two spans,
+        or in one if no operation begins and ends there.
+        """
+        begin = self._op.opened_ns()
+        try:
+            yield
+        finally:
+            end, inner = clock.now_ns(), self._recorder.ended
+            self._op.closed()
+            if inner is not None and inner.end_ns is not None and inner.start_ns >= begin:
+                self._op.add(name, None, begin, inner.start_ns)
+                begin = inner.end_ns
+            self._op.add(name, None, begin, end)
+
     def iteration_done(self, step: int, loop_start_ns: int, end_ns: int) -> None:
         """Tell that iteration `step` ended at `end_ns`; the training loop was entered at `loop_start_ns`."""
         if self._operation is not None:
-            self._op.add("first_step", None, loop_start_ns, end_ns)
+            begin_ns = min(loop_start_ns, self._op.until_ns()) if self._contiguous else loop_start_ns
+            self._op.add("first_step", None, begin_ns, end_ns)
             self._op.end()
             self._operation = None
             self._first_step_end_ns = end_ns

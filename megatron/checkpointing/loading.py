@@ -69,7 +69,7 @@ def load_newest(ctx: RunContext, engine: Any) -> Progress | None:
         from megatron.checkpointing.object_storage.checkpoints import open_checkpoints
 
         stored = open_checkpoints("--load", options.load or "", options)
-    with ctx.recorder.operation("load") as op, contextlib.ExitStack() as held:
+    with ctx.recorder.operation("load", contiguous=True) as op, contextlib.ExitStack() as held:
         fetch = None if stored is None else held.enter_context(stored.files())
         search, number, problems = _found(ctx, stored, op)
         return _load_first(ctx, engine, search, number, problems, fetch, op)
@@ -255,7 +255,7 @@ class _Attempt:
         manifest = candidate.manifest
         with op.span("discover"):
             live = live_state(self.engine, ctx.place, self._with_optimizer, reader.loads_in_place)
-        checkpoint = SavedCheckpoint(candidate.directory, manifest.files if manifest else {})
+            checkpoint = SavedCheckpoint(candidate.directory, manifest.files if manifest else {})
 
         def load(stored: SavedCheckpoint) -> dict[str, Any]:
             if manifest is not None:

@@ -150,6 +150,22 @@ def binds_device(backend: str, world_size: int, torch_version: Any) -> bool:
     return backend == "nccl" and world_size > 1 and not (2, 6, 0) < torch_version < (2, 7, 1)
 
 
+def _prepare_accelerator(config: Config) -> tuple[bool, str]:
+    """Whether this rank computes with CUDA, and the backend of its default group; ConfigError if they do not fit."""
+    device_type = accelerator()
+    on_cuda = device_type.device_name() == "cuda"
+    backend = config.parallel.distributed_backend or ("nccl" if on_cuda else "gloo")
+    if backend == "nccl" and not on_cuda:
+        raise ConfigError("--distributed-backend nccl: this machine has no CUDA device; use gloo, or drop the flag")
+    if config.model.params_dtype == "fp16" and not on_cuda and not device_type.is_fp16_supported():
+        # DeepSpeed refuses on CPUs without half-precision instructions, though torch computes there too.
+        device_type.is_fp16_supported = lambda: True
+        logger.warning("--fp16: this CPU has no half-precision instructions; torch emulates them, slowly")
+    if config.training.deterministic:
+        make_deterministic()
+    return on_cuda, backend
+
+
 def initialize_megatron(config: Config, startup: Startup, *, commits_in_background: bool = False) -> Runtime:
     """Rendezvous, process groups, control planes and seeds. Raises RuntimeError from torch if the rendezvous fails.
 
@@ -159,17 +175,8 @@ def initialize_megatron(config: Config, startup: Startup, *, commits_in_backgrou
 
     parallel = config.parallel
     layout = Layout(*parallel.sizes)
-    device_type = accelerator()
-    on_cuda = device_type.device_name() == "cuda"
-    backend = parallel.distributed_backend or ("nccl" if on_cuda else "gloo")
-    if backend == "nccl" and not on_cuda:
-        raise ConfigError("--distributed-backend nccl: this machine has no CUDA device; use gloo, or drop the flag")
-    if config.model.params_dtype == "fp16" and not on_cuda and not device_type.is_fp16_supported():
-        # DeepSpeed refuses on CPUs without half-precision instructions, though torch computes there too.
-        device_type.is_fp16_supported = lambda: True
-        logger.warning("--fp16: this CPU has no half-precision instructions; torch emulates them, slowly")
-    if config.training.deterministic:
-        make_deterministic()
+    with startup.phase("engine_init"):
+        on_cuda, backend = _prepare_accelerator(config)
     device = torch.device("cpu")
     if on_cuda:
         with startup.phase("cuda_context"):

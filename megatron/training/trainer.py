@@ -291,7 +291,10 @@ def _open_trace(config: Config, entered_ns: int, released_ns: int | None) -> tup
             "--restart-trace off"
         ) from error
     preload = preload_of(os.environ)
-    return recorder, Startup(recorder, trace_dir, parallel.rank, cycle, entered_ns, preload, released_ns=released_ns)
+    startup = Startup(
+        recorder, trace_dir, parallel.rank, cycle, entered_ns, preload, released_ns=released_ns, contiguous=True
+    )
+    return recorder, startup
 
 
 def _sample_continuously(config: Config, recorder: Recorder) -> None:
@@ -416,11 +419,12 @@ def _restore_or_begin(checkpointer: Checkpointer, engine: Any, startup: Startup)
     from megatron.training.checkpoints import initialize_state, restore
 
     context = checkpointer.context
-    progress = restore(checkpointer, engine) if context.config.checkpoint.load else None
-    if context.prefetch is not None:
-        context.prefetch.close()
-    if context.early_copy is not None:
-        context.early_copy.close()
+    with startup.phase_beside_operation("engine_init"):
+        progress = restore(checkpointer, engine) if context.config.checkpoint.load else None
+        if context.prefetch is not None:
+            context.prefetch.close()
+        if context.early_copy is not None:
+            context.early_copy.close()
     if progress is None:
         with startup.phase("model_build"):
             initialize_state(checkpointer, engine)

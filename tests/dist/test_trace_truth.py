@@ -190,6 +190,19 @@ def test_phases_of_a_load_and_of_the_start_up_around_it_fill_theirs(big: Big) ->
     assert of_kind(found, "load") == of_kind(found, "startup") == list(RANKS)
 
 
+def test_nothing_lies_between_the_phases_of_a_start_and_of_its_load(big: Big) -> None:
+    """However long a busy machine takes there."""
+    run, _ = big
+    found = coverages(run.launch(load=True))
+    between = [
+        (c.operation, c.rank, place, ns)
+        for c in found
+        for place, ns in c.left_out.items()
+        if ns and place.startswith("after ") and not place.endswith(", before the end")
+    ]
+    assert of_kind(found, "load") == of_kind(found, "startup") == list(RANKS) and not between
+
+
 def test_ckpt_analysis_finds_the_same_coverage(big: Big) -> None:
     pytest.importorskip("polars", reason="tools.ckpt_analysis needs the extra `analysis`")
     run, _ = big

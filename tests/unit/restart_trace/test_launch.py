@@ -294,6 +294,39 @@ def test_a_phase_that_another_one_interrupts(tmp_path: Path) -> None:
     assert tensor["duration_ns"] >= 40_000_000 and data["duration_ns"] >= 20_000_000
 
 
+def test_phases_of_a_contiguous_start_leave_nothing_out(tmp_path: Path) -> None:
+    """Up to the end of the first iteration; a load in between is an operation of its own, which no phase covers."""
+    path = tmp_path / "x.jsonl"
+    recorder = Recorder(JsonlSink(path), PROCESS)
+    startup = Startup(recorder, None, 0, 0, time.monotonic_ns(), contiguous=True)
+    with startup.phase_around("imports") as inner, inner.phase("cuda_context"):
+        pass
+    with startup.phase("rendezvous"):
+        pass
+    with (
+        startup.phase_beside_operation("engine_init"),
+        recorder.operation("load", contiguous=True) as op,
+        op.span("discover"),
+    ):
+        pass
+    with startup.phase_beside_operation("engine_init"):  # no operation in this one
+        pass
+    startup.iteration_done(1, time.monotonic_ns(), time.monotonic_ns())
+    records = read(path)
+    spans = [r for r in records if r["type"] == "span" and r["operation"] == "startup" and r["phase"] != "cuda_context"]
+    (load,) = [r for r in records if r["type"] == "operation_begin" and r["operation"] == "load"]
+    (loaded,) = [r for r in records if r["type"] == "operation_end" and r["operation"] == "load"]
+    phases = ["process_start", "imports", "rendezvous", "engine_init", "engine_init", "engine_init", "first_step"]
+    assert [span["phase"] for span in spans] == phases
+    begins = [span["start_ns"] for span in spans[1:]]
+    assert begins == [
+        *(span["end_ns"] for span in spans[:3]),
+        loaded["end_ns"],
+        *(span["end_ns"] for span in spans[4:6]),
+    ]
+    assert spans[3]["end_ns"] == load["start_ns"]
+
+
 def iteration_line(step: int) -> str:
     return json.dumps({"type": "iteration", "step": step}, separators=(",", ":")) + "\n"
 

@@ -54,6 +54,40 @@ def test_operation_with_spans(trace: tuple[Recorder, Path]) -> None:
     assert (end["bytes"], end["num_files"], end["durable"], end["engine"]) == (7, 1, True, "E")
 
 
+def test_spans_of_a_contiguous_operation_follow_one_another(trace: tuple[Recorder, Path]) -> None:
+    """Nothing lies between spans of the thread that began it; what is within one counts from where that was opened, and
+    another thread, which may have waited, counts from where it began itself.
+    """
+    recorder, path = trace
+    with recorder.operation("load", contiguous=True) as op:
+        time.sleep(0.01)
+        with op.span("discover"):
+            time.sleep(0.01)
+        with op.span("load", "read"):
+            time.sleep(0.01)
+            with op.span("load", "verify"):
+                pass
+        for _ in range(2):
+            thread = threading.Thread(target=_span_of_thread, args=(op,))
+            thread.start()
+            thread.join()
+        with op.span("barrier"):
+            pass
+    begin, discover, verify, read_span, *others, barrier, _ = read(path)
+    assert discover["start_ns"] == begin["start_ns"]
+    assert read_span["start_ns"] == discover["end_ns"]
+    assert verify["start_ns"] >= read_span["start_ns"] + 10_000_000
+    assert barrier["start_ns"] == read_span["end_ns"]
+    first, second = others[:2], others[2:]
+    assert first[1]["start_ns"] > first[0]["end_ns"] and second[0]["start_ns"] > first[1]["end_ns"]
+
+
+def _span_of_thread(op: Operation) -> None:
+    for _ in range(2):
+        with op.span("load", "host_to_device"):
+            pass
+
+
 def test_exceptions_are_recorded_and_passed_on(trace: tuple[Recorder, Path]) -> None:
     recorder, path = trace
     with pytest.raises(OSError, match="disk"), recorder.operation("save") as op, op.span("flush", "fsync"):
