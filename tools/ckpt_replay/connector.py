@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron.checkpointing import naming as names
 from megatron.checkpointing.engines import codec
@@ -44,12 +42,16 @@ class Connector:
     loads_in_place = True
 
     def __init__(self, options: EngineOptions, process: int, recorder: Recorder) -> None:
+        import torch.distributed.checkpoint  # noqa: F401  over a second: not for replays without it, nor in a load
+
         self._threads = options.io_threads or _THREADS
         self._process = process
         self._recorder = recorder
 
     def save(self, uri: ObjectUri, step: int, files: Sequence[FileState]) -> ConnectorSave:
         """Collective. Raises what the library raises."""
+        from torch.distributed.checkpoint.state_dict_saver import save
+
         kind = type(self).__name__
         with self._recorder.operation("save", tag=names.tag_of(step), step=step, engine=kind) as op:
             done = ConnectorSave(op, now_ns())
@@ -72,6 +74,8 @@ class Connector:
 
     def load_into(self, live: Sequence[FileState], planned: Sequence[FileState], uri: ObjectUri) -> tuple[Any, int]:
         """(the states by name, ns within the call that reads); into the tensors of `live` where it has one."""
+        from torch.distributed.checkpoint.state_dict_loader import load
+
         content: dict[str, Any] = {}
         for before, file in zip(live, planned, strict=True):
             _, there = codec.split(before.state)

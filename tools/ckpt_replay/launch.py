@@ -21,6 +21,7 @@ from .worker import PREPARE, TASK
 ROOT = Path(__file__).resolve().parents[2]
 _LAST_WORDS = 2000
 _STOP_S = 30.0
+_DCP = "torch.distributed.checkpoint"  # over a second of a processor
 
 
 class TaskError(RuntimeError):
@@ -75,6 +76,7 @@ class Crew:
         with contextlib.suppress(BrokenPipeError):
             in_memory = isinstance(asked, Task) and asked.engine in IN_MEMORY
             told = {"what": what, "path": str(path), "ranks": ranks, "in_memory": in_memory}
+            told["imports"] = [_DCP] if isinstance(asked, Preparation) and asked.request.uses_dcp else []
             self.server.stdin.write(json.dumps(told) + "\n")
             self.server.stdin.flush()
             line = self.server.stdout.readline()

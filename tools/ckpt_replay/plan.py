@@ -26,6 +26,7 @@ RAW = {
 
 # The checkpoints of the S3 connector for PyTorch, in place of an engine (connector.py): in object storage alone.
 CONNECTOR = "s3torchconnector"
+_WITH_DCP = {CONNECTOR, "dcp", "dcp-async"}
 
 # Engine memory without storage: saves in this host's slots, and loads from there; or, with a copy of each save in a
 # process that takes the place of another host, loads from that copy (host_memory.py).
@@ -114,6 +115,11 @@ class Request:
     @property
     def in_object_storage(self) -> bool:
         return is_uri(self.directory)
+
+    @property
+    def uses_dcp(self) -> bool:
+        """Whether an engine is asked for that imports torch.distributed.checkpoint."""
+        return not _WITH_DCP.isdisjoint(self.engines)
 
 
 @dataclass(frozen=True)

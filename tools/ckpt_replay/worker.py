@@ -1,7 +1,8 @@
 """The processes of the ranks: `python -m tools.ckpt_replay.worker` imports all that is heavy once and forks them.
 
 Reads one JSON object a line from its standard input: `what` ("prepare" or "task"), `path` of it, pickled,
-`ranks`: process -> {"environment", "log"}, `in_memory`: whether the task's engine saves to host memory alone. Answers
+`ranks`: process -> {"environment", "log"}, `in_memory`: whether the task's engine saves to host memory alone,
+`imports`: modules that the forked processes of this task and of later ones use. Answers
 with {"failed": process or null, "code"} when all have ended; when one fails, the others are killed. A forked process
 has the imports of this one and memory of its own, as after a start.
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import json
 import os
 import pickle
@@ -87,6 +89,8 @@ class _Server:
                 from .host_memory import HeldMemory
 
                 self._kept = HeldMemory(len(request["ranks"])).environment
+            for module in request["imports"] if self._forks else ():
+                importlib.import_module(module)
             for number, settings in request["ranks"].items():
                 self._start(request["what"], Path(request["path"]), int(number), settings)
             self._answers.write(json.dumps(self._wait()) + "\n")

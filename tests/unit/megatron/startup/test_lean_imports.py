@@ -27,7 +27,8 @@ def run(code: str, *arguments: str, **environment: str) -> str:
     return result.stdout
 
 
-def test_a_training_that_stepped_and_saved_has_imported_no_compiler(tmp_path: Path) -> None:
+def test_a_training_that_stepped_and_saved_has_imported_no_compiler_nor_does_a_replay(tmp_path: Path) -> None:
+    """Which imports torch.distributed.checkpoint, and sympy with it, for those engines alone that use it."""
     for name in ("corpus_text_document.bin", "corpus_text_document.idx"):
         (tmp_path / name).write_bytes((DATA / name).read_bytes())
     flags = (
@@ -42,7 +43,9 @@ def test_a_training_that_stepped_and_saved_has_imported_no_compiler(tmp_path: Pa
             runpy.run_path(sys.argv.pop(1), run_name="__main__")
         except SystemExit as exit_:
             assert not exit_.code, exit_.code
+        import tools.ckpt_replay.loading, tools.ckpt_replay.saving, tools.ckpt_replay.storage
         heavy = ("torch._dynamo.", "torch._inductor.", "sympy", "torch.fx.experimental.symbolic_shapes.")
+        heavy += ("torch.distributed.checkpoint",)
         print("HEAVY", sorted(name for name in sys.modules if name.startswith(heavy)))
         for name in ("torch._dynamo", "torch.fx.experimental.symbolic_shapes"):
             print(name, type(sys.modules[name]).__name__)
