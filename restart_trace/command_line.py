@@ -30,6 +30,7 @@ class CommandParser(argparse.ArgumentParser):
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As argparse's; exits with status 2 and a message if the command line is wrong."""
         self._words = list(sys.argv[1:] if args is None else args)
+        self._refuse_words_before_the_command()
         parsed, unknown = self.parse_known_args(self._words, namespace)
         if unknown:
             self.error(self._not_known(unknown))
@@ -44,6 +45,22 @@ class CommandParser(argparse.ArgumentParser):
             if mistyped:
                 message = self._not_known(mistyped)
         super().error(message)
+
+    def _refuse_words_before_the_command(self) -> None:
+        """Those between the options and `-- COMMAND`, which argparse takes for the command."""
+        command = next((one for one in self._actions if one.dest == "command" and one.nargs in ("*", "+")), None)
+        if command is None or "--" not in self._words:
+            return
+        nargs, required = command.nargs, command.required
+        command.nargs, command.required = "*", False
+        try:
+            parsed, unknown = self.parse_known_args(self._words[: self._words.index("--")])
+        finally:
+            command.nargs, command.required = nargs, required
+        if unknown:
+            self.error(self._not_known(unknown))
+        if parsed.command:
+            self.error(f"unexpected argument {parsed.command[0]!r} before --; see --help")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:

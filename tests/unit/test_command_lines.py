@@ -122,6 +122,21 @@ def test_a_mistyped_option_is_named_before_what_is_missing_because_of_it(capsys:
     assert "--dri: no such option; did you mean --dir?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", ["--moments a b -- train", "--moments a b --out x -- train --flag"])
+def test_a_word_between_options_and_command_is_named(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = CommandParser("drill")
+    parser.add_argument("--moments")
+    parser.add_argument("--out")
+    parser.add_argument("command", nargs="+")
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args(words.split())
+    assert "unexpected argument 'b' before --" in capsys.readouterr().err
+    assert parser.parse_args(["--moments", "a", "--", "train", "--flag"]).command == ["train", "--flag"]
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args(["--moments", "a"])
+    assert "the following arguments are required: command" in capsys.readouterr().err
+
+
 def test_a_mistyped_subcommand_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert analysis(["comprae", str(tmp_path), str(tmp_path)]) == 2
     assert "did you mean compare?" in capsys.readouterr().err

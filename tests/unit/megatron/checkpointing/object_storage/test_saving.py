@@ -434,6 +434,7 @@ def test_a_launch_that_is_superseded_while_it_saves_overwrites_nothing(stored: S
     reading, writing = os.pipe()
 
     def first_launch() -> None:
+        torch.set_num_threads(1)  # those that torch has started, if any, are not there after a fork
         own = StoredCheckpoints(stored.uri, Bucket(BUCKET, threads=2), stored.root)
         held = claim(own.bucket, own.uri)
         directory, saves = ObjectDirectory(own, 0, held, None), writer("torch", held.generation)
