@@ -6,18 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.demo_runs import Demonstration, run_demo
 from tests.dist.harness import ROOT
-
-
-@pytest.fixture(scope="session")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Demonstration:
-    """The demonstration: TP2 x PP2 x DP2, all ranks killed at iteration 8, resumed from iteration 5."""
-    work = tmp_path_factory.mktemp("demo")
-    done = run_demo(work)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    (directory,) = work.glob("demo-*")
-    return Demonstration(done, work, directory)
 
 
 @pytest.fixture(scope="session")

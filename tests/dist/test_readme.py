@@ -1,6 +1,6 @@
-"""The demonstration, as a newcomer runs it, apart from the set-up; and what the analysis says of it.
+"""The commands of README.md, each run as typed, in a fresh copy of the checkout with an environment of its own.
 
-One file, so that one worker runs the demonstration once.
+The first is the demonstration. What it leaves, and what the analysis says of it, is looked at in detail.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ import itertools
 import json
 import re
 import shutil
+import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.dist.demo_runs import Demonstration, run_demo
 from tests.dist.drill_reports import (
     LEAST_ACCOUNTED,
     assert_restarts_agree,
@@ -23,12 +24,91 @@ from tests.dist.drill_reports import (
     report_of,
     restarts_of,
 )
+from tests.dist.harness import HANGS_S
+from tests.dist.hold import held_environment
+from tests.unit.fresh_environment import (
+    ROOT,
+    clean,
+    copy_of_the_checkout,
+    link_requirements,
+    link_script,
+    make_environment,
+    required,
+    site_packages,
+)
 from tools.ckpt_analysis.cli import main
 from tools.ckpt_analysis.metrics.restart_parts import OUTSIDE
 from tools.ckpt_analysis.render.json_output import to_dict
 from tools.ckpt_analysis.report import Report
 
 pytestmark = pytest.mark.slow
+
+BLOCKS = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+
+# What is cut, because it would take minutes, a network or these tests themselves: command -> what is set before it, and
+# what is added to it. The environment is there (SKIP_SETUP), where the first command would install it; a launcher that
+# imports once forks the ranks (LAUNCHER); the drill has half as many (DP), and one kill of two (it has its own tests);
+# 64 ranks are not started; ckpt-replay repeats nothing; run_tests.sh only tells about itself. Everything else is run
+# uncut: torchrun, all analyses, the commands of a 70B run.
+_FORKED = "SKIP_SETUP=1 DEVICE=cpu LAUNCHER=fork"
+CUT = {
+    "bash examples_deepspeed/restart_bench/run_tiny_tp2_pp2_dp2.sh": (_FORKED, ""),
+    # More iterations than by default: with ranks that wait for their kills a launch does HELD_AFTER and one save more.
+    # With its reference run: on a busy machine a kill may come when its save is committed, and none is repeated.
+    "bash examples_deepspeed/restart_bench/kill_resume.sh": (f"{_FORKED} DP=1 ITERS=17", "--cycles 1"),
+    "MODE=scaled bash examples_deepspeed/restart_bench/run_70b_tp8_pp8.sh": ("DRY_RUN=1", ""),
+    "ckpt-replay": ("", "--repeat 1 --steps-between 0"),
+    "bash run_tests.sh": ("", "--help"),
+}
+KILLED_AFTER = 8  # iterations, in the demonstration
+HELD_AFTER = 11  # iterations, in the drill
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """One that ended well. `directory` is what it left in `checkout`."""
+
+    checkout: Path
+    done: subprocess.CompletedProcess[str]
+    directory: Path
+
+
+def cut(block: str) -> str:
+    lines = [line.partition("  #")[0] for line in block.splitlines()]
+    for number, line in enumerate(lines):
+        for start, (settings, more) in CUT.items():
+            if line.startswith(start):
+                lines[number] = f"{settings} {line} {more}".strip()
+    return "\n".join(lines)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = copy_of_the_checkout(tmp_path_factory.mktemp("fresh") / "checkout")
+    environment = make_environment(place / ".venv", "-e", str(place))
+    link_requirements(required(site_packages(environment)), site_packages(environment), set(), extra="train")
+    link_script(environment, "torchrun", "torch")
+    return place
+
+
+def run(checkout: Path, commands: str, held_after: int) -> subprocess.CompletedProcess[str]:
+    """Run `commands` there. Ranks that are to be killed wait for that once they have done `held_after` iterations."""
+    python = str(checkout / ".venv" / "bin" / "python")
+    settings = clean() | held_environment(cycles=1, after=held_after) | {"PYTHON": python, "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        ["bash", "-c", f"set -euo pipefail\n{commands}"],
+        cwd=checkout, env=settings, capture_output=True, text=True, timeout=3 * HANGS_S,
+    )  # fmt: skip
+    assert done.returncode == 0, commands + done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
+@pytest.fixture(scope="module")
+def demo(checkout: Path) -> Demonstration:
+    """The first command: TP2 x PP2 x DP2, all ranks killed at iteration 8, resumed from iteration 5."""
+    done = run(checkout, cut(BLOCKS[0]), KILLED_AFTER)
+    (directory,) = (checkout / "runs" / "tiny").glob("demo-*")
+    return Demonstration(checkout, done, directory)
 
 
 def test_killed_and_resumed_training_is_measured_and_exact(demo: Demonstration, tmp_path: Path) -> None:
@@ -55,11 +135,12 @@ def test_killed_and_resumed_training_is_measured_and_exact(demo: Demonstration, 
     assert "restart_s" in (directory / "ckpt_report.html").read_text()
     assert "Next, try" in done.stdout
 
-    # Started again where a checkpoint is, the script only resumes, here under its default launcher; what there is
-    # already is not built again.
+    # Started again where a checkpoint is, the script only resumes, here under its default launcher, with half of the
+    # ranks; what there is already is not built again.
     shutil.copytree(directory / "checkpoints", tmp_path / "checkpoints")
-    again = run_demo(demo.work, SAVE_DIR=str(tmp_path / "checkpoints"), LAUNCHER="torchrun")
-    assert again.returncode == 0, again.stderr[-3000:]
+    command = BLOCKS[0].strip()
+    settings = f"SKIP_SETUP=1 DEVICE=cpu DP=1 GLOBAL_BATCH=8 SAVE_DIR={tmp_path}/checkpoints"
+    again = run(demo.checkout, f"{settings} {command}", KILLED_AFTER)
     assert "resuming from global_step12" in again.stderr
     assert "corpus and tokenizer" in again.stderr and "are there" in again.stderr
     assert "restart_drill" not in again.stderr
@@ -132,3 +213,17 @@ def test_validate_and_the_page_take_it(demo: Demonstration, tmp_path: Path) -> N
     assert main(["validate", trace, "--quiet"]) == 0
     assert main(["report", trace, "-o", str(tmp_path), "--quiet", "--no-cache"]) == 0
     assert "first step done" in (tmp_path / "ckpt_report.html").read_text()
+
+
+def test_the_other_commands_work_as_typed(demo: Demonstration) -> None:
+    """One after another, as later ones read what earlier ones leave."""
+    checkout = demo.checkout
+    three, drill, tests = (run(checkout, cut(block), HELD_AFTER).stdout for block in BLOCKS[1:])
+    assert "Goodput" in demo.done.stdout and (checkout / "runs" / "report" / "ckpt_report.html").is_file()
+    answer, _, own = three.partition("Answer for 13b TP4 PP4 DP1 on ")[2].partition("load, warm files")
+    assert "training blocked" in answer and "TorchCheckpointEngine" in own
+    assert len(re.findall(r"mid-save-write .*  yes$", drill, re.MULTILINE)) == 1
+    assert len(re.findall(r"pretrain_gpt\.py .*--hidden-size 8192", drill)) == 8  # nodes of eight GPUs
+    assert "run_tests.sh --quick" in tests
+    assert sum(len(cut(block).splitlines()) for block in BLOCKS) == sum(len(block.splitlines()) for block in BLOCKS)
+    assert all(any(start in block for block in BLOCKS) for start in CUT)
