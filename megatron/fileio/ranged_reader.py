@@ -137,7 +137,7 @@ class _Pool:
         self._error: BaseException | None = None
 
     def run(self, count: int | None, label: Label, op: Operation) -> Read:
-        began = now_ns()
+        began = op.until_ns()  # opening the files and sorting out the extents is a part of it
         count = count or (DIRECT_THREADS if self._others else _MAPPING_THREADS)
         staging_bytes = max((file.block for file in self._files.values()), default=BLOCK)
         readers = [_ReadingThread(self._files, self._targets, staging_bytes) for _ in range(count)]

@@ -13,7 +13,9 @@ import torch
 from megatron.fileio.direct_files import ALIGNMENT
 from megatron.fileio.extents import extents, file_plan
 from megatron.fileio.ranged_reader import Label, Targets, open_all, read_ranges
-from restart_trace.recorder import untraced_operation
+from restart_trace.recorder import Operation, Recorder, untraced_operation
+from restart_trace.sink import JsonlSink
+from tests.unit.trace_helpers import PROCESS, read
 
 LABEL = Label(("load", "deserialize"), "reader")
 
@@ -25,11 +27,13 @@ def aligned(num_bytes: int) -> torch.Tensor:
     return memory[ahead : ahead + num_bytes]
 
 
-def read_into(target: torch.Tensor, path: Path, num_bytes: int, threads: int | None = None) -> None:
+def read_into(
+    target: torch.Tensor, path: Path, num_bytes: int, threads: int | None = None, op: Operation | None = None
+) -> None:
     with ExitStack() as stack:
         files = open_all({path: path.stat().st_size}, "on", stack)
         plan = file_plan(path, [(0, 0, 0, num_bytes)])
-        read_ranges(extents(plan), files, Targets([target], {}), threads, LABEL, untraced_operation())
+        read_ranges(extents(plan), files, Targets([target], {}), threads, LABEL, op or untraced_operation())
 
 
 def test_a_direct_read_of_the_end_of_a_file_spares_what_follows_in_memory(path_on_disk: Path) -> None:
@@ -66,3 +70,15 @@ def test_no_thread_is_left_when_one_cannot_be_started(path_on_disk: Path, monkey
     with pytest.raises(RuntimeError, match="can't start new thread"):
         read_into(aligned(1 << 22), path, 1 << 22, threads=8)
     assert len(started) == 3 and not any(thread.is_alive() for thread in started)
+
+
+def test_nothing_lies_between_planning_and_reading(path_on_disk: Path, tmp_path: Path) -> None:
+    """However long a busy machine takes until the threads are started."""
+    path, trace = path_on_disk / "file", tmp_path / "trace.jsonl"
+    path.write_bytes(bytes(1 << 20))
+    with Recorder(JsonlSink(trace), PROCESS).operation("load") as op:
+        with op.span("load", "read"):
+            pass
+        read_into(aligned(1 << 20), path, 1 << 20, threads=1, op=op)
+    planned, *_, reading = [r for r in read(trace) if r["type"] == "span" and r["thread"] == "MainThread"]
+    assert reading["start_ns"] == planned["end_ns"]
