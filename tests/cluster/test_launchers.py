@@ -1,6 +1,14 @@
-"""Every launcher over several hosts: it trains, its ranks on one node are killed, and it resumes bit-exactly."""
+"""Every launcher over several hosts: it trains, its ranks on one node are killed, and it resumes bit-exactly.
+
+By default some start what others resume, most on two nodes. Each of them all of the way on four:
+
+    LAUNCHERS_ALL=1 python -m pytest tests/cluster/test_launchers.py -k all_of_the_way
+"""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 import pytest
 
@@ -53,19 +61,47 @@ def test_srun_over_salloc_and_a_preset_that_submit_hands_to_sbatch(
     What Slurm refuses is told, and nothing runs.
     """
     job = preset.job("slurm", cluster.compute_nodes[:2], **slurm.environment)
-    allocation = ("--nodes=2", "--ntasks-per-node=2", named_nodes(job))
-    job.command = ("salloc", *allocation, "env", "LAUNCHER=srun", "GPUS_PER_NODE=2", "bash", SCRIPT)
+    job.command = in_an_allocation(job)
     job.train_and_kill()
 
-    submit = ("bash", SCRIPT.parent / "submit.sh", SCRIPT.stem.removeprefix("run_"), "--nodes", "2", "--")
-    job.command = (*submit, named_nodes(job), "--partition=none")
+    job.command = submitted(job, "--partition=none")
     assert job.start().wait(HANGS_S) == 2
     assert "submit.sh: error: sbatch refused " in job.log and "Invalid partition" in job.log, job.log
     assert not list(job.trace.glob("*_cycle_001*"))
-    job.command = (*submit, named_nodes(job), "--wait")
+    job.command = submitted(job, "--wait")
     job.resume()
     assert_resumed_exactly(job)
     assert len(list(job.directory.glob("slurm-*.out"))) == 1
+
+
+@pytest.mark.skipif("LAUNCHERS_ALL" not in os.environ, reason="takes minutes; set LAUNCHERS_ALL to run it")
+@pytest.mark.parametrize("launcher", ["torchrun", "fork", "deepspeed", "salloc", "sbatch"])
+def test_all_of_the_way(launcher: str, cluster: Cluster, preset: Preset, slurm: Slurm) -> None:
+    job = preset.job(f"all_of_the_way_{launcher}", cluster.compute_nodes)
+    if launcher == "salloc":
+        job.settings |= slurm.environment
+        job.command = in_an_allocation(job)
+    elif launcher == "sbatch":
+        job.settings |= slurm.environment
+        job.command = submitted(job, "--wait")
+    else:
+        job.settings |= {"LAUNCHER": launcher, "HOSTFILE": str(preset.hostfile(job)), "HOST_GRACE": "2"}
+    job.train_and_kill()
+    job.resume()
+    assert_resumed_exactly(job)
+
+
+def in_an_allocation(job: Job) -> tuple[str | Path, ...]:
+    """The command that has srun start the ranks on the job's nodes, from the login node."""
+    allocation = (f"--nodes={len(job.nodes)}", f"--ntasks-per-node={RANKS_PER_NODE}", named_nodes(job))
+    return ("salloc", *allocation, "env", "LAUNCHER=srun", f"GPUS_PER_NODE={RANKS_PER_NODE}", "bash", SCRIPT)
+
+
+def submitted(job: Job, option: str) -> tuple[str | Path, ...]:
+    """The command that hands the preset to sbatch, for the job's nodes. `option`: of sbatch."""
+    preset = SCRIPT.stem.removeprefix("run_")
+    submit = ("bash", SCRIPT.parent / "submit.sh", preset, "--nodes", str(len(job.nodes)))
+    return (*submit, "--", named_nodes(job), option)
 
 
 def named_nodes(job: Job) -> str:
