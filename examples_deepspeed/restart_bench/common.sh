@@ -298,6 +298,7 @@ train() {
         "${LAUNCHER}_launch"
         return
     fi
+    check_port
     check_run
     [[ $SAVE_DIR == *://* ]] || mkdir -p "$SAVE_DIR"
     if [[ -e $SAVE_DIR/latest ]]; then

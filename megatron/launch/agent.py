@@ -25,6 +25,7 @@ from megatron.launch.ranks import Ranks, fork_ranks
 from megatron.launch.supervise import COULD_NOT_RUN, FAILED, STOP_SIGNALS, say
 from megatron.processes.memory_slots import hold_slots
 from megatron.processes.rendezvous_store import RendezvousStore
+from megatron.processes.source import source_checksum
 from restart_trace.clock import now_ns
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
 from restart_trace.process import versions
@@ -172,6 +173,7 @@ class Agent:
         assert self._plan.coordinator is not None
         # Read before the connection is there, which counts as silent until it has said something.
         mine = {name: version for name, version in versions().items() if name != "kernel"}
+        mine["source"] = source_checksum()
         opened = socket.create_connection(self._plan.coordinator, timeout=_CONNECT_S)
         self._connection = Connection(opened)
         self._lease_until = time.monotonic() + _WELCOME_S

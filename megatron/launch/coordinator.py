@@ -203,7 +203,10 @@ class Coordinator:
                 f"coordinator is {launch.ranks_per_node}; give both the same"
             )
         elif self._versions not in (None, hello["versions"]):
-            why = f"{who} has other versions: {_different(self._versions, hello['versions'])}"
+            why = (
+                f"{who} has other versions: {_different(self._versions, hello['versions'])}; use one environment "
+                "and one checkout, best on a file system that all nodes share"
+            )
         if why is not None:
             say(f"error: {why}")
             agent.connection.send("refuse", why=why)

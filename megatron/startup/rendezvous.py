@@ -18,16 +18,13 @@ import functools
 import json
 import os
 import sys
-import zlib
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-import megatron
-import restart_trace
 from megatron.config import ConfigError
 from megatron.processes.name_lookups import names_from_files, numeric_address
+from megatron.processes.source import source_checksum
 from megatron.startup import roll_call
 from restart_trace.version import __version__
 
@@ -83,7 +80,8 @@ def _check_in(store: Any, rank: int, world_size: int) -> None:
     """Return when all ranks have come. Raises ConfigError, the same on all, if the versions of one are not rank 0's."""
     host = os.uname().nodename
     roll_call.register(store, rank, host)
-    several_hosts = os.environ.get("LOCAL_WORLD_SIZE", str(world_size)) != str(world_size)
+    local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")  # DeepSpeed's launcher sets the latter
+    several_hosts = local not in (None, str(world_size))
     if several_hosts and rank == 0:
         store.set(_VERSIONS, json.dumps({"host": host} | versions()))
     elif several_hosts and os.environ.get("LOCAL_RANK") == "0":
@@ -119,15 +117,5 @@ def versions() -> dict[str, str]:
         "torch": str(torch.__version__),
         "deepspeed": str(deepspeed.__version__),
         "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
-        "megatron-restart": f"{__version__} source {_source_checksum():08x}",
+        "megatron-restart": f"{__version__} source {source_checksum()}",
     }
-
-
-def _source_checksum() -> int:
-    """CRC-32 of the sources of both packages, by path: they are a megabyte, and each host reads them once."""
-    crc = 0
-    for package in (megatron, restart_trace):
-        root = Path(str(package.__file__)).parent
-        for path in sorted(root.rglob("*.py")):
-            crc = zlib.crc32(path.read_bytes(), zlib.crc32(str(path.relative_to(root)).encode(), crc))
-    return crc

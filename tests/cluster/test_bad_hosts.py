@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from pathlib import Path
 
 import pytest
 
+from restart_trace import version
 from tests.cluster.cluster import Cluster
 from tests.cluster.jobs import SCRIPT, Job, Preset
 from tests.cluster.slurm import Slurm
-from tests.dist.harness import HANGS_S
+from tests.dist.harness import HANGS_S, losses, wait_for
 
 pytestmark = pytest.mark.slow
 LAUNCHERS = ("torchrun", "fork", "deepspeed")
@@ -54,6 +57,57 @@ def test_a_wrong_key_is_named_by_every_launcher(launcher: str, cluster: Cluster,
     finally:
         other.run("cp", cluster.etc / "user_key.pub", "/run/authorized_keys")
     assert f"on {other.name} (root@{other.name}: Permission denied" in said
+
+
+def test_a_port_that_is_taken_is_named_by_every_launcher(cluster: Cluster, preset: Preset) -> None:
+    """Where rank 0 would serve the rendezvous, which is not the login node."""
+    one, other, *_ = cluster.compute_nodes
+    job = preset.job("taken_port", [one, other])
+    listening = job.directory / "listening"
+    code = f"import socket; s = socket.create_server(('', 29500)); open({str(listening)!r}, 'w'); s.accept()"
+    holder = one.start(sys.executable, "-c", code, log=job.directory / "holder.log")
+    try:
+        wait_for(listening.exists, "a taken port")
+        for launcher in LAUNCHERS:
+            assert job.start(LAUNCHER=launcher, HOSTFILE=str(preset.hostfile(job))).wait(HANGS_S) == 2, job.log
+            (line,) = job.log.splitlines()
+            assert f"error: MASTER_PORT=29500: another process listens there on {one.name}, where rank 0 runs" in line
+    finally:
+        one.send(signal.SIGKILL, str(listening))
+        holder.wait(HANGS_S)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "settings", "says"),
+    [
+        ("torchrun", {}, "error: host {other} runs megatron-restart 0"),
+        ("deepspeed", {"HOST_GRACE": "2"}, "error: host {other} runs megatron-restart 0"),
+        ("fork", {}, "error: host {other} runs megatron-restart 0"),
+        ("fork", {"MAX_RESTARTS": "1"}, "[launch] error: node "),
+    ],
+)
+def test_a_host_with_other_code_is_named(
+    launcher: str, settings: dict[str, str], says: str, cluster: Cluster, preset: Preset
+) -> None:
+    """One message, from before any rank trains; where there is a coordinator, from before any is started."""
+    one, other, *_ = cluster.compute_nodes
+    job = preset.job(f"other_code_{launcher}_{len(settings)}", [one, other])
+    module = Path(version.__file__)
+    changed = job.directory / "version.py"
+    changed.write_text(module.read_text() + "# changed\n")
+    other.run("mount", "--bind", changed, module)
+    try:
+        started = job.start(LAUNCHER=launcher, HOSTFILE=str(preset.hostfile(job)), **settings)
+        assert started.wait(HANGS_S) != 0, job.log[-6000:]
+        for node in (one, other, cluster.login):
+            wait_for(lambda node=node: not job.left_on(node), f"the end of the launch on {node.name}")
+    finally:
+        other.run("umount", module)
+    # A coordinator and the node that it refuses say the same.
+    (said,) = {line for line in job.log.splitlines() if says.format(other=other.name) in line}
+    assert "use one environment and one checkout" in said, job.log[-6000:]
+    traced = sorted(job.trace.glob("*_cycle_000*"))
+    assert not traced if "MAX_RESTARTS" in settings else all(not losses(job.trace, 0, rank) for rank in range(4))
 
 
 @pytest.mark.parametrize(

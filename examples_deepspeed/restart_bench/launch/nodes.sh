@@ -193,6 +193,40 @@ check_reach() {
         "work without a password from here"
 }
 
+# Exits with 98 if another process listens at the port $1 of its machine.
+PORT_PROBE='
+import errno, socket, sys
+with socket.socket() as probe:
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        probe.bind(("", int(sys.argv[1])))
+    except OSError as error:
+        sys.exit(98 if error.errno == errno.EADDRINUSE else 1)
+'
+
+# Whether MASTER_PORT is free where rank 0 will serve the rendezvous. A launcher that chooses a port itself finds a free one.
+check_port() {
+    local port=${MASTER_PORT:-29500} host status=0 probe
+    [[ -z ${NODE_RANK:-} || $NODE_RANK == 0 ]] || return 0
+    [[ -n ${MASTER_PORT:-} ]] || { ((NNODES > 1)) && ! { [[ $LAUNCHER == fork ]] && fork_coordinates; }; } || return 0
+    [[ $port =~ ^[0-9]{1,5}$ ]] && ((10#$port >= 1 && 10#$port <= 65535)) ||
+        die "MASTER_PORT=$port: give the number of a port, 1 to 65535"
+    probe=("$(python_path)" -S -c "$PORT_PROBE" "$port") host=$(hostname)
+    if [[ $LAUNCHER == srun ]]; then
+        host=$(first_allocated_host) || exit
+        srun --nodes 1 --ntasks 1 --nodelist "$host" "${probe[@]}" </dev/null >/dev/null 2>&1 || status=$?
+    elif ((${#HOSTS[@]} > 0)) && [[ -z ${NODE_RANK:-} ]] && ! is_this_host "${HOSTS[0]}"; then
+        host=${HOSTS[0]}
+        ssh -o BatchMode=yes "$host" "$(shell_quoted "${probe[@]}")" </dev/null >/dev/null 2>&1 || status=$?
+    else
+        "${probe[@]}" || status=$?
+    fi
+    # What else may be wrong there is the launcher's to say.
+    ((status != 98)) ||
+        die "MASTER_PORT=$port: another process listens there on $host, where rank 0 runs; set MASTER_PORT to a port" \
+            "that is free there"
+}
+
 check_gpus() {
     # Within an allocation Slurm gives the devices, and refuses what it has not.
     [[ $DEVICE == cuda && $LAUNCHER != srun ]] || return 0

@@ -79,11 +79,12 @@ def test_versions_are_those_of_this_process_and_differences_are_named() -> None:
     assert found is not None and found.startswith(f"host node1 runs torch 2.0.0 (rank 0 on node0: {mine['torch']}): ")
 
 
-def test_every_rank_hears_of_a_host_with_another_torch() -> None:
+@pytest.mark.parametrize("local_size", ["LOCAL_WORLD_SIZE", "LOCAL_SIZE"])  # the latter by DeepSpeed's launcher
+def test_every_rank_hears_of_a_host_with_another_torch(local_size: str) -> None:
     """Two hosts of a rank each; the second one says that it has torch 2.0.0, which cannot be installed here, too."""
     agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = os.environ | {
-        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+        "WORLD_SIZE": "2", local_size: "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(agent.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "PYTHONPATH": str(ROOT),
     }  # fmt: skip
     started = [
