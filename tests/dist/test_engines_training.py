@@ -36,9 +36,9 @@ TWO = Layout(tp=1, pp=1, dp=2)
 LLAMA = [*MODEL, *LLAMA_STYLE, "--num-key-value-heads", "2", *TRAINING, *DROPOUT, *RECOMPUTE, "--bf16"]
 ITERATIONS = ["--train-iters", "60"]
 LAST = 6
-# Some 10 MB per rank and next to no arithmetic: a save takes longer than an iteration.
+# Some 4 MB per rank and next to no arithmetic. Where a save must take longer than an iteration, it is held.
 LARGE = [
-    *LLAMA_STYLE, *DROPOUT, "--num-layers", "4", "--hidden-size", "256", "--ffn-hidden-size", "512",
+    *LLAMA_STYLE, *DROPOUT, "--num-layers", "2", "--hidden-size", "128", "--ffn-hidden-size", "256",
     "--num-attention-heads", "4", "--num-key-value-heads", "2", "--seq-length", "16", "--bf16",
     "--micro-batch-size", "1", "--global-batch-size", "2", "--lr", "1e-3", "--lr-warmup-iters", "4",
     "--lr-decay-style", "cosine", "--min-lr", "1e-4", "--log-interval", "1",

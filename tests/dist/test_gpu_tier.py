@@ -27,7 +27,9 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("gpu_tier")
     command = ["bash", str(ROOT / "tests/gpu/run.sh"), "--rehearse", "--out", str(place / "out"), *PARTS]
     # The whole suite has this one beside the rehearsal, on a CPU, too: its processes need not be started twice.
+    # So are those of torchrun, which starts the README's job and its demonstration; a launcher that forks imports once.
     settings = {"PYTHON": sys.executable, "PYTEST_ADDOPTS": "--deselect tests/gpu/test_determinism.py"}
+    settings["LAUNCHER"] = "fork"
     done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [path.name for path in place.iterdir()] == ["out"]  # no checkpoints are left
