@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from math import comb
 
 import numpy as np
-from scipy import stats
 
 ALPHA = 0.05
 LEAST_REPEATS = 3  # of each run; below, a bootstrap draws from next to nothing
@@ -51,6 +50,8 @@ def can_tell(first: int, second: int) -> bool:
 
 def p_value(first: Sequence[float], second: Sequence[float]) -> float:
     """Of the rank sum test, two-sided. Samples of which all values are the same are for the caller to know."""
+    from scipy import stats  # takes longer to import than a report of a small run to write
+
     pooled = np.array([*first, *second])
     tied = len(np.unique(pooled)) < len(pooled)
     if tied and min(len(first), len(second)) <= _EXACT_UP_TO:

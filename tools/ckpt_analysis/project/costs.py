@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.optimize import nnls
 
 from .drills import Drill, Place
 
@@ -152,6 +151,8 @@ def alike(places: Sequence[Place], asked: Place) -> dict[str, list[str]]:
 def _rates(
     quantity: str, part: str, drills: Sequence[Drill], hidden: float, grows_with: Mapping[str, tuple[str, ...]]
 ) -> dict[str, float]:
+    from scipy.optimize import nnls  # see tools/common/statistics.py
+
     terms: list[str] = []
     places = [drill.place for drill in drills]
     for term in grows_with.get(part, _USUAL):

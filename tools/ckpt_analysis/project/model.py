@@ -11,8 +11,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from scipy.special import lambertw
-
 
 @dataclass(frozen=True)
 class Costs:
@@ -72,6 +70,8 @@ def optimal_work_s(costs: Costs, mtbf_s: float) -> float:
     """
     free = 0.0
     if costs.blocked_s > 0:
+        from scipy.special import lambertw  # see tools/common/statistics.py
+
         free = mtbf_s * (1 + float(lambertw(-math.exp(-costs.blocked_s / mtbf_s - 1)).real))
     return free if free >= costs.lag_s else min(costs.lag_s, mtbf_s)
 

@@ -135,6 +135,18 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     assert "examples:" in done.stdout and "exit status" in done.stdout
 
 
+def test_a_report_does_not_wait_for_scipy(tmp_path: Path) -> None:
+    """Only tests of repeats, projections and fits need it; importing it takes longer than a small report."""
+    write_trace(tmp_path / "logs")
+    code = (
+        "import sys; from tools.ckpt_analysis.cli import main\n"
+        f"print(main(['report', {str(tmp_path / 'logs')!r}, '-o', {str(tmp_path / 'out.html')!r}, '--quiet']))\n"
+        "print([module for module in sys.modules if module.split('.')[0] == 'scipy'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines()[-2:] == ["0", "[]"], done.stdout + done.stderr
+
+
 def test_never_imports_torch_and_of_the_project_only_small_modules(tmp_path: Path) -> None:
     write_trace(tmp_path)
     code = (
