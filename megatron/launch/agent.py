@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron.launch.failure_trace import FailureTrace
-from megatron.launch.health import what_is_wrong
+from megatron.launch.health import RepeatedCheck, what_is_wrong
 from megatron.launch.lease import Lease
 from megatron.launch.messages import BEATS_PER_TIMEOUT, FENCE, LEASE, Connection
 from megatron.launch.plan import Plan
@@ -105,6 +105,7 @@ class Agent:
         self._store: RendezvousStore | None = None
         self._copies: CopyProcess | None = None  # where the ranks keep saves in memory
         self._current: _Generation | None = None
+        self._check = RepeatedCheck(plan.health_interval_s, self._what_is_wrong_with_spare)  # while no ranks run here
         self._trace = FailureTrace(plan.arguments)
         self._stopped_by: int | None = None
         self._was_let_in = False
@@ -121,7 +122,7 @@ class Agent:
             from megatron.peers.process import CopyProcess  # whose checksums `restart-launch --help` may be without
 
             self._copies = CopyProcess(self._plan.address)
-        wrong = what_is_wrong(self._plan.health_directory)
+        wrong = self._what_is_wrong()
         if wrong is not None:
             say(f"error: {socket.gethostname()} is not fit for ranks: {wrong}; mend it, or leave the host out")
             return COULD_NOT_RUN
@@ -158,6 +159,7 @@ class Agent:
                 return code
         self._look_after_ranks()
         self._look_after_copies()
+        self._look_after_health()
         now = time.monotonic()
         if connection.ended or now > self._lease_until:
             return self._rejoin("the coordinator has ended" if connection.ended else "its coordinator is not heard")
@@ -174,6 +176,8 @@ class Agent:
         # Read before the connection is there, which counts as silent until it has said something.
         mine = {name: version for name, version in versions().items() if name != "kernel"}
         mine["source"] = source_checksum()
+        # A host whose driver has failed would train on its processors.
+        mine["accelerator"] = os.environ.get("DS_ACCELERATOR", "")
         opened = socket.create_connection(self._plan.coordinator, timeout=_CONNECT_S)
         self._connection = Connection(opened)
         self._lease_until = time.monotonic() + _WELCOME_S
@@ -213,7 +217,7 @@ class Agent:
 
     def _until_next(self) -> float:
         """Seconds until something has to be done without being told."""
-        times = [self._lease_until]
+        times = [self._lease_until, self._check.next_at]
         if self._timeout_s:
             times.append(self._next_beat_at())
         if self._current is not None and self._current.ranks.deadline is not None:
@@ -228,7 +232,7 @@ class Agent:
         self._connection.close()
         if was_running or self._connection.ended:
             say(f"{socket.gethostname()}: {why}{'; its ranks were killed' if was_running else ''}")
-        wrong = what_is_wrong(self._plan.health_directory)
+        wrong = self._what_is_wrong()
         if wrong is not None:
             say(f"error: {socket.gethostname()} does not join again: {wrong}")
             return FAILED
@@ -373,7 +377,7 @@ class Agent:
         if not ranks.running:
             if current.failed:
                 self._trace.stopped()
-            wrong = what_is_wrong(self._plan.health_directory) if ranks.failures else None
+            wrong = self._what_is_wrong() if ranks.failures else None
             if wrong is not None:
                 self._connection.send("unfit", generation=current.number, why=wrong)
             self._connection.send("ended", generation=current.number, failures=ranks.failures)
@@ -392,6 +396,31 @@ class Agent:
         self._signals.hold()
         self._copies.start(self._leave_agent)
         self._signals.let_go()
+
+    def _look_after_health(self) -> None:
+        """While no ranks run here, have the host checked now and then, and tell of what is wrong with it."""
+        wrong = self._check.result()
+        if self._current is not None or not self._timeout_s:
+            self._check.postpone()  # not as soon as ranks have ended: others may be about to start
+            return
+        if wrong is not None:
+            assert self._connection is not None
+            say(f"error: {socket.gethostname()} is not fit to wait for ranks any longer: {wrong}")
+            self._connection.send("unfit", generation=-1, why=wrong)
+        elif self._check.due:
+            self._signals.hold()
+            self._check.begin(self._leave_for_check)
+            self._signals.let_go()
+
+    def _leave_for_check(self) -> None:
+        self._become_child(0)
+
+    def _what_is_wrong(self) -> str | None:
+        return what_is_wrong(self._plan.health_directory)
+
+    def _what_is_wrong_with_spare(self) -> str | None:
+        wrong = self._what_is_wrong()
+        return wrong if wrong is not None or self._copies is None else self._copies.lack_of_memory()
 
     def _pass_on(self, signum: int) -> None:
         """A signal to this process: for the ranks of all nodes."""

@@ -113,6 +113,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--coordinator", "do what `restart-launch coordinate` says, which listens there", metavar="HOST:PORT")
     add("--health-directory", "with --coordinator: on the disk that is tried, as memory and GPUs are, before this host "
         "is used, and used again (default: that of temporary files)", metavar="DIR")  # fmt: skip
+    add("--health-interval", "with --coordinator: seconds between such checks while this host waits as a spare "
+        "(default: 60)", type=float, metavar="S")  # fmt: skip
     add("--address", "where other nodes reach this one (default: its host name)", metavar="HOST")
     _add_script(parser)
     return parser
@@ -127,10 +129,8 @@ def parse_arguments(argv: Sequence[str] | None) -> Plan:
     coordinator = None
     if args.coordinator is not None:
         coordinator = _coordinator_of(parser, args)
-    elif args.health_directory is not None:
-        parser.error(
-            f"--health-directory {args.health_directory}: hosts are checked for a coordinator; give --coordinator, too"
-        )
+    elif (given := _given(args, "health_directory", "health_interval")) is not None:
+        parser.error(f"{given}: hosts are checked for a coordinator; give --coordinator, too")
     elif args.address is not None:
         parser.error(f"--address {args.address}: other nodes are told of it by a coordinator; give --coordinator, too")
     elif not 0 <= args.node_rank < args.nnodes:
@@ -138,6 +138,8 @@ def parse_arguments(argv: Sequence[str] | None) -> Plan:
     elif args.nnodes > 1:
         _check_nodes_alone(parser, args)
         args.master_port = args.master_port or _DEFAULT_PORT
+    if args.health_interval is not None:
+        _check_least(parser, args, (("health_interval", 0.1),))
     if args.standby_load and not args.standby:
         parser.error("--standby-load: standby ranks load ahead; give --standby, too")
     if args.standby:
@@ -158,7 +160,14 @@ def parse_arguments(argv: Sequence[str] | None) -> Plan:
         coordinator=coordinator,
         address=args.address or socket.gethostname(),
         health_directory=args.health_directory or tempfile.gettempdir(),
+        health_interval_s=args.health_interval or Plan.health_interval_s,
     )
+
+
+def _given(args: argparse.Namespace, *names: str) -> str | None:
+    """The first of these flags that was given, with its value; None if none was."""
+    given = [(name, getattr(args, name)) for name in names if getattr(args, name) is not None]
+    return f"--{given[0][0].replace('_', '-')} {given[0][1]}" if given else None
 
 
 def _check_standby(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -222,7 +231,8 @@ def parse_coordinator_arguments(argv: Sequence[str]) -> Launch:
     add("--allow-shrink", "go on with fewer nodes where no spare is left: on the largest layout that fits, with fewer "
         "replicas first", action="store_true")  # fmt: skip
     add("--replacement-hook", "program that is started when a host is lost or not used again, as SCRIPT HOST NUMBER "
-        "WHY, to bring another one, whose launcher joins as a spare; then --join-timeout is the limit for it to come",
+        "WHY, to bring another one, whose launcher joins as a spare; then --join-timeout is the limit for it to come; "
+        "COORDINATOR_PORT and NODES_MISSING are in its environment",
         type=Path, metavar="SCRIPT")  # fmt: skip
     add("--port", "where it listens (default: a free port)", type=int, metavar="N")
     add("--port-file", "write the port to this file", type=Path, metavar="FILE")

@@ -168,6 +168,9 @@ class Coordinator:
             agent.connection.send("ack", number=message["number"])
         elif kind == "signal" and message["signum"] in STOP_SIGNALS:
             self._pass_on(message["signum"])
+        elif kind == "unfit" and not agent.in_generation:
+            agent.connection.send("exit", code=FAILED)
+            self._lose(agent, f"its host is not used: {message['why']}")
         elif message.get("generation") == self._generation and agent in self._members:
             self._hear_of_ranks(agent, message)
 
@@ -274,7 +277,11 @@ class Coordinator:
         if hook is None:
             return
         port = self._listening.getsockname()[1]
-        told = {"COORDINATOR_PORT": str(port), LAUNCH_ID_VARIABLE: self._launch.launch_id}
+        there = sum(other.number >= 0 for other in self._agents)
+        told = {
+            "COORDINATOR_PORT": str(port), "NODES_MISSING": str(max(0, self._launch.nodes - there)),
+            LAUNCH_ID_VARIABLE: self._launch.launch_id,
+        }  # fmt: skip
         try:
             command = [str(hook), agent.host, str(agent.number), why]
             self._hooks.append(subprocess.Popen(command, env=os.environ | told, stdin=subprocess.DEVNULL))

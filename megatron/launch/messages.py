@@ -32,7 +32,7 @@ _FIELDS: dict[str, dict[str, type]] = {
     "port": {"generation": int, "port": int},
     "cannot": {"generation": int, "why": str},
     "failed": {"generation": int, "why": str},
-    "unfit": {"generation": int, "why": str},
+    "unfit": {"generation": int, "why": str},  # -1: of a host on which no ranks run
     "ended": {"generation": int, "failures": list},
     # to an agent
     "welcome": {"heartbeat_timeout_s": float, "launch_id": str},

@@ -29,6 +29,7 @@ class Plan:
     coordinator: tuple[str, int] | None = None
     address: str = ""
     health_directory: str = ""  # on the disk that a health check tries
+    health_interval_s: float = 60.0  # between the checks of a host that waits
 
     @property
     def keeps_saves(self) -> bool:

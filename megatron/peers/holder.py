@@ -83,6 +83,7 @@ class Holder:
         self._wanted: set[Key] | None = None  # coordinates that are placed here; None: nobody has said so yet
         self._spare: list[_Copies] = []  # memory without coordinates, taken while this host was a spare
         self._like: Sequence[Peer] = ()  # on a spare: whose memory its own is to be like
+        self._lack: str | None = None  # why it cannot be
         self._lock = threading.Lock()  # of copies, what is wanted, and spare memory
 
     def serve(self, listening: socket.socket) -> None:
@@ -115,7 +116,8 @@ class Holder:
                 self._forget(message.get("save"))
                 channel.tell(done=True)
             case "sizes":
-                channel.tell(slots=[slot.num_bytes for slot in self._own], copies=self._sizes())
+                slots = [slot.num_bytes for slot in self._own]
+                channel.tell(slots=slots, copies=self._sizes(), lack=self._lack)
             case "expect":
                 self._ahead.expect(int(message["node_rank"]), [Peer(*peer) for peer in message["holders"]])
             case "hand_over":
@@ -176,7 +178,7 @@ class Holder:
         """
         self._take_memory(copies)
         with self._lock:
-            self._wanted = {key for key, _ in copies}
+            self._wanted, self._lack = {key for key, _ in copies}, None
             unused, self._spare = self._spare, []
         for one in unused:
             one.close()
@@ -199,9 +201,21 @@ class Holder:
                 return
             with contextlib.suppress(PeerError):  # it is lost, or begins
                 sizes = ask(peer, _QUESTION_S, launch=self._launch, ask="sizes")
-                if sizes["copies"]:
+                if sizes["copies"] and self._has_memory_for(sizes["slots"], sizes["copies"], peer.host):
                     self._take_spare_memory(max(sizes["slots"]), sizes["copies"])
             time.sleep(_PREPARE_S)
+
+    def _has_memory_for(self, slots: Sequence[int], copies: Sequence[int], host: str) -> bool:
+        """Whether this host could keep what that one does."""
+        growth = 2 * sum(copies) + max(0, sum(slots) - sum(slot.num_bytes for slot in self._own))
+        free = available_memory()
+        self._lack = None
+        if growth > free:
+            self._lack = (
+                f"saves in memory and copies would take {growth / 2**30:.2f} GiB more, as on {host}, and "
+                f"{free / 2**30:.2f} GiB are free"
+            )
+        return self._lack is None
 
     def _take_spare_memory(self, slot_bytes: int, copies: Sequence[int]) -> None:
         with self._lock:

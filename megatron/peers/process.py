@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from megatron.peers.client import MEMBERS_VARIABLE, VARIABLE, Peer, tell, tell_of_waiting
+from megatron.peers.client import MEMBERS_VARIABLE, VARIABLE, Peer, ask, own_peer, tell, tell_of_waiting
 from megatron.peers.holder import run
 from megatron.peers.traffic import share_step_times, step_times
 from megatron.peers.wire import PeerError
@@ -24,6 +24,7 @@ from megatron.processes.rendezvous_store import listen_on
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
 
 PROCESS_NAME = "memory-copies"  # as ps shows it
+_ANSWER_S = 30.0  # to a question of how much memory there is
 
 
 class CopyProcess:
@@ -70,6 +71,16 @@ class CopyProcess:
         """
         with contextlib.suppress(PeerError):  # it is not there
             tell(self.port, ask="prepare", like=members)
+
+    def lack_of_memory(self) -> str | None:
+        """On a spare: that its memory is too little for what a host which trains has there, as the process says."""
+        own = own_peer()
+        assert own is not None
+        try:
+            lack = ask(own, _ANSWER_S, ask="sizes")["lack"]
+        except PeerError as error:
+            return f"the process that holds copies of saves there: {error}"
+        return None if lack is None else str(lack)
 
     def expect(self, node_rank: int, holders: Sequence[Sequence[str | int]]) -> None:
         """On a spare: have the process fetch what the ranks of that node would load. Waits for nothing.

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from megatron.launch.health import what_is_wrong
+from megatron.launch import health
+from megatron.launch.health import RepeatedCheck, what_is_wrong
+from tests.unit.megatron.launch.test_launch import until
 
 
 def with_tool(directory: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:
@@ -51,3 +57,33 @@ def test_the_tool_is_not_asked_where_there_is_no_gpu(tmp_path: Path, monkeypatch
     devices = with_tool(tmp_path, monkeypatch, "exit 9")
     (devices / "nvidia0").unlink()
     assert what_is_wrong(str(tmp_path), devices) is None
+
+
+@pytest.mark.parametrize(
+    ("look", "limit_s", "wrong"),
+    [
+        (lambda: None, 60.0, None),
+        (lambda: "its disk is full", 60.0, "its disk is full"),
+        (lambda: time.sleep(300), 0.1, "its memory, disk and GPUs could not be tried within 0.1 s"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), 60.0, "its check ended without a result"),
+    ],
+)
+def test_a_check_in_a_process_of_its_own(
+    look: Callable[[], str | None], limit_s: float, wrong: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "_CHECK_S", limit_s)
+    check = RepeatedCheck(0.0, look)
+    for _ in range(2):
+        check.begin(lambda: None)
+        found = [check.result()]
+        while found[-1] is None and not check.due:
+            found.append(check.result())
+        assert found[-1] == wrong
+        until(lambda: check.due or check.result() is not None, "the end of its process, if it was killed")
+        assert check.due and check.result() is None
+
+
+def test_a_check_that_is_put_off_does_not_begin() -> None:
+    check = RepeatedCheck(1000.0, lambda: None)
+    assert not check.due
+    assert check.next_at > time.monotonic() + 900

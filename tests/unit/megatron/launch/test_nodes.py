@@ -269,6 +269,8 @@ def test_a_node_that_fails_before_all_have_joined_ends_the_launch(nodes: Nodes) 
         (["--coordinator", "a:1", "--max-restarts", "2"], "--max-restarts 2 with --coordinator: the coordinator"),
         (["--coordinator", "a:1", "--node-rank", "-1"], "--node-rank -1: must be at least 0"),
         (["--health-directory", "/d"], "--health-directory /d: hosts are checked for a coordinator; give"),
+        (["--health-interval", "5"], "--health-interval 5.0: hosts are checked for a coordinator; give"),
+        (["--coordinator", "a:1", "--health-interval", "0"], "--health-interval 0.0: must be at least 0.1"),
         (
             ["coordinate", "--nnodes", "1", "--replacement-hook", "/no/such"],
             "--replacement-hook /no/such: is no program that can be started; give an executable file",
@@ -309,7 +311,7 @@ def test_a_host_that_is_not_fit_does_not_join(nodes: Nodes) -> None:
 
 HOOK = """\
 #!/bin/sh
-printf '%s\\n' "$@" "$COORDINATOR_PORT" >asked.new
+printf '%s\\n' "$@" "$COORDINATOR_PORT" "$NODES_MISSING" >asked.new
 mv asked.new asked
 """
 
@@ -329,8 +331,8 @@ def test_a_host_with_a_fault_is_not_used_again_and_another_one_asked_for(nodes: 
     disk.rmdir()
     os.kill(before[2][0], signal.SIGKILL)
     until(lambda: (nodes.directory / "asked").exists(), f"the hook; {nodes.said()}")
-    host, number, why, port = (nodes.directory / "asked").read_text().splitlines()
-    assert (host, number) == (socket.gethostname(), "1")
+    host, number, why, port, missing = (nodes.directory / "asked").read_text().splitlines()
+    assert (host, number, missing) == (socket.gethostname(), "1", "1")
     assert why == f"its host is not used again: {disk} cannot be written to: No such file or directory"
     assert port == (nodes.directory / "port").read_text().strip()
     assert agents[1].wait(300) == 1
@@ -340,6 +342,34 @@ def test_a_host_with_a_fault_is_not_used_again_and_another_one_asked_for(nodes: 
     assert coordinator.wait(300) == 0, nodes.said()
     nodes.until_gone()
     assert f"{hook} was asked for a host in the place of {host}" in nodes.said()
+
+
+def test_a_spare_whose_host_fails_while_it_waits_takes_no_place(nodes: Nodes) -> None:
+    """Nor does one that would train on another kind of device than the others."""
+    coordinator = nodes.coordinate(
+        "--nnodes", "1", "--spares", "1", "--max-restarts", "1", "--heartbeat-timeout", NEVER_SILENT
+    )
+    disk = nodes.directory / "disk"
+    disk.mkdir()
+    watched = ("--health-directory", str(disk), "--health-interval", "0.2")
+    agents = [nodes.agent(0, DS_ACCELERATOR="cpu"), nodes.agent(1, *watched, DS_ACCELERATOR="cpu")]
+    nodes.ranks(0, count=2)
+    until(lambda: "node 1 (127.0.0.1) has joined as a spare" in nodes.said(), nodes.said())
+    disk.rmdir()
+    assert agents[1].wait(300) == 1, nodes.said("agent1")
+    fault = f"{disk} cannot be written to: No such file or directory"
+    assert f"is not fit to wait for ranks any longer: {fault}" in nodes.said("agent1")
+    assert f"node 1 (127.0.0.1) is lost: its host is not used: {fault}" in nodes.said()
+    disk.mkdir()
+    agents += [nodes.agent(2, DS_ACCELERATOR="cuda"), nodes.agent(3, *watched, DS_ACCELERATOR="cpu")]
+    assert agents[2].wait(300) == 2
+    assert "has other versions: accelerator cuda, and cpu elsewhere" in nodes.said("agent2")
+    until(lambda: "node 3 (127.0.0.1) has joined as a spare" in nodes.said(), nodes.said())
+    agents[0].kill()
+    assert labels(nodes.ranks(1, count=2)) == ["node3"] * 2
+    nodes.finish()
+    assert coordinator.wait(300) == 0, nodes.said()
+    nodes.until_gone()
 
 
 def test_a_hook_that_fails_is_named_and_not_waited_for(nodes: Nodes) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from megatron.fileio.checksums import crc32
+from megatron.peers import holder
 from megatron.peers.client import (
     VARIABLE,
     WAITING_VARIABLE,
@@ -221,6 +222,27 @@ def test_a_spare_has_the_memory_ready_that_others_use(two: tuple[Host, Host]) ->
     assert ask(other.peer, DEADLINE_S, ask="list") == before, "what was ready is used"
     assert send_copies(one.peer, 0, [other.peer], None, DEADLINE_S)[1] == []
     assert got(other.peer, "s1") == content(70_000)
+
+
+def test_a_spare_says_that_it_has_too_little_memory(two: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch) -> None:
+    trains = two[0]
+    fill(trains.slots[0], content(70_000), "s1")
+    reserve(trains, 100_000)
+    monkeypatch.setattr(holder, "available_memory", lambda: 200_000)  # 270,000 are wanted
+    spare = Host()
+    try:
+        assert spare.process.lack_of_memory() is None, "it has not been told yet of whom to ask"
+        spare.process.prepare_like([list(trains.peer)])
+        deadline = time.monotonic() + DEADLINE_S
+        while (lack := spare.process.lack_of_memory()) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert lack == (
+            f"saves in memory and copies would take 0.00 GiB more, as on {trains.peer.host}, and 0.00 GiB are free"
+        )
+        assert ask(spare.peer, DEADLINE_S, ask="list")["num_bytes"] == 0, "it takes none"
+    finally:
+        spare.close()
 
 
 def test_every_flipped_bit_of_a_copy_is_found(two: tuple[Host, Host]) -> None:
