@@ -74,7 +74,7 @@ def test_srun_over_salloc_and_a_preset_that_submit_hands_to_sbatch(
     assert len(list(job.directory.glob("slurm-*.out"))) == 1
 
 
-@pytest.mark.skipif("LAUNCHERS_ALL" not in os.environ, reason="takes minutes; set LAUNCHERS_ALL to run it")
+@pytest.mark.skipif("LAUNCHERS_ALL" not in os.environ, reason="takes 5 minutes; set LAUNCHERS_ALL to run it")
 @pytest.mark.parametrize("launcher", ["torchrun", "fork", "deepspeed", "salloc", "sbatch"])
 def test_all_of_the_way(launcher: str, cluster: Cluster, preset: Preset, slurm: Slurm) -> None:
     job = preset.job(f"all_of_the_way_{launcher}", cluster.compute_nodes)

@@ -1,4 +1,4 @@
-"""A skipped test fails in continuous integration, unless it needs a GPU or ten minutes."""
+"""A skipped test fails in continuous integration, unless it needs a GPU or minutes."""
 
 from __future__ import annotations
 
