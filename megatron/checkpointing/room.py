@@ -18,6 +18,16 @@ def saves_left(config: Config, iteration: int) -> int:
     return last // interval - iteration // interval + (last % interval > 0)
 
 
+def no_room(config: Config, one: int, free: int) -> str | None:
+    """Why no save of the run could succeed; None if there is room for a checkpoint. Arguments as `lack_of_space`."""
+    if one <= free:
+        return None
+    return (
+        f"--save {config.checkpoint.save}: {_size(free)} are free, and a checkpoint is {_size(one)}: no save could "
+        "succeed; free space, give another --save, or train without --save"
+    )
+
+
 def lack_of_space(config: Config, one: int, present: int, left: int, free: int) -> str | None:
     """What to warn of; None if there is room.
 
@@ -31,8 +41,8 @@ def lack_of_space(config: Config, one: int, present: int, left: int, free: int) 
     kept = f"all of {left} to come" if keep is None else f"--keep-last {keep}, and one more while it is saved"
     fix = "free space, give another --save" + (", or --keep-last N" if keep is None else ", or a smaller --keep-last")
     return (
-        f"--save {config.checkpoint.save}: {free / 1e9:.1f} GB are free, which is room for {free // one} checkpoints "
-        f"of {one / 1e9:.1f} GB, and {more} more are needed ({kept}): later saves will fail; {fix}"
+        f"--save {config.checkpoint.save}: {_size(free)} are free, which is room for {free // one} checkpoints "
+        f"of {_size(one)}, and {more} more are needed ({kept}): later saves will fail; {fix}"
     )
 
 
@@ -59,6 +69,10 @@ def slot_bytes(config: Config, parameters: int, dp_size: int) -> int:
     Every replica keeps the weights, as the first one does.
     """
     return int(_HEADROOM * rank_bytes(config, parameters, 0, dp_size)) + _SMALL
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def _optimizer_bytes(config: Config) -> int:

@@ -315,7 +315,7 @@ def _set_up(config: Config, beginning: _Beginning, vocabulary: Vocabulary, provi
     from megatron.training.checkpoints import CheckpointSaves, build_checkpointer, prepare_memory, wait_for_memory
     from megatron.training.data import build_data_iterators
     from megatron.training.exit_conditions import ExitConditions
-    from megatron.training.free_space import warn_of_lack_of_space
+    from megatron.training.free_space import check_free_space
     from megatron.training.log import TrainingLog
     from megatron.training.slot_memory import reserve_slots
     from megatron.training.standby import opened_once, rehearse
@@ -355,7 +355,7 @@ def _set_up(config: Config, beginning: _Beginning, vocabulary: Vocabulary, provi
         _mark_ranges(recorder, config, runtime.device)
     progress = _restore_or_begin(checkpointer, engine, startup)
     with startup.phase("engine_init"):
-        warn_of_lack_of_space(config, parameters, runtime.coordinates.dp, progress.iteration, control)
+        check_free_space(config, parameters, runtime.coordinates.dp, progress.iteration, control)
     with startup.phase("data_build"):
         data = build_data_iterators(providers.datasets, config, control, layout, place, progress)
     with startup.phase("imports"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..common.cli import parse_bytes
+from ..ckpt_replay.options import FIT
 from ..common.formatting import plural, size
 from ..common.sweep_files import STORAGE, Cell
 from ..common.tables import Column, text_table, texts, titles
@@ -48,20 +48,7 @@ def _planned(sizes: Sizes, cell: Cell, name: str) -> str:
 
 def _written(sizes: Sizes, cell: Cell) -> str:
     """Of a replay: what one of its saves writes."""
-    if cell.mode == STORAGE:
-        return size(int(cell.settings["storage_bytes"]))
-    per_rank = _plan(sizes, cell).get("bytes_per_rank")
-    if cell.mode != "replay" or not isinstance(per_rank, list):
-        return "-" if cell.mode != "train" else _planned(sizes, cell, "total_bytes")
-    limit = str(cell.settings["limit_bytes"])
-    if limit == "fit":
+    if cell.mode == "replay" and cell.settings["limit_bytes"] == FIT:
         return "what fits"
-    most = None if limit == "none" else parse_bytes(limit)
-    chosen = [per_rank[rank] for rank in _ranks(str(cell.settings["ranks"])) if rank < len(per_rank)]
-    return size(sum(each if most is None else min(each, most) for each in chosen))
-
-
-def _ranks(text: str) -> list[int]:
-    from ..common.cli import parse_rank_ranges
-
-    return [rank for first, last in parse_rank_ranges(text) for rank in range(first, last + 1)]
+    num_bytes = sizes.written(cell)
+    return "-" if num_bytes is None else size(num_bytes)

@@ -9,7 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ..ckpt_replay.options import FIT
 from ..ckpt_replay.plan import RAW
+from ..common.cli import parse_bytes, parse_rank_ranges
 from ..common.sweep_files import PLANS, STORAGE, Cell, write_json
 from .commands import PACKAGE, environment
 
@@ -47,6 +49,23 @@ class Sizes:
                 self._out.mkdir(exist_ok=True)
                 write_json(self._out / f"{cell.plan_name}.json", known)
         return known
+
+    def written(self, cell: Cell) -> int | None:
+        """Bytes that a cell has on the storage at the least: what the storage is measured with, or one save. None where
+        that is not known before: of a scaled model, of what fits, and where there is no plan."""
+        if cell.mode == STORAGE:
+            return int(cell.settings["storage_bytes"])
+        plan = self.of(cell)
+        if cell.mode == "train":
+            return plan.get("total_bytes")
+        per_rank: list[int] | None = plan.get("bytes_per_rank")
+        if cell.mode != "replay" or per_rank is None or cell.settings["limit_bytes"] == FIT:
+            return None
+        limit = str(cell.settings["limit_bytes"])
+        most = None if limit == "none" else parse_bytes(limit)
+        ranges = parse_rank_ranges(str(cell.settings["ranks"]))
+        chosen = [per_rank[rank] for first, last in ranges for rank in range(first, last + 1) if rank < len(per_rank)]
+        return sum(each if most is None else min(each, most) for each in chosen)
 
     def _find(self, name: str) -> dict[str, Any] | None:
         if name not in self._known and self._out is not None and (self._out / f"{name}.json").is_file():

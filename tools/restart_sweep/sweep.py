@@ -13,10 +13,10 @@ from megatron.config.uris import Place, below
 from restart_trace.redaction import redact_command
 
 from ..ckpt_replay.places import remove
-from ..common.formatting import plural
+from ..common.formatting import plural, size
 from ..common.sweep_files import FAILED, LOG, OK, Cell
 from .commands import Places, command_of, environment
-from .directory import SweepDirectory, storage_of
+from .directory import SweepDirectory, SweepError, storage_of
 from .progress import Times, duration
 from .running import Ended, end_all, run
 from .sizes import Sizes
@@ -26,7 +26,10 @@ _SAID_OF_A_FAILURE = 4  # last lines of its log
 
 
 def run_cells(directory: SweepDirectory, cells: list[Cell], time_limit_s: float, say: Say) -> int:
-    """Measure what is still to be measured; how many cells of the sweep have failed. Raises OSError."""
+    """Measure what is still to be measured; how many cells of the sweep have failed.
+
+    Raises OSError, and SweepError if the storage has no room for a cell.
+    """
     if ended := end_all(directory.id):
         say(f"ended {ended} processes that a killed sweep had left")
     storage = below(storage_of(directory.out), f"restart_sweep_{directory.id}")
@@ -36,8 +39,11 @@ def run_cells(directory: SweepDirectory, cells: list[Cell], time_limit_s: float,
         # --dir of an earlier start may be gone, such as a file system that is not mounted: it is not made anew.
         storage.mkdir(parents=storage.parent == own)
     directory.note_session(storage)
-    _make_plans(directory, cells, say)
+    sizes = Sizes(directory.out)
+    _make_plans(sizes, cells, say)
     waiting = [cell for cell in cells if directory.result(cell) is None]
+    if isinstance(storage, Path):
+        _check_room(sizes, waiting, storage.parent)
     if len(waiting) < len(cells):
         say(f"{len(cells) - len(waiting)} of {len(cells)} cells are done already")
     times = Times(directory, cells)
@@ -55,8 +61,7 @@ def run_cells(directory: SweepDirectory, cells: list[Cell], time_limit_s: float,
     return sum((directory.result(cell) or {}).get("status") == FAILED for cell in cells)
 
 
-def _make_plans(directory: SweepDirectory, cells: list[Cell], say: Say) -> None:
-    sizes = Sizes(directory.out)
+def _make_plans(sizes: Sizes, cells: list[Cell], say: Say) -> None:
     missing = sizes.missing(cells)
     if missing:
         say(f"planning {plural(len(missing), 'checkpoint')} at full size")
@@ -64,6 +69,18 @@ def _make_plans(directory: SweepDirectory, cells: list[Cell], say: Say) -> None:
         plan = sizes.of(cell)
         if "error" in plan:
             say(f"no plan of {cell.plan_name}: {plan['error']}")
+
+
+def _check_room(sizes: Sizes, waiting: list[Cell], storage: Path) -> None:
+    """Raises SweepError if a cell would not fit on the storage: hours later it would only have failed."""
+    known = [(num_bytes, cell) for cell in waiting if (num_bytes := sizes.written(cell)) is not None]
+    num_bytes, cell = max(known, key=lambda one: one[0], default=(0, None))
+    free = shutil.disk_usage(storage).free
+    if cell is not None and num_bytes > free:
+        raise SweepError(
+            f"{storage}: {size(free)} are free, and cell {cell.index + 1}, {cell.what}, writes {size(num_bytes)}; free "
+            "space, or begin anew with another --dir and --out, or with a smaller limit_bytes or storage_bytes"
+        )
 
 
 def _measure(directory: SweepDirectory, cell: Cell, storage: Place, time_limit_s: float) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpointing.room import checkpoint_bytes, lack_of_space, saves_left
-from megatron.config import Config
+from megatron.config import Config, ConfigError
 from megatron.config.arguments import config_from_args, parse_args
 from megatron.parallel.control_plane import ControlPlane
-from megatron.training.free_space import warn_of_lack_of_space
+from megatron.training.free_space import check_free_space
 
 FLAGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr 1e-3 "
@@ -52,12 +52,24 @@ def test_what_is_kept_is_compared_with_what_is_free() -> None:
 
 
 def test_a_run_that_will_not_fit_is_told_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without room for one checkpoint it does not begin; one that is resumed is not kept from training."""
     config = config_of(f"--train-iters 10 --save {tmp_path} --save-interval 5")
     alone = ControlPlane(0, 1)
     with caplog.at_level(logging.WARNING):
-        warn_of_lack_of_space(config, 1000, 0, 0, alone)
-        assert caplog.messages == []
-        warn_of_lack_of_space(config, 10**15, 0, 0, alone)
+        check_free_space(config, 1000, 0, 0, alone)
+        with pytest.raises(
+            ConfigError, match=f"--save {tmp_path}: .* free, and a checkpoint is 16000000.0 GB: no save"
+        ):
+            check_free_space(config, 10**15, 0, 0, alone)
+        check_free_space(config, 10**15, 0, 10, alone)
+        assert caplog.messages == [], "no save is to come"
+        check_free_space(config, 10**15, 0, 5, alone)
     (message,) = caplog.messages
     assert message.startswith(f"--save {tmp_path}: ")
-    assert "room for 0 checkpoints of 16000000.0 GB, and 2 more" in message
+    assert "room for 0 checkpoints of 16000000.0 GB, and 1 more" in message
+
+
+def test_a_run_without_a_save_needs_no_room(tmp_path: Path) -> None:
+    config = config_of(f"--train-iters 10 --save {tmp_path} --save-interval 5")
+    never = replace(config, checkpoint=replace(config.checkpoint, checkpoint_engine="none"))
+    check_free_space(never, 10**15, 0, 0, ControlPlane(0, 1))

@@ -9,8 +9,11 @@ import pytest
 
 from restart_trace.schema import SCHEMA_VERSION
 from tests.unit.tools.restart_sweep.test_sweep_file import GOOD, written
+from tools.common.sweep_files import CELLS
 from tools.restart_sweep.cells import cells_of
+from tools.restart_sweep.cli import main
 from tools.restart_sweep.directory import SweepError, opened
+from tools.restart_sweep.sizes import Sizes
 from tools.restart_sweep.sweep_file import read_sweep
 
 
@@ -53,3 +56,28 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         opened(out, sweep, [], None),
     ):
         pass
+
+
+def test_what_the_storage_has_no_room_for_is_refused_before_a_cell_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = tmp_path / "sweep.yaml", tmp_path / "out"
+    runs = "runs:\n  - {mode: replay, models: [tiny], engines: [lazy], cache: [warm], limit_bytes: 1MiB}\n"
+    file.write_text(f"name: large\nrepeats: 1\nstorage_bytes: 1024TiB\n{runs}")
+    assert main(["--dir", str(tmp_path), "--out", str(out), str(file)]) == 2
+    said = capsys.readouterr().err
+    assert f"restart-sweep: {tmp_path}: " in said and "the storage itself, writes 1125.9 TB; free space" in said
+    assert not any((out / CELLS).iterdir())
+
+
+def test_what_a_cell_writes_is_known_from_its_plan(tmp_path: Path) -> None:
+    file = tmp_path / "sweep.yaml"
+    replayed = "{mode: replay, models: [7b], engines: [lazy], cache: [warm], ranks: 0-1, limit_bytes: MOST}"
+    file.write_text(
+        "name: planned\nrepeats: 1\nstorage_bytes: 3MiB\nruns:\n"
+        + "".join(f"  - {replayed.replace('MOST', most)}\n" for most in ("1MiB", "none"))
+    )
+    sizes = Sizes(None)
+    cells = cells_of(read_sweep(file))
+    full = sum(sizes.of(cells[-1])["bytes_per_rank"][:2])
+    assert sorted(sizes.written(cell) or 0 for cell in cells) == [2 << 20, 3 << 20, full]
