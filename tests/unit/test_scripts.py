@@ -300,6 +300,8 @@ def test_too_few_gpus_in_the_hostfile_are_counted(tmp_path: Path) -> None:
         (TINY, {"LAUNCHER": "fork", "STANDBY": "1"}, "STANDBY=1: needs MAX_RESTARTS, and one node (no HOSTFILE)"),
         (TINY, {"STANDBY": "yes"}, "STANDBY=yes: use 1 or load, or leave it out"),
         (TINY, {"HOST_GRACE": "soon"}, "HOST_GRACE=soon: give whole seconds"),
+        (TINY, {"MASTER_PORT": "rendezvous"}, "MASTER_PORT=rendezvous: give the number of a port, 1 to 65535"),
+        (TINY, {"COORDINATOR_PORT": "65536"}, "COORDINATOR_PORT=65536: give the number of a port, 1 to 65535"),
         ("run_7b_tp4_pp2.sh", {"DEVICE": "cpu"}, "DEVICE=cpu: the 7b preset needs GPUs"),
         ("run_7b_tp4_pp2.sh", {"HOSTFILE": "/no/such"}, "HOSTFILE=/no/such: cannot be read"),
         ("run_7b_tp4_pp2.sh", {"DRY_RUN": "1", "GPUS_PER_NODE": "3"}, "set GPUS_PER_NODE to a divisor of 8"),

@@ -76,12 +76,22 @@ settle_nodes() {
         fi
     fi
     require_whole_number GPUS_PER_NODE
+    require_port MASTER_PORT COORDINATOR_PORT
     ((GPUS_PER_NODE <= WORLD_SIZE)) || GPUS_PER_NODE=$WORLD_SIZE
     count_seen
     NNODES_GIVEN=${NNODES:-}
     NNODES=$(((WORLD_SIZE + GPUS_PER_NODE - 1) / GPUS_PER_NODE))
     [[ -n ${MASTER_ADDR:-} ]] || settle_master
     settle_spares
+}
+
+# Whether these variables, where they are set, are numbers of ports.
+require_port() {
+    local name
+    for name in "$@"; do
+        [[ -z ${!name:-} ]] || { [[ ${!name} =~ ^[1-9][0-9]{0,4}$ ]] && ((${!name} <= 65535)); } ||
+            die "$name=${!name}: give the number of a port, 1 to 65535"
+    done
 }
 
 # Sets SPARES, the number of hosts that wait to take the place of a lost one, and COORDINATOR_ADDR, this host.
@@ -209,8 +219,6 @@ check_port() {
     local port=${MASTER_PORT:-29500} host status=0 probe
     [[ -z ${NODE_RANK:-} || $NODE_RANK == 0 ]] || return 0
     [[ -n ${MASTER_PORT:-} ]] || { ((NNODES > 1)) && ! { [[ $LAUNCHER == fork ]] && fork_coordinates; }; } || return 0
-    [[ $port =~ ^[0-9]{1,5}$ ]] && ((10#$port >= 1 && 10#$port <= 65535)) ||
-        die "MASTER_PORT=$port: give the number of a port, 1 to 65535"
     probe=("$(python_path)" -S -c "$PORT_PROBE" "$port") host=$(hostname)
     if [[ $LAUNCHER == srun ]]; then
         host=$(first_allocated_host) || exit
