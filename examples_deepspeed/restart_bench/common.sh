@@ -146,6 +146,8 @@ PLUGINS='from megatron.checkpointing.engines import registry; print(*set(registr
 # The interpreter that training runs with. PYTHON is also what setup_env.sh creates .venv with.
 python_path() { printf '%s' "${VENV_PYTHON:-${PYTHON:-}}"; }
 
+has_environment() { [[ -n $(type -P "$(python_path)") ]]; }
+
 ensure_environment() {
     [[ -n ${SKIP_SETUP:-} ]] || "$BENCH_DIR/setup_env.sh"
 }
@@ -233,7 +235,7 @@ show_plan() {
 
 # What saves of ENGINE=memory take of a host's memory; by arithmetic, which needs no torch.
 show_host_memory() {
-    if [[ -z $(type -P "$(python_path)") ]]; then
+    if ! has_environment; then
         say "what saves take of host memory is not told: there is no $(python_path) yet; give SKIP_SETUP=1 PYTHON=..."
         return
     fi
@@ -285,10 +287,13 @@ train() {
         return
     fi
     check_devices
+    # Later check_hosts reaches them, too.
+    (($# == 3)) && has_environment || check_reach
     [[ $MODE != scaled ]] || check_memory_of_scaled
     check_work_dir
     ensure_environment
     check_torch_build
+    (($# > 3)) || check_hosts # those of a launch of the drill's were compared when it asked for the command
     prepare_data
     if [[ -n ${COMMAND_TO:-} ]]; then
         tell_command
@@ -298,7 +303,6 @@ train() {
         "${LAUNCHER}_launch"
         return
     fi
-    check_port
     check_run
     [[ $SAVE_DIR == *://* ]] || mkdir -p "$SAVE_DIR"
     if [[ -e $SAVE_DIR/latest ]]; then

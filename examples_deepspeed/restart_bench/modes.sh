@@ -89,6 +89,7 @@ kill_and_resume() {
     say "1/4 environment"
     ensure_environment
     check_torch_build
+    check_hosts
     SECONDS=0
     say "2/4 data"
     prepare_data

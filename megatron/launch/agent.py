@@ -25,10 +25,9 @@ from megatron.launch.ranks import Ranks, fork_ranks
 from megatron.launch.supervise import COULD_NOT_RUN, FAILED, STOP_SIGNALS, say
 from megatron.processes.memory_slots import hold_slots
 from megatron.processes.rendezvous_store import RendezvousStore
-from megatron.processes.source import source_checksum
+from megatron.processes.source import what_runs
 from restart_trace.clock import now_ns
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
-from restart_trace.process import versions
 from restart_trace.startup import Preload
 
 if TYPE_CHECKING:
@@ -174,10 +173,8 @@ class Agent:
         """Connect and introduce this node. Raises OSError."""
         assert self._plan.coordinator is not None
         # Read before the connection is there, which counts as silent until it has said something.
-        mine = {name: version for name, version in versions().items() if name != "kernel"}
-        mine["source"] = source_checksum()
         # A host whose driver has failed would train on its processors.
-        mine["accelerator"] = os.environ.get("DS_ACCELERATOR", "")
+        mine = what_runs() | {"accelerator": os.environ.get("DS_ACCELERATOR", "")}
         opened = socket.create_connection(self._plan.coordinator, timeout=_CONNECT_S)
         self._connection = Connection(opened)
         self._lease_until = time.monotonic() + _WELCOME_S
@@ -264,7 +261,8 @@ class Agent:
             os.environ.setdefault(LAUNCH_ID_VARIABLE, message["launch_id"])
             self._look_after_copies()
         elif kind == "refuse":
-            say(f"error: {message['why']}")
+            if message["why"]:
+                say(f"error: {message['why']}")
             return COULD_NOT_RUN
         elif kind == "serve":
             self._serve(message["generation"])

@@ -296,7 +296,11 @@ def _coordinate(argv: Sequence[str]) -> int:
     try:
         coordinator = Coordinator(launch)
     except OSError as error:
-        say(f"error: --port {launch.port}: cannot be listened on: {error.strerror}; name a port that is free")
+        why = os.strerror(error.errno) if error.errno else error  # its own text repeats the address
+        say(
+            f"error: --port {launch.port}: cannot be listened on: {why}; name a port that is free (COORDINATOR_PORT of "
+            "the launch scripts)"
+        )
         return COULD_NOT_RUN
     return coordinator.run()
 

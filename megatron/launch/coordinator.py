@@ -26,6 +26,7 @@ from megatron.launch.failure_trace import FailureTrace
 from megatron.launch.messages import SUSPECTED, Connection
 from megatron.launch.shrink import Layout, shrunk
 from megatron.launch.supervise import COULD_NOT_RUN, FAILED, STOP_SIGNALS, say
+from megatron.processes.source import difference
 from restart_trace.clock import now_ns
 from restart_trace.cycles import LAUNCH_ID_VARIABLE
 
@@ -88,7 +89,7 @@ class Coordinator:
         self._selector.register(self._listening, selectors.EVENT_READ)
         self._agents: list[_Agent] = []
         self._joined: set[int] = set()  # numbers of the nodes that have ever been there
-        self._versions: dict[str, Any] | None = None
+        self._first: tuple[str, dict[str, Any]] | None = None  # the first host that was let in, and what it runs
         self._began = time.monotonic()
         self._generation = -1
         self._members: list[_Agent] = []
@@ -205,20 +206,19 @@ class Coordinator:
                 f"{who}: --nproc-per-node {hello['ranks']}, and that of the "
                 f"coordinator is {launch.ranks_per_node}; give both the same"
             )
-        elif self._versions not in (None, hello["versions"]):
-            why = (
-                f"{who} has other versions: {_different(self._versions, hello['versions'])}; use one environment "
-                "and one checkout, best on a file system that all nodes share"
-            )
+        elif self._first is not None:
+            why = difference([self._first, (hello["host"], hello["versions"])])
         if why is not None:
             say(f"error: {why}")
-            agent.connection.send("refuse", why=why)
+            # Of the same launch id are those that one launch script has started, which shows what all of them print.
+            together = hello["launch_id"] == launch.launch_id
+            agent.connection.send("refuse", why="" if together else why)
             if self._generation < 0:
                 self._state = "refused"
             return
         for other in [one for one in self._agents if one.number == hello["number"]]:
             self._lose(other, "its agent has connected again", replace=False)
-        self._versions = hello["versions"]
+        self._first = self._first or (hello["host"], hello["versions"])
         agent.number, agent.address, agent.host = hello["number"], hello["address"], hello["host"]
         agent.copies = hello["copies"]
         agent.place = agent.number if self._generation < 0 and agent.number < launch.nodes else None
@@ -459,12 +459,6 @@ class Coordinator:
             for agent in self._agents:
                 agent.connection.receive()
         sys.stderr.flush()
-
-
-def _different(mine: dict[str, Any] | None, theirs: dict[str, Any]) -> str:
-    mine = mine or {}
-    names = sorted(name for name in {*mine, *theirs} if mine.get(name) != theirs.get(name))
-    return ", ".join(f"{name} {theirs.get(name, 'none')}, and {mine.get(name, 'none')} elsewhere" for name in names)
 
 
 def _by_place(agent: _Agent) -> tuple[bool, int, int]:

@@ -1,4 +1,5 @@
 """Messages between the coordinator and the agents of a launch: JSON objects, one a line, over one TCP connection each.
+Those of a launch that is started by hand on each node (check_hosts.py) are of the same kind.
 
 Neither side ever blocks on the other: what cannot be sent at once is kept, and a peer that reads nothing is found by
 its silence (see agent.py and coordinator.py). The kernel is asked to send at once (TCP_NODELAY): messages are small.
@@ -36,7 +37,7 @@ _FIELDS: dict[str, dict[str, type]] = {
     "ended": {"generation": int, "failures": list},
     # to an agent
     "welcome": {"heartbeat_timeout_s": float, "launch_id": str},
-    "refuse": {"why": str},
+    "refuse": {"why": str},  # empty where the coordinator's own message is seen with what the agent prints
     "ack": {"number": int},
     "serve": {"generation": int},
     "start": {
@@ -48,6 +49,9 @@ _FIELDS: dict[str, dict[str, type]] = {
     "expect": {"node_rank": int, "copies": list},  # to a spare: of those that are heard, the nearest ones first
     "stop": {"generation": int, "kill": bool, "why": str},
     "exit": {"code": int},
+    # between launch scripts
+    "here": {"place": int, "host": str, "runs": dict},
+    "compared": {"wrong": str},
     # to either
     "signal": {"signum": int},
 }  # fmt: skip

@@ -17,16 +17,14 @@ import contextlib
 import functools
 import json
 import os
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 from megatron.config import ConfigError
 from megatron.processes.name_lookups import names_from_files, numeric_address
-from megatron.processes.source import source_checksum
+from megatron.processes.source import difference, what_runs
 from megatron.startup import roll_call
-from restart_trace.version import __version__
 
 _SCHEME = "all-ranks"
 _VERSIONS, _ARRIVED, _GO = "versions", "arrived", "go"
@@ -83,9 +81,9 @@ def _check_in(store: Any, rank: int, world_size: int) -> None:
     local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")  # DeepSpeed's launcher sets the latter
     several_hosts = local not in (None, str(world_size))
     if several_hosts and rank == 0:
-        store.set(_VERSIONS, json.dumps({"host": host} | versions()))
+        store.set(_VERSIONS, json.dumps([host, what_runs()]))
     elif several_hosts and os.environ.get("LOCAL_RANK") == "0":
-        found = difference(json.loads(store.get(_VERSIONS)), {"host": host} | versions())
+        found = difference([json.loads(store.get(_VERSIONS)), (host, what_runs())])
         if found is not None:
             store.compare_set(_GO, "", found)
     if store.add(_ARRIVED, 1) == world_size:
@@ -94,28 +92,3 @@ def _check_in(store: Any, rank: int, world_size: int) -> None:
     told = store.get(_GO).decode()
     if told != "go":
         raise ConfigError(told)
-
-
-def difference(first: Mapping[str, str], other: Mapping[str, str]) -> str | None:
-    """What the user is to be told if two hosts, by their `host` and `versions`, do not run the same; else None."""
-    differing = [name for name in first if name != "host" and first[name] != other.get(name)]
-    if not differing:
-        return None
-    what = ", ".join(f"{name} {other.get(name)} (rank 0 on {first['host']}: {first[name]})" for name in differing)
-    return (
-        f"host {other['host']} runs {what}: a run needs the same on all hosts; use one environment and one checkout, "
-        "best on a file system that all of them share"
-    )
-
-
-def versions() -> dict[str, str]:
-    """What has to be the same on all hosts. Of this project: its version, and a checksum of its source files."""
-    import deepspeed
-    import torch
-
-    return {
-        "torch": str(torch.__version__),
-        "deepspeed": str(deepspeed.__version__),
-        "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
-        "megatron-restart": f"{__version__} source {source_checksum()}",
-    }

@@ -147,3 +147,14 @@ class Preset:
         named = lines or {node.name: f"slots={RANKS_PER_NODE}" for node in job.nodes}
         path.write_text("".join(f"{name} {slots}\n" for name, slots in named.items()))
         return path
+
+
+def in_an_allocation(job: Job) -> tuple[str | Path, ...]:
+    """The command that has srun start the ranks on the job's nodes, from the login node."""
+    allocation = (f"--nodes={len(job.nodes)}", f"--ntasks-per-node={RANKS_PER_NODE}", named_nodes(job))
+    return ("salloc", *allocation, "env", "LAUNCHER=srun", f"GPUS_PER_NODE={RANKS_PER_NODE}", "bash", SCRIPT)
+
+
+def named_nodes(job: Job) -> str:
+    """The job's own nodes: Slurm would take others while these are still completing another job."""
+    return f"--nodelist={','.join(node.name for node in job.nodes)}"

@@ -2,30 +2,50 @@
 
 from __future__ import annotations
 
-import signal
-import sys
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
 
 from restart_trace import version
-from tests.cluster.cluster import Cluster
-from tests.cluster.jobs import SCRIPT, Job, Preset
+from tests.cluster.cluster import Cluster, Node
+from tests.cluster.jobs import ITERATIONS, SCRIPT, Job, Preset, in_an_allocation
 from tests.cluster.slurm import Slurm
-from tests.dist.harness import HANGS_S, losses, wait_for
+from tests.dist.harness import HANGS_S, losses
 
 pytestmark = pytest.mark.slow
 LAUNCHERS = ("torchrun", "fork", "deepspeed")
+# What each launch over two hosts is: of megatron.launch with a coordinator, and in an allocation of a real Slurm, too.
+LAUNCHES: list[tuple[str, dict[str, str]]] = [
+    *((launcher, {}) for launcher in LAUNCHERS), ("fork", {"MAX_RESTARTS": "1"}), ("srun", {}),
+]  # fmt: skip
 
 
-def message(job: Job, launcher: str, hostfile: Path) -> str:
+def message(job: Job, launcher: str, **settings: str) -> str:
     """The one line that a launch ends with; it has started no rank and made no checkpoint directory."""
-    started = job.start(LAUNCHER=launcher, HOSTFILE=str(hostfile))
+    if launcher == "srun":
+        job.command = in_an_allocation(job)
+    else:
+        settings |= {"LAUNCHER": launcher, "HOSTFILE": str(preset_hostfile(job))}
+    started = job.start(**settings)
     assert started.wait(HANGS_S) == 2, job.log
     assert not (job.directory / "checkpoints").exists()
-    (line,) = job.log.splitlines()
-    assert line.startswith("run_tiny_tp2_pp2_dp2.sh: error: HOSTFILE=")
-    return line
+    (line,) = [line for line in job.log.splitlines() if not line.startswith("salloc: ")]
+    _, error, text = line.partition("run_tiny_tp2_pp2_dp2.sh: error: ")
+    assert error, line
+    return text
+
+
+def preset_hostfile(job: Job) -> Path:
+    return job.directory / "hosts" if (job.directory / "hosts").exists() else job.preset.hostfile(job)
+
+
+def environment_of(launcher: str, request: pytest.FixtureRequest) -> dict[str, str]:
+    """What a launch finds in its environment because of who starts it."""
+    return request.getfixturevalue("slurm").environment if launcher == "srun" else {}
 
 
 def test_hosts_that_cannot_be_reached_are_named(cluster: Cluster, preset: Preset) -> None:
@@ -35,12 +55,13 @@ def test_hosts_that_cannot_be_reached_are_named(cluster: Cluster, preset: Preset
     wrong_key.run("cp", cluster.etc / "other_key.pub", "/run/authorized_keys")
     down.cut_link()
     slots = dict.fromkeys((one.name, wrong_key.name, down.name, "nobody"), "slots=2")
-    hostfile = preset.hostfile(job, slots)
+    preset.hostfile(job, slots)
     try:
-        said = message(job, "torchrun", hostfile)
+        said = message(job, "torchrun")
     finally:
         wrong_key.run("cp", cluster.etc / "user_key.pub", "/run/authorized_keys")
         down.mend_link()
+    assert said.startswith("HOSTFILE=")
     assert f"{wrong_key.name} (root@{wrong_key.name}: Permission denied" in said
     assert f"{down.name} (ssh: connect to host {down.name} port 22: " in said
     assert "nobody (ssh: Could not resolve hostname nobody" in said
@@ -53,61 +74,101 @@ def test_a_wrong_key_is_named_by_every_launcher(launcher: str, cluster: Cluster,
     job = preset.job(f"wrong_key_{launcher}", [one, other])
     other.run("cp", cluster.etc / "other_key.pub", "/run/authorized_keys")
     try:
-        said = message(job, launcher, preset.hostfile(job))
+        said = message(job, launcher)
     finally:
         other.run("cp", cluster.etc / "user_key.pub", "/run/authorized_keys")
     assert f"on {other.name} (root@{other.name}: Permission denied" in said
 
 
-def test_a_port_that_is_taken_is_named_by_every_launcher(cluster: Cluster, preset: Preset) -> None:
-    """Where rank 0 would serve the rendezvous, which is not the login node."""
-    one, other, *_ = cluster.compute_nodes
-    job = preset.job("taken_port", [one, other])
-    listening = job.directory / "listening"
-    code = f"import socket; s = socket.create_server(('', 29500)); open({str(listening)!r}, 'w'); s.accept()"
-    holder = one.start(sys.executable, "-c", code, log=job.directory / "holder.log")
-    try:
-        wait_for(listening.exists, "a taken port")
-        for launcher in LAUNCHERS:
-            assert job.start(LAUNCHER=launcher, HOSTFILE=str(preset.hostfile(job))).wait(HANGS_S) == 2, job.log
-            (line,) = job.log.splitlines()
-            assert f"error: MASTER_PORT=29500: another process listens there on {one.name}, where rank 0 runs" in line
-    finally:
-        one.send(signal.SIGKILL, str(listening))
-        holder.wait(HANGS_S)
-
-
-@pytest.mark.parametrize(
-    ("launcher", "settings", "says"),
-    [
-        ("torchrun", {}, "error: host {other} runs megatron-restart 0"),
-        ("deepspeed", {"HOST_GRACE": "2"}, "error: host {other} runs megatron-restart 0"),
-        ("fork", {}, "error: host {other} runs megatron-restart 0"),
-        ("fork", {"MAX_RESTARTS": "1"}, "[launch] error: node "),
-    ],
-)
-def test_a_host_with_other_code_is_named(
-    launcher: str, settings: dict[str, str], says: str, cluster: Cluster, preset: Preset
+@pytest.mark.parametrize("launcher", [*LAUNCHERS, "srun"])
+def test_a_port_that_is_taken_is_named_by_every_launcher(
+    launcher: str, cluster: Cluster, preset: Preset, request: pytest.FixtureRequest
 ) -> None:
-    """One message, from before any rank trains; where there is a coordinator, from before any is started."""
+    """Where rank 0 would serve the rendezvous, which is not the login node: sshd has port 22 of every node."""
     one, other, *_ = cluster.compute_nodes
-    job = preset.job(f"other_code_{launcher}_{len(settings)}", [one, other])
-    module = Path(version.__file__)
-    changed = job.directory / "version.py"
-    changed.write_text(module.read_text() + "# changed\n")
-    other.run("mount", "--bind", changed, module)
+    job = preset.job(f"taken_port_{launcher}", [one, other], **environment_of(launcher, request))
+    listens = f"MASTER_PORT=22: another process listens there on {one.name}, where rank 0 runs"
+    assert message(job, launcher, MASTER_PORT="22") == f"{listens}; set MASTER_PORT to a port that is free there"
+
+
+@pytest.mark.parametrize(("launcher", "settings"), LAUNCHES)
+def test_an_address_that_hosts_do_not_know_is_named_by_every_launcher(
+    launcher: str, settings: dict[str, str], cluster: Cluster, preset: Preset, request: pytest.FixtureRequest
+) -> None:
+    nodes = cluster.compute_nodes[:2]
+    job = preset.job(f"unknown_{launcher}_{len(settings)}", nodes, **environment_of(launcher, request))
+    name = "COORDINATOR_ADDR" if settings else "MASTER_ADDR"  # where the hosts connect
+    said = message(job, launcher, **settings, **{name: "nowhere"})
+    assert said.startswith(f"{name}=nowhere: {nodes[0].name}, {nodes[1].name} cannot resolve it ("), said
+
+
+@contextlib.contextmanager
+def changed_on(node: Node, path: Path, job: Job, change: Callable[[str], str]) -> Iterator[None]:
+    """A file as this node alone sees it."""
+    changed = job.directory / path.name
+    changed.write_text(change(path.read_text()))
+    node.run("mount", "--bind", changed, path)
     try:
-        started = job.start(LAUNCHER=launcher, HOSTFILE=str(preset.hostfile(job)), **settings)
-        assert started.wait(HANGS_S) != 0, job.log[-6000:]
-        for node in (one, other, cluster.login):
-            wait_for(lambda node=node: not job.left_on(node), f"the end of the launch on {node.name}")
+        yield
     finally:
-        other.run("umount", module)
-    # A coordinator and the node that it refuses say the same.
-    (said,) = {line for line in job.log.splitlines() if says.format(other=other.name) in line}
-    assert "use one environment and one checkout" in said, job.log[-6000:]
-    traced = sorted(job.trace.glob("*_cycle_000*"))
-    assert not traced if "MAX_RESTARTS" in settings else all(not losses(job.trace, 0, rank) for rank in range(4))
+        node.run("umount", path)
+
+
+def other_code(node: Node, job: Job) -> contextlib.AbstractContextManager[None]:
+    return changed_on(node, Path(version.__file__), job, lambda text: text + "# changed\n")
+
+
+@pytest.mark.parametrize(("launcher", "settings"), LAUNCHES)
+def test_a_host_with_other_code_is_named(
+    launcher: str, settings: dict[str, str], cluster: Cluster, preset: Preset, request: pytest.FixtureRequest
+) -> None:
+    one, other, *_ = cluster.compute_nodes
+    name = f"other_code_{launcher}_{len(settings)}"
+    job = preset.job(name, [one, other], **environment_of(launcher, request))
+    with other_code(other, job):
+        said = message(job, launcher, **settings)
+    assert said.startswith(f"host {other.name} runs megatron-restart 0"), said
+    assert "use one environment and one checkout" in said
+
+
+def test_a_host_with_another_torch_is_named(cluster: Cluster, preset: Preset) -> None:
+    one, other, *_ = cluster.compute_nodes
+    job = preset.job("other_torch", [one, other])
+    (about,) = (path for path in distribution("torch").files or () if path.name == "METADATA")
+
+    def older(text: str) -> str:
+        return re.sub(r"(?m)^Version: .*$", "Version: 2.0.0", text, count=1)
+
+    with changed_on(other, Path(str(about.locate())), job, older):
+        said = message(job, "torchrun")
+    assert said.startswith(f"host {other.name} runs torch 2.0.0 ({one.name}: {torch_version()}): "), said
+
+
+def torch_version() -> str:
+    return distribution("torch").version
+
+
+@pytest.mark.parametrize("changed", [True, False], ids=["other code", "same code"])
+def test_launches_by_hand_on_each_host_meet_before_any_rank_starts(
+    changed: bool, cluster: Cluster, preset: Preset
+) -> None:
+    """Each says what is wrong; if nothing is, they train, with the rendezvous at the port where they have met."""
+    nodes = cluster.compute_nodes[:2]
+    job = preset.job(f"by_hand_{changed}", nodes, NNODES="2", GPUS_PER_NODE="2", MASTER_ADDR=nodes[0].name)
+    with other_code(nodes[1], job) if changed else contextlib.nullcontext():
+        started = [
+            node.start("bash", SCRIPT, env=job.settings | {"NODE_RANK": str(rank)}, log=job.directory / f"{rank}.log")
+            for rank, node in enumerate(nodes)
+        ]
+        codes = [process.wait(HANGS_S) for process in started]
+    logs = [(job.directory / f"{rank}.log").read_text() for rank in range(2)]
+    assert codes == ([2, 2] if changed else [0, 0]), logs
+    named = [line.rpartition("error: host ")[2] for log in logs for line in log.splitlines() if "error: host " in line]
+    if changed:
+        assert len(named) == 2 and named[0] == named[1] and named[0].startswith(f"{nodes[1].name} runs "), logs
+        assert not list(job.trace.glob("*_cycle_000*"))
+    else:
+        assert sorted(losses(job.trace, 0, 3)) == list(range(1, ITERATIONS + 1))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,17 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.cluster import Cluster
-from tests.cluster.jobs import HELD_AT, ITERATIONS, RANKS_PER_NODE, SAVED_AT, SCRIPT, Job, Preset
+from tests.cluster.jobs import (
+    HELD_AT,
+    ITERATIONS,
+    RANKS_PER_NODE,
+    SAVED_AT,
+    SCRIPT,
+    Job,
+    Preset,
+    in_an_allocation,
+    named_nodes,
+)
 from tests.cluster.slurm import Slurm
 from tests.dist.harness import HANGS_S, losses
 
@@ -91,19 +101,8 @@ def test_all_of_the_way(launcher: str, cluster: Cluster, preset: Preset, slurm: 
     assert_resumed_exactly(job)
 
 
-def in_an_allocation(job: Job) -> tuple[str | Path, ...]:
-    """The command that has srun start the ranks on the job's nodes, from the login node."""
-    allocation = (f"--nodes={len(job.nodes)}", f"--ntasks-per-node={RANKS_PER_NODE}", named_nodes(job))
-    return ("salloc", *allocation, "env", "LAUNCHER=srun", f"GPUS_PER_NODE={RANKS_PER_NODE}", "bash", SCRIPT)
-
-
 def submitted(job: Job, option: str) -> tuple[str | Path, ...]:
     """The command that hands the preset to sbatch, for the job's nodes. `option`: of sbatch."""
     preset = SCRIPT.stem.removeprefix("run_")
     submit = ("bash", SCRIPT.parent / "submit.sh", preset, "--nodes", str(len(job.nodes)))
     return (*submit, "--", named_nodes(job), option)
-
-
-def named_nodes(job: Job) -> str:
-    """The job's own nodes: Slurm would take others while these are still completing another job."""
-    return f"--nodelist={','.join(node.name for node in job.nodes)}"

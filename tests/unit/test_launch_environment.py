@@ -43,7 +43,7 @@ exec env -i PATH=/usr/bin:/bin HOME="$HOME" {shell} -c "$2"
 """
 # Stand-in for the interpreter: notes what it was given.
 PYTHON = """#!/usr/bin/env bash
-[[ $* != *check_run* && $1 != -S ]] || exit 0
+[[ $* != *check_run* && $* != *check_hosts* ]] || exit 0
 while (($#)); do
     case $1 in --node_rank | --node-rank) node=$2 ;; esac
     shift

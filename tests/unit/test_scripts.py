@@ -301,6 +301,11 @@ def test_too_few_gpus_in_the_hostfile_are_counted(tmp_path: Path) -> None:
         (TINY, {"STANDBY": "yes"}, "STANDBY=yes: use 1 or load, or leave it out"),
         (TINY, {"HOST_GRACE": "soon"}, "HOST_GRACE=soon: give whole seconds"),
         (TINY, {"MASTER_PORT": "rendezvous"}, "MASTER_PORT=rendezvous: give the number of a port, 1 to 65535"),
+        (
+            "run_7b_tp4_pp2.sh",
+            {"DRY_RUN": "1", "GPUS_PER_NODE": "4", "NODE_RANK": "2"},
+            "NODE_RANK=2: 8 ranks (TP 4 x PP 2",
+        ),
         (TINY, {"COORDINATOR_PORT": "65536"}, "COORDINATOR_PORT=65536: give the number of a port, 1 to 65535"),
         ("run_7b_tp4_pp2.sh", {"DEVICE": "cpu"}, "DEVICE=cpu: the 7b preset needs GPUs"),
         ("run_7b_tp4_pp2.sh", {"HOSTFILE": "/no/such"}, "HOSTFILE=/no/such: cannot be read"),
@@ -362,7 +367,7 @@ def test_slurm_variables_that_contradict_are_named(slurm: dict[str, str], messag
 
 # In place of the interpreter: notes its arguments; node FAIL_NODE fails, the others wait to be stopped.
 STAND_IN = """#!/usr/bin/env bash
-[[ $* != *check_run* && $1 != -S ]] || exit 0
+[[ $* != *check_run* && $* != *check_hosts* ]] || exit 0
 while (($#)); do
     case $1 in --node_rank | --node-rank) node=$2 ;; esac
     shift

@@ -81,7 +81,8 @@ settle_nodes() {
     count_seen
     NNODES_GIVEN=${NNODES:-}
     NNODES=$(((WORLD_SIZE + GPUS_PER_NODE - 1) / GPUS_PER_NODE))
-    [[ -n ${MASTER_ADDR:-} ]] || settle_master
+    MASTER_ADDR_GIVEN=${MASTER_ADDR:-}
+    [[ -n $MASTER_ADDR_GIVEN ]] || settle_master
     settle_spares
 }
 
@@ -130,6 +131,9 @@ check_nodes() {
         die "$WORLD_SIZE ranks (TP $TP x PP $PP x DP $DP) do not fill nodes of $GPUS_PER_NODE GPUs;" \
             "set GPUS_PER_NODE to a divisor of $WORLD_SIZE"
     fi
+    [[ -z ${NODE_RANK:-} ]] || { [[ $NODE_RANK =~ ^[0-9]+$ ]] && ((10#$NODE_RANK < NNODES)); } ||
+        die "NODE_RANK=$NODE_RANK: $WORLD_SIZE ranks (TP $TP x PP $PP x DP $DP) with $GPUS_PER_NODE per node take" \
+            "$NNODES nodes; number them from 0 to $((NNODES - 1))"
     if [[ -n $NNODES_GIVEN && $NNODES_GIVEN != "$NNODES" ]]; then
         die "NNODES=$NNODES_GIVEN: $WORLD_SIZE ranks (TP $TP x PP $PP x DP $DP) with $GPUS_PER_NODE per node" \
             "take $NNODES nodes; set NNODES=$NNODES or GPUS_PER_NODE=$((WORLD_SIZE / NNODES_GIVEN))"
@@ -164,7 +168,6 @@ check_devices() {
         check_allocation
     elif ((${#HOSTS[@]} > 0)); then
         check_slots
-        [[ -n ${NODE_RANK:-} ]] || ((NNODES + SPARES == 1)) || check_reach
     fi
 }
 
@@ -181,58 +184,77 @@ check_slots() {
     done
 }
 
+# Whether this launch is started on other hosts, through ssh, from here.
+over_hosts() { ((${#HOSTS[@]} > 0 && NNODES + SPARES > 1)) && [[ -z ${NODE_RANK:-} ]]; }
+
 # Whether ssh reaches every host and finds this repository there; one message about all that fail.
 check_reach() {
-    local host said failed='' answers
-    answers=$(mktemp -d)
-    for host in "${HOSTS[@]:0:NNODES+SPARES}"; do
-        is_this_host "$host" || {
-            ssh -o BatchMode=yes -o ConnectTimeout=10 "$host" "test -f $(shell_quoted "$ROOT/pretrain_gpt.py") ||
-                { echo $(shell_quoted "$ROOT is not there; it must be on a file system that all nodes share") >&2; exit 1; }" \
-                </dev/null >/dev/null 2>"$answers/$host" && rm "$answers/$host"
-        } &
-    done
-    wait
-    for host in "${HOSTS[@]:0:NNODES+SPARES}"; do
-        [[ -e $answers/$host ]] || continue
-        said=$(tail -n 1 "$answers/$host" | tr -d '\r')
-        failed+="${failed:+; }$host (${said:-ssh said nothing})"
-    done
-    rm -rf "$answers"
-    [[ -z $failed ]] || die "HOSTFILE=$HOSTFILE: no ranks can be started through ssh on $failed. 'ssh HOST true' must" \
-        "work without a password from here"
+    ! over_hosts || ask_hosts true
 }
 
-# Exits with 98 if another process listens at the port $1 of its machine.
-PORT_PROBE='
-import errno, socket, sys
-with socket.socket() as probe:
-    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        probe.bind(("", int(sys.argv[1])))
-    except OSError as error:
-        sys.exit(98 if error.errno == errno.EADDRINUSE else 1)
-'
+# Runs a command on every host, all at once, with --place and the number of the host as its last words. Sets ANSWERS to
+# what they print; one message about all on which it fails.
+ask_hosts() {
+    local node said failed='' advice='' answers
+    answers=$(mktemp -d)
+    for ((node = 0; node < NNODES + SPARES; node++)); do
+        ask_host "${HOSTS[node]}" "$@" --place "$node" </dev/null >"$answers/$node" 2>"$answers/$node.said" ||
+            echo "$?" >"$answers/$node.failed" &
+    done
+    wait
+    for ((node = 0; node < NNODES + SPARES; node++)); do
+        [[ -e $answers/$node.failed ]] || continue
+        said=$(tail -n 1 "$answers/$node.said" | tr -d '\r')
+        failed+="${failed:+; }${HOSTS[node]} (${said:-ssh said nothing})"
+        [[ $(<"$answers/$node.failed") != 255 ]] || advice=". 'ssh HOST true' must work without a password from here"
+    done
+    ANSWERS=$(cat "$answers"/*[0-9])
+    rm -rf "$answers"
+    [[ -z $failed ]] || die "HOSTFILE=$HOSTFILE: no ranks can be started through ssh on $failed$advice"
+}
 
-# Whether MASTER_PORT is free where rank 0 will serve the rendezvous. A launcher that chooses a port itself finds a free one.
-check_port() {
-    local port=${MASTER_PORT:-29500} host status=0 probe
-    [[ -z ${NODE_RANK:-} || $NODE_RANK == 0 ]] || return 0
-    [[ -n ${MASTER_PORT:-} ]] || { ((NNODES > 1)) && ! { [[ $LAUNCHER == fork ]] && fork_coordinates; }; } || return 0
-    probe=("$(python_path)" -S -c "$PORT_PROBE" "$port") host=$(hostname)
-    if [[ $LAUNCHER == srun ]]; then
-        host=$(first_allocated_host) || exit
-        srun --nodes 1 --ntasks 1 --nodelist "$host" "${probe[@]}" </dev/null >/dev/null 2>&1 || status=$?
-    elif ((${#HOSTS[@]} > 0)) && [[ -z ${NODE_RANK:-} ]] && ! is_this_host "${HOSTS[0]}"; then
-        host=${HOSTS[0]}
-        ssh -o BatchMode=yes "$host" "$(shell_quoted "${probe[@]}")" </dev/null >/dev/null 2>&1 || status=$?
-    else
-        "${probe[@]}" || status=$?
+# Runs a command on host $1, where the repository must be.
+ask_host() {
+    local host=$1
+    shift
+    if is_this_host "$host"; then
+        "$@"
+        return
     fi
-    # What else may be wrong there is the launcher's to say.
-    ((status != 98)) ||
-        die "MASTER_PORT=$port: another process listens there on $host, where rank 0 runs; set MASTER_PORT to a port" \
-            "that is free there"
+    ssh -o BatchMode=yes -o ConnectTimeout=10 "$host" "test -f $(shell_quoted "$ROOT/pretrain_gpt.py") ||
+        { echo $(shell_quoted "$ROOT is not there; it must be on a file system that all nodes share") >&2; exit 1; }
+        cd $(shell_quoted "$PWD") && exec $(shell_quoted "$@")"
+}
+
+# Whether MASTER_PORT is free where rank 0 will serve the rendezvous, all hosts know the name of that host, and all have
+# the same code and versions: asked on every host, before any rank is started. Hosts on which this script is started by
+# hand meet instead, see launch_per_node. A launcher that chooses a port itself finds a free one.
+check_hosts() {
+    [[ -z ${NODE_RANK:-} && ! ($LAUNCHER == srun && -z ${SLURM_JOB_ID:-}) ]] || return 0
+    ((NNODES + SPARES > 1)) || [[ -n ${MASTER_PORT:-}$MASTER_ADDR_GIVEN ]] || return 0
+    local settings wrong tell
+    settings=(--address "MASTER_ADDR=$MASTER_ADDR" --port "MASTER_PORT=${MASTER_PORT:-29500}")
+    if [[ $LAUNCHER == fork ]] && fork_coordinates; then
+        settings=(--address "COORDINATOR_ADDR=$COORDINATOR_ADDR" ${MASTER_PORT:+--port "MASTER_PORT=$MASTER_PORT"})
+    fi
+    tell=(env PYTHONSAFEPATH=1 PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" "$(python_path)" -m megatron.launch.check_hosts
+        tell "${settings[@]}")
+    if [[ $LAUNCHER == srun ]]; then
+        ask_allocation "${tell[@]}"
+    elif over_hosts; then
+        ask_hosts "${tell[@]}"
+    else
+        ANSWERS=$("${tell[@]}") || die "the port and the address of rank 0 could not be looked at"
+    fi
+    wrong=$(run_tool megatron.launch.check_hosts judge <<<"$ANSWERS") || die "${wrong:-the hosts could not be compared}"
+}
+
+# Waits for the launches that are started by hand on the other hosts, and compares these hosts.
+meet_hosts() {
+    local wrong
+    wrong=$(run_tool megatron.launch.check_hosts meet --place "$NODE_RANK" --nodes "$NNODES" \
+        --address "MASTER_ADDR=$MASTER_ADDR" --port "MASTER_PORT=${MASTER_PORT:-29500}") ||
+        die "${wrong:-the hosts could not be compared}"
 }
 
 check_gpus() {

@@ -40,6 +40,17 @@ check_allocation() {
         die "SLURM_JOB_NODELIST=$list names ${#hosts[@]} hosts, SLURM_JOB_NUM_NODES=$nodes; unset what you have set"
 }
 
+# Runs a command on the nodes that the ranks will be on, with --place and the number of the node as its last words. Sets
+# ANSWERS to what they print.
+ask_allocation() {
+    local said
+    said=$(mktemp)
+    ANSWERS=$(srun --nodes "$NNODES" --ntasks "$NNODES" --ntasks-per-node 1 --export=ALL \
+        bash -c 'exec "$@" --place "$SLURM_PROCID"' node "$@" </dev/null 2>"$said") ||
+        die "srun starts nothing on $NNODES nodes of the allocation: $(tail -n 1 "$said")"
+    rm "$said"
+}
+
 die_without_allocation() { die "LAUNCHER=srun: no allocation; start within one, by salloc or sbatch"; }
 
 srun_launch() {

@@ -29,6 +29,7 @@ launch_per_node() {
         launch_over_hosts
         return
     fi
+    ((NNODES == 1)) || meet_hosts
     node_command "${NODE_RANK:-0}"
     exec "${COMMAND[@]}"
 }

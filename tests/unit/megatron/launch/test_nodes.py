@@ -53,10 +53,10 @@ class Nodes:
         (directory / "script.py").write_text(textwrap.dedent(HEAD) + f"NAMES = {NAMES}\n" + textwrap.dedent(script))
         self.started: list[subprocess.Popen[bytes]] = []
 
-    def coordinate(self, *options: str) -> subprocess.Popen[bytes]:
+    def coordinate(self, *options: str, **variables: str) -> subprocess.Popen[bytes]:
         coordinator = self._start(
             "coordinator", [sys.executable, "-m", "megatron.launch", "coordinate", "--nproc-per-node", RANKS,
-                            "--port-file", "port", *options, "script.py"],
+                            "--port-file", "port", *options, "script.py"], **variables,
         )  # fmt: skip
         until(lambda: (self.directory / "port").exists() or coordinator.poll() is not None, "the coordinator's port")
         return coordinator
@@ -69,8 +69,8 @@ class Nodes:
         return self._start(f"agent{number}", command, LABEL=f"node{number}", **variables)
 
     def _start(self, name: str, command: list[str], **variables: str) -> subprocess.Popen[bytes]:
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "MARK": str(self.directory)} | variables
-        environment.pop(LAUNCH_ID_VARIABLE, None)
+        inherited = {name: value for name, value in os.environ.items() if name != LAUNCH_ID_VARIABLE}
+        environment = inherited | {"PYTHONPATH": str(ROOT), "MARK": str(self.directory)} | variables
         with (self.directory / f"{name}.log").open("ab") as log:
             self.started.append(
                 subprocess.Popen(command, cwd=self.directory, env=environment, stdout=log, stderr=subprocess.STDOUT)
@@ -239,12 +239,16 @@ def test_a_signal_reaches_the_ranks_of_all_nodes(nodes: Nodes) -> None:
     assert "SIGTERM was received and passed on to the ranks" in nodes.said()
 
 
-def test_a_node_that_does_not_fit_is_refused_before_any_rank_starts(nodes: Nodes) -> None:
-    coordinator = nodes.coordinate("--nnodes", "2", "--heartbeat-timeout", NEVER_SILENT)
-    agents = [nodes.agent(0), nodes.agent(1, "--nproc-per-node", "3")]
+@pytest.mark.parametrize("launch", [{}, {LAUNCH_ID_VARIABLE: "one_script"}], ids=["by hand", "by one script"])
+def test_a_node_that_does_not_fit_is_refused_before_any_rank_starts(launch: dict[str, str], nodes: Nodes) -> None:
+    """Once in what a user sees: where one script has started all of them, that is the output of all of them."""
+    coordinator = nodes.coordinate("--nnodes", "2", "--heartbeat-timeout", NEVER_SILENT, **launch)
+    agents = [nodes.agent(0, **launch), nodes.agent(1, "--nproc-per-node", "3", **launch)]
     assert coordinator.wait(300) == 2
     assert [agent.wait(300) for agent in agents] == [2, 2]
-    assert "--nproc-per-node 3, and that of the coordinator is 2" in nodes.said()
+    message = "--nproc-per-node 3, and that of the coordinator is 2"
+    assert message in nodes.said()
+    assert (message in nodes.said("agent1")) == (not launch)
     assert list(nodes.directory.glob("start_*")) == []
 
 
@@ -363,7 +367,7 @@ def test_a_spare_whose_host_fails_while_it_waits_takes_no_place(nodes: Nodes) ->
     disk.mkdir()
     agents += [nodes.agent(2, DS_ACCELERATOR="cuda"), nodes.agent(3, *watched, DS_ACCELERATOR="cpu")]
     assert agents[2].wait(300) == 2
-    assert "has other versions: accelerator cuda, and cpu elsewhere" in nodes.said("agent2")
+    assert "runs accelerator cuda (" in nodes.said("agent2")
     until(lambda: "node 3 (127.0.0.1) has joined as a spare" in nodes.said(), nodes.said())
     agents[0].kill()
     assert labels(nodes.ranks(1, count=2)) == ["node3"] * 2
