@@ -44,8 +44,8 @@ for variable in ("COLUMNS", "LINES"):
 
 
 # For all processes that a test starts, too. Ranks outnumber cores here: with the ordinary policy a rank that wakes up
-# preempts one that holds the lock of a connection, for which gloo's thread then spins. That was a seventh of the
-# processor's time of tests/dist/test_parallel_equivalence.py.
+# preempts one that holds the lock of a connection, for which gloo's thread then spins: a sixth of the processor's
+# time of tests/dist/test_parallel_equivalence.py, and half as much without that.
 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 

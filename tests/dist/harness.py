@@ -134,12 +134,13 @@ class Zygote:
 
 
 def kill_all(pids: list[int]) -> None:
-    """SIGKILL every one of our ranks that is still there."""
-    for pid in pids:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    """SIGKILL every one of our ranks that is still there, all of them stopped before: none sees another one gone."""
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:

@@ -211,6 +211,8 @@ def test_nodes_that_were_not_answered_end_their_ranks_and_come_back(nodes: Nodes
     until(lambda: not any(running(pid) for pid, _ in before), "the end of the ranks that were cut off")
     coordinator.send_signal(signal.SIGCONT)
     assert len(set(labels(nodes.ranks(1)))) == 2
+    # One may come back later than the job goes on; after its end that would be too late to hear how it ended.
+    until(lambda: all(f"node {cut} (127.0.0.1) has joined as a spare" in nodes.said() for cut in (0, 1)), nodes.said())
     nodes.finish()
     assert coordinator.wait(300) == 0, nodes.said()
     assert [agent.wait(300) for agent in agents] == [0, 0, 0]
