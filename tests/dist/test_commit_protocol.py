@@ -43,13 +43,13 @@ def launcher(zygote: Zygote, dataset: list[str], tmp_path: Path) -> Launcher:
 
 
 def killed_in(trace: Path, cycle: int, rank: int = 0) -> set[str]:
-    """Stages of the saves that a rank was in when it was killed."""
+    """Stages of the saves that a rank was in when it was killed: of each the furthest of its threads."""
     stages: dict[int, str] = {}
     for record in records(trace, cycle, rank):
         if record["type"] == "operation_end":
             stages.pop(record["op"], None)
         elif stage := stage_after(record):
-            stages[record["op"]] = stage
+            stages[record["op"]] = max(stage, stages.get(record["op"], stage), key=STAGES.index)
     return set(stages.values())
 
 
@@ -72,13 +72,14 @@ class Killer:
         tail = TraceTail(self.trace, self.cycle, self.rank)
         where = f"stage {self.target} of save {self.nth} in cycle {self.cycle}"
         deadline = time.monotonic() + HANGS_S
-        saves = 0
+        saves: list[int] = []  # their operations' numbers; one may begin while the one before is still committed
         while True:
             time.sleep(0.0002)  # some stages last a millisecond
             for record in tail.new_records():
                 stage = stage_after(record)
-                saves += stage == "begun"
-                if stage == self.target and saves >= self.nth:
+                if stage == "begun":
+                    saves.append(record["op"])
+                if stage == self.target and len(saves) >= self.nth and record["op"] == saves[self.nth - 1]:
                     time.sleep(self.delay_s)
                     kill_all(self.victims(pids))
                     return
