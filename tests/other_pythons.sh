@@ -12,6 +12,7 @@ source "$ROOT/examples_deepspeed/restart_bench/usage.sh"
 answer_help "" "$@"
 no_arguments "$@"
 cd "$ROOT"
+PIP=${VENV_DIR:-$ROOT/.venv}/bin/pip
 PACKAGES=(polars numpy scipy psutil pytest pytest-timeout hypothesis) # what TESTS import
 TESTS=(
     tests/unit/restart_trace/test_recorder.py tests/unit/restart_trace/test_log_format.py
@@ -22,7 +23,7 @@ TESTS=(
 find_python() {
     local candidate
     for candidate in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin/python; do
-        if "$candidate" -c "import sys, ensurepip; sys.exit('%d.%d' % sys.version_info[:2] != '$1')" 2>/dev/null; then
+        if "$candidate" -c "import sys, venv; sys.exit('%d.%d' % sys.version_info[:2] != '$1')" 2>/dev/null; then
             command -v "$candidate"
             return
         fi
@@ -37,7 +38,7 @@ for version in 3.10 3.12 3.13; do
     fi
     echo "== Python $version"
     venv=$ROOT/runs/pythons/$version
-    "$python" -m venv "$venv"
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt "${PACKAGES[@]}"
+    "$python" -m venv --without-pip "$venv" # a pip of its own would take as long as all of the packages
+    "$PIP" --python "$venv/bin/python" install --quiet --disable-pip-version-check --no-compile -c constraints.txt "${PACKAGES[@]}"
     "$venv/bin/python" -m pytest -q -p no:cacheprovider -m "not slow" "${TESTS[@]}"
 done
