@@ -251,11 +251,9 @@ tell_command() {
         return
     fi
     "${LAUNCHER}_starts_all" ||
-        die "COMMAND_TO: $NNODES nodes take a command each with LAUNCHER=$LAUNCHER; use LAUNCHER=srun within an" \
+        die "COMMAND_TO: $NNODES nodes, or a host of HOSTFILE that is not this one, take a command each with LAUNCHER=$LAUNCHER; use LAUNCHER=srun within an" \
             "allocation, or LAUNCHER=fork with MAX_RESTARTS"
-    if ((NNODES == 1)); then
-        : "${MASTER_PORT:=$(free_port)}"
-    fi
+    settle_port
     node_command 0
     printf '%s\0' "${COMMAND[@]}" >"$COMMAND_TO"
 }

@@ -83,7 +83,7 @@ kill_and_resume() {
 
     check_devices
     "${LAUNCHER}_starts_all" ||
-        die "MODE=$MODE: $NNODES nodes take a command each with LAUNCHER=$LAUNCHER; use LAUNCHER=srun within an allocation"
+        die "MODE=$MODE: $NNODES nodes, or a host of HOSTFILE that is not this one, take a command each with LAUNCHER=$LAUNCHER; use LAUNCHER=srun within an allocation"
     [[ $MODE != scaled ]] || check_memory_of_scaled
     check_work_dir
     say "1/4 environment"
@@ -121,9 +121,7 @@ check_drill() {
 # Exit code 1: a loss of an iteration that both launches trained, or a restored tensor, differs.
 drill() {
     build_launch_env
-    if ((NNODES == 1)); then
-        : "${MASTER_PORT:=$(free_port)}"
-    fi
+    settle_port
     node_command 0
     # Both launches do the iterations after the checkpoint, so their losses can be compared without a third run.
     run_tool megatron_restart_tools.restart_drill --fault sigkill-all --at "iteration:$KILL_AT" --no-reference \

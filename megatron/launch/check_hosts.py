@@ -93,6 +93,8 @@ def _why_not_listened(error: OSError) -> str:
 def meet(mine: Host, nodes: int, address: str, port: str, at_most_s: float) -> str | None:
     """Wait for the launches on all hosts, at most so long; what is wrong, the same on all of them, or None."""
     deadline = time.monotonic() + at_most_s
+    if mine.unknown:
+        return what_is_wrong([mine])
     if mine.place == 0:
         return _receive_all(mine, nodes, port, deadline)
     return _ask_first(mine, address, port, deadline)
@@ -153,10 +155,11 @@ def _wait_until_left(connections: Sequence[Connection]) -> None:
 
 
 def _ask_first(mine: Host, address: str, port: str, deadline: float) -> str | None:
-    if mine.unknown:
-        return what_is_wrong([mine])
-    why = "nobody answered"
+    why, began, told = "what listens there does not answer", time.monotonic(), False
     while time.monotonic() < deadline:
+        if not told and time.monotonic() - began > _SAY_AFTER_S:
+            told = True
+            print(f"waiting for NODE_RANK 0 at {address} {port}: {why}", file=sys.stderr)
         try:
             opened = socket.create_connection((_value(address), int(_value(port))), timeout=5)
         except OSError as error:

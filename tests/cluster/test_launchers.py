@@ -63,6 +63,16 @@ def test_deepspeed_over_pdsh_and_torchrun_over_ssh(cluster: Cluster, preset: Pre
     assert_resumed_exactly(job)
 
 
+@pytest.mark.parametrize("launcher", ["fork", "deepspeed"])
+def test_a_host_file_of_one_other_host(launcher: str, cluster: Cluster, preset: Preset) -> None:
+    """All ranks run there, and none where the launch is typed."""
+    node = cluster.compute_nodes[0]
+    job = preset.job(f"one_other_{launcher}", [node], DP="1", ITERS="2", LAUNCHER=launcher)
+    started = job.start(HOSTFILE=str(preset.hostfile(job, {node.name: "slots=4"})))
+    assert started.wait(HANGS_S) == 0, job.log[-6000:]
+    assert {job.first_record(0, rank)["host"] for rank in range(4)} == {node.name}
+
+
 def test_srun_over_salloc_and_a_preset_that_submit_hands_to_sbatch(
     cluster: Cluster, preset: Preset, slurm: Slurm
 ) -> None:

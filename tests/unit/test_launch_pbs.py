@@ -6,6 +6,7 @@ The variables and node files are those that OpenPBS (`select=2:ncpus=8:mpiprocs=
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -50,9 +51,18 @@ def test_hosts_are_those_of_the_job(nodes: str, tmp_path: Path) -> None:
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     given = job(tmp_path, NODEFILES["mpiprocs"]) | {"PYTHON": "py", "KILL_AT": "none", "WORK_DIR": str(tmp_path)}
     too_few = run_script(TINY, tmp_path, **given, DP="4")
-    assert too_few.returncode == 2 and "names 2 hosts, and 16 ranks" in too_few.stderr
+    said = f"PBS_NODEFILE={given['PBS_NODEFILE']}: names 2 hosts, and 16 ranks"
+    assert too_few.returncode == 2 and said in too_few.stderr
     gone = run_script(TINY, tmp_path, **given | {"PBS_NODEFILE": "/nowhere"})
     assert gone.returncode == 2 and "PBS_NODEFILE=/nowhere: cannot be read" in gone.stderr
+
+
+def test_a_job_of_one_node_meets_on_it(tmp_path: Path) -> None:
+    """By a name with a domain that the node itself may not be able to resolve."""
+    name = os.uname().nodename
+    given = job(tmp_path, (name if "." in name else f"{name}.cluster.invalid") + "\n")
+    (command,) = dry_run(TINY, tmp_path, **given | {"GPUS_PER_NODE": "8"})
+    assert command.option("--master_addr") == "127.0.0.1"
 
 
 def test_a_hostfile_comes_first(tmp_path: Path) -> None:

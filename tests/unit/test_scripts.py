@@ -306,6 +306,11 @@ def test_too_few_gpus_in_the_hostfile_are_counted(tmp_path: Path) -> None:
             {"DRY_RUN": "1", "GPUS_PER_NODE": "4", "NODE_RANK": "2"},
             "NODE_RANK=2: 8 ranks (TP 4 x PP 2",
         ),
+        (
+            TINY,
+            {"NNODES": "2", "GPUS_PER_NODE": "4", "KILL_AT": "none", "DATA_PATH": "/d"},
+            "2 nodes without HOSTFILE: start",
+        ),
         (TINY, {"COORDINATOR_PORT": "65536"}, "COORDINATOR_PORT=65536: give the number of a port, 1 to 65535"),
         ("run_7b_tp4_pp2.sh", {"DEVICE": "cpu"}, "DEVICE=cpu: the 7b preset needs GPUs"),
         ("run_7b_tp4_pp2.sh", {"HOSTFILE": "/no/such"}, "HOSTFILE=/no/such: cannot be read"),
@@ -348,6 +353,7 @@ def test_bad_hostfiles_are_named(lines: str, settings: dict[str, str], message: 
 @pytest.mark.parametrize(
     ("slurm", "message"),
     [
+        ({"SLURM_JOB_NUM_NODES": "two"}, "SLURM_JOB_NUM_NODES=two: must be a number of nodes; unset"),
         ({"SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "4"}, "SLURM_NNODES=4 contradict each other"),
         ({"SLURM_JOB_NUM_NODES": "2"}, "=2: 8 ranks (TP 2 x PP 2 x DP 2) with 2 per node take 4 nodes"),
         ({"SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "n[1-3]"}, "names 3 hosts, SLURM_JOB_NUM_NODES=4"),

@@ -2,7 +2,7 @@
 
 deepspeed_num_commands() { echo 1; }
 
-deepspeed_starts_all() { ((NNODES == 1)); } # its file of variables would be of the first launch only
+deepspeed_starts_all() { ((NNODES == 1)) && ! over_hosts; } # its file of variables would be of the first launch only
 
 # Sets COMMAND. Variables reach remote ranks through the file that DS_ENV_FILE names.
 deepspeed_command() {
@@ -11,8 +11,7 @@ deepspeed_command() {
         hosts=(--hostfile "$HOSTFILE" --num_nodes "$NNODES")
         file=(DS_ENV_FILE="$(deepspeed_env_file)")
         collect_deepspeed_env
-    elif ((NNODES > 1)) && [[ -z ${DRY_RUN:-} ]]; then
-        die "LAUNCHER=deepspeed on $NNODES nodes: name them in HOSTFILE"
+        ((NNODES > 1)) || ! over_hosts || hosts+=(--force_multi) # it would start the ranks of one host here
     fi
     COMMAND=(
         env "${CARRIED_ENV[@]}" "${LAUNCH_ENV[@]}" "${file[@]}"
@@ -63,14 +62,12 @@ deepspeed_line() {
 }
 
 deepspeed_launch() {
-    if ((NNODES == 1)); then
-        : "${MASTER_PORT:=$(free_port)}"
-    fi
+    settle_port
     deepspeed_command 0
     if ((${#HOSTS[@]} > 0)); then
         printf '%s\n' "${DEEPSPEED_ENV[@]}" | write_private "$(deepspeed_env_file)"
     fi
-    ((NNODES > 1)) || exec "${COMMAND[@]}"
+    over_hosts || exec "${COMMAND[@]}"
     deepspeed_over_hosts
 }
 

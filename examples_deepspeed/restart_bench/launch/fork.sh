@@ -9,7 +9,7 @@ fork_num_commands() {
     echo "$commands"
 }
 
-fork_starts_all() { ((NNODES == 1)); }
+fork_starts_all() { torchrun_starts_all; }
 
 # Whether this launch has a coordinator.
 fork_coordinates() {

@@ -31,23 +31,24 @@ settle_device() {
 settle_pbs_hosts() {
     [[ -n ${PBS_JOBID:-} && -n ${PBS_NODEFILE:-} && -z ${HOSTFILE:-} && -z ${NODE_RANK:-} && $LAUNCHER != srun ]] || return 0
     [[ -r $PBS_NODEFILE ]] || die "PBS_NODEFILE=$PBS_NODEFILE: cannot be read; set HOSTFILE to a list of the job's hosts"
-    HOSTFILE=${TMPDIR:-/tmp}/hosts.$PBS_JOBID
+    HOSTFILE=${TMPDIR:-/tmp}/hosts.$PBS_JOBID HOSTS_SETTING=PBS_NODEFILE=$PBS_NODEFILE
     awk 'NF { if (!tasks[$1]++) hosts[++count] = $1; most = most < tasks[$1] ? tasks[$1] : most }
          END { for (i = 1; i <= count; i++) print hosts[i] (most > 1 ? " slots=" tasks[hosts[i]] : "") }' \
         "$PBS_NODEFILE" >"$HOSTFILE" || die "PBS_NODEFILE=$PBS_NODEFILE: its hosts cannot be written to $HOSTFILE"
 }
 
-# Sets HOSTS and HOST_SLOTS from HOSTFILE: lines `HOST slots=N`, or host names alone.
+# Sets HOSTS, HOST_SLOTS and HOSTS_SETTING, what the user calls it, from HOSTFILE: lines `HOST slots=N`, or host names alone.
 read_hostfile() {
     HOSTS=() HOST_SLOTS=()
     [[ -n ${HOSTFILE:-} ]] || return 0
+    : "${HOSTS_SETTING:=HOSTFILE=$HOSTFILE}"
     [[ $LAUNCHER != srun ]] || die "HOSTFILE=$HOSTFILE: srun starts the ranks on the hosts of the allocation; leave it out"
     [[ -r $HOSTFILE ]] || die "HOSTFILE=$HOSTFILE: cannot be read"
     local host rest
     while read -r host rest || [[ -n $host ]]; do
         [[ -n $host && $host != \#* ]] || continue
         [[ " ${HOSTS[*]} " != *" $host "* ]] ||
-            die "HOSTFILE=$HOSTFILE: names $host twice; give each host one line, with all of its slots"
+            die "$HOSTS_SETTING: names $host twice; give each host one line, with all of its slots"
         HOSTS+=("$host")
         if [[ $rest =~ ^slots=([0-9]+)$ ]]; then
             HOST_SLOTS+=("${BASH_REMATCH[1]}")
@@ -57,11 +58,12 @@ read_hostfile() {
             die "HOSTFILE=$HOSTFILE: '$host $rest' is not of the form HOST slots=N"
         fi
     done <"$HOSTFILE"
-    ((${#HOSTS[@]} > 0)) || die "HOSTFILE=$HOSTFILE: names no host; write lines like: node01 slots=4"
+    ((${#HOSTS[@]} > 0)) || die "$HOSTS_SETTING: names no host; write lines like: node01 slots=4"
 }
 
 # Sets NNODES, GPUS_PER_NODE, MASTER_ADDR and GPUS_SEEN.
 settle_nodes() {
+    HOSTS_SETTING=
     settle_pbs_hosts
     read_hostfile
     if [[ -z ${GPUS_PER_NODE:-} ]]; then
@@ -82,8 +84,8 @@ settle_nodes() {
     NNODES_GIVEN=${NNODES:-}
     NNODES=$(((WORLD_SIZE + GPUS_PER_NODE - 1) / GPUS_PER_NODE))
     MASTER_ADDR_GIVEN=${MASTER_ADDR:-}
-    [[ -n $MASTER_ADDR_GIVEN ]] || settle_master
     settle_spares
+    [[ -n $MASTER_ADDR_GIVEN ]] || settle_master
 }
 
 # Whether these variables, where they are set, are numbers of ports.
@@ -104,7 +106,7 @@ settle_spares() {
         ((SPARES == 0)) || [[ $LAUNCHER == fork ]] ||
             die "SPARES=$SPARES: only LAUNCHER=fork has nodes that wait; leave it out"
         ((SPARES <= further)) ||
-            die "SPARES=$SPARES: HOSTFILE=${HOSTFILE:-} names $further hosts beyond the $NNODES of the layout; add hosts"
+            die "SPARES=$SPARES: ${HOSTS_SETTING:-HOSTFILE=} names $further hosts beyond the $NNODES of the layout; add hosts"
     elif [[ $LAUNCHER == fork && ${MAX_RESTARTS:-0} != 0 ]]; then
         SPARES=$further
     else
@@ -114,7 +116,7 @@ settle_spares() {
 
 # Sets MASTER_ADDR to where rank 0 runs.
 settle_master() {
-    if ((NNODES == 1 && ${#HOSTS[@]} == 0)); then
+    if ((NNODES == 1 && SPARES == 0)) && is_this_host "${HOSTS[0]:-localhost}"; then
         MASTER_ADDR=127.0.0.1
     elif [[ $LAUNCHER == srun && -n ${SLURM_JOB_ID:-} ]]; then
         MASTER_ADDR=$(first_allocated_host) || exit
@@ -148,7 +150,7 @@ count_seen() {
         for slots in "${HOST_SLOTS[@]}"; do
             GPUS_SEEN=$((GPUS_SEEN + (slots < GPUS_PER_NODE ? slots : GPUS_PER_NODE)))
         done
-        SEEN_WHERE="${#HOSTS[@]} hosts in $HOSTFILE"
+        SEEN_WHERE="${#HOSTS[@]} hosts in ${HOSTS_SETTING#*=}"
     else
         local nodes=${NNODES:-1}
         require_whole_number nodes
@@ -164,6 +166,7 @@ check_devices() {
     fi
     check_gpus
     check_nodes
+    check_node_rank
     if [[ $LAUNCHER == srun && -n ${SLURM_JOB_ID:-} ]]; then
         check_allocation
     elif ((${#HOSTS[@]} > 0)); then
@@ -175,17 +178,19 @@ check_devices() {
 check_slots() {
     local node
     ((${#HOSTS[@]} >= NNODES)) ||
-        die "HOSTFILE=$HOSTFILE: names ${#HOSTS[@]} hosts, and $WORLD_SIZE ranks (TP $TP x PP $PP x DP $DP) with" \
+        die "$HOSTS_SETTING: names ${#HOSTS[@]} hosts, and $WORLD_SIZE ranks (TP $TP x PP $PP x DP $DP) with" \
             "$GPUS_PER_NODE per node take $NNODES; add hosts, or set GPUS_PER_NODE"
     for ((node = 0; node < NNODES + SPARES; node++)); do
         ((HOST_SLOTS[node] >= GPUS_PER_NODE)) ||
-            die "HOSTFILE=$HOSTFILE: ${HOSTS[node]} has slots=${HOST_SLOTS[node]}, and every host gets" \
+            die "$HOSTS_SETTING: ${HOSTS[node]} has slots=${HOST_SLOTS[node]}, and every host gets" \
                 "$GPUS_PER_NODE ranks; give it more slots, leave it out, or set GPUS_PER_NODE"
     done
 }
 
 # Whether this launch is started on other hosts, through ssh, from here.
-over_hosts() { ((${#HOSTS[@]} > 0 && NNODES + SPARES > 1)) && [[ -z ${NODE_RANK:-} ]]; }
+over_hosts() {
+    ((${#HOSTS[@]} > 0)) && [[ -z ${NODE_RANK:-} ]] && { ((NNODES + SPARES > 1)) || ! is_this_host "${HOSTS[0]}"; }
+}
 
 # Whether ssh reaches every host and finds this repository there; one message about all that fail.
 check_reach() {
@@ -210,7 +215,7 @@ ask_hosts() {
     done
     ANSWERS=$(cat "$answers"/*[0-9])
     rm -rf "$answers"
-    [[ -z $failed ]] || die "HOSTFILE=$HOSTFILE: no ranks can be started through ssh on $failed$advice"
+    [[ -z $failed ]] || die "$HOSTS_SETTING: no ranks can be started through ssh on $failed$advice"
 }
 
 # Runs a command on host $1, where the repository must be.
@@ -231,7 +236,7 @@ ask_host() {
 # hand meet instead, see launch_per_node. A launcher that chooses a port itself finds a free one.
 check_hosts() {
     [[ -z ${NODE_RANK:-} && ! ($LAUNCHER == srun && -z ${SLURM_JOB_ID:-}) ]] || return 0
-    ((NNODES + SPARES > 1)) || [[ -n ${MASTER_PORT:-}$MASTER_ADDR_GIVEN ]] || return 0
+    ((NNODES > 1)) || over_hosts || [[ -n ${MASTER_PORT:-}$MASTER_ADDR_GIVEN ]] || return 0
     local settings wrong tell
     settings=(--address "MASTER_ADDR=$MASTER_ADDR" --port "MASTER_PORT=${MASTER_PORT:-29500}")
     if [[ $LAUNCHER == fork ]] && fork_coordinates; then
@@ -267,10 +272,15 @@ check_gpus() {
             "'MODE=replay DP=$DP bash $0' does the I/O of this layout's checkpoints, 'MODE=scaled DP=$DP bash $0' trains, kills" \
             "and resumes all $WORLD_SIZE ranks on CPUs with a narrow model."
     fi
-    if ((NNODES > 1 && ${#HOSTS[@]} == 0)) && [[ -z ${NODE_RANK:-} || $MASTER_ADDR == "$(hostname)" && $NODE_RANK != 0 ]]; then
+}
+
+# Where nobody starts this script on the other nodes but the user.
+check_node_rank() {
+    ((NNODES > 1 && ${#HOSTS[@]} == 0)) && [[ $LAUNCHER != srun ]] || return 0
+    [[ $LAUNCHER != deepspeed ]] || die "LAUNCHER=deepspeed on $NNODES nodes: name them in HOSTFILE"
+    [[ -n ${NODE_RANK:-} && ! ($MASTER_ADDR == "$(hostname)" && $NODE_RANK != 0) ]] ||
         die "$NNODES nodes without HOSTFILE: start this script on each with NODE_RANK=0..$((NNODES - 1)) and" \
             "MASTER_ADDR=<host of node 0>"
-    fi
 }
 
 # A set-up made on a machine without GPUs, as a login node, has a torch that cannot use those of this one.
@@ -280,6 +290,9 @@ check_torch_build() {
     [[ $(sed -n 2p "$stamp") == cuda ]] ||
         die "the installed torch is a CPU build; run TORCH_VARIANT=cuda $BENCH_DIR/setup_env.sh first"
 }
+
+# On one node, this one, several trainings may run: each gets a port of its own.
+settle_port() { ((NNODES > 1)) || over_hosts || : "${MASTER_PORT:=$(free_port)}"; }
 
 free_port() {
     "$(python_path)" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'

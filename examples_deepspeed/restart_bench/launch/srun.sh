@@ -29,6 +29,8 @@ first_allocated_host() {
 # Whether Slurm's variables agree with each other and with the layout.
 check_allocation() {
     local nodes=${SLURM_JOB_NUM_NODES:-${SLURM_NNODES:-}} list=${SLURM_JOB_NODELIST:-${SLURM_NODELIST:-}} hosts=()
+    [[ -z $nodes || $nodes =~ ^[1-9][0-9]*$ ]] ||
+        die "SLURM_JOB_NUM_NODES=$nodes: must be a number of nodes; unset what you have set"
     [[ ${SLURM_NNODES:-$nodes} == "$nodes" ]] ||
         die "SLURM_JOB_NUM_NODES=$nodes and SLURM_NNODES=$SLURM_NNODES contradict each other; unset what you have set"
     [[ -z $nodes ]] || ((nodes >= NNODES)) ||

@@ -3,7 +3,7 @@
 
 torchrun_num_commands() { echo "$NNODES"; }
 
-torchrun_starts_all() { ((NNODES == 1)); }
+torchrun_starts_all() { ((NNODES == 1)) && ! over_hosts; }
 
 # Sets COMMAND for node $1. Static rendezvous: the quickest to come up, and a failed rank ends the launch.
 torchrun_command() {
@@ -18,14 +18,12 @@ torchrun_command() {
 }
 
 torchrun_launch() {
-    if ((NNODES == 1)); then
-        : "${MASTER_PORT:=$(free_port)}"
-    fi
+    settle_port
     launch_per_node
 }
 
 launch_per_node() {
-    if ((${#HOSTS[@]} > 0 && NNODES > 1)) && [[ -z ${NODE_RANK:-} ]]; then
+    if over_hosts; then
         launch_over_hosts
         return
     fi
@@ -34,7 +32,12 @@ launch_per_node() {
     exec "${COMMAND[@]}"
 }
 
-is_this_host() { [[ $1 == localhost || $1 == 127.0.0.1 || $1 == "$(hostname)" || $1 == "$(hostname -s)" ]]; }
+# By its full name or by the first part of it, where either is not full.
+is_this_host() {
+    local name
+    name=$(hostname)
+    [[ $1 == localhost || $1 == 127.0.0.1 || $1 == "$name" || $1 == "${name%%.*}" || $name != *.* && ${1%%.*} == "$name" ]]
+}
 
 # To be run at exit: a failure in here would replace the exit code.
 stop_jobs() {
