@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 
-from megatron.fileio.object_parts import MIB, PART_BYTES
+from megatron.fileio.object_parts import MIB, range_bytes
 from megatron.fileio.object_store import Bucket
 from restart_trace.clock import now_ns
 from restart_trace.recorder import Operation
@@ -18,12 +18,12 @@ class ObjectFile:
     """
 
     alignment = 1
-    block = PART_BYTES
     gap = MIB  # takes about as long to send along as another request
     only_mapped = False
 
     def __init__(self, bucket: Bucket, key: str, etag: str, num_bytes: int, name: str, op: Operation) -> None:
         self.num_bytes = num_bytes
+        self.block = range_bytes(num_bytes)
         self._name = name
         self._op = op
         self._lock = threading.Lock()

@@ -157,7 +157,7 @@ class Bucket:
                     "program's; give another prefix, or remove it"
                 )
             content = bytearray(answer["ContentLength"])
-            self._fill(key, answer, Destination(memoryview(content)), within_s)
+            self._fill(key, answer, Destination(memoryview(content)), within_s, at=0, enough=len(content))
             return bytes(content), self._version_in(answer)
 
         return self._call("reading", key, "get_object", read, Key=key)
@@ -363,6 +363,8 @@ class Bucket:
     ) -> None:
         """Fill `into` with the bytes from `start` on of the object with `etag`, in one request.
 
+        What is longer than PART_BYTES and does not come in time, or not whole, goes on in another request, with a
+        deadline of its own, if so many bytes have come: so a slow link is asked for no more at once than with parts.
         Raises DamagedFileError if the object is missing, or another. Once `given_up` is set nothing is tried again.
         """
         self._read_range(key, etag, start, Destination(into), given_up)
@@ -376,35 +378,50 @@ class Bucket:
         self.hedging.fill(into, request)
 
     def _read_range(self, key: str, etag: str, start: int, into: Destination, given_up: threading.Event | None) -> None:
-        def read(answer: Mapping[str, Any], within_s: float) -> None:
-            self._fill(key, answer, into, within_s)
+        filled, stop = 0, start + len(into.view)
 
-        stop = start + len(into.view)
+        def read(answer: Mapping[str, Any], within_s: float) -> int:
+            return self._fill(key, answer, into, within_s, at=filled, enough=PART_BYTES)
+
         try:
-            self._call(
-                f"reading bytes {start} to {stop} of", key, "get_object", read, given_up=given_up, Key=key,
-                Range=f"bytes={start}-{stop - 1}", IfMatch=etag,
-            )  # fmt: skip
+            while start + filled < stop:
+                first = start + filled
+                filled += self._call(
+                    f"reading bytes {first} to {stop} of", key, "get_object", read, given_up=given_up, Key=key,
+                    Range=f"bytes={first}-{stop - 1}", IfMatch=etag,
+                )  # fmt: skip
         except ObjectMissingError:
             raise DamagedFileError(f"{self.uri(key)} is missing") from None
         except ObjectChangedError:
             raise DamagedFileError(f"{self.uri(key)} was replaced: it is not the object that was saved") from None
 
-    def _fill(self, key: str, answer: Mapping[str, Any], into: Destination, within_s: float) -> None:
-        """Put the body of an answer there. Raises _TruncatedError, after which the request is tried again."""
-        begun, filled, wanted = time.monotonic(), 0, len(into.view)
+    def _fill(
+        self, key: str, answer: Mapping[str, Any], into: Destination, within_s: float, at: int, enough: int
+    ) -> int:
+        """Put the body of an answer there, from `at` on; how many bytes came: all, or `enough` at least.
+
+        Raises _TruncatedError, after which the request is tried again.
+        """
+        begun, filled, wanted = time.monotonic(), 0, len(into.view) - at
         announced = answer["ContentLength"]
+        why = None
         with answer["Body"] as body:
-            while announced == wanted > filled and (piece := body.read(min(_PIECE, wanted - filled))):
-                into.put(filled, piece)
-                filled += len(piece)
-                if time.monotonic() - begun > within_s:  # one that trickles never runs into a socket's timeout
-                    break
-        if filled != wanted:
-            took = time.monotonic() - begun
-            raise _TruncatedError(
-                f"{filled} of {wanted} bytes of {self.uri(key)} came in {took:.1f} s ({announced} were announced)"
-            )
+            try:
+                while announced == wanted > filled and (piece := body.read(min(_PIECE, wanted - filled))):
+                    into.put(at + filled, piece)
+                    filled += len(piece)
+                    if time.monotonic() - begun > within_s:  # one that trickles never runs into a socket's timeout
+                        break
+            except self._of_the_way as exc:
+                why = exc
+        if filled == wanted or filled >= enough > 0:
+            return filled
+        if why is not None:
+            raise why
+        took = time.monotonic() - begun
+        raise _TruncatedError(
+            f"{filled} of {wanted} bytes of {self.uri(key)} came in {took:.1f} s ({announced} were announced)"
+        )
 
     def _in_parallel(self, work: Callable[..., Any], parts: Sequence[tuple[int, int, int]]) -> list[Any]:
         """What `work` returns for each part. After an error no part is begun or tried again, and none is under way."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.config.checkpoint import ENGINES_OF_OBJECT_STORAGE
-from megatron.fileio.object_parts import LISTED, download_requests, upload_requests
+from megatron.fileio.object_parts import LISTED, download_requests, range_requests, upload_requests
 
 from ..common.formatting import size
 from ..common.tables import text_table
@@ -53,10 +53,11 @@ def requests(plan: Plan) -> dict[str, int] | None:
     if plan.engine not in ENGINES_OF_OBJECT_STORAGE:
         return None
     sizes = [file.num_bytes for file in plan.files]
+    read = range_requests if plan.engine == "lazy" else download_requests
     return {
         "save_put": sum(map(upload_requests, sizes)) + 2,  # manifest.json and latest
         "save_list": -(-len(sizes) // LISTED),
-        "load_get": sum(map(download_requests, sizes)) + 2,
+        "load_get": sum(map(read, sizes)) + 2,
     }
 
 

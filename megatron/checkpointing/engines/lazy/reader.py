@@ -24,6 +24,7 @@ from megatron.checkpointing.engines.lazy.format import Contents, TensorEntry
 from megatron.fileio.checksums import RangeChecksum, by_file, combine
 from megatron.fileio.direct_files import ALIGNMENT, align_up, aligned_memory
 from megatron.fileio.extents import GAP, FilePlan, extents, file_plan
+from megatron.fileio.object_parts import PART_BYTES
 from megatron.fileio.open_files import RangedFile, RangedFiles
 from megatron.fileio.ranged_reader import Label, Targets, open_all, read_ranges
 from restart_trace.recorder import Operation
@@ -226,7 +227,8 @@ def _checks(item: Wanted, entries: Iterable[TensorEntry], options: EngineOptions
 
 def _grain(file: RangedFile, options: EngineOptions) -> tuple[int, int]:
     """How the file is cut into extents, see megatron.fileio.extents: (block, gap)."""
-    return min(file.block, options.io_block_bytes), file.gap
+    # A range of a large object is several blocks long.
+    return min(file.block, options.io_block_bytes * max(1, file.block // PART_BYTES)), file.gap
 
 
 def _verify(wanted: Sequence[Wanted], found: Iterable[RangeChecksum]) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from megatron.fileio.checksums import crc32
 from megatron.fileio.files import DamagedFileError
-from megatron.fileio.object_parts import MIB, download_requests, upload_requests
+from megatron.fileio.object_parts import MIB, download_requests, range_bytes, range_requests, upload_requests
 from megatron.fileio.object_store import Bucket
 from megatron.fileio.store_errors import ObjectMissingError, ObjectStoreError
 from tests.object_storage import BUCKET, FaultProxy, Request, Server, environment_of, serving
@@ -104,6 +104,27 @@ def test_an_object_that_was_replaced_or_removed_is_damage(bucket: Bucket, large:
     bucket.delete(["r/file"])
     with pytest.raises(DamagedFileError, match="r/file is missing"):
         bucket.download_file("r/file", tmp_path / "b", len(LARGE), uploaded.etag)
+
+
+def test_a_long_range_goes_on_where_it_was_cut_off(server: Server) -> None:
+    """The proxy cuts each answer in half; what is left of a range is asked for until that is less than a part."""
+    content = os.urandom(40 * MIB)
+    with FaultProxy(server).running() as proxy, environment_of(proxy.environment()):
+        bucket = Bucket(BUCKET)
+        etag = bucket.put("f/long", content)
+        begun = len(proxy.seen)
+        proxy.fault = lambda request: "truncate" if len(proxy.seen) - begun <= 3 else None
+        into = bytearray(len(content) - 1)
+        bucket.read_range("f/long", etag, 1, memoryview(into))
+        assert into == content[1:]
+        assert len(proxy.seen) - begun == 4
+        assert bucket.traffic.retries == 1, "20 and 10 of 40 MiB were kept, 5 of 10 were not"
+
+
+def test_ranges_are_long_where_there_are_many() -> None:
+    sizes = (0, 1, 512 * MIB - 1, 512 * MIB, 1024 * MIB - 1, 1024 * MIB, 10**12)
+    assert [range_bytes(size) // MIB for size in sizes] == [8, 8, 8, 16, 16, 32, 32]
+    assert [range_requests(size) for size in sizes[:6]] == [0, 1, 64, 32, 64, 32]
 
 
 @pytest.mark.parametrize(

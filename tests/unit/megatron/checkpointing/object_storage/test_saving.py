@@ -391,6 +391,7 @@ def in_a_process(work: Callable[[], object]) -> int:
     if child == 0:
         code = 1
         try:
+            torch.set_num_threads(1)  # OpenMP waits for threads that are not in this process
             work()
             code = 0
         except (SaveDirectoryInUseError, SaveDirectorySupersededError) as exc:
