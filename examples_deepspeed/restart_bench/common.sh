@@ -250,9 +250,12 @@ tell_command() {
         printf '%s\0' "${COMMAND[@]}" >"$COMMAND_TO"
         return
     fi
-    "${LAUNCHER}_starts_all" ||
-        die "COMMAND_TO: $NNODES nodes, or a host of HOSTFILE that is not this one, take a command each with LAUNCHER=$LAUNCHER; use LAUNCHER=srun within an" \
-            "allocation, or LAUNCHER=fork with MAX_RESTARTS"
+    if ! "${LAUNCHER}_starts_all"; then
+        local nodes="$NNODES nodes take a command each"
+        ((NNODES > 1)) || nodes="a host of HOSTFILE that is not this one takes a command of its own"
+        die "COMMAND_TO: $nodes with LAUNCHER=$LAUNCHER; use LAUNCHER=srun within an allocation, or LAUNCHER=fork with" \
+            "MAX_RESTARTS"
+    fi
     settle_port
     node_command 0
     printf '%s\0' "${COMMAND[@]}" >"$COMMAND_TO"

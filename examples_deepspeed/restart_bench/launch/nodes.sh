@@ -276,7 +276,7 @@ check_gpus() {
 
 # Where nobody starts this script on the other nodes but the user.
 check_node_rank() {
-    ((NNODES > 1 && ${#HOSTS[@]} == 0)) && [[ $LAUNCHER != srun ]] || return 0
+    ((NNODES > 1 && ${#HOSTS[@]} == 0)) && [[ $LAUNCHER != srun && -z ${COMMAND_TO:-} ]] || return 0
     [[ $LAUNCHER != deepspeed ]] || die "LAUNCHER=deepspeed on $NNODES nodes: name them in HOSTFILE"
     [[ -n ${NODE_RANK:-} && ! ($MASTER_ADDR == "$(hostname)" && $NODE_RANK != 0) ]] ||
         die "$NNODES nodes without HOSTFILE: start this script on each with NODE_RANK=0..$((NNODES - 1)) and" \
