@@ -140,5 +140,5 @@ def state_of(pid: int) -> str:
     """The kernel's letter for what a process does: T if it is stopped, Z if it has ended; empty if it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # before it is opened, or read
         return ""
