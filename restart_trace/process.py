@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from restart_trace import clock, cycles
+from restart_trace import cgroups, clock, cycles
 from restart_trace.probes import make_probe
 from restart_trace.recorder import Recorder, given, untraced_recorder
 from restart_trace.redaction import redact_command, redact_text
@@ -92,7 +92,7 @@ def process_fields(env: Mapping[str, str]) -> dict[str, Any]:
         "host": socket.gethostname(),
         "boot_id": clock.boot_id(),
         "pid": os.getpid(),
-        **given({"cores": cores()}),
+        **given({"cores": cores(), "cpu_limit": cgroups.cpu_limit()}),
         "process_start_ns": anchor.monotonic_ns if started is None else started,
         "process_start_source": "python" if started is None else "os",
         "wall_ns": anchor.wall_ns,

@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 SPAN = "span"  # the type of a record that names none: most are spans
 MAIN_THREAD = "MainThread"  # of a span that names no thread
@@ -112,6 +112,7 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
         "boot_id": Field("str", True, "kernel boot id: equal boot ids share one monotonic clock"),
         "pid": Field("int", True, "process id"),
         "cores": Field("str", False, "cores that the process may run on, as the kernel lists them: 0-3,8"),
+        "cpu_limit": Field("float", False, "cores' worth of time that a quota allows its control group; absent: none"),
         "world_size": Field("int", True, "number of ranks"),
         "layout": _LAYOUT,
         "process_start_ns": Field("int", True, "start of the process on the monotonic clock, ns"),

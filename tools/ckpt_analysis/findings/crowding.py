@@ -14,7 +14,7 @@ def more_ranks_than_cores(e: Evidence, limits: Thresholds) -> list[Observation]:
         return []
     newest = crowded.filter(crowded["cycle"] == crowded["cycle"].max())
     row = newest.sort(newest["ranks"] / newest["cores"], "host", descending=[True, False]).row(0, named=True)
-    ranks, cores = plural(row["ranks"], "rank"), plural(row["cores"], "core")
+    ranks, cores = plural(row["ranks"], "rank"), _cores(row["cores"])
     hosts = plural(newest.height, "host")
     return [
         Observation(
@@ -25,3 +25,8 @@ def more_ranks_than_cores(e: Evidence, limits: Thresholds) -> list[Observation]:
             data={"cycle": row["cycle"], "host": row["host"], "ranks": row["ranks"], "cores": row["cores"]},
         )
     ]
+
+
+def _cores(cores: float) -> str:
+    """Whole cores, or a part of one that a quota of processor time leaves."""
+    return plural(int(cores), "core") if cores.is_integer() else f"{cores:.3g} cores"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,24 +154,29 @@ def is_ours(ranks: list[dict[str, Any]]) -> bool:
 
 def crowded_hosts(ranks: list[dict[str, Any]]) -> pl.DataFrame:
     """cycle, host, ranks, cores of the hosts that ran more of these ranks than all of them may use cores."""
-    cores: dict[tuple[int, str], set[int]] = {}
-    counts: dict[tuple[int, str], int] = {}
+    on_host: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for process in ranks:
-        place = process["cycle"], process["host"]
-        counts[place] = counts.get(place, 0) + 1
-        cores.setdefault(place, set()).update(_cores(process.get("cores", "")))
-    rows = [(*place, count, len(cores[place])) for place, count in counts.items() if count > len(cores[place]) > 0]
-    schema = {"cycle": pl.Int64, "host": pl.String, "ranks": pl.Int64, "cores": pl.Int64}
-    return pl.DataFrame(rows, schema=schema, orient="row")
+        on_host.setdefault((process["cycle"], process["host"]), []).append(process)
+    rows = [(*place, len(there), _usable_cores(there)) for place, there in on_host.items()]
+    schema = {"cycle": pl.Int64, "host": pl.String, "ranks": pl.Int64, "cores": pl.Float64}
+    return pl.DataFrame([row for row in rows if row[2] > row[3] > 0], schema=schema, orient="row")
 
 
-def cores_of_hosts(ranks: list[dict[str, Any]], cycle: int) -> dict[str, int]:
-    """Host -> cores that its ranks of `cycle` may use, all together; without a host where that is not recorded."""
-    cores: dict[str, set[int]] = {}
+def cores_of_hosts(ranks: list[dict[str, Any]], cycle: int) -> dict[str, float]:
+    """Host -> cores that its ranks of `cycle` may use, all of them; without a host where that is not recorded."""
+    on_host: dict[str, list[dict[str, Any]]] = {}
     for process in ranks:
         if process["cycle"] == cycle:
-            cores.setdefault(process["host"], set()).update(_cores(process.get("cores", "")))
-    return {host: len(numbers) for host, numbers in cores.items() if numbers}
+            on_host.setdefault(process["host"], []).append(process)
+    return {host: cores for host, there in on_host.items() if (cores := _usable_cores(there))}
+
+
+def _usable_cores(ranks: list[dict[str, Any]]) -> float:
+    """Cores that these ranks of one host may use, or the quota of processor time that they share if that is less; 0 if
+    it is not recorded. Ranks with quotas of their own count as if they shared the largest.
+    """
+    cores = set().union(*(_cores(process.get("cores", "")) for process in ranks))
+    return min(float(len(cores)), max(process.get("cpu_limit", math.inf) for process in ranks))
 
 
 def _cores(text: str) -> set[int]:

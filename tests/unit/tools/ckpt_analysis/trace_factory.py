@@ -74,6 +74,7 @@ class Options:
     version: int = SCHEMA_VERSION
     instrument: str = "trainer"
     cores: str = ""  # that every rank may run on, as the kernel lists them
+    cpu_limit: float | None = None  # quota of every rank's control group, cores
     wall_ns: int = START_WALL_NS
 
 
@@ -115,6 +116,7 @@ class RankLog:
             role=role,
             instrument=self.options.instrument,
             cores=self.options.cores,
+            **({} if self.options.cpu_limit is None else {"cpu_limit": self.options.cpu_limit}),
             host=f"node{self.host()}",
             boot_id=f"boot-{self.host()}",
             pid=1000 + self.rank,

@@ -344,6 +344,13 @@ def test_more_ranks_than_cores(tmp_path: Path, cores: str, met: bool) -> None:
         assert (found[0].data["ranks"], found[0].data["cores"]) == (8, 7)
 
 
+@pytest.mark.parametrize(("limit", "cores"), [(8.0, None), (2.5, "2.5 cores"), (0.25, "0.25 cores"), (1.0, "1 core")])
+def test_more_ranks_than_a_quota_of_processor_time_allows(tmp_path: Path, limit: float, cores: str | None) -> None:
+    options = Options(cores="0-15", cpu_limit=limit)
+    found = findings(tmp_path, "more_ranks_than_cores", lambda log: save(log, 1000), options=options)
+    assert [each.title for each in found] == ([] if cores is None else [f"8 ranks share {cores} of host node0"])
+
+
 def test_findings_of_one_rule_with_the_same_advice_are_one(tmp_path: Path) -> None:
     def make(log: RankLog) -> None:
         save(log, 3000 if log.rank == SLOW else 1000)
