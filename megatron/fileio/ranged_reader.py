@@ -139,6 +139,7 @@ class _Pool:
     def run(self, count: int | None, label: Label, op: Operation) -> Read:
         began = op.until_ns()  # opening the files and sorting out the extents is a part of it
         count = count or (DIRECT_THREADS if self._others else _MAPPING_THREADS)
+        count = min(count, len(self._mapped) + len(self._others)) or 1
         staging_bytes = max((file.block for file in self._files.values()), default=BLOCK)
         readers = [_ReadingThread(self._files, self._targets, staging_bytes) for _ in range(count)]
         started: list[threading.Thread] = []

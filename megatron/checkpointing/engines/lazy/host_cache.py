@@ -1,4 +1,5 @@
-"""The host memory through which engine `lazy` saves: a bounded pool of aligned buffers, each as large as one block.
+"""The host memory through which engine `lazy` saves: a bounded pool of aligned buffers, each as large as one block, or
+as the largest save so far if that is less.
 
 On CUDA they are made and pinned while the process starts, in few large pieces; on the CPU when they are first needed.
 They are kept for the next save, so their pages are faulted in once. Their number never passes the limit; whoever would
@@ -17,7 +18,7 @@ import torch
 
 from megatron.config.errors import ConfigError
 from megatron.fileio.device_copies import Copies, CopyStream
-from megatron.fileio.direct_files import ALIGNMENT
+from megatron.fileio.direct_files import ALIGNMENT, align_up
 from megatron.fileio.host_buffers import Buffer, cut, new_buffer
 from megatron.fileio.host_memory import available_memory, memory_limit
 from megatron.fileio.pinned_memory import PIECE, PinnedAhead, PinningError, Pins, why_pinning_failed
@@ -74,6 +75,7 @@ class HostCache:
         self._limit_bytes = limit_bytes
         self._local_world_size = local_world_size
         self._limit = io_threads + 1  # buffers
+        self._buffer_bytes = block_bytes  # of each that `_take` makes
         self._free: list[Buffer] = []
         self._made = 0
         self._ahead = 0  # buffers taken by `take_ahead`
@@ -92,9 +94,18 @@ class HostCache:
             )
 
     def prepare(self, save_bytes: int) -> None:
-        """Set the limit for a save of `save_bytes`: as asked, or the save's size within what memory is free."""
-        if self._pinned_ahead is None:
-            self._limit = self._blocks_for(save_bytes, available_memory())
+        """Set the limit for a save of `save_bytes`: as asked, or the save's size within what memory is free.
+
+        A small save gets small buffers: a huge page is zeroed whole, however little is copied into it. No buffer is in
+        use.
+        """
+        if self._pinned_ahead is not None:
+            return
+        self._limit = self._blocks_for(save_bytes, available_memory())
+        buffer_bytes = min(self.block_bytes, align_up(max(save_bytes, 1)))
+        if not self._made or buffer_bytes > self._buffer_bytes:
+            self.clear()
+            self._buffer_bytes = buffer_bytes
 
     def pin_ahead(self, save_bytes: int, available: int, pins: Pins, op: Operation) -> None:
         """Begin to pin, in the background, all buffers for saves of `save_bytes`; the limit of all saves from then on.
@@ -163,7 +174,7 @@ class HostCache:
             if self._free:
                 return self._free.pop()
             self._made += 1
-        return new_buffer(self.block_bytes, pins)
+        return new_buffer(self._buffer_bytes, pins)
 
     def give_back(self, buffer: Buffer, ahead: bool) -> None:
         """Return a buffer; `ahead` if it came from `take_ahead`."""
@@ -188,7 +199,7 @@ class HostCache:
     @property
     def allocated_bytes(self) -> int:
         """Memory held, used or free for the next save."""
-        return self._made * self.block_bytes
+        return self._made * self._buffer_bytes
 
     def clear(self) -> None:
         """Give the free buffers back to the system."""

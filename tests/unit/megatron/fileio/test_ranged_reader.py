@@ -50,7 +50,7 @@ def test_a_direct_read_of_the_end_of_a_file_spares_what_follows_in_memory(path_o
 def test_no_thread_is_left_when_one_cannot_be_started(path_on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would read from files that are closed, or from others that have their numbers by then."""
     path = path_on_disk / "file"
-    path.write_bytes(bytes(1 << 22))
+    path.write_bytes(bytes(1 << 24))
     start, started = threading.Thread.start, []
 
     def start_three(thread: threading.Thread) -> None:
@@ -68,7 +68,7 @@ def test_no_thread_is_left_when_one_cannot_be_started(path_on_disk: Path, monkey
 
     monkeypatch.setattr(threading.Thread, "start", start_three)
     with pytest.raises(RuntimeError, match="can't start new thread"):
-        read_into(aligned(1 << 22), path, 1 << 22, threads=8)
+        read_into(aligned(1 << 24), path, 1 << 24, threads=8)
     assert len(started) == 3 and not any(thread.is_alive() for thread in started)
 
 

@@ -150,6 +150,18 @@ def test_peak_memory_stays_within_the_cache_and_64_mib(tmp_path: Path) -> None:
     assert 32 <= int(output) <= 96 + 64
 
 
+def test_a_small_save_takes_little_memory_and_a_larger_one_after_it_enough(tmp_path: Path) -> None:
+    """Sixty-four ranks of a small model share a host: a block of 8 MiB each would be most of what they save with."""
+    saving = engine(io_block_bytes=8 * MIB)
+    for name, num_bytes in (("small", 256 * 1024), ("larger", 20 * MIB), ("smaller", 64 * 1024)):
+        (tmp_path / name).mkdir()
+        state = files(num_bytes)
+        check(load(tmp_path / name, saving.save(state, tmp_path / name, untraced_operation())), state)
+        if name == "small":
+            assert num_bytes < saving._cache.allocated_bytes < num_bytes + 2 * 4096
+    assert saving._cache.allocated_bytes % (8 * MIB) == 0
+
+
 def test_two_saves_one_after_the_other_use_the_same_memory(tmp_path: Path) -> None:
     saving = engine(io_threads=2)
     for name in ("one", "two"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,16 @@ def test_only_the_states_that_are_asked_for_are_read(tmp_path: Path, direct_io: 
     assert torch.equal(found[NAMES[0]]["weights"], files()[0].state["weights"])
     read_bytes = sum(r["bytes"] for r in read(trace) if r["type"] == "span" and r.get("detail") == "read")
     assert 1.5 * MIB <= read_bytes <= 1.5 * MIB + 2 * 4096
+
+
+def test_a_small_file_takes_few_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixty-four ranks of a small model share a host: twelve threads each would cost more than what they read."""
+    saved = engine().save(files(5 * MIB), tmp_path, untraced_operation())  # three cells of 2 MiB
+    started: list[str] = []
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda self: (started.append(self.name), start(self))[1])
+    load(tmp_path, saved, io_block_bytes=8 * MIB)
+    assert 1 <= len([name for name in started if name.startswith("lazy-io")]) <= 4
 
 
 def test_memory_of_a_load_is_used_again_only_when_nothing_of_it_is_left(tmp_path: Path) -> None:
