@@ -45,7 +45,7 @@ VARIANTS = {
     ONE: "one launcher, with all ranks on the host that this is run on",
 }
 TARGET = 1.5  # of several nodes over one, at most
-_SAVE_INTERVAL, _STRIKE_AT, _ITERATIONS = 5, 8, 60
+_SAVE_INTERVAL, _FAULT_AT, _ITERATIONS = 5, 8, 60
 _EPILOG = """\
 Run it on a machine that does nothing else.
 
@@ -108,7 +108,7 @@ def sample(
         return restarted(
             [*command, *directories_in(place)],
             place,
-            at=_STRIKE_AT,
+            at=_FAULT_AT,
             saved=_SAVE_INTERVAL,
             aim=lambda: _kill_last_rank(nodes, trace_in(place)),
             limit_s=arguments.time_limit,
@@ -121,7 +121,7 @@ def _kill_last_rank(nodes: Nodes, trace_dir: Path) -> Callable[[], object]:
     last = ranks[max(ranks)]
     if last.host == os.uname().nodename:
         return functools.partial(os.kill, last.pid, signal.SIGKILL)
-    return functools.partial(nodes.harm, "sigkill-one", last.host, last.pid, 0)
+    return functools.partial(nodes.inject, "sigkill-one", last.host, last.pid, 0)
 
 
 def analyse(samples: dict[str, list[float]], nodes: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from megatron.processes.standby import WAITS
 from restart_trace.clock import now_ns
 from tools.restart_drill.launch import DrillError, Launch, launched
 
-_STRIKE_AFTER = 3  # steps after a checkpoint, as the demonstration
+_FAULT_AFTER = 3  # steps after a checkpoint, as the demonstration
 _POLL_S = 0.002
 _GRACE_S = 20.0
 _ITERATION = re.compile(rb"(?:^|\s)iteration\s+(\d+)/\s*\d+\s+\|")
@@ -82,26 +82,28 @@ def _restart(variant: str, setting: Setting, place: Path, limit_s: float) -> flo
     argv = command(variant, setting, place / "checkpoints")
     first_log, second_log = IterationLines(place / "first.log"), IterationLines(place / "second.log")
     with launched(argv, first_log.path, echo=False) as launch:
-        struck_at = first_log.wait_for(functools.partial(_is_the_moment, variant, setting, launch), launch, limit_s)
+        failed_at = first_log.wait_for(
+            functools.partial(_is_injection_point, variant, setting, launch), launch, limit_s
+        )
         ranks = [child for child in _children(launch) if child.name() not in (PROCESS_NAME, WAITS)]
         if len(ranks) != setting.world_size:
             raise MeasurementError(f"{len(ranks)} ranks were found, {setting.world_size} were expected")
-        struck_ns = now_ns()
+        injected_ns = now_ns()
         launch.send(signal.SIGKILL, ranks)
         if restarts_in_place(variant):
             # Lines of later iterations may still be on their way.
-            resumed = first_log.wait_for(lambda iteration: iteration <= struck_at, launch, limit_s)
-            return _checked(_seconds_since(struck_ns), resumed, struck_at)
+            resumed = first_log.wait_for(lambda iteration: iteration <= failed_at, launch, limit_s)
+            return _checked(_seconds_since(injected_ns), resumed, failed_at)
         launch.wait(limit_s)
         launch.wait_until_gone(_GRACE_S)
     with launched(argv, second_log.path, echo=False) as launch:
         resumed = second_log.wait_for(lambda iteration: True, launch, limit_s)
-        return _checked(_seconds_since(struck_ns), resumed, struck_at)
+        return _checked(_seconds_since(injected_ns), resumed, failed_at)
 
 
-def _is_the_moment(variant: str, setting: Setting, launch: Launch, iteration: int) -> bool:
-    """Whether to strike after this iteration."""
-    if iteration < SAVE_INTERVAL or iteration % SAVE_INTERVAL != _STRIKE_AFTER:
+def _is_injection_point(variant: str, setting: Setting, launch: Launch, iteration: int) -> bool:
+    """Whether the fault is injected after this iteration."""
+    if iteration < SAVE_INTERVAL or iteration % SAVE_INTERVAL != _FAULT_AFTER:
         return False
     return variant not in STANDBY or sum(child.name() == WAITS for child in _children(launch)) == setting.world_size
 
@@ -111,13 +113,13 @@ def _children(launch: Launch) -> list[psutil.Process]:
     return [child for launcher in launch.launcher() for child in launcher.children()]
 
 
-def _checked(restart_s: float, resumed: int, struck_at: int) -> float:
+def _checked(restart_s: float, resumed: int, failed_at: int) -> float:
     """`restart_s`, if the restart was one. Raises MeasurementError if it did not go on from the checkpoint."""
-    saved = struck_at - _STRIKE_AFTER
+    saved = failed_at - _FAULT_AFTER
     if resumed != saved + 1:
         raise MeasurementError(f"it went on with iteration {resumed}, not from its checkpoint of {saved}")
     return restart_s
 
 
-def _seconds_since(moment_ns: int) -> float:
-    return (now_ns() - moment_ns) / 1e9
+def _seconds_since(since_ns: int) -> float:
+    return (now_ns() - since_ns) / 1e9

@@ -44,7 +44,7 @@ from tools.restart_drill.launch import recorded_ranks
 from tools.restart_drill.nodes import Nodes
 
 NODES = 2  # that train, with RANKS each: TP2 x PP2
-_SAVE_INTERVAL, _STRIKE_AT, _ITERATIONS = 20, 23, 200  # by then the spare agent of torchrun has joined, too
+_SAVE_INTERVAL, _FAULT_AT, _ITERATIONS = 20, 23, 200  # by then the spare agent of torchrun has joined, too
 _TARGET_S, _TARGET_RATIO = 4.0, 0.25
 _OF_SLURM = ("slurm", "slurm-requeue")
 
@@ -175,9 +175,9 @@ def sample(variant: str, setting: Setting, number: int) -> float:
         return restarted(
             _command(variant, setting, place),
             place,
-            at=_STRIKE_AT,
+            at=_FAULT_AT,
             saved=_SAVE_INTERVAL,
-            aim=lambda: functools.partial(setting.nodes.harm, "node-loss", last_host(trace_in(place)), 0, 0),
+            aim=lambda: functools.partial(setting.nodes.inject, "node-loss", last_host(trace_in(place)), 0, 0),
             limit_s=setting.limit_s,
         )
 

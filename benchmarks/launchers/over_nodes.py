@@ -108,18 +108,18 @@ def restarted(
 ) -> float:
     """Seconds from a failure after iteration `at` to the end of the next step, which must be the one after `saved`.
 
-    `aim` returns what makes something fail. The launch gets `end_s` to end afterwards. Raises MeasurementError or
-    DrillError.
+    `aim` returns a function that injects the fault. The launch gets `end_s` to end afterwards. Raises MeasurementError
+    or DrillError.
     """
     log = IterationLines(place / "launch.log")
     with launched(command, log.path, echo=False) as launch:
         try:
             log.wait_for(lambda iteration: iteration >= at, launch, limit_s)
-            strike = aim()
-            struck_ns = now_ns()
-            strike()
+            inject = aim()
+            injected_ns = now_ns()
+            inject()
             resumed = log.wait_for(lambda iteration: iteration <= at, launch, limit_s)
-            seconds = (now_ns() - struck_ns) / 1e9
+            seconds = (now_ns() - injected_ns) / 1e9
         finally:
             launch.send(signal.SIGTERM, launch.launcher())
             with contextlib.suppress(DrillError):
@@ -135,7 +135,7 @@ def ended(nodes: Nodes, hosts: Sequence[str], place: Path, end_s: float = 30.0) 
     try:
         yield
     finally:
-        nodes.mend()
+        nodes.repair()
         deadline = time.monotonic() + end_s
         for host in hosts:
             while left := nodes.processes(host, str(place)):

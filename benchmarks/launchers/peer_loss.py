@@ -42,15 +42,15 @@ from benchmarks.launchers.over_nodes import (
 )
 from benchmarks.launchers.rounds import interleaved
 from benchmarks.launchers.variants import MeasurementError
+from tools.restart_drill.injection_points import TraceTail
 from tools.restart_drill.launch import recorded_ranks
-from tools.restart_drill.moments import TraceTail
 from tools.restart_drill.nodes import Nodes, Program
 
 # Wide enough that a load takes longer than the rest of it: 68 to 80 MB a rank with its weights, whatever DP is.
 _MODEL = "--hidden-size {0} --ffn-hidden-size {1} --num-attention-heads 8 --seq-length 64"
 _WIDTH, _WIDTH_STEP = 512, 64  # of DP1
 _SAVE_INTERVAL, _ITERATIONS = 10, 60
-_STRIKE_AT = _SAVE_INTERVAL + 3
+_FAULT_AT = _SAVE_INTERVAL + 3
 _STORAGE_MBYTE = 200
 _TARGET_RATIO, _TARGET_LOAD = 1.3, 3.0
 _END_S, _POLL_S = 60.0, 0.005
@@ -174,7 +174,7 @@ def sample(variant: str, setting: Setting, number: int) -> float:
         seconds = restarted(
             [*setting.told, *directories_in(place), *_FLAGS[variant]],
             place,
-            at=_STRIKE_AT,
+            at=_FAULT_AT,
             saved=_SAVE_INTERVAL,
             aim=lambda: _aim(variant, setting, trace_in(place)),
             limit_s=setting.limit_s,
@@ -189,7 +189,7 @@ def _aim(variant: str, setting: Setting, trace_dir: Path) -> Callable[[], object
     _await_save(trace_dir, setting.limit_s)
     last = recorded_ranks(trace_dir, 0)[1][setting.world_size - 1]
     fault = "sigkill-one" if variant == LOCAL else "node-loss"
-    return functools.partial(setting.nodes.harm, fault, last.host, last.pid, 0)
+    return functools.partial(setting.nodes.inject, fault, last.host, last.pid, 0)
 
 
 def _await_save(trace_dir: Path, limit_s: float) -> None:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _PRESET = ROOT / "examples_deepspeed" / "restart_bench" / "run_tiny_tp2_pp2_dp2.sh"
 TP, PP = 2, 2  # of the preset
 SAVE_INTERVAL = 5
-ITERATIONS = 40  # more than a sample needs: nothing ends by itself before it is struck
+ITERATIONS = 40  # more than a sample needs: nothing ends by itself before the fault
 _VOCABULARY = 4096  # tokens of tools.build_corpus's tokenizer; a multiple of what it would be padded to
 
 BASELINE = "plain"

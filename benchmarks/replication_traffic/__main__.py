@@ -110,7 +110,7 @@ def _measured(directory: Path, arguments: argparse.Namespace) -> Figures:
         _train(directory, hosts, plan)
     finally:
         for host in hosts:
-            program.call("mend", host)
+            program.call("repair", host)
         program.close()
     return figures_of(directory, plan, arguments.kbit * 1000 / 8)
 

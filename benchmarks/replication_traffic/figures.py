@@ -67,14 +67,14 @@ def analyse(
         for start, end in zip(sent, sent[1:], strict=False)
         if (end[1] - start[1]) * 1e9 < _IDLE_SHARE * link_bytes_per_s * (end[0] - start[0])
     ]
-    moments = [at for at, _ in idle_bytes]
+    times_ns = [at for at, _ in idle_bytes]
     for step in began:
         if not plan.counts(step) or step + 2 not in began:
             continue
         start, end = began[step + 1], began[step + 2]
         variant = found[plan.variant(step)]
         variant.steps[plan.round(step)].append((end - start) / 1e9)
-        within = idle_bytes[bisect.bisect_left(moments, start) : bisect.bisect_left(moments, end)]
+        within = idle_bytes[bisect.bisect_left(times_ns, start) : bisect.bisect_left(times_ns, end)]
         variant.idle.append(sum(length for _, length in within) / 1e9)
     saves = {record["op"]: record for record in records if record.get("operation") == "save" and "start_ns" in record}
     for record in records:

@@ -53,8 +53,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--slots", type=int, default=2, metavar="N", help="of run: ranks that a node takes (2)")
     parser.add_argument(
         "--link-mbit", type=int, metavar="N",
-        help="of run: limit the link of each compute node to N Mbit/s, until it is mended; of a lost one, too, when it "
-        "is there again (no limit)",
+        help="of run: limit the link of each compute node to N Mbit/s until it is repaired, also after the "
+        "restart of a lost node (default: no limit)",
     )  # fmt: skip
     parser.add_argument(
         "--slurm", action="store_true", help="of run: with Slurm; a node that is silent for 10 s is down"

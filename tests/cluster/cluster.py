@@ -148,15 +148,15 @@ class Node:
         """Nothing comes or goes any more; the processes live on."""
         self._cluster.links.cut(self._link)
 
-    def mend(self) -> None:
-        """Undo `slow_disk` and what `mend_link` undoes; a node that was lost is started again, empty."""
+    def repair(self) -> None:
+        """Undo `slow_disk` and what `repair_link` undoes; a node that was lost is started again, empty."""
         if self.name not in self._cluster.nodes:
             self._cluster.revive(self)
             return
-        self.mend_link()
+        self.repair_link()
         self._disk.free()
 
-    def mend_link(self) -> None:
+    def repair_link(self) -> None:
         """Undo `cut_link` and `slow_link`."""
         self._cluster.network("ip", "link", "set", self._link, "up")
         self._cluster.network("tc", "qdisc", "delete", "dev", self._link, "root", check=False)

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from tests.cluster.cluster import Cluster, Node
 
 HELP = """\
-commands: lose NODE | cut NODE | slow-link NODE [KBIT_PER_S] | slow-disk NODE [KBYTE_PER_S] | mend NODE |
+commands: lose NODE | cut NODE | slow-link NODE [KBIT_PER_S] | slow-disk NODE [KBYTE_PER_S] | repair NODE |
           slow-storage [KBYTE_PER_S] | stop NODE WORD | continue NODE WORD | signal NODE NAME PID | processes NODE |
           spare [SECONDS] | nodes | help | exit (or end of input)
-mend undoes cut, slow-link and slow-disk, and starts a node again that was lost; slow-storage limits all nodes together
-(0: not any more); stop and continue reach the processes with WORD in their command line, signal one by its number on
+repair undoes cut, slow-link and slow-disk, and restarts a lost node; slow-storage limits all nodes in total
+(0: no limit); stop and continue reach the processes with WORD in their command line, signal one by its number on
 the node; spare adds a node, whose monotonic clock is ahead by SECONDS
 """
 SLOW_LINK_KBIT, SLOW_DISK_KBYTE, SLOW_STORAGE_KBYTE = 4000, 2000, 200_000
@@ -47,8 +47,8 @@ def obey(cluster: Cluster, words: list[str]) -> str:
         case ["slow-storage", *rest] if len(rest) <= 1:
             cluster.slow_storage(int(rest[0]) if rest else SLOW_STORAGE_KBYTE)
             return ""
-        case ["mend", name] if name in cluster.lost:
-            cluster.lost[name].mend()
+        case ["repair", name] if name in cluster.lost:
+            cluster.lost[name].repair()
             return ""
         case [action, name, *rest] if name in cluster.nodes:
             return _act(cluster.nodes[name], action, rest)
@@ -65,8 +65,8 @@ def _act(node: Node, action: str, rest: list[str]) -> str:
             node.slow_link(int(*rest) or SLOW_LINK_KBIT)
         case "slow-disk", _ if len(rest) <= 1:
             node.slow_disk(int(*rest) or SLOW_DISK_KBYTE)
-        case "mend", []:
-            node.mend()
+        case "repair", []:
+            node.repair()
         case "stop", [word]:
             return f"{node.send(signal.SIGSTOP, word)} processes\n"
         case "continue", [word]:

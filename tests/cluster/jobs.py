@@ -74,8 +74,8 @@ class Job:
     def resume(self) -> None:
         """Launch again, and wait for the good end."""
         started = self._start_and_hold(1, 1)
-        struck = json.dumps({"phase": "injected", "cycle": 1}) + "\n"
-        (self.trace / "supervisor.jsonl").write_text(struck * ITERATIONS)  # they wait for no more than this
+        injected = json.dumps({"phase": "injected", "cycle": 1}) + "\n"
+        (self.trace / "supervisor.jsonl").write_text(injected * ITERATIONS)  # they wait for no more than this
         assert started.wait(HANGS_S) == 0, self.log[-6000:]
 
     def _start_and_hold(self, cycle: int, after: int) -> subprocess.Popen[bytes]:

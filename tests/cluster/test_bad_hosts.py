@@ -60,7 +60,7 @@ def test_hosts_that_cannot_be_reached_are_named(cluster: Cluster, preset: Preset
         said = message(job, "torchrun")
     finally:
         wrong_key.run("cp", cluster.etc / "user_key.pub", "/run/authorized_keys")
-        down.mend_link()
+        down.repair_link()
     assert said.startswith("HOSTFILE=")
     assert f"{wrong_key.name} (root@{wrong_key.name}: Permission denied" in said
     assert f"{down.name} (ssh: connect to host {down.name} port 22: " in said

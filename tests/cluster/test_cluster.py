@@ -51,12 +51,12 @@ def test_nodes_can_be_harmed_and_added(pair: Cluster) -> None:
     one, other = pair.compute_nodes
     other.cut_link()
     assert not reaches(one, other)
-    other.mend_link()
-    wait_for(lambda: reaches(one, other), "the link is mended")
+    other.repair_link()
+    wait_for(lambda: reaches(one, other), "the link is repaired")
     other.slow_link(256)
     shown = pair.login.run("ssh", other.name, "tc qdisc show dev eth0").stdout
     assert "tbf" in shown and "256Kbit" in shown
-    other.mend_link()
+    other.repair_link()
 
     one.run("ssh", other.name, "sleep 1000 >/dev/null 2>&1 &")
     wait_for(lambda: list(other.processes().values()) == ["sleep 1000"], "sleep, and nothing else, on node1")

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 HEARTBEAT_TIMEOUT = "5"  # seconds: more than the default, so that no node counts as lost that is merely slow
 DEADLINE_S, NAMED_WITHIN_S = 8, 2.0  # of a rank that does not answer; after it all others have named that one
 FAULTS = ["node-loss", "link-cut", "link-slow"]
-MOMENTS = ["mid-step", "mid-save-write", "mid-load", "mid-startup"]
+POINTS = ["mid-step", "mid-save-write", "mid-load", "mid-startup"]
 
 
 @pytest.fixture(scope="module")
@@ -54,24 +54,24 @@ def drilled(
 
 
 def test_faults_of_nodes_cost_nothing_but_time(cluster: Cluster, preset: Preset) -> None:
-    """One launch is struck three times; the matrix compares all losses with a run without faults."""
+    """Three faults are injected into one launch; the matrix compares all losses with a run without faults."""
     kept, lost, ahead, last = cluster.compute_nodes
     out, printed = drilled(
         cluster, preset, "faults", (kept, lost, ahead, last), "tools.restart_drill.matrix", "--supervisors", "launch",
-        "--spares", "2", "--engines", "lazy", "--faults", ",".join(FAULTS), "--moments", "mid-step",
+        "--spares", "2", "--engines", "lazy", "--faults", ",".join(FAULTS), "--injection-points", "mid-step",
         "--hang-limit", "10",
     )  # fmt: skip
     assert "3 of 3 cells verified" in printed
-    told = json.loads((out / "matrix.json").read_text())["cells"]
-    assert [cell["cell"]["fault"] for cell in told] == FAULTS
-    assert all(cell["accounted"] > 0.95 for cell in told if cell["accounted"] is not None), told
+    entries = json.loads((out / "matrix.json").read_text())["cells"]
+    assert [cell["cell"]["fault"] for cell in entries] == FAULTS
+    assert all(cell["accounted"] > 0.95 for cell in entries if cell["accounted"] is not None), entries
 
-    course = out / "course_000"
-    hosts = [hosts_of(course / "trace", cycle) for cycle in range(3)]
+    sequence = out / "sequence_000"
+    hosts = [hosts_of(sequence / "trace", cycle) for cycle in range(3)]
     assert hosts[0] == [kept.name, kept.name, lost.name, lost.name]
     assert hosts[1] == [kept.name, kept.name, ahead.name, ahead.name]
     assert hosts[2] == [kept.name, kept.name, last.name, last.name]
-    log = (course / "logs" / "cycle_000.log").read_text(errors="replace")
+    log = (sequence / "logs" / "cycle_000.log").read_text(errors="replace")
     assert f"({lost.name}) is lost: no heartbeat for {HEARTBEAT_TIMEOUT} s" in log
     for node in cluster.nodes.values():
         wait_for(lambda node=node: not left_on(node, out), f"the end of the launch on {node.name}")
@@ -82,15 +82,15 @@ def test_a_stopped_rank_is_named_on_every_node_in_time(cluster: Cluster, preset:
     with Starvation.noted() as busy:
         out, _ = drilled(
             cluster, preset, "stopped", cluster.compute_nodes[-2:], "tools.restart_drill.matrix", "--supervisors",
-            "launch", "--engines", "lazy", "--faults", "rank-stopped", "--moments", ",".join(MOMENTS), "--hang-limit",
-            str(DEADLINE_S),
+            "launch", "--engines", "lazy", "--faults", "rank-stopped", "--injection-points", ",".join(POINTS),
+            "--hang-limit", str(DEADLINE_S),
         )  # fmt: skip
-    course = out / "course_000"
-    told = json.loads((course / "drill.json").read_text())["cycles"]
-    assert [cycle["moment"] for cycle in told] == MOMENTS
-    for cycle in told:
+    sequence = out / "sequence_000"
+    entries = json.loads((sequence / "drill.json").read_text())["cycles"]
+    assert [cycle["injection_point"] for cycle in entries] == POINTS
+    for cycle in entries:
         assert cycle["verified"] and not cycle["unnamed"], cycle
-        injected = injected_ns(course / "trace", cycle["cycle"]) / 1e9
+        injected = injected_ns(sequence / "trace", cycle["cycle"]) / 1e9
         late_s = cycle["named_s"] - busy(injected, injected + cycle["named_s"]) - DEADLINE_S
         assert late_s < NAMED_WITHIN_S, (cycle, late_s)
     for node in cluster.nodes.values():
@@ -104,8 +104,8 @@ def test_without_a_spare_the_job_shrinks(cluster: Cluster, preset: Preset) -> No
         cluster, preset, "shrinks", (kept, lost), "tools.restart_drill", "--supervisor", "launch", "--fault",
         "node-loss", "--at", "mid-step", "--no-reference", "--until-caught-up", ALLOW_SHRINK="1",
     )  # fmt: skip
-    (told,) = json.loads((out / "drill.json").read_text())["cycles"]
-    assert told["verified"] and told["layout"] == [2, 1, 1] and told["losses"] == "within 0.02 relative"
+    (entry,) = json.loads((out / "drill.json").read_text())["cycles"]
+    assert entry["verified"] and entry["layout"] == [2, 1, 1] and entry["losses"] == "within 0.02 relative"
     log = (out / "logs" / "cycle_000.log").read_text(errors="replace")
     assert "1 of 2 nodes are left, and no spare: going on with TP 2 x PP 1 x DP 1 on 1 nodes (--allow-shrink)" in log
     assert hosts_of(out / "trace", 1) == [kept.name, kept.name]

@@ -118,7 +118,7 @@ def test_lost_nodes_go_on_from_copies_and_at_last_from_storage(cluster: Cluster,
 def test_interleaved_copies_restore_a_lost_node(cluster: Cluster, preset: Preset) -> None:
     """Ranks wait before four whole steps could be profiled: the newest copies go all the same, and say why."""
     for node in list(cluster.lost.values()):
-        node.mend()
+        node.repair()
     first, second, third = cluster.compute_nodes[:3]
     job = started(preset, cluster.compute_nodes, "interleaved", 1, "--replication-traffic", "interleave")
     until_held(job, 0, 5)

@@ -34,7 +34,7 @@ def test_ranks_behind_a_cut_link_are_named_and_nothing_is_left(cluster: Cluster,
         for node in (near, cut, cluster.login):
             wait_for(lambda node=node: not job.left_on(node), f"the end of the launch on {node.name}")
     finally:
-        cut.mend_link()
+        cut.repair_link()
     for rank in (0, 1):  # what the others print does not come through
         (error,) = re.findall(rf"error on rank {rank}, {near.name}: .*", job.log)
         assert deadline in error and "training step" in error, error

@@ -41,7 +41,7 @@ def assert_report_agrees(out: Path) -> None:
 
 
 def restarts_of(out: Path, report: Report) -> list[tuple[dict[str, Any], StartStats]]:
-    """(entry of drill.json, restart of the report) of every restart that was not struck itself."""
+    """(entry of drill.json, restart of the report) of every restart that no further fault ended."""
     drill = json.loads((out / "drill.json").read_text())
     by_cycle = {restart.cycle: restart for restart in report.restarts}
     found = [(e, by_cycle[e["cycle"] + 1]) for e in drill["cycles"] if e["restart_s"] is not None]

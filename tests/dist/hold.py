@@ -1,4 +1,4 @@
-"""Ranks that wait for what is to befall them, so that no test depends on how fast they train.
+"""Ranks that wait for faults, so that no test depends on how fast they train.
 
 HELD_CYCLES: in how many launches of a job its ranks wait. The others train to their end.
 HELD_AFTER: so many iterations after its start (13 if unset, two saves of five and some more), and again after as many,
@@ -40,20 +40,20 @@ def patch(training: Any) -> None:
     def held_step(trainer: Any, loop_start: int) -> None:
         nonlocal trained
         if trained and trained % after == 0:
-            wait_for_strikes(trained // after)
+            wait_for_faults(trained // after)
         trained += 1
         train_step(trainer, loop_start)
 
     training._train_step = held_step
 
 
-def wait_for_strikes(count: int) -> None:
-    """Return once this launch has been struck `count` times, or at once if it is not to be struck."""
+def wait_for_faults(count: int) -> None:
+    """Return once this launch has had `count` faults, or at once if no fault is to come."""
     trace = trace_directory()
     cycle = len(list(trace.glob(f"rank_{int(os.environ['RANK']):05d}_cycle_*.jsonl"))) - 1
     if cycle >= int(os.environ["HELD_CYCLES"]) or "reference" in trace.parts:
         return
-    while strikes(trace, cycle) < count:
+    while faults(trace, cycle) < count:
         time.sleep(0.01)
 
 
@@ -64,8 +64,8 @@ def trace_directory() -> Path:
     raise AssertionError("a held training needs --restart-trace-dir or --save")
 
 
-def strikes(trace: Path, cycle: int) -> int:
-    """Faults that the drill has put on record for this launch."""
+def faults(trace: Path, cycle: int) -> int:
+    """Number of faults that the drill has recorded for this launch."""
     lines = [line for path in trace.glob("supervisor*.jsonl") for line in path.read_text().splitlines()]
     found = [json.loads(line) for line in lines if line.endswith("}")]
     return sum(r.get("phase") == "injected" and r.get("cycle") == cycle for r in found)

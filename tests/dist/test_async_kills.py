@@ -13,7 +13,7 @@ from tests.dist.harness import Zygote, kill_all, losses, wait_for
 from tests.dist.test_commit_protocol import CRASH, TWO, loaded_tags
 from tests.dist.test_commit_protocol import LAYOUT as FOUR
 from tests.dist.tiny_runs import Launcher, saving
-from tools.restart_drill.moments import TraceTail
+from tools.restart_drill.injection_points import TraceTail
 
 FLAGS = [*TINY_RUN, "--train-iters", "6"]
 

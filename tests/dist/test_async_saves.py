@@ -32,7 +32,7 @@ from tests.dist.tiny_runs import (
     saving,
 )
 from tests.dist.trace_runs import BIG, PAIR
-from tools.restart_drill.moments import TraceTail
+from tools.restart_drill.injection_points import TraceTail
 
 SHARDED = Layout(tp=2, pp=2, dp=1)
 REPLICAS = Layout(tp=1, pp=1, dp=2)

@@ -16,7 +16,7 @@ from megatron.parallel.topology import Layout
 from tests.dist.harness import HANGS_S, LLAMA_STYLE, Zygote, kill_all, losses, records
 from tests.dist.save_stages import IN_BACKGROUND, SHORT, STAGES, stage_after
 from tests.dist.tiny_runs import DROPOUT, Launcher, saving
-from tools.restart_drill.moments import TraceTail
+from tools.restart_drill.injection_points import TraceTail
 
 LAYOUT = Layout(tp=1, pp=2, dp=2)
 # Some 10 MB per rank and next to no arithmetic, so that a save takes longer than an iteration.

@@ -37,11 +37,11 @@ WITHOUT_HANDLER = [flag for flag in TRAINING if flag != "--exit-signal-handler"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 FORK = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2"]  # imports once, where torchrun does thrice
 MARK = "RESTART_DRILL_TEST"
-ALWAYS = 1000  # a matrix ends the last launch of a course itself
-COURSES = 3  # of the sample
+ALWAYS = 1000  # a matrix ends the last launch of a sequence itself
+SEQUENCES = 3  # of the sample
 HANG_LIMIT_S = 4
 SAMPLED_FAULTS = ("sigkill-one", "sigkill-all", "sigkill-node", "sigstop", "exception", "device-error")
-SAMPLED_MOMENTS = (
+SAMPLED_POINTS = (
     "mid-step", "mid-save-write", "mid-save-before-commit", "mid-save-commit", "mid-load", "mid-startup",
 )  # fmt: skip
 
@@ -55,19 +55,19 @@ def drill(
     out: Path,
     dataset: list[str],
     fault: str,
-    moment: str,
+    point: str,
     *options: str,
     training: tuple[str, ...] = (),
-    strikes: int = 1,
+    faults: int = 1,
     launcher: list[str] = FORK,
 ) -> subprocess.CompletedProcess[str]:
     """Run the drill over a training of two DP ranks; nothing of it may be left.
 
-    The ranks wait for each of its strikes: none may come too late.
+    The ranks wait for each of its faults, so that none comes too late.
     """
     command = [*launcher, str(ROOT / "pretrain_gpt.py"), *dataset, *TRAINING, *training]
-    argv = ["--fault", fault, "--at", moment, "--out", str(out), "--quiet", "--time-limit", str(HANGS_S), *options]
-    return run(out, "tools.restart_drill", *argv, "--", *command, held=strikes)
+    argv = ["--fault", fault, "--at", point, "--out", str(out), "--quiet", "--time-limit", str(HANGS_S), *options]
+    return run(out, "tools.restart_drill", *argv, "--", *command, held=faults)
 
 
 def run(out: Path, module: str, *argv: str, held: int = 0) -> subprocess.CompletedProcess[str]:
@@ -108,13 +108,14 @@ class Sample:
 def sample(tmp_path_factory: pytest.TempPathFactory, dataset: list[str]) -> Sample:
     """The full one: python -m tools.restart_drill.matrix --out DIR; see docs/restart_drill.md.
 
-    The seed draws each of these faults and injection points at least once, in three courses: strikes on one course of
-    launches share its imports. torchrun's agent is struck in test_the_agent_restarts_the_ranks_in_place.
+    The seed draws each of these faults and injection points at least once, in three sequences: the faults of one
+    sequence share the imports of its launches. torchrun's agent is tested in
+    test_the_agent_restarts_the_ranks_in_place.
     """
     out = tmp_path_factory.mktemp("sample") / "matrix"
     command = [*FORK, str(ROOT / "pretrain_gpt.py"), *dataset, *WITHOUT_HANDLER, "--train-iters", "60"]
     options = ["--supervisors", "relaunch,launch", "--faults", ",".join(SAMPLED_FAULTS)]
-    options += ["--moments", ",".join(SAMPLED_MOMENTS), "--sample", "8", "--seed", "216908"]
+    options += ["--injection-points", ",".join(SAMPLED_POINTS), "--sample", "8", "--seed", "216908"]
     options += ["--quiet", "--time-limit", str(HANGS_S), "--hang-limit", str(HANG_LIMIT_S)]
     done = run(out, "tools.restart_drill.matrix", "--out", str(out), *options, "--", *command, held=ALWAYS)
     return Sample(out, done)
@@ -158,22 +159,22 @@ def test_a_sample_of_the_matrix(sample: Sample) -> None:
     told = json.loads((sample.out / "matrix.json").read_text())["cells"]
     assert [cell["verified"] for cell in told] == [True] * 8
     assert {cell["cell"]["fault"] for cell in told} == set(SAMPLED_FAULTS)
-    assert {cell["cell"]["moment"] for cell in told} == set(SAMPLED_MOMENTS)
-    assert len(courses_of(sample)) == COURSES
+    assert {cell["cell"]["injection_point"] for cell in told} == set(SAMPLED_POINTS)
+    assert len(sequences_of(sample)) == SEQUENCES
 
 
-def courses_of(sample: Sample) -> list[tuple[str, str]]:
-    """(supervisor, engine) of each course."""
+def sequences_of(sample: Sample) -> list[tuple[str, str]]:
+    """(supervisor, engine) of each sequence."""
     told = json.loads((sample.out / "matrix.json").read_text())["cells"]
     return list(dict.fromkeys((cell["cell"]["supervisor"], cell["cell"]["engine"]) for cell in told))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("course", range(COURSES))
-def test_every_cycle_is_verified_and_accounted_for(sample: Sample, course: int) -> None:
-    """What drill.json and the report say of a course; its checkpoints are gone by then."""
-    out = sample.out / f"course_{course:03d}"
-    supervisor, engine = courses_of(sample)[course]
+@pytest.mark.parametrize("sequence", range(SEQUENCES))
+def test_every_cycle_is_verified_and_accounted_for(sample: Sample, sequence: int) -> None:
+    """What drill.json and the report say of a sequence; its checkpoints are gone by then."""
+    out = sample.out / f"sequence_{sequence:03d}"
+    supervisor, engine = sequences_of(sample)[sequence]
     assert drilled(out)["supervisor"] == supervisor
     for number, cycle in enumerate(drilled(out)["cycles"]):
         assert_accounted(cycle)
@@ -183,7 +184,7 @@ def test_every_cycle_is_verified_and_accounted_for(sample: Sample, course: int) 
             told = cycle["failed_save"] or "".join(log.read_text() for log in (out / "logs").iterdir())
             assert "AcceleratorError: an injected device error" in told
         assert cycle["resumed_step"] == cycle["expected_step"] and cycle["cache"] == "warm"
-        if cycle["restart_s"] is None:  # struck again before its first step
+        if cycle["restart_s"] is None:  # the next fault came before its first step
             continue
         # A commit may win against the fault; then no iteration is repeated, and only the reference run can tell.
         assert (cycle["losses"], cycle["state_hashes"]) == ("identical", "equal")
@@ -203,7 +204,7 @@ def test_a_signal_that_the_ranks_handle_costs_no_step(tmp_path: Path, dataset: l
     out = tmp_path / "drill"
     done = drill(out, dataset, "sigterm", "random:3", *sample.reference, "--checkpoint-engine", "torch")
     (cycle,) = cycles(done, out)
-    assert (cycle["fault"], cycle["moment"], cycle["cache"]) == ("sigterm", "random:3", "warm")
+    assert (cycle["fault"], cycle["injection_point"], cycle["cache"]) == ("sigterm", "random:3", "warm")
     assert (cycle["losses"], cycle["state_hashes"]) == ("identical", "equal")
     assert cycle["exit_code"] == 0 and cycle["lost_steps"] == 0
     assert cycle["resumed_step"] == cycle["expected_step"]
@@ -231,7 +232,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_resumed(tmp_path: Pa
 def test_the_agent_restarts_the_ranks_in_place(tmp_path: Path, dataset: list[str], sample: Sample) -> None:
     out = tmp_path / "drill"
     options = ["--supervisor", "torchrun", "--cycles", "2", "--checkpoint-engine", "lazy", *sample.reference]
-    found = cycles(drill(out, dataset, "exception", "mid-step", *options, strikes=2, launcher=TORCHRUN), out)
+    found = cycles(drill(out, dataset, "exception", "mid-step", *options, faults=2, launcher=TORCHRUN), out)
     assert len(found) == 2 and drilled(out)["supervisor"] == "torchrun"
     log = (out / "logs" / "cycle_000.log").read_text()
     assert log.count("InjectedFault: an injected exception") >= 2
@@ -242,7 +243,7 @@ def test_the_agent_restarts_the_ranks_in_place(tmp_path: Path, dataset: list[str
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "moment", "options", "tier"),
+    ("fault", "point", "options", "tier"),
     [
         ("sigkill-one", "mid-save-write", ["--supervisor", "launch", "--cycles", "2"], "local_memory"),
         ("bitflip", "after-commit", ["--supervisor", "launch"], None),
@@ -250,21 +251,21 @@ def test_the_agent_restarts_the_ranks_in_place(tmp_path: Path, dataset: list[str
     ],
 )
 def test_saves_in_memory_outlive_the_ranks_and_not_the_launcher(
-    tmp_path: Path, dataset: list[str], sample: Sample, fault: str, moment: str, options: list[str], tier: str | None
+    tmp_path: Path, dataset: list[str], sample: Sample, fault: str, point: str, options: list[str], tier: str | None
 ) -> None:
     """Every iteration is saved, each fourth goes to storage, too.
 
     Where a slot is damaged, the next save may be on its way into the other one: then storage is what is left.
     """
     out = tmp_path / "drill"
-    strikes = 2 if "--cycles" in options else 1
+    faults = 2 if "--cycles" in options else 1
     engine = ["--checkpoint-engine", "memory", "--persist-interval", "4", *sample.reference]
     training = ("--save-interval", "1") if "launch" in options else ("--save-interval", "2")
     training = (*WITHOUT_HANDLER, *training)
-    done = drill(out, dataset, fault, moment, *engine, *options, training=training, strikes=strikes)
+    done = drill(out, dataset, fault, point, *engine, *options, training=training, faults=faults)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     found = drilled(out)["cycles"]
-    assert len(found) == strikes
+    assert len(found) == faults
     for cycle in found:
         assert (cycle["verified"], cycle["losses"], cycle["state_hashes"]) == (True, "identical", "equal")
         assert cycle["tier"] == cycle["expected_tier"] and cycle["resumed_step"] == cycle["expected_step"]
@@ -294,7 +295,7 @@ def test_a_full_disk_fails_the_save_by_name(tmp_path: Path, dataset: list[str]) 
 
 
 @pytest.mark.slow
-def test_another_layout_after_the_strike(tmp_path: Path, dataset: list[str]) -> None:
+def test_another_layout_after_the_fault(tmp_path: Path, dataset: list[str]) -> None:
     """A bit of the newest checkpoint is flipped, too: none of it may come into the other layout."""
     out = tmp_path / "drill"
     options = ["--resume-tp", "2", "--resume-dp", "1", "--checkpoint-engine", "lazy"]
@@ -323,15 +324,15 @@ def test_what_cannot_be_drilled_is_said(tmp_path: Path, dataset: list[str], samp
     assert f"--reference {sample.out}: is of another training: --seed 1234 there, and 7 here" in told
     done = run(tmp_path / "e", "tools.restart_drill", "--fault", "sigterm", "--at", "mid-step", "--out",
                str(tmp_path / "e"), "--supervisor", "torchrun", "--", "sleep", "9")  # fmt: skip
-    assert done.returncode == 2 and "the command is not torchrun's" in done.stderr
+    assert done.returncode == 2 and "the command does not start torchrun" in done.stderr
 
 
 def test_what_goes_wrong_is_said(tmp_path: Path, dataset: list[str]) -> None:
     """Three times of a job that only says that it has trained."""
 
-    def refused(name: str, moment: str, words: str, *options: str) -> str:
+    def refused(name: str, point: str, words: str, *options: str) -> str:
         out = tmp_path / name
-        argv = ["--fault", "sigkill-all", "--at", moment, "--out", str(out), "--quiet", "--no-reference", *options]
+        argv = ["--fault", "sigkill-all", "--at", point, "--out", str(out), "--quiet", "--no-reference", *options]
         done = run(out, "tools.restart_drill", *argv, "--", sys.executable, "-c", TRAINS_THREE + words)
         assert done.returncode == 2, done.stdout + done.stderr
         return done.stderr
@@ -341,7 +342,7 @@ def test_what_goes_wrong_is_said(tmp_path: Path, dataset: list[str]) -> None:
     told = refused("b", "iteration:500", "")
     assert "ended with exit code 0 before the injection point iteration:500" in told
     told = refused("c", "iteration:25", "time.sleep(600)", "--time-limit", "1")
-    assert "did not come within 1 s; raise --time-limit" in told
+    assert "was not reached within 1 s; raise --time-limit" in told
 
 
 TRAINS_THREE = """

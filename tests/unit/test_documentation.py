@@ -11,7 +11,7 @@ import grimp
 import pytest
 
 from tools.restart_drill.faults import FAULTS
-from tools.restart_drill.moments import STAGES
+from tools.restart_drill.injection_points import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(path for path in chain(ROOT.glob("*.md"), (ROOT / "docs").rglob("*.md")))

@@ -1,1 +1,1 @@
-"""Kill a training in a chosen way at a chosen moment, start it again, verify it and account for every second."""
+"""Inject a fault into a training at a chosen point, restart it, verify the result and account for the time lost."""

@@ -1,4 +1,4 @@
-"""The checkpoints of the drilled run: which are whole, and damage to a file of the newest."""
+"""The checkpoints of the drilled run: which are complete, and damage to a file of the newest one."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from .launch import DrillError
 
 
 class Checkpoints:
-    """What is in the directory of --save, apart from what the drill itself has damaged."""
+    """The checkpoints in the directory of --save, without those that the drill itself has damaged."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._damaged: set[tuple[str, int]] = set()
 
-    def make_place(self) -> None:
+    def create(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
 
     def is_empty(self) -> bool:
-        """Whether there is nothing at all there."""
+        """Whether the place holds nothing at all."""
         return not (self.directory.is_dir() and any(self.directory.iterdir()))
 
     def remove(self) -> None:
-        """Remove them, and the place."""
+        """Remove all checkpoints, and the place that holds them."""
         shutil.rmtree(self.directory)
 
-    def whole(self) -> list[Candidate]:
-        """Complete checkpoints that nobody has damaged, in the order in which a load tries them."""
+    def complete(self) -> list[Candidate]:
+        """Complete, undamaged checkpoints, in the order in which a load tries them."""
         return [found for found in self._found() if self._identity(found) not in self._damaged]
 
     def newest_step(self) -> int:
@@ -42,19 +42,19 @@ class Checkpoints:
         return self._at_least(1)[0].step
 
     def damage(self, fault: str) -> Path | str:
-        """Damage the largest file of the newest checkpoint; what a load names then.
+        """Damage the largest file of the newest checkpoint. Returns the name by which a load must report it.
 
-        Raises DrillError if that is the only one.
+        Raises DrillError if that is the only checkpoint.
         """
         newest = self._at_least(2)[0]
         assert newest.manifest is not None
         file = max(newest.manifest.files.values(), key=lambda file: (file.num_bytes, file.name))
-        named = self._harm(newest, file.name, fault)
+        named = self._damage_in(newest, file.name, fault)
         self._damaged.add(self._identity(newest))
         return named
 
     def _at_least(self, number: int) -> list[Candidate]:
-        found = self.whole()
+        found = self.complete()
         if len(found) < number:
             raise DrillError(
                 f"{self} holds {len(found)} complete checkpoints after the fault, and the drill needs "
@@ -68,18 +68,18 @@ class Checkpoints:
     def _found(self) -> Sequence[Candidate]:
         return discover(self.directory, None)[0]
 
-    def _harm(self, checkpoint: Candidate, name: str, fault: str) -> Path | str:
+    def _damage_in(self, checkpoint: Candidate, name: str, fault: str) -> Path | str:
         path = checkpoint.directory / name
         _damage_file(path, fault)
         return path
 
     def _identity(self, checkpoint: Candidate) -> tuple[str, int]:
-        """A checkpoint that is saved again under the same name is another one."""
+        """Differs between checkpoints that were saved one after the other under the same name."""
         return str(checkpoint.directory), (checkpoint.directory / "manifest.json").stat().st_mtime_ns
 
 
 class CheckpointsInBucket(Checkpoints):
-    """What is below the prefix of --save. Every save has keys of its own there."""
+    """The checkpoints below the prefix of --save. Each save has its own keys."""
 
     def __init__(self, uri: ObjectUri) -> None:
         from megatron.checkpointing.object_storage.checkpoints import open_checkpoints
@@ -87,7 +87,7 @@ class CheckpointsInBucket(Checkpoints):
         self._stored = open_checkpoints("--checkpoints", str(uri), CheckpointConfig())
         super().__init__(self._stored.root)
 
-    def make_place(self) -> None:
+    def create(self) -> None:
         self._stored.bucket.check_reachable(self._stored.uri.key(""))
 
     def is_empty(self) -> bool:
@@ -103,8 +103,8 @@ class CheckpointsInBucket(Checkpoints):
     def _found(self) -> Sequence[Candidate]:
         return self._stored.discover(None)[0]
 
-    def _harm(self, checkpoint: Candidate, name: str, fault: str) -> str:
-        """An object has no bytes that could be changed in place: it is replaced, which its ETag tells."""
+    def _damage_in(self, checkpoint: Candidate, name: str, fault: str) -> str:
+        """Objects cannot be changed in place, so the object is replaced, which changes its ETag."""
         from megatron.checkpointing.object_storage.checkpoints import StoredCandidate
 
         assert isinstance(checkpoint, StoredCandidate) and checkpoint.manifest is not None
@@ -125,7 +125,7 @@ class CheckpointsInBucket(Checkpoints):
 
 
 def checkpoints_at(place: Place) -> Checkpoints:
-    """Raises ObjectStoreError for a URI if there is no client for it."""
+    """Raises ObjectStoreError for a URI if no client is installed for it."""
     return Checkpoints(place) if isinstance(place, Path) else CheckpointsInBucket(place)
 
 
@@ -134,17 +134,17 @@ def _damage_file(path: Path, fault: str) -> None:
 
 
 def truncate(path: Path) -> None:
-    """Cut the second half of a file off."""
+    """Cut off the second half of a file."""
     os.truncate(path, path.stat().st_size // 2)
 
 
 def flip_bit(path: Path) -> None:
-    """Flip one bit of the first byte from the middle on that is not zero: of data, and not of padding."""
+    """Flip one bit of the first nonzero byte from the middle on, so that data is damaged and not padding."""
     with path.open("r+b") as file:
         position = file.seek(path.stat().st_size // 2)
         while (byte := file.read(1)) == b"\0":
             position += 1
         if not byte:
-            raise DrillError(f"{path}: nothing but zeros in its second half, so there is no bit of data to flip")
+            raise DrillError(f"{path}: its second half is all zeros, so there is no bit of data to flip")
         file.seek(position)
         file.write(bytes([byte[0] ^ 0x10]))

@@ -1,4 +1,4 @@
-"""The training command: what is put into it, and whether what it asks for can be, before anything is launched."""
+"""The training command: adds the options of the drill, and checks before anything is launched that they are valid."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from .launch import DrillError
 from .plan import LAUNCH, RELAUNCH, TORCHRUN
 
 PROGRAM = "pretrain_gpt.py"
-MEMORY = "memory"  # the engine whose saves the launcher keeps
-FORK = "fork"  # megatron.launch; the other launcher whose options are known is TORCHRUN
+MEMORY = "memory"  # the engine whose saves the launcher holds in memory
+FORK = "fork"  # megatron.launch; the other known launcher is TORCHRUN
 _RANKS = ("--nproc-per-node", "--nproc_per_node")
 _RESTARTS = ("--max-restarts", "--max_restarts")
 _NODES = ("--nnodes",)
-_LAUNCHERS = {TORCHRUN: TORCHRUN, LAUNCH: FORK}  # that restart ranks in place
+_LAUNCHERS = {TORCHRUN: TORCHRUN, LAUNCH: FORK}  # supervisor -> the launcher that restarts ranks in place
 _NO_LAUNCHER = {
-    TORCHRUN: "--supervisor torchrun: the command is not torchrun's, so no agent restarts its ranks: {} "
+    TORCHRUN: "--supervisor torchrun: the command does not start torchrun, so no agent restarts its ranks: {} "
     "...; start with torchrun or python -m torch.distributed.run, or use --supervisor relaunch",
-    LAUNCH: "--supervisor launch: the command is not megatron.launch's, so nothing restarts its ranks: {} ...; start "
-    "with restart-launch or python -m megatron.launch (a preset with LAUNCHER=fork), or use --supervisor relaunch",
+    LAUNCH: "--supervisor launch: the command does not start megatron.launch, so nothing restarts its ranks: {} ...; "
+    "start with restart-launch or python -m megatron.launch (a preset with LAUNCHER=fork), or use --supervisor "
+    "relaunch",
 }
 _OF_OBJECT_STORAGE = ("--storage-cache", "--storage-deadline")
 STORAGE_DEADLINE_S = 5
@@ -36,7 +37,7 @@ _TP, _PP = ("--tensor-model-parallel-size",), ("--pipeline-model-parallel-size",
 
 @dataclass(frozen=True)
 class Sizes:
-    """A layout by its sizes; None: as the command has it."""
+    """The sizes of a layout; None: as in the command."""
 
     tp: int | None = None
     pp: int | None = None
@@ -48,7 +49,7 @@ class Sizes:
 
 
 def option(words: list[str], names: tuple[str, ...]) -> str | None:
-    """Value of the last of these options in `words`; None without any."""
+    """Value of the last of these options in `words`; None if there is none."""
     value = None
     for i, word in enumerate(words):
         name, equals, rest = word.partition("=")
@@ -73,9 +74,9 @@ def without_option(words: list[str], names: tuple[str, ...]) -> list[str]:
 
 
 def launcher_of(command: list[str]) -> tuple[str, int] | None:
-    """(TORCHRUN or FORK, index of the first word after the launcher's name); None if it is another launcher.
+    """(TORCHRUN or FORK, index of the first word after the launcher's name); None for another launcher.
 
-    Either may be a program or, after -m, a module. Both have the same options, as far as a drill sets them.
+    Either may be a program or, after -m, a module. Both have the options that a drill sets.
     """
     for i, word in enumerate(command):
         as_module = i > 0 and command[i - 1] == "-m"
@@ -89,7 +90,7 @@ def launcher_of(command: list[str]) -> tuple[str, int] | None:
 
 
 def with_launcher_option(command: list[str], names: tuple[str, ...], value: int) -> list[str]:
-    """Put an option of the launcher into the command. Raises ValueError for a launcher whose options are not known."""
+    """The command with an option of its launcher set. Raises ValueError for an unknown launcher."""
     launcher = launcher_of(command)
     if launcher is None:
         raise ValueError("no known launcher in the command")
@@ -98,9 +99,9 @@ def with_launcher_option(command: list[str], names: tuple[str, ...], value: int)
 
 
 def with_restarts(command: list[str], supervisor: str, restarts: int) -> list[str]:
-    """Have torchrun, or megatron.launch, restart the ranks in place this often.
+    """The command with `restarts` as the number of restarts in place by torchrun or megatron.launch.
 
-    Raises DrillError if the command is not that launcher's.
+    Raises DrillError if the command does not start the launcher that belongs to `supervisor`.
     """
     launcher = launcher_of(command)
     if launcher is None or launcher[0] != _LAUNCHERS[supervisor]:
@@ -109,17 +110,17 @@ def with_restarts(command: list[str], supervisor: str, restarts: int) -> list[st
 
 
 def without_restarts(command: list[str]) -> list[str]:
-    """Have torchrun or megatron.launch restart nothing, so that the drill sees every failure; others do not anyway."""
+    """The command without restarts by torchrun or megatron.launch, so that the drill sees every failure."""
     return command if launcher_of(command) is None else with_launcher_option(command, _RESTARTS, 0)
 
 
 def supervised(
     command: list[str], supervisor: str, restarts: int, hang_limit_s: float, *, on_nodes: bool = False
 ) -> list[str]:
-    """The command for this supervisor: torchrun or megatron.launch is to restart the ranks, or nobody but the drill.
+    """The command for this supervisor: its launcher restarts the ranks in place, or leaves restarts to the drill.
 
-    `on_nodes`: on several nodes a preset over HOSTFILE takes restarts from its environment, and the ranks themselves
-    find one that hangs, within `hang_limit_s`.
+    `on_nodes`: a preset over HOSTFILE reads the number of restarts from its environment, and the ranks themselves
+    detect a rank that hangs within `hang_limit_s`.
     """
     if on_nodes:
         deadline = ["--distributed-timeout-minutes", f"{hang_limit_s / 60:g}"]
@@ -128,7 +129,7 @@ def supervised(
 
 
 def world_size(command: list[str]) -> int | None:
-    """Number of ranks that the command starts, as far as its words tell."""
+    """Number of ranks that the command starts; None if its words do not show it."""
     launcher = launcher_of(command)
     if launcher is None:
         return None
@@ -146,10 +147,10 @@ def training_flags(command: list[str]) -> list[str] | None:
 
 
 def configuration(command: list[str], *, any_ranks: bool = False) -> Config | None:
-    """What the flags of the training say; None where the command does not show them or its number of ranks.
+    """The configuration that the training flags give; None if the command does not show them or its number of ranks.
 
-    `any_ranks`: where it does not, as on the fewest that the layout takes. Raises DrillError for flags that the
-    training would refuse.
+    `any_ranks`: if only the number of ranks is not shown, assume the smallest that the layout allows.
+    Raises DrillError for flags that the training would refuse.
     """
     flags, ranks = training_flags(command), world_size(command)
     if ranks is None and any_ranks and flags is not None:
@@ -165,8 +166,11 @@ def configuration(command: list[str], *, any_ranks: bool = False) -> Config | No
 
 @dataclass(frozen=True)
 class Saves:
-    """How often the training saves, as far as its command tells: iterations between saves, and saves between those
-    that go to storage. `in_memory`: the launcher keeps all of them."""
+    """How often the training saves, as far as its command shows it.
+
+    `interval`: iterations between saves. `until_stored`: number of saves until one goes to storage. `in_memory`: the
+    launcher holds saves in memory.
+    """
 
     interval: int | None = None
     until_stored: int = 1
@@ -174,8 +178,10 @@ class Saves:
 
 
 def saves_of(command: list[str], *, on_nodes: bool = False) -> Saves:
-    """`on_nodes`: of a preset that starts megatron.launch on each. Raises DrillError if the launcher is to keep saves,
-    and cannot."""
+    """How often `command` saves. `on_nodes`: it is a preset that starts megatron.launch on each node.
+
+    Raises DrillError if the launcher is to hold saves in memory but cannot.
+    """
     config = configuration(command, any_ranks=on_nodes)
     if config is None:
         return Saves()
@@ -184,23 +190,23 @@ def saves_of(command: list[str], *, on_nodes: bool = False) -> Saves:
     launcher = launcher_of(command)
     if in_memory and not on_nodes and (launcher is None or launcher[0] != FORK):
         raise DrillError(
-            f"--checkpoint-engine memory: the command is not megatron.launch's, which keeps the saves: {command[0]} "
-            "...; start with restart-launch or python -m megatron.launch (a preset with LAUNCHER=fork)"
+            f"--checkpoint-engine memory: the command does not start megatron.launch, which holds the saves: "
+            f"{command[0]} ...; start with restart-launch or python -m megatron.launch (a preset with LAUNCHER=fork)"
         )
     return Saves(options.save_interval, options.persist_interval or 1 if in_memory else 1, in_memory)
 
 
 def on_layout(command: list[str], sizes: Sizes) -> list[str]:
-    """The command for another layout: its flags, and torchrun's number of ranks.
+    """The command for another layout: sets its flags, and the number of ranks that its launcher starts.
 
-    Raises DrillError where that cannot be: the sizes do not fit the model, the batch, the engine or this machine.
+    Raises DrillError if the sizes do not fit the model, the batch, the engine or this machine.
     """
     config = configuration(command)
     launcher = launcher_of(command)
     if config is None or launcher is None or option(command[launcher[1] :], _NODES) not in (None, "1", "1:1"):
         raise DrillError(
-            "--resume-tp, --resume-pp, --resume-dp: the number of ranks is changed for torchrun or megatron.launch on "
-            f"one node and {PROGRAM} only, with --nproc-per-node N; give such a command"
+            "--resume-tp, --resume-pp, --resume-dp: the number of ranks can be changed only in a command that starts "
+            f"{PROGRAM} by torchrun or megatron.launch on one node, with --nproc-per-node N; give such a command"
         )
     old = config.parallel
     tp = sizes.tp or old.tensor_model_parallel_size
@@ -229,7 +235,7 @@ def on_layout(command: list[str], sizes: Sizes) -> list[str]:
 
 
 def _devices(command: list[str], config: Config) -> int | None:
-    """GPUs that ranks need one each of; None for a training on CPUs."""
+    """Number of visible GPUs, of which each rank needs one; None for a training on CPUs."""
     on_cpu = config.parallel.distributed_backend == "gloo" or "DS_ACCELERATOR=cpu" in command
     if on_cpu or os.environ.get("DS_ACCELERATOR") == "cpu" or shutil.which("nvidia-smi") is None:
         return None
@@ -240,8 +246,8 @@ def _devices(command: list[str], config: Config) -> int | None:
 
 
 def repeats_exactly(command: list[str]) -> bool:
-    """Whether the training has the same losses to the last bit when repeated: on CPUs, or if a flag sees to it."""
-    # With NCCL the ranks have GPUs, though this machine, which may only start them, has none.
+    """Whether a repeated training has the same losses to the last bit: on CPUs, or with --deterministic on."""
+    # With NCCL the ranks have GPUs, even if this machine, which may only start them, has none.
     if shutil.which("nvidia-smi") is None and not any(word.endswith("nccl") for word in command):
         return True
     config = configuration(command)
@@ -252,7 +258,7 @@ def repeats_exactly(command: list[str]) -> bool:
 
 
 def with_deadline(command: list[str]) -> list[str]:
-    """Have requests to a store fail soon, unless the command says when: a drill waits until they have."""
+    """The command with a short deadline of requests to a store, unless it sets one: a drill waits until they fail."""
     if option(command, ("--storage-deadline",)) is not None:
         return command
     return [*command, "--storage-deadline", str(STORAGE_DEADLINE_S)]
@@ -261,11 +267,10 @@ def with_deadline(command: list[str]) -> list[str]:
 def completed(
     command: list[str], save: Place, trace_dir: Path, engine: str | None, persist_interval: int | None = None
 ) -> list[str]:
-    """The command with its directories, and all that a drill needs; of repeated flags the last one counts.
+    """The command with its directories and all other flags that a drill needs; if a flag is repeated, the last applies.
 
-    Flags of object storage are left out where `save` is a directory, which would be refused with them.
-    `persist_interval`: for engine memory. A training on GPUs is to repeat its losses, unless its command says otherwise
-    (--deterministic).
+    If `save` is a directory, flags of object storage are removed, since they would be refused. `persist_interval`: for
+    engine memory. A training on GPUs gets --deterministic on, unless the command has that flag.
     """
     if isinstance(save, Path):
         command = without_option(command, _OF_OBJECT_STORAGE)

@@ -1,4 +1,4 @@
-"""The course of a drill: strike after strike, and the last launch to its end."""
+"""The sequence of a drill: one injection after the other, then the last launch to its end."""
 
 from __future__ import annotations
 
@@ -13,81 +13,87 @@ from ..common import page_cache
 from .checkpoints import Checkpoints, checkpoints_at
 from .faults import DAMAGE, DISK_FULL, STOPPED
 from .full_disk import check_disk
-from .kept import Kept, Left, newest_left
+from .injection import inject_and_watch
+from .injection_points import wait_for_span
 from .launch import GRACE_S, DrillError, Launch
-from .moments import wait_for_span
-from .plan import Intent, Plan, Strike
-from .striking import strike
+from .memory_saves import MemorySaves, ResumeSource, newest_resume_source
+from .plan import Injection, Plan, PlannedInjection
 from .supervisors import Supervisor, supervisor_of
 
 Say = Callable[[str], None]
 
 
-def run_drill(plan: Plan, say: Say, done: list[Strike]) -> None:
-    """Carry out all strikes of `plan` and train on; what has struck is added to `done` as it happens.
+def run_drill(plan: Plan, say: Say, done: list[Injection]) -> None:
+    """Carry out all injections of `plan` and train on. Each one that is done is appended to `done`.
 
     Raises DrillError, with no process left.
     """
     for directory in (plan.out / "logs", plan.trace_dir):
         directory.mkdir(parents=True, exist_ok=True)
     checkpoints = checkpoints_at(plan.checkpoints)
-    checkpoints.make_place()
-    if any(intent.fault == DISK_FULL for intent in plan.strikes):
+    checkpoints.create()
+    if any(planned.fault == DISK_FULL for planned in plan.injections):
         assert isinstance(plan.checkpoints, Path)
         check_disk(plan.checkpoints, plan.trace_dir, plan.disk_limit_bytes)
     with supervisor_of(plan) as supervisor:
-        for cycle, intent in enumerate(plan.strikes):
-            done.append(_strike_and_restart(supervisor, cycle, intent, checkpoints))
-            say(_told(done[-1]))
-        _finish(supervisor, len(plan.strikes))
+        for cycle, planned in enumerate(plan.injections):
+            done.append(_inject_and_restart(supervisor, cycle, planned, checkpoints))
+            say(_summary(done[-1]))
+        _finish(supervisor, len(plan.injections))
 
 
-def _strike_and_restart(supervisor: Supervisor, cycle: int, intent: Intent, checkpoints: Checkpoints) -> Strike:
-    """Run a cycle until it is struck and down; the next one is to follow at once: its delay counts."""
+def _inject_and_restart(
+    supervisor: Supervisor, cycle: int, planned: PlannedInjection, checkpoints: Checkpoints
+) -> Injection:
+    """Run a cycle until the fault has brought it down, and let the next one start.
+
+    The caller must call `start` for the next cycle at once, since any delay adds to the restart time.
+    """
     supervisor.start(cycle)
-    struck = strike(supervisor, cycle, intent)
-    exit_code = supervisor.wait_until_down(cycle, intent.fault, struck.hangs)
+    effect = inject_and_watch(supervisor, cycle, planned)
+    exit_code = supervisor.wait_until_down(cycle, planned.fault, effect.hangs)
     begin = time.monotonic()
-    kept = supervisor.kept_saves()
-    damaged = _damage(intent.fault, checkpoints, kept) if intent.fault in DAMAGE else None
-    left = newest_left(checkpoints, kept)
+    in_memory = supervisor.memory_saves()
+    damaged = _damage(planned.fault, checkpoints, in_memory) if planned.fault in DAMAGE else None
+    source = newest_resume_source(checkpoints, in_memory)
     cache = _drop_page_cache(checkpoints) if supervisor.plan.cold_cache else page_cache.WARM
     drill_s = time.monotonic() - begin if supervisor.waits else 0.0
-    supervisor.let_restart(cycle, intent.fault)
-    return Strike(
+    supervisor.let_restart(cycle, planned.fault)
+    return Injection(
         cycle=cycle,
-        fault=intent.fault,
-        moment=intent.moment.text,
-        iteration=struck.iteration,
-        processes=struck.processes,
+        fault=planned.fault,
+        injection_point=planned.point.text,
+        iteration=effect.iteration,
+        processes=effect.processes,
         exit_code=exit_code,
-        expected_step=left.step,
-        expected_tier=left.tier,
-        lost_at_most=_lost_at_most(supervisor.plan, left),
-        failed_save=struck.failed_save,
+        expected_step=source.step,
+        expected_tier=source.tier,
+        lost_at_most=_lost_at_most(supervisor.plan, source),
+        failed_save=effect.failed_save,
         damaged=damaged,
         cache=cache,
-        unnamed=supervisor.launch.not_named() if intent.fault == STOPPED else (),
-        named_s=supervisor.launch.named_s() if intent.fault == STOPPED else None,
+        unnamed=supervisor.launch.not_named() if planned.fault == STOPPED else (),
+        named_s=supervisor.launch.named_s() if planned.fault == STOPPED else None,
         drill_s=drill_s,
     )
 
 
-def _damage(fault: str, checkpoints: Checkpoints, kept: Kept | None) -> str:
-    """Damage what the ranks would resume from; what a message must name."""
-    in_memory = kept is not None and newest_left(checkpoints, kept).tier == LOCAL_MEMORY
-    return kept.damage(fault) if kept is not None and in_memory else str(checkpoints.damage(fault))
+def _damage(fault: str, checkpoints: Checkpoints, in_memory: MemorySaves | None) -> str:
+    """Damage what the ranks would resume from. Returns the name by which a message must report it."""
+    if in_memory is not None and newest_resume_source(checkpoints, in_memory).tier == LOCAL_MEMORY:
+        return in_memory.damage(fault)
+    return str(checkpoints.damage(fault))
 
 
-def _lost_at_most(plan: Plan, left: Left) -> int | None:
-    """Finished iterations between one save and the next, where what is left is; None if the command does not tell."""
+def _lost_at_most(plan: Plan, source: ResumeSource) -> int | None:
+    """Finished iterations between two saves to the tier of `source`; None if the command does not show it."""
     if plan.save_interval is None:
         return None
-    return plan.save_interval * (plan.saves_until_stored if left.tier == STORAGE else 1)
+    return plan.save_interval * (plan.saves_until_stored if source.tier == STORAGE else 1)
 
 
 def _drop_page_cache(checkpoints: Checkpoints) -> str:
-    """Drop what the kernel caches, of the whole machine where we may; what was found of the checkpoints then."""
+    """Drop the page cache, of the whole machine if permitted. Returns what then remains of the checkpoints' files."""
     page_cache.drop_all()
     files = page_cache.files_below(checkpoints.directory)
     found = page_cache.state_of(page_cache.drop(files))
@@ -95,7 +101,7 @@ def _drop_page_cache(checkpoints: Checkpoints) -> str:
 
 
 def _finish(supervisor: Supervisor, cycle: int) -> None:
-    """Let the last cycle train to its end, or end it once what was lost has been caught up."""
+    """Let the last cycle train to its end, or end it once it has caught up."""
     supervisor.start(cycle)
     plan, launch = supervisor.plan, supervisor.launch
     if not plan.to_the_end:
@@ -110,15 +116,17 @@ def _finish(supervisor: Supervisor, cycle: int) -> None:
     launch.wait_until_gone(GRACE_S)
 
 
-def _told(strike: Strike) -> str:
-    """A line on an injected fault, for people."""
-    text = f"cycle {strike.cycle}: {strike.fault} at {strike.moment} injected into {strike.processes} processes "
-    text += f"after iteration {strike.iteration}; "
-    if strike.failed_save is not None:
-        text += "a save failed, training went on, and all ranks were killed; "
-    if strike.damaged is not None:
-        text += f"{strike.damaged} was damaged; "
-    if strike.exit_code is None:
+def _summary(injection: Injection) -> str:
+    """One line for the user about an injected fault."""
+    text = (
+        f"cycle {injection.cycle}: {injection.fault} at {injection.injection_point} injected into "
+        f"{injection.processes} processes after iteration {injection.iteration}; "
+    )
+    if injection.failed_save is not None:
+        text += "a save failed, training continued, and all ranks were killed; "
+    if injection.damaged is not None:
+        text += f"{injection.damaged} was damaged; "
+    if injection.exit_code is None:
         return text + "the launcher restarted the ranks"
-    hangs = strike.exit_code == -signal.SIGSTOP
-    return text + ("it hung and was killed" if hangs else f"the launcher ended with exit code {strike.exit_code}")
+    hangs = injection.exit_code == -signal.SIGSTOP
+    return text + ("it hung and was killed" if hangs else f"the launcher ended with exit code {injection.exit_code}")

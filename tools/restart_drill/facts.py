@@ -1,4 +1,4 @@
-"""What the trace says of each cycle, as far as the verification asks."""
+"""Facts of each cycle, read from the trace for the verification."""
 
 from __future__ import annotations
 
@@ -22,17 +22,15 @@ class CycleFacts:
 
     world_size: int = 0
     layout: tuple[int, int, int] = (0, 0, 0)  # (TP, PP, DP)
-    losses: dict[int, float] = field(default_factory=dict)  # of the lowest rank that has one, by step
+    losses: dict[int, float] = field(default_factory=dict)  # step -> loss, of the lowest rank that recorded one
     resumed: dict[int, int] = field(default_factory=dict)  # rank -> step of the checkpoint that it loaded
-    hashed: set[int] = field(default_factory=set)  # ranks whose state was what was saved
-    rejected: list[str] = field(default_factory=list)  # what was passed over, and why
-    tiers: dict[int, str] = field(
-        default_factory=dict
-    )  # rank -> where it loaded from, if saves are kept in memory, too
+    hashed: set[int] = field(default_factory=set)  # ranks whose restored state had the hashes of the saved one
+    rejected: list[str] = field(default_factory=list)  # checkpoints that loads rejected, and why
+    tiers: dict[int, str] = field(default_factory=dict)  # rank -> tier that it loaded, if saves are kept in memory
 
 
 def facts_of(trace_dir: Path) -> dict[int, CycleFacts]:
-    """Cycle -> what happened in it, in order. A line that a killed rank tore is left out."""
+    """The facts by cycle, in order. Lines that a killed rank left unfinished are ignored."""
     found: dict[int, CycleFacts] = {}
     for path in sorted(trace_dir.iterdir()):
         match = re.match(RANK_FILE_REGEX, path.name)

@@ -1,4 +1,4 @@
-"""A disk that is really full: a file takes all the room that is left on the file system of the checkpoints."""
+"""A full disk: a file takes all space that is left on the file system of the checkpoints."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ GIB = 1 << 30
 _NAME = ".restart_drill_balloon"
 
 
-def check_disk(checkpoints: Path, elsewhere: Path, limit_bytes: int) -> None:
-    """Raises DrillError unless `checkpoints` is on a small file system of its own, apart from `elsewhere`.
+def check_disk(checkpoints: Path, trace_dir: Path, limit_bytes: int) -> None:
+    """Raises DrillError unless `checkpoints` is on a small file system of its own, without `trace_dir`.
 
-    Both directories must exist. What is filled is full for everybody: nobody's large disk is to be filled by accident.
+    Both directories must exist. A full disk is full for all users, so a large one must not be filled by accident.
     """
     status = os.statvfs(checkpoints)
     size = status.f_blocks * status.f_frsize
-    if os.stat(checkpoints).st_dev == os.stat(elsewhere).st_dev:
+    if os.stat(checkpoints).st_dev == os.stat(trace_dir).st_dev:
         raise DrillError(
-            f"--fault disk-full: {checkpoints} is on the same file system as {elsewhere}, where the trace is written, "
+            f"--fault disk-full: {checkpoints} is on the same file system as {trace_dir}, where the trace is written, "
             "and would be filled; give --checkpoints DIR on a small one of its own, such as a tmpfs"
         )
     if size > limit_bytes:
         raise DrillError(
-            f"--fault disk-full: the file system of {checkpoints} has {size / GIB:.3g} GiB, and only one of at most "
-            f"{limit_bytes / GIB:.3g} GiB is filled; give --checkpoints DIR on a smaller one, or raise --disk-limit"
+            f"--fault disk-full: the file system of {checkpoints} has {size / GIB:.3g} GiB, more than the limit of "
+            f"{limit_bytes / GIB:.3g} GiB; give --checkpoints DIR on a smaller one, or raise --disk-limit"
         )
 
 
 @contextlib.contextmanager
 def full_disk(directory: Path) -> Iterator[Callable[[], None]]:
-    """Fill the file system of `directory`; it is free again at the end, in all cases.
+    """Fill the file system of `directory`, and free it when the context ends.
 
-    Yields a function that fills it again, for room that others have made since.
+    Yields a function that fills it again, after others have freed space.
     """
     path = directory / _NAME
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
 
     def fill() -> None:
-        _take_all_room(descriptor)
+        _take_all_space(descriptor)
 
     try:
         fill()
@@ -53,8 +53,8 @@ def full_disk(directory: Path) -> Iterator[Callable[[], None]]:
         os.close(descriptor)
 
 
-def _take_all_room(descriptor: int) -> None:
-    """Allocate until nothing is left. The steps shrink: a step that does not fit is refused as a whole."""
+def _take_all_space(descriptor: int) -> None:
+    """Allocate until nothing is left, in ever smaller steps, since a step that does not fit allocates nothing."""
     status = os.fstatvfs(descriptor)
     step = status.f_bfree * status.f_frsize
     end = os.fstat(descriptor).st_size

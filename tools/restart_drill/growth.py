@@ -1,4 +1,4 @@
-"""Whether processes that do the same thing over and over need more and more for it."""
+"""Detects growth of resources in processes that repeat the same work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import psutil
 
 @dataclass(frozen=True)
 class Usage:
-    """What processes use together at one time. `memory`: resident bytes."""
+    """Resources that several processes use at one time, in total. `memory`: resident bytes."""
 
     processes: int
     threads: int
@@ -20,7 +20,7 @@ class Usage:
 
     @staticmethod
     def of(*processes: psutil.Process) -> Usage:
-        """Raises psutil.Error if one of them ends meanwhile."""
+        """Raises psutil.Error if a process ends while it is sampled."""
         return Usage(
             len(processes),
             sum(process.num_threads() for process in processes),
@@ -31,7 +31,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Growth:
-    """By how much more is used at the end, of what is always used."""
+    """How much more of each resource is in use at the end than at the beginning."""
 
     processes: int = 0
     threads: int = 0
@@ -39,7 +39,7 @@ class Growth:
     memory_MiB: float = 0.0
 
     def excess(self, memory_MiB: float) -> list[str]:
-        """Sentences on what has grown: memory by more than so much, all else by anything."""
+        """A sentence for each resource that has grown: memory by more than `memory_MiB`, the others at all."""
         found = [
             f"{number} more {name} at the end"
             for name, number in (
@@ -53,10 +53,10 @@ class Growth:
 
 
 def grown(samples: Sequence[Usage]) -> Growth:
-    """By how much the least that is used in the second half of the samples is more than the usual in the first.
+    """The minimum over the second half of the samples minus the lower median of the first half.
 
-    The usual is the lower median. Work that is under way when a sample is taken, as a save in the background, comes and
-    goes; what is never given back is in every later sample. None is found in less than two samples.
+    Work that is in progress when a sample is taken, such as a save in the background, is in some samples only; a leak
+    is in every later sample. With fewer than two samples the growth is 0.
     """
     if len(samples) < 2:
         return Growth()

@@ -1,4 +1,4 @@
-"""One launch of a training command, all of whose processes can be found, watched and ended."""
+"""A launch of a training command: finds, watches and ends all of its processes."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ class DrillError(Exception):
 
 
 class Launch:
-    """One run of the command. All its processes, however far removed, carry a mark in their environment.
+    """One run of the command. All processes that it starts, directly or not, carry a mark in their environment.
 
-    Which of them are ranks is read from the restart trace: `find_ranks`.
+    `find_ranks` reads from the restart trace which of them are ranks.
     """
 
     def __init__(self, command: list[str], log_path: Path, echo: bool) -> None:
         self.log_path = log_path
         self._mark = uuid.uuid4().hex
         environment = os.environ | {MARK_VARIABLE: self._mark, LAUNCH_ID_VARIABLE: self._mark}
-        # Of an outer launcher; the command's own launcher must not take them for its own.
+        # An outer launcher may have set these; the command's own launcher must not read them.
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
             environment.pop(name, None)
         self._launcher = subprocess.Popen(
@@ -61,7 +61,7 @@ class Launch:
         self._echo = self._wants_echo = echo
         # When the agent's first line on a failure arrived, since `expect_failure` (monotonic, ns).
         self.agent_saw_ns: int | None = None
-        self._found: int | None = None  # the cycle all of whose ranks are known
+        self._found: int | None = None  # the cycle whose ranks are all known
         self._ranks: list[psutil.Process] = []
         self._of_ranks: set[psutil.Process] = set()
         self._reader = threading.Thread(target=self._read_output, args=(log_path,), daemon=True)
@@ -75,42 +75,43 @@ class Launch:
                 log.flush()
                 if self.agent_saw_ns is None and _AGENT_SAW_A_FAILURE.search(line):
                     self.agent_saw_ns = now_ns()
-                self._heard(line)
+                self._on_line(line)
                 if self._echo:
                     sys.stdout.write(line.decode(errors="replace"))
                     sys.stdout.flush()
 
-    def _heard(self, line: bytes) -> None:
-        """A line of output has arrived; for launches that look at more of it."""
+    def _on_line(self, line: bytes) -> None:
+        """Called with each line of output; subclasses override it."""
 
     def expect_failure(self) -> None:
-        """From here on `agent_saw_ns` is of a new failure.
+        """Reset `agent_saw_ns` for a new failure, and only log the output until `has_recovered`.
 
-        What a launcher says of lost ranks is long and hides what matters: output is only logged until `has_recovered`.
+        A launcher prints long reports of lost ranks, which would hide the drill's own lines.
         """
         self._echo = False
         self.agent_saw_ns = None
 
     def has_recovered(self) -> None:
-        """The failure is dealt with: output is passed on again."""
+        """Show the output again after a failure."""
         self._echo = self._wants_echo
         self.agent_saw_ns = None
 
     def find_ranks(self, trace_dir: Path, cycle: int) -> bool:
-        """Look for the ranks of `cycle` in their records; whether all have written one, and this host's are found.
+        """Find the ranks of `cycle` by their records. Returns whether all have written one and this host's were found.
 
-        To strike fast, this is done before the injection point comes.
+        Done before the injection point is reached, so that the fault is not late.
         """
         if self._found == cycle:
             return True
         world_size, ranks = recorded_ranks(trace_dir, cycle)
         here = boot_id()
-        pids = [place.pid for _, place in sorted(ranks.items()) if place.boot_id == here]  # signals reach no other host
+        # Signals reach no other host.
+        pids = [location.pid for _, location in sorted(ranks.items()) if location.boot_id == here]
         self._ranks = []
         for pid in pids:
             with contextlib.suppress(psutil.Error, OSError):
                 process = psutil.Process(pid)
-                # Without the mark, the number is another process's by now.
+                # Without the mark, the pid has been reused by another process.
                 if process.environ().get(MARK_VARIABLE) == self._mark:
                     self._ranks.append(process)
         self._of_ranks = set(self._ranks)
@@ -119,7 +120,7 @@ class Launch:
         return self._found is not None
 
     def await_ranks(self, trace_dir: Path, cycle: int, limit_s: float, ended: Callable[[], bool]) -> None:
-        """Return when all ranks of `cycle` are found, or the job has `ended`. Raises DrillError after `limit_s`."""
+        """Wait until all ranks of `cycle` are found or the job has `ended`. Raises DrillError after `limit_s`."""
         deadline = time.monotonic() + limit_s
         while not self.find_ranks(trace_dir, cycle) and not ended():
             if time.monotonic() > deadline:
@@ -130,31 +131,31 @@ class Launch:
             time.sleep(0.002)
 
     def ranks(self) -> list[psutil.Process]:
-        """The ranks that were found and live, in order of rank."""
+        """The living ranks that were found, in order of rank."""
         return _living(self._ranks)
 
     def of_ranks(self) -> list[psutil.Process]:
-        """The ranks and what they have started, as far as it was there at the last call while they lived."""
+        """The ranks and their descendants. Those of a dead rank are known only from a call while it still lived."""
         for process in self.ranks():
             with contextlib.suppress(psutil.Error):
                 self._of_ranks.update(process.children(recursive=True))
         return _living(self._of_ranks)
 
     def not_named(self) -> tuple[str, ...]:
-        """What is wrong with what the ranks said of one that was stopped; only faults of nodes look at that."""
+        """A message for each rank that did not name the stopped rank; only launches over nodes check that."""
         return ()
 
     def named_s(self) -> float | None:
-        """Seconds from the stop of a rank until all others had named it, or those that did; None if none did."""
+        """Seconds from the stop of a rank until the last of the others that named it had done so; None if none did."""
         return None
 
     @property
     def pid(self) -> int:
-        """Of the process that was started with the command."""
+        """The process id of the command itself, which is the launcher."""
         return self._launcher.pid
 
     def launcher(self) -> list[psutil.Process]:
-        """The process that was started with the command."""
+        """The process of the command itself, if it lives."""
         return _living([psutil.Process(self._launcher.pid)]) if self._launcher.poll() is None else []
 
     def everything(self) -> list[psutil.Process]:
@@ -167,7 +168,7 @@ class Launch:
         return found
 
     def send(self, signum: int, processes: list[psutil.Process]) -> int:
-        """Send a signal to those that still live; how many that were."""
+        """Send a signal to those that still live. Returns their number."""
         sent = 0
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -176,25 +177,25 @@ class Launch:
         return sent
 
     def kill(self, which: Callable[[Launch], list[psutil.Process]]) -> int:
-        """SIGKILL what `which` finds until it finds nothing; how many processes that were.
+        """SIGKILL what `which` finds until it finds nothing. Returns the number of processes.
 
-        The ranks are stopped first: they stay where they are while what they have started is looked for.
+        The ranks are stopped first, so that they start nothing while their descendants are searched for.
         """
         self.send(signal.SIGSTOP, self.ranks())
         killed: set[int] = set()
         while found := which(self):
             self.send(signal.SIGKILL, found)
             killed |= {process.pid for process in found}
-            time.sleep(0.01)  # not psutil's wait: that would take the launcher's exit code away from Popen
+            time.sleep(0.01)  # not psutil's wait, which would reap the launcher and lose its exit code for Popen
         return len(killed)
 
     @property
     def exit_code(self) -> int | None:
-        """Of the launcher; None while it runs."""
+        """The launcher's exit code; None while it runs."""
         return self._launcher.poll()
 
     def wait(self, time_limit_s: float) -> int:
-        """Exit code of the launcher. Raises DrillError if the time passes first."""
+        """Wait for the launcher's exit code. Raises DrillError if the time passes first."""
         try:
             return self._launcher.wait(time_limit_s)
         except subprocess.TimeoutExpired:
@@ -202,17 +203,17 @@ class Launch:
             raise DrillError(message) from None
 
     def wait_until_gone(self, time_limit_s: float) -> None:
-        """Return when no process of the launch is left. Raises DrillError if the time passes first."""
+        """Wait until no process of the launch is left. Raises DrillError if the time passes first."""
         deadline = time.monotonic() + time_limit_s
         while left := self.everything():
             if time.monotonic() > deadline:
                 shown = ", ".join(f"{process.pid} ({process.name()})" for process in left[:8])
-                raise DrillError(f"{len(left)} processes outlived it by {time_limit_s:g} s: {shown}")
+                raise DrillError(f"{len(left)} processes outlived the launch by {time_limit_s:g} s: {shown}")
             time.sleep(POLL_S)
         self._reader.join(time_limit_s)
 
     def clean_up(self) -> None:
-        """SIGKILL whatever is left of the launch."""
+        """SIGKILL all remaining processes of the launch."""
         while left := self.everything():
             for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -222,22 +223,22 @@ class Launch:
         self._reader.join(1.0)
 
 
-class Place(NamedTuple):
-    """Where a rank runs, as its first record tells. `pid`: as its host numbers processes. `at`: its coordinates.
+class RankLocation(NamedTuple):
+    """Where a rank runs, according to its first record. `pid` is in the pid namespace of its host.
 
-    `copies`: ADDRESS:PORT of its host's process that holds saves in memory; empty without one.
+    `copies`: ADDRESS:PORT of the process on its host that holds saves in memory; empty if there is none.
     """
 
     pid: int
     boot_id: str
     host: str
-    at: tuple[int, ...] = ()  # (tp, pp, dp)
+    coordinates: tuple[int, ...] = ()  # (tp, pp, dp)
     launch_id: str = ""
     copies: str = ""
 
 
-def recorded_ranks(trace_dir: Path, cycle: int) -> tuple[int, dict[int, Place]]:
-    """(world size, rank -> its place) of the ranks that trace `cycle`; 0 if none does yet."""
+def recorded_ranks(trace_dir: Path, cycle: int) -> tuple[int, dict[int, RankLocation]]:
+    """(world size, location by rank) of the ranks that have written a record of `cycle`; (0, {}) if none has yet."""
     world_size, ranks = 0, {}
     for path in trace_dir.glob(RANK_FILE_PATTERN.replace("{rank:05d}", "*").format(cycle=cycle)):
         with path.open("rb") as file:
@@ -245,14 +246,16 @@ def recorded_ranks(trace_dir: Path, cycle: int) -> tuple[int, dict[int, Place]]:
         first = json.loads(line) if line.endswith(b"\n") else {}
         if "pid" in first:
             world_size = first["world_size"]
-            at, environment = tuple(first.get(name, 0) for name in ("tp", "pp", "dp")), first.get("environment", {})
-            told = environment.get(LAUNCH_ID_VARIABLE, ""), environment.get(COPIES_VARIABLE, "")
-            ranks[first["rank"]] = Place(first["pid"], first["boot_id"], first.get("host", ""), at, *told)
+            coordinates = tuple(first.get(axis, 0) for axis in ("tp", "pp", "dp"))
+            environment = first.get("environment", {})
+            variables = environment.get(LAUNCH_ID_VARIABLE, ""), environment.get(COPIES_VARIABLE, "")
+            process = first["pid"], first["boot_id"], first.get("host", "")
+            ranks[first["rank"]] = RankLocation(*process, coordinates, *variables)
     return world_size, ranks
 
 
 def _living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Those that run; a zombie is none, and neither is another process that has got the id of one."""
+    """The processes that still run, without zombies and without other processes that have reused a pid."""
     found = []
     for process in processes:
         with contextlib.suppress(psutil.Error):
@@ -263,14 +266,14 @@ def _living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 @contextlib.contextmanager
 def launched(command: list[str], log_path: Path, echo: bool = True) -> Iterator[Launch]:
-    """A running launch of which nothing is left at the end."""
+    """A running launch; when the context ends none of its processes is left."""
     with cleaned_up(Launch(command, log_path, echo)) as launch:
         yield launch
 
 
 @contextlib.contextmanager
 def cleaned_up(launch: AnyLaunch) -> Iterator[AnyLaunch]:
-    """`launch`, of which nothing is left at the end."""
+    """`launch`; when the context ends none of its processes is left."""
     try:
         yield launch
     finally:

@@ -1,11 +1,11 @@
-"""Every fault at every moment under both supervisors and with several engines, in as few launches as that takes.
+"""Every fault at every injection point with several supervisors and engines, in as few launches as possible.
 
-    python -m tools.restart_drill.matrix --out runs/matrix                       # all that makes sense
-    python -m tools.restart_drill.matrix --out runs/sample --sample 8 --seed 1   # eight cells of it, drawn by the seed
+    python -m tools.restart_drill.matrix --out runs/matrix                       # all valid combinations
+    python -m tools.restart_drill.matrix --out runs/sample --sample 8 --seed 1   # eight of them, drawn by the seed
 
-Cells of one supervisor and engine are strikes on one course of launches: what a strike leaves is the next one's start.
-All cells share one reference run, since neither supervisor nor engine may change a loss. The last launch of a course is
-ended once it has caught up.
+The cells of one supervisor and engine are faults in one sequence of launches: each restart begins with the state that
+the fault before has left. All cells share one reference run, since neither supervisor nor engine may change a loss. The
+last launch of a sequence is ended once it has caught up.
 """
 
 from __future__ import annotations
@@ -44,20 +44,21 @@ from .cli import (
 )
 from .drill import run_drill
 from .facts import facts_of
-from .faults import DAMAGE, DISK_FULL, FAULTS, STORAGE_FAULTS, of_storage, refusal
+from .faults import DAMAGE, DISK_FULL, FAULTS, STORAGE_FAULTS, proxy_fault, refusal
+from .injection_points import STAGES, parse_injection_point
 from .launch import DrillError
-from .moments import STAGES, parse_moment
 from .nodes import TAKES_A_SPARE
 from .output import analysed, describe
-from .plan import RELAUNCH, SUPERVISORS, TORCHRUN, Intent, Plan, Strike, first, say
+from .plan import RELAUNCH, SUPERVISORS, TORCHRUN, Injection, Plan, PlannedInjection, injection_before_restart, say
 from .preset import expanded
 from .reference import Reference, run_reference, stored_reference
 
 ENGINES = ("torch", "lazy")
-MOMENTS = (*STAGES, "random:1")  # iteration:N is mid-step at a given iteration
-# Faults whose moment matters little: the disk fills up before a save or in one; damage is done when all is over, and of
-# the two kinds one is enough everywhere; on CPUs a device error is an exception.
-_SOME_MOMENTS = {
+INJECTION_POINTS = (*STAGES, "random:1")  # iteration:N is mid-step at a given iteration
+# Faults for which the injection point matters little: a disk fills up before a save or in one; files are damaged after
+# all ranks have ended, and at most points one of the two kinds of damage suffices; on CPUs a device error is an
+# exception.
+_SELECTED_POINTS = {
     "disk-full": ("mid-step", "mid-save-write"),
     "truncate": ("mid-save-write", "after-commit"),
     "sigkill-launcher": ("mid-step", "mid-save-write", "mid-save-commit", "mid-load"),
@@ -66,7 +67,7 @@ _SOME_MOMENTS = {
     "disk-slow": ("mid-step", "mid-save-write", "mid-load"),
     **dict.fromkeys(STORAGE_FAULTS, ("mid-save-write", "mid-load")),
 }
-STRIKES = 10  # of one course
+MAX_INJECTIONS = 10  # in one sequence
 _PRESET, _RANKS = "tiny_tp2_pp2_dp2", commands.Sizes(1, 1, 2)
 _VERDICTS = {True: "verified", False: "NOT VERIFIED", None: "did not run"}
 
@@ -76,12 +77,12 @@ class Cell:
     supervisor: str
     engine: str
     fault: str
-    moment: str
+    injection_point: str
 
 
 @dataclass
 class Result:
-    """What came of a cell; `verified` is None if it could not be carried out, for the reason in `wrong`."""
+    """The result of a cell. `verified` is None if it could not be carried out; `wrong` then has the reason."""
 
     cell: Cell
     verified: bool | None
@@ -96,65 +97,65 @@ def cells(
     engines: tuple[str, ...],
     checkpoints: Place | None,
     faults: tuple[str, ...] = FAULTS,
-    moments: tuple[str, ...] = MOMENTS,
+    points: tuple[str, ...] = INJECTION_POINTS,
     *,
     on_nodes: bool = False,
 ) -> list[Cell]:
-    """All combinations of these that make sense; `on_nodes`: as `refusal`.
+    """All valid combinations of these; `on_nodes`: as for `refusal`.
 
-    Left out, besides what `refusal` names: disk-full without a file system for it; faults of a store without one; and
-    damage in a restart, which is the same as damage after any kill, except that no second checkpoint may be there.
+    Left out besides what `refusal` names: disk-full without a file system for it; faults of a store without a store;
+    and damage during a restart, which is the same as damage after any kill, except that there may be no second
+    checkpoint.
     """
     found = []
     for supervisor in supervisors:
         for engine in engines:
             for fault in faults:
-                for moment in map(parse_moment, moments):
-                    left_out = moment.text not in _SOME_MOMENTS.get(fault, MOMENTS)
-                    left_out |= fault in DAMAGE and moment.strikes_a_restart
+                for point in map(parse_injection_point, points):
+                    left_out = point.text not in _SELECTED_POINTS.get(fault, INJECTION_POINTS)
+                    left_out |= fault in DAMAGE and point.during_restart
                     left_out |= fault == DISK_FULL and not isinstance(checkpoints, Path)
                     left_out |= fault in STORAGE_FAULTS and not isinstance(checkpoints, ObjectUri)
-                    if not left_out and refusal(fault, moment, supervisor, on_nodes=on_nodes) is None:
-                        found.append(Cell(supervisor, engine, fault, moment.text))
+                    if not left_out and refusal(fault, point, supervisor, on_nodes=on_nodes) is None:
+                        found.append(Cell(supervisor, engine, fault, point.text))
     return found
 
 
-def courses(chosen: list[Cell], spares: int = 1) -> list[list[Cell]]:
-    """Cells that strike one course of launches, in its order. A course loses as many nodes as there are spares."""
+def sequences(chosen: list[Cell], spares: int = 1) -> list[list[Cell]]:
+    """The cells of each sequence of launches, in order. A sequence loses at most as many nodes as there are spares."""
     found: dict[tuple[str, str], list[list[Cell]]] = {}
     for cell in chosen:
         mine = found.setdefault((cell.supervisor, cell.engine), [[]])
         lost = sum(other.fault in TAKES_A_SPARE for other in mine[-1])
-        if len(mine[-1]) == STRIKES or (cell.fault in TAKES_A_SPARE and lost == spares):
+        if len(mine[-1]) == MAX_INJECTIONS or (cell.fault in TAKES_A_SPARE and lost == spares):
             mine.append([])
         mine[-1].append(cell)
-    return [course for of_both in found.values() for course in of_both]
+    return [sequence for of_both in found.values() for sequence in of_both]
 
 
-def strikes_of(course: list[Cell]) -> tuple[Intent, ...]:
-    """The strikes of a course; one that strikes a restart needs one before it."""
-    intents = tuple(Intent(cell.fault, parse_moment(cell.moment)) for cell in course)
-    needs_one = intents[0].moment.strikes_a_restart
-    return (first(course[0].supervisor), *intents) if needs_one else intents
+def injections_of(sequence: list[Cell]) -> tuple[PlannedInjection, ...]:
+    """The injections of a sequence. If the first one is during a restart, another one comes before it."""
+    planned = tuple(PlannedInjection(cell.fault, parse_injection_point(cell.injection_point)) for cell in sequence)
+    return (injection_before_restart(sequence[0].supervisor), *planned) if planned[0].point.during_restart else planned
 
 
-def run_course(base: Plan, number: int, course: list[Cell], reference: Reference) -> list[Result]:
-    """Strike with all cells of `course`. After an error the cells from there on are another course's."""
-    out = base.out / f"course_{number:03d}"
-    strikes = strikes_of(course)
-    fills_disk = any(cell.fault == DISK_FULL for cell in course)
-    there = fills_disk or not isinstance(base.checkpoints, Path)
-    checkpoints = below(base.checkpoints, out.name) if there else out / "checkpoints"
-    engine, supervisor = course[0].engine, course[0].supervisor
+def run_sequence(base: Plan, number: int, sequence: list[Cell], reference: Reference) -> list[Result]:
+    """Inject the faults of all cells of `sequence`. After an error the results end with the cell that failed."""
+    out = base.out / f"sequence_{number:03d}"
+    injections = injections_of(sequence)
+    fills_disk = any(cell.fault == DISK_FULL for cell in sequence)
+    at_given_place = fills_disk or not isinstance(base.checkpoints, Path)
+    checkpoints = below(base.checkpoints, out.name) if at_given_place else out / "checkpoints"
+    engine, supervisor = sequence[0].engine, sequence[0].supervisor
     command = commands.completed(base.command, checkpoints, out / "trace", engine, base.persist_interval)
-    command = commands.supervised(command, supervisor, len(strikes), base.hang_limit_s, on_nodes=base.on_nodes)
-    if any(of_storage(cell.fault) for cell in course):
+    command = commands.supervised(command, supervisor, len(injections), base.hang_limit_s, on_nodes=base.on_nodes)
+    if any(proxy_fault(cell.fault) for cell in sequence):
         command = commands.with_deadline(command)
     plan = replace(
-        base, command=command, resumed_command=command, strikes=strikes, supervisor=supervisor, out=out,
+        base, command=command, resumed_command=command, injections=injections, supervisor=supervisor, out=out,
         checkpoints=checkpoints, to_the_end=False, **saves(command, base.on_nodes),
     )  # fmt: skip
-    done: list[Strike] = []
+    done: list[Injection] = []
     error: str | None = None
     try:
         run_drill(plan, say, done)
@@ -164,19 +165,19 @@ def run_course(base: Plan, number: int, course: list[Cell], reference: Reference
         if str(exc).startswith("stopped by signal"):
             raise
     content = content_of(plan, done, reference)
-    told = content["cycles"][len(strikes) - len(course) :]
-    results = [_result(cell, entry) for cell, entry in zip(course, told, strict=False)]
+    entries = content["cycles"][len(injections) - len(sequence) :]
+    results = [_result(cell, entry) for cell, entry in zip(sequence, entries, strict=False)]
     if error is None:
         if all(result.verified for result in results):
             checkpoints_at(checkpoints).remove()
         return results
-    # What came after the last strike failed.
-    if results and (len(results) == len(course) or not results[-1].verified):
+    # The launch after the last injection failed.
+    if results and (len(results) == len(sequence) or not results[-1].verified):
         return [*results[:-1], Result(results[-1].cell, None, error)]
-    return [*results, Result(course[len(results)], None, error)]
+    return [*results, Result(sequence[len(results)], None, error)]
 
 
-def content_of(plan: Plan, done: list[Strike], reference: Reference) -> dict[str, Any]:
+def content_of(plan: Plan, done: list[Injection], reference: Reference) -> dict[str, Any]:
     if not done:
         return {"cycles": []}
     content = describe(
@@ -199,30 +200,32 @@ def _result(cell: Cell, entry: dict[str, Any]) -> Result:
 
 
 def run_matrix(base: Plan, chosen: list[Cell], reference: Reference, spares: int) -> list[Result]:
-    """All cells; an error costs its own cell only."""
+    """Run all cells. After an error only its own cell is lost: the following ones get a new sequence."""
     results: list[Result] = []
-    waiting = courses(chosen, max(1, spares // len(base.nodes)))
+    waiting = sequences(chosen, max(1, spares // len(base.nodes)))
     number = 0
     while waiting:
-        course = waiting.pop(0)
-        say(f"course {number}: {plural(len(course), 'fault')}, {course[0].supervisor}, engine {course[0].engine}")
-        found = run_course(base, number, course, reference)
+        sequence = waiting.pop(0)
+        first = sequence[0]
+        say(f"sequence {number}: {plural(len(sequence), 'fault')}, {first.supervisor}, engine {first.engine}")
+        found = run_sequence(base, number, sequence, reference)
         results += found
-        if len(found) < len(course):
-            waiting.insert(0, course[len(found) :])
+        if len(found) < len(sequence):
+            waiting.insert(0, sequence[len(found) :])
         number += 1
     return results
 
 
 def markdown(results: list[Result], elapsed_s: float) -> str:
     """The results as a table."""
-    header = ("supervisor", "engine", "fault", "moment", "restart, s", "accounted", "lost steps", "")
+    header = ("supervisor", "engine", "fault", "injection point", "restart, s", "accounted", "lost steps", "")
     rows = []
     for result in results:
         cell, wrong = result.cell, f": {result.wrong}" if result.wrong else ""
         figures = number(result.restart_s, ".2f"), number(result.accounted, ".1%"), count(result.lost_steps)
         verdict = escaped(_VERDICTS[result.verified] + wrong)
-        rows.append((cell.supervisor, cell.engine, f"`{cell.fault}`", f"`{cell.moment}`", *figures, verdict))
+        what = cell.supervisor, cell.engine, f"`{cell.fault}`", f"`{cell.injection_point}`"
+        rows.append((*what, *figures, verdict))
     good = sum(result.verified is True for result in results)
     verdict = f"{good} of {len(results)} cells verified, in {elapsed_s / 60:.1f} minutes."
     return "\n".join([*markdown_table(header, rows), "", verdict, ""])
@@ -233,25 +236,26 @@ _EXAMPLE = """examples:
       every fault, injection point, supervisor and engine, on a tiny model of two ranks
   %(prog)s --out runs/matrix --sample 12 --engines lazy -- 7b_tp4_pp2
 
-exit status: 0 every cell verified, 1 one was not, 2 it could not be carried out
+exit status: 0 all cells were verified, 1 at least one was not, 2 the matrix could not be carried out
 """
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(
         prog="python -m tools.restart_drill.matrix",
-        description="Drill faults x moments x supervisors x engines, and tabulate what was verified.",
+        description="Run drills over faults, injection points, supervisors and engines, and tabulate the results.",
         epilog=_EXAMPLE,
     )
     add_run_options(parser)
     parser.add_argument("--sample", type=int, metavar="N", help="only N cells, drawn at random (default: all)")
-    parser.add_argument("--seed", type=int, default=1, help="of the sample")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the sample (default: 1)")
     for name, values in (("supervisors", (RELAUNCH, TORCHRUN)), ("engines", ENGINES), ("faults", FAULTS),
-                         ("moments", MOMENTS)):  # fmt: skip
-        parser.add_argument(f"--{name}", default=",".join(values), help="separated by commas")
+                         ("injection-points", INJECTION_POINTS)):  # fmt: skip
+        parser.add_argument(f"--{name}", default=",".join(values), help="separated by commas (default: %(default)s)")
     parser.add_argument(
         "--spares", type=int, default=1, metavar="N",
-        help="for --supervisors launch: so many nodes one launch may lose, the spares of its HOSTFILE (default: 1)",
+        help="for --supervisors launch: number of spare nodes in HOSTFILE, the most that one launch may lose "
+        "(default: 1)",
     )  # fmt: skip
     add_persist_interval(parser)
     parser.set_defaults(hang_limit=5.0)
@@ -259,20 +263,21 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv if "--" in argv else [*argv, "--", _PRESET])
     args.supervisors = tuple(args.supervisors.split(","))
     if not set(args.supervisors) <= set(SUPERVISORS):
-        parser.error(f"--supervisors {','.join(args.supervisors)}: there are {', '.join(SUPERVISORS)}")
+        parser.error(f"--supervisors {','.join(args.supervisors)}: choose from {', '.join(SUPERVISORS)}")
     if args.nodes_command is not None and len(args.supervisors) > 1:
         parser.error(
-            f"--supervisors {','.join(args.supervisors)}: on nodes launch takes a command of its own; run it alone"
+            f"--supervisors {','.join(args.supervisors)}: with --nodes-command the training command is one that only "
+            "launch can supervise; give --supervisors launch"
         )
     wrong = nodes_refusal(args, args.supervisors)
     if wrong is not None:
         parser.error(wrong)
     args.faults = tuple(args.faults.split(","))
     if not set(args.faults) <= set(FAULTS):
-        parser.error(f"--faults {','.join(args.faults)}: there are {', '.join(FAULTS)}")
-    args.moments = tuple(args.moments.split(","))
-    if not set(args.moments) <= set(MOMENTS):
-        parser.error(f"--moments {','.join(args.moments)}: there are {', '.join(MOMENTS)}")
+        parser.error(f"--faults {','.join(args.faults)}: choose from {', '.join(FAULTS)}")
+    args.injection_points = tuple(args.injection_points.split(","))
+    if not set(args.injection_points) <= set(INJECTION_POINTS):
+        parser.error(f"--injection-points {','.join(args.injection_points)}: choose from {', '.join(INJECTION_POINTS)}")
     if args.sample is not None and args.sample < 1:
         parser.error(f"--sample {args.sample}: must be at least 1")
     check_out(parser, args.out)
@@ -280,7 +285,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _training(words: list[str], on_nodes: bool) -> list[str]:
-    """The command; of the tiny preset on this host one with two ranks, so that two cores are enough."""
+    """The training command. On one host the tiny preset gets two ranks, so that two cores are enough."""
     os.environ.setdefault("ITERS", "300")
     os.environ.setdefault("EXTRA_ARGS", "--keep-last 3")
     command = expanded(words)
@@ -293,7 +298,8 @@ def main(argv: list[str] | None = None) -> int:
     begin = time.monotonic()
     try:
         engines, on_nodes = tuple(args.engines.split(",")), args.nodes_command is not None
-        chosen = cells(args.supervisors, engines, args.checkpoints, args.faults, args.moments, on_nodes=on_nodes)
+        points = args.injection_points
+        chosen = cells(args.supervisors, engines, args.checkpoints, args.faults, points, on_nodes=on_nodes)
         if args.sample is not None:
             picked = random.Random(args.seed).sample(range(len(chosen)), min(args.sample, len(chosen)))
             chosen = [chosen[i] for i in sorted(picked)]
@@ -304,7 +310,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.reference is not None:
             reference = stored_reference(args.reference, training)
         else:
-            say("the training without a fault, for comparison")
+            say("the reference run, without a fault")
             reference = run_reference(base, training, None)
         results = run_matrix(base, chosen, reference, args.spares)
     except (DrillError, ObjectStoreError, OSError) as error:
@@ -312,8 +318,8 @@ def main(argv: list[str] | None = None) -> int:
         return COULD_NOT_RUN
     text = markdown(results, time.monotonic() - begin)
     (base.out / "matrix.md").write_text(text)
-    told = [vars(result) | {"cell": vars(result.cell)} for result in results]
-    (base.out / "matrix.json").write_text(json.dumps({"cells": told}, indent=1) + "\n")
+    entries = [vars(result) | {"cell": vars(result.cell)} for result in results]
+    (base.out / "matrix.json").write_text(json.dumps({"cells": entries}, indent=1) + "\n")
     print(text)
     return VERIFIED if all(result.verified for result in results) else NOT_VERIFIED
 

@@ -1,17 +1,17 @@
-"""Faults of nodes: by a program of the user's, since every cluster has its own way to switch a node off.
+"""Faults of nodes. A program of the user injects them, since each cluster has its own way to switch a node off.
 
---nodes-command starts it once, ahead of time, since some injection points last a few milliseconds. It reads lines and
-does what they say; when that is done it prints a line `ok`, or one that begins with `error`:
+The drill starts the program of --nodes-command once and in advance, since some injection points last only milliseconds.
+The program reads commands, one a line. After each it prints a line `ok`, or one that begins with `error`:
 
-    lose NODE               its power fails
-    cut NODE                its link carries nothing any more; its processes live on
-    slow-link NODE          its link is slow
-    slow-disk NODE          its disk is slow
-    signal NODE NAME PID    a signal (STOP or KILL) to a process, by its number on that node
-    mend NODE               undo all of these; a node that was lost is switched on again
-    processes NODE          before the `ok`, print the command line of each of its processes, one a line
+    lose NODE               switch the power of the node off
+    cut NODE                disconnect its network link; its processes continue
+    slow-link NODE          slow its link down
+    slow-disk NODE          slow its disk down
+    signal NODE NAME PID    send a signal (STOP or KILL) to a process; PID is in the pid namespace of that node
+    repair NODE             undo all of these; a lost node is switched on again
+    processes NODE          print the command line of each of its processes, one a line, before the `ok`
 
-NODE is the host name that the ranks there record. The program ends at the end of its input.
+NODE is the host name that the node's ranks record. The program ends at the end of its input.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from pathlib import Path
 
 from restart_trace.clock import now_ns
 
-from .kept import KeptOnNodes
-from .launch import DrillError, Launch, Place, recorded_ranks
+from .launch import DrillError, Launch, RankLocation, recorded_ranks
+from .memory_saves import NodeMemorySaves
 
-_CALL_S = 600.0  # a real machine takes minutes to come up again
+_CALL_S = 600.0  # a physical machine takes minutes to boot
 _POLL_S = 0.1
-# Fault -> action of the program.
+# Fault -> command of the program.
 NODE_FAULTS = {"node-loss": "lose", "link-cut": "cut", "link-slow": "slow-link", "disk-slow": "slow-disk"}
-RANK_FAULTS = {"rank-stopped": "STOP", "sigkill-one": "KILL"}  # -> the signal, to the last rank of the node
+RANK_FAULTS = {"rank-stopped": "STOP", "sigkill-one": "KILL"}  # fault -> signal to the last rank of the node
 _ERROR_OF_RANK = re.compile(rb"error on rank (\d+), ")
-LOST = "node-loss"  # that node runs nothing of the launch again
+LOST = "node-loss"  # the node runs nothing of the launch again
 TAKES_A_SPARE = (LOST, "link-cut")
 
 
 class Program:
-    """The running program of --nodes-command; use `started`. Several threads may call it."""
+    """The running program of --nodes-command. Thread-safe; `nodes_of` starts and closes it."""
 
     def __init__(self, words: list[str]) -> None:
         self._shown = shlex.join(words)
         self._lock = threading.Lock()
-        self._lines: queue.Queue[str | None] = queue.Queue()  # None: it has ended
+        self._lines: queue.Queue[str | None] = queue.Queue()  # None: the program has ended
         try:
             self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
         except OSError as error:
@@ -55,24 +55,24 @@ class Program:
         threading.Thread(target=self._read, name="nodes-command", daemon=True).start()
 
     def call(self, *words: str) -> list[str]:
-        """Have it do something; the lines that it prints before `ok`. Raises DrillError if it does not say `ok`."""
+        """Give it a command. Returns the lines that it prints before `ok`; raises DrillError if it prints no `ok`."""
         with self._lock:
-            said: list[str] = []
+            printed: list[str] = []
             try:
                 assert self._process.stdin is not None
                 self._process.stdin.write(" ".join(words) + "\n")
                 while (line := self._lines.get(timeout=_CALL_S)) not in ("ok", None):
                     if line.startswith("error"):
                         raise DrillError(f"--nodes-command {self._shown}: {' '.join(words)}: {line}")
-                    said.append(line)
+                    printed.append(line)
             except (OSError, queue.Empty):
                 line = None
             if line is None:
                 raise DrillError(
-                    f"--nodes-command {self._shown}: {' '.join(words)}: it has ended, or has said neither ok nor error "
-                    f"within {_CALL_S:g} s; see docs/restart_drill.md"
+                    f"--nodes-command {self._shown}: {' '.join(words)}: the program has ended, or has printed neither "
+                    f"ok nor error within {_CALL_S:g} s; see docs/restart_drill.md"
                 )
-            return said
+            return printed
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -89,126 +89,128 @@ class Program:
 
 @contextlib.contextmanager
 def nodes_of(words: list[str], which: Sequence[int]) -> Iterator[Nodes]:
-    """The nodes that a program harms. At the end all are mended. Raises DrillError if it cannot be started."""
+    """Nodes that a program injects faults into; all are repaired at the end. Raises DrillError if it does not start."""
     program = Program(words)
     nodes = Nodes(program, which)
     try:
         yield nodes
     finally:
         try:
-            nodes.mend()
+            nodes.repair()
         finally:
             program.close()
 
 
 class Nodes:
-    """The nodes of a job. `program`: words of --nodes-command. `which`: are harmed, of those that train."""
+    """The nodes of a job. `which`: indices of the training nodes that faults are injected into."""
 
     def __init__(self, program: Program, which: Sequence[int]) -> None:
         self._program = program
         self.which = which
-        self._harmed: dict[str, tuple[str, int]] = {}  # node -> (fault, the cycle that it struck)
+        self._faulty: dict[str, tuple[str, int]] = {}  # node -> (fault, cycle in which it was injected)
         self._lock = threading.Lock()
 
-    def harm(self, fault: str, node: str, pid: int, cycle: int) -> None:
+    def inject(self, fault: str, node: str, pid: int, cycle: int) -> None:
         """Raises DrillError if the program fails."""
         if fault in RANK_FAULTS:
             self._program.call("signal", node, RANK_FAULTS[fault], str(pid))
             return
         with self._lock:
-            self._harmed[node] = (fault, cycle)
+            self._faulty[node] = (fault, cycle)
         self._program.call(NODE_FAULTS[fault], node)
 
     @property
-    def gone(self) -> set[str]:
-        """Nodes that nobody reaches."""
+    def unreachable(self) -> set[str]:
+        """Nodes that are lost or cut off."""
         with self._lock:
-            return {node for node, (fault, _) in self._harmed.items() if fault in TAKES_A_SPARE}
+            return {node for node, (fault, _) in self._faulty.items() if fault in TAKES_A_SPARE}
 
-    def mend(self, before: int | None = None) -> None:
-        """Mend all nodes; those that live, and were harmed in a cycle before this one, if one is given."""
+    def repair(self, before: int | None = None) -> None:
+        """Repair all nodes or, with `before`, those that are not lost and got their fault in an earlier cycle."""
         with self._lock:
-            harmed = dict(self._harmed)
-        for node, (fault, cycle) in harmed.items():
+            faulty = dict(self._faulty)
+        for node, (fault, cycle) in faulty.items():
             if before is None or (fault != LOST and cycle < before):
-                self._program.call("mend", node)
+                self._program.call("repair", node)
                 with self._lock:
-                    if self._harmed.get(node) == (fault, cycle):
-                        del self._harmed[node]
+                    if self._faulty.get(node) == (fault, cycle):
+                        del self._faulty[node]
 
-    def processes(self, node: str, of: str) -> list[str]:
-        """Command lines on a node with this text in them."""
-        return [line for line in self._program.call("processes", node) if of in line]
+    def processes(self, node: str, text: str) -> list[str]:
+        """The command lines of processes on a node that contain `text`."""
+        return [line for line in self._program.call("processes", node) if text in line]
 
 
 class LaunchOnNodes(Launch):
-    """A launch whose ranks are on several nodes: they are known by their traces, and harmed through `nodes`."""
+    """A launch with ranks on several nodes. They are found through their traces; `nodes` injects the faults."""
 
     def __init__(self, command: list[str], log_path: Path, echo: bool, nodes: Nodes, trace_dir: Path) -> None:
-        # Rank that ended with an error -> when that was heard, and what; since the last fault. Before the log is read.
-        self._named: dict[int, tuple[int, str]] = {}
+        # Rank that ended with an error since the last fault -> (time at which the line arrived, the line). Set first,
+        # since super().__init__ starts to read the output.
+        self._errors: dict[int, tuple[int, str]] = {}
         super().__init__(command, log_path, echo)
         self._nodes = nodes
         self._trace_dir = trace_dir
-        self._places: list[Place] = []  # of the ranks of a cycle, in order
-        self._hosts: set[str] = set()  # that have run a rank
-        # Of the last fault: the last rank on the node, the number of ranks, and when (monotonic, ns).
-        self._struck = self._ranks_struck = self._struck_ns = 0
+        self._locations: list[RankLocation] = []  # of the ranks of a cycle, in order
+        self._hosts: set[str] = set()  # all that have run a rank
+        # For the last fault: the last rank on the first faulty node, the number of ranks, and the time (monotonic, ns).
+        self._faulty_rank = self._ranks_at_fault = self._injected_ns = 0
 
     def find_ranks(self, trace_dir: Path, cycle: int) -> bool:
         if self._found == cycle:
             return True
         world_size, ranks = recorded_ranks(trace_dir, cycle)
-        self._places = [place for _, place in sorted(ranks.items())]
-        self._hosts |= {place.host for place in self._places}
+        self._locations = [location for _, location in sorted(ranks.items())]
+        self._hosts |= {location.host for location in self._locations}
         self._found = cycle if 0 < world_size == len(ranks) else None
         return self._found is not None
 
-    def harm(self, fault: str) -> int:
-        """Harm nodes, or the last rank on each; how many ranks that strikes. Raises DrillError."""
-        hosts = list(dict.fromkeys(place.host for place in self._places))
+    def inject(self, fault: str) -> int:
+        """Inject a fault into nodes, or into the last rank on each. Returns the number of ranks; raises DrillError."""
+        hosts = list(dict.fromkeys(location.host for location in self._locations))
         try:
-            struck = [hosts[number] for number in self._nodes.which]
+            targets = [hosts[number] for number in self._nodes.which]
         except IndexError:
             raise DrillError(f"--node {self._nodes.which}: the ranks are on {len(hosts)} nodes") from None
-        pids = [[place.pid for place in self._places if place.host == host] for host in struck]
-        self._struck = max(rank for rank, place in enumerate(self._places) if place.host == struck[0])
-        self._ranks_struck = len(self._places)
-        self._named = {}
-        self._struck_ns = now_ns()
-        for host, mine in zip(struck, pids, strict=True):
-            self._nodes.harm(fault, host, mine[-1], self._found or 0)
-        return len(struck) if fault in RANK_FAULTS else sum(map(len, pids))
+        pids = [[location.pid for location in self._locations if location.host == host] for host in targets]
+        self._faulty_rank = max(rank for rank, location in enumerate(self._locations) if location.host == targets[0])
+        self._ranks_at_fault = len(self._locations)
+        self._errors = {}
+        self._injected_ns = now_ns()
+        for host, mine in zip(targets, pids, strict=True):
+            self._nodes.inject(fault, host, mine[-1], self._found or 0)
+        return len(targets) if fault in RANK_FAULTS else sum(map(len, pids))
 
-    def kept(self) -> KeptOnNodes:
-        """What is in the memory of the nodes that the last fault has left."""
-        return KeptOnNodes(dict(enumerate(self._places)), self._nodes.gone)
+    def memory_saves(self) -> NodeMemorySaves:
+        """The saves in the memory of the nodes that the last fault has left reachable."""
+        return NodeMemorySaves(dict(enumerate(self._locations)), self._nodes.unreachable)
 
     def not_named(self) -> tuple[str, ...]:
-        """Which of the ranks of the last cycle that was struck have ended without naming the rank that was stopped."""
-        named = self._that_named()
-        others = set(range(self._ranks_struck)) - {self._struck}
+        """A message for each rank that was running at the last fault and did not name the stopped rank."""
+        named = self._ranks_that_named()
+        others = set(range(self._ranks_at_fault)) - {self._faulty_rank}
         return tuple(
-            f"rank {rank} did not name rank {self._struck}, which was stopped" for rank in sorted(others - set(named))
+            f"rank {rank} did not name rank {self._faulty_rank}, which was stopped"
+            for rank in sorted(others - set(named))
         )
 
     def named_s(self) -> float | None:
-        heard = [at_ns for rank, at_ns in self._that_named().items() if rank != self._struck]
-        return (max(heard) - self._struck_ns) / 1e9 if heard else None
+        times_ns = [at_ns for rank, at_ns in self._ranks_that_named().items() if rank != self._faulty_rank]
+        return (max(times_ns) - self._injected_ns) / 1e9 if times_ns else None
 
-    def _that_named(self) -> dict[int, int]:
-        """The ranks that ended with an error that names the last rank which was struck, and when that was heard."""
-        named = re.compile(rf"\brank {self._struck} (on \S+ does not answer|never came)")
-        return {rank: at_ns for rank, (at_ns, said) in list(self._named.items()) if named.search(said)}
+    def _ranks_that_named(self) -> dict[int, int]:
+        """The ranks whose error names the stopped rank, with the time at which that line arrived (monotonic, ns)."""
+        named = re.compile(rf"\brank {self._faulty_rank} (on \S+ does not answer|never came)")
+        return {rank: at_ns for rank, (at_ns, error) in list(self._errors.items()) if named.search(error)}
 
-    def _heard(self, line: bytes) -> None:
+    def _on_line(self, line: bytes) -> None:
         found = _ERROR_OF_RANK.match(line)
         if found is not None:
-            self._named[int(found[1])] = (now_ns(), line.decode(errors="replace"))
+            self._errors[int(found[1])] = (now_ns(), line.decode(errors="replace"))
 
     def wait_until_gone(self, time_limit_s: float) -> None:
-        """Also on the nodes that have run ranks. They are mended before: one that is cut off learns of the end then."""
-        self._nodes.mend()
+        """Also waits on all nodes that have run ranks. Repairs them first, so that a node cut off learns of the end."""
+        self._nodes.repair()
         super().wait_until_gone(time_limit_s)
         deadline = time.monotonic() + time_limit_s
         for host in sorted(self._hosts):

@@ -1,4 +1,4 @@
-"""drill.json: what each strike cost, phase by phase, and whether all of it was verified."""
+"""drill.json: what each injected fault cost, phase by phase, and what was verified."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..common.formatting import number, plural
 from ..common.tables import text_table
 from .facts import CycleFacts
 from .launch import DrillError
-from .plan import Strike
+from .plan import Injection
 from .reference import Reference
 from .verify import Verdict, check_losses, judge
 
@@ -25,7 +25,7 @@ _OF_A_RESTART = ("restart_s", "phases", "accounted", "lost_steps", "lost_work_s"
 
 
 def analysed(trace_dir: Path) -> dict[str, Any]:
-    """The JSON of tools.ckpt_analysis. Raises DrillError if it could not run."""
+    """The JSON report of tools.ckpt_analysis. Raises DrillError if the analysis could not run."""
     command = [sys.executable, "-m", _ANALYSIS, str(trace_dir), "--format", "json"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if found.returncode > 1:  # 1: it has findings
@@ -34,7 +34,7 @@ def analysed(trace_dir: Path) -> dict[str, Any]:
 
 
 def describe(
-    strikes: list[Strike],
+    injections: list[Injection],
     supervisor: str,
     report: dict[str, Any] | None,
     cycles: dict[int, CycleFacts],
@@ -42,40 +42,41 @@ def describe(
     tolerance: float,
     repeated: float = 0.0,
 ) -> dict[str, Any]:
-    """Content of drill.json: for each strike what it was, the restart that followed it, and the verdict.
+    """Content of drill.json: for each injection the fault, the restart that followed it, and the verdict.
 
-    `report` is what `analysed` returned; without one there are no durations.
+    `report` is the result of `analysed`; without one there are no durations.
     """
     restarts = {restart["cycle"]: restart for restart in report["restarts"]} if report is not None else {}
     losses = check_losses(cycles, None if reference is None else reference.facts, tolerance, repeated)
-    told = []
-    for strike in strikes:
-        verdict = judge(strike, cycles, losses)
-        told.append(_cycle(strike, restarts.get(strike.cycle + 1), verdict, cycles))
+    entries = []
+    for injection in injections:
+        verdict = judge(injection, cycles, losses)
+        entries.append(_entry(injection, restarts.get(injection.cycle + 1), verdict, cycles))
     return {
         "supervisor": supervisor,
         "losses_compared_with": REFERENCE if reference is not None else REPETITION,
         "reference": None if reference is None else str(reference.directory),
-        "cycles": told,
+        "cycles": entries,
     }
 
 
-def _cycle(
-    strike: Strike, restart: dict[str, Any] | None, verdict: Verdict, cycles: dict[int, CycleFacts]
+def _entry(
+    injection: Injection, restart: dict[str, Any] | None, verdict: Verdict, cycles: dict[int, CycleFacts]
 ) -> dict[str, Any]:
-    told = asdict(strike) | {
+    following = injection.cycle + 1
+    entry = asdict(injection) | {
         "resumed_step": verdict.resumed_step,
         "tier": verdict.tier,
-        "layout": cycles[strike.cycle + 1].layout if strike.cycle + 1 in cycles else None,
+        "layout": cycles[following].layout if following in cycles else None,
         "losses": verdict.losses,
         "state_hashes": verdict.state_hashes,
         "different": verdict.wrong,
         "verified": not verdict.wrong,
     }
-    if restart is None or restart["restart_s"] is None:  # struck again before its first step
-        return told | dict.fromkeys(_OF_A_RESTART)
-    phases = _phases(restart, strike.drill_s)
-    return told | {
+    if restart is None or restart["restart_s"] is None:  # the next fault came before its first step
+        return entry | dict.fromkeys(_OF_A_RESTART)
+    phases = _phases(restart, injection.drill_s)
+    return entry | {
         "restart_s": restart["restart_s"],
         "phases": phases,
         "accounted": 1 - phases["unattributed"] / restart["restart_s"],
@@ -86,10 +87,9 @@ def _cycle(
 
 
 def _phases(restart: dict[str, Any], drill_s: float) -> dict[str, float]:
-    """Seconds that follow one another, from the failure to the first step, on the rank that took longest.
+    """Consecutive phases from the failure to the end of the first step, in seconds, on the rank that took longest.
 
-    `drill` is what the drill itself did before it relaunched. `launcher` is from the relaunch until that rank's process
-    existed.
+    `drill`: the drill's own work before it relaunched. `launcher`: from the relaunch until that rank's process existed.
     """
     failure, startup = restart["failure"], restart["wall"]["max_s"]
     detected, stopped, relaunched = (failure[name] for name in ("detected_s", "stopped_s", "relaunched_s"))
@@ -111,8 +111,7 @@ def _phases(restart: dict[str, Any], drill_s: float) -> dict[str, float]:
 
 
 def _parts_of_load(phase: dict[str, Any]) -> dict[str, float]:
-    """Phases of a load, which follow one another. Threads may be in two of them at once: that time counts once, and
-    is taken from the longest."""
+    """The phases of a load, made consecutive: time in which threads were in two phases is taken from the longer."""
     parts = {part: values["at_critical_s"] for part, values in phase.get("details", {}).items()}
     twice = sum(parts.values()) - phase["at_critical_s"]
     if parts and twice > 0:
@@ -122,15 +121,16 @@ def _parts_of_load(phase: dict[str, Any]) -> dict[str, float]:
 
 
 def table(content: dict[str, Any]) -> str:
-    """A line for each strike; where saves are kept in memory, also where each load read, and what was lost in all."""
+    """A row for each injection; with saves in memory also the tier that was loaded, and a summary of the lost work."""
     cycles = content["cycles"]
     tiers = any(cycle["expected_tier"] for cycle in cycles)
-    header = ("cycle", "fault", "moment", "restart", "lost", "accounted", "from" if tiers else "cache", "verified")
+    last = ("loaded from" if tiers else "cache", "verified")
+    header = ("cycle", "fault", "injection point", "restart", "lost", "accounted", *last)
     rows = []
     for cycle in cycles:
         restart = "-" if cycle["restart_s"] is None else f"{cycle['restart_s']:.2f} s"
         lost = "-" if cycle["lost_steps"] is None else f"{cycle['lost_steps']} steps"
-        what = (str(cycle["cycle"]), cycle["fault"], cycle["moment"])
+        what = (str(cycle["cycle"]), cycle["fault"], cycle["injection_point"])
         verified = "yes" if cycle["verified"] else "NO"
         read = (cycle["tier"] or "-").replace("_", " ") if tiers else cycle["cache"]
         rows.append((*what, restart, lost, number(cycle["accounted"], ".1%"), read, verified))
@@ -139,15 +139,15 @@ def table(content: dict[str, Any]) -> str:
 
 
 def lost_work(cycles: list[dict[str, Any]]) -> str:
-    """How many finished steps were lost, against the steps between two saves where each load read."""
-    told = []
+    """A sentence that compares the steps lost with the interval of saves, for each tier that loads read from."""
+    parts = []
     for tier in dict.fromkeys(cycle["tier"] for cycle in cycles if cycle["tier"]):
         mine = [c for c in cycles if c["tier"] == tier and None not in (c["lost_steps"], c["lost_at_most"])]
         if mine:
             within = sum(cycle["lost_steps"] <= cycle["lost_at_most"] for cycle in mine)
-            told.append(
+            parts.append(
                 f"from {tier.replace('_', ' ')} {within} of {plural(len(mine), 'restart')} lost at most "
                 f"{plural(mine[0]['lost_at_most'], 'finished step')}, and none more than "
                 f"{max(cycle['lost_steps'] for cycle in mine)}"
             )
-    return f"Lost work: {'; '.join(told)}." if told else "Lost work: not known."
+    return f"Lost work: {'; '.join(parts)}." if parts else "Lost work: not known."

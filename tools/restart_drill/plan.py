@@ -1,4 +1,4 @@
-"""What is drilled, and what came of each strike."""
+"""The plan of a drill, and the record of each injected fault."""
 
 from __future__ import annotations
 
@@ -9,55 +9,56 @@ from typing import NamedTuple
 
 from megatron.config.uris import Place
 
-from .moments import Moment, parse_moment
+from .injection_points import InjectionPoint, parse_injection_point
 
 RELAUNCH, TORCHRUN, LAUNCH = "relaunch", "torchrun", "launch"
 SUPERVISORS = (RELAUNCH, TORCHRUN, LAUNCH)
 
 
-class Intent(NamedTuple):
-    """A fault, and the moment at which it is to strike."""
+class PlannedInjection(NamedTuple):
+    """A fault, and the point at which it is to be injected."""
 
     fault: str
-    moment: Moment
+    point: InjectionPoint
 
 
-def first(supervisor: str) -> Intent:
-    """Makes the restart that others are to strike."""
-    return Intent("sigkill-one" if supervisor == LAUNCH else "sigkill-all", parse_moment("after-commit"))
+def injection_before_restart(supervisor: str) -> PlannedInjection:
+    """The injection that causes the restart which another fault is to hit."""
+    fault = "sigkill-one" if supervisor == LAUNCH else "sigkill-all"
+    return PlannedInjection(fault, parse_injection_point("after-commit"))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is drilled. `command` trains, `resumed_command` does so after the first strike; both are complete."""
+    """What a drill does. Both commands are complete; `resumed_command` trains after the first fault."""
 
     command: list[str]
     resumed_command: list[str]
-    strikes: tuple[Intent, ...]
+    injections: tuple[PlannedInjection, ...]
     supervisor: str
     out: Path
     checkpoints: Place
     limit_s: float
-    hang_limit_s: float  # without an iteration, until a job counts as hanging
+    hang_limit_s: float  # time without an iteration after which a job counts as hanging
     echo: bool
     cold_cache: bool = False
     disk_limit_bytes: int = 0  # largest file system that disk-full may fill
-    to_the_end: bool = True  # the last launch; else it is ended once it has caught up
-    persist_interval: int | None = None  # that is put into commands of engine memory; None: as they have it
-    keeps_saves: bool = False  # in memory that the launcher holds: engine memory
-    save_interval: int | None = None  # iterations; None: the command does not tell
-    saves_until_stored: int = 1  # of which every so many go to storage, too
-    nodes_command: tuple[str, ...] = ()  # the program that harms nodes; () for a job on this host alone
-    nodes: tuple[int, ...] = (-1,)  # which of those that train
+    to_the_end: bool = True  # False: the last launch is ended once it has caught up
+    persist_interval: int | None = None  # added to commands that use engine memory; None: left as in the command
+    saves_in_memory: bool = False  # whether the launcher keeps saves in memory: engine memory
+    save_interval: int | None = None  # iterations; None: the command does not show it
+    saves_until_stored: int = 1  # number of saves until one of them goes to storage
+    nodes_command: tuple[str, ...] = ()  # the program that injects faults into nodes; () for a job on this host alone
+    nodes: tuple[int, ...] = (-1,)  # indices of the training nodes that faults go to
 
     @property
     def on_nodes(self) -> bool:
-        """Whether the job runs on several nodes, which are harmed."""
+        """Whether the job runs on several nodes and faults are injected into them."""
         return bool(self.nodes_command)
 
     @property
-    def saves_until_left(self) -> int:
-        """How many saves it takes until one is where a fault leaves it: memory goes with its launcher, or its group."""
+    def saves_until_resumable(self) -> int:
+        """Number of saves until one survives the fault: saves in memory end with their launcher or replica group."""
         return 1 if self.supervisor == LAUNCH and len(self.nodes) == 1 else self.saves_until_stored
 
     @property
@@ -65,7 +66,7 @@ class Plan:
         return self.out / "trace"
 
     def command_of(self, launch: int) -> list[str]:
-        """What is launched for the `launch`-th time, from 0."""
+        """The command of launch number `launch`, counted from 0."""
         return self.command if launch == 0 else self.resumed_command
 
     def log_of(self, launch: int) -> Path:
@@ -73,32 +74,34 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Strike:
-    """A fault that was caused: in which cycle, and how that ended."""
+class Injection:
+    """A fault that was injected, and its effect. The fields are keys of drill.json."""
 
     cycle: int
     fault: str
-    moment: str
-    iteration: int  # the newest that rank 0 had finished
-    processes: int  # that were struck
+    injection_point: str
+    iteration: int  # newest iteration that rank 0 had finished
+    processes: int  # number of processes that the fault reached
     exit_code: int | None  # of the launcher; None if it restarted the ranks itself
-    expected_step: int  # of the newest whole checkpoint that was left
-    expected_tier: str | None = None  # where that was, of TIERS of the trace; None where all saves are on storage alone
-    lost_at_most: int | None = None  # finished iterations that may be lost by the interval of saves there
-    failed_save: str | None = None  # what the save that the fault made fail was told, and training went on
+    expected_step: int  # step of the newest complete checkpoint that the fault left
+    expected_tier: str | None = None  # its tier, one of TIERS of the trace; None if all saves are on storage only
+    lost_at_most: int | None = None  # finished iterations that may be lost, by the interval of saves to that tier
+    failed_save: str | None = None  # error of the save that the fault made fail while training continued
     damaged: str | None = None  # file of the newest checkpoint, or slot of the newest save in memory
-    cache: str = "warm"  # of the checkpoints, at the relaunch: cold only where that was verified
-    unnamed: tuple[str, ...] = ()  # ranks that ended without naming the rank that was stopped, and what is wrong
+    cache: str = "warm"  # page cache of the checkpoints at the relaunch; "cold" only if that was verified
+    unnamed: tuple[str, ...] = ()  # a message for each rank that ended without naming the stopped rank
     named_s: float | None = None  # from the stop of a rank until all others had named it
-    drill_s: float = 0.0  # what the drill itself did between the end of the job and the relaunch
+    drill_s: float = 0.0  # time that the drill itself took between the end of the job and the relaunch
 
 
-def intended(fault: str, moment: Moment, cycles: int, supervisor: str = RELAUNCH) -> tuple[Intent, ...]:
-    """`cycles` strikes, and one before them where they strike a restart, which there must be first."""
-    strikes = (Intent(fault, moment),) * cycles
-    return (first(supervisor), *strikes) if moment.strikes_a_restart else strikes
+def planned_injections(
+    fault: str, point: InjectionPoint, cycles: int, supervisor: str = RELAUNCH
+) -> tuple[PlannedInjection, ...]:
+    """`cycles` injections. If they are during a restart, another one comes first, which causes a restart."""
+    injections = (PlannedInjection(fault, point),) * cycles
+    return (injection_before_restart(supervisor), *injections) if point.during_restart else injections
 
 
 def say(text: str) -> None:
-    """Tell the user, apart from the output of the job."""
+    """Print a status line, marked as the drill's to set it apart from the output of the job."""
     print(f"[restart_drill] {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Presets: the run_*.sh scripts of restart_bench, which prepare everything and tell the command that they would run."""
+"""Presets: run_*.sh scripts of restart_bench. They prepare environment and data, and report the command to be run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .launch import DrillError
 
 
 def expanded(words: list[str]) -> list[str]:
-    """The command that `words` mean: itself, or what the script runs that a single word names.
+    """`words`, or the command of a preset if they are a single word that names one.
 
-    A name as `tiny_tp2_pp2_dp2` is short for restart_bench/run_tiny_tp2_pp2_dp2.sh. The environment is the script's
-    settings. Raises DrillError if there is neither such a preset nor such a program, or the script fails.
+    A name such as `tiny_tp2_pp2_dp2` is short for restart_bench/run_tiny_tp2_pp2_dp2.sh. The script reads its settings
+    from the environment. Raises DrillError if there is neither such a preset nor such a program, or the script fails.
     """
     if len(words) != 1:
         return words
@@ -39,17 +39,17 @@ def _script(word: str) -> Path | None:
 
 
 def command_of(script: Path) -> list[str]:
-    """Have a preset prepare its environment and its data, and read the command that it would launch then."""
+    """Run a preset with COMMAND_TO: it prepares environment and data, and writes the command that it would launch."""
     with tempfile.TemporaryDirectory() as directory:
-        told = Path(directory) / "command"
+        file = Path(directory) / "command"
         done = subprocess.run(
             ["bash", str(script)],
-            env=SETTINGS | os.environ | {"COMMAND_TO": str(told)},
+            env=SETTINGS | os.environ | {"COMMAND_TO": str(file)},
             stdin=subprocess.DEVNULL,
-            stdout=2,  # of this process: its messages are none of ours
+            stdout=2,  # to stderr of this process: stdout is for the drill's own table
         )
         if done.returncode != 0:
-            raise DrillError(f"{script} ended with exit code {done.returncode}; what it printed says why")
-        if not told.exists():
-            raise DrillError(f"{script} told no command in COMMAND_TO; it must be a preset of restart_bench")
-        return [word.decode() for word in told.read_bytes().split(b"\0")[:-1]]
+            raise DrillError(f"{script} ended with exit code {done.returncode}; see its output above")
+        if not file.exists():
+            raise DrillError(f"{script} wrote no command to COMMAND_TO; it must be a preset of restart_bench")
+        return [word.decode() for word in file.read_bytes().split(b"\0")[:-1]]

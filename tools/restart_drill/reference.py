@@ -1,4 +1,4 @@
-"""The run without a fault that a drill is compared with: done here, or taken from a drill that has done it."""
+"""The reference run, without a fault, that a drill is compared with: run here, or taken from an earlier drill."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from .launch import GRACE_S, DrillError, launched
 from .plan import Plan
 
 DIRECTORY = "reference"  # below --out
-_TRAINING = "training.json"  # its command; there once the run has ended well
-# Of the other groups of flags, those of checkpoints and of the trace, none may change a loss.
+_TRAINING = "training.json"  # the command of the run; written once the run has ended with 0
+# Flags of the other groups, of checkpoints and of the trace, cannot change a loss.
 _GROUPS = ("model", "parallel", "training", "optimizer", "data")
 _MAY_DIFFER = ("exit_signal_handler",)
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Losses of an uninterrupted run, and the directory that it lies in."""
+    """The facts of an uninterrupted run, and its directory."""
 
     facts: CycleFacts
     directory: Path
@@ -35,7 +35,7 @@ class Reference:
 def run_reference(
     plan: Plan, training: list[str], engine: str | None, persist_interval: int | None = None
 ) -> Reference:
-    """Train without a fault, with checkpoints and a trace of its own. Raises DrillError."""
+    """Train without a fault, with separate checkpoints and trace. Raises DrillError."""
     where = plan.out / DIRECTORY
     (where / "trace").mkdir(parents=True)
     command = commands.completed(training, where / "checkpoints", where / "trace", engine, persist_interval)
@@ -50,40 +50,40 @@ def run_reference(
 
 
 def stored_reference(out: Path, training: list[str]) -> Reference:
-    """The reference run of the drill or the matrix whose --out was `out`, for a drill over the command `training`.
+    """The reference run of the drill or matrix with --out `out`, for a drill of the command `training`.
 
-    Raises DrillError if there is none, or if it was of a training that need not have the same losses.
+    Raises DrillError if there is none, or if it trained something that need not have the same losses.
     """
     where = out.absolute() / DIRECTORY
-    told = where / _TRAINING
-    facts = facts_of(where / "trace").get(0) if told.is_file() else None
+    file = where / _TRAINING
+    facts = facts_of(where / "trace").get(0) if file.is_file() else None
     if facts is None:
         raise DrillError(
-            f"--reference {out}: holds no finished reference run ({told} and its trace are not there); give the --out "
-            "of a drill or a matrix that has done one"
+            f"--reference {out}: holds no finished reference run ({file} and its trace do not exist); give the --out "
+            "of a drill or a matrix with a finished reference run"
         )
-    different = _differences(_told(told, out), redact_command(training))
+    different = _differences(_stored_command(file, out), redact_command(training))
     if different:
         raise DrillError(
             f"--reference {out}: is of another training: {'; '.join(different)}; give the reference run of this one, "
-            "or drop --reference to have it done"
+            "or remove --reference to run one"
         )
     return Reference(facts, where)
 
 
-def _told(path: Path, out: Path) -> list[str]:
+def _stored_command(path: Path, out: Path) -> list[str]:
     """The command in the file at `path`."""
     try:
         return [str(word) for word in json.loads(path.read_text())["command"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as exc:
         raise DrillError(
             f"--reference {out}: {path} cannot be read ({exc!r}); give the --out of another drill, or "
-            "drop --reference to have the run done"
+            "remove --reference to run a reference run"
         ) from None
 
 
 def _differences(theirs: list[str], mine: list[str]) -> list[str]:
-    """What of two commands may give other losses; all words count where the flags of the training are not seen."""
+    """Differences between two commands that may change losses; any word, if a command does not show its flags."""
     one, other = _configuration(theirs), _configuration(mine)
     if one is None or other is None:
         return [] if theirs == mine else [f"{shlex.join(theirs)} there, and {shlex.join(mine)} here"]
@@ -94,7 +94,7 @@ def _differences(theirs: list[str], mine: list[str]) -> list[str]:
             pair = getattr(old, field.name), getattr(new, field.name)
             if pair[0] == pair[1] or field.name in _MAY_DIFFER:
                 continue
-            # A longer run has the same losses up to there: the decay of the learning rate is another flag's.
+            # The first iterations of a longer run have the same losses: another flag sets the learning-rate decay.
             if field.name == "train_iters" and pair[0] > pair[1]:
                 continue
             found.append(f"{_shown(field)} {pair[0]} there, and {pair[1]} here")
@@ -102,11 +102,11 @@ def _differences(theirs: list[str], mine: list[str]) -> list[str]:
 
 
 def _configuration(training: list[str]) -> Config | None:
-    nowhere = Path("reference")  # flags that need --save are refused without
+    nowhere = Path("reference")  # some flags are refused without --save
     return commands.configuration(commands.completed(training, nowhere, nowhere, None))
 
 
 def _shown(field: dataclasses.Field[object]) -> str:
-    """The flag that sets a field, or its name where that is the environment."""
+    """The flag that sets a field, or the field's name if it is set by the environment."""
     spec = spec_of(field)
     return field.name if spec is None else spec.names[0]

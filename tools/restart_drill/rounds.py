@@ -1,13 +1,13 @@
-"""Many rounds of kills and of launches that follow at once or beside, all in one directory: is a checkpoint ever lost?
+"""Rounds of kills and concurrent launches that all save to one directory: is a committed checkpoint ever lost?
 
     python -m tools.restart_drill.rounds --out runs/rounds                          # 300 rounds over five engines
     python -m tools.restart_drill.rounds --out runs/few --rounds 6 --engines lazy --seed 3
 
-A round waits until the running launch has committed a few more checkpoints, and then does one of these, drawn by the
-seed: it kills something of the launch and starts the next one at once, without waiting for anything to be gone; or it
-starts a second launch beside it, which must be refused; or one with --take-over, before which the first must yield.
-After every round all checkpoints that any launch was told of as committed must be there with all their files. At the
-end every loss of every launch must be that of a run without a fault.
+A round waits until the running launch has committed a few more checkpoints. Then it does one of these, drawn by the
+seed: it kills processes of the launch and starts the next launch at once, while others may still run; or it starts a
+second, concurrent launch, which must be refused; or one with --take-over, to which the first launch must yield.
+After each round every checkpoint that a launch reported as committed must exist with all its files. At the end every
+loss of every launch must be that of a run without a fault.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from ..common.tables import markdown_table
 from . import command as commands
 from .cli import COULD_NOT_RUN, NOT_VERIFIED, VERIFIED, catch_stop_signals, check_out
 from .facts import facts_of
+from .injection_points import TraceTail, stage_begun_by
 from .launch import DrillError, Launch
-from .moments import TraceTail, stage_begun_by
 from .plan import say
 from .preset import expanded
 
 ENGINES = ("torch", "lazy", "fastpersist-decoupled", "torchsnapshot", "dcp-async")
-KILLS = ("launcher", "all", "rank-0", "one-rank", "writer")  # writer: the process that an engine writes with
-BESIDE, TAKE_OVER = "beside", "take-over"
+KILLS = ("launcher", "all", "rank-0", "one-rank", "writer")  # writer: the process in which an engine writes files
+CONCURRENT, TAKE_OVER = "concurrent", "take-over"
 _WITH_A_WRITER = ("fastpersist-decoupled",)
 _PORT = ("--master_port", "--master-port")
 _PRESET = "tiny_tp2_pp2_dp2"
-# A tiny model saved at every iteration: what matters is how often, not how much.
+# A tiny model saved at every iteration: the number of saves matters, not their size.
 SMALL = (
     "--num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --seq-length 32 --global-batch-size 2 --micro-batch-size 1 "
     "--save-interval 1 --train-iters 100000 --lr-decay-iters 1000"
@@ -53,15 +53,15 @@ SMALL = (
 
 @dataclass
 class Tally:
-    """What came of the rounds with one engine."""
+    """Results of the rounds with one engine."""
 
     engine: str
-    rounds: Counter[str] = field(default_factory=Counter)  # action -> how often
+    rounds: Counter[str] = field(default_factory=Counter)  # number of rounds by action
     launches: int = 0
-    refused: int = 0  # launches that found the one before still alive
+    refused: int = 0  # launches that were refused because an earlier one was still alive
     committed: int = 0
-    lost: list[str] = field(default_factory=list)  # checkpoints that are gone, or lack a file
-    wrong: list[str] = field(default_factory=list)  # anything else that must not be
+    lost: list[str] = field(default_factory=list)  # checkpoints that are missing, or lack a file
+    wrong: list[str] = field(default_factory=list)  # all other errors
     different_losses: int = 0
     steps: int = 0
 
@@ -70,7 +70,7 @@ class Tally:
         return not (self.lost or self.wrong or self.different_losses)
 
 
-class Course:
+class EngineRounds:
     """Rounds with one engine over one directory."""
 
     def __init__(self, training: list[str], engine: str, out: Path, rng: random.Random, limit_s: float) -> None:
@@ -84,8 +84,8 @@ class Course:
         self._command = commands.completed(training, self._save, self._trace, engine)
         if not commands.repeats_exactly(self._command):
             raise DrillError(
-                "rounds compare losses to the last bit, and this training on GPUs need not repeat them; drop "
-                "--deterministic off, or give a command whose flags can be seen"
+                "rounds compare losses to the last bit, but this training on GPUs need not repeat them; remove "
+                "--deterministic off, or give a command that shows its flags"
             )
         self._all: list[Launch] = []
         self._tails: list[TraceTail] = []
@@ -107,15 +107,15 @@ class Course:
 
     def _action(self) -> str:
         kills = [kill for kill in KILLS if kill != "writer" or self._engine in _WITH_A_WRITER]
-        return self._rng.choice([*kills, BESIDE, TAKE_OVER])
+        return self._rng.choice([*kills, CONCURRENT, TAKE_OVER])
 
     def _round(self, current: Launch, action: str) -> Launch:
-        """Carry out a round; the launch that runs then."""
+        """Carry out a round. Returns the launch that runs after it."""
         self.tally.rounds[action] += 1
         self._await_commits(current, self._rng.randint(1, 3))
         self._find_ranks(current)
         time.sleep(self._rng.uniform(0.0, 0.05))
-        if action == BESIDE:
+        if action == CONCURRENT:
             self._expect_refusal(current)
             return current
         if action == TAKE_OVER:
@@ -126,7 +126,7 @@ class Course:
                 self.tally.wrong.append(f"{self._log_of(current)}: does not name its successor")
             return successor
         current.send(signal.SIGKILL, self._victims(current, action))
-        if action == "writer":  # the training may go on, without saving or with another writer
+        if action == "writer":  # training may continue without saving, or with another writer
             if current.exit_code is None:
                 second = self._start()
                 second.wait(self._limit_s)
@@ -135,7 +135,7 @@ class Course:
         return self._start_until_accepted()
 
     def _find_ranks(self, launch: Launch) -> None:
-        """In the newest cycle that has any of this launch; those that were refused may have cycles, too."""
+        """Look in the newest cycle that has a rank of this launch; refused launches may have cycles, too."""
         for cycle in reversed(range(self.tally.launches)):
             launch.find_ranks(self._trace, cycle)
             if launch.ranks():
@@ -166,7 +166,7 @@ class Course:
         return self._out / f"launch_{self._all.index(launch):03d}.log"
 
     def _start_until_accepted(self) -> Launch:
-        """The next launch. While rank 0 of the one before is alive it is refused, and then started again."""
+        """Start the next launch, again and again while it is refused because rank 0 of the one before is alive."""
         while True:
             launch = self._start()
             before = len(self._committed())
@@ -187,9 +187,9 @@ class Course:
         second = self._start()
         code = second.wait(self._limit_s)
         if current.exit_code is not None:
-            raise DrillError(f"a launch was disturbed by one beside it; see {self._log_of(current)}")
+            raise DrillError(f"a launch was disturbed by a concurrent one; see {self._log_of(current)}")
         if code == 0 or not self._was_refused(second):
-            self.tally.wrong.append(f"{self._log_of(second)}: was not refused beside a living launch")
+            self.tally.wrong.append(f"{self._log_of(second)}: was not refused though another launch is running")
         self.tally.refused += 1
         second.wait_until_gone(self._limit_s)
 
@@ -207,7 +207,7 @@ class Course:
             raise DrillError(f"no checkpoint was committed for {self._limit_s:g} s; see {self._log_of(launch)}")
 
     def _committed(self) -> list[tuple[int, int]]:
-        """(cycle, step) of every save of which rank 0 was told that it is committed."""
+        """(cycle, step) of every save that rank 0 has recorded as committed."""
         for cycle in range(len(self._tails), self.tally.launches):
             self._tails.append(TraceTail(self._trace, cycle))
         for cycle, tail in enumerate(self._tails):
@@ -217,7 +217,7 @@ class Course:
         return self._commits
 
     def _check(self, number: int) -> None:
-        """All that was committed is there. A directory that is replaced at this moment may be missed once."""
+        """Check that every committed checkpoint exists. Repeated, since one may be being replaced at this instant."""
         for attempt in range(3):
             expected = {step for _, step in self._committed()}
             candidates, problems = discover(self._save, None)
@@ -230,7 +230,7 @@ class Course:
             self.tally.lost += [f"round {number}: {problem}" for problem in problems]
 
     def _finish(self) -> None:
-        """Compare all losses with those of a run without a fault, which is done here."""
+        """Do a reference run, without a fault, and compare all losses with it."""
         cycles = facts_of(self._trace)
         self.tally.committed = len(self._committed())
         self.tally.steps = max(step for facts in cycles.values() for step in facts.losses)
@@ -241,14 +241,14 @@ class Course:
         self._all.append(launch)
         code = launch.wait(self._limit_s + self.tally.steps)
         if code != 0:
-            raise DrillError(f"the run without a fault ended with exit code {code}; see {self._out / 'reference.log'}")
+            raise DrillError(f"the reference run ended with exit code {code}; see {self._out / 'reference.log'}")
         expected = facts_of(reference)[0].losses
         for facts in cycles.values():
             self.tally.different_losses += sum(expected.get(step) != loss for step, loss in facts.losses.items())
 
 
 def _on_free_port(command: list[str]) -> list[str]:
-    """Launches beside each other need a port each; a command without the option sees to that itself."""
+    """Give concurrent launches a port each; a command without the option chooses its port itself."""
     if commands.option(command, _PORT) is None:
         return command
     return commands.with_launcher_option(command, _PORT, free_port())
@@ -256,8 +256,8 @@ def _on_free_port(command: list[str]) -> list[str]:
 
 def markdown(tallies: list[Tally], elapsed_s: float) -> str:
     """The results as a table."""
-    actions = (*KILLS, BESIDE, TAKE_OVER)
-    figures = ("launches", "refused", "steps", "committed", "lost", "other losses")
+    actions = (*KILLS, CONCURRENT, TAKE_OVER)
+    figures = ("launches", "refused", "steps", "committed", "lost", "different losses")
     rows = []
     for tally in tallies:
         counts = [tally.rounds[action] for action in actions]
@@ -273,22 +273,26 @@ def markdown(tallies: list[Tally], elapsed_s: float) -> str:
 _EXAMPLE = """examples:
   %(prog)s --out runs/rounds --rounds 40 --engines torch,lazy
 
-exit status: 0 no checkpoint was lost, 1 one was, 2 it could not be carried out
+exit status: 0 no checkpoint was lost, 1 at least one was, 2 the rounds could not be carried out
 """
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(
         prog="python -m tools.restart_drill.rounds",
-        description="Kill launches and start others at once or beside them, over and over: is a checkpoint ever lost?",
+        description="Kill launches again and again, start others at once or concurrently: is a checkpoint ever lost?",
         epilog=_EXAMPLE,
     )
-    parser.add_argument("--out", type=Path, required=True, help="new directory for everything that this leaves")
-    parser.add_argument("--rounds", type=int, default=300, help="over all engines")
-    parser.add_argument("--seed", type=int, default=1, help="of what is drawn")
-    parser.add_argument("--engines", default=",".join(ENGINES), help="separated by commas")
-    parser.add_argument("--time-limit", type=float, default=300.0, help="seconds for each launch and commit")
-    parser.add_argument("command", nargs="*", help="after --: the training (default: a tiny model on two ranks)")
+    parser.add_argument("--out", type=Path, required=True, help="new directory for all output")
+    parser.add_argument("--rounds", type=int, default=300, help="number of rounds over all engines (default: 300)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the random choices (default: 1)")
+    parser.add_argument(
+        "--engines", default=",".join(ENGINES), help="separated by commas (default: %(default)s)"
+    )  # fmt: skip
+    parser.add_argument(
+        "--time-limit", type=float, default=300.0, metavar="S", help="seconds for each launch and commit (default: 300)"
+    )
+    parser.add_argument("command", nargs="*", help="after --: training command (default: a tiny model on two ranks)")
     args = parser.parse_args(argv)
     args.engines = tuple(args.engines.split(","))
     if args.rounds < len(args.engines):
@@ -315,8 +319,9 @@ def main(argv: list[str] | None = None) -> int:
             rounds = args.rounds // len(args.engines) + (i < args.rounds % len(args.engines))
             say(f"{rounds} rounds with engine {engine}")
             rng = random.Random(f"{args.seed}/{engine}")
-            tallies.append(Course(training, engine, args.out.absolute() / engine, rng, args.time_limit).run(rounds))
-            # After each engine: what was measured by then is kept, whatever becomes of the next one.
+            course = EngineRounds(training, engine, args.out.absolute() / engine, rng, args.time_limit)
+            tallies.append(course.run(rounds))
+            # Written after each engine, so that its results are kept even if a later engine fails.
             (args.out / "rounds.md").write_text(markdown(tallies, time.monotonic() - begin))
     except (DrillError, OSError) as error:
         say(f"error: {error}")

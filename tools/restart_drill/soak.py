@@ -38,8 +38,8 @@ from .cli import COULD_NOT_RUN, NOT_VERIFIED, VERIFIED, catch_stop_signals
 from .facts import facts_of
 from .faults import DAMAGE
 from .growth import Usage, grown
+from .injection_points import TraceTail, stage_begun_by
 from .launch import GRACE_S, POLL_S, DrillError, Launch
-from .moments import TraceTail, stage_begun_by
 from .own_shm import in_own_shm, left_in_shm, may_mount
 from .plan import say
 from .preset import expanded
@@ -143,7 +143,7 @@ class Course:
             order = order or self._rng.sample(FAULTS, len(FAULTS))
             self._commits(launch, each)
             self._agents.append(Usage.of(self._agent(launch)))
-            self._strike(launch, order.pop())
+            self._inject(launch, order.pop())
 
     def _agent(self, launch: Launch) -> psutil.Process:
         """The process of megatron.launch."""
@@ -181,29 +181,29 @@ class Course:
         with contextlib.suppress(psutil.Error, OSError):
             self._ranks.append(Usage.of(*used))
 
-    def _strike(self, launch: Launch, fault: str) -> None:
+    def _inject(self, launch: Launch, fault: str) -> None:
         """Cause a fault, and return when the ranks of the next cycle are there.
 
         All ranks stand still at first, so that what they have committed can be looked at, and damaged.
         """
         launch.await_ranks(self._trace, self._cycle, self._limits.time_s, lambda: launch.exit_code is not None)
         time.sleep(self._rng.uniform(0.0, 0.1))
-        struck = launch.of_ranks()
-        launch.send(signal.SIGSTOP, struck)
+        stopped = launch.of_ranks()
+        launch.send(signal.SIGSTOP, stopped)
         self._look(launch)
         self._check_nothing_is_lost()
         if fault in DAMAGE:
             self._checkpoints.damage(fault)
         if fault in ("sigkill-one", "exception"):
             launch.send(signal.SIGKILL if fault == "sigkill-one" else EXCEPTION_SIGNAL, launch.ranks()[-1:])
-            launch.send(signal.SIGCONT, struck)
+            launch.send(signal.SIGCONT, stopped)
         else:
-            launch.send(signal.SIGKILL, struck)
-        self._await_next(launch, struck)
+            launch.send(signal.SIGKILL, stopped)
+        self._await_next(launch, stopped)
         self.leg.faults[fault] += 1
         self.leg.restarts += 1
 
-    def _await_next(self, launch: Launch, struck: list[psutil.Process]) -> None:
+    def _await_next(self, launch: Launch, former: list[psutil.Process]) -> None:
         """An exception within a save fails that alone, and training goes on: then all ranks are killed, too."""
         before, killed, deadline = len(self._committed), False, time.monotonic() + self._limits.time_s
         following = TraceTail(self._trace, self._cycle + 1)
@@ -212,7 +212,7 @@ class Course:
                 launch.kill(Launch.of_ranks)
                 killed = True
             self._check_deadline(deadline)
-        while any(_lives(process) for process in struck):
+        while any(_lives(process) for process in former):
             self._check_deadline(deadline)
         self._cycle += 1
         self._tail, self._ranks, self._settled = TraceTail(self._trace, self._cycle), [], 0
@@ -222,16 +222,16 @@ class Course:
         return len(self._committed) >= before + KEPT
 
     def _check_deadline(self, deadline: float) -> None:
-        """Wait a moment. Raises DrillError after the deadline."""
+        """Wait for POLL_S. Raises DrillError after the deadline."""
         if time.monotonic() > deadline:
             raise DrillError(f"no restart for {self._limits.time_s:g} s after a fault; see {self._out / 'launch.log'}")
         time.sleep(POLL_S)
 
     def _check_nothing_is_lost(self) -> None:
-        whole = [candidate.step for candidate in self._checkpoints.whole()]
+        complete = [candidate.step for candidate in self._checkpoints.complete()]
         newest = self._committed[-1]
-        if not whole or max(whole) < newest:
-            self.leg.lost.append(f"cycle {self._cycle}: global_step{newest} is not there; whole are {whole}")
+        if not complete or max(complete) < newest:
+            self.leg.lost.append(f"cycle {self._cycle}: global_step{newest} is not there; complete are {complete}")
 
     def _end(self, launch: Launch) -> None:
         """As a user ends a training: the ranks save once more and end well."""
@@ -252,11 +252,11 @@ class Course:
 
     def _look_at_growth(self) -> None:
         limit = self._limits.memory_MiB
-        for who, samples in (("rank", self._ranks), ("launcher", self._agents[1:])):
-            self.leg.used[who] = [list(astuple(sample)) for sample in samples]
+        for process, samples in (("rank", self._ranks), ("launcher", self._agents[1:])):
+            self.leg.used[process] = [list(astuple(sample)) for sample in samples]
             found = grown(samples)
-            self.leg.growth |= {f"{who} {name}": value for name, value in asdict(found).items()}
-            self.leg.leaked += [f"{who}: {line}" for line in found.excess(limit)]
+            self.leg.growth |= {f"{process} {name}": value for name, value in asdict(found).items()}
+            self.leg.leaked += [f"{process}: {line}" for line in found.excess(limit)]
 
     def _look_at_restarts(self) -> None:
         cycles = facts_of(self._trace)
@@ -283,11 +283,11 @@ def _lives(process: psutil.Process) -> bool:
 
 def left_files(checkpoints: Checkpoints, kept: int) -> list[str]:
     """What is in the directory of --save, and is neither one of the `kept` newest checkpoints nor names one."""
-    whole = checkpoints.whole()
-    found = [f"more than --keep-last {kept} checkpoints: {len(whole)}"] if len(whole) > kept else []
-    known = {candidate.directory.name for candidate in whole} | _BESIDE
+    complete = checkpoints.complete()
+    found = [f"more than --keep-last {kept} checkpoints: {len(complete)}"] if len(complete) > kept else []
+    known = {candidate.directory.name for candidate in complete} | _BESIDE
     found += [f"in --save: {path.name}" for path in sorted(checkpoints.directory.iterdir()) if path.name not in known]
-    for candidate in whole:
+    for candidate in complete:
         assert candidate.manifest is not None
         listed = {*candidate.manifest.files, "manifest.json"}
         there = {
@@ -313,7 +313,7 @@ def markdown(legs: list[Leg]) -> str:
     for leg in legs:
         verdict = "verified" if leg.sound else "NOT VERIFIED: " + "; ".join([*leg.lost, *leg.leaked, *leg.wrong][:3])
         counts = [leg.saves, leg.restarts, leg.restored, leg.repeated, *(leg.faults[fault] for fault in FAULTS)]
-        memory = [f"{leg.growth[f'{who} memory_MiB']:+.1f}" for who in ("rank", "launcher")]
+        memory = [f"{leg.growth[f'{process} memory_MiB']:+.1f}" for process in ("rank", "launcher")]
         minutes = f"{leg.seconds / 60:.1f}"
         rows.append(
             [

@@ -1,4 +1,4 @@
-"""A proxy before an S3 server that does what networks and stores do at times: drop, delay, refuse and falsify."""
+"""A proxy in front of an S3 server that injects faults: drops, delays, errors, and altered answers."""
 
 from __future__ import annotations
 
@@ -13,42 +13,41 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-_LONGEST_S = 120.0  # of a delay, and of an answer of the server
-FIRST_BYTE_S = 1.0  # by which the first byte of an answer is late
-MOST_REQUESTS = 5  # in each second, before the proxy says to slow down
+_LONGEST_S = 120.0  # limit of a delay, and of waiting for an answer of the server
+FIRST_BYTE_S = 1.0  # delay of the first byte of an answer
+MOST_REQUESTS = 5  # a second; the proxy answers SlowDown to more
 
 
 @dataclass
 class Request:
-    """A request on its way through the proxy."""
+    """A request that passes through the proxy."""
 
     method: str
     path: str  # with the query
-    count: int  # of requests until now, from 1
+    count: int  # number of this request, from 1
     headers: dict[str, str]
 
 
 Fault = Callable[[Request], str | None]
-# Of no answer, or a refusal:
+# The request is not answered, or refused:
 UNANSWERED = ("drop", "delay", "500", "503", "403", "expired", "region")
-# Of a request that is passed on, without its conditions, or so that its answer is dropped, cut off or falsified:
+# The request is passed on without its conditions, or its answer is dropped, truncated or altered:
 FALSIFIED = ("unconditional", "answer", "truncate", "etag", "corrupt")
-# Of a store that is slow, and answers in the end:
+# The store is slow, but answers in the end:
 SLOW = ("first-byte", "rate-limit")
 FAULTS = (*UNANSWERED, *FALSIFIED, *SLOW)
 _CODES = {
     "500": (500, "InternalError"), "503": (503, "SlowDown"), "403": (403, "AccessDenied"),
     "expired": (400, "ExpiredToken"), "region": (301, "PermanentRedirect"),
 }  # fmt: skip
-BUCKET_REGION = "eu-west-3"  # that an answer names which says that the bucket is elsewhere
+BUCKET_REGION = "eu-west-3"  # the region in the answer that the bucket is in another one
 
 
 @dataclass
 class FaultProxy:
-    """Passes requests on to the server at the URL `upstream`, but for those of which `fault` says what befalls them.
+    """Passes requests on to the server at the URL `upstream`, with the fault that `fault` returns for each, or None.
 
-    That is one of FAULTS, or None. Headers are passed on as they came, so that signatures hold where a server takes the
-    name of the host from the request.
+    Headers are passed on unchanged, so that signatures stay valid for servers that read the host name from the request.
     """
 
     upstream: str
@@ -94,8 +93,8 @@ class FaultProxy:
                 listening.shutdown()
                 thread.join()
 
-    def let_go(self) -> None:
-        """End the delays that requests are in; later ones are delayed again."""
+    def end_delays(self) -> None:
+        """End the delays of current requests; later requests are delayed again."""
         ended, self.delayed = self.delayed, threading.Event()
         ended.set()
 

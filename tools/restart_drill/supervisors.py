@@ -1,8 +1,10 @@
-"""What makes the ranks run again: the drill, which launches the whole job again; torchrun's agent or megatron.launch,
-in place; or the agents of megatron.launch on several nodes.
+"""The supervisors, which restart the ranks.
 
-The first two write the failure records of docs/restart_drill.md into the trace: what the drill does itself, or what it
-observes.
+The drill launches the job again; torchrun's agent or megatron.launch restart the ranks in place; the agents of
+megatron.launch restart them on several nodes.
+
+For the drill and for torchrun's agent, the drill writes the failure records of docs/restart_drill.md into the trace, of
+what it does itself or observes.
 """
 
 from __future__ import annotations
@@ -19,22 +21,22 @@ from restart_trace.clock import now_ns, process_start_ns
 from restart_trace.schema import SUPERVISOR_FILE_PATTERN
 from restart_trace.supervisor import open_supervisor_trace
 
-from .faults import DAMAGE, ENDPOINT_VARIABLES, MAY_END_WELL, of_storage, store_endpoint
-from .kept import Kept, KeptSaves
+from .faults import DAMAGE, ENDPOINT_VARIABLES, MAY_END_WELL, proxy_fault, store_endpoint
+from .injection_points import Tail, TraceTail
 from .launch import GRACE_S, DrillError, Launch, cleaned_up, launched
-from .moments import Tail, TraceTail
+from .memory_saves import LauncherMemorySaves, MemorySaves
 from .nodes import LaunchOnNodes, nodes_of
 from .plan import LAUNCH, TORCHRUN, Plan
 from .storage_proxy import FaultProxy
 
 _POLL_S = 0.002
-_MEND_POLL_S = 0.05
+_REPAIR_POLL_S = 0.05
 
 
 class Supervisor(ABC):
-    """Runs a job through its strikes; a context, at whose end no process is left.
+    """Runs a job through its injected faults. A context manager; when it ends no process is left.
 
-    For each cycle: `start`, then a strike while `launch` runs, then `wait_until_down`, then `let_restart`.
+    For each cycle: `start`, then an injection while `launch` runs, then `wait_until_down`, then `let_restart`.
     """
 
     waits = False  # whether the ranks stay down until `let_restart`
@@ -43,11 +45,11 @@ class Supervisor(ABC):
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._stack = contextlib.ExitStack()
-        self._kept: KeptSaves | None = None
-        self.proxy: FaultProxy | None = None  # before the store, if that is to be struck
+        self._memory_saves: LauncherMemorySaves | None = None
+        self.proxy: FaultProxy | None = None  # in front of the store, if faults are injected into that
 
     def __enter__(self) -> Supervisor:
-        if any(of_storage(intent.fault) for intent in self.plan.strikes):
+        if any(proxy_fault(planned.fault) for planned in self.plan.injections):
             self.proxy = self._stack.enter_context(FaultProxy(store_endpoint()).running())
         self.trace = self._stack.enter_context(open_supervisor_trace(self.plan.trace_dir))
         return self
@@ -60,40 +62,40 @@ class Supervisor(ABC):
         if self.proxy is not None:
             command = ["env", f"{ENDPOINT_VARIABLES[0]}={self.proxy.url}", *command]
         launch = self._stack.enter_context(launched(command, log, self.plan.echo))
-        if self.plan.keeps_saves:
-            self._kept = KeptSaves(launch.pid)
+        if self.plan.saves_in_memory:
+            self._memory_saves = LauncherMemorySaves(launch.pid)
         return launch
 
-    def kept_saves(self) -> Kept | None:
-        """Those of the launchers, if their ranks' engine keeps any."""
-        return self._kept
+    def memory_saves(self) -> MemorySaves | None:
+        """The saves that the launchers hold in memory; None if the engine keeps none there."""
+        return self._memory_saves
 
     def prepare(self, fault: str) -> None:
-        """What has to be done before the fault is caused."""
+        """Do what is needed before the fault is injected."""
         return None
 
     @abstractmethod
     def start(self, cycle: int) -> None:
-        """Let `launch` be the one in which the ranks of `cycle` run."""
+        """Set `launch` to the launch in which the ranks of `cycle` run."""
 
     @abstractmethod
     def has_failed(self) -> bool:
-        """Whether the supervisor knows of a failure of this cycle."""
+        """Whether the supervisor has detected a failure of this cycle."""
 
     @abstractmethod
     def wait_until_down(self, cycle: int, fault: str, hangs: bool) -> int | None:
-        """Return when no process of the ranks is left: the exit code of the launcher, None if it runs on.
+        """Wait until no process of the ranks is left. Returns the launcher's exit code, or None if it still runs.
 
-        `hangs`: nothing has failed yet, and is ended here. Raises DrillError if the job did not fail as it should.
+        `hangs`: no process has failed, so this method ends them. Raises DrillError if the job did not fail as expected.
         """
 
     @abstractmethod
     def let_restart(self, cycle: int, fault: str) -> None:
-        """Return when the ranks of the next cycle may be started, or have been. Raises DrillError if none are."""
+        """Return once the ranks of the next cycle may be started, or have been. Raises DrillError if they are not."""
 
 
 class Relaunch(Supervisor):
-    """--supervisor relaunch: each strike brings the whole job down, and the drill launches it again."""
+    """--supervisor relaunch: each fault ends the whole job, and the drill launches it again."""
 
     waits = True
 
@@ -111,7 +113,7 @@ class Relaunch(Supervisor):
         else:
             exit_code = self.launch.wait(GRACE_S)
             if exit_code == 0 and fault not in MAY_END_WELL:
-                raise DrillError(f"--fault {fault}: the launcher ended with exit code 0 all the same")
+                raise DrillError(f"--fault {fault}: the launcher ended with exit code 0 in spite of the fault")
         self.launch.wait_until_gone(GRACE_S)
         self.trace.failure("stopped", cycle=cycle)
         return exit_code
@@ -121,15 +123,15 @@ class Relaunch(Supervisor):
 
 
 class TorchrunAgent(Supervisor):
-    """--supervisor torchrun: one launch, whose elastic agent stops and restarts the ranks in place after each strike.
+    """--supervisor torchrun: one launch, whose elastic agent stops and restarts the ranks in place after each fault.
 
     The agent writes no records, so the drill writes what it observes:
 
-        detected    the agent's log line on the failed rank arrived; for a hang, which no agent notices, the drill found
-                    that no iteration had come for --hang-limit seconds, and killed the rank that hung
-        stopped     the last process of the old ranks was gone. The agent starts none before, so if a new one was
-                    started before the drill had looked, its start is taken, which is the closer bound
-        relaunched  the first process of the new ranks was started, by the kernel's own account (10 ms resolution)
+        detected    the agent logged the failed rank. An agent does not detect a hang: there it is the time at which the
+                    drill had seen no iteration for --hang-limit seconds and killed the rank that hung
+        stopped     the last process of the old ranks was gone. The agent starts no new process before that, so if the
+                    drill first looked after a new one had started, the start of that process is the better bound
+        relaunched  the first process of the new ranks was started, according to the kernel (10 ms resolution)
     """
 
     def start(self, cycle: int) -> None:
@@ -181,18 +183,18 @@ class TorchrunAgent(Supervisor):
 
 
 class LauncherInPlace(Supervisor):
-    """--supervisor launch: one launch of megatron.launch, which starts all ranks again after each strike.
+    """--supervisor launch: one launch of megatron.launch, which starts all ranks again after each fault.
 
-    It writes `detected`, `stopped` and `relaunched` itself; the drill reads them. What is to be damaged between two
-    starts is damaged while the launcher is stopped.
+    The launcher writes `detected`, `stopped` and `relaunched` itself, and the drill reads these records. Damage between
+    two starts is done while the launcher is stopped (SIGSTOP).
     """
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
         self._tails: dict[Path, Tail] = {}
-        self._seen: set[tuple[str, int]] = set()  # (phase, cycle) of the failures on record
+        self._seen: set[tuple[str, int]] = set()  # (phase, cycle) of the recorded failures
         self._cycle = 0
-        self._stopped = False  # the launcher
+        self._stopped = False  # whether the launcher is stopped
 
     def start(self, cycle: int) -> None:
         self._cycle = cycle
@@ -237,15 +239,15 @@ class LauncherInPlace(Supervisor):
                 )
             if time.monotonic() > deadline:
                 raise DrillError(
-                    f"--supervisor launch: {self.plan.limit_s:g} s passed before ranks were started again; raise "
+                    f"--supervisor launch: the ranks were not restarted within {self.plan.limit_s:g} s; raise "
                     "--time-limit"
                 )
             time.sleep(_POLL_S)
 
-    _needs = ""  # what else may be missing
+    _needs = ""  # a hint at what the command may lack
 
     def _recorded(self, phase: str) -> bool:
-        """Whether the launch has put this phase of the cycle's failure on record."""
+        """Whether the launch has recorded this phase of the cycle's failure."""
         for path in self.plan.trace_dir.glob(SUPERVISOR_FILE_PATTERN.replace("{index:03d}", "*")):
             for record in self._tails.setdefault(path, Tail(path)).new_records():
                 if record["type"] == "event" and record["operation"] == "failure":
@@ -256,10 +258,10 @@ class LauncherInPlace(Supervisor):
 class AgentsOnNodes(LauncherInPlace):
     """--supervisor launch with --nodes-command: one launch over several nodes.
 
-    A node that was harmed, and lives, is mended after the first step of the ranks that follow.
+    A node that has a fault and still runs is repaired after the first step of the restarted ranks.
     """
 
-    _needs = " It needs a spare, and MAX_RESTARTS"
+    _needs = " It needs a spare node, and MAX_RESTARTS"
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
@@ -280,26 +282,26 @@ class AgentsOnNodes(LauncherInPlace):
     def start(self, cycle: int) -> None:
         self._cycle = cycle
         if cycle > 0:
-            self._threads.append(threading.Thread(target=self._mend_after_first_step, args=(cycle,), daemon=True))
+            self._threads.append(threading.Thread(target=self._repair_after_first_step, args=(cycle,), daemon=True))
             self._threads[-1].start()
             return
         plan = self.plan
         self._on_nodes = LaunchOnNodes(plan.command, plan.log_of(0), plan.echo, self._nodes, plan.trace_dir)
         self.launch = self._stack.enter_context(cleaned_up(self._on_nodes))
 
-    def kept_saves(self) -> Kept | None:
-        return self._on_nodes.kept() if self.plan.keeps_saves else None
+    def memory_saves(self) -> MemorySaves | None:
+        return self._on_nodes.memory_saves() if self.plan.saves_in_memory else None
 
-    def _mend_after_first_step(self, cycle: int) -> None:
+    def _repair_after_first_step(self, cycle: int) -> None:
         tail = TraceTail(self.plan.trace_dir, cycle)
         while not any(record["type"] == "iteration" for record in tail.new_records()):
-            if self._closing.wait(_MEND_POLL_S):
+            if self._closing.wait(_REPAIR_POLL_S):
                 return
-        with contextlib.suppress(DrillError):  # tried again at the end, where an error is one
-            self._nodes.mend(before=cycle)
+        with contextlib.suppress(DrillError):  # tried again at the end of the drill, where errors are reported
+            self._nodes.repair(before=cycle)
 
 
 def supervisor_of(plan: Plan) -> Supervisor:
-    """The supervisor that the plan asks for."""
+    """The supervisor of a plan."""
     in_place = AgentsOnNodes if plan.on_nodes else LauncherInPlace
     return {TORCHRUN: TorchrunAgent, LAUNCH: in_place}.get(plan.supervisor, Relaunch)(plan)

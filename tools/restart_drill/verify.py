@@ -1,4 +1,4 @@
-"""Is the training that was struck the one that was not? Losses of all iterations, restored states, what was resumed."""
+"""Verifies that a training with faults equals one without: losses of all iterations, restored states, resumed steps."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from restart_trace.schema import LOCAL_MEMORY, PEER
 
 from .facts import CycleFacts
-from .plan import Strike
+from .plan import Injection
 
-# Relative, between layouts: sums are in another order there, and bf16 and fp16 round each of them.
+# Relative, between layouts, which add numbers in different orders; bf16 and fp16 round each sum.
 TOLERANCES = {"fp32": 2e-5, "bf16": 2e-2, "fp16": 2e-2}
 
 IDENTICAL, NOT_COMPARED = "identical", "not compared"
@@ -20,10 +20,10 @@ EQUAL, DIFFERENT_LAYOUT, MISSING = "equal", "not compared: saved on another layo
 
 @dataclass
 class LossCheck:
-    """Losses of one cycle against the reference run, or against what earlier launches recorded."""
+    """Comparison of the losses of one cycle with the reference run, or with those that earlier launches recorded."""
 
     compared: int = 0
-    within: float = 0.0  # largest tolerance that was used; 0: all bits
+    within: float = 0.0  # largest tolerance that was used; 0: compared bit for bit
     different: list[str] = field(default_factory=list)
 
     @property
@@ -36,12 +36,13 @@ class LossCheck:
 def check_losses(
     cycles: dict[int, CycleFacts], reference: CycleFacts | None, tolerance: float, repeated: float = 0.0
 ) -> dict[int, LossCheck]:
-    """Cycle -> comparison of its losses.
+    """Compare the losses of each cycle; returns the comparison by cycle.
 
-    On the layout of the first launch every loss must have the bits of the reference run's; without a reference, of
-    those that an earlier launch recorded. On another layout a loss must have the bits that an earlier launch on that
-    layout recorded, else be within `tolerance` of the first layout's. `repeated`: how far losses of one layout may be
-    apart where a training does not repeat them to the last bit (--deterministic off on GPUs). Both are relative.
+    On the layout of the first launch, each loss must equal that of the reference run bit for bit or, without a
+    reference run, the loss that an earlier launch recorded for that iteration. On another layout a loss must equal that
+    of an earlier launch on the same layout bit for bit; if there is none, it must be within `tolerance` of the loss on
+    the first layout. `repeated`: tolerance within one layout, for a training that need not repeat its losses bit for
+    bit (--deterministic off on GPUs). Both tolerances are relative.
     """
     first = next(iter(cycles.values())).layout if cycles else (0, 0, 0)
     by_layout: dict[tuple[int, int, int], dict[int, float]] = {}
@@ -73,73 +74,74 @@ def _compare(check: LossCheck, step: int, loss: float, expected: float | None, t
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was verified of the restart that followed a strike. `wrong`: everything that was not as it must be."""
+    """What was verified of the restart that followed an injection. `wrong`: every check that failed."""
 
     resumed_step: int | None
     losses: str
     state_hashes: str
     wrong: list[str]
-    tier: str | None = None  # where it was loaded from, if saves are kept in memory, too: see `_tier`
+    tier: str | None = None  # with saves in memory: the tier that was loaded, see `_tier`
 
 
-def judge(strike: Strike, cycles: dict[int, CycleFacts], losses: dict[int, LossCheck]) -> Verdict:
-    """The verdict on one strike: by the first later cycle that trained, since others may have been struck before."""
-    trained = [cycle for cycle, facts in cycles.items() if cycle > strike.cycle and facts.losses]
-    wrong = list(losses[strike.cycle].different) if strike.cycle in losses else []
+def judge(injection: Injection, cycles: dict[int, CycleFacts], losses: dict[int, LossCheck]) -> Verdict:
+    """The verdict on one injection, by the first later cycle that trained: a fault may have ended others before."""
+    trained = [cycle for cycle, facts in cycles.items() if cycle > injection.cycle and facts.losses]
+    wrong = list(losses[injection.cycle].different) if injection.cycle in losses else []
     if not trained:
         return Verdict(None, NOT_COMPARED, MISSING, [*wrong, "no iteration was trained after it"])
     following = trained[0]
     facts, check = cycles[following], losses[following]
-    wrong += [line for cycle in range(strike.cycle + 1, following + 1) if cycle in losses
+    wrong += [line for cycle in range(injection.cycle + 1, following + 1) if cycle in losses
               for line in losses[cycle].different]  # fmt: skip
     if check.compared == 0:
         wrong.append("no iteration was repeated, so no loss was compared; compare with a reference run")
-    wrong += strike.unnamed
+    wrong += injection.unnamed
     steps = set(facts.resumed.values())
-    if len(facts.resumed) != facts.world_size or steps != {strike.expected_step}:
-        wrong.append(f"resumed from {_shown(steps)}, and not from iteration {strike.expected_step}, on all ranks")
+    if len(facts.resumed) != facts.world_size or steps != {injection.expected_step}:
+        wrong.append(f"resumed from {_shown(steps)}, expected iteration {injection.expected_step} on all ranks")
     tier = _tier(set(facts.tiers.values()))
-    if strike.expected_tier is not None and tier != strike.expected_tier:
-        read = ", ".join(sorted(set(facts.tiers.values()))) or "a place that is not on record"
-        wrong.append(f"loaded from {read}, and not from {strike.expected_tier}")
-    wrong += _lost_too_much(strike, facts, cycles)
-    hashes = _hashes(strike, facts, cycles)
+    if injection.expected_tier is not None and tier != injection.expected_tier:
+        read = ", ".join(sorted(set(facts.tiers.values()))) or "a tier that was not recorded"
+        wrong.append(f"loaded from {read}, expected {injection.expected_tier}")
+    wrong += _lost_too_much(injection, facts, cycles)
+    hashes = _hashes(injection, facts, cycles)
     if hashes == MISSING:
         wrong.append(f"only {len(facts.hashed)} of {facts.world_size} ranks compared the state with its hashes")
-    if strike.damaged is not None:
-        told = [line for cycle in range(strike.cycle + 1, following + 1) if cycle in cycles
-                for line in cycles[cycle].rejected]  # fmt: skip
-        if not any(strike.damaged in line for line in told):
-            wrong.append(f"no launch told that {strike.damaged} is damaged")
+    if injection.damaged is not None:
+        reported = [line for cycle in range(injection.cycle + 1, following + 1) if cycle in cycles
+                    for line in cycles[cycle].rejected]  # fmt: skip
+        if not any(injection.damaged in line for line in reported):
+            wrong.append(f"no launch reported that {injection.damaged} is damaged")
     return Verdict(min(steps) if steps else None, check.shown, hashes, wrong, tier)
 
 
 def _tier(tiers: set[str]) -> str | None:
-    """Where all ranks have loaded from; from peers if those did that had it not in the memory of their own host."""
+    """The tier that all ranks loaded from; PEER if some ranks did and the others had the save on their own host."""
     return PEER if tiers == {LOCAL_MEMORY, PEER} else tiers.copy().pop() if len(tiers) == 1 else None
 
 
-def _lost_too_much(strike: Strike, facts: CycleFacts, cycles: dict[int, CycleFacts]) -> list[str]:
-    """Of saves in memory: whether more finished steps were lost than lie between two saves.
+def _lost_too_much(injection: Injection, facts: CycleFacts, cycles: dict[int, CycleFacts]) -> list[str]:
+    """With saves in memory: an error if more finished steps were lost than lie between two saves.
 
-    Damage takes the newest save away, and what fails a save leaves the one before as the newest.
+    Not checked after damage or a failed save, since an earlier save than the newest is then used.
     """
-    in_memory = strike.expected_tier in (LOCAL_MEMORY, PEER)
-    if not in_memory or strike.lost_at_most is None or strike.damaged is not None or strike.failed_save is not None:
+    if injection.expected_tier not in (LOCAL_MEMORY, PEER) or injection.lost_at_most is None:
         return []
-    finished = max(cycles[strike.cycle].losses, default=0)
+    if injection.damaged is not None or injection.failed_save is not None:
+        return []
+    finished = max(cycles[injection.cycle].losses, default=0)
     lost = finished - min(facts.resumed.values(), default=0)
-    if lost <= strike.lost_at_most:
+    if lost <= injection.lost_at_most:
         return []
-    return [f"{lost} finished steps were lost, of which {strike.lost_at_most} lie between two saves"]
+    return [f"{lost} finished steps were lost, but there are only {injection.lost_at_most} between two saves"]
 
 
-def _hashes(strike: Strike, facts: CycleFacts, cycles: dict[int, CycleFacts]) -> str:
-    """Whether all ranks found their restored state to be what was saved. A load with a difference ends the launch."""
+def _hashes(injection: Injection, facts: CycleFacts, cycles: dict[int, CycleFacts]) -> str:
+    """Whether all ranks compared their restored state with the saved one. If one differs, the launch itself ends."""
     if len(facts.hashed) == facts.world_size:
         return EQUAL
-    saved_elsewhere = any(facts.layout != before.layout for cycle, before in cycles.items() if cycle <= strike.cycle)
-    return DIFFERENT_LAYOUT if saved_elsewhere and not facts.hashed else MISSING
+    layouts = {before.layout for cycle, before in cycles.items() if cycle <= injection.cycle}
+    return DIFFERENT_LAYOUT if layouts - {facts.layout} and not facts.hashed else MISSING
 
 
 def _shown(steps: set[int]) -> str:
@@ -147,7 +149,7 @@ def _shown(steps: set[int]) -> str:
 
 
 def repeated(cycles: dict[int, CycleFacts]) -> list[tuple[int, list[float]]]:
-    """(iteration, its losses in the order of launches) of those that several launches did."""
+    """(iteration, its losses in the order of the launches) for each iteration that several launches trained."""
     found: dict[int, list[float]] = {}
     for facts in cycles.values():
         for step, loss in facts.losses.items():
@@ -156,8 +158,8 @@ def repeated(cycles: dict[int, CycleFacts]) -> list[tuple[int, list[float]]]:
 
 
 def repetition_table(pairs: Sequence[tuple[int, list[float]]]) -> str:
-    """A line for each iteration that was repeated, and what to conclude."""
-    lines = [f"{'iteration':>10}  losses of the launches that did it"]
+    """A line for each repeated iteration, and a conclusion."""
+    lines = [f"{'iteration':>10}  losses of the launches that trained it"]
     for step, losses in pairs:
         same = "identical" if len(set(losses)) == 1 else "DIFFERENT"
         lines.append(f"{step:>10}  " + "  ".join(f"{loss:.9E}" for loss in losses) + f"  {same}")

@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"restart-sweep: {exc}", file=sys.stderr)
     except OSError as exc:
         said = f"{exc.filename}: {exc.strerror}" if exc.filename else str(exc)
-        print(f"restart-sweep: {said}; mend that, and the same command resumes", file=sys.stderr)
+        print(f"restart-sweep: {said}; fix that, and run the same command again to resume", file=sys.stderr)
     return COULD_NOT_RUN
 
 
@@ -149,14 +149,14 @@ def _check_storage(storage: Path) -> None:
 
 
 def _check_hosts(cells: list[Cell]) -> None:
-    """Raises SweepError if nodes are to be harmed and it is not said which there are."""
+    """Raises SweepError if faults of nodes are given without nodes."""
     from ..restart_drill.faults import ON_NODES
     from .directory import SweepError
 
     for cell in cells:
         if cell.fault.partition("@")[0] in ON_NODES and not os.environ.get("HOSTFILE"):
             raise SweepError(
-                f"HOSTFILE: is not set, and {cell.fault} is of a node; name the hosts, and spares, in a file"
+                f"HOSTFILE: is not set, but {cell.fault} is a fault of a node; name the hosts and spares in a file"
             )
 
 

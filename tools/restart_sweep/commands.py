@@ -64,9 +64,9 @@ def command_of(cell: Cell, places: Places, time_limit_s: float) -> Command:
     if cell.fault == NO_FAULT:
         own = {"TRACE_DIR": str(places.cell / TRACE), "KILL_AT": "none", "TIME_LIMIT": f"{time_limit_s:.0f}"}
         return Command(["bash", str(script)], settings | own, TRACE)
-    fault, _, moment = cell.fault.partition("@")
+    fault, _, point = cell.fault.partition("@")
     words = [
-        *_tool("restart_drill"), "--fault", fault, "--at", moment, "--cycles", "1", "--no-reference",
+        *_tool("restart_drill"), "--fault", fault, "--at", point, "--cycles", "1", "--no-reference",
         "--time-limit", f"{time_limit_s:.0f}", "--out", str(places.cell / "drill"),
         "--checkpoints", str(below(places.storage, "checkpoints")), *(["--cold-cache"] if cell.cache == COLD else []),
         "--quiet",

@@ -22,7 +22,7 @@ from ..ckpt_replay.plan import OPERATIONS, RAW, SAVE_AND_LOAD
 from ..common.cli import parse_bytes, parse_rank_ranges
 from ..common.sweep_files import COLD, MODES, NO_FAULT, NO_STRIPING, WARM
 from ..restart_drill.faults import FAULTS, ON_NODES, refusal
-from ..restart_drill.moments import parse_moment
+from ..restart_drill.injection_points import parse_injection_point
 from ..restart_drill.plan import LAUNCH, RELAUNCH
 
 PRESET = "preset"  # the layout of the preset's own script
@@ -162,7 +162,7 @@ def _check_nodes(
         return
     if values["nodes_command"] is None:
         raise places["faults"].error(
-            f"{of_nodes[0]} is of a node, which a program of yours must harm: add nodes_command; see "
+            f"{of_nodes[0]} is a fault of a node, which needs a program that injects it: add nodes_command; see "
             "docs/restart_drill.md"
         )
     if values["launcher"] not in (None, "fork"):
@@ -313,14 +313,14 @@ def _fault(place: Place) -> str:
     text = str(_scalar(place, "a fault"))
     if text == NO_FAULT:
         return text
-    fault, at, moment = text.partition("@")
+    fault, at, point = text.partition("@")
     if fault not in FAULTS:
         raise place.error(f"`{fault}` is no fault{hint(fault, FAULTS)}; there are {', '.join((NO_FAULT, *FAULTS))}")
     try:
         if not at:
             raise ValueError(f"{text}: write FAULT@WHEN, such as {fault}@mid-save-write")
         of_node = fault in ON_NODES
-        refused = refusal(fault, parse_moment(moment), LAUNCH if of_node else RELAUNCH, on_nodes=of_node)
+        refused = refusal(fault, parse_injection_point(point), LAUNCH if of_node else RELAUNCH, on_nodes=of_node)
     except ValueError as exc:
         raise place.error(str(exc)) from None
     if refused is not None:

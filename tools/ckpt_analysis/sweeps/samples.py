@@ -49,8 +49,8 @@ def measure(one: CellResult) -> Measured:
         samples |= _of_replay(figures["engines"][one.cell.engine])
         facts |= {"ranks": len(figures["ranks"]), "limited": figures["limited"] is not None}
     elif one.cell.fault != NO_FAULT:
-        (strike,) = read_json(one.directory / DRILL)["cycles"]
-        facts |= {"cache": strike["cache"], "verified": strike["verified"]}
+        (injection,) = read_json(one.directory / DRILL)["cycles"]
+        facts |= {"cache": injection["cache"], "verified": injection["verified"]}
     return Measured(one, report, samples, facts)
 
 

@@ -1,4 +1,4 @@
-"""Which processes of a launch are its ranks, and that no other is struck: real processes, without torch."""
+"""Which processes of a launch are its ranks, and that no other gets a signal: real processes, without torch."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_process_of_another_launch_is_no_rank(tmp_path: Path) -> None:
             started.await_ranks(tmp_path, 0, 0.01, lambda: False)
 
 
-def test_ranks_of_other_hosts_are_known_and_not_struck(tmp_path: Path) -> None:
+def test_ranks_of_other_hosts_are_known_and_get_no_signal(tmp_path: Path) -> None:
     with launched(["sleep", "600"], tmp_path / "log", echo=False) as started:
         (mine,) = started.launcher()
         write_first(tmp_path, 0, 2, mine.pid, boot_id())

@@ -1,4 +1,4 @@
-"""Which cells the matrix has, how they become courses of launches, and what an error costs."""
+"""Which cells the matrix has, how they become sequences of launches, and what an error costs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,17 @@ from tools.restart_drill import matrix
 from tools.restart_drill.facts import CycleFacts
 from tools.restart_drill.faults import FAULTS, ON_NODES, STORAGE_FAULTS
 from tools.restart_drill.launch import DrillError
-from tools.restart_drill.matrix import ENGINES, MOMENTS, Cell, Result, cells, courses, markdown, strikes_of
-from tools.restart_drill.plan import SUPERVISORS, Plan, Strike
+from tools.restart_drill.matrix import (
+    ENGINES,
+    INJECTION_POINTS,
+    Cell,
+    Result,
+    cells,
+    injections_of,
+    markdown,
+    sequences,
+)
+from tools.restart_drill.plan import SUPERVISORS, Injection, Plan
 from tools.restart_drill.reference import Reference
 
 DISK, BUCKET = Path("/mnt/small"), ObjectUri("bucket", "prefix")
@@ -23,9 +32,9 @@ DISK, BUCKET = Path("/mnt/small"), ObjectUri("bucket", "prefix")
 def test_only_what_makes_sense_is_drilled() -> None:
     every = [*cells(SUPERVISORS, ENGINES, DISK), *cells(SUPERVISORS, ENGINES, BUCKET, STORAGE_FAULTS)]
     assert len(set(every)) == len(every)
-    assert {cell.fault for cell in every} == set(FAULTS) - set(ON_NODES) and {cell.moment for cell in every} == set(
-        MOMENTS
-    )
+    assert {cell.fault for cell in every} == set(FAULTS) - set(ON_NODES) and {
+        cell.injection_point for cell in every
+    } == set(INJECTION_POINTS)
     assert Cell("relaunch", "lazy", "sigkill-node", "mid-load") in every
     assert Cell("launch", "lazy", "sigkill-all", "mid-load") in every
     for left_out in (
@@ -43,67 +52,67 @@ def test_only_what_makes_sense_is_drilled() -> None:
 
 def test_courses_are_of_one_supervisor_and_engine() -> None:
     every = cells(SUPERVISORS, ENGINES, DISK)
-    found = courses(every)
-    assert sorted(cell for course in found for cell in map(str, course)) == sorted(map(str, every))
-    for course in found:
-        assert len({(cell.supervisor, cell.engine) for cell in course}) == 1
-        assert len(course) <= matrix.STRIKES
+    found = sequences(every)
+    assert sorted(cell for sequence in found for cell in map(str, sequence)) == sorted(map(str, every))
+    for sequence in found:
+        assert len({(cell.supervisor, cell.engine) for cell in sequence}) == 1
+        assert len(sequence) <= matrix.MAX_INJECTIONS
 
 
 def test_a_course_loses_as_many_nodes_as_there_are_spares() -> None:
     every = cells(("launch",), ("lazy",), None, on_nodes=True)
     assert {cell.fault for cell in every} == {*ON_NODES, "sigkill-one"}
     for spares in (1, 3):
-        found = courses(every, spares)
-        assert [cell for course in found for cell in course] == every
-        lost = [sum(cell.fault in ("node-loss", "link-cut") for cell in course) for course in found]
+        found = sequences(every, spares)
+        assert [cell for sequence in found for cell in sequence] == every
+        lost = [sum(cell.fault in ("node-loss", "link-cut") for cell in sequence) for sequence in found]
         assert max(lost) == spares
 
 
-def test_a_course_that_strikes_a_restart_first_has_one() -> None:
-    load, step = (Cell("relaunch", "lazy", "sigstop", moment) for moment in ("mid-load", "mid-step"))
-    assert [intent.fault for intent in strikes_of([load, step])] == ["sigkill-all", "sigstop", "sigstop"]
+def test_a_course_that_begins_in_a_restart_has_one_before() -> None:
+    load, step = (Cell("relaunch", "lazy", "sigstop", point) for point in ("mid-load", "mid-step"))
+    assert [planned.fault for planned in injections_of([load, step])] == ["sigkill-all", "sigstop", "sigstop"]
     lost = Cell("launch", "lazy", "node-loss", "mid-load")
-    assert [intent.fault for intent in strikes_of([lost])] == ["sigkill-one", "node-loss"]
-    assert [intent.moment.text for intent in strikes_of([step, load])] == ["mid-step", "mid-load"]
+    assert [planned.fault for planned in injections_of([lost])] == ["sigkill-one", "node-loss"]
+    assert [planned.point.text for planned in injections_of([step, load])] == ["mid-step", "mid-load"]
 
 
-COURSE = [Cell("relaunch", "lazy", fault, "mid-step") for fault in ("sigstop", "sigterm", "exception", "sigkill-all")]
+SEQUENCE = [Cell("relaunch", "lazy", fault, "mid-step") for fault in ("sigstop", "sigterm", "exception", "sigkill-all")]
 
 
 def run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, struck: int, error: str | None, unverified: tuple[int, ...] = ()
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, injected: int, error: str | None, unverified: tuple[int, ...] = ()
 ) -> list[Result]:
-    """One course whose drill ends with `error` after `struck` strikes. The drill is a stand-in: what is looked at is
+    """One sequence whose drill ends with `error` after `injected` faults. The drill is a stand-in: what is looked at is
     what is made of its outcome."""
 
-    def drill(plan: Plan, say: Any, done: list[Strike]) -> None:
-        for number, intent in enumerate(plan.strikes[:struck]):
-            done.append(Strike(number, intent.fault, intent.moment.text, 1, 1, 1, 5))
+    def drill(plan: Plan, say: Any, done: list[Injection]) -> None:
+        for number, planned in enumerate(plan.injections[:injected]):
+            done.append(Injection(number, planned.fault, planned.point.text, 1, 1, 1, 5))
         if error is not None:
             raise DrillError(error)
 
-    def content(plan: Plan, done: list[Strike], reference: Reference) -> dict[str, Any]:
+    def content(plan: Plan, done: list[Injection], reference: Reference) -> dict[str, Any]:
         entry = {"different": [], "restart_s": 1.0, "accounted": 1.0, "lost_steps": 0}
-        return {"cycles": [entry | {"verified": strike.cycle not in unverified} for strike in done]}
+        return {"cycles": [entry | {"verified": injection.cycle not in unverified} for injection in done]}
 
     monkeypatch.setattr(matrix, "run_drill", drill)
     monkeypatch.setattr(matrix, "content_of", content)
-    out = tmp_path / f"{struck}_{error}"
+    out = tmp_path / f"{injected}_{error}"
     argv = ["--out", str(out), "--", *TRAINING]
     base = matrix.base_plan(matrix.parse_arguments(argv), argv[3:])
-    (out / "course_000" / "checkpoints").mkdir(parents=True)
-    return matrix.run_course(base, 0, COURSE, Reference(CycleFacts(), tmp_path))
+    (out / "sequence_000" / "checkpoints").mkdir(parents=True)
+    return matrix.run_sequence(base, 0, SEQUENCE, Reference(CycleFacts(), tmp_path))
 
 
 def test_an_error_costs_one_cell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert [r.verified for r in run(monkeypatch, tmp_path, 4, None)] == [True] * 4
-    found = run(monkeypatch, tmp_path, 2, "the moment did not come")
+    found = run(monkeypatch, tmp_path, 2, "the injection point was not reached")
     assert [(r.cell, r.verified, r.wrong) for r in found] == [
-        (COURSE[0], True, ""), (COURSE[1], True, ""), (COURSE[2], None, "the moment did not come"),
+        (SEQUENCE[0], True, ""), (SEQUENCE[1], True, ""), (SEQUENCE[2], None, "the injection point was not reached"),
     ]  # fmt: skip
     found = run(monkeypatch, tmp_path, 2, "the launch after it died", (1,))
-    assert [(r.cell, r.verified) for r in found] == [(COURSE[0], True), (COURSE[1], None)]
+    assert [(r.cell, r.verified) for r in found] == [(SEQUENCE[0], True), (SEQUENCE[1], None)]
     found = run(monkeypatch, tmp_path, 4, "the last launch did not end")
     assert [r.verified for r in found] == [True, True, True, None]
     assert len(run(monkeypatch, tmp_path, 0, "nothing came")) == 1
@@ -111,15 +120,15 @@ def test_an_error_costs_one_cell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         run(monkeypatch, tmp_path, 1, "stopped by signal SIGTERM")
 
 
-def test_the_table_tells_what_failed() -> None:
+def test_the_table_shows_what_failed() -> None:
     results = [
-        Result(COURSE[0], True, "", 4.25, 0.991, 3),
-        Result(COURSE[1], False, "iteration 3: loss 1.0"),
-        Result(COURSE[2], None, "the moment did not come"),
+        Result(SEQUENCE[0], True, "", 4.25, 0.991, 3),
+        Result(SEQUENCE[1], False, "iteration 3: loss 1.0"),
+        Result(SEQUENCE[2], None, "the injection point was not reached"),
     ]
     text = markdown(results, 90.0)
     assert "| relaunch | lazy | `sigstop` | `mid-step` | 4.25 | 99.1% | 3 | verified |" in text
-    assert "NOT VERIFIED: iteration 3" in text and "did not run: the moment" in text
+    assert "NOT VERIFIED: iteration 3" in text and "did not run: the injection point" in text
     assert "1 of 3 cells verified, in 1.5 minutes." in text
 
 
@@ -127,10 +136,12 @@ def test_the_table_tells_what_failed() -> None:
     ("argv", "message"),
     [
         (["--sample", "0"], "--sample 0: must be at least 1"),
-        (["--supervisors", "slurm"], "there are relaunch, torchrun"),
+        (["--supervisors", "slurm"], "choose from relaunch, torchrun"),
         (["--supervisors", "relaunch", "--nodes-command", "mine"], "only faults of nodes use it"),
-        (["--supervisors", "launch,relaunch", "--nodes-command", "mine"], "takes a command of its own; run it alone"),
-        (["--faults", "flood"], "--faults flood: there are sigkill-one,"),
+        (["--supervisors", "launch,relaunch", "--nodes-command", "mine"], "only launch can supervise"),
+        (["--faults", "flood"], "--faults flood: choose from sigkill-one,"),
+        (["--injection-points", "noon"], "--injection-points noon: choose from mid-step,"),
+        (["--moments", "mid-step"], "--moments: no such option"),
     ],
 )
 def test_a_wrong_command_line(
@@ -145,14 +156,14 @@ def test_a_wrong_command_line(
 def test_the_reference_run_of_another_matrix(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The courses are a stand-in: what is looked at is what they are compared with, and that it is not run again."""
+    """The sequences are a stand-in: what is looked at is what they are compared with, and that it is not run again."""
     seen: list[Reference] = []
 
-    def course(base: Plan, chosen: list[Cell], reference: Reference, spares: int) -> list[Result]:
+    def sequence(base: Plan, chosen: list[Cell], reference: Reference, spares: int) -> list[Result]:
         seen.append(reference)
         return [Result(cell, True) for cell in chosen]
 
-    monkeypatch.setattr(matrix, "run_matrix", course)
+    monkeypatch.setattr(matrix, "run_matrix", sequence)
     monkeypatch.setattr(matrix, "catch_stop_signals", lambda: None)
     earlier = drilled(tmp_path / "earlier", TRAINING)
     argv = ["--sample", "2", "--reference", str(earlier), "--"]

@@ -1,4 +1,4 @@
-"""The program that harms nodes: what it is told, and what is said of one that fails. Real programs, no nodes."""
+"""The program of --nodes-command: its commands, and the error if it fails. Real programs, no nodes."""
 
 from __future__ import annotations
 
@@ -30,36 +30,36 @@ def program(tmp_path: Path) -> Path:
     return path
 
 
-def told(program: Path) -> list[str]:
+def commands(program: Path) -> list[str]:
     return [line.strip() for line in Path(f"{program}.log").read_text().splitlines()]
 
 
 def test_what_was_harmed_is_mended(program: Path) -> None:
     with nodes_of(["bash", str(program)], [-1]) as nodes:
-        nodes.harm("node-loss", "a", 1, 0)
-        nodes.harm("link-cut", "b", 1, 0)
-        nodes.harm("rank-stopped", "c", 42, 1)
-        nodes.harm("disk-slow", "d", 1, 1)
-        nodes.mend(before=1)  # not what is lost, and not what was harmed in cycle 1
-        assert told(program) == ["lose a", "cut b", "signal c STOP 42", "slow-disk d", "mend b"]
+        nodes.inject("node-loss", "a", 1, 0)
+        nodes.inject("link-cut", "b", 1, 0)
+        nodes.inject("rank-stopped", "c", 42, 1)
+        nodes.inject("disk-slow", "d", 1, 1)
+        nodes.repair(before=1)  # not what is lost, and not what got its fault in cycle 1
+        assert commands(program) == ["lose a", "cut b", "signal c STOP 42", "slow-disk d", "repair b"]
         assert nodes.processes("c", "/a") == ["python train.py --save /a"] and nodes.processes("c", "/b") == []
-    assert told(program)[-2:] == ["mend a", "mend d"]
+    assert commands(program)[-2:] == ["repair a", "repair d"]
 
 
 def test_which_nodes_nobody_reaches(program: Path) -> None:
     with nodes_of(["bash", str(program)], [-1]) as nodes:
         for number, fault in enumerate(("node-loss", "link-cut", "link-slow", "rank-stopped")):
-            nodes.harm(fault, f"n{number}", 1, 0)
-        assert nodes.gone == {"n0", "n1"}
-        nodes.mend(before=1)
-        assert nodes.gone == {"n0"}
+            nodes.inject(fault, f"n{number}", 1, 0)
+        assert nodes.unreachable == {"n0", "n1"}
+        nodes.repair(before=1)
+        assert nodes.unreachable == {"n0"}
 
 
 def test_a_program_that_fails_is_named(program: Path) -> None:
     with nodes_of(["bash", str(program)], [-1]) as nodes:
         with pytest.raises(DrillError, match="program.sh: processes nobody: error: no such node"):
             nodes.processes("nobody", "")
-        with pytest.raises(DrillError, match="program.sh: signal dies KILL 1: it has ended"):
-            nodes.harm("sigkill-one", "dies", 1, 0)
+        with pytest.raises(DrillError, match="program.sh: signal dies KILL 1: the program has ended"):
+            nodes.inject("sigkill-one", "dies", 1, 0)
     with pytest.raises(DrillError, match="--nodes-command /no/such: cannot be started"), nodes_of(["/no/such"], [-1]):
         pass

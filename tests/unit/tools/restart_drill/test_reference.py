@@ -56,7 +56,7 @@ def test_of_a_training_with_the_same_losses(out: Path, change: list[str]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected"),
     [
         (["--seed", "1"], "--seed 1234 there, and 1 here"),
         (["--hidden-size", "32"], "--hidden-size 64 there, and 32 here"),
@@ -67,11 +67,11 @@ def test_of_a_training_with_the_same_losses(out: Path, change: list[str]) -> Non
         (["--train-iters", "7"], "--lr-decay-iters 9 there, and 7 here"),
     ],
 )
-def test_of_another_training(out: Path, change: list[str], told: str) -> None:
+def test_of_another_training(out: Path, change: list[str], expected: str) -> None:
     with pytest.raises(DrillError) as refused:
         stored_reference(out, [*TRAINING, *change])
     assert str(refused.value).startswith(f"--reference {out}: is of another training: ")
-    assert told in str(refused.value) and "drop --reference to have it done" in str(refused.value)
+    assert expected in str(refused.value) and "remove --reference to run one" in str(refused.value)
 
 
 def test_on_another_number_of_ranks(out: Path) -> None:

@@ -1,4 +1,4 @@
-"""The drill's command line, its moments, and what it makes of an analysis."""
+"""The drill's command line, its injection points, and what it makes of an analysis."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import pytest
 from tools.restart_drill.cli import parse_arguments
 from tools.restart_drill.facts import CycleFacts
 from tools.restart_drill.faults import commits_needed
-from tools.restart_drill.moments import STAGES, parse_moment, stage_begun_by
+from tools.restart_drill.injection_points import STAGES, parse_injection_point, stage_begun_by
 from tools.restart_drill.output import describe, table
-from tools.restart_drill.plan import Strike, intended
+from tools.restart_drill.plan import Injection, planned_injections
 from tools.restart_drill.reference import Reference
 
 
-def test_moments() -> None:
-    assert all(parse_moment(stage).stage == stage for stage in STAGES)
-    assert parse_moment("iteration:12").iteration == 12 and parse_moment("random:7").seed == 7
-    assert [s for s in STAGES if parse_moment(s).strikes_a_restart] == ["mid-load", "mid-startup"]
+def test_injection_points() -> None:
+    assert all(parse_injection_point(stage).stage == stage for stage in STAGES)
+    assert parse_injection_point("iteration:12").iteration == 12 and parse_injection_point("random:7").seed == 7
+    assert [s for s in STAGES if parse_injection_point(s).during_restart] == ["mid-load", "mid-startup"]
     for text in ("mid-lunch", "iteration:", "iteration:x", "random", ""):
-        with pytest.raises(ValueError, match="no such moment; there are mid-step, .*random:SEED"):
-            parse_moment(text)
+        with pytest.raises(ValueError, match="not an injection point; use one of mid-step, .*random:SEED"):
+            parse_injection_point(text)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_phases_of_a_load_do_not_overlap() -> None:
     overlapping = restart(1)
     overlapping["phases"]["load"]["at_critical_s"] = 0.6  # and its parts have 0.75
     cycles = {0: trained({9: 1.0}), 1: trained({9: 1.0}, resumed=8)}
-    content = describe([strike(0)], "relaunch", {"restarts": [overlapping]}, cycles, REFERENCE, 0.0)
+    content = describe([injection(0)], "relaunch", {"restarts": [overlapping]}, cycles, REFERENCE, 0.0)
     phases = content["cycles"][0]["phases"]
     assert phases["discover"] + phases["load"] == pytest.approx(0.6) and phases["load"] == pytest.approx(0.35)
 
@@ -80,14 +80,14 @@ def trained(
 REFERENCE = Reference(trained({9: 1.0}), Path("/drill/reference"))
 
 
-def strike(cycle: int, fault: str = "sigkill-all", expected_step: int = 8, **fields: Any) -> Strike:
-    return Strike(cycle, fault, "mid-step", 9, 2, 1, expected_step, **fields)
+def injection(cycle: int, fault: str = "sigkill-all", expected_step: int = 8, **fields: Any) -> Injection:
+    return Injection(cycle, fault, "mid-step", 9, 2, 1, expected_step, **fields)
 
 
 def test_phases_follow_one_another_and_add_up() -> None:
     cycles = {0: trained({9: 1.0}), 1: trained({9: 1.0}, resumed=8), 2: trained({9: 1.0}, resumed=8)}
-    strikes = [strike(0, drill_s=0.75, cache="cold"), strike(1, "sigstop")]
-    content = describe(strikes, "relaunch", {"restarts": [restart(1)]}, cycles, REFERENCE, 0.0)
+    injections = [injection(0, drill_s=0.75, cache="cold"), injection(1, "sigstop")]
+    content = describe(injections, "relaunch", {"restarts": [restart(1)]}, cycles, REFERENCE, 0.0)
     assert content["supervisor"] == "relaunch" and "reference run" in content["losses_compared_with"]
     assert content["reference"] == "/drill/reference"
     first, second = content["cycles"]
@@ -101,7 +101,7 @@ def test_phases_follow_one_another_and_add_up() -> None:
     assert table(content).count("yes") == 2 and table(content).count("cold") == 1
 
     cycles[1].losses[9] = 2.0
-    content = describe(strikes, "relaunch", {"restarts": [restart(1)]}, cycles, REFERENCE, 0.0)
+    content = describe(injections, "relaunch", {"restarts": [restart(1)]}, cycles, REFERENCE, 0.0)
     assert not content["cycles"][0]["verified"] and table(content).count("NO") == 2
 
 
@@ -113,35 +113,35 @@ RIGHT = ["--fault", "sigkill-all", "--at", "mid-step"]
     ("argv", "message"),
     [
         (["--cycles", "0"], "--cycles 0: must be at least 1"),
-        (["--at", "lunch"], "lunch: no such moment"),
+        (["--at", "lunch"], "lunch: not an injection point"),
         (["--fault", "flood"], "invalid choice: 'flood'"),
-        (["--out", "/"], "--out /: is there already"),
-        (["--out", __file__], "is there already"),
+        (["--out", "/"], "--out /: already exists"),
+        (["--out", __file__], "already exists"),
         (["--resume-tp", "0"], "must be a whole number, at least 1"),
         (
             ["--fault", "sigkill-node", "--supervisor", "torchrun"],
-            "--fault sigkill-node ends what restarts the ranks with --supervisor torchrun; use --supervisor relaunch",
+            "--fault sigkill-node ends the launcher that --supervisor torchrun needs; use --supervisor relaunch",
         ),
         (["--fault", "disk-full", "--at", "mid-load"], "--fault disk-full --at mid-load: nothing is saved then"),
         (
             ["--fault", "truncate", "--at", "mid-startup", "--cycles", "2"],
             "--fault truncate --at mid-startup --cycles 2: nothing is saved between such faults",
         ),
-        (["--reference", "/a", "--no-reference"], "--reference /a with --no-reference: give one of them"),
+        (["--reference", "/a", "--no-reference"], "--reference /a with --no-reference: give only one of them"),
         (["--supervisor", "torchrun", "--resume-pp", "2"], "--supervisor torchrun with --resume-tp"),
         (["--supervisor", "torchrun", "--cold-cache"], "--supervisor torchrun --cold-cache: the agent restarts"),
-        (["--fault", "node-loss"], "--fault node-loss is of a node; use --supervisor launch and --nodes-command"),
+        (["--fault", "node-loss"], "node-loss is a fault of a node; use --supervisor launch and --nodes-command"),
         (
             ["--supervisor", "launch", "--nodes-command", "mine"],
-            "--fault sigkill-all reaches no other node; with --nodes-command there are",
+            "--fault sigkill-all reaches no other node; with --nodes-command use one of",
         ),
-        (["--supervisor", "launch", "--fault", "node-loss"], "node-loss is of a node; use --supervisor launch and"),
         (
-            ["--supervisor", "launch", "--fault", "sigkill-launcher"],
-            "ends what restarts the ranks with --supervisor launch",
+            ["--supervisor", "launch", "--fault", "node-loss"],
+            "node-loss is a fault of a node; use --supervisor launch and",
         ),
+        (["--supervisor", "launch", "--fault", "sigkill-launcher"], "ends the launcher that --supervisor launch needs"),
         (["--persist-interval", "0"], "must be a whole number, at least 1"),
-        (["--node=1,b"], "1,b: must be numbers of nodes, separated by commas"),
+        (["--node=1,b"], "1,b: must be node numbers separated by commas"),
         (["--nodes-command", "mine"], "--nodes-command mine: only faults of nodes use it"),
         (
             ["--supervisor", "launch", "--fault", "node-loss", "--nodes-command", "mine", "--resume-pp", "2"],
@@ -169,21 +169,21 @@ record = {"type": "iteration", "step": 1, "start_ns": 0, "end_ns": 1}
 """
 
 
-def test_a_training_without_a_checkpoint_cannot_be_struck(tmp_path: Path) -> None:
+def test_a_training_without_a_checkpoint_cannot_be_drilled(tmp_path: Path) -> None:
     options = [*RIGHT, "--out", str(tmp_path / "out"), "--no-reference", "--quiet"]
     command = [sys.executable, "-m", "tools.restart_drill", *options, "--", sys.executable, "-c", NEVER_SAVES]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    told = done.stderr
-    assert done.returncode == 2 and "before the injection point mid-step" in told
-    assert "No checkpoint was committed, from which on moments within training count: save more often" in told
+    errors = done.stderr
+    assert done.returncode == 2 and "before the injection point mid-step" in errors
+    assert "No checkpoint was committed, and a fault is injected only after that: save more often" in errors
 
 
-def test_a_restart_that_is_to_be_struck_needs_one_before() -> None:
-    load, step = parse_moment("mid-load"), parse_moment("mid-step")
-    assert [(i.fault, i.moment.text) for i in intended("sigstop", load, 2)] == [
+def test_a_fault_during_a_restart_needs_one_before() -> None:
+    load, step = parse_injection_point("mid-load"), parse_injection_point("mid-step")
+    assert [(i.fault, i.point.text) for i in planned_injections("sigstop", load, 2)] == [
         ("sigkill-all", "after-commit"), ("sigstop", "mid-load"), ("sigstop", "mid-load"),
     ]  # fmt: skip
-    assert intended("sigstop", step, 2) == (("sigstop", step),) * 2
+    assert planned_injections("sigstop", step, 2) == (("sigstop", step),) * 2
 
 
 def test_checkpoints_that_a_fault_needs() -> None:

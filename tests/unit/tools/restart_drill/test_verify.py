@@ -10,10 +10,10 @@ from typing import Any
 from restart_trace.schema import SPAN
 from tools.restart_drill.facts import CycleFacts, facts_of
 from tools.restart_drill.output import lost_work
-from tools.restart_drill.plan import Strike
+from tools.restart_drill.plan import Injection
 from tools.restart_drill.verify import check_losses, judge, repeated, repetition_table
 
-STRIKE = Strike(0, "sigkill-all", "mid-step", 9, 2, 1, expected_step=8)
+INJECTION = Injection(0, "sigkill-all", "mid-step", 9, 2, 1, expected_step=8)
 ONE, OTHER = (2, 1, 1), (1, 2, 1)
 REFERENCE = CycleFacts(losses={step: 10.0 / step for step in range(1, 13)})
 
@@ -25,8 +25,10 @@ def cycle(steps: range, resumed: int | None = None, layout: tuple[int, int, int]
     return CycleFacts(world_size=2, layout=layout, losses=losses, resumed=ranks, hashed=set(ranks))
 
 
-def verdict(cycles: dict[int, CycleFacts], reference: CycleFacts | None = REFERENCE, strike: Strike = STRIKE) -> Any:
-    return judge(strike, cycles, check_losses(cycles, reference, 1e-2))
+def verdict(
+    cycles: dict[int, CycleFacts], reference: CycleFacts | None = REFERENCE, injection: Injection = INJECTION
+) -> Any:
+    return judge(injection, cycles, check_losses(cycles, reference, 1e-2))
 
 
 def good() -> dict[int, CycleFacts]:
@@ -44,7 +46,7 @@ def test_every_loss_is_compared_with_the_reference() -> None:
     (line,) = verdict(cycles).wrong
     assert line == f"iteration 12: loss {10.0 / 12 + 1e-12!r}, and {10.0 / 12!r} in the reference run"
     cycles = good()
-    cycles[0].losses[3] = 1.0  # before the strike
+    cycles[0].losses[3] = 1.0  # before the fault
     assert verdict(cycles).wrong
     cycles = good()
     cycles[1].losses[13] = 1.0  # which the reference run did not do
@@ -54,7 +56,7 @@ def test_every_loss_is_compared_with_the_reference() -> None:
 def test_it_must_resume_where_it_was_saved() -> None:
     cycles = good()
     cycles[1].resumed = {0: 5, 1: 5}
-    assert verdict(cycles).wrong == ["resumed from iteration 5, and not from iteration 8, on all ranks"]
+    assert verdict(cycles).wrong == ["resumed from iteration 5, expected iteration 8 on all ranks"]
     cycles[1].resumed = {0: 8}
     assert "on all ranks" in verdict(cycles).wrong[0]
     cycles[1].resumed = {}
@@ -63,41 +65,41 @@ def test_it_must_resume_where_it_was_saved() -> None:
 
 def test_it_must_load_from_where_the_newest_save_was() -> None:
     """Where saves are kept in memory, too. Elsewhere nothing is expected."""
-    cycles, in_memory = good(), replace(STRIKE, expected_tier="local_memory")
+    cycles, in_memory = good(), replace(INJECTION, expected_tier="local_memory")
     assert verdict(cycles).tier is None and verdict(cycles).wrong == []
-    told = "loaded from a place that is not on record, and not from local_memory"
-    assert verdict(cycles, strike=in_memory).wrong == [told]
+    expected = "loaded from a tier that was not recorded, expected local_memory"
+    assert verdict(cycles, injection=in_memory).wrong == [expected]
     cycles[1].tiers = {0: "local_memory", 1: "local_memory"}
-    assert verdict(cycles, strike=in_memory) == replace(verdict(good()), tier="local_memory")
+    assert verdict(cycles, injection=in_memory) == replace(verdict(good()), tier="local_memory")
     cycles[1].tiers[1] = "storage"
-    found = verdict(cycles, strike=in_memory)
-    assert found.tier is None and found.wrong == ["loaded from local_memory, storage, and not from local_memory"]
+    found = verdict(cycles, injection=in_memory)
+    assert found.tier is None and found.wrong == ["loaded from local_memory, storage, expected local_memory"]
 
 
 def test_copies_on_peers_must_be_used_where_a_host_is_gone_and_storage_not_read() -> None:
-    cycles, on_peers = good(), replace(STRIKE, expected_tier="peer")
+    cycles, on_peers = good(), replace(INJECTION, expected_tier="peer")
     cycles[1].tiers = {0: "local_memory", 1: "peer"}
-    assert verdict(cycles, strike=on_peers) == replace(verdict(good()), tier="peer")
-    told = "loaded from local_memory, peer, and not from local_memory"
-    assert verdict(cycles, strike=replace(STRIKE, expected_tier="local_memory")).wrong == [told]
+    assert verdict(cycles, injection=on_peers) == replace(verdict(good()), tier="peer")
+    expected = "loaded from local_memory, peer, expected local_memory"
+    assert verdict(cycles, injection=replace(INJECTION, expected_tier="local_memory")).wrong == [expected]
     for read in ("storage", "local_memory"):
         cycles[1].tiers[1] = read
-        assert verdict(cycles, strike=on_peers).wrong
+        assert verdict(cycles, injection=on_peers).wrong
 
 
 def test_saves_in_memory_lose_no_more_steps_than_lie_between_two() -> None:
     """Of any rank; what damage, or a save that failed, takes away is lost besides."""
-    cycles, strike = good(), replace(STRIKE, expected_tier="local_memory", lost_at_most=1)
+    cycles, injection = good(), replace(INJECTION, expected_tier="local_memory", lost_at_most=1)
     cycles[1].tiers = dict.fromkeys((0, 1), "local_memory")
-    assert verdict(cycles, strike=strike).wrong == []
+    assert verdict(cycles, injection=injection).wrong == []
     cycles[0] = cycle(range(1, 11))
-    told = "2 finished steps were lost, of which 1 lie between two saves"
-    assert verdict(cycles, strike=strike).wrong == [told]
-    assert verdict(cycles, strike=replace(strike, failed_save="full")).wrong == []
-    assert verdict(cycles, strike=replace(strike, lost_at_most=2)).wrong == []
+    expected = "2 finished steps were lost, but there are only 1 between two saves"
+    assert verdict(cycles, injection=injection).wrong == [expected]
+    assert verdict(cycles, injection=replace(injection, failed_save="full")).wrong == []
+    assert verdict(cycles, injection=replace(injection, lost_at_most=2)).wrong == []
 
 
-def test_lost_work_is_told_by_tier() -> None:
+def test_lost_work_is_shown_by_tier() -> None:
     def lost(tier: str | None, steps: int | None, at_most: int | None = 1) -> dict[str, Any]:
         return {"tier": tier, "lost_steps": steps, "lost_at_most": at_most}
 
@@ -118,16 +120,16 @@ def test_hashes_are_not_assumed() -> None:
 
 def test_a_restart_without_an_iteration_is_not_verified() -> None:
     assert verdict({0: cycle(range(1, 10))}).wrong == ["no iteration was trained after it"]
-    struck_again = {**good(), 1: CycleFacts(world_size=2, layout=ONE), 2: good()[1]}
-    assert verdict(struck_again).wrong == []
+    failed_again = {**good(), 1: CycleFacts(world_size=2, layout=ONE), 2: good()[1]}
+    assert verdict(failed_again).wrong == []
 
 
-def test_damage_must_be_told_by_name() -> None:
-    damaged = replace(STRIKE, damaged="/save/global_step9/rank_00001.safetensors")
+def test_damage_must_be_reported_by_name() -> None:
+    damaged = replace(INJECTION, damaged="/save/global_step9/rank_00001.safetensors")
     cycles = good()
-    assert verdict(cycles, strike=damaged).wrong == [f"no launch told that {damaged.damaged} is damaged"]
+    assert verdict(cycles, injection=damaged).wrong == [f"no launch reported that {damaged.damaged} is damaged"]
     cycles[1].rejected = [f"rank 1: {damaged.damaged}: tensor 3: checksum"]
-    assert verdict(cycles, strike=damaged).wrong == []
+    assert verdict(cycles, injection=damaged).wrong == []
 
 
 def test_another_layout_has_a_tolerance_and_no_hashes() -> None:
@@ -172,8 +174,8 @@ def test_without_a_reference_repeated_iterations_are_compared() -> None:
 
 
 def line(kind: str, rank: int = 0, **fields: Any) -> str:
-    told = {"op": 0, "start_ns": 1, "end_ns": 2} if kind == SPAN else {"type": kind}
-    return json.dumps(told | {"cycle": 1, "rank": rank} | fields, separators=(",", ":")) + "\n"
+    expected = {"op": 0, "start_ns": 1, "end_ns": 2} if kind == SPAN else {"type": kind}
+    return json.dumps(expected | {"cycle": 1, "rank": rank} | fields, separators=(",", ":")) + "\n"
 
 
 def test_facts_of_a_trace(tmp_path: Path) -> None:

@@ -78,14 +78,14 @@ def test_cells_of_a_repeat_come_together_and_its_variants_begin_with_another_one
         ("limit_bytes: 1MiB", "striping: many", 8, "striping: 'many': write it as N or NxSIZE, such as 8x4MiB, or"),
         ("limit_bytes: 1MiB", "stripe_command: lfs", 8, "stripe_command: sets what `striping` says"),
         ("engines: [lazy]", "engines: [raw-all]", 12, "engines: `raw-all` writes bytes of a replay alone"),
-        ("sigkill-all@mid-step", "node-loss@mid-step", 14, "faults: node-loss@mid-step is of a node, which a program"),
+        ("sigkill-all@mid-step", "node-loss@mid-step", 14, "faults: node-loss@mid-step is a fault of a node, which"),
         ("    cache: [warm, cold]", "    nodes_command: x", 13, "nodes_command: only faults of nodes use it"),
         ("    models: tiny\n", "", 9, "models: is missing from a run: presets of restart_bench/models"),
         ("[tp1_pp1_dp2]", "[tp1-pp1]", 11, "layouts: `tp1-pp1` is no layout; write it as tp4_pp2"),
         ("cache: [warm, cold]", "cache: [tepid]", 13, "cache: `tepid` is no state of the page cache"),
         ("sigkill-all@mid-step", "sigkil-all@mid-step", 14, "faults: `sigkil-all` is no fault; did you mean sigkill"),
         ("sigkill-all@mid-step", "sigkill-all", 14, "faults: sigkill-all: write FAULT@WHEN"),
-        ("sigkill-all@mid-step", "sigkill-all@noon", 14, "faults: noon: no such moment"),
+        ("sigkill-all@mid-step", "sigkill-all@noon", 14, "faults: noon: not an injection point"),
         ("sigkill-all@mid-step", "disk-full@mid-load", 14, "faults: --fault disk-full --at mid-load: nothing is saved"),
         ("sigkill-all@mid-step", "none", 13, "cache: without a fault nothing is loaded"),
         ("name: good", "name: ../up", 1, "name: `../up` is to name files"),
@@ -176,5 +176,5 @@ def test_faults_of_nodes_take_hosts(
     text = GOOD.replace("sigkill-all@", "node-loss@").replace("    cache: [warm, cold]", "    nodes_command: harm")
     monkeypatch.delenv("HOSTFILE", raising=False)
     assert main([str(written(tmp_path, text)), "--out", str(tmp_path / "out")]) == 2
-    assert "HOSTFILE: is not set, and node-loss@mid-step is of a node" in capsys.readouterr().err
+    assert "HOSTFILE: is not set, but node-loss@mid-step is a fault of a node" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -110,11 +110,11 @@ def simulate(costs: Costs, mtbf_s: float, work_s: float, failures: int, seed: in
 
 CASES = {
     "synchronous": (Costs(20, 20, 60), 3000.0, 300.0),
-    "often struck": (Costs(20, 20, 100), 200.0, 80.0),
+    "frequent failures": (Costs(20, 20, 100), 200.0, 80.0),
     "asynchronous": (Costs(5, 90, 60), 1500.0, 200.0),
     "counts while still blocked": (Costs(30, 20, 60), 500.0, 100.0),
     "saves wait": (Costs(5, 150, 30), 600.0, 60.0),
-    "saves wait, often struck": (Costs(10, 400, 30), 200.0, 100.0),
+    "saves wait, frequent failures": (Costs(10, 400, 30), 200.0, 100.0),
     "free saves": (Costs(0, 40, 0), 800.0, 100.0),
 }
 
