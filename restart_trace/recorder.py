@@ -27,7 +27,7 @@ from restart_trace.sink import NullSink
 
 Probe = Callable[[], Mapping[str, float]]
 # What later records refer to; and what says that records are missing.
-_OWED = ("process", "operation_begin", "operation_label")
+_REQUIRED = ("process", "operation_begin", "operation_label")
 _RECORDS_LOST = "records_lost"
 
 
@@ -272,7 +272,7 @@ class Recorder:
         self._op_ids = itertools.count()
         self.ended: Operation | None = None  # the latest operation that has ended
         # What must not be lost (_OWED), until a full disk takes it: nothing else is written before it.
-        self._owed: list[dict[str, Any]] = []
+        self._pending: list[dict[str, Any]] = []
         self._lost = 0
         self._closed = False
         self._sampler: Sampler | None = None
@@ -290,22 +290,22 @@ class Recorder:
         with self._lock:
             if self._closed:
                 return
-            if record_type in _OWED or fields.get("phase") == _RECORDS_LOST:
-                self._owed.append(record)
-                self._write_owed()
+            if record_type in _REQUIRED or fields.get("phase") == _RECORDS_LOST:
+                self._pending.append(record)
+                self._write_pending()
                 return
-            written = self._write_owed() and self._sink.write(record)
+            written = self._write_pending() and self._sink.write(record)
             lost = self._lost
             self._lost = 0 if written else lost + 1
         if written and lost:
             self.event("failure", _RECORDS_LOST, f"{lost} records before this one could not be written")
 
-    def _write_owed(self) -> bool:
+    def _write_pending(self) -> bool:
         """Write what is owed; False if a full disk does not take it. The caller holds the lock."""
-        while self._owed:
-            record = self._owed.pop(0)  # first: what interrupts the write must not write it again
+        while self._pending:
+            record = self._pending.pop(0)  # first: what interrupts the write must not write it again
             if not self._sink.write(record):
-                self._owed.insert(0, record)
+                self._pending.insert(0, record)
                 return False
         return True
 

@@ -86,7 +86,7 @@ _ENGINE = Field("str", False, "class name of the engine that carries the operati
 # Axes of a layout. Every rank has a place on the first three; on the others only where the job has them.
 AXES = ("tp", "pp", "dp", "cp", "ep", "fsdp")
 _LAYOUT = Field("object", True, "sizes of the parallel dimensions: tp, pp, dp, and cp, ep, fsdp if there are any")
-_PLACE = {
+_COORDINATES = {
     "tp": Field("int", True, "tensor-parallel coordinate; -1 for a supervisor"),
     "pp": Field("int", True, "pipeline-parallel coordinate; -1 for a supervisor"),
     "dp": Field("int", True, "data-parallel coordinate; -1 for a supervisor"),
@@ -105,7 +105,7 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
         "run_id": Field("str", True, "the same for all ranks and all cycles (restarts) of one run"),
         "cycle": Field("int", True, "0 for the first launch of the run, then one more per relaunch"),
         "rank": Field("int", True, "global rank; -1 for a supervisor"),
-        **_PLACE,
+        **_COORDINATES,
         "role": Field("str", True, "rank or supervisor"),
         "instrument": Field("str", True, "trainer: this project's own code; hooks: restart_trace.hooks in another's"),
         "host": Field("str", True, "host name"),
@@ -127,7 +127,7 @@ RECORD_FIELDS: dict[str, dict[str, Field]] = {
         "argv": Field("list", True, "command line of the process"),
     },
     # Where a rank stands, if that was not known when its process record was written.
-    "coordinates": _TYPE | _PLACE | {"layout": _LAYOUT},
+    "coordinates": _TYPE | _COORDINATES | {"layout": _LAYOUT},
     # Written once the heavy imports and the engine are there: what really runs.
     "runtime": _TYPE
     | {

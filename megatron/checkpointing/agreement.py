@@ -20,7 +20,7 @@ class CheckpointRejectedError(CheckpointDamagedError):
         return "; ".join(self.args)
 
 
-def together(
+def run_on_all_ranks(
     control: ControlPlane, op: Operation, work: Callable[[], Any], conclude: Callable[[list[Any]], Any] = list
 ) -> Any:
     """Take a step on every rank: `work()` on each, then on rank 0 `conclude(results by rank)`, which every rank gets.
@@ -32,12 +32,12 @@ def together(
     return _taken(control, op, work, conclude, lambda verdict: verdict, control.broadcast)
 
 
-def dealt(
+def run_and_scatter(
     control: ControlPlane, op: Operation, work: Callable[[], Any], conclude: Callable[[list[Any]], Sequence[Any]]
 ) -> Any:
-    """As `together`, but `conclude` returns a result for each rank, and a rank hears of its own alone."""
+    """As `run_on_all_ranks`, but `conclude` returns a result for each rank, and a rank hears of its own alone."""
     for_all = lambda verdict: [verdict] * control.world_size if isinstance(verdict, CheckpointError) else verdict  # noqa: E731
-    return _taken(control, op, work, conclude, for_all, control.deal)
+    return _taken(control, op, work, conclude, for_all, control.scatter)
 
 
 def _taken(
@@ -48,7 +48,7 @@ def _taken(
     prepare: Callable[[Any], Any],
     tell: Callable[[Any], Any],
 ) -> Any:
-    """As `together`; rank 0 has `tell` take what `prepare` makes of the result, or the error, of all."""
+    """As `run_on_all_ranks`; rank 0 has `tell` take what `prepare` makes of the result, or the error, of all."""
     mine, cause = _attempt(work, control.rank)
     with op.span("barrier"):
         gathered = control.gather(mine)

@@ -178,7 +178,7 @@ class Known:
     It is not looked at again: each look takes as many system calls as there are files, which is ranks and more.
     """
 
-    whole: dict[Path, Candidate] = field(default_factory=dict)  # committed by it, or looked at
+    complete: dict[Path, Candidate] = field(default_factory=dict)  # committed by it, or looked at
     damaged: set[Path] = field(default_factory=set)  # looked at
     # By it, to be removed (megatron.checkpointing.removal); with the manifest that it had, where that is known.
     set_aside: dict[Path, Manifest | None] = field(default_factory=dict)
@@ -191,7 +191,7 @@ def next_sequence(save_dir: Path, known: Known | None = None) -> int:
     """
     try:
         newest = save_dir / (read_latest(save_dir) or "")
-        candidate = known.whole.get(newest) if known is not None else None
+        candidate = known.complete.get(newest) if known is not None else None
         manifest = candidate.manifest if candidate is not None else None
         return min(1 + (manifest or Manifest.of(newest)).sequence, MAX_SEQUENCE)
     except (OSError, ValueError):
@@ -296,11 +296,11 @@ def set_aside(path: Path) -> Path:
     only one has the directory: the one whose rename succeeds. Raises OSError if it was the other, or the storage
     refuses.
     """
-    doomed = path.with_name(f"{names.REMOVED_PREFIX}{path.name.lstrip('.')}_{time.time_ns():x}")
-    os.rename(path, doomed)
+    to_remove = path.with_name(f"{names.REMOVED_PREFIX}{path.name.lstrip('.')}_{time.time_ns():x}")
+    os.rename(path, to_remove)
     with contextlib.suppress(OSError):
-        (doomed / names.MANIFEST).unlink()
-    return doomed
+        (to_remove / names.MANIFEST).unlink()
+    return to_remove
 
 
 class Search:
@@ -336,7 +336,7 @@ class Search:
         self._accept()
         one = self._given = self.listed()[0]
         self._left.remove(one)
-        found = self._known.whole.get(one.directory)
+        found = self._known.complete.get(one.directory)
         if found is not None or not one.has_manifest:
             return found or Candidate(one.directory, one.tag, one.step, None), []
         try:
@@ -415,7 +415,7 @@ def discover(
         if candidate is None:
             continue
         why = None
-        if files and candidate.manifest is not None and (known is None or candidate.directory not in known.whole):
+        if files and candidate.manifest is not None and (known is None or candidate.directory not in known.complete):
             try:
                 why = wrong_with(candidate.directory, candidate.manifest)
             except OSError as exc:
@@ -456,8 +456,8 @@ def told_wrong(directory: Path, wrong: Sequence[str]) -> str | None:
 
 def _listed(directory: Path, known: Known) -> list[Listed]:
     """The checkpoint in `directory`; none without a manifest. Raises OSError or ValueError if that cannot be read."""
-    if directory in known.whole:
-        one = known.whole[directory]
+    if directory in known.complete:
+        one = known.complete[directory]
         return [Listed(directory, one.tag, one.step, one.sequence)]
     if not os.path.lexists(directory / names.MANIFEST):
         return []

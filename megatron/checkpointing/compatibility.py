@@ -73,8 +73,8 @@ def check_candidate(
     else:
         foreign = foreign or _described(candidate, config)
         engine, theirs, their_layout = foreign_engine(config), foreign.model, foreign.layout
-    elsewhere = their_layout != layout or (foreign is not None and foreign.needs_rearranging)
-    if elsewhere:
+    other_layout = their_layout != layout or (foreign is not None and foreign.needs_rearranging)
+    if other_layout:
         del mine["padded_vocab_size"]  # TP pads it; the true size is checked parameter by parameter
     different = [
         f"{name} is {theirs[name]} in the checkpoint and {mine[name]} here"
@@ -86,7 +86,7 @@ def check_candidate(
             f"{candidate.place}: another model: {'; '.join(different)}; give the flags of the run that saved it, "
             "or another --load"
         )
-    if elsewhere and redistributable is False:
+    if other_layout and redistributable is False:
         *others, last = redistributable_engines()
         raise CheckpointMismatchError(
             f"{candidate.place}: saved on {their_layout}, but this run is {layout}, and only a checkpoint of "
@@ -95,13 +95,13 @@ def check_candidate(
             f"{their_layout.world_size} ranks"
         )
     universal = config.checkpoint.redistribute == "universal"
-    if elsewhere and universal and engine not in _FILES_OF_TORCH:
+    if other_layout and universal and engine not in _FILES_OF_TORCH:
         *others, last = _FILES_OF_TORCH
         raise CheckpointMismatchError(
             f"--redistribute universal: DeepSpeed converts files of torch.save, and {candidate.place} was saved "
             f"with --checkpoint-engine {engine}; drop the flag, or load a checkpoint of {', '.join(others)} or {last}"
         )
-    return elsewhere
+    return other_layout
 
 
 def cannot_be_read(place: str, engine: str, why: str) -> CheckpointMismatchError:

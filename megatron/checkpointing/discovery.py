@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.checkpointing import commit
-from megatron.checkpointing.agreement import together
+from megatron.checkpointing.agreement import run_on_all_ranks
 from megatron.parallel.control_plane import ControlPlane
 from restart_trace.recorder import Operation
 
@@ -61,5 +61,5 @@ def next_found(
         wrong = commit.told_wrong(candidate.directory, [what for mine in by_rank for what in mine])
         return [] if wrong is None or not isinstance(search, commit.Search) else search.reject(wrong)
 
-    problems = together(control, op, look, conclude)
+    problems = run_on_all_ranks(control, op, look, conclude)
     return (None, problems) if problems else (candidate, [])

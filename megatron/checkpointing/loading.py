@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.checkpointing import commit
 from megatron.checkpointing import naming as names
-from megatron.checkpointing.agreement import CheckpointRejectedError, together
+from megatron.checkpointing.agreement import CheckpointRejectedError, run_on_all_ranks
 from megatron.checkpointing.changed_flags import check_optimizer
 from megatron.checkpointing.compatibility import cannot_be_read, check_candidate, foreign_engine
 from megatron.checkpointing.context import Ahead, RunContext
@@ -34,8 +34,8 @@ from megatron.checkpointing.engines.errors import (
 )
 from megatron.checkpointing.engines.registry import create_engine
 from megatron.checkpointing.hashes import compare_hashes, compare_hashes_with
-from megatron.checkpointing.kept import KeptCandidate, MemoryCandidate, OtherLayout, forget, in_turn
-from megatron.checkpointing.reshard.loading import load_elsewhere
+from megatron.checkpointing.memory_saves import MemoryCandidate, OtherLayout, SameLayout, forget, in_turn
+from megatron.checkpointing.reshard.loading import load_on_other_layout
 from megatron.checkpointing.state import Progress, live_state, restore_progress, restore_state, restore_tied_weights
 from megatron.config.arguments import namespace_from_config
 from megatron.config.uris import is_uri
@@ -92,7 +92,7 @@ def _found(
         return found.number, found.problems
 
     if stored is not None:  # which may refuse
-        number, problems = together(ctx.control, op, find, lambda by_rank: by_rank[0])
+        number, problems = run_on_all_ranks(ctx.control, op, find, lambda by_rank: by_rank[0])
     else:
         mine = find()
         with op.span("barrier"):
@@ -190,7 +190,7 @@ def _reader_of(ctx: RunContext, candidate: commit.Candidate, op: Operation) -> C
             except (UnknownEngineError, EngineUnavailableError) as exc:
                 raise cannot_be_read(candidate.place, name, f"rank {ctx.control.rank}: {exc}") from exc
 
-    together(ctx.control, op, create)
+    run_on_all_ranks(ctx.control, op, create)
     return readers[0]
 
 
@@ -218,10 +218,14 @@ class _Attempt:
         if ctx.prefetch is not None and not isinstance(candidate, MemoryCandidate):
             ctx.prefetch.hand_over(op, candidate.directory)
         # Without a manifest each rank judges it by what it reads itself, and one alone may fail.
-        if self._is_elsewhere() if candidate.manifest else together(ctx.control, op, self._is_elsewhere, all):
-            return self._load_elsewhere()
+        if (
+            self._is_other_layout()
+            if candidate.manifest
+            else run_on_all_ranks(ctx.control, op, self._is_other_layout, all)
+        ):
+            return self._load_on_other_layout()
         states: dict[str, Any] = {}
-        together(ctx.control, op, functools.partial(self._read, states), _name_slow_readers)
+        run_on_all_ranks(ctx.control, op, functools.partial(self._read, states), _name_slow_readers)
         common = states.get(names.model_states_file(ctx.place.layout, ctx.place.at))
         progress = _apply(ctx, self.engine, candidate, states, op)
         shared = "all_gather" if self._with_optimizer else "broadcast"
@@ -241,7 +245,7 @@ class _Attempt:
         options = self.ctx.config.checkpoint
         return not (options.no_load_optim or options.finetune)
 
-    def _is_elsewhere(self) -> bool:
+    def _is_other_layout(self) -> bool:
         """Whether the candidate was saved on another layout, which `reader` can load it from."""
         ctx = self.ctx
         with self.op.span("discover"):
@@ -270,7 +274,7 @@ class _Attempt:
                 self.fetch(candidate, [hashes], op)
         with reading(candidate.directory), UnderWay(READING, f"the reading of {candidate.directory}"):
             begun = now_ns()
-            if isinstance(candidate, KeptCandidate):
+            if isinstance(candidate, SameLayout):
                 found = candidate.load(ctx, load, op)
             elif self.fetch is not None:
                 found = self.fetch.load(candidate, list(dict.fromkeys(wanted)), reader, load, op)
@@ -281,10 +285,10 @@ class _Attempt:
                 del found
             return (now_ns() - begun) / 1e9, os.uname().nodename
 
-    def _load_elsewhere(self) -> Progress:
-        """As load_elsewhere; out of memory and object storage in ranges, or fetched first."""
+    def _load_on_other_layout(self) -> Progress:
+        """As load_on_other_layout; reads ranges from memory and object storage, or fetches the files first."""
         ctx, candidate, fetch, op = self.ctx, self.candidate, self.fetch, self.op
-        load = functools.partial(load_elsewhere, ctx, self.reader, self.engine, candidate, op)
+        load = functools.partial(load_on_other_layout, ctx, self.reader, self.engine, candidate, op)
         if isinstance(candidate, OtherLayout):
             with candidate.files(ctx, op) as files:
                 return load(files)
@@ -298,7 +302,7 @@ class _Attempt:
                 logger.warning("%s; it is read once more", str(exc).replace(str(candidate.directory), candidate.place))
             finally:
                 fetch.measure(op)
-        together(ctx.control, op, functools.partial(fetch, candidate, files, op))
+        run_on_all_ranks(ctx.control, op, functools.partial(fetch, candidate, files, op))
         return load()
 
 
@@ -351,7 +355,7 @@ def _apply(
                 states.clear()  # giving gigabytes back to the system takes its time: here, where it is accounted for
 
     try:
-        return together(ctx.control, op, apply)[ctx.control.rank]
+        return run_on_all_ranks(ctx.control, op, apply)[ctx.control.rank]
     except CheckpointRejectedError as rejected:
         raise _NotAppliedError(*rejected.args) from rejected
 
@@ -373,13 +377,13 @@ def _verify_restored(ctx: RunContext, engine: Any, candidate: commit.Candidate, 
 
     def compare() -> None:
         with op.span("load", "verify", file=recorded.name):
-            if isinstance(candidate, KeptCandidate):
+            if isinstance(candidate, SameLayout):
                 compare_hashes_with(engine, candidate.json_file(recorded.name), str(candidate.directory))
             else:
                 compare_hashes(engine, recorded)
 
     try:
-        together(ctx.control, op, compare)
+        run_on_all_ranks(ctx.control, op, compare)
     except CheckpointRejectedError as differs:
         raise CheckpointDamagedError(str(differs)) from differs
 

@@ -77,19 +77,19 @@ def prune(
     entries = sorted(save_dir.iterdir())
     known.set_aside = {path: known.set_aside[path] for path in entries if path in known.set_aside}
     half_removed = [p for p in entries if p.name.startswith(names.REMOVED_PREFIX) and p not in known.set_aside]
-    doomed = [p for p in entries if not p.name.startswith(names.REMOVED_PREFIX) and _is_of_no_use(p, owner)]
+    to_remove = [p for p in entries if not p.name.startswith(names.REMOVED_PREFIX) and _is_of_no_use(p, owner)]
     if keep_last is not None:
-        to_look_at, surplus = _surplus(save_dir, keep_last, step, known, doomed)
+        to_look_at, surplus = _surplus(save_dir, keep_last, step, known, to_remove)
         if to_look_at:
             return Pruned(to_look_at=to_look_at)
-        doomed += surplus
+        to_remove += surplus
     aside: dict[Path, Manifest | None] = dict.fromkeys(half_removed)
     removed, problem = [path.name for path in half_removed], None
-    if doomed:
+    if to_remove:
         with changing(owner):
             try:
-                for path in doomed:
-                    candidate = known.whole.get(path)
+                for path in to_remove:
+                    candidate = known.complete.get(path)
                     aside[set_aside(path)] = candidate.manifest if candidate is not None else None
                     removed.append(path.name)
             except OSError as exc:
@@ -102,20 +102,20 @@ def prune(
 
 
 def _surplus(
-    save_dir: Path, keep_last: int, step: int, known: Known, doomed: Collection[Path]
+    save_dir: Path, keep_last: int, step: int, known: Known, to_remove: Collection[Path]
 ) -> tuple[list[Candidate], list[Path]]:
     """(those of the ones to keep that are to be looked at first, directories of those that are not to be kept).
 
-    Those that are `doomed` anyway are neither.
+    Those that are `to_remove` anyway are neither.
     """
     listed = [one for one in Search(save_dir, None, known).listed() if one.step <= step]
-    ours = [one.directory for one in listed if one.has_manifest and one.directory not in doomed]
+    ours = [one.directory for one in listed if one.has_manifest and one.directory not in to_remove]
     to_look_at: list[Candidate] = []
     kept = 0
     for position, directory in enumerate(ours):
         if kept == keep_last:
             return to_look_at, ours[position:]
-        if directory in known.whole:
+        if directory in known.complete:
             kept += 1
         elif directory not in known.damaged:
             try:

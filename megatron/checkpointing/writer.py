@@ -132,11 +132,11 @@ class SaveDirectory:
         self, manifest: commit.Manifest, attempt: str, temporary: Path, fsync: bool, known: commit.Known
     ) -> list[str]:
         if self.keep_last is None:
-            known.whole.clear()  # nobody asks for the older ones
+            known.complete.clear()  # nobody asks for the older ones
         tag, step = manifest.tag, manifest.step
-        known.whole.pop(self.path / tag, None)
+        known.complete.pop(self.path / tag, None)
         wrong = commit.publish(self.path, temporary, tag, step, fsync, self.ownership, manifest)
-        known.whole[self.path / tag] = commit.Candidate(self.path / tag, tag, step, manifest)
+        known.complete[self.path / tag] = commit.Candidate(self.path / tag, tag, step, manifest)
         known.damaged.discard(self.path / tag)
         return wrong
 
@@ -146,7 +146,7 @@ class SaveDirectory:
     def prune(self, step: int, known: commit.Known, fsync: bool) -> Pruned:
         pruned = prune(self.path, self.keep_last, step, self.ownership, known, fsync)
         for name in pruned.removed:
-            known.whole.pop(self.path / name, None)
+            known.complete.pop(self.path / name, None)
         return pruned
 
 
@@ -280,7 +280,7 @@ class CheckpointWriter:
             if self.engine.keeps_in_memory:
                 self._add_extra(save, extra_files)  # they are kept beside the state
                 directory = save.temporary if save.on_storage else None
-                save.pending = self.engine.begin_kept_save(files, self._record_of(save), directory, op)
+                save.pending = self.engine.begin_memory_save(files, self._record_of(save), directory, op)
                 return
             targets = save.directory.streams(save.tag, save.attempt, op) if self.engine.streams else None
             if targets is None:
@@ -298,7 +298,7 @@ class CheckpointWriter:
                 save.extra.append((extra.name, extra.content()))
 
     def _record_of(self, save: Save) -> dict[str, Any]:
-        """What a load needs to know of a save in memory (megatron.checkpointing.kept)."""
+        """What a load needs to know of a save in memory (megatron.checkpointing.memory_saves)."""
         return {
             "save": save.temporary.name.removeprefix(names.TEMPORARY_PREFIX),
             "tag": save.tag,
@@ -464,7 +464,7 @@ class CheckpointWriter:
                 ranks = range(control.world_size if control.rank == 0 else 0)
                 dealt = list(zip(*(commit.shares(each, ranks, len(ranks)) for each in pruned.to_look_at), strict=True))
             with save.op.span("barrier", blocking=self._blocking):
-                shares = control.deal(dealt if control.rank == 0 else None)
+                shares = control.scatter(dealt if control.rank == 0 else None)
             with save.op.span("commit", "prune", blocking=self._blocking, joined=True):
                 wrong = [commit.wrong_in(share) for share in shares]
             with save.op.span("barrier", blocking=self._blocking):
@@ -479,7 +479,7 @@ class CheckpointWriter:
 
     def _names_of(self, save: Save) -> tuple[Collection[str], Mapping[Path, Collection[str]]]:
         """On rank 0, as far as it knows: what the files of this save are called, and those that were set aside."""
-        new = next((one for path, one in self._known.whole.items() if path.name == save.tag), None)
+        new = next((one for path, one in self._known.complete.items() if path.name == save.tag), None)
         aside = {path: one.files for path, one in self._known.set_aside.items() if one is not None}
         self._known.set_aside = dict.fromkeys(self._known.set_aside)
         return (new.manifest.files if new is not None and new.manifest is not None else ()), aside
@@ -489,7 +489,7 @@ class CheckpointWriter:
         for candidate, found in zip(candidates, zip(*by_rank, strict=True), strict=True):
             wrong = commit.told_wrong(candidate.directory, [what for mine in found for what in mine])
             if wrong is None:
-                self._known.whole[candidate.directory] = candidate
+                self._known.complete[candidate.directory] = candidate
             else:
                 self._known.damaged.add(candidate.directory)
                 logger.warning("checkpoint not counted by --keep-last: %s", wrong)

@@ -31,15 +31,15 @@ class ObjectUri:
         return f"{self.prefix}/{name}"
 
 
-Place: TypeAlias = Path | ObjectUri  # where checkpoints are
+Location: TypeAlias = Path | ObjectUri  # where checkpoints are
 
 
-def below(place: Place, name: str) -> Place:
+def below(place: Location, name: str) -> Location:
     """What is called `name` in a directory, or below a prefix."""
     return place / name if isinstance(place, Path) else ObjectUri(place.bucket, place.key(name))
 
 
-def place_of(flag: str, text: str) -> Place:
+def location_of(flag: str, text: str) -> Location:
     """The directory or the prefix that `text` names. Raises ConfigError naming `flag`, as parse_uri."""
     return parse_uri(flag, text) if is_uri(text) else Path(text)
 

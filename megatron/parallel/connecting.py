@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron.parallel.tree import AgreementLostError, AgreementTimeoutError, Connection, Tree, places
+from megatron.parallel.tree import AgreementLostError, AgreementTimeoutError, Connection, Tree, tree_nodes
 
 _HELLO = struct.Struct("!16sBI")  # secret, number of the tree, rank
 _WHERE, _COUNT, _ALL, _NEIGHBOURS = "tree/where", "tree/count", "tree/all", "tree/neighbours/{}"
@@ -154,7 +154,7 @@ def neighbours_of_all(everybody: Sequence[Where]) -> list[Neighbours]:
             tuple((child, everybody[child].host) for child in place.children),
             secret,
         )
-        for place in places([where.host for where in everybody])
+        for place in tree_nodes([where.host for where in everybody])
     ]
 
 

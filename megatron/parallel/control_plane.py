@@ -53,13 +53,13 @@ class ControlPlane:
             found = self._tree.down(_pickled(item) if self.rank == 0 else b"")
             return item if self.rank == 0 else pickle.loads(found)
 
-    def deal(self, items: Sequence[Any] | None) -> Any:
+    def scatter(self, items: Sequence[Any] | None) -> Any:
         """Of rank 0's `items`, by rank, the one for this rank: it is told of no other."""
         if self._tree is None:
             assert items is not None
             return items[0]
         with _agreement(self._tree):
-            return pickle.loads(self._tree.deal(None if items is None else [_pickled(item) for item in items]))
+            return pickle.loads(self._tree.scatter(None if items is None else [_pickled(item) for item in items]))
 
     def agree(self, error: str | None) -> list[tuple[int, str]]:
         """Exchange success or failure: every rank gets [(rank, error)] of those that failed."""

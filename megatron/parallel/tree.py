@@ -43,26 +43,26 @@ class AgreementTimeoutError(AgreementLostError):
     """A rank has waited longer than --distributed-timeout-minutes, this one or another."""
 
 
-class Place(NamedTuple):
+class TreeNode(NamedTuple):
     """Where a rank is in the tree, by rank."""
 
     parent: int | None
     children: tuple[int, ...]
 
 
-def places(hosts: Sequence[str]) -> list[Place]:
+def tree_nodes(hosts: Sequence[str]) -> list[TreeNode]:
     """The place of each rank; `hosts`: the host of each. Rank 0 is the root."""
     by_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         by_host.setdefault(host, []).append(rank)
-    heaps = [([ranks[0] for ranks in by_host.values()], LEADERS), *((ranks, LOCAL) for ranks in by_host.values())]
+    groups = [([ranks[0] for ranks in by_host.values()], LEADERS), *((ranks, LOCAL) for ranks in by_host.values())]
     parents: dict[int, int] = {}
     children: list[list[int]] = [[] for _ in hosts]
-    for members, fan_out in heaps:
+    for members, fan_out in groups:
         for index in range(1, len(members)):
             parents[members[index]] = members[(index - 1) // fan_out]
             children[members[(index - 1) // fan_out]].append(members[index])
-    return [Place(parents.get(rank), tuple(children[rank])) for rank in range(len(hosts))]
+    return [TreeNode(parents.get(rank), tuple(children[rank])) for rank in range(len(hosts))]
 
 
 class Connection:
@@ -187,7 +187,7 @@ class Tree:
         self._send(_DOWN, self._children, [found] * len(self._children))
         return found
 
-    def deal(self, items: Sequence[bytes] | None) -> bytes:
+    def scatter(self, items: Sequence[bytes] | None) -> bytes:
         """What rank 0 has for this rank: `items`, by rank. Nobody hears of what is for ranks that are not below it.
 
         Raises as `up`.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.checkpointing.background import BackgroundSave, release_before_steps
 from megatron.checkpointing.context import RunContext
+from megatron.checkpointing.disk_space import rank_bytes
 from megatron.checkpointing.engines.errors import CheckpointNotFoundError, CheckpointSaveError
 from megatron.checkpointing.engines.options import engine_options
 from megatron.checkpointing.engines.registry import create_engine
@@ -16,7 +17,6 @@ from megatron.checkpointing.manager import Checkpointer
 from megatron.checkpointing.naming import RankPlace, attempt_of
 from megatron.checkpointing.ownership import Ownership
 from megatron.checkpointing.prefetch import Prefetch
-from megatron.checkpointing.room import rank_bytes
 from megatron.checkpointing.state import Progress, start_over
 from megatron.config import Config, ConfigError
 from megatron.fileio.device_copies import CopyStream

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from megatron.checkpointing import naming as names
-from megatron.checkpointing.room import checkpoint_bytes, lack_of_space, no_room, saves_left
+from megatron.checkpointing.disk_space import checkpoint_bytes, lack_of_space, no_space, saves_left
 from megatron.config import Config, ConfigError
 from megatron.config.uris import is_uri
 from megatron.parallel.control_plane import ControlPlane
@@ -30,7 +30,7 @@ def check_free_space(config: Config, parameters: int, dp: int, iteration: int, c
     if gathered is not None:
         one, free = checkpoint_bytes(config, sum(gathered)), _free_bytes(Path(save))
         left = saves_left(config, iteration)
-        error = no_room(config, one, free) if iteration == 0 and left else None
+        error = no_space(config, one, free) if iteration == 0 and left else None
         found = lack_of_space(config, one, _present(Path(save)), left, free)
         if error is None and found is not None:
             logger.warning("%s", found)

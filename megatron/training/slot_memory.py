@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.checkpointing.disk_space import rank_bytes, slot_bytes
 from megatron.checkpointing.manager import Checkpointer
-from megatron.checkpointing.room import rank_bytes, slot_bytes
 from megatron.config import CheckpointConfig, ConfigError
 from megatron.fileio.host_memory import available_memory
 from megatron.parallel.topology import Layout
@@ -90,7 +90,7 @@ def reserve_slots(checkpointer: Checkpointer, runtime: Runtime, parameters: int,
 def _need(checkpointer: Checkpointer, runtime: Runtime, parameters: int, each: int) -> Need:
     """Of this rank. Raises nothing: what its host's process does not answer, it has not."""
     engine, config = checkpointer.context.checkpoint_engine, checkpointer.context.config
-    present = engine.kept_bytes
+    present = engine.slot_bytes
     # On the CPU gradients and moments come with the first step.
     state = rank_bytes(config, parameters, 0, runtime.layout.dp) if runtime.device.type == "cpu" else 0
     growth = sum(max(0, each - size) for size in present)

@@ -156,7 +156,7 @@ def _start_early_copy(config: Config) -> EarlyCopy | None:
     """With engine memory, on a host that has nothing of what this rank will load: begin to fetch it."""
     if config.checkpoint.checkpoint_engine != "memory":
         return None
-    from megatron.checkpointing.kept import resumes_itself
+    from megatron.checkpointing.memory_saves import resumes_itself
     from megatron.peers.client import MEMBERS_VARIABLE
     from megatron.peers.wire import key_of
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
+from restart_trace.hooks.coordinates import coordinates_of
 from restart_trace.hooks.guard import Around, Call, wrap
-from restart_trace.hooks.place import place_of
 from restart_trace.hooks.running import Running
 from restart_trace.hooks.session import Session
 from restart_trace.recorder import given
@@ -40,8 +40,8 @@ class DeepSpeedHooks:
             from deepspeed.utils import groups
 
             engine = call.result[0]
-            self._session.stands(place_of(engine, groups))
-            self._session.runs(_runtime(engine))
+            self._session.record_coordinates(coordinates_of(engine, groups))
+            self._session.record_runtime(_runtime(engine))
 
     @contextmanager
     def model_build(self, call: Call) -> Iterator[None]:
@@ -80,7 +80,7 @@ class DeepSpeedHooks:
         checkpoint_engine = type(engine.checkpoint_engine)
         for one in checkpoint_engine.__mro__:
             self._hook_checkpoint_engine(one)
-        self._session.uses(kind, os.path.abspath(directory), checkpoint_engine.__name__)
+        self._session.record_directory(kind, os.path.abspath(directory), checkpoint_engine.__name__)
         begun = self._session.begin(kind)
         running = begun or self._session.running()
         if running is None:

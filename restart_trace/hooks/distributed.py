@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
+from restart_trace.hooks.coordinates import coordinates_in_groups, coordinates_in_mesh
 from restart_trace.hooks.guard import Call, wrap
 from restart_trace.hooks.name_lookup import time_name_lookup
-from restart_trace.hooks.place import place_in_groups, place_in_mesh
 from restart_trace.hooks.session import Session
 
 
@@ -52,7 +52,7 @@ def hook_fsdp(session: Session, fsdp: ModuleType) -> None:
         yield
         given = call.arguments()
         ranks = dist.get_rank(), dist.get_world_size()
-        session.stands(place_in_mesh(given["mesh"], given.get("dp_mesh_dims"), *ranks))
+        session.record_coordinates(coordinates_in_mesh(given["mesh"], given.get("dp_mesh_dims"), *ranks))
 
     @contextmanager
     def wrapped(call: Call) -> Iterator[None]:
@@ -60,7 +60,9 @@ def hook_fsdp(session: Session, fsdp: ModuleType) -> None:
         module = call.args[0]
         replicas = getattr(module, "_inter_node_pg", None)
         strategy = module.sharding_strategy.name
-        session.stands(place_in_groups(strategy, module.process_group, replicas, dist.get_world_size()))
+        session.record_coordinates(
+            coordinates_in_groups(strategy, module.process_group, replicas, dist.get_world_size())
+        )
 
     wrap(fsdp, "fully_shard", fully_shard)
     wrap(fsdp.FullyShardedDataParallel, "__init__", wrapped)

@@ -50,7 +50,7 @@ class Session:
         self._running: Running | None = None  # of the save or load that is under way
         self._installed_ns = installed_ns
         self._imports: list[tuple[int, int]] = []  # before there was a recorder
-        self._told: dict[str, Mapping[str, Any]] = {}  # type -> fields of the last such record
+        self._recorded: dict[str, Mapping[str, Any]] = {}  # type -> fields of the last such record
         self._thread = threading.get_ident()
         os.register_at_fork(after_in_child=self._forked)
 
@@ -94,27 +94,27 @@ class Session:
         if starting is not None and self._running is None:
             starting.interrupted("imports", start_ns, end_ns)
 
-    def stands(self, place: Mapping[str, Any] | None) -> None:
+    def record_coordinates(self, place: Mapping[str, Any] | None) -> None:
         """Record where this rank stands, if that is known: fields of the coordinates record. The last one counts."""
         if place is not None:
-            self._tell("coordinates", place)
+            self._record("coordinates", place)
 
-    def runs(self, found: Mapping[str, Any]) -> None:
+    def record_runtime(self, found: Mapping[str, Any]) -> None:
         """Record what runs: fields of the runtime record, of which the last one counts; those told before stay."""
-        self._tell("runtime", {**self._told.get("runtime", {}), **found})
+        self._record("runtime", {**self._recorded.get("runtime", {}), **found})
 
-    def uses(self, kind: str, directory: str, engine_used: str) -> None:
+    def record_directory(self, kind: str, directory: str, engine_used: str) -> None:
         """Record where checkpoints are saved to or loaded from, as `kind` says, when that is first seen.
 
         Directories beside each other count as one: some trainers give each checkpoint a directory of its own.
         """
-        told = self._told.get("runtime", {}).get(f"{kind}_dir")
+        told = self._recorded.get("runtime", {}).get(f"{kind}_dir")
         if told is None or os.path.dirname(told) != os.path.dirname(directory):
-            self.runs({"engine_used": engine_used} | storage_fields(kind, directory))
+            self.record_runtime({"engine_used": engine_used} | storage_fields(kind, directory))
 
-    def _tell(self, record_type: str, fields: Mapping[str, Any]) -> None:
-        if self.recorder is not None and self._told.get(record_type) != fields:
-            self._told[record_type] = fields
+    def _record(self, record_type: str, fields: Mapping[str, Any]) -> None:
+        if self.recorder is not None and self._recorded.get(record_type) != fields:
+            self._recorded[record_type] = fields
             self.recorder.write(record_type, **fields)
 
     def startup_phase(self, name: str, detail: str | None = None) -> AbstractContextManager[Any]:
@@ -178,7 +178,7 @@ class Session:
         if self.recorder is not None or "RANK" in os.environ:
             os.environ.setdefault(_RANK_PID_VARIABLE, "0")
         self.recorder = self.startup = self._starting = self._running = None
-        self._imports, self._told = [], {}
+        self._imports, self._recorded = [], {}
         self._installed_ns, self._thread = now_ns(), threading.get_ident()
 
 

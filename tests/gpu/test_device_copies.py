@@ -96,12 +96,14 @@ def test_engine_memory_copies_to_its_slot_and_back(device: torch.device, record_
     name = "mp_rank_00_model_states.pt"
     engine = MemoryEngine(EngineOptions())
     began = now_ns()
-    pending = engine.begin_kept_save([FileState(name, {"weights": weights})], {"save": "1"}, None, untraced_operation())
+    pending = engine.begin_memory_save(
+        [FileState(name, {"weights": weights})], {"save": "1"}, None, untraced_operation()
+    )
     pending.release_state()
     assert pending.wait() == []  # nothing goes to storage
     record_property("to_slot_GBps", weights.nbytes / (now_ns() - began))
     engine.settle()
-    (kept,) = engine.kept_saves()
+    (kept,) = engine.memory_saves()
     live = torch.zeros_like(weights)
     began = now_ns()
     loaded = engine.load_into([FileState(name, {"weights": live})], kept.checkpoint, untraced_operation())

@@ -31,7 +31,15 @@ from .metrics.tiers import replications, tier_reads
 from .model.frame import Frames, make_frames, no_frames
 from .model.model_info import describe_model
 from .model.probe_values import probe_values
-from .model.run_info import CycleInfo, Storage, crowded_hosts, describe_cycles, describe_storage, is_ours, layout_text
+from .model.run_info import (
+    CycleInfo,
+    Storage,
+    describe_cycles,
+    describe_storage,
+    is_ours,
+    layout_text,
+    oversubscribed_hosts,
+)
 
 if TYPE_CHECKING:
     from .model.imported_run import ImportedRun
@@ -170,7 +178,15 @@ def analyse(trace: Trace, *, per_rank: bool = False) -> Analysis:
         problems=by_severity(problems),
         findings=find(
             Evidence(
-                saves, loads, starts, frames, tables, hosts, probes, crowded_hosts(trace.ranks), is_ours(trace.ranks)
+                saves,
+                loads,
+                starts,
+                frames,
+                tables,
+                hosts,
+                probes,
+                oversubscribed_hosts(trace.ranks),
+                is_ours(trace.ranks),
             )
         ),
         steps=step_times(frames.iterations),

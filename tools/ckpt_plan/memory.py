@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron.checkpointing.disk_space import slot_bytes
 from megatron.checkpointing.engines.base import MIB, FileState
-from megatron.checkpointing.room import slot_bytes
 from megatron.config import Config
 from megatron.processes.memory_slots import SLOTS_PER_RANK
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron.checkpointing.engines.errors import EngineUnavailableError, UnknownEngineError
 from megatron.config import ConfigError
-from megatron.config.uris import ObjectUri, Place, below
+from megatron.config.uris import Location, ObjectUri, below
 from megatron.fileio.store_errors import ObjectStoreError
 from restart_trace.cycles import launch_key
 
@@ -28,10 +28,10 @@ from ..common.cli import COULD_NOT_RUN, FINDINGS, OK, write_stdout
 from ..common.machine import filesystem_of, machine
 from .answer import sentence
 from .figures import analyse
-from .launch import TaskError, crew_of
+from .launch import TaskError, worker_group
 from .options import ALL, TARGETS, parse_arguments, request_from
 from .places import check_writable, remove, store_in_words
-from .plan import ReplayError, Request, place_of
+from .plan import ReplayError, Request, location_of
 from .replay import Replay
 from .striping import check_striping, set_striping
 from .table import render
@@ -80,19 +80,19 @@ def _replay(arguments: argparse.Namespace) -> dict[str, Any] | None:
         check_striping(request.striping, Path(request.directory))
     # The directory is left after the crew: what its processes write until they end is removed, too.
     with (
-        _own_place(place_of(request.directory), name, 0 in mine and not request.keep) as place,
+        _own_place(location_of(request.directory), name, 0 in mine and not request.keep) as place,
         tempfile.TemporaryDirectory(prefix="ckpt_replay_notes_") as notes,
-        crew_of(mine, world_size, launched, Path(notes)) as crew,
+        worker_group(mine, world_size, launched, Path(notes)) as workers,
     ):
-        prepared = crew.prepare(request)
+        prepared = workers.prepare(request)
         left_out = prepared["problems"]
         request = _settled(request, prepared, explicit=arguments.engine != ALL)
-        if crew.leads:
+        if workers.leads:
             _make(place, request)
         kind = filesystem_of(place) if isinstance(place, Path) else store_in_words()
         before = machine() | {"filesystem": kind}
-        samples = Replay(request, crew, place, f"{key}/{name}", _report if crew.leads else _ignore).run()
-    if not crew.leads:
+        samples = Replay(request, workers, place, f"{key}/{name}", _report if workers.leads else _ignore).run()
+    if not workers.leads:
         return None
     kept = str(place) if request.keep else None
     figures = analyse(request, samples, left_out, before) | {"directory": request.directory, "kept": kept}
@@ -129,7 +129,7 @@ def _check_directories(request: Request) -> None:
         if "://" in str(name):
             if flag != "--dir":
                 raise ReplayError(f"{flag} {name}: a trace is written to files; give a directory")
-            uri = place_of(request.directory)
+            uri = location_of(request.directory)
             assert isinstance(uri, ObjectUri)
             check_writable(uri)
             continue
@@ -162,7 +162,7 @@ def _check_room(request: Request, largest: int) -> None:
 
 
 @contextlib.contextmanager
-def _own_place(parent: Place, name: str, removed: bool) -> Iterator[Place]:
+def _own_place(parent: Location, name: str, removed: bool) -> Iterator[Location]:
     """This replay's own directory, or prefix, below `parent`; what is there at the end is `removed`."""
     place = below(parent, f"ckpt_replay_{name}")
     try:
@@ -172,7 +172,7 @@ def _own_place(parent: Place, name: str, removed: bool) -> Iterator[Place]:
             remove(place)
 
 
-def _make(place: Place, request: Request) -> None:
+def _make(place: Location, request: Request) -> None:
     if isinstance(place, Path):
         place.mkdir()
         if request.striping is not None:

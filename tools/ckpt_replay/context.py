@@ -19,7 +19,7 @@ from megatron.checkpointing.engines.base import CheckpointEngine
 from megatron.checkpointing.engines.options import engine_options
 from megatron.checkpointing.engines.registry import create_engine
 from megatron.config import CheckpointConfig
-from megatron.config.uris import Place
+from megatron.config.uris import Location
 from megatron.parallel.control_plane import ControlPlane, control_planes
 from megatron.parallel.topology import Layout
 from restart_trace.process import RankIdentity, open_rank_trace
@@ -59,7 +59,7 @@ class RankContext:
         return self.task.engine
 
     @property
-    def place(self) -> Place:
+    def place(self) -> Location:
         """Where the checkpoints of this task are."""
         return self.task.place
 

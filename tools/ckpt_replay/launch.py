@@ -29,7 +29,7 @@ class TaskError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Crew:
+class WorkerGroup:
     """The processes that this one has started: those of all ranks, or under a launcher one for each of its ranks.
 
     `processes` are their numbers within `world_size`; `notes` is a directory of this host; `server` is
@@ -106,7 +106,7 @@ class Crew:
 
 
 @contextlib.contextmanager
-def crew_of(processes: tuple[int, ...], world_size: int, launched: bool, notes: Path) -> Iterator[Crew]:
+def worker_group(processes: tuple[int, ...], world_size: int, launched: bool, notes: Path) -> Iterator[WorkerGroup]:
     """A Crew whose processes are gone when the body is left."""
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", "1")
@@ -115,7 +115,7 @@ def crew_of(processes: tuple[int, ...], world_size: int, launched: bool, notes: 
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
         server = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)
     try:
-        yield Crew(processes, world_size, launched, notes, server)
+        yield WorkerGroup(processes, world_size, launched, notes, server)
     finally:
         server.terminate()
         try:

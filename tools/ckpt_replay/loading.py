@@ -15,7 +15,7 @@ import torch
 
 from megatron.checkpointing import naming as names
 from megatron.checkpointing.commit import Manifest
-from megatron.checkpointing.engines.base import CheckpointEngine, FileState, KeptSave, SavedCheckpoint
+from megatron.checkpointing.engines.base import CheckpointEngine, FileState, MemorySave, SavedCheckpoint
 from megatron.checkpointing.manifest import read_latest
 from megatron.config.uris import ObjectUri
 from megatron.fileio.object_store import Traffic
@@ -208,17 +208,17 @@ class _Kept:
         self._engine = engine
         self._from_holder = ctx.engine_name == MEMORY_PEER
         self._key = key_of({"layout": ctx.layout, "place": ctx.coordinates})
-        mine = [kept for kept in engine.kept_saves() if key_of(kept.record) == self._key]
+        mine = [kept for kept in engine.memory_saves() if key_of(kept.record) == self._key]
         if not mine:
             raise ReplayError(f"engine {ctx.engine_name}: no slot holds what rank {ctx.rank} has saved")
-        self._newest: KeptSave = max(mine, key=lambda kept: kept.record["step"])
+        self._newest: MemorySave = max(mine, key=lambda kept: kept.record["step"])
 
     def load(self, live: list[FileState], op: Operation) -> tuple[dict[str, Any], int]:
         record = self._newest.record
         op.label(tag=record["tag"], step=record["step"], tier=PEER if self._from_holder else LOCAL_MEMORY)
         begun, kept = now_ns(), self._newest
         if self._from_holder:
-            kept = self._engine.fetch_kept(record["save"], self._key, holder(), op)
+            kept = self._engine.fetch_copy(record["save"], self._key, holder(), op)
         states = self._engine.load_into(live, kept.checkpoint, op)
         return states, now_ns() - begun
 

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.config.uris import ObjectUri, Place
+from megatron.config.uris import Location, ObjectUri
 from megatron.fileio.store_errors import ObjectStoreError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def problem_of(uri: ObjectUri) -> str | None:
     return None
 
 
-def remove(place: Place) -> None:
+def remove(place: Location) -> None:
     """All that is there. What of a bucket cannot be removed stays: the figures are what was asked for."""
     if isinstance(place, Path):
         shutil.rmtree(place, ignore_errors=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import CheckpointConfig
-from megatron.config.uris import Place, is_uri, parse_uri
+from megatron.config.uris import Location, is_uri, parse_uri
 
 SAVE, LOAD_COLD, LOAD_WARM, STORAGE = "save", "load_cold", "load_warm", "storage"
 
@@ -138,9 +138,9 @@ class Task:
     measured: bool = True  # False: no trace of it is left
 
     @property
-    def place(self) -> Place:
+    def place(self) -> Location:
         """`directory` as what it is."""
-        return place_of(self.directory)
+        return location_of(self.directory)
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Preparation:
     processes: tuple[int, ...]
 
 
-def place_of(directory: str) -> Place:
+def location_of(directory: str) -> Location:
     """The directory, or the prefix of a bucket. Raises ConfigError naming --dir for a URI that is none."""
     return parse_uri("--dir", directory) if is_uri(directory) else Path(directory)
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.config.uris import Place, below
+from megatron.config.uris import Location, below
 from restart_trace.clock import now_ns
 
-from .launch import Crew, TaskError
+from .launch import TaskError, WorkerGroup
 from .places import remove
 from .plan import IN_MEMORY, LOAD, LOAD_COLD, LOAD_WARM, SAVE, STORAGE, Request, Task
 
@@ -30,11 +30,11 @@ class Samples:
 
 @dataclass
 class Replay:
-    """Runs `request` with `crew` below `place`, which is its own. `launch_id` is new in every replay."""
+    """Runs `request` with `workers` below `place`, which is its own. `launch_id` is new in every replay."""
 
     request: Request
-    crew: Crew
-    place: Place
+    workers: WorkerGroup
+    place: Location
     launch_id: str
     progress: Callable[[str], None]
     samples: Samples = field(default_factory=Samples)
@@ -55,7 +55,7 @@ class Replay:
         return self.samples
 
     def _storage(self, repeat: int) -> None:
-        found = self.crew.run(self._task(STORAGE, repeat, None, self.place))
+        found = self.workers.run(self._task(STORAGE, repeat, None, self.place))
         if found is not None:
             self.samples.storage.append(found)
 
@@ -64,7 +64,7 @@ class Replay:
         try:
             for kind in self._kinds(name, repeat):
                 begun = now_ns()
-                found = self.crew.run(self._task(kind, repeat, name, directory))
+                found = self.workers.run(self._task(kind, repeat, name, directory))
                 if found is not None:
                     took = (now_ns() - begun) / 1e9
                     self.samples.tasks_s.setdefault(name, {}).setdefault(kind, []).append(took)
@@ -74,7 +74,7 @@ class Replay:
             self.progress(f"{name} failed: {exc}")
         last = repeat == self.request.repeat - 1
         is_needed = self.request.keep if last else self.request.operations == LOAD
-        if self.crew.leads and not is_needed:
+        if self.workers.leads and not is_needed:
             remove(directory)
 
     def _kinds(self, engine: str, repeat: int) -> list[str]:
@@ -84,7 +84,7 @@ class Replay:
         saves = [SAVE] if repeat == 0 or self.request.operations != LOAD else []
         return saves if self.request.operations == SAVE else [*saves, *loads]
 
-    def _task(self, kind: str, repeat: int, engine: str | None, directory: Place) -> Task:
+    def _task(self, kind: str, repeat: int, engine: str | None, directory: Location) -> Task:
         self._tasks += 1
         return Task(
             kind=kind,
@@ -94,7 +94,7 @@ class Replay:
             directory=str(directory),
             first_step=1 + repeat * (self.request.warmup_saves + 1),
             launch_id=f"{self.launch_id}-{self._tasks}",
-            notes=self.crew.notes,
+            notes=self.workers.notes,
             request=self.request,
             measured=kind != SAVE or self.request.operations != LOAD,
         )

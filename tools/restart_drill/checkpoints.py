@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron.checkpointing.commit import Candidate, discover
 from megatron.config import CheckpointConfig
-from megatron.config.uris import ObjectUri, Place
+from megatron.config.uris import Location, ObjectUri
 
 from .launch import DrillError
 
@@ -124,7 +124,7 @@ class CheckpointsInBucket(Checkpoints):
         return checkpoint.key, 0
 
 
-def checkpoints_at(place: Place) -> Checkpoints:
+def checkpoints_at(place: Location) -> Checkpoints:
     """Raises ObjectStoreError for a URI if no client is installed for it."""
     return Checkpoints(place) if isinstance(place, Path) else CheckpointsInBucket(place)
 

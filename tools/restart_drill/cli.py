@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from megatron.checkpointing.object_storage import ObjectStoreError
 from megatron.config import ConfigError
-from megatron.config.uris import ObjectUri, Place, place_of
+from megatron.config.uris import Location, ObjectUri, location_of
 from restart_trace.command_line import CommandParser
 
 from . import command as commands
@@ -142,9 +142,9 @@ def nodes_refusal(args: argparse.Namespace, supervisors: Sequence[str]) -> str |
     return None
 
 
-def _place(text: str) -> Place:
+def _place(text: str) -> Location:
     try:
-        place = place_of("--checkpoints", text)
+        place = location_of("--checkpoints", text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return place.absolute() if isinstance(place, Path) else place

@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron.checkpointing.engines.registry import is_redistributable
 from megatron.config import Config, ConfigError
 from megatron.config.arguments import config_from_args, parse_args
-from megatron.config.uris import Place
+from megatron.config.uris import Location
 
 from .launch import DrillError
 from .plan import LAUNCH, RELAUNCH, TORCHRUN
@@ -265,7 +265,7 @@ def with_deadline(command: list[str]) -> list[str]:
 
 
 def completed(
-    command: list[str], save: Place, trace_dir: Path, engine: str | None, persist_interval: int | None = None
+    command: list[str], save: Location, trace_dir: Path, engine: str | None, persist_interval: int | None = None
 ) -> list[str]:
     """The command with its directories and all other flags that a drill needs; if a flag is repeated, the last applies.
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpointing.object_storage import ObjectStoreError
-from megatron.config.uris import ObjectUri, Place, below
+from megatron.config.uris import Location, ObjectUri, below
 from restart_trace.command_line import CommandParser
 
 from ..common.escaping import markdown as escaped
@@ -95,7 +95,7 @@ class Result:
 def cells(
     supervisors: tuple[str, ...],
     engines: tuple[str, ...],
-    checkpoints: Place | None,
+    checkpoints: Location | None,
     faults: tuple[str, ...] = FAULTS,
     points: tuple[str, ...] = INJECTION_POINTS,
     *,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.config.uris import Place
+from megatron.config.uris import Location
 
 from .injection_points import InjectionPoint, parse_injection_point
 
@@ -37,7 +37,7 @@ class Plan:
     injections: tuple[PlannedInjection, ...]
     supervisor: str
     out: Path
-    checkpoints: Place
+    checkpoints: Location
     limit_s: float
     hang_limit_s: float  # time without an iteration after which a job counts as hanging
     echo: bool

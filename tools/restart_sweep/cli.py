@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.config.uris import ObjectUri, place_of
+from megatron.config.uris import ObjectUri, location_of
 
 from ..common.cli import COULD_NOT_RUN, FINDINGS, OK, make_parser, write_stdout
 
@@ -96,7 +96,7 @@ def _run(arguments: argparse.Namespace, sweep: Sweep, cells: list[Cell]) -> int:
     from .sweep import run_cells
 
     out = (arguments.out or Path("runs") / f"sweep_{sweep.name}").absolute()
-    storage = None if arguments.dir is None else place_of("--dir", arguments.dir)
+    storage = None if arguments.dir is None else location_of("--dir", arguments.dir)
     if isinstance(storage, Path):
         storage = storage.absolute()
         _check_storage(storage)

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.config.uris import Place, below
+from megatron.config.uris import Location, below
 
 from ..common.presets import SCRIPTS
 from ..common.sweep_files import COLD, DRILL_TRACE, NO_FAULT, REPLAY, STORAGE, TRACE, Cell
@@ -49,7 +49,7 @@ class Places:
     """Of a cell: its own directory, its place on the storage that is measured, and a directory that cells share."""
 
     cell: Path
-    storage: Place
+    storage: Location
     work: Path
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.config.uris import Place, place_of
+from megatron.config.uris import Location, location_of
 from restart_trace.process import versions
 from restart_trace.schema import SCHEMA_VERSION
 from restart_trace.version import __version__
@@ -68,7 +68,7 @@ class SweepDirectory:
             self._move_aside(self.cell(cell))
         return len(failed)
 
-    def note_session(self, storage: Place) -> None:
+    def note_session(self, storage: Location) -> None:
         """Record this start of the sweep: when, on what, with what."""
         sessions = self.out / SESSIONS
         sessions.mkdir(exist_ok=True)
@@ -85,7 +85,7 @@ class SweepDirectory:
 
 
 @contextlib.contextmanager
-def opened(out: Path, sweep: Sweep, cells: list[Cell], storage: Place | None) -> Iterator[SweepDirectory]:
+def opened(out: Path, sweep: Sweep, cells: list[Cell], storage: Location | None) -> Iterator[SweepDirectory]:
     """The directory of a sweep, new or that of the same sweep, locked for this process.
 
     Raises SweepError if it holds something else, cannot be written, or another process runs the sweep.
@@ -99,7 +99,7 @@ def opened(out: Path, sweep: Sweep, cells: list[Cell], storage: Place | None) ->
 
 
 def _open(
-    out: Path, sweep: Sweep, cells: list[Cell], storage: Place | None, held: contextlib.ExitStack
+    out: Path, sweep: Sweep, cells: list[Cell], storage: Location | None, held: contextlib.ExitStack
 ) -> SweepDirectory:
     """As `opened`; `held` closes the lock. Raises OSError, too."""
     _check(out, sweep, storage)
@@ -115,7 +115,7 @@ def _open(
     return SweepDirectory(out, _read(out / SWEEP)["id"])
 
 
-def _check(out: Path, sweep: Sweep, storage: Place | None) -> None:
+def _check(out: Path, sweep: Sweep, storage: Location | None) -> None:
     """Raises SweepError for a directory that is neither new nor this sweep's."""
     if not out.exists():
         return
@@ -147,7 +147,7 @@ def _check(out: Path, sweep: Sweep, storage: Place | None) -> None:
         raise SweepError(f"--dir {storage}: the sweep in {out} was begun on {before}; give that, or a new --out")
 
 
-def _begin(out: Path, sweep: Sweep, cells: list[Cell], storage: Place | None) -> None:
+def _begin(out: Path, sweep: Sweep, cells: list[Cell], storage: Location | None) -> None:
     (out / REQUEST).write_bytes(sweep.text)
     write_json(
         out / SWEEP,
@@ -168,9 +168,9 @@ def _begin(out: Path, sweep: Sweep, cells: list[Cell], storage: Place | None) ->
         (out / name).mkdir(exist_ok=True)
 
 
-def storage_of(out: Path) -> Place:
+def storage_of(out: Path) -> Location:
     """Where the checkpoints of a sweep go."""
-    return place_of("--dir", _read(out / SWEEP)["storage"])
+    return location_of("--dir", _read(out / SWEEP)["storage"])
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def environment_facts(storage: Place) -> dict[str, Any]:
+def environment_facts(storage: Location) -> dict[str, Any]:
     """What of machine and software matters to the figures; no names."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron.config.uris import Place, below
+from megatron.config.uris import Location, below
 from restart_trace.redaction import redact_command
 
 from ..ckpt_replay.places import remove
@@ -83,7 +83,7 @@ def _check_room(sizes: Sizes, waiting: list[Cell], storage: Path) -> None:
         )
 
 
-def _measure(directory: SweepDirectory, cell: Cell, storage: Place, time_limit_s: float) -> dict[str, Any]:
+def _measure(directory: SweepDirectory, cell: Cell, storage: Location, time_limit_s: float) -> dict[str, Any]:
     """Run a cell and record what came of it; what it stored is removed."""
     path = directory.begin_cell(cell)
     work = directory.out / "work" / f"{cell.mode}_{cell.model}"

@@ -36,7 +36,7 @@ class SweepFileError(ValueError):
 
 
 @dataclass(frozen=True)
-class Place:
+class Entry:
     """A value of the file: the key that it stands under, and where."""
 
     path: Path
@@ -51,7 +51,7 @@ class Place:
 class Key:
     """A key of the file or of one of its runs. `read` makes its value; `modes` are those it has a meaning in."""
 
-    read: Callable[[Place], Any]
+    read: Callable[[Entry], Any]
     about: str
     default: Any = None
     modes: tuple[str, ...] = MODES
@@ -116,28 +116,28 @@ def read_sweep(path: Path) -> Sweep:
 
 
 def _run(path: Path, node: yaml.Node) -> Run:
-    values, places = _mapping(path, node, RUN_KEYS, "a run", required=("mode", "models", "engines"))
+    values, entries = _mapping(path, node, RUN_KEYS, "a run", required=("mode", "models", "engines"))
     mode = values["mode"]
-    for key, place in places.items():
+    for key, entry in entries.items():
         if mode not in RUN_KEYS[key].modes:
-            raise place.error(f"means nothing in mode {mode}; it belongs to {', '.join(RUN_KEYS[key].modes)}")
+            raise entry.error(f"means nothing in mode {mode}; it belongs to {', '.join(RUN_KEYS[key].modes)}")
     cache = values["cache"] or ((COLD, WARM) if mode == "replay" else (WARM,))
     if cache == (COLD,) and mode == "replay":
-        raise places["cache"].error("a replay measures warm loads in any case; write [cold, warm] or [warm]")
+        raise entries["cache"].error("a replay measures warm loads in any case; write [cold, warm] or [warm]")
     if "none" in values["engines"] and mode == "replay":
-        raise places["engines"].error("engine `none` writes no files, so there is nothing to replay; leave it out")
+        raise entries["engines"].error("engine `none` writes no files, so there is nothing to replay; leave it out")
     raw = [name for name in values["engines"] if name in RAW]
     if raw and mode != "replay":
-        raise places["engines"].error(f"`{raw[0]}` writes bytes of a replay alone; no training can be saved with it")
+        raise entries["engines"].error(f"`{raw[0]}` writes bytes of a replay alone; no training can be saved with it")
     faults = values["faults"] or (NO_FAULT,)
-    _check_nodes(values, places, faults, cache)
+    _check_nodes(values, entries, faults, cache)
     if cache != (WARM,) and mode in _DRILLED and NO_FAULT in faults:
-        raise places["cache"].error(
+        raise entries["cache"].error(
             "without a fault nothing is loaded; leave `none` out of faults, or cold out of cache"
         )
     striping = values["striping"] or (NO_STRIPING,)
     if values["stripe_command"] is not None and striping == (NO_STRIPING,):
-        raise places["stripe_command"].error("sets what `striping` says; give that, too")
+        raise entries["stripe_command"].error("sets what `striping` says; give that, too")
     own = ("mode", "models", "layouts", "engines", "cache", "faults", "save_interval", "operations", "striping")
     settings = {
         key: value
@@ -152,44 +152,44 @@ def _run(path: Path, node: yaml.Node) -> Run:
 
 
 def _check_nodes(
-    values: dict[str, Any], places: dict[str, Place], faults: tuple[str, ...], cache: tuple[str, ...]
+    values: dict[str, Any], entries: dict[str, Entry], faults: tuple[str, ...], cache: tuple[str, ...]
 ) -> None:
     """Whether what a fault of a node needs is there, and nothing that it does not go with."""
     of_nodes = [fault for fault in faults if fault.partition("@")[0] in ON_NODES]
     if not of_nodes:
         if values["nodes_command"] is not None:
-            raise places["nodes_command"].error(f"only faults of nodes use it: {', '.join(ON_NODES)}")
+            raise entries["nodes_command"].error(f"only faults of nodes use it: {', '.join(ON_NODES)}")
         return
     if values["nodes_command"] is None:
-        raise places["faults"].error(
+        raise entries["faults"].error(
             f"{of_nodes[0]} is a fault of a node, which needs a program that injects it: add nodes_command; see "
             "docs/restart_drill.md"
         )
     if values["launcher"] not in (None, "fork"):
-        raise places["launcher"].error(f"{of_nodes[0]} takes launcher fork, whose agents restart on the nodes left")
+        raise entries["launcher"].error(f"{of_nodes[0]} takes launcher fork, whose agents restart on the nodes left")
     if COLD in cache:
-        raise places["cache"].error(f"{of_nodes[0]}: the agents restart the ranks at once; leave cold out")
+        raise entries["cache"].error(f"{of_nodes[0]}: the agents restart the ranks at once; leave cold out")
 
 
 def _mapping(
     path: Path, node: yaml.Node, keys: dict[str, Key], what: str, required: Sequence[str]
-) -> tuple[dict[str, Any], dict[str, Place]]:
+) -> tuple[dict[str, Any], dict[str, Entry]]:
     """Values of all `keys`, with defaults, and the places of those that are there."""
     if not isinstance(node, yaml.MappingNode):
         raise _error(path, node, f"{what} must have keys with values, and is {_kind(node)}")
-    places: dict[str, Place] = {}
+    entries: dict[str, Entry] = {}
     for key_node, value in node.value:
         key = key_node.value if isinstance(key_node, yaml.ScalarNode) else _kind(key_node)
         if key not in keys:
             raise _error(path, key_node, f"{key}: no such key{hint(key, keys) or '; there are ' + ', '.join(keys)}")
-        if key in places:
-            raise _error(path, key_node, f"{key}: is there twice; the first is in line {_line(places[key].node)}")
-        places[key] = Place(path, key, value)
+        if key in entries:
+            raise _error(path, key_node, f"{key}: is there twice; the first is in line {_line(entries[key].node)}")
+        entries[key] = Entry(path, key, value)
     for key in required:
-        if key not in places:
+        if key not in entries:
             raise _error(path, node, f"{key}: is missing from {what}: {keys[key].about}")
-    values = {key: spec.read(places[key]) if key in places else spec.default for key, spec in keys.items()}
-    return values, places
+    values = {key: spec.read(entries[key]) if key in entries else spec.default for key, spec in keys.items()}
+    return values, entries
 
 
 def _error(path: Path, node: yaml.Node, message: str) -> SweepFileError:
@@ -206,148 +206,148 @@ def _kind(node: yaml.Node) -> str:
     return "a list" if isinstance(node, yaml.SequenceNode) else f"`{node.value}`"
 
 
-def _scalar(place: Place, what: str) -> Any:
+def _scalar(entry: Entry, what: str) -> Any:
     """The value as YAML types it. Raises SweepFileError for a list or keys."""
-    if not isinstance(place.node, yaml.ScalarNode):
-        raise place.error(f"must be {what}, and is {_kind(place.node)}")
-    return yaml.SafeLoader("").construct_object(place.node)
+    if not isinstance(entry.node, yaml.ScalarNode):
+        raise entry.error(f"must be {what}, and is {_kind(entry.node)}")
+    return yaml.SafeLoader("").construct_object(entry.node)
 
 
-def _text(place: Place) -> str:
-    value = _scalar(place, "text")
+def _text(entry: Entry) -> str:
+    value = _scalar(entry, "text")
     if not isinstance(value, str) or not value:
-        raise place.error(f"must be text, and is `{place.node.value}`; put it in quotes if it is meant so")
+        raise entry.error(f"must be text, and is `{entry.node.value}`; put it in quotes if it is meant so")
     return value
 
 
-def _name(place: Place) -> str:
-    value = _text(place)
+def _name(entry: Entry) -> str:
+    value = _text(entry)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", value):
-        raise place.error(f"`{value}` is to name files: use letters, digits, _ . -")
+        raise entry.error(f"`{value}` is to name files: use letters, digits, _ . -")
     return value
 
 
-def _whole(least: int) -> Callable[[Place], int]:
-    def read(place: Place) -> int:
-        value = _scalar(place, "a whole number")
+def _whole(least: int) -> Callable[[Entry], int]:
+    def read(entry: Entry) -> int:
+        value = _scalar(entry, "a whole number")
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise place.error(f"must be a whole number, at least {least}, and is `{place.node.value}`")
+            raise entry.error(f"must be a whole number, at least {least}, and is `{entry.node.value}`")
         return value
 
     return read
 
 
-def _number(above: float, *, including: bool) -> Callable[[Place], float]:
-    def read(place: Place) -> float:
-        value = _scalar(place, "a number")
+def _number(above: float, *, including: bool) -> Callable[[Entry], float]:
+    def read(entry: Entry) -> float:
+        value = _scalar(entry, "a number")
         right = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not right or not (value > above or (including and value == above)):
             bound = f"at least {above:g}" if including else f"above {above:g}"
-            raise place.error(f"must be a number {bound}, and is `{place.node.value}`")
+            raise entry.error(f"must be a number {bound}, and is `{entry.node.value}`")
         return float(value)
 
     return read
 
 
-def _size(words: tuple[str, ...]) -> Callable[[Place], str]:
+def _size(words: tuple[str, ...]) -> Callable[[Entry], str]:
     """A size as ckpt-replay takes it, left as it is written."""
 
-    def read(place: Place) -> str:
-        text = str(_scalar(place, "a size such as 64MiB"))
+    def read(entry: Entry) -> str:
+        text = str(_scalar(entry, "a size such as 64MiB"))
         if text not in words:
             try:
                 parse_bytes(text)
             except argparse.ArgumentTypeError:
                 more = "".join(f", or {word}" for word in words)
-                raise place.error(f"`{text}` is no size; write it as 64MiB{more}") from None
+                raise entry.error(f"`{text}` is no size; write it as 64MiB{more}") from None
         return text
 
     return read
 
 
-def _storage(place: Place) -> int:
-    text = _size(("none",))(place)
+def _storage(entry: Entry) -> int:
+    text = _size(("none",))(entry)
     return 0 if text == "none" else parse_bytes(text)
 
 
-def _ranks(place: Place) -> str:
-    text = str(_scalar(place, "ranks such as 0-1"))
+def _ranks(entry: Entry) -> str:
+    text = str(_scalar(entry, "ranks such as 0-1"))
     try:
         parse_rank_ranges(text)
     except argparse.ArgumentTypeError as exc:
-        raise place.error(str(exc)) from None
+        raise entry.error(str(exc)) from None
     return text
 
 
-def _flags(place: Place) -> str:
-    text = _text(place)
+def _flags(entry: Entry) -> str:
+    text = _text(entry)
     try:
         shlex.split(text)
     except ValueError as exc:
-        raise place.error(f"`{text}` is no command line: {exc}") from None
+        raise entry.error(f"`{text}` is no command line: {exc}") from None
     return text
 
 
-def _choice(among: Callable[[], Sequence[str]], what: str) -> Callable[[Place], str]:
-    def read(place: Place) -> str:
-        text = str(_scalar(place, f"the name of {what}"))
+def _choice(among: Callable[[], Sequence[str]], what: str) -> Callable[[Entry], str]:
+    def read(entry: Entry) -> str:
+        text = str(_scalar(entry, f"the name of {what}"))
         names = list(among())
         if text not in names:
-            raise place.error(f"`{text}` is no {what}{hint(text, names)}; there are {', '.join(names)}")
+            raise entry.error(f"`{text}` is no {what}{hint(text, names)}; there are {', '.join(names)}")
         return text
 
     return read
 
 
-def _layout(place: Place) -> str | tuple[int, int, int]:
-    text = str(_scalar(place, "a layout"))
+def _layout(entry: Entry) -> str | tuple[int, int, int]:
+    text = str(_scalar(entry, "a layout"))
     if text == PRESET:
         return text
     match = re.fullmatch(r"tp([1-9]\d*)_pp([1-9]\d*)(?:_dp([1-9]\d*))?", text)
     if match is None:
-        raise place.error(f"`{text}` is no layout; write it as tp4_pp2 or tp4_pp2_dp2, or {PRESET}")
+        raise entry.error(f"`{text}` is no layout; write it as tp4_pp2 or tp4_pp2_dp2, or {PRESET}")
     return int(match[1]), int(match[2]), int(match[3] or 1)
 
 
-def _fault(place: Place) -> str:
-    text = str(_scalar(place, "a fault"))
+def _fault(entry: Entry) -> str:
+    text = str(_scalar(entry, "a fault"))
     if text == NO_FAULT:
         return text
     fault, at, point = text.partition("@")
     if fault not in FAULTS:
-        raise place.error(f"`{fault}` is no fault{hint(fault, FAULTS)}; there are {', '.join((NO_FAULT, *FAULTS))}")
+        raise entry.error(f"`{fault}` is no fault{hint(fault, FAULTS)}; there are {', '.join((NO_FAULT, *FAULTS))}")
     try:
         if not at:
             raise ValueError(f"{text}: write FAULT@WHEN, such as {fault}@mid-save-write")
         of_node = fault in ON_NODES
         refused = refusal(fault, parse_injection_point(point), LAUNCH if of_node else RELAUNCH, on_nodes=of_node)
     except ValueError as exc:
-        raise place.error(str(exc)) from None
+        raise entry.error(str(exc)) from None
     if refused is not None:
-        raise place.error(refused)
+        raise entry.error(refused)
     return text
 
 
-def _striping(place: Place) -> str:
-    text = str(_scalar(place, "a striping such as 8x4MiB"))
+def _striping(entry: Entry) -> str:
+    text = str(_scalar(entry, "a striping such as 8x4MiB"))
     if text != NO_STRIPING:
         try:
             parse_striping(text)
         except argparse.ArgumentTypeError as exc:
-            raise place.error(f"{exc}, or {NO_STRIPING}") from None
+            raise entry.error(f"{exc}, or {NO_STRIPING}") from None
     return text
 
 
-def _list(read: Callable[[Place], Any]) -> Callable[[Place], tuple[Any, ...]]:
+def _list(read: Callable[[Entry], Any]) -> Callable[[Entry], tuple[Any, ...]]:
     """One value or a list of them; none may be there twice."""
 
-    def read_all(place: Place) -> tuple[Any, ...]:
-        nodes = place.node.value if isinstance(place.node, yaml.SequenceNode) else [place.node]
+    def read_all(entry: Entry) -> tuple[Any, ...]:
+        nodes = entry.node.value if isinstance(entry.node, yaml.SequenceNode) else [entry.node]
         if not nodes:
-            raise place.error("is an empty list; name one at least, or leave the key out")
+            raise entry.error("is an empty list; name one at least, or leave the key out")
         found: list[Any] = []
         for node in nodes:
-            one = Place(place.path, place.key, node)
+            one = Entry(entry.path, entry.key, node)
             value = read(one)
             if value in found:
                 raise one.error(f"`{node.value}` is there twice")
@@ -357,10 +357,10 @@ def _list(read: Callable[[Place], Any]) -> Callable[[Place], tuple[Any, ...]]:
     return read_all
 
 
-def _runs(place: Place) -> tuple[yaml.Node, ...]:
-    if not isinstance(place.node, yaml.SequenceNode) or not place.node.value:
-        raise place.error(f"must be a list of runs, and is {_kind(place.node)}")
-    return tuple(place.node.value)
+def _runs(entry: Entry) -> tuple[yaml.Node, ...]:
+    if not isinstance(entry.node, yaml.SequenceNode) or not entry.node.value:
+        raise entry.error(f"must be a list of runs, and is {_kind(entry.node)}")
+    return tuple(entry.node.value)
 
 
 # docs/restart_sweep.md lists them; a test compares.

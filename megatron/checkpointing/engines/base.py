@@ -113,7 +113,7 @@ class SavedCheckpoint:
 
 
 @dataclass(frozen=True)
-class KeptSave:
+class MemorySave:
     """A save that is whole in memory of this host, and outlives the ranks; `record` is what it was begun with."""
 
     record: Mapping[str, Any]
@@ -154,7 +154,7 @@ class FileCopies(Protocol):
 
 
 @dataclass(frozen=True)
-class KeptFiles(SavedCheckpoint):
+class MemoryFiles(SavedCheckpoint):
     """A save in memory whose files lie on several hosts, for a load onto another layout."""
 
     copies: FileCopies = field(kw_only=True)
@@ -261,7 +261,7 @@ class CheckpointEngine(ABC):
     loads_in_place: ClassVar[bool] = False  # `load_into` fills the tensors that it is given
     redistributable: ClassVar[bool] = False  # has `load_values`, and `placed_tensors` if it stores placements
     streams: ClassVar[bool] = False  # has `begin_streamed_save`
-    keeps_in_memory: ClassVar[bool] = False  # has `begin_kept_save` and what follows it below
+    keeps_in_memory: ClassVar[bool] = False  # has `begin_memory_save` and what follows it below
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
@@ -301,17 +301,17 @@ class CheckpointEngine(ABC):
         """As `begin_save`, and the files are on no disk of this node on their way."""
         raise NotImplementedError(f"{type(self).__name__} writes files")
 
-    def begin_kept_save(
+    def begin_memory_save(
         self, files: Sequence[FileState], record: Mapping[str, Any], directory: Path | None, op: Operation
     ) -> PendingSave:
         """As `begin_save`, into memory that outlives this rank; with a `directory` to storage, too.
 
-        `record`, which JSON can hold, is found again by `kept_saves`; its "save" names the save, on all ranks alike.
+        `record`, which JSON can hold, is found again by `memory_saves`; its "save" names the save, on all ranks alike.
         """
         raise NotImplementedError(f"{type(self).__name__} keeps nothing in memory")
 
     @property
-    def kept_bytes(self) -> list[int]:
+    def slot_bytes(self) -> list[int]:
         """Memory that each place for a save of this rank has."""
         return []
 
@@ -323,7 +323,7 @@ class CheckpointEngine(ABC):
         """All ranks have the last save whole: memory that held an older one may be written to."""
         return None
 
-    def kept_saves(self) -> list[KeptSave]:
+    def memory_saves(self) -> list[MemorySave]:
         """What is whole in memory of this host, of whichever rank."""
         return []
 
@@ -331,7 +331,7 @@ class CheckpointEngine(ABC):
         """From now on a save counts once each of these has a copy, too, or it is on storage."""
         return None
 
-    def fetch_kept(self, save: str, key: Key, peer: Peer, op: Operation) -> KeptSave:
+    def fetch_copy(self, save: str, key: Key, peer: Peer, op: Operation) -> MemorySave:
         """Copy the save of these coordinates from a peer into memory of this rank.
 
         Raises CheckpointDamagedError naming the peer if it does not send it, unaltered.
@@ -342,7 +342,7 @@ class CheckpointEngine(ABC):
         """Training goes on from the state that `save` names, of those kept: write over others only. None: over all."""
         return None
 
-    def discard_kept(self, save: str | None) -> None:
+    def discard_memory_saves(self, save: str | None) -> None:
         """Forget a save of this rank by that name; None: all of them."""
         return None
 

@@ -162,14 +162,14 @@ class ObjectDirectory:
         if self._keep_last is None and not self._surplus:
             return Pruned()
         found, _ = self._checkpoints.discover(None)
-        doomed = _superseded(found)
+        to_remove = _superseded(found)
         if self._keep_last is not None:
-            ours = [c for c in found if c.step <= step and c not in doomed]
-            doomed += ours[self._keep_last :]
-        if doomed:
+            ours = [c for c in found if c.step <= step and c not in to_remove]
+            to_remove += ours[self._keep_last :]
+        if to_remove:
             self.check_ownership()
         removed = []
-        for candidate in doomed:
+        for candidate in to_remove:
             tag, attempt = candidate.key.rstrip("/").split("/")[-2:]
             self._remove(tag, attempt)
             removed.append(f"{tag}/{attempt}")
@@ -241,9 +241,9 @@ def _is_before(attempt: str, generation: int) -> bool:
 def _superseded(found: Sequence[StoredCandidate]) -> list[StoredCandidate]:
     """Of `found`, newest first, those of which the tag was saved again."""
     seen: set[str] = set()
-    doomed = []
+    to_remove = []
     for candidate in found:
         if candidate.tag in seen:
-            doomed.append(candidate)
+            to_remove.append(candidate)
         seen.add(candidate.tag)
-    return doomed
+    return to_remove

@@ -46,4 +46,4 @@ class LayoutLoad(ABC):
 
     @abstractmethod
     def run(self) -> Progress:
-        """Read, verify and apply; collective over all ranks, and raises on all of them as `together`."""
+        """Read, verify and apply; collective over all ranks, and raises on all of them as `run_on_all_ranks`."""

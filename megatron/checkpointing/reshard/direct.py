@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.checkpointing import naming as names
-from megatron.checkpointing.agreement import CheckpointRejectedError, dealt, together
-from megatron.checkpointing.engines.base import FileCopies, FileState, KeptFiles, PlacedTensor, note_loaded
+from megatron.checkpointing.agreement import CheckpointRejectedError, run_and_scatter, run_on_all_ranks
+from megatron.checkpointing.engines.base import FileCopies, FileState, MemoryFiles, PlacedTensor, note_loaded
 from megatron.checkpointing.engines.errors import CheckpointMismatchError, reading
 from megatron.checkpointing.reshard.base import LayoutLoad
 from megatron.checkpointing.reshard.gathering import update_weights
@@ -96,7 +96,7 @@ class DirectLoad(LayoutLoad):
         self._weights: list[Target] = []
 
     def run(self) -> Progress:
-        """Plan, read and verify, apply; collective over all ranks, and raises on all of them as `together`.
+        """Plan, read and verify, apply; collective over all ranks, and raises on all of them as `run_on_all_ranks`.
 
         CheckpointMismatchError, before any tensor is read, names what the checkpoint lacks.
         """
@@ -117,13 +117,13 @@ class DirectLoad(LayoutLoad):
             return self._other_copies(wrong, found)
 
         control = self._ctx.control
-        values = together(control, self._op, self._values, lambda by_rank: by_rank[0])
+        values = run_on_all_ranks(control, self._op, self._values, lambda by_rank: by_rank[0])
         if self._reader.wants_placements:
-            surveyed = dealt(control, self._op, self._survey, surveys_of_each)
+            surveyed = run_and_scatter(control, self._op, self._survey, surveys_of_each)
         else:
-            surveyed = together(control, self._op, self._survey, _joined)
-        shares = dealt(control, self._op, make_plan, conclude)
-        while others := together(control, self._op, lambda: self._read(reading[0], shares), verify):
+            surveyed = run_on_all_ranks(control, self._op, self._survey, _joined)
+        shares = run_and_scatter(control, self._op, make_plan, conclude)
+        while others := run_on_all_ranks(control, self._op, lambda: self._read(reading[0], shares), verify):
             for name, number in others.items():
                 self._copies.use(name, number)
         return self._apply()
@@ -131,7 +131,7 @@ class DirectLoad(LayoutLoad):
     @property
     def _copies(self) -> FileCopies:
         """Of a save in memory."""
-        assert isinstance(self._checkpoint, KeptFiles)
+        assert isinstance(self._checkpoint, MemoryFiles)
         return self._checkpoint.copies
 
     def _other_copies(self, wrong: Mapping[str, list[str]], found: Sequence[_Read]) -> dict[str, int]:
@@ -142,7 +142,7 @@ class DirectLoad(LayoutLoad):
         others, lost = {}, []
         for name, messages in wrong.items():
             number = None
-            if isinstance(self._checkpoint, KeptFiles):
+            if isinstance(self._checkpoint, MemoryFiles):
                 used = {mine.used[name] for mine in found if name in mine.used}
                 number = self._copies.another(name, used, "; ".join(messages))
             if number is None:
@@ -215,7 +215,7 @@ class DirectLoad(LayoutLoad):
         with self._op.span("redistribute", "reshard"):
             options, files = self._ctx.config.checkpoint, self._checkpoint
             direct_io, bring = options.direct_io, None
-            if isinstance(files, KeptFiles):
+            if isinstance(files, MemoryFiles):
                 direct_io, bring = "off", files.copies.bring  # they are memory already
             sizes = {self._directory / name: file.num_bytes for name, file in self._manifest.files.items()}
             ranged = self._checkpoint.ranged
@@ -225,7 +225,7 @@ class DirectLoad(LayoutLoad):
         with UnderWay(READING, f"the reading of {self._directory}"):
             checksums = reading.run(shares, self._ctx.control.rank, self._op)
         note_loaded(reading.bytes_read, reading.num_files, self._op)
-        return _Read(checksums, self._copies.used() if isinstance(self._checkpoint, KeptFiles) else {})
+        return _Read(checksums, self._copies.used() if isinstance(self._checkpoint, MemoryFiles) else {})
 
     def _readers(self) -> list[int]:
         """Of each of `_weights`, the DP rank that reads it: the same list on all replicas."""

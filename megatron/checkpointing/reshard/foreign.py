@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.checkpointing.agreement import together
+from megatron.checkpointing.agreement import run_on_all_ranks
 from megatron.checkpointing.commit import Candidate, Manifest
 from megatron.checkpointing.engines.base import CheckpointEngine, SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointMismatchError
@@ -40,7 +40,7 @@ def with_manifest(
     control: ControlPlane,
     op: Operation,
 ) -> tuple[Candidate, ForeignCheckpoint]:
-    """`candidate` with the manifest that it would have; collective over all ranks, and raises on all as `together`.
+    """`candidate` with the manifest that it would have; collective over all ranks; raises as `run_on_all_ranks`.
 
     `vocab_size`: the tokenizer's. `with_optimizer`: its files are wanted, too. CheckpointDamagedError names the files
     that are missing or not whole; CheckpointMismatchError says why the checkpoint cannot be loaded.
@@ -64,8 +64,8 @@ def with_manifest(
             mine = files[control.rank :: control.world_size]
             return {name: _inspected(directory, name, found, reader, op) for name in mine}
 
-    found, files = together(control, op, survey, lambda by_rank: by_rank[0])
-    by_rank = together(control, op, inspect)
+    found, files = run_on_all_ranks(control, op, survey, lambda by_rank: by_rank[0])
+    by_rank = run_on_all_ranks(control, op, inspect)
     saved = {name: file for mine in by_rank for name, file in mine.items()}
     manifest = Manifest(candidate.tag, found.step, reader.name, found.layout.as_dict(), found.model, saved)
     return replace(candidate, manifest=manifest), found

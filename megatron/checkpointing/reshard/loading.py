@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _METHODS: dict[str, type[LayoutLoad]] = {"direct": DirectLoad, "universal": UniversalLoad}
 
 
-def load_elsewhere(
+def load_on_other_layout(
     ctx: RunContext,
     reader: CheckpointEngine,
     engine: Any,

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from megatron.checkpointing import naming as names
-from megatron.checkpointing.agreement import together
+from megatron.checkpointing.agreement import run_on_all_ranks
 from megatron.checkpointing.engines.errors import CheckpointError, CheckpointMismatchError, reading
 from megatron.checkpointing.engines.torch_files import verify_file
 from megatron.checkpointing.engines.unpickling import known_classes
@@ -44,18 +44,18 @@ class UniversalLoad(LayoutLoad):
     _patterns: dict[str, Any] | None = None  # to convert by, where the checkpoint has others: upstream's
 
     def run(self) -> Progress:
-        """Verify, convert, load, apply; collective over all ranks, and raises on all of them as `together`.
+        """Verify, convert, load, apply; collective over all ranks, and raises on all of them as `run_on_all_ranks`.
 
         CheckpointMismatchError, before anything is converted, says that the checkpoint was saved with other patterns.
         """
         control = self._ctx.control
-        together(control, self._op, self._check)
+        run_on_all_ranks(control, self._op, self._check)
         attempt = _attempt_in(self._directory.parent)
         name = names.temporary_directory(f"universal_{self._directory.name}", attempt)
         folder = self._directory.with_name(name)
         try:
-            folders = together(control, self._op, lambda: self._convert(folder))
-            together(control, self._op, lambda: self._load(folders[0]))
+            folders = run_on_all_ranks(control, self._op, lambda: self._convert(folder))
+            run_on_all_ranks(control, self._op, lambda: self._load(folders[0]))
         finally:
             if control.rank == 0:
                 with self._op.span("redistribute", "reshard"):

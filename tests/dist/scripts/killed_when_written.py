@@ -35,7 +35,7 @@ def kill_after(act: Callable[..., Any], directory: Path) -> Callable[..., Any]:
 
 
 def arm() -> None:
-    name = "begin_kept_save" if ENGINE.keeps_in_memory else "begin_save"
+    name = "begin_memory_save" if ENGINE.keeps_in_memory else "begin_save"
     begin_save, save = getattr(ENGINE, name), ENGINE.save
 
     @functools.wraps(begin_save)

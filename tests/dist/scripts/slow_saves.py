@@ -14,7 +14,7 @@ from tests.dist.hold import note_waits
 
 waited_for = note_waits()
 ENGINE: Any = engine_class(os.environ["SLOW_ENGINE"])
-NAME = "begin_kept_save" if ENGINE.keeps_in_memory else "begin_save"
+NAME = "begin_memory_save" if ENGINE.keeps_in_memory else "begin_save"
 BEGIN_SAVE = getattr(ENGINE, NAME)
 
 

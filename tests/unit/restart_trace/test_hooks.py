@@ -18,8 +18,8 @@ import pytest
 
 from restart_trace.clock import now_ns
 from restart_trace.hooks import guard
+from restart_trace.hooks.coordinates import coordinates_in_groups, coordinates_in_mesh, coordinates_of
 from restart_trace.hooks.guard import Call, put, wrap
-from restart_trace.hooks.place import place_in_groups, place_in_mesh, place_of
 from restart_trace.hooks.serialization import Serialization
 from restart_trace.hooks.session import Session, program_of
 from restart_trace.hooks.timeline import Piece, Timeline
@@ -251,14 +251,14 @@ def test_coordinates_are_those_of_the_grid_or_the_mpu() -> None:
         return SimpleNamespace(**functions)
 
     grid = source(pipe_parallel=(1, 2), data_parallel=(3, 4), model_parallel=(0, 2))
-    assert place_of(SimpleNamespace(grid=grid, mpu=None), None) == {
+    assert coordinates_of(SimpleNamespace(grid=grid, mpu=None), None) == {
         "tp": 0, "pp": 1, "dp": 3, "layout": {"tp": 2, "pp": 2, "dp": 4},
     }  # fmt: skip
     mpu = source(tensor_model_parallel=(1, 2), context_parallel=(2, 4), data_parallel=(0, 1))
-    assert place_of(SimpleNamespace(mpu=mpu), None) == {
+    assert coordinates_of(SimpleNamespace(mpu=mpu), None) == {
         "tp": 1, "pp": 0, "dp": 0, "cp": 2, "layout": {"tp": 2, "pp": 1, "dp": 1, "cp": 4},
     }  # fmt: skip
-    assert place_of(SimpleNamespace(mpu=None), None) is None
+    assert coordinates_of(SimpleNamespace(mpu=None), None) is None
 
 
 def test_coordinates_are_those_of_experts_sequences_and_device_meshes() -> None:
@@ -271,7 +271,7 @@ def test_coordinates_are_those_of_experts_sequences_and_device_meshes() -> None:
         _get_sequence_data_parallel_world_size=lambda: 4,
     )
     experts = SimpleNamespace(mpu=None, has_moe_layers=True)
-    assert place_of(experts, groups) == {
+    assert coordinates_of(experts, groups) == {
         "tp": 0, "pp": 0, "dp": 3, "ep": 1, "layout": {"tp": 1, "pp": 1, "dp": 4, "ep": 2},
     }  # fmt: skip
     rank, size = lambda: 1, lambda: 2
@@ -280,13 +280,13 @@ def test_coordinates_are_those_of_experts_sequences_and_device_meshes() -> None:
         get_model_parallel_rank=rank, get_model_parallel_world_size=size,
     )  # fmt: skip
     sequences = {"tp": 0, "pp": 0, "dp": 1, "cp": 1, "layout": {"tp": 1, "pp": 1, "dp": 2, "cp": 2}}
-    assert place_of(SimpleNamespace(mpu=mpu), groups) == sequences
+    assert coordinates_of(SimpleNamespace(mpu=mpu), groups) == sequences
     mesh = SimpleNamespace(
         mesh_dim_names=("data_parallel", "sequence_parallel"),
         get_local_rank=(1, 1).__getitem__,
         size=(2, 2).__getitem__,
     )
-    assert place_of(SimpleNamespace(mpu=None, mesh_device=mesh), groups) == sequences
+    assert coordinates_of(SimpleNamespace(mpu=None, mesh_device=mesh), groups) == sequences
 
 
 def mesh_of(place: dict[str, tuple[int, int]], whole: Any = None) -> Any:
@@ -306,17 +306,20 @@ def test_coordinates_are_told_only_where_they_are_known_of_every_rank() -> None:
     """tests/dist/test_hooks.py has them from torch's own meshes and groups."""
     whole = mesh_of({"pp": (1, 2), "dp_replicate": (0, 2), "dp_shard": (3, 4), "tp": (1, 2)})
     part = mesh_of({"dp_replicate": (0, 2), "dp_shard": (3, 4)}, whole)
-    assert place_in_mesh(part, None, 0, 32) == {
+    assert coordinates_in_mesh(part, None, 0, 32) == {
         "tp": 1, "pp": 1, "dp": 0, "fsdp": 3, "layout": {"tp": 2, "pp": 2, "dp": 2, "fsdp": 4},
     }  # fmt: skip
-    assert place_in_mesh(part, None, 0, 64) is None  # another axis, which has no name that is known
+    assert coordinates_in_mesh(part, None, 0, 64) is None  # another axis, which has no name that is known
     named = SimpleNamespace(shard_names=("dp_shard",), replicate_names=("dp_replicate",))
-    assert place_in_mesh(whole, named, 0, 32) == place_in_mesh(part, None, 0, 32)
+    assert coordinates_in_mesh(whole, named, 0, 32) == coordinates_in_mesh(part, None, 0, 32)
     for several in ((("dp_shard", "tp"), ()), ((), ("dp_replicate",)), (("dp_shard",), ("pp", "dp_replicate"))):
-        assert place_in_mesh(whole, SimpleNamespace(shard_names=several[0], replicate_names=several[1]), 0, 32) is None
+        assert (
+            coordinates_in_mesh(whole, SimpleNamespace(shard_names=several[0], replicate_names=several[1]), 0, 32)
+            is None
+        )
     group = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
-    assert place_in_groups("FULL_SHARD", group, None, 4) is None
-    assert place_in_groups("FULL_SHARD", group, None, 2) == {
+    assert coordinates_in_groups("FULL_SHARD", group, None, 4) is None
+    assert coordinates_in_groups("FULL_SHARD", group, None, 2) == {
         "tp": 0, "pp": 0, "dp": 0, "fsdp": 1, "layout": {"tp": 1, "pp": 1, "dp": 1, "fsdp": 2},
     }  # fmt: skip
 
@@ -325,9 +328,9 @@ def test_directories_are_told_once_and_those_beside_them_not(tmp_path: Path, mon
     monkeypatch.setenv("RESTART_TRACE_HOOKS_PID", str(os.getpid()))  # which it would leave in the environment
     session = Session(tmp_path / "trace", now_ns())
     session.open(0, 1)
-    session.runs({"engine_used": "First", "parameters": 3})
+    session.record_runtime({"engine_used": "First", "parameters": 3})
     for directory in ("/proc/a/checkpoint-1", "/proc/a/checkpoint-1", "/proc/a/checkpoint-2", "/proc/b/checkpoint-3"):
-        session.uses("save", directory, "First")
+        session.record_directory("save", directory, "First")
     trace = read_records(tmp_path / "trace" / "rank_00000_cycle_000.jsonl")
     found = [record for record in trace if record["type"] == "runtime"]
     assert [r.get("save_dir") for r in found] == [None, "/proc/a/checkpoint-1", "/proc/b/checkpoint-3"]

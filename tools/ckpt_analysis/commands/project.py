@@ -205,8 +205,8 @@ def _recoveries(arguments: argparse.Namespace) -> None:
 def _twin(arguments: argparse.Namespace) -> None:
     """What another layout would take, learnt from the runs given."""
     from ...common.tables import Style
+    from ..project.deployment import asked_deployment, ceilings
     from ..project.drills import drill_of
-    from ..project.place import asked_place, ceilings
     from ..project.twin import predict
     from ..project.what_if import parse_factors
     from ..render.twin import to_csv, to_json, to_markdown, to_table
@@ -217,8 +217,8 @@ def _twin(arguments: argparse.Namespace) -> None:
         raise CouldNotRunError("LOGDIR is missing: give runs of at least 3 different numbers of ranks")
     traces = [read_trace(directory, arguments) for directory in arguments.logdirs]
     drills = [drill_of(trace, analyse(trace)) for trace in traces]
-    place, engine = asked_place(arguments, drills)
-    prediction = predict(drills, place, engine, ceilings(arguments), factors)
+    deployment, engine = asked_deployment(arguments, drills)
+    prediction = predict(drills, deployment, engine, ceilings(arguments), factors)
     write_formatted(
         arguments,
         table=lambda: to_table(prediction, Style(sys.stdout)),

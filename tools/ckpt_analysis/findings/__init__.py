@@ -18,7 +18,7 @@ def find(evidence: Evidence) -> list[Finding]:
     for rule in RULES:
         by_advice: dict[str, list[Observation]] = {}
         for seen in rule.check(evidence, rule.thresholds):
-            ours, elsewhere = seen.advice or rule.advice, seen.advice_elsewhere or rule.advice_elsewhere
+            ours, elsewhere = seen.advice or rule.advice, seen.advice_for_hooks or rule.advice_for_hooks
             by_advice.setdefault(ours if evidence.is_ours or elsewhere is None else elsewhere, []).append(seen)
         findings += [_finding(rule, advice, alike) for advice, alike in by_advice.items()]
     return sorted(findings, key=lambda finding: -finding.cost_s)

@@ -15,8 +15,8 @@ from ..model.frame import Frames
 class Evidence:
     """`hosts` holds cycle, rank, host; `probes` is what `probe_values.read_probes` returns.
 
-    `crowded` holds cycle, host, ranks, cores of the hosts that ran more ranks than they have cores. `is_ours`: this
-    project's trainer ran, whose flags help.
+    `oversubscribed` holds cycle, host, ranks, cores of the hosts that ran more ranks than they have cores. `is_ours`:
+    this project's trainer ran, whose flags help.
     """
 
     saves: list[OperationStats]
@@ -26,7 +26,7 @@ class Evidence:
     tables: RankTables
     hosts: pl.DataFrame
     probes: pl.DataFrame
-    crowded: pl.DataFrame
+    oversubscribed: pl.DataFrame
     is_ours: bool
 
     @property

@@ -15,7 +15,7 @@ Thresholds = Mapping[str, float]
 class Observation:
     """What a rule saw. `cost_s`: seconds that it cost the operation that it was seen in; it orders the findings.
 
-    `advice` replaces the rule's own where the evidence points to something more particular, `advice_elsewhere` what
+    `advice` replaces the rule's own where the evidence points to something more particular, `advice_for_hooks` what
     the rule says to a job that is not this project's.
     """
 
@@ -24,21 +24,21 @@ class Observation:
     cost_s: float
     data: dict[str, Any] = field(default_factory=dict)
     advice: str | None = None
-    advice_elsewhere: str | None = None
+    advice_for_hooks: str | None = None
 
 
 @dataclass(frozen=True)
 class Rule:
     """One thing that can be wrong. `thresholds` are those that `check` is called with.
 
-    `advice` may name flags of this project, `advice_elsewhere` helps a job that was traced by hooks; None: `advice`
+    `advice` may name flags of this project, `advice_for_hooks` helps a job that was traced by hooks; None: `advice`
     does, too.
     """
 
     name: str
     thresholds: Thresholds
     advice: str
-    advice_elsewhere: str | None
+    advice_for_hooks: str | None
     check: Callable[[Evidence, Thresholds], list[Observation]]
 
 

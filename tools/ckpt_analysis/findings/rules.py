@@ -5,8 +5,8 @@ from __future__ import annotations
 from .comparisons import HOST_LIMITS, RANK_LIMITS
 from .copies import late_copies, missing_copies, read_from_storage, rejected_copies
 from .costs import cold_imports, fsync_dominates, serialization_bound, slow_name_lookup, small_files, wait_previous
-from .crowding import more_ranks_than_cores
 from .object_storage import store_one_connection, store_small_objects, store_throttled
+from .oversubscription import more_ranks_than_cores
 from .page_cache import page_cache_reads
 from .rule import Rule
 from .stragglers import barrier_skew, straggling_hosts, straggling_ranks

@@ -18,7 +18,7 @@ _UNEVEN = (
     "It is not slow, it has more to do: look at Files for what it writes, and spread it over more ranks "
     "(another TP x PP x DP split, or an engine with one file per rank such as --checkpoint-engine lazy)."
 )
-_UNEVEN_ELSEWHERE = (
+_UNEVEN_FOR_HOOKS = (
     "It is not slow, it has more to do: look at Files for what it writes, and spread it over more ranks (DeepSpeed's "
     '"checkpoint": {"parallel_write": {"pipeline_stage": true}} does so with the layers of a pipeline).'
 )
@@ -34,7 +34,7 @@ def straggling_ranks(e: Evidence, limits: Thresholds) -> list[Observation]:
     hosts = rank_hosts(e)
     slow = slow.join(hosts, on=["group", "rank"], how="left")
     slow = slow.join(slow_hosts(e.tables.totals, hosts), on=["group", "host"], how="anti")
-    slow = _not_crowded(e, slow)
+    slow = _not_oversubscribed(e, slow)
     found = []
     for rows in _worst(slow, "rank"):
         row = rows.row(0, named=True)
@@ -56,7 +56,7 @@ def straggling_ranks(e: Evidence, limits: Thresholds) -> list[Observation]:
                 data={"operation": operation, "rank": rank, "host": row["host"], "phase": phase}
                 | {"own_s": row["own_ns"] / 1e9, "median_s": row["median_ns"] / 1e9, "times": rows.height},
                 advice=_UNEVEN if uneven else None,
-                advice_elsewhere=_UNEVEN_ELSEWHERE if uneven else None,
+                advice_for_hooks=_UNEVEN_FOR_HOOKS if uneven else None,
             )
         )
     return found
@@ -66,7 +66,7 @@ def straggling_hosts(e: Evidence, limits: Thresholds) -> list[Observation]:
     """Hosts whose ranks work longer than the ranks of other hosts."""
     hosts = rank_hosts(e)
     found = []
-    for rows in _worst(_not_crowded(e, slow_hosts(e.tables.totals, hosts, limits)), "host"):
+    for rows in _worst(_not_oversubscribed(e, slow_hosts(e.tables.totals, hosts, limits)), "host"):
         row = rows.row(0, named=True)
         group, host, operation = row["group"], row["host"], row["operation"]
         ranks = hosts.filter((pl.col("group") == group) & (pl.col("host") == host))["rank"].to_list()
@@ -112,7 +112,7 @@ def _skew(e: Evidence, kind: str, stats: OperationStats, waited: float) -> Obser
         cost_s=waited,
         data={"operation": kind, "cycle": stats.cycle, "median_wait_s": waited, "waited_for": last},
         advice=_LATE_LOAD if kind == "load" else None,
-        advice_elsewhere=_LATE_LOAD if kind == "load" else None,
+        advice_for_hooks=_LATE_LOAD if kind == "load" else None,
     )
 
 
@@ -125,10 +125,10 @@ def rank_hosts(e: Evidence) -> pl.DataFrame:
     )
 
 
-def _not_crowded(e: Evidence, slow: pl.DataFrame) -> pl.DataFrame:
+def _not_oversubscribed(e: Evidence, slow: pl.DataFrame) -> pl.DataFrame:
     """Those on hosts with a core for each rank: on others it is chance which rank is slower."""
     cycles = e.frames.operations.select("group", "cycle").unique()
-    return slow.join(cycles, on="group").join(e.crowded, on=["cycle", "host"], how="anti").drop("cycle")
+    return slow.join(cycles, on="group").join(e.oversubscribed, on=["cycle", "host"], how="anti").drop("cycle")
 
 
 def _worst(slow: pl.DataFrame, unit: str) -> list[pl.DataFrame]:

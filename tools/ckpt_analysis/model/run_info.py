@@ -152,7 +152,7 @@ def is_ours(ranks: list[dict[str, Any]]) -> bool:
     return all(process["instrument"] == "trainer" for process in ranks)
 
 
-def crowded_hosts(ranks: list[dict[str, Any]]) -> pl.DataFrame:
+def oversubscribed_hosts(ranks: list[dict[str, Any]]) -> pl.DataFrame:
     """cycle, host, ranks, cores of the hosts that ran more of these ranks than all of them may use cores."""
     on_host: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for process in ranks:

@@ -19,19 +19,24 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .drills import Drill, Place
+from .drills import Deployment, Drill
 
-START, CROWD, ROUNDS, PAIRS = "start", "ranks per core", "ranks per core x log2(ranks)", "pairs of ranks per core"
+START, RANKS_PER_CORE, ROUNDS, PAIRS = (
+    "start",
+    "ranks per core",
+    "ranks per core x log2(ranks)",
+    "pairs of ranks per core",
+)
 HOPS, BYTES, FILES, NAMES = "hops around a tensor-parallel ring", "bytes", "files per core", "files"
-TERMS: dict[str, Callable[[Place, float], float]] = {
-    START: lambda place, hidden: 1.0,
-    CROWD: lambda place, hidden: max(place.ranks_per_core - hidden, 0.0),
-    ROUNDS: lambda place, hidden: place.ranks_per_core * math.log2(max(place.ranks, 1.0)),
-    PAIRS: lambda place, hidden: place.ranks_per_core * place.ranks,
-    HOPS: lambda place, hidden: place.tp - 1.0,
-    BYTES: lambda place, hidden: place.bytes,
-    FILES: lambda place, hidden: place.files / place.cores,
-    NAMES: lambda place, hidden: place.files,
+TERMS: dict[str, Callable[[Deployment, float], float]] = {
+    START: lambda deployment, hidden: 1.0,
+    RANKS_PER_CORE: lambda deployment, hidden: max(deployment.ranks_per_core - hidden, 0.0),
+    ROUNDS: lambda deployment, hidden: deployment.ranks_per_core * math.log2(max(deployment.ranks, 1.0)),
+    PAIRS: lambda deployment, hidden: deployment.ranks_per_core * deployment.ranks,
+    HOPS: lambda deployment, hidden: deployment.tp - 1.0,
+    BYTES: lambda deployment, hidden: deployment.bytes,
+    FILES: lambda deployment, hidden: deployment.files / deployment.cores,
+    NAMES: lambda deployment, hidden: deployment.files,
 }
 # Part -> what it may grow with; any other part with each rank's own work, which a core does for several ranks.
 GROWS_WITH: dict[str, tuple[str, ...]] = {
@@ -40,18 +45,18 @@ GROWS_WITH: dict[str, tuple[str, ...]] = {
     # Ranks meet in rounds whose number grows with the logarithm, and each round takes all that share a core.
     "communicators": (START, ROUNDS),
     # The state: its bytes, and a call or more per file.
-    "serialize": (START, CROWD, BYTES, FILES),
-    "device_to_host": (START, CROWD, BYTES),
-    "flush": (START, CROWD, BYTES, FILES),
-    "load": (START, CROWD, BYTES, FILES),
-    "redistribute": (START, CROWD, BYTES),
-    "barrier": (START, CROWD, BYTES, FILES),  # waiting for the last to be done with its part of the state
+    "serialize": (START, RANKS_PER_CORE, BYTES, FILES),
+    "device_to_host": (START, RANKS_PER_CORE, BYTES),
+    "flush": (START, RANKS_PER_CORE, BYTES, FILES),
+    "load": (START, RANKS_PER_CORE, BYTES, FILES),
+    "redistribute": (START, RANKS_PER_CORE, BYTES),
+    "barrier": (START, RANKS_PER_CORE, BYTES, FILES),  # waiting for the last to be done with its part of the state
     "commit": (START, NAMES),  # by rank 0 alone, while the others wait: the manifest names every file
-    "engine_init": (START, CROWD, BYTES),
+    "engine_init": (START, RANKS_PER_CORE, BYTES),
     # A layer's collectives go round a ring of the ranks that hold its parts, one layer after another.
-    "first_step": (START, CROWD, HOPS, BYTES),
+    "first_step": (START, RANKS_PER_CORE, HOPS, BYTES),
 }
-_USUAL = (START, CROWD)
+_USUAL = (START, RANKS_PER_CORE)
 _IMPORTED_ONCE = {"imports": (START,)}  # by the launcher, for all ranks
 HIDDEN = (0.0, 1.0, 2.0, 3.0, 4.0)  # ranks per core that may hide in one another's waits
 _NOTHING_S = 1e-9  # a term that costs less at its largest is rounding
@@ -76,15 +81,15 @@ class Model:
         used = {term for rates in self.rates.values() for term, rate in rates.items() if rate > 0}
         return [term for term in TERMS if term in used]
 
-    def parts(self, place: Place) -> dict[str, float]:
-        """Seconds of every part at `place`."""
+    def parts(self, deployment: Deployment) -> dict[str, float]:
+        """Seconds of every part at `deployment`."""
         return {
-            part: sum(rate * TERMS[term](place, self.hidden) for term, rate in rates.items())
+            part: sum(rate * TERMS[term](deployment, self.hidden) for term, rate in rates.items())
             for part, rates in self.rates.items()
         }
 
-    def seconds(self, place: Place) -> float:
-        return sum(self.parts(place).values())
+    def seconds(self, deployment: Deployment) -> float:
+        return sum(self.parts(deployment).values())
 
 
 def choose_hidden(drills: Mapping[str, Sequence[Drill]]) -> float:
@@ -94,33 +99,33 @@ def choose_hidden(drills: Mapping[str, Sequence[Drill]]) -> float:
     """
 
     def error(hidden: float) -> float:
-        return sum(_mean_error(name, known, hidden, _crowd) for name, known in drills.items())
+        return sum(_mean_error(name, known, hidden, _ranks_per_core) for name, known in drills.items())
 
     return min(HIDDEN, key=lambda hidden: round(error(hidden), 6))  # of equals, as in drills without noise, the least
 
 
-def _crowd(place: Place) -> float:
-    return place.ranks_per_core
+def _ranks_per_core(deployment: Deployment) -> float:
+    return deployment.ranks_per_core
 
 
 def learn(quantity: str, drills: Sequence[Drill], hidden: float) -> Model:
     """The model of a quantity, and its error. `drills` must have the quantity, at several numbers of ranks."""
-    error = _mean_error(quantity, drills, hidden, lambda place: place.ranks)
+    error = _mean_error(quantity, drills, hidden, lambda deployment: deployment.ranks)
     return replace(fit(quantity, drills, hidden), error=error)
 
 
-def _mean_error(quantity: str, drills: Sequence[Drill], hidden: float, group: Callable[[Place], float]) -> float:
+def _mean_error(quantity: str, drills: Sequence[Drill], hidden: float, group: Callable[[Deployment], float]) -> float:
     """Mean |log(predicted / measured)|, the drills of each group predicted from the others; 0 of a single group."""
     errors = []
-    for left_out in {group(drill.place) for drill in drills}:
-        others = [drill for drill in drills if group(drill.place) != left_out]
+    for left_out in {group(drill.deployment) for drill in drills}:
+        others = [drill for drill in drills if group(drill.deployment) != left_out]
         if not others:
             return 0.0
         without = fit(quantity, others, hidden)
         errors += [
-            abs(math.log(max(without.seconds(drill.place), 1e-9) / drill.total_s(quantity)))
+            abs(math.log(max(without.seconds(drill.deployment), 1e-9) / drill.total_s(quantity)))
             for drill in drills
-            if group(drill.place) == left_out
+            if group(drill.deployment) == left_out
         ]
     return sum(errors) / len(errors)
 
@@ -132,18 +137,18 @@ def fit(quantity: str, drills: Sequence[Drill], hidden: float) -> Model:
     return Model(quantity, {part: _rates(quantity, part, drills, hidden, grows_with) for part in names}, hidden)
 
 
-def alike(places: Sequence[Place], asked: Place) -> dict[str, list[str]]:
-    """Term -> the terms before it that make it up in all `places`, but not in the one asked for.
+def alike(deployments: Sequence[Deployment], asked: Deployment) -> dict[str, list[str]]:
+    """Term -> the terms before it that make it up in all `deployments`, but not in the one asked for.
 
     What such a term costs cannot be told from what those do: it is not fitted.
     """
     found: dict[str, list[str]] = {}
     kept: list[str] = []
-    for term in (START, CROWD, HOPS, BYTES, FILES):
-        if _tells(places, [*kept, term]):
+    for term in (START, RANKS_PER_CORE, HOPS, BYTES, FILES):
+        if _tells(deployments, [*kept, term]):
             kept.append(term)
-        elif _tells([*places, asked], [*kept, term]):
-            pairs = [other for other in kept if not _tells(places, [other, term])]
+        elif _tells([*deployments, asked], [*kept, term]):
+            pairs = [other for other in kept if not _tells(deployments, [other, term])]
             found[term] = pairs or list(kept)
     return found
 
@@ -154,12 +159,12 @@ def _rates(
     from scipy.optimize import nnls  # see tools/common/statistics.py
 
     terms: list[str] = []
-    places = [drill.place for drill in drills]
+    deployments = [drill.deployment for drill in drills]
     for term in grows_with.get(part, _USUAL):
-        if all(_tells(places, [*terms, term], known) for known in (hidden, 0.0)):
+        if all(_tells(deployments, [*terms, term], known) for known in (hidden, 0.0)):
             terms.append(term)
     weights = np.array([drill.total_s(quantity) for drill in drills]) ** -0.5
-    columns = _columns(places, terms, hidden)
+    columns = _columns(deployments, terms, hidden)
     scale = np.max(np.abs(columns), axis=0)
     measured = np.array([drill.seconds[quantity].get(part, 0.0) for drill in drills])
     solution, _ = nnls(columns / scale * weights[:, None], measured * weights)
@@ -167,12 +172,12 @@ def _rates(
     return {term: float(value) for term, value in zip(terms, solution / scale, strict=True)}
 
 
-def _tells(places: Sequence[Place], terms: Sequence[str], hidden: float = 0.0) -> bool:
+def _tells(deployments: Sequence[Deployment], terms: Sequence[str], hidden: float = 0.0) -> bool:
     """Whether these places tell the terms apart. One that is 0 in all of them is not told."""
-    columns = _columns(places, terms, hidden)
+    columns = _columns(deployments, terms, hidden)
     lengths = np.linalg.norm(columns, axis=0)
     return bool(lengths.all()) and int(np.linalg.matrix_rank(columns / lengths, tol=_ALIKE)) == len(terms)
 
 
-def _columns(places: Sequence[Place], terms: Sequence[str], hidden: float) -> np.ndarray:
-    return np.array([[TERMS[term](place, hidden) for term in terms] for place in places], dtype=float)
+def _columns(deployments: Sequence[Deployment], terms: Sequence[str], hidden: float) -> np.ndarray:
+    return np.array([[TERMS[term](deployment, hidden) for term in terms] for deployment in deployments], dtype=float)

@@ -18,7 +18,7 @@ QUANTITIES = ("blocked_s", "durable_s", "load_s", "restart_s")
 
 
 @dataclass(frozen=True)
-class Place:
+class Deployment:
     """Where a job runs: `ranks` on `hosts` with `cores` in all, and checkpoints of `bytes` in `files` files.
 
     `tp` ranks hold a part of every layer each.
@@ -45,7 +45,7 @@ class Drill:
 
     source: str
     engine: str
-    place: Place
+    deployment: Deployment
     seconds: dict[str, dict[str, float]]
     imported_once: bool = False  # by a launcher, for all ranks of a host
 
@@ -65,7 +65,7 @@ def drill_of(trace: Trace, analysis: Analysis) -> Drill:
     if not saves or not cores:
         what = "a complete save" if not saves else "the cores that its ranks may use"
         raise CouldNotRunError(f"{report.directory}: {what} is not recorded, and costs are learnt by it; leave it out")
-    place = Place(
+    deployment = Deployment(
         ranks=newest.expected,
         hosts=len(newest.hosts),
         cores=sum(cores.values()),
@@ -86,7 +86,7 @@ def drill_of(trace: Trace, analysis: Analysis) -> Drill:
     return Drill(
         source=str(report.directory),
         engine=engine,
-        place=place,
+        deployment=deployment,
         seconds={name: parts for name, parts in seconds.items() if parts},
         imported_once=all("RESTART_TRACE_PRELOAD" in process["environment"] for process in trace.ranks),
     )
@@ -109,11 +109,11 @@ def _medians(samples: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: value * whole / total for name, value in parts.items()} if total > 0 else parts
 
 
-FEATURES: dict[str, Callable[[Place], float]] = {
-    "ranks": lambda place: place.ranks,
-    "hosts": lambda place: place.hosts,
-    "ranks per core": lambda place: place.ranks_per_core,
-    "bytes": lambda place: place.bytes,
-    "files": lambda place: place.files,
-    "tp": lambda place: place.tp,
+FEATURES: dict[str, Callable[[Deployment], float]] = {
+    "ranks": lambda deployment: deployment.ranks,
+    "hosts": lambda deployment: deployment.hosts,
+    "ranks per core": lambda deployment: deployment.ranks_per_core,
+    "bytes": lambda deployment: deployment.bytes,
+    "files": lambda deployment: deployment.files,
+    "tp": lambda deployment: deployment.tp,
 }

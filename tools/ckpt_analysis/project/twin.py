@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..common.errors import CouldNotRunError
 from .costs import Model, alike, choose_hidden, fit, learn
-from .drills import FEATURES, QUANTITIES, Drill, Place
+from .drills import FEATURES, QUANTITIES, Deployment, Drill
 
 LEAST_RANKS = 3  # different numbers of ranks that a cost is learnt from
 
@@ -35,7 +35,7 @@ class Prediction:
 
     kind: str
     engine: str
-    place: Place
+    deployment: Deployment
     drills: list[Drill]
     hidden: float  # ranks per core that hide in one another's waits
     predicted: list[Predicted]
@@ -55,12 +55,12 @@ ASSUMPTIONS = [
 
 def predict(
     drills: Sequence[Drill],
-    place: Place,
+    deployment: Deployment,
     engine: str | None = None,
     ceilings: Mapping[str, float] | None = None,
     factors: Mapping[str, float] | None = None,
 ) -> Prediction:
-    """Blocked, durable, load and restart time at `place`.
+    """Blocked, durable, load and restart time at `deployment`.
 
     `ceilings` may hold "write_GBps" and "read_GBps" of the storage: no save is durable, and no load done, before its
     bytes are through. `factors`: part of a restart, load or save -> what its time is multiplied with. Raises
@@ -77,13 +77,13 @@ def predict(
     for quantity, having in known.items():
         _check_sizes(quantity, engine, having)
     hidden = choose_hidden(known)
-    predicted = [_predicted(name, having, place, hidden, factors or {}) for name, having in known.items()]
+    predicted = [_predicted(name, having, deployment, hidden, factors or {}) for name, having in known.items()]
     unused = set(factors or {}) - {part for entry in predicted for part in entry.parts}
     if unused:
         raise CouldNotRunError(f"--what-if {min(unused)}: no part of a restart, load or save in these traces")
     return Prediction(
-        "prediction", engine, place, of_engine, hidden, _above_floor(predicted, place, ceilings or {}),
-        _not_in_traces(of_engine, place), ASSUMPTIONS,
+        "prediction", engine, deployment, of_engine, hidden, _above_floor(predicted, deployment, ceilings or {}),
+        _not_in_traces(of_engine, deployment), ASSUMPTIONS,
     )  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def _engine(drills: Sequence[Drill], engine: str | None) -> str:
 
 
 def _check_sizes(quantity: str, engine: str, drills: Sequence[Drill]) -> None:
-    sizes = sorted({int(drill.place.ranks) for drill in drills})
+    sizes = sorted({int(drill.deployment.ranks) for drill in drills})
     if len(sizes) < LEAST_RANKS:
         raise CouldNotRunError(
             f"{quantity} with engine {engine} is recorded for {', '.join(map(str, sizes))} ranks: give traces of at "
@@ -106,40 +106,42 @@ def _check_sizes(quantity: str, engine: str, drills: Sequence[Drill]) -> None:
 
 
 def _predicted(
-    quantity: str, drills: Sequence[Drill], place: Place, hidden: float, factors: Mapping[str, float]
+    quantity: str, drills: Sequence[Drill], deployment: Deployment, hidden: float, factors: Mapping[str, float]
 ) -> Predicted:
     model = learn(quantity, drills, hidden)
-    parts = {part: seconds * factors.get(part, 1.0) for part, seconds in model.parts(place).items()}
+    parts = {part: seconds * factors.get(part, 1.0) for part, seconds in model.parts(deployment).items()}
     seconds = sum(parts.values())
-    scale = seconds / max(model.seconds(place), 1e-12)
-    ends = [seconds, *(scale * end for end in _jackknife(model, drills, place))]
+    scale = seconds / max(model.seconds(deployment), 1e-12)
+    ends = [seconds, *(scale * end for end in _jackknife(model, drills, deployment))]
     return Predicted(quantity, seconds, min(ends), max(ends), parts, model.terms, model.error)
 
 
-def _jackknife(model: Model, drills: Sequence[Drill], place: Place) -> list[float]:
-    """What `place` would take by the fit without each layout, times what that layout took over its own prediction.
+def _jackknife(model: Model, drills: Sequence[Drill], deployment: Deployment) -> list[float]:
+    """What `deployment` would take by the fit without each layout, times what that layout took over its own prediction.
 
     Barber, Candes, Ramdas and Tibshirani, "Predictive inference with the jackknife+", Annals of Statistics 49(1), 2021,
     with ratios in place of differences and a layout in place of a sample.
     """
     ends = []
-    for left_out in {drill.place for drill in drills}:
-        rest = [drill for drill in drills if drill.place != left_out]
+    for left_out in {drill.deployment for drill in drills}:
+        rest = [drill for drill in drills if drill.deployment != left_out]
         without = fit(model.quantity, rest, model.hidden)
         at_left_out = max(without.seconds(left_out), 1e-9)
         ends += [
-            without.seconds(place) * drill.total_s(model.quantity) / at_left_out
+            without.seconds(deployment) * drill.total_s(model.quantity) / at_left_out
             for drill in drills
-            if drill.place == left_out
+            if drill.deployment == left_out
         ]
     return ends
 
 
-def _above_floor(predicted: Sequence[Predicted], place: Place, ceilings: Mapping[str, float]) -> list[Predicted]:
+def _above_floor(
+    predicted: Sequence[Predicted], deployment: Deployment, ceilings: Mapping[str, float]
+) -> list[Predicted]:
     """The quantities with the least that the storage ceiling allows."""
     floors = {
-        "durable_s": place.bytes / 1e9 / ceilings["write_GBps"] if "write_GBps" in ceilings else 0.0,
-        "load_s": place.bytes / 1e9 / ceilings["read_GBps"] if "read_GBps" in ceilings else 0.0,
+        "durable_s": deployment.bytes / 1e9 / ceilings["write_GBps"] if "write_GBps" in ceilings else 0.0,
+        "load_s": deployment.bytes / 1e9 / ceilings["read_GBps"] if "read_GBps" in ceilings else 0.0,
     }
     waiting = {entry.quantity: max(0.0, floors.get(entry.quantity, 0.0) - entry.seconds) for entry in predicted}
     found = []
@@ -156,25 +158,25 @@ def _above_floor(predicted: Sequence[Predicted], place: Place, ceilings: Mapping
     return found
 
 
-def _not_in_traces(drills: Sequence[Drill], place: Place) -> list[str]:
-    """A sentence for everything about `place` that lies outside of what the drills had."""
+def _not_in_traces(drills: Sequence[Drill], deployment: Deployment) -> list[str]:
+    """A sentence for everything about `deployment` that lies outside of what the drills had."""
     said = []
     for name, feature in FEATURES.items():
-        values = [feature(drill.place) for drill in drills]
-        low, high, asked = min(values), max(values), feature(place)
+        values = [feature(drill.deployment) for drill in drills]
+        low, high, asked = min(values), max(values), feature(deployment)
         had = f"{name} {asked:.6g}: the traces have {low:.6g}" + (f" to {high:.6g}" if high > low else "")
         if asked > high * (1 + 1e-9):
             said.append(f"{had}; this is {asked / high:.3g} times the most")
         elif asked < low * (1 - 1e-9):
             said.append(f"{had}; this is less than any")
-    if len({drill.place.cores for drill in drills}) == 1 and place.cores != drills[0].place.cores:
+    if len({drill.deployment.cores for drill in drills}) == 1 and deployment.cores != drills[0].deployment.cores:
         said.append(
-            f"cores {place.cores:.6g}: all traces have {drills[0].place.cores:.6g}, so what grows with ranks and what "
-            "grows with ranks per core cannot be told apart; it counts as the latter"
+            f"cores {deployment.cores:.6g}: all traces have {drills[0].deployment.cores:.6g}, so what grows with ranks "
+            "and what grows with ranks per core cannot be told apart; it counts as the latter"
         )
     said += [
         f"{term} apart from {' and '.join(others)}: in all traces they go together, and what either costs counts as "
         "the latter"
-        for term, others in alike([drill.place for drill in drills], place).items()
+        for term, others in alike([drill.deployment for drill in drills], deployment).items()
     ]
     return said

@@ -70,11 +70,11 @@ def _said(prediction: Prediction) -> list[tuple[str, Sequence[str]]]:
 
 
 def _asked(prediction: Prediction) -> str:
-    place = prediction.place
-    sizes = sorted({int(drill.place.ranks) for drill in prediction.drills})
+    asked = prediction.deployment
+    sizes = sorted({int(drill.deployment.ranks) for drill in prediction.drills})
     return (
-        f"{place.ranks:.0f} ranks on {place.cores:.0f} cores of {place.hosts:.0f} host(s), engine {prediction.engine}, "
-        f"checkpoints of {size(place.bytes)} in {place.files:.0f} files; learnt from {len(prediction.drills)} runs of "
+        f"{asked.ranks:.0f} ranks on {asked.cores:.0f} cores of {asked.hosts:.0f} host(s), engine {prediction.engine}, "
+        f"checkpoints of {size(asked.bytes)} in {asked.files:.0f} files; learnt from {len(prediction.drills)} runs of "
         f"{', '.join(map(str, sizes))} ranks; a core serves {prediction.hidden:g} of them before one waits for another"
     )
 

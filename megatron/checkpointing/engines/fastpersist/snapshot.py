@@ -29,7 +29,7 @@ _STEP = 1 << 28
 _LEFT_FREE = 1 << 29  # for everything else on the host
 
 
-class Place(NamedTuple):
+class TensorLocation(NamedTuple):
     """A tensor in the memory. Tensors of one storage have the same `offset`."""
 
     offset: int  # of its storage, bytes
@@ -127,13 +127,13 @@ class Capture:
         _Pickler(buffer, self, file.name).dump(file.state)
         return buffer.getvalue()
 
-    def place(self, original: torch.Tensor, name: str) -> Place:
+    def place(self, original: torch.Tensor, name: str) -> TensorLocation:
         """Where `original`, a tensor of the state `name`, will be: once, however often it occurs."""
         tensor = _plain(original, name)
         shape = tuple(tensor.shape)
         num_bytes = tensor.numel() * tensor.element_size()
         if not num_bytes:
-            return Place(0, 0, tensor.dtype, shape, _row_major(shape), 0)
+            return TensorLocation(0, 0, tensor.dtype, shape, _row_major(shape), 0)
         whole = not is_part_of_storage(tensor)
         key = (tensor.device, tensor.untyped_storage().data_ptr()) if whole else id(original)
         if key not in self._offsets:
@@ -142,7 +142,7 @@ class Capture:
             self._held.append(original)
             self.tensor_bytes += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         stride, first = (tensor.stride(), int(tensor.storage_offset())) if whole else (_row_major(shape), 0)
-        return Place(self._offsets[key], num_bytes, tensor.dtype, shape, stride, first)
+        return TensorLocation(self._offsets[key], num_bytes, tensor.dtype, shape, stride, first)
 
     def copy_into(self, memory: SharedMemory) -> list[PickledState]:
         """Copy everything; returns where the states are. Raises OSError if there is too little memory."""
@@ -212,7 +212,7 @@ class Restorer:
         del met
         return state
 
-    def tensor(self, place: Place) -> torch.Tensor:
+    def tensor(self, place: TensorLocation) -> torch.Tensor:
         if not place.num_bytes:
             return torch.empty(place.shape, dtype=place.dtype)
         if place.offset not in self._storages:
@@ -227,4 +227,4 @@ class _Unpickler(pickle.Unpickler):
         self._restorer = restorer
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
-        return self._restorer.tensor(Place(*pid))
+        return self._restorer.tensor(TensorLocation(*pid))

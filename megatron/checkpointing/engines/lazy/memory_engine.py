@@ -17,8 +17,8 @@ from typing import Any, ClassVar, TypeVar
 from megatron.checkpointing.engines.base import (
     EngineOptions,
     FileState,
-    KeptFiles,
-    KeptSave,
+    MemoryFiles,
+    MemorySave,
     PendingSave,
     PlacedTensor,
     SavedCheckpoint,
@@ -92,7 +92,7 @@ class MemoryEngine(LazyEngine):
         return [slot for mine in self._held or [self._own] for slot in mine]
 
     @property
-    def kept_bytes(self) -> list[int]:
+    def slot_bytes(self) -> list[int]:
         return [memory.slot.num_bytes for memory in self._memories]
 
     def reserve(self, num_bytes: int) -> None:
@@ -105,9 +105,9 @@ class MemoryEngine(LazyEngine):
         super().prepare_memory(0, available, stream, op)
 
     def begin_save(self, files: Sequence[FileState], directory: Path, op: Operation) -> PendingSave:
-        return self.begin_kept_save(files, {}, directory, op, alone=True)
+        return self.begin_memory_save(files, {}, directory, op, alone=True)
 
-    def begin_kept_save(
+    def begin_memory_save(
         self,
         files: Sequence[FileState],
         record: Mapping[str, Any],
@@ -116,7 +116,7 @@ class MemoryEngine(LazyEngine):
         *,
         alone: bool = False,
     ) -> PendingSave:
-        """As CheckpointEngine.begin_kept_save. `alone`: nobody calls `settle`; the save counts once it is over."""
+        """As CheckpointEngine.begin_memory_save. `alone`: nobody calls `settle`; the save counts once it is over."""
         with op.span("serialize", file=lazy_format.file_name(self.options.rank)):
             refuse_duplicates(files)
             captured = lazy_format.capture(files, self.options.checksum)
@@ -171,7 +171,7 @@ class MemoryEngine(LazyEngine):
             needed, idle, steps, fits,
         )  # fmt: skip
 
-    def fetch_kept(self, save: str, key: Key, peer: Peer, op: Operation) -> KeptSave:
+    def fetch_copy(self, save: str, key: Key, peer: Peer, op: Operation) -> MemorySave:
         memory = self._to_fetch_into(save)
 
         def room(num_bytes: int) -> memoryview:
@@ -187,7 +187,7 @@ class MemoryEngine(LazyEngine):
         except (PeerError, CheckpointSaveError) as exc:
             raise CheckpointDamagedError(str(exc)) from exc
         called = f"copy of {peer}"
-        return KeptSave(record, _checkpoint(memory.slot, record, called))
+        return MemorySave(record, _checkpoint(memory.slot, record, called))
 
     def _to_fetch_into(self, save: str) -> SlotMemory:
         """A slot that holds nothing, or else a damaged one of that save, or else another one."""
@@ -200,19 +200,19 @@ class MemoryEngine(LazyEngine):
         """All ranks have agreed that the last save is whole: its slot is the one that is kept."""
         self._newest = self._filled
 
-    def kept_saves(self) -> list[KeptSave]:
+    def memory_saves(self) -> list[MemorySave]:
         found = []
         for number, slot in enumerate(self._slots_of_host):
             record = slot.record()
             if record is not None:
                 called = f"slot {number} of host memory"
-                found.append(KeptSave(record, _checkpoint(slot, record, called)))
+                found.append(MemorySave(record, _checkpoint(slot, record, called)))
         return found
 
     def keep(self, save: str | None) -> None:
         self._newest = None if save is None else next((m.slot for m in self._memories if _names(m.slot, save)), None)
 
-    def discard_kept(self, save: str | None) -> None:
+    def discard_memory_saves(self, save: str | None) -> None:
         for memory in self._memories:
             if save is None or _names(memory.slot, save):
                 memory.slot.unseal()
@@ -239,7 +239,7 @@ class MemoryEngine(LazyEngine):
             self._slot_reader.loads_are_over()
 
     def placed_tensors(self, checkpoint: SavedCheckpoint, op: Operation) -> list[PlacedTensor]:
-        if not isinstance(checkpoint, KeptFiles):
+        if not isinstance(checkpoint, MemoryFiles):
             return super().placed_tensors(checkpoint, op)
         found = []
         for name, file in sorted(checkpoint.files.items()):
@@ -250,7 +250,7 @@ class MemoryEngine(LazyEngine):
         return found
 
     def load_values(self, name: str, checkpoint: SavedCheckpoint, op: Operation) -> Any:
-        if not isinstance(checkpoint, KeptFiles):
+        if not isinstance(checkpoint, MemoryFiles):
             return super().load_values(name, checkpoint, op)
 
         def load() -> Any:
@@ -273,7 +273,7 @@ class MemoryEngine(LazyEngine):
         self._own = []
 
 
-def _of_undamaged(name: str, checkpoint: KeptFiles, read: Callable[[], _T]) -> _T:
+def _of_undamaged(name: str, checkpoint: MemoryFiles, read: Callable[[], _T]) -> _T:
     """What `read` makes of the first copy of the file `name` that is not damaged. Raises CheckpointDamagedError."""
     while True:
         path = checkpoint.path(name)

@@ -73,7 +73,7 @@ def prune(
             if commit.wrong_in(commit.shares(candidate, [0], 1)[0]):
                 known.damaged.add(candidate.directory)
             else:
-                known.whole[candidate.directory] = candidate
+                known.complete[candidate.directory] = candidate
     removals = removal.Removals(0)
     removals.begin(removal.Removal(pruned.set_aside, [], [], {}, untraced_operation()))
     removals.close()

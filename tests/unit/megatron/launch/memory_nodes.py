@@ -21,7 +21,7 @@ from megatron.checkpointing.background import release_before_steps
 from megatron.checkpointing.context import RunContext
 from megatron.checkpointing.engines.base import EngineOptions, FileState
 from megatron.checkpointing.engines.registry import create_engine
-from megatron.checkpointing.kept import KeptCandidate, in_turn
+from megatron.checkpointing.memory_saves import SameLayout, in_turn
 from megatron.checkpointing.naming import RankPlace
 from megatron.checkpointing.writer import CheckpointIdentity, CheckpointWriter, SaveDirectory
 from megatron.launch.agent import Agent
@@ -31,7 +31,7 @@ from megatron.parallel.topology import Layout
 from megatron.training.slot_memory import reserve_slots
 from restart_trace.recorder import untraced_operation, untraced_recorder
 from restart_trace.startup import Preload
-from tests.unit.megatron.checkpointing.test_kept import config_of
+from tests.unit.megatron.checkpointing.test_memory_saves import config_of
 
 NAME = "layer_01-model_00-model_states.pt"
 ELEMENTS = 1 << 19
@@ -109,7 +109,7 @@ def load(context: RunContext, rank: int, weights: torch.Tensor) -> tuple[int, st
 
     op: Any = Noted()
     for candidate in in_turn(context, 0, [], list, op):
-        assert isinstance(candidate, KeptCandidate)
+        assert isinstance(candidate, SameLayout)
         found = candidate.load(context, lambda kept: context.checkpoint_engine.load([NAME], kept, op), op)[NAME]
         step = found["step"]
         if step != candidate.step or not torch.equal(found["weights"], torch.full_like(weights, value_of(rank, step))):

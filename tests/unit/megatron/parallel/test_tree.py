@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron.parallel.connecting import Listener, neighbours_of_all, own_address
-from megatron.parallel.tree import LEADERS, LOCAL, AgreementLostError, AgreementTimeoutError, Tree, places
+from megatron.parallel.tree import LEADERS, LOCAL, AgreementLostError, AgreementTimeoutError, Tree, tree_nodes
 
 AT_MOST_S = 120.0
 
@@ -66,7 +66,7 @@ def hosts_of(number: int, ranks: int) -> list[str]:
 )
 def test_every_rank_has_one_parent_and_few_connections(number: int, ranks: int) -> None:
     hosts = hosts_of(number, ranks)
-    found = places(hosts)
+    found = tree_nodes(hosts)
     assert [place.parent for place in found].count(None) == 1 and found[0].parent is None
     for rank, place in enumerate(found):
         assert all(found[child].parent == rank for child in place.children)
@@ -78,7 +78,7 @@ def test_every_rank_has_one_parent_and_few_connections(number: int, ranks: int) 
 
 def test_ranks_that_are_dealt_over_the_hosts() -> None:
     """As Slurm's cyclic distribution does: neighbours in number are on different hosts."""
-    found = places(["a", "b", "c"] * 4)
+    found = tree_nodes(["a", "b", "c"] * 4)
     assert found[0].children == (1, 2, 3, 6, 9) and found[1].children == (4, 7, 10)
 
 
@@ -103,7 +103,7 @@ def test_each_rank_is_dealt_its_own() -> None:
     with trees(hosts_of(12, 5)) as found:
         items = [b"%d" % rank * 1000 if rank != 7 else os.urandom(3_000_000) for rank in range(60)]
         for _ in range(2):
-            results = on_all(found, lambda rank, tree: (tree.deal(items if rank == 0 else None), tree.up(b"")))
+            results = on_all(found, lambda rank, tree: (tree.scatter(items if rank == 0 else None), tree.up(b"")))
             assert [item for item, _ in results] == items
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpointing.kept import merged
+from megatron.checkpointing.memory_saves import merged
 from megatron.config import CheckpointConfig, ConfigError
 from megatron.training.slot_memory import Need, lack_of_memory, rdma_device
 

@@ -19,7 +19,7 @@ from tools.ckpt_replay import shares, steps, tensors
 from tools.ckpt_replay.cli import COULD_NOT_RUN, main
 from tools.ckpt_replay.memory import PeakMemory, resident_memory
 from tools.ckpt_replay.options import parse_arguments, parse_ranks, request_from
-from tools.ckpt_replay.plan import ReplayError, Request, Share, Task, place_of
+from tools.ckpt_replay.plan import ReplayError, Request, Share, Task, location_of
 from tools.ckpt_replay.prepare import engine_problems
 from tools.common import page_cache
 from tools.common.machine import filesystem_of
@@ -114,7 +114,7 @@ def test_engines_of_object_storage() -> None:
     assert "give it a --dir of a file system" in found["raw-all"]
     assert "writes to object storage alone: give --dir s3://BUCKET/PREFIX" in problems(".")["s3torchconnector"]
     with pytest.raises(ConfigError, match="--dir s3://bucket: names no prefix"):
-        place_of("s3://bucket")
+        location_of("s3://bucket")
 
 
 def test_full_sharding_gives_every_rank_an_equal_part_of_everything() -> None:

@@ -13,7 +13,7 @@ from ...findings.costs import small_files
 from ...findings.evidence import Evidence
 from ...findings.rules import RULES
 from ...metrics.results import OperationStats
-from ...model.run_info import crowded_hosts
+from ...model.run_info import oversubscribed_hosts
 from .content import Content, Plot, Table, missing, plot, table
 from .plots import columns, layout
 from .run_data import RunData, title_of
@@ -77,8 +77,8 @@ def _warnings(run: RunData, stats: OperationStats, files: pl.DataFrame) -> list[
     notes = [f"{title_of(stats)}: {plural(files.height, 'file')}, {size(total)}."]
     rule = next(rule for rule in RULES if rule.check is small_files)
     if stats.operation == "save":
-        crowded = crowded_hosts([])
-        evidence = Evidence([stats], [], [], run.frames, run.tables, run.hosts, run.probes, crowded, True)
+        oversubscribed = oversubscribed_hosts([])
+        evidence = Evidence([stats], [], [], run.frames, run.tables, run.hosts, run.probes, oversubscribed, True)
         notes += [f"Many small files: {seen.title}. {rule.advice}" for seen in small_files(evidence, rule.thresholds)]
     per_rank = files.group_by("rank").agg(pl.col("bytes").sum()).sort("bytes", "rank", descending=[True, False])
     most_rank, most = per_rank.row(0)

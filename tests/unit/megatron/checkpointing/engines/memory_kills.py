@@ -37,7 +37,7 @@ def state_of(step: int) -> list[FileState]:
 def newest_of(mine: MemoryEngine) -> int:
     """Newest step that is whole; every save that counts as whole must be so, to the last bit."""
     steps = [0]
-    for kept in mine.kept_saves():
+    for kept in mine.memory_saves():
         found = mine.load([NAME], kept.checkpoint, untraced_operation())[NAME]
         step = kept.record["step"]
         assert found["step"] == step, f"step {found['step']} where {step} was saved"
@@ -52,7 +52,7 @@ def save_for_ever(told: int) -> None:
     mine.keep(str(step) if step else None)
     while True:
         step += 1
-        pending = mine.begin_kept_save(state_of(step), {"save": str(step), "step": step}, None, untraced_operation())
+        pending = mine.begin_memory_save(state_of(step), {"save": str(step), "step": step}, None, untraced_operation())
         if step % 2:
             pending.release_state()
         pending.wait()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpointing.engines.base import EngineOptions, FileState, KeptSave, SavedCheckpoint
+from megatron.checkpointing.engines.base import EngineOptions, FileState, MemorySave, SavedCheckpoint
 from megatron.checkpointing.engines.errors import CheckpointDamagedError, CheckpointSaveError, EngineUnavailableError
 from megatron.checkpointing.engines.lazy.memory_engine import MemoryEngine, SlotCheckpoint
 from megatron.processes.memory_slots import VARIABLE, hold_slots, let_go_of_slots
@@ -46,17 +46,17 @@ def states(step: int) -> list[FileState]:
 
 
 def save(mine: MemoryEngine, step: int, directory: Path | None = None) -> list[str]:
-    pending = mine.begin_kept_save(states(step), {"save": f"s{step}", "step": step}, directory, untraced_operation())
+    pending = mine.begin_memory_save(states(step), {"save": f"s{step}", "step": step}, directory, untraced_operation())
     pending.release_state()
     return [file.name for file in pending.wait()]
 
 
 def steps(mine: MemoryEngine) -> list[int]:
-    return sorted(kept.record["step"] for kept in mine.kept_saves())
+    return sorted(kept.record["step"] for kept in mine.memory_saves())
 
 
-def kept(mine: MemoryEngine, step: int) -> KeptSave:
-    (found,) = [kept for kept in mine.kept_saves() if kept.record["step"] == step]
+def kept(mine: MemoryEngine, step: int) -> MemorySave:
+    (found,) = [kept for kept in mine.memory_saves() if kept.record["step"] == step]
     return found
 
 
@@ -87,15 +87,15 @@ def test_two_saves_are_kept_and_the_agreed_one_is_not_written_over(launcher: Non
     again.keep("s3")
     save(again, 6)
     assert steps(again) == [3, 6]
-    again.discard_kept("s6")
+    again.discard_memory_saves("s6")
     assert steps(again) == [3]
-    again.discard_kept(None)
+    again.discard_memory_saves(None)
     assert steps(again) == []
 
 
 def test_what_another_replica_stores_is_kept_and_not_stored_again(launcher: None, tmp_path: Path) -> None:
     mine = engine(local_rank=1)
-    pending = mine.begin_kept_save(states(7), {"save": "s7", "step": 7}, tmp_path, untraced_operation())
+    pending = mine.begin_memory_save(states(7), {"save": "s7", "step": 7}, tmp_path, untraced_operation())
     pending.release_state()
     (file,) = pending.wait()
     mine.settle()

@@ -17,28 +17,28 @@ from tests.unit.tools.ckpt_analysis.trace_factory import Options, write_trace
 from tools.ckpt_analysis.cli import main
 from tools.ckpt_analysis.common.errors import CouldNotRunError
 from tools.ckpt_analysis.project.costs import choose_hidden, learn
-from tools.ckpt_analysis.project.drills import Drill, Place
+from tools.ckpt_analysis.project.drills import Deployment, Drill
 from tools.ckpt_analysis.project.twin import Predicted, predict
 
 pytestmark = pytest.mark.slow  # each analyses whole traces
 
 SIZES = ((2, 8e6), (4, 8e6), (4, 32e6), (8, 8e6), (8, 32e6), (16, 8e6))
 TP = {(4, 8e6): 2, (8, 8e6): 8, (8, 32e6): 2, (16, 8e6): 4}  # of these sizes; the others have 1
-FAR = Place(ranks=64, hosts=1, cores=2, bytes=128e6, files=128, tp=16)
+FAR = Deployment(ranks=64, hosts=1, cores=2, bytes=128e6, files=128, tp=16)
 
 
-def truth(place: Place, hidden: float = 0.0) -> dict[str, dict[str, float]]:
+def truth(deployment: Deployment, hidden: float = 0.0) -> dict[str, dict[str, float]]:
     """Costs that the terms can express: what a fit must find. `hidden` ranks per core cost nothing."""
-    crowd = max(place.ranks / place.cores - hidden, 0.0)
+    crowd = max(deployment.ranks / deployment.cores - hidden, 0.0)
     return {
-        "blocked_s": {"serialize": 0.01 + 0.02 * crowd + 4e-9 * place.bytes},
-        "durable_s": {"flush": 0.05 + 0.03 * crowd, "commit": 0.01 + 0.001 * place.files},
-        "load_s": {"load": 0.02 + 3e-9 * place.bytes, "barrier": 0.01 * crowd},
+        "blocked_s": {"serialize": 0.01 + 0.02 * crowd + 4e-9 * deployment.bytes},
+        "durable_s": {"flush": 0.05 + 0.03 * crowd, "commit": 0.01 + 0.001 * deployment.files},
+        "load_s": {"load": 0.02 + 3e-9 * deployment.bytes, "barrier": 0.01 * crowd},
         "restart_s": {
             "imports": 1.7,
-            "first_step": 0.2 * crowd + 0.3 * (place.tp - 1),
-            "rendezvous": 0.0005 * place.ranks**2 / place.cores,
-            "communicators": 0.01 * place.ranks / place.cores * math.log2(place.ranks),
+            "first_step": 0.2 * crowd + 0.3 * (deployment.tp - 1),
+            "rendezvous": 0.0005 * deployment.ranks**2 / deployment.cores,
+            "communicators": 0.01 * deployment.ranks / deployment.cores * math.log2(deployment.ranks),
         },
     }
 
@@ -47,12 +47,12 @@ def drill(
     ranks: int, num_bytes: float, noise: random.Random | None = None, engine: str = "lazy", hidden: float = 0.0
 ) -> Drill:
     tp = TP.get((ranks, num_bytes), 1)
-    place = Place(ranks=ranks, hosts=1, cores=2, bytes=num_bytes, files=2 * ranks, tp=tp)
+    deployment = Deployment(ranks=ranks, hosts=1, cores=2, bytes=num_bytes, files=2 * ranks, tp=tp)
     seconds = {
         quantity: {part: took * (noise.uniform(0.97, 1.03) if noise else 1.0) for part, took in parts.items()}
-        for quantity, parts in truth(place, hidden).items()
+        for quantity, parts in truth(deployment, hidden).items()
     }
-    return Drill(f"{ranks}", engine, place, seconds)
+    return Drill(f"{ranks}", engine, deployment, seconds)
 
 
 def exact_drills(hidden: float = 0.0) -> list[Drill]:
@@ -91,7 +91,7 @@ def test_noise_does_not_hide_how_many_ranks_share_a_core_for_nothing() -> None:
 
 def test_the_interval_covers_what_comes_from_the_same_costs() -> None:
     source = random.Random(7)
-    near = Place(ranks=8, hosts=1, cores=2, bytes=16e6, files=16)
+    near = Deployment(ranks=8, hosts=1, cores=2, bytes=16e6, files=16)
     covered = asked = 0
     for _ in range(40):
         noisy = [drill(ranks, num_bytes, source) for ranks, num_bytes in SIZES for _ in range(2)]
@@ -106,7 +106,7 @@ def test_the_interval_covers_what_comes_from_the_same_costs() -> None:
 def test_no_cost_falls_below_nothing() -> None:
     """A part that shrinks with the ranks is not continued below 0."""
     shrinking = [
-        Drill(str(ranks), "lazy", Place(ranks, 1, 2, 8e6, ranks), {"restart_s": {"imports": 4.0 - 0.4 * ranks}})
+        Drill(str(ranks), "lazy", Deployment(ranks, 1, 2, 8e6, ranks), {"restart_s": {"imports": 4.0 - 0.4 * ranks}})
         for ranks in (2, 4, 8)
     ]
     (entry,) = predict(shrinking, FAR).predicted
@@ -119,12 +119,12 @@ def test_names_what_was_in_no_trace() -> None:
         "ranks 64", "ranks per core 32", "bytes 1.28e+08", "files 128", "tp 16",
     ]  # fmt: skip
     assert all("times the most" in sentence for sentence in told)
-    many_files = predict(exact_drills(), Place(ranks=8, hosts=1, cores=2, bytes=8e6, files=30)).not_in_traces
+    many_files = predict(exact_drills(), Deployment(ranks=8, hosts=1, cores=2, bytes=8e6, files=30)).not_in_traces
     together = "in all traces they go together, and what either costs counts as the latter"
     assert many_files == [f"files per core apart from ranks per core: {together}"]
-    elsewhere = predict(exact_drills(), Place(ranks=8, hosts=4, cores=8, bytes=8e6, files=16)).not_in_traces
+    elsewhere = predict(exact_drills(), Deployment(ranks=8, hosts=4, cores=8, bytes=8e6, files=16)).not_in_traces
     assert [sentence.split(":")[0] for sentence in elsewhere] == ["hosts 4", "cores 8"]
-    assert predict(exact_drills(), Place(ranks=4, hosts=1, cores=2, bytes=16e6, files=8)).not_in_traces == []
+    assert predict(exact_drills(), Deployment(ranks=4, hosts=1, cores=2, bytes=16e6, files=8)).not_in_traces == []
 
 
 def test_the_storage_ceiling_is_a_floor_of_the_time() -> None:
@@ -188,12 +188,12 @@ def test_two_sizes_are_too_few() -> None:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Traces of 2, 4 and 8 ranks on 2 cores."""
-    place = tmp_path_factory.mktemp("runs")
+    deployment = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
         for ranks in (2, 4, 8):
             patch.setattr(trace_factory, "RANKS", ranks)
-            write_trace(place / str(ranks), Options(cores="0-1"))
-    return [str(place / str(ranks)) for ranks in (2, 4, 8)]
+            write_trace(deployment / str(ranks), Options(cores="0-1"))
+    return [str(deployment / str(ranks)) for ranks in (2, 4, 8)]
 
 
 ELSEWHERE = ["--ranks", "16", "--checkpoint-bytes", "2e6", "--checkpoint-files", "32", "--no-cache"]
@@ -203,7 +203,7 @@ def test_learns_from_traces(runs: list[str], capsys: pytest.CaptureFixture[str])
     assert main(["project", *runs, *ELSEWHERE, "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["kind"] == "prediction" and found["engine"] == "torch"
-    assert found["place"] == {"ranks": 16, "hosts": 1, "cores": 2, "bytes": 2e6, "files": 32, "tp": 2}
+    assert found["deployment"] == {"ranks": 16, "hosts": 1, "cores": 2, "bytes": 2e6, "files": 32, "tp": 2}
     predicted = {entry["quantity"]: entry for entry in found["predicted"]}
     assert list(predicted) == ["blocked_s", "durable_s", "load_s", "restart_s"]
     # 3.0 s on every rank of every run, but 3.5 on rank 2, which the two larger runs have.
@@ -227,8 +227,8 @@ def test_takes_ranks_bytes_and_files_from_a_plan(
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps({"engine": "torch", "layout": {"tp": 2, "pp": 2, "dp": 2}, "files": files}))
     assert main(["project", *runs, "--plan", str(plan), "--format", "json", "--no-cache"]) == 0
-    place = json.loads(capsys.readouterr().out)["place"]
-    assert (place["ranks"], place["bytes"], place["files"]) == (8, 28000, 8)
+    deployment = json.loads(capsys.readouterr().out)["deployment"]
+    assert (deployment["ranks"], deployment["bytes"], deployment["files"]) == (8, 28000, 8)
     plan.write_text('{"engine": "torch"}')
     assert main(["project", *runs, "--plan", str(plan), "--no-cache"]) == 2
     assert "plan.json: not what `ckpt-plan --format json` writes" in capsys.readouterr().err

@@ -18,7 +18,7 @@ def saves_left(config: Config, iteration: int) -> int:
     return last // interval - iteration // interval + (last % interval > 0)
 
 
-def no_room(config: Config, one: int, free: int) -> str | None:
+def no_space(config: Config, one: int, free: int) -> str | None:
     """Why no save of the run could succeed; None if there is room for a checkpoint. Arguments as `lack_of_space`."""
     if one <= free:
         return None

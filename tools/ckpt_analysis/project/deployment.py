@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..common.errors import CouldNotRunError
-from .drills import Drill, Place
+from .drills import Deployment, Drill
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def read_plan(path: Path) -> PlannedCheckpoint:
         raise CouldNotRunError(f"--plan {path}: not what `ckpt-plan --format json` writes ({exc})") from exc
 
 
-def asked_place(flags: Namespace, drills: Sequence[Drill]) -> tuple[Place, str | None]:
+def asked_deployment(flags: Namespace, drills: Sequence[Drill]) -> tuple[Deployment, str | None]:
     """The place that the flags describe, and the engine (None: the traces').
 
     Hosts, cores and tp that are not given are those of the traces, if all have the same. Raises CouldNotRunError naming
@@ -52,17 +52,17 @@ def asked_place(flags: Namespace, drills: Sequence[Drill]) -> tuple[Place, str |
     for name in ("ranks", "tp", "checkpoint_bytes", "checkpoint_files", "engine"):
         if planned and getattr(flags, name) is not None:
             raise CouldNotRunError(f"--{name.replace('_', '-')}: --plan {flags.plan} says it already; leave one out")
-    hosts = _of_traces(flags.hosts, "--hosts", {drill.place.hosts for drill in drills})
-    per_host = {drill.place.cores / drill.place.hosts for drill in drills}
-    place = Place(
+    hosts = _of_traces(flags.hosts, "--hosts", {drill.deployment.hosts for drill in drills})
+    per_host = {drill.deployment.cores / drill.deployment.hosts for drill in drills}
+    deployment = Deployment(
         ranks=planned.ranks if planned else _at_least_one(flags.ranks, "--ranks"),
         hosts=hosts,
         cores=_of_traces(flags.cores, "--cores", {cores * hosts for cores in per_host}),
         bytes=planned.bytes if planned else _at_least_one(flags.checkpoint_bytes, "--checkpoint-bytes"),
         files=planned.files if planned else _at_least_one(flags.checkpoint_files, "--checkpoint-files"),
-        tp=planned.tp if planned else _of_traces(flags.tp, "--tp", {drill.place.tp for drill in drills}),
+        tp=planned.tp if planned else _of_traces(flags.tp, "--tp", {drill.deployment.tp for drill in drills}),
     )
-    return place, planned.engine if planned else flags.engine
+    return deployment, planned.engine if planned else flags.engine
 
 
 def ceilings(flags: Namespace) -> dict[str, float]:

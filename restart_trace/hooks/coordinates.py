@@ -16,17 +16,17 @@ _NAMES = {
     "ep": ("expert_model_parallel", "expert_parallel"),
 }
 _ALWAYS = ("tp", "pp", "dp")
-_Place = tuple[int, int]  # coordinate, size
+_Coordinate = tuple[int, int]  # coordinate, size
 
 
-def place_of(engine: Any, groups: Any) -> dict[str, Any] | None:
+def coordinates_of(engine: Any, groups: Any) -> dict[str, Any] | None:
     """Fields of the coordinates record of DeepSpeed's `engine`; `groups`: deepspeed.utils.groups.
 
     None if it has no grid, device mesh, mpu and experts: then all that is known of a rank is its number.
     """
     mesh = getattr(engine, "mesh_device", None)
     source = getattr(engine, "grid", None) or getattr(engine, "mpu", None)
-    found: dict[str, _Place] = {}
+    found: dict[str, _Coordinate] = {}
     for axis, names in _NAMES.items():
         place = _in_mesh(mesh, names) or _by_functions(source, names)
         if place is not None:
@@ -41,7 +41,7 @@ def place_of(engine: Any, groups: Any) -> dict[str, Any] | None:
     return _fields(found)
 
 
-def place_in_mesh(mesh: Any, dims: Any, rank: int, world_size: int) -> dict[str, Any] | None:
+def coordinates_in_mesh(mesh: Any, dims: Any, rank: int, world_size: int) -> dict[str, Any] | None:
     """Fields of the coordinates record of a rank whose module torch's fully_shard shards over `mesh`.
 
     `dims`: which dimensions of the mesh shard and replicate, a DataParallelMeshDims; None: the last one shards, and the
@@ -55,7 +55,7 @@ def place_in_mesh(mesh: Any, dims: Any, rank: int, world_size: int) -> dict[str,
         sharded, replicated = ([names.index(name) for name in of] for of in (dims.shard_names, dims.replicate_names))
     if len(sharded) != 1 or len(replicated) > 1:
         return None
-    found: dict[str, _Place] = {"fsdp": _in_dimension(mesh, sharded[0])}
+    found: dict[str, _Coordinate] = {"fsdp": _in_dimension(mesh, sharded[0])}
     if replicated:
         found["dp"] = _in_dimension(mesh, replicated[0])
     whole = mesh._get_root_mesh()  # of which this one may be a slice
@@ -66,7 +66,7 @@ def place_in_mesh(mesh: Any, dims: Any, rank: int, world_size: int) -> dict[str,
     return _fields(found) if math.prod(size for _, size in found.values()) >= world_size else None
 
 
-def place_in_groups(strategy: str, group: Any, replicas: Any, world_size: int) -> dict[str, Any] | None:
+def coordinates_in_groups(strategy: str, group: Any, replicas: Any, world_size: int) -> dict[str, Any] | None:
     """The same of a rank of FullyShardedDataParallel: the name of its strategy, its process group, that of replicas."""
     place = group.rank(), group.size()
     found = {"dp": place} if strategy == "NO_SHARD" else {"fsdp": place}
@@ -75,14 +75,14 @@ def place_in_groups(strategy: str, group: Any, replicas: Any, world_size: int) -
     return _fields(found) if math.prod(size for _, size in found.values()) >= world_size else None
 
 
-def _fields(found: dict[str, _Place]) -> dict[str, Any]:
+def _fields(found: dict[str, _Coordinate]) -> dict[str, Any]:
     axes = [axis for axis in AXES if axis in _ALWAYS or found.get(axis, (0, 1))[1] > 1]
     places = {axis: found.get(axis, (0, 1)) for axis in axes}
     layout = {axis: size for axis, (_, size) in places.items()}
     return {axis: at for axis, (at, _) in places.items()} | {"layout": layout}
 
 
-def _in_mesh(mesh: Any, names: tuple[str, ...]) -> _Place | None:
+def _in_mesh(mesh: Any, names: tuple[str, ...]) -> _Coordinate | None:
     """(coordinate, size) in a torch.distributed.DeviceMesh; None without a dimension of these names."""
     if mesh is None:
         return None
@@ -92,11 +92,11 @@ def _in_mesh(mesh: Any, names: tuple[str, ...]) -> _Place | None:
     return None
 
 
-def _in_dimension(mesh: Any, dimension: int) -> _Place:
+def _in_dimension(mesh: Any, dimension: int) -> _Coordinate:
     return int(mesh.get_local_rank(dimension)), int(mesh.size(dimension))
 
 
-def _by_functions(source: Any, names: tuple[str, ...]) -> _Place | None:
+def _by_functions(source: Any, names: tuple[str, ...]) -> _Coordinate | None:
     """(coordinate, size) by the first name that a grid or an mpu knows; None if it knows none."""
     of_sequence = getattr(source, "get_sequence_parallel_rank", None)
     for name in names:
@@ -109,7 +109,7 @@ def _by_functions(source: Any, names: tuple[str, ...]) -> _Place | None:
     return None
 
 
-def _data_parallel(engine: Any, groups: Any, sequence_size: int) -> _Place:
+def _data_parallel(engine: Any, groups: Any, sequence_size: int) -> _Coordinate:
     """(coordinate, size) where nobody tells: ranks that share a sequence are neighbours in DeepSpeed's mpu for that."""
     rank, size = groups._get_sequence_data_parallel_rank(), groups._get_sequence_data_parallel_world_size()
     return int(rank) // sequence_size, int(size) // sequence_size

@@ -24,7 +24,7 @@ from megatron.checkpointing.context import RunContext
 from megatron.checkpointing.engines.base import EngineOptions, FileState, SavedFile
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.checkpointing.engines.registry import create_engine
-from megatron.checkpointing.kept import KeptCandidate, OtherLayout, Source, in_turn, merged
+from megatron.checkpointing.memory_saves import OtherLayout, SameLayout, Source, in_turn, merged
 from megatron.checkpointing.naming import RankPlace
 from megatron.config import CheckpointConfig, Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron.parallel.control_plane import ControlPlane
@@ -58,7 +58,7 @@ def config_of(directory: Path, **flags: Any) -> Config:
 
 def tried(candidate: Candidate) -> str:
     """Where a candidate is, and its step: m for memory, s for storage."""
-    return f"{'m' if isinstance(candidate, KeptCandidate) else 's'}{candidate.step}"
+    return f"{'m' if isinstance(candidate, SameLayout) else 's'}{candidate.step}"
 
 
 @dataclass
@@ -84,7 +84,7 @@ class Job:
             }
             state = {"who": torch.tensor([rank, step])}
             engine = self.contexts[rank].checkpoint_engine
-            pending = engine.begin_kept_save([FileState("f", state)], told | record, None, untraced_operation())
+            pending = engine.begin_memory_save([FileState("f", state)], told | record, None, untraced_operation())
             pending.release_state()
             pending.wait()
             engine.settle()
@@ -111,7 +111,7 @@ class Job:
         return list(map(tried, self.candidates(stored)[0]))
 
 
-def state_of(job: Job, rank: int, candidate: KeptCandidate) -> dict[str, Any]:
+def state_of(job: Job, rank: int, candidate: SameLayout) -> dict[str, Any]:
     """What a rank loads of a candidate."""
     context, op = job.contexts[rank], untraced_operation()
     return candidate.load(context, lambda found: context.checkpoint_engine.load(["f"], found, op), op)["f"]
@@ -177,7 +177,7 @@ def test_each_rank_gets_its_own_part_of_a_save_that_all_have(job: Callable[[int]
     assert [tried(candidate) for candidate in by_rank[0]] == ["m7", "m6", "s5", "s3"]
     for rank, found in enumerate(by_rank):
         newest = found[0]
-        assert isinstance(newest, KeptCandidate)
+        assert isinstance(newest, SameLayout)
         assert state_of(mine, rank, newest)["who"].tolist() == [rank, 7]
         assert (newest.save, newest.tag, newest.step) == ("save_7", "global_step7", 7)
         assert newest.directory == newest.used[0].checkpoint.directory and "slot" in newest.place
@@ -250,7 +250,7 @@ def test_two_courses_of_one_step_are_tried_in_the_same_order_on_all_ranks(job: C
     for name, ranks in (("b", [0]), ("a", [0, 1]), ("b", [1])):
         mine.save(6, name=name, ranks=ranks)
     found = mine.candidates()
-    assert [[c.save for c in of_rank if isinstance(c, KeptCandidate)] for of_rank in found] == [["a", "b"]] * 2
+    assert [[c.save for c in of_rank if isinstance(c, SameLayout)] for of_rank in found] == [["a", "b"]] * 2
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_it_may_lie_in_the_slot_of_another_rank(job: Callable[[int], Job]) -> No
         replace(second, checkpoint_engine=first.checkpoint_engine),
     ]
     for rank, (candidate,) in enumerate(mine.candidates()):
-        assert isinstance(candidate, KeptCandidate)
+        assert isinstance(candidate, SameLayout)
         assert state_of(mine, rank, candidate)["who"].tolist() == [rank, 6]
 
 
@@ -464,7 +464,7 @@ def test_peers_that_stall_or_lie_are_named_and_the_next_holder_is_used(
     answers = [message(record=longer), message(record=record) + content[:-1], message(record=record) + flipped]
     bad = [liar(stall), *(liar(lambda connected, answer=answer: connected.sendall(answer)) for answer in answers)]
     (candidate,) = mine.candidates()[0]
-    assert isinstance(candidate, KeptCandidate)
+    assert isinstance(candidate, SameLayout)
     sources = [Source("peer", None, peer) for peer in [*bad, good]]
     began = time.monotonic()
     with caplog.at_level(logging.WARNING):

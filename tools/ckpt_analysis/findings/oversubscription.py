@@ -9,10 +9,12 @@ from .rule import Observation, Thresholds
 
 def more_ranks_than_cores(e: Evidence, limits: Thresholds) -> list[Observation]:
     """The host with the most ranks to a core, in the newest cycle that has such a host."""
-    crowded = e.crowded.filter(e.crowded["ranks"] > limits["ranks_per_core"] * e.crowded["cores"])
-    if crowded.is_empty():
+    oversubscribed = e.oversubscribed.filter(
+        e.oversubscribed["ranks"] > limits["ranks_per_core"] * e.oversubscribed["cores"]
+    )
+    if oversubscribed.is_empty():
         return []
-    newest = crowded.filter(crowded["cycle"] == crowded["cycle"].max())
+    newest = oversubscribed.filter(oversubscribed["cycle"] == oversubscribed["cycle"].max())
     row = newest.sort(newest["ranks"] / newest["cores"], "host", descending=[True, False]).row(0, named=True)
     ranks, cores = plural(row["ranks"], "rank"), _cores(row["cores"])
     hosts = plural(newest.height, "host")

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from megatron.checkpointing.commit import Candidate, Manifest
 from megatron.checkpointing.context import RunContext
-from megatron.checkpointing.engines.base import KeptFiles, KeptSave, SavedCheckpoint, SavedFile
+from megatron.checkpointing.engines.base import MemoryFiles, MemorySave, SavedCheckpoint, SavedFile
 from megatron.checkpointing.engines.errors import CheckpointDamagedError
 from megatron.config import CheckpointConfig
 from megatron.fileio.host_memory import available_memory
@@ -41,7 +41,7 @@ class Source(NamedTuple):
     """Where the bytes of a save in memory come from: this host, or a peer; neither: what was fetched at the start."""
 
     tier: str
-    kept: KeptSave | None
+    kept: MemorySave | None
     peer: Peer | None
 
 
@@ -58,7 +58,7 @@ class MemoryCandidate(Candidate):
 
 
 @dataclass(frozen=True)
-class KeptCandidate(MemoryCandidate):
+class SameLayout(MemoryCandidate):
     """A save in memory, as the rank that loads it finds it: on its host, on others, or both.
 
     The manifest has no files.
@@ -66,7 +66,7 @@ class KeptCandidate(MemoryCandidate):
 
     key: Key
     sources: Sequence[Source]
-    used: list[KeptSave] = field(default_factory=list)  # that which was loaded, once one was
+    used: list[MemorySave] = field(default_factory=list)  # that which was loaded, once one was
 
     @property
     def tier(self) -> str:
@@ -81,7 +81,7 @@ class KeptCandidate(MemoryCandidate):
         for source in self.sources:
             op.label(tier=source.tier)
             try:
-                kept = self._kept_of(source, ctx, op)
+                kept = self._save_of(source, ctx, op)
                 if kept is None:
                     continue
                 states = load(kept.checkpoint)
@@ -95,15 +95,17 @@ class KeptCandidate(MemoryCandidate):
             return states
         raise CheckpointDamagedError("; ".join(problems))
 
-    def _kept_of(self, source: Source, ctx: RunContext, op: Operation) -> KeptSave | None:
+    def _save_of(self, source: Source, ctx: RunContext, op: Operation) -> MemorySave | None:
         """None if another save was fetched early. Raises CheckpointDamagedError."""
         engine = ctx.checkpoint_engine
         if source.peer is not None:
-            return engine.fetch_kept(self.save, self.key, source.peer, op)
+            return engine.fetch_copy(self.save, self.key, source.peer, op)
         if source.kept is not None or ctx.early_copy is None or not ctx.early_copy.take(self.save, op):
             return source.kept
         return next(
-            kept for kept in engine.kept_saves() if (kept.record["save"], key_of(kept.record)) == (self.save, self.key)
+            kept
+            for kept in engine.memory_saves()
+            if (kept.record["save"], key_of(kept.record)) == (self.save, self.key)
         )
 
     def json_file(self, name: str) -> dict[str, Any]:
@@ -127,12 +129,12 @@ class OtherLayout(MemoryCandidate):
     header_bytes: Mapping[str, int]
 
     @contextlib.contextmanager
-    def files(self, ctx: RunContext, op: Operation) -> Iterator[KeptFiles]:
+    def files(self, ctx: RunContext, op: Operation) -> Iterator[MemoryFiles]:
         """Its files, as this rank can open them while the context lasts."""
         parts = _Parts(ctx, self, op)
         try:
             files = self.manifest.files if self.manifest is not None else {}
-            yield KeptFiles(self.directory, files, copies=parts, header_bytes=self.header_bytes)
+            yield MemoryFiles(self.directory, files, copies=parts, header_bytes=self.header_bytes)
         finally:
             parts.close()
 
@@ -151,7 +153,7 @@ class _Parts:
         self._recorder = ctx.recorder
         self._op = op
         self._here = own_peer()
-        saves = [kept for kept in ctx.checkpoint_engine.kept_saves() if kept.record.get("save") == candidate.save]
+        saves = [kept for kept in ctx.checkpoint_engine.memory_saves() if kept.record.get("save") == candidate.save]
         self._slots = {kept.record["file"]["name"]: kept.checkpoint for kept in saves}
         self._order: dict[str, list[int]] = {}  # by file: copies that were not passed over, the one in use first
         self._problems: dict[str, list[str]] = {}
@@ -317,7 +319,7 @@ def in_turn(
             yield next_stored()
 
 
-def _mine(ctx: RunContext, op: Operation) -> dict[str, KeptSave] | None:
+def _mine(ctx: RunContext, op: Operation) -> dict[str, MemorySave] | None:
     """The saves in memory of this host that this rank could load, by name; None if that is no choice for any rank.
 
     Saves of a launch before this one, after which another has saved to the same directory, are forgotten.
@@ -328,13 +330,13 @@ def _mine(ctx: RunContext, op: Operation) -> dict[str, KeptSave] | None:
         forget(ctx, None)
         return None
     with op.span("discover"):
-        found = [kept for kept in ctx.checkpoint_engine.kept_saves() if _is_ours(ctx, kept.record)]
+        found = [kept for kept in ctx.checkpoint_engine.memory_saves() if _is_ours(ctx, kept.record)]
         return {kept.record["save"]: kept for kept in found if key_of(kept.record) == _key(ctx)}
 
 
 def forget(ctx: RunContext, save: str | None) -> None:
     """Have neither this rank nor its host hold a save any more; None: any save."""
-    ctx.checkpoint_engine.discard_kept(save)
+    ctx.checkpoint_engine.discard_memory_saves(save)
     own = own_peer()
     if own is not None:
         try:
@@ -361,7 +363,7 @@ def _found_at(ctx: RunContext, peer: Peer | None, mine: dict[str, dict[str, Any]
 
 
 def _order(
-    ctx: RunContext, mine: Mapping[str, KeptSave], stored: Sequence[int], op: Operation
+    ctx: RunContext, mine: Mapping[str, MemorySave], stored: Sequence[int], op: Operation
 ) -> list[_Choice | _Other | None]:
     """The saves in memory that every coordinate has, and None in the place of each of the steps that are `stored`."""
     with op.span("discover"):
@@ -474,7 +476,7 @@ def _tell_missing(ctx: RunContext, step: int, without: Sequence[int]) -> None:
     )  # fmt: skip
 
 
-def _candidate(ctx: RunContext, choice: _Choice, own: KeptSave | None) -> KeptCandidate:
+def _candidate(ctx: RunContext, choice: _Choice, own: MemorySave | None) -> SameLayout:
     """Of this rank: first what its own host has in its slots, then copies."""
     layout = ctx.place.layout.as_dict()
     manifest = Manifest(tag=choice.tag, step=choice.step, engine="memory", layout=layout, model=choice.model, files={})
@@ -489,4 +491,4 @@ def _candidate(ctx: RunContext, choice: _Choice, own: KeptSave | None) -> KeptCa
             continue  # it told of the same slot
         sources.append(Source(LOCAL_MEMORY if peer == here else PEER, None, peer))
     where = own.checkpoint.directory if own is not None else Path(f"{choice.tag} in host memory")
-    return KeptCandidate(where, choice.tag, choice.step, manifest, choice.save, _key(ctx), sources)
+    return SameLayout(where, choice.tag, choice.step, manifest, choice.save, _key(ctx), sources)
