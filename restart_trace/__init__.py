@@ -1,5 +1,5 @@
 """The instrument: per-rank, per-phase records of saves, loads and start-ups, one JSONL file per process.
 
-Imports nothing of the rest of the project and no third party at import time. docs/log_format.md is its
-contract.
+Importing it imports the standard library only, and nothing from the rest of the project. docs/log_format.md specifies
+the file format.
 """

@@ -1,4 +1,4 @@
-"""What started this process: a walk up /proc, past the wrappers that a launcher put around a rank."""
+"""Finds the launcher that started this process, by /proc, above any wrappers that the launcher put around a rank."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def launcher_of(env: Mapping[str, str], names: tuple[str, ...]) -> int:
-    """Pid of the nearest ancestor that has not all of `names` in its environment as they are in `env`.
+    """Pid of the nearest ancestor whose environment lacks one of `names` or has another value of it than `env`.
 
-    So that is what gave them: a wrapper between it and the rank has them, too. 0 if that cannot be seen from here.
+    That ancestor set these variables, since a wrapper between it and the rank has them, too. 0 if it cannot be found.
     """
     given = {f"{name}={env[name]}" for name in names if name in env}
     pid = os.getppid()
@@ -20,7 +20,7 @@ def launcher_of(env: Mapping[str, str], names: tuple[str, ...]) -> int:
 
 
 def parent_of(pid: int) -> int:
-    """From /proc/PID/stat, proc(5); 0 where there is no such process."""
+    """Pid of the parent, from /proc/PID/stat (proc(5)); 0 if there is no such process."""
     fields = read_text(pid, "stat").rpartition(")")[2].split()
     return int(fields[1]) if len(fields) > 1 else 0
 
@@ -34,5 +34,5 @@ def read_text(pid: int, name: str) -> str:
 
 
 def _environment(pid: int) -> set[str]:
-    """Entries, NAME=VALUE, that a process was started with."""
+    """The environment that a process was started with, as NAME=VALUE entries."""
     return set(read_text(pid, "environ").split("\0"))

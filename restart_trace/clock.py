@@ -1,7 +1,7 @@
 """Clocks of the trace: a monotonic clock for spans, anchored once per process to Unix time.
 
-Processes of one boot of one host share CLOCK_MONOTONIC, so their spans compare exactly; the boot id in the
-first record tells which do. Between hosts the anchors are compared, as good as the hosts' time service is.
+Processes on one host within one boot share CLOCK_MONOTONIC, so their times compare exactly; the boot id in the first
+record identifies them. Between hosts the anchors are compared, which is as accurate as the hosts' time service.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ now_ns = time.monotonic_ns  # CLOCK_MONOTONIC on Linux: system-wide, not stepped
 
 @dataclass(frozen=True)
 class Anchor:
-    """Unix time `wall_ns` was read at monotonic time `monotonic_ns`, give or take `error_ns`."""
+    """Unix time `wall_ns` was read at monotonic time `monotonic_ns`, with an error of at most `error_ns`."""
 
     wall_ns: int
     monotonic_ns: int
@@ -24,7 +24,7 @@ class Anchor:
 
 
 def read_anchor() -> Anchor:
-    """Read wall and monotonic clocks together; the tightest of three tries bounds the error, ns."""
+    """Read the wall clock and the monotonic clock at the same time; the best of three tries."""
     return min((_read_once() for _ in range(3)), key=lambda anchor: anchor.error_ns)
 
 
@@ -37,9 +37,9 @@ _FIRST_TIME_NAMESPACE = "time:[4026531834]"  # PROC_TIME_INIT_INO, linux/proc_ns
 
 
 def boot_id() -> str:
-    """Kernel boot id; empty where the kernel does not tell.
+    """Kernel boot id; empty if the kernel does not provide it.
 
-    In a time namespace (time_namespaces(7)), where the monotonic clock may be another one, the namespace follows.
+    In a time namespace (time_namespaces(7)), which may have another monotonic clock, the namespace is appended.
     """
     path = Path("/proc/sys/kernel/random/boot_id")
     if not path.exists():
@@ -54,8 +54,8 @@ def boot_id() -> str:
 def process_start_ticks(pid: int | None = None) -> int | None:
     """Start of a process in clock ticks since boot: field 22 of /proc/PID/stat (proc(5)).
 
-    The same number for whoever asks, so it tells processes with a reused pid apart. None where there is no
-    /proc or no such process.
+    Every process reads the same number, so it distinguishes processes that have reused a pid. None if there is no /proc
+    or no such process.
     """
     try:
         stat = Path(f"/proc/{pid or 'self'}/stat").read_text()
@@ -73,15 +73,15 @@ def process_start_ns(pid: int | None = None) -> int | None:
     if ticks is None:
         return None
     since_boot_ns = ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
-    # Ticks count while the machine is suspended, the monotonic clock does not. Rounding keeps the jitter of the reading
-    # out, so that every call gives the same answer.
+    # Ticks advance while the machine is suspended, the monotonic clock does not. Rounding removes the jitter of the
+    # reading, so that every call returns the same value.
     return since_boot_ns - round(_suspended_ns() / 1e6) * 1_000_000
 
 
 def _suspended_ns() -> int:
     """How long this machine was suspended since boot, ns: the tightest of five readings of two clocks.
 
-    Between the two, a process may lose its core for milliseconds.
+    Several readings, since the process may lose its core for milliseconds between the two clocks.
     """
     readings = []
     for _ in range(5):

@@ -1,6 +1,6 @@
-"""What the command lines of all commands have in common: --help, --version, defaults, hints for mistyped words.
+"""The argument parser of all commands: --help, --version, defaults in help texts, hints for mistyped words.
 
-Standard library only; imported by commands alone, never by a rank.
+Standard library only; imported by commands, never by a rank.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _SHOWN_NO_DEFAULT: tuple[Any, ...] = (None, False, True, argparse.SUPPRESS, [], 
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Keeps the lines of description and epilog (examples, exit status), shows each default as (default: X).
+    """Keeps the line breaks of description and epilog, and shows each default as (default: X).
 
-    What is mistyped is refused with exit status 2 and the nearest word that there is; nothing may be abbreviated.
+    A mistyped word is refused with exit status 2 and the most similar valid word; options cannot be abbreviated.
     """
 
     def __init__(self, prog: str | None = None, **options: Any) -> None:
@@ -28,7 +28,7 @@ class CommandParser(argparse.ArgumentParser):
         self._words: list[str] = []
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As argparse's; exits with status 2 and a message if the command line is wrong."""
+        """As in argparse; exits with status 2 and a message if the command line is wrong."""
         self._words = list(sys.argv[1:] if args is None else args)
         self._refuse_words_before_the_command()
         parsed, unknown = self.parse_known_args(self._words, namespace)
@@ -37,7 +37,7 @@ class CommandParser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        """Exit with status 2; a mistyped option is named before what is missing because of it."""
+        """Exit with status 2. A mistyped option is reported rather than the argument that is missing because of it."""
         if message.startswith("the following arguments are required") and not self._takes_rest():
             words = self._words[: self._words.index("--")] if "--" in self._words else self._words
             options = set(self._options())
@@ -47,7 +47,7 @@ class CommandParser(argparse.ArgumentParser):
         super().error(message)
 
     def _refuse_words_before_the_command(self) -> None:
-        """Those between the options and `-- COMMAND`, which argparse takes for the command."""
+        """Refuse words between the options and `-- COMMAND`, which argparse would take as part of the command."""
         command = next((one for one in self._actions if one.dest == "command" and one.nargs in ("*", "+")), None)
         if command is None or "--" not in self._words:
             return
@@ -77,7 +77,7 @@ class CommandParser(argparse.ArgumentParser):
         return ", ".join(f"{name}: no such option{hint(name, options) or '; see --help'}" for name in named)
 
     def _options(self) -> Iterator[str]:
-        """The names of the options of this command and of its subcommands."""
+        """Names of the options of this command and of its subcommands."""
         for action in self._actions:
             yield from action.option_strings
             if isinstance(action, argparse._SubParsersAction):
@@ -97,7 +97,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 def hint(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean X?" with the word of `known` that `word` is nearest to, or "" where none is near."""
+    """ "; did you mean X?" with the word of `known` that is most similar to `word`, or "" if none is similar."""
     import difflib
 
     near = difflib.get_close_matches(word, list(known), n=1)

@@ -1,9 +1,9 @@
-"""Which restart of the run is this? All ranks of a launch agree through the trace directory alone.
+"""Which restart of the run is this? All ranks of a launch agree on the cycle through the trace directory.
 
-A collective is not available that early, and the trace must not add one. The first rank of a launch to come
-claims the next cycle number by creating `cycle_NNN.json` (link(2) makes name and content appear at once); the
-others find their own launch in it and join. The directory has a file of every rank and cycle, so that no rank lists it
-once a cycle was claimed: numbers have no gaps, and the newest is found by asking for a few names.
+A collective is not available that early, and the trace must not add one. The first rank of a launch claims the next
+cycle number by creating `cycle_NNN.json` (link(2) makes name and content appear at once); the others find their own
+launch in that file and join. The directory holds a file for every rank and cycle, so once a cycle was claimed no rank
+lists it: numbers have no gaps, and the newest is found by testing a few names.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
 def job_key(env: Mapping[str, str]) -> str:
-    """What all ranks of a launch have in common, however each was started.
+    """A key that is equal on all ranks of a launch, however each was started. The next launch may have the same key.
 
-    RESTART_TRACE_LAUNCH_ID, or rendezvous address, run id and job step as the launcher gives them. The next launch may
-    have the same. Unlike `launch_key` it is equal where each rank has a wrapper around it that sets RANK, and in a
-    restart in place, which the agents of several nodes do not count alike.
+    It is RESTART_TRACE_LAUNCH_ID, or rendezvous address, run id and job step as the launcher gives them. Unlike
+    `launch_key` it is also equal if each rank has its own wrapper that sets RANK, and in a restart in place, whose
+    count may differ between the agents of several nodes.
     """
     return redact_text(env.get(LAUNCH_ID_VARIABLE, "")) or "/".join(_launcher_parts(env))
 
@@ -47,9 +47,8 @@ def _launcher_parts(env: Mapping[str, str]) -> list[str]:
 def launch_key(env: Mapping[str, str]) -> str:
     """Identity of a launch, equal on all its ranks and different in the next launch.
 
-    RESTART_TRACE_LAUNCH_ID where the launching script exports it; else what the launcher gives: rendezvous
-    address and run id, scheduler job step and, on a single node, the launcher process itself. Elastic
-    restarts in place count as launches of their own.
+    It is RESTART_TRACE_LAUNCH_ID if the launching script exports it; otherwise rendezvous address and run id, scheduler
+    job step and, on a single node, the launcher process. Each elastic restart in place counts as a launch.
     """
     restarts = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     explicit = redact_text(env.get(LAUNCH_ID_VARIABLE, ""))
@@ -57,7 +56,7 @@ def launch_key(env: Mapping[str, str]) -> str:
         return f"{explicit}/{restarts}"
     parts = _launcher_parts(env)
     # torchrun exports LOCAL_WORLD_SIZE, the deepspeed launcher LOCAL_SIZE. With neither it is unknown whether
-    # all ranks share one parent, so none is named.
+    # all ranks share one parent, so no parent is part of the key.
     local = env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE")
     if local == env.get("WORLD_SIZE") or env.get("WORLD_SIZE", "1") == "1":
         owner = (launcher_of(env, _RANK_VARIABLES) or os.getppid()) if "RANK" in env else os.getpid()
@@ -66,10 +65,10 @@ def launch_key(env: Mapping[str, str]) -> str:
 
 
 def claim_cycle(trace_dir: Path, key: str, rank: int) -> tuple[str, int]:
-    """Return (run_id, cycle) of this launch, claiming the next cycle if no rank of it did so yet.
+    """Return (run_id, cycle) of this launch; claim the next cycle if no rank of the launch has done so yet.
 
-    A launch whose key equals that of the newest cycle joins it, unless this rank has a file there already:
-    then the launcher was started again with the same key, and a new cycle begins.
+    A launch with the key of the newest cycle joins that cycle, unless this rank already has a file there: then the
+    launcher was started again with the same key, and a new cycle begins.
     Raises OSError if `trace_dir` cannot be written.
     """
     trace_dir.mkdir(parents=True, exist_ok=True)
@@ -89,7 +88,7 @@ def claim_cycle(trace_dir: Path, key: str, rank: int) -> tuple[str, int]:
 def newest_cycle(trace_dir: Path) -> tuple[int, dict[str, str]] | None:
     """(number, content) of the newest cycle claimed in `trace_dir`; None if there is none.
 
-    Raises OSError if it cannot be read, or is not what `claim_cycle` writes.
+    Raises OSError if its file cannot be read or was not written by `claim_cycle`.
     """
     number = _last_claimed(trace_dir)
     if number is None:
@@ -101,14 +100,14 @@ def newest_cycle(trace_dir: Path) -> tuple[int, dict[str, str]] | None:
     except (ValueError, KeyError, TypeError, RecursionError):
         damaged = True
     if damaged:
-        raise OSError(errno.EINVAL, "is no claim of a cycle; remove it, or give another trace directory", str(path))
+        raise OSError(errno.EINVAL, "is not a cycle file; remove it, or give another trace directory", str(path))
     return number, content
 
 
 def _last_claimed(trace_dir: Path) -> int | None:
-    """The highest cycle number below the first gap: names are asked for in steps that double, then halve.
+    """The highest cycle number below the first gap, found by testing names in steps that double, then halve.
 
-    Without number 0 nothing was claimed yet, and there is not much to list; or it was removed.
+    Without number 0 the directory is listed: either nothing was claimed yet and it is short, or file 0 was removed.
     """
 
     def claimed(cycle: int) -> bool:
@@ -130,7 +129,7 @@ def _create(path: Path, run_id: str, cycle: int, key: str) -> bool:
     """Create the claim file at once with its content; False if another rank was first."""
     anchor = clock.read_anchor()
     content = {"run_id": run_id, "cycle": cycle, "launch_key": key, "wall_ns": anchor.wall_ns}
-    # Random, since ranks on different hosts that share this directory may have equal process ids.
+    # Random, since ranks on different hosts may have equal process ids.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     temporary.write_text(json.dumps(content) + "\n")
     try:

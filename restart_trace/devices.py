@@ -1,8 +1,8 @@
 """Which GPU a rank computes on: its index for torch, and the same device for NVML.
 
-torch counts the devices that CUDA_VISIBLE_DEVICES leaves, in its order. NVML counts all devices of the machine by
-their place on the bus and knows nothing of that variable. (Its syntax: "CUDA Environment Variables" in NVIDIA's
-CUDA C++ Programming Guide.)
+torch numbers the devices in CUDA_VISIBLE_DEVICES, in that order. NVML numbers all devices of the machine by their
+position on the bus and ignores that variable. (Its syntax: "CUDA Environment Variables" in NVIDIA's CUDA C++
+Programming Guide.)
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _MOST_MIG = 8  # instances of one device
 def visible_devices(env: Mapping[str, str]) -> list[int | str] | None:
     """The devices of CUDA_VISIBLE_DEVICES, in torch's order: numbers, or the beginnings of UUIDs (GPU-, MIG-).
 
-    None: all of the machine are visible. As CUDA does, a list ends at what it cannot read, and one that names a device
-    twice is empty.
+    None: all devices of the machine are visible. As in CUDA, a list ends at the first invalid entry, and a list that
+    names a device twice is empty.
     """
     text = env.get("CUDA_VISIBLE_DEVICES")
     if text is None:
@@ -70,7 +70,7 @@ def nvml_device(env: Mapping[str, str], local_rank: int, nvml: Any) -> Any:
 
 
 def _usable(visible: Sequence[int | str], num_devices: int) -> list[int | str]:
-    """What CUDA makes of the list: it ends at a number that no device has, and a process sees one MIG device.
+    """The devices of the list that CUDA uses: those before a number that no device has, and at most one MIG device.
 
     (The latter by NVIDIA's Multi-Instance GPU User Guide, "CUDA Device Enumeration".)
     """
@@ -92,13 +92,13 @@ def _by_uuid(uuid: str, handles: Sequence[Any], nvml: Any) -> Any:
 
 
 def _mig_devices(handles: Sequence[Any], nvml: Any) -> list[Any]:
-    """The MIG devices of those devices."""
+    """The MIG devices of these devices."""
     found = []
     for handle in handles:
         for index in range(_MOST_MIG):
             try:
                 found.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
-            except nvml.NVMLError:  # this device is not divided, or into fewer parts; numbers may have gaps
+            except nvml.NVMLError:  # the device is not divided, or into fewer instances; numbers may have gaps
                 continue
     return found
 

@@ -1,4 +1,4 @@
-"""Which file system a directory is on, as the kernel lists its mounts. Only /proc is read, nothing on storage."""
+"""The file system that a directory is on, according to the kernel's list of mounts. Reads /proc only, no storage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True)
 class Mount:
-    """A mounted file system: its type, where it comes from, where it is mounted, and the options of the mount."""
+    """A mounted file system: its type, source, mount point and mount options."""
 
     fs_type: str
     source: str
@@ -29,7 +29,7 @@ class Mount:
 
 
 def mount_of(directory: str | Path) -> Mount | None:
-    """The mount that `directory` is on, or will be on once it is made; None where the kernel does not tell."""
+    """The mount that `directory` is on, or will be on once it exists; None if the kernel does not list mounts."""
     try:
         lines = _MOUNTS.read_text(errors="replace").splitlines()
     except OSError:
@@ -38,17 +38,17 @@ def mount_of(directory: str | Path) -> Mount | None:
 
 
 def storage_fields(use: str, directory: str | Path | None) -> dict[str, str]:
-    """Fields of the runtime record: where checkpoints are saved to or loaded from, as `use` says, and its mount."""
+    """Fields of the runtime record for `use` ("save" or "load"): the directory of checkpoints, and its mount."""
     if not directory:
         return {}
-    if "://" in str(directory):  # in object storage, which is mounted nowhere
+    if "://" in str(directory):  # object storage has no mount
         return {f"{use}_dir": str(directory)}
     mount = mount_of(directory)
     return {f"{use}_dir": str(directory)} | ({f"{use}_mount": str(mount)} if mount else {})
 
 
 def mount_among(lines: Iterable[str], directory: str) -> Mount | None:
-    """The mount of an absolute path without links, among the lines of mountinfo (proc(5)); None if there is none."""
+    """The mount of an absolute path without links, from the lines of mountinfo (proc(5)); None if there is none."""
     found: Mount | None = None
     for line in lines:
         before, _, after = line.partition(" - ")
@@ -56,12 +56,12 @@ def mount_among(lines: Iterable[str], directory: str) -> Mount | None:
         if len(fields) < 6 or len(of_fs) < 2:
             continue
         point = _plain(fields[4])
-        # Of two mounts on one place the later one is seen.
+        # Of two mounts on the same point the later one is visible.
         if f"{directory}/".startswith(f"{point.rstrip('/')}/") and (found is None or len(point) >= len(found.point)):
             found = Mount(of_fs[0], _plain(of_fs[1]), point, fields[5])
     return found
 
 
 def _plain(text: str) -> str:
-    """Spaces and the like, which the kernel writes as octal numbers."""
+    """`text` with its octal escapes decoded, which the kernel writes for spaces and some other characters."""
     return _OCTAL.sub(lambda match: chr(int(match[1], 8)), text)

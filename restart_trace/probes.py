@@ -1,6 +1,6 @@
 """Samples of the process, the host and the device, taken at the boundaries of operations or at intervals.
 
-Every name ends in its unit. A value that cannot be had here is left out, never guessed.
+Every name ends in its unit. A value that is not available is left out, never guessed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _ALL_LINKS = 0xFFFFFFFF  # scope of NVML's NVLink counters
 
 
 def make_probe(local_rank: int, *, bus: bool = False) -> Callable[[], Mapping[str, float]]:
-    """Return a function that samples this process, its host and, where there is one, the GPU of this rank.
+    """Return a function that samples this process, its host and, if there is one, the GPU of this rank.
 
-    With `bus` also the traffic of PCIe and NVLink: for a thread of its own, since NVML measures PCIe for 20 ms per
-    direction while the caller waits.
+    With `bus` it also samples the traffic of PCIe and NVLink. Call it on a separate thread then, since NVML measures
+    PCIe for 20 ms per direction while the caller waits.
     """
     device = _open_nvml(local_rank)
 
@@ -63,24 +63,24 @@ def _host_values() -> dict[str, float]:
 
 
 def _torch_values(local_rank: int) -> dict[str, float]:
-    torch = sys.modules.get("torch")  # never the one to import it
+    torch = sys.modules.get("torch")  # a probe must not import torch
     if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return {}
-    # By its number: a thread that is not the training's has device 0 for its current one.
+    # By its index: on threads other than the training thread the current device is 0.
     index = device_index(local_rank, torch.cuda.device_count())
     if index is None:
         return {}
     return {
         "device_allocated_bytes": torch.cuda.memory_allocated(index),
         "device_reserved_bytes": torch.cuda.memory_reserved(index),
-        "device_peak_allocated_bytes": torch.cuda.max_memory_allocated(index),  # of the process so far, steps included
+        "device_peak_allocated_bytes": torch.cuda.max_memory_allocated(index),  # since the process started
     }
 
 
 def _open_nvml(local_rank: int) -> object | None:
-    """Handle of this rank's GPU; None where there is no NVIDIA driver, or it cannot be said which it is."""
+    """Handle of this rank's GPU; None if there is no NVIDIA driver, or the GPU cannot be identified."""
     if not Path("/proc/driver/nvidia/version").exists() and not Path("/dev/nvidiactl").exists():
-        return None  # saves the import where no driver is
+        return None  # avoids the import if there is no driver
     import pynvml
 
     try:
@@ -91,16 +91,16 @@ def _open_nvml(local_rank: int) -> object | None:
 
 
 def nvml_values(device: object, nvml: Any, *, bus: bool) -> dict[str, float]:
-    """What `nvml`, the module pynvml, says of the handle `device`; with `bus` the traffic of PCIe and NVLink, too.
+    """Values of the handle `device`, read by `nvml`, the module pynvml; with `bus` also the traffic of PCIe and NVLink.
 
-    What the device does not support, or virtualisation hides, is left out.
+    Values that the device does not support, or virtualisation hides, are left out.
     """
     values: dict[str, float] = {}
     readers: dict[str, Callable[[], Any]] = {
         "gpu_memory_used_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(device).used,
         "gpu_utilization_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(device).gpu,
     }
-    if bus:  # in KB/s by NVML's documentation
+    if bus:  # NVML returns KB/s
         readers |= {
             "pcie_tx_bytes_per_s": lambda: (
                 1000 * nvml.nvmlDeviceGetPcieThroughput(device, nvml.NVML_PCIE_UTIL_TX_BYTES)
@@ -118,7 +118,7 @@ def nvml_values(device: object, nvml: Any, *, bus: bool) -> dict[str, float]:
 
 
 def _nvlink_values(device: object, nvml: Any) -> dict[str, float]:
-    """Data that went over all NVLinks so far, by counters in KiB ("Field Value Enums" of NVML's documentation)."""
+    """Bytes transferred over all NVLinks so far; NVML counts KiB ("Field Value Enums" in its documentation)."""
     fields = {
         "nvlink_tx_bytes": nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX,
         "nvlink_rx_bytes": nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX,

@@ -21,7 +21,7 @@ from restart_trace.schema import RANK_FILE_PATTERN
 from restart_trace.sink import JsonlSink
 
 _PACKAGES = ("torch", "deepspeed", "numpy", "torchsnapshot", "datastates")
-# Whole names alone, since a plugin may call its variable NCCL_AUTH_TOKEN: what matters to a restart.
+# The variables that matter to a restart. Complete names, no prefixes: a plugin may name a variable NCCL_AUTH_TOKEN.
 _ENVIRONMENT_NAMES = frozenset((
     "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE",
     "CROSS_RANK", "CROSS_SIZE", "DS_ACCELERATOR", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID",
@@ -49,7 +49,7 @@ _ENVIRONMENT_NAMES = frozenset((
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """Who this process is: global rank, world size, coordinates and sizes of the layout."""
+    """Identity of a rank: global rank, world size, coordinates and sizes of the layout."""
 
     rank: int
     world_size: int
@@ -60,7 +60,7 @@ class RankIdentity:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Versions of Python and of installed packages that matter to a restart; imports none of them."""
+    """Versions of Python, the kernel and the installed packages that matter to a restart. Imports none of them."""
     found = {"python": platform.python_version(), "kernel": platform.release()}
     for name in _PACKAGES:
         try:
@@ -71,7 +71,7 @@ def versions() -> dict[str, str]:
 
 
 def environment(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables of an environment that are listed above, each by its whole name, without passwords in URLs."""
+    """The allow-listed variables of an environment, without passwords in URLs."""
     return {name: redact_text(value) for name, value in sorted(env.items()) if name in _ENVIRONMENT_NAMES}
 
 
@@ -85,7 +85,7 @@ def cores() -> str | None:
 
 
 def process_fields(env: Mapping[str, str]) -> dict[str, Any]:
-    """What the first record of a file says about the process itself."""
+    """The fields of the first record of a file that describe the process."""
     anchor = clock.read_anchor()
     started = clock.process_start_ns()
     return {
@@ -114,7 +114,7 @@ def rank_fields(
     durability: str | None = None,
     instrument: str = "trainer",
 ) -> dict[str, Any]:
-    """The first record of a rank's file, but for its version and type."""
+    """The first record of a rank's file, without its version and type."""
     tp, pp, dp = identity.coordinates
     asked = {"engine_asked": engine_asked, "durability": durability}
     return {
@@ -144,7 +144,7 @@ def open_rank_trace(
 ) -> tuple[Recorder, int]:
     """Open `rank_RRRRR_cycle_CCC.jsonl` in `trace_dir` and write the process record.
 
-    Returns (recorder, cycle); one that records nothing and cycle 0 if `trace_dir` is None.
+    Returns (recorder, cycle); if `trace_dir` is None, a recorder that records nothing, and cycle 0.
     Raises OSError if the directory cannot be written.
     """
     if trace_dir is None:

@@ -1,7 +1,7 @@
-"""Records as they are meant: each joined with what earlier records of its file say of its process and operation.
+"""Completes records with the fields of earlier records of their file, which describe their process and operation.
 
-A file says once which process it is of, and once what each operation is. Whoever looks at single records, such as a
-supervisor that follows a run, or your own script, lets `RecordContext` put them together again.
+A file states only once which process it belongs to, and only once what each operation is. Code that reads single
+records, such as a supervisor that follows a run or your own script, completes them by `RecordContext`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ LABELS = ("tag", "step", "engine", "tier")
 
 
 class RecordContext:
-    """What the records of one file that were seen so far say of those that follow."""
+    """The process and the operations of one file, as its records so far describe them."""
 
     def __init__(self) -> None:
         self._identity: dict[str, Any] = {}
         self._operations: dict[int, dict[str, Any]] = {}
 
     def complete(self, record: dict[str, Any]) -> dict[str, Any]:
-        """The next record of the file with the fields that it leaves to earlier ones.
+        """The next record of the file with the fields that earlier records hold for it.
 
-        Every record gets IDENTITY, those with an op `operation`, `start_ns` (the end of an operation) and LABELS,
-        and a span also the `type`, `duration_ns`, `thread` and `blocking` that it leaves out.
+        Every record gets IDENTITY. A record with an op gets `operation` and LABELS, the end of an operation also
+        `start_ns`, and a span the `type`, `duration_ns`, `thread` and `blocking` that it leaves out.
         """
         kind = type_of(record)
         if kind == "process":
@@ -50,9 +50,9 @@ class RecordContext:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Completed records of a file, without a last line that a kill cut short.
+    """Completed records of a file, without a last line that a kill left incomplete.
 
-    Raises OSError if the file cannot be read, ValueError if another line is no JSON.
+    Raises OSError if the file cannot be read, ValueError if another line is not JSON.
     """
     context = RecordContext()
     for line in read_regular(path).split(b"\n")[:-1]:

@@ -4,9 +4,9 @@
         with op.span("serialize", file="mp_rank_00_model_states.pt") as span:
             span.bytes = write_it()
 
-Recorder and Operation may be used from several threads at once; what a thread sets of an Operation (`bytes`, its
-labels) is not added up: one thread does that. Instrumentation adds no collective, no device synchronisation and
-no fsync.
+Recorder and Operation are thread-safe, except for the attributes of an Operation such as `bytes`: values of several
+threads are not added up, so one thread sets them. Instrumentation adds no collective, no device synchronisation and no
+fsync.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from restart_trace.schema import MAIN_THREAD, SCHEMA_VERSION, SPAN, check_phase
 from restart_trace.sink import NullSink
 
 Probe = Callable[[], Mapping[str, float]]
-# What later records refer to; and what says that records are missing.
+# Records that later records refer to, and the notice that records are missing. These must not be lost.
 _REQUIRED = ("process", "operation_begin", "operation_label")
 _RECORDS_LOST = "records_lost"
 
 
 def given(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that have a value: no field of a record is null."""
+    """The fields that are not None, since no field of a record is null."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
 class Sink(Protocol):
-    """Where records go."""
+    """The destination of records."""
 
     def write(self, record: dict[str, Any]) -> bool: ...
 
@@ -54,7 +54,7 @@ class NvtxRanges(Protocol):
 
 @dataclass
 class SpanHandle:
-    """What the body of a span may fill in while it runs, and how long it took once it has ended."""
+    """A span in progress. The body may set `bytes`; `duration_ns` is set once it has ended."""
 
     bytes: int | None = None
     duration_ns: int = 0
@@ -73,10 +73,10 @@ class Operation:
         *,
         contiguous: bool = False,
     ) -> None:
-        """`contiguous`: as of Recorder.begin."""
+        """`contiguous`: as in Recorder.begin."""
         self._recorder = recorder
         self._contiguous_on = threading.get_ident() if contiguous else None
-        self._open = 0  # spans of that thread
+        self._open = 0  # number of open spans of that thread
         self._name = name
         self._op_id = op_id
         self._labels: dict[str, Any] = {"tag": None, "step": None, "engine": None, "tier": None, **labels}
@@ -87,18 +87,18 @@ class Operation:
         self.durable: bool | None = None
         self.failure: str | None = None
         self._read_ahead = 0  # bytes
-        self._of_thread = threading.local()  # `until_ns`: where the latest span of the thread ends
+        self._of_thread = threading.local()  # `until_ns`: end of the latest span of the thread
         self._of_thread.until_ns = start_ns
         self._measured: dict[str, float] = {}
-        self._lock = threading.RLock()  # of _read_ahead; see Recorder
-        # Nobody ends an untraced operation.
+        self._lock = threading.RLock()  # protects _read_ahead; reentrant for the reason given in Recorder
+        # An untraced operation may never be ended.
         self._under_way = under_way.begin(under_way.OWN_WORK, name, thread=0) if recorder.enabled else None
         recorder.write("operation_begin", operation=name, op=op_id, **given(self._labels), start_ns=start_ns)
 
     def label(
         self, *, tag: str | None = None, step: int | None = None, engine: str | None = None, tier: str | None = None
     ) -> None:
-        """Name the checkpoint, the class of the engine, or where a load reads, as it is found out while it runs."""
+        """Set the checkpoint's tag and step, the engine's class or the tier of a load once they are known."""
         found = given({"tag": tag, "step": step, "engine": engine, "tier": tier})
         new = {name: value for name, value in found.items() if value != self._labels[name]}
         if new:
@@ -106,16 +106,18 @@ class Operation:
             self._recorder.write("operation_label", op=self._op_id, **new)
 
     def until_ns(self) -> int:
-        """Where the latest span of this thread ends, ns; before the first where the operation began, or else now.
+        """End of the latest span of this thread, ns; before the first span the begin of the operation, or now.
 
-        A span that begins there leaves nothing out. It takes in the recording of the one before, too, which is long
-        where a machine has fewer cores than ranks: so let one do it whose phase may include such work.
+        A span that begins there leaves no gap. It then includes the time that recording the span before took, which is
+        long on a machine with fewer cores than ranks, so use it for a phase that may include such work.
         """
         return getattr(self._of_thread, "until_ns", None) or now_ns()
 
     def opened_ns(self, *, joined: bool = False) -> int:
-        """Where a span begins that this thread opens now, ns; `closed` follows. At `until_ns` if it is joined, or if
-        the operation is contiguous and no other span of the thread is open.
+        """Begin, ns, of a span that this thread opens now; the caller calls `closed` at its end.
+
+        It is `until_ns` if the span is `joined`, or if the operation is contiguous and the thread has no other open
+        span.
         """
         now = now_ns()
         if self._contiguous_on == threading.get_ident():
@@ -124,7 +126,7 @@ class Operation:
         return self.until_ns() if joined else now
 
     def closed(self) -> None:
-        """A span of this thread is over."""
+        """Note that a span of this thread has ended."""
         if self._contiguous_on == threading.get_ident():
             self._open -= 1
 
@@ -138,9 +140,9 @@ class Operation:
         blocking: bool = True,
         joined: bool = False,
     ) -> Iterator[SpanHandle]:
-        """Measure the body as one span. An exception is recorded in the span and passed on.
+        """Measure the body as one span. An exception is recorded in the span and raised again.
 
-        `joined`: it begins at `until_ns`.
+        `joined`: the span begins at `until_ns`.
         """
         handle = SpanHandle()
         nvtx, thread = self._recorder.nvtx, threading.get_ident()
@@ -159,7 +161,8 @@ class Operation:
             handle.duration_ns = end - start
             under_way.end(number)
             self.closed()
-            # Ranges are a stack per thread: a span that ends on another thread must not close a range of that one.
+            # NVTX ranges are a stack per thread: a span that ends on another thread must not pop a range of that
+            # thread.
             if nvtx is not None and threading.get_ident() == thread:
                 nvtx.range_pop()
             self.add(phase, detail, start, end, file=file, num_bytes=handle.bytes, blocking=blocking, error=error)
@@ -178,13 +181,13 @@ class Operation:
         error: str | None = None,
         thread: str | None = None,
     ) -> None:
-        """Record a span that was measured elsewhere, by `thread` if not by this one.
+        """Record a span that the caller has measured, on `thread` if not on this one.
 
-        `duration_ns` is given where several phases alternate within one window (a serializer that calls the
-        writer): then each states the time it really took, and together they are at most the window.
-        Raises ValueError for a phase or detail that the schema does not have.
+        `duration_ns`: given if several phases alternate within one window, such as a serializer that calls the writer.
+        It is the time that this phase took; the phases of a window add up to at most the window.
+        Raises ValueError for a phase or detail that is not in the schema.
         """
-        if not self._recorder.enabled:  # an untraced operation serves saves and loads alike
+        if not self._recorder.enabled:  # an untraced operation is used for saves and loads alike
             return
         problems = check_phase(self._name, phase, detail)
         if problems:
@@ -210,9 +213,10 @@ class Operation:
         self._recorder.write(SPAN, **given(fields))
 
     def was_read_ahead(self, num_bytes: int) -> None:
-        """Of what this load is going to read, `num_bytes` were read from storage before it, as background spans say.
+        """Note that `num_bytes` of what this load is going to read were prefetched, and recorded in background spans.
 
-        Its own spans of `read` count so many fewer: those bytes come from the page cache, and none counts twice.
+        The load's own `read` spans then count that many bytes less: they come from the page cache, and no byte is
+        counted twice.
         """
         with self._lock:
             self._read_ahead += num_bytes
@@ -224,19 +228,19 @@ class Operation:
             return taken
 
     def measure(self, **values: float) -> None:
-        """Numbers of this operation that no span has, such as what a device says of itself; a name ends in its unit.
+        """Add values of this operation that belong to no span, such as counters of a device; a name ends in its unit.
 
-        They are recorded with what is sampled at the end.
+        They are recorded with the sample at the end of the operation.
         """
         with self._lock:
             self._measured |= values
 
     def event(self, phase: str, detail: str) -> None:
-        """A notice: a moment of this operation that is no span, such as which library really writes."""
+        """Record a notice of this operation, such as the library that really writes."""
         self._recorder.event(self._name, phase, detail, self._labels["step"])
 
     def end(self, error: str | None = None) -> None:
-        """Write the closing record. `bytes`, `num_files` and `durable` are taken as they stand."""
+        """Write the closing record, with the current values of `bytes`, `num_files` and `durable`."""
         error = error or self.failure
         if self._under_way is not None:
             under_way.end(self._under_way)
@@ -262,7 +266,7 @@ class Operation:
 class Recorder:
     """Writes the records of one process to a sink.
 
-    `process` is the first record, but for its version and type: docs/log_format.md has its fields.
+    `process`: the first record, without its version and type; docs/log_format.md lists its fields.
     """
 
     def __init__(self, sink: Sink, process: Mapping[str, Any], probe: Probe | None = None) -> None:
@@ -271,20 +275,21 @@ class Recorder:
         self._probe = probe
         self._op_ids = itertools.count()
         self.ended: Operation | None = None  # the latest operation that has ended
-        # What must not be lost (_OWED), until a full disk takes it: nothing else is written before it.
+        # Required records that a full disk has refused so far. They are written before any other record.
         self._pending: list[dict[str, Any]] = []
         self._lost = 0
         self._closed = False
         self._sampler: Sampler | None = None
-        # Of what is owed, lost and closed. Reentrant: a signal handler of the program may save amid a write.
+        # Protects _pending, _lost and _closed. Reentrant, since a signal handler of the program may save during a
+        # write.
         self._lock = threading.RLock()
-        self.nvtx: NvtxRanges | None = None  # torch.cuda.nvtx, once it is imported and CUDA is there
+        self.nvtx: NvtxRanges | None = None  # torch.cuda.nvtx, once it is imported and CUDA is available
         self.write("process", v=SCHEMA_VERSION, **process)
 
     def write(self, record_type: str, **fields: Any) -> None:
-        """Write one record. Those that a full disk refused are counted in a later `records_lost` event.
+        """Write one record. Records that a full disk refused are counted in a later `records_lost` event.
 
-        After `close` nothing is written: a thread that is still at work as the process ends has nobody to tell.
+        After `close` nothing is written, not even by a thread that still works as the process ends.
         """
         record = fields if record_type == SPAN else {"type": record_type} | fields
         with self._lock:
@@ -301,9 +306,9 @@ class Recorder:
             self.event("failure", _RECORDS_LOST, f"{lost} records before this one could not be written")
 
     def _write_pending(self) -> bool:
-        """Write what is owed; False if a full disk does not take it. The caller holds the lock."""
+        """Write the pending records; False if a full disk refuses one. The caller holds the lock."""
         while self._pending:
-            record = self._pending.pop(0)  # first: what interrupts the write must not write it again
+            record = self._pending.pop(0)  # removed first, so that a signal handler does not write it again
             if not self._sink.write(record):
                 self._pending.insert(0, record)
                 return False
@@ -319,13 +324,13 @@ class Recorder:
         start_ns: int | None = None,
         contiguous: bool = False,
     ) -> Operation:
-        """Open an operation; the caller ends it. Prefer `operation`, which cannot be left open.
+        """Open an operation; the caller must end it. Prefer `operation`, which cannot be left open.
 
-        `contiguous`: each span of the calling thread begins where the one before it ended, the first where the
-        operation began. That is for a thread which does nothing between two spans that is not a part of the second.
+        `contiguous`: each span of the calling thread begins where the one before it ended, and the first where the
+        operation began; for a thread whose work between two spans always belongs to the second.
         """
         op_id = next(self._op_ids)
-        sample = self.sample()  # before the start, and written after it
+        sample = self.sample()  # taken before the start, written after it
         labels = {"tag": tag, "step": step, "engine": engine}
         start_ns = now_ns() if start_ns is None else start_ns
         operation = Operation(self, name, op_id, start_ns, labels, contiguous=contiguous)
@@ -342,7 +347,7 @@ class Recorder:
         engine: str | None = None,
         contiguous: bool = False,
     ) -> Iterator[Operation]:
-        """An operation that lasts as long as the body; arguments as of `begin`."""
+        """An operation that lasts as long as the body; arguments as in `begin`."""
         op = self.begin(name, tag=tag, step=step, engine=engine, contiguous=contiguous)
         error: str | None = None
         try:
@@ -367,9 +372,9 @@ class Recorder:
         cycle: int | None = None,
         at_ns: int | None = None,
     ) -> None:
-        """Record a moment: now, or `at_ns` (monotonic, ns) where it was observed some time ago.
+        """Record an event, now or at `at_ns` (monotonic, ns).
 
-        `cycle` is the launch that it is of, where a process tells of several.
+        `cycle`: the launch that the event belongs to, for a process that records events of several.
         """
         anchor = read_anchor()
         time_ns = anchor.monotonic_ns if at_ns is None else at_ns
@@ -383,19 +388,19 @@ class Recorder:
         )
 
     def sample(self) -> tuple[int, dict[str, float]] | None:
-        """(time in monotonic ns, memory and I/O counters); None without probes."""
+        """(monotonic time in ns, memory and I/O counters); None without probes."""
         if self._probe is None:
             return None
         values = dict(self._probe())
         return now_ns(), values
 
     def probe(self, op_id: int, at: str, sample: tuple[int, dict[str, float]] | None) -> None:
-        """Record what was sampled at the start or end of an operation."""
+        """Record the sample taken at the start or end of an operation."""
         if sample is not None:
             self.write("probe", op=op_id, at=at, time_ns=sample[0], values=sample[1])
 
     def sample_every(self, interval_s: float, probe: Probe) -> None:
-        """Record what `probe` returns every `interval_s` seconds from now on, whether operations run or not."""
+        """Record the values of `probe` every `interval_s` seconds from now on, whether operations run or not."""
         if self.enabled and self._sampler is None:
             self._sampler = Sampler(self.write, probe, interval_s)
 
@@ -414,5 +419,5 @@ def untraced_recorder() -> Recorder:
 
 
 def untraced_operation() -> Operation:
-    """An operation that records nothing, for callers that trace none."""
+    """An operation that records nothing, for callers without a trace."""
     return untraced_recorder().begin("load")

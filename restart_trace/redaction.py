@@ -1,8 +1,8 @@
-"""Command lines and environments as records may hold them: without passwords, tokens and keys.
+"""Removes passwords, tokens and keys from command lines and environments before they are recorded.
 
-What a value is cannot be told from it, so the names decide: of variables only those that are listed in process.py are
-recorded, of command lines everything but the values of flags and assignments whose names say that they are secret. A
-password within a URL is taken out wherever it stands.
+Whether a value is secret cannot be seen from the value, so the name decides: only the variables listed in process.py
+are recorded, and of command lines everything except the values of flags and assignments with a name that indicates a
+secret. Passwords in URLs are removed everywhere.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 
 REDACTED = "***"
-# user:password@host, with or without a scheme before it; and a user alone where a scheme shows that it may be a token.
+# user:password@host, with or without a scheme; and with a scheme also a user alone, which may be a token.
 _CREDENTIALS = re.compile(r"(?P<user>[^\s/:@'\"=,]*):[^\s/@'\"]+@(?=[\w.\[])|(?<=://)[^\s/:@'\"]+@(?=[\w.\[])")
 # Parts of a name, between - _ . or a change of case. Plurals such as "tokens" and "keys" count things.
 _SECRET_WORDS = {
@@ -27,7 +27,7 @@ _HEADER = re.compile(r"\b(Bearer|Basic)\s+\S+", re.IGNORECASE)
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a flag or variable of this name holds a secret, as far as names tell."""
+    """Whether the name of a flag or variable indicates that it holds a secret."""
     bare = name.lstrip("-")
     words = re.split(r"[-_.]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", bare).lower())
     if any(joined in "".join(words) for joined in _JOINED_WORDS):
@@ -36,15 +36,15 @@ def is_secret_name(name: str) -> bool:
 
 
 def redact_text(text: str) -> str:
-    """Text without passwords in its URLs, values of secret assignments in it, and authorization headers."""
-    text = text.encode("utf-8", "replace").decode("utf-8")  # an argument that is no UTF-8 could not be written
+    """`text` without passwords in URLs, values of secret assignments, and authorization headers."""
+    text = text.encode("utf-8", "replace").decode("utf-8")  # an argument that is not UTF-8 could not be written
     text = _CREDENTIALS.sub(_without_password, text)
     text = _HEADER.sub(rf"\1 {REDACTED}", text)
     return _WITHIN.sub(_assignment, text)
 
 
 def redact_command(words: Iterable[str]) -> list[str]:
-    """A command line whose secrets are `REDACTED`: values of `--api-key X`, `--api-key=X`, `key=X`, URLs' passwords."""
+    """A command line with its secrets replaced: values of `--api-key X`, `--api-key=X`, `key=X`, passwords in URLs."""
     redacted: list[str] = []
     follows_secret = False
     for word in words:

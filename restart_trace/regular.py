@@ -1,6 +1,6 @@
-"""Reading regular files and nothing else: a FIFO where a file is expected would block for ever, a device may act.
+"""Reads regular files only: opening a FIFO would block for ever, and opening a device may have effects.
 
-Of the trace and of checkpoints: the checks before the imports read `latest` and manifests, too.
+Used for the trace and for checkpoints: the checks before the imports also read `latest` and manifests.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _KINDS = {
 
 
 class NotRegularFileError(OSError):
-    """Something else than a file is where a file is expected. `str()` names it and says what it is."""
+    """A path that should be a regular file is something else. `str()` names the path and what it is."""
 
     def __init__(self, path: str | os.PathLike[str], mode: int) -> None:
-        self.reason = f"is {_KINDS.get(stat.S_IFMT(mode), 'something else')} and no regular file"
+        self.reason = f"is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, not a regular file"
         super().__init__(errno.EINVAL, self.reason, os.fspath(path))
 
     def __str__(self) -> str:
@@ -31,7 +31,7 @@ class NotRegularFileError(OSError):
 
 
 def check_regular(path: str | os.PathLike[str], found: os.stat_result) -> None:
-    """Raises NotRegularFileError if `found`, the status of `path`, is not a regular file's."""
+    """Raises NotRegularFileError unless `found`, the status of `path`, is that of a regular file."""
     if not stat.S_ISREG(found.st_mode):
         raise NotRegularFileError(path, found.st_mode)
 
@@ -39,8 +39,8 @@ def check_regular(path: str | os.PathLike[str], found: os.stat_result) -> None:
 def open_regular(path: str | os.PathLike[str]) -> int:
     """A descriptor of the file at `path`, open for reading. Never blocks.
 
-    Looked at before, because to open a device can already do something; and after, opened with O_NONBLOCK (which
-    means nothing to a regular file), because something else may have taken its place by then.
+    The type is checked before, since opening a device may have effects, and again after, since the path may have been
+    replaced in between; the file is opened with O_NONBLOCK, which has no effect on a regular file.
     Raises NotRegularFileError, and OSError as os.open does.
     """
     check_regular(path, os.stat(path))
@@ -54,9 +54,9 @@ def open_regular(path: str | os.PathLike[str]) -> int:
 
 
 def read_regular(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
-    """All of the file at `path`. Raises ValueError if it has more than `limit` bytes, OSError as `open_regular`."""
+    """The content of the file at `path`. Raises ValueError if it exceeds `limit` bytes, else as `open_regular`."""
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if limit is not None and size > limit:
-            raise ValueError(f"{os.fspath(path)}: has {size} bytes, and {limit} are the most")
+            raise ValueError(f"{os.fspath(path)}: has {size} bytes; the limit is {limit}")
         return file.read(size)

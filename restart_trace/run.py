@@ -1,11 +1,11 @@
-"""Traces a job that stays as it is.
+"""Traces a job without changes to its code.
 
     restart-trace run [--trace-dir DIR] -- torchrun --nproc-per-node 8 train.py ...
     torchrun --nproc-per-node 8 -m restart_trace.run [--trace-dir DIR] train.py ...
 
-The first form takes any command: every Python process that it starts installs the hooks, and those that turn out to be
-ranks of a job leave a trace. The second form is for the ranks alone. Both replace themselves with the program, so exit
-codes and signals are its own.
+The first form takes any command: every Python process that it starts installs the hooks, and the ranks of the job
+write a trace. The second form is for the command that a launcher runs as each rank. Both replace themselves with the
+program, so it receives signals directly and its exit code is passed on.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pathlib import Path
 from restart_trace.command_line import CommandParser
 from restart_trace.hooks.session import DIRECTORY_VARIABLE, FUNCTION_VARIABLES, check_function
 
-_STATUS = "exit status: that of the command; 126 or 127 if it cannot be started, 2 wrong arguments\n"
+_STATUS = "exit status: as the command; 126 or 127 if it cannot be started, 2 for wrong arguments\n"
 _EPILOG = f"""\
 examples:
   restart-trace run -- torchrun --nproc-per-node 8 train.py ...
   restart-trace run --trace-dir /shared/trace -- srun python train.py ...
   ckpt-analysis restart-trace
-      afterwards, where the job was started
+      afterwards, in the directory in which the job was started
 
 {_STATUS}"""
 _PROGRAM_EPILOG = f"""\
@@ -39,14 +39,14 @@ _SITE = Path(__file__).resolve().parent / "hooks" / "site"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`restart-trace`: returns 127 or 126 as a shell does if the command cannot be started, else does not return."""
+    """`restart-trace`: does not return if the command starts; otherwise returns 127 or 126, as a shell does."""
     parser = CommandParser(
-        prog="restart-trace", description="Trace the restarts of a job that stays as it is.", epilog=_EPILOG
+        prog="restart-trace", description="Trace the restarts of a job without changes to its code.", epilog=_EPILOG
     )
     subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="run")
     run = subcommands.add_parser(
         "run",
-        help="run a command, and trace the ranks that it starts",
+        help="run a command and trace the ranks that it starts",
         usage="restart-trace run [OPTION ...] -- COMMAND [ARGUMENT ...]",
         epilog=_EPILOG,
     )
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words and words[0] != "run" and shutil.which(words[0]):
         parser.error(f"{words[0]} is a command of your job: restart-trace run -- {words[0]} ...")
     _add_options(run)
-    run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the job, as it is")
+    run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command of the job")
     parsed = parser.parse_args(arguments)
     command = parsed.command[1:] if parsed.command[:1] == ["--"] else parsed.command
     if not command:
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_program(arguments: Sequence[str] | None = None) -> int:
-    """`python -m restart_trace.run`: a program, or -m and a module, in the interpreter that this one runs in."""
+    """`python -m restart_trace.run`: runs a program, or -m and a module, with the same interpreter."""
     parser = CommandParser(
         prog="python -m restart_trace.run",
         usage="python -m restart_trace.run [OPTION ...] [-m] PROGRAM [ARGUMENT ...]",
@@ -82,7 +82,7 @@ def run_program(arguments: Sequence[str] | None = None) -> int:
 
 
 def _replace_process(command: Sequence[str], options: argparse.Namespace) -> int:
-    """Become `command`, traced as `options` say. Returns 127 or 126, as a shell does, if that cannot be done."""
+    """Replace this process by `command`, traced. Returns 127 or 126, as a shell does, if that fails."""
     directory = options.trace_dir or os.environ.get(DIRECTORY_VARIABLE) or "restart-trace"
     os.environ[DIRECTORY_VARIABLE] = str(Path(directory).absolute())
     for kind, variable in FUNCTION_VARIABLES.items():
@@ -92,7 +92,7 @@ def _replace_process(command: Sequence[str], options: argparse.Namespace) -> int
     path = [str(_SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(path)
     sys.stdout.flush()
-    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and a program inherits that
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and a program would inherit that
         signal.signal(ignored, signal.SIG_DFL)
     try:
         os.execvp(command[0], list(command))
@@ -104,13 +104,13 @@ def _replace_process(command: Sequence[str], options: argparse.Namespace) -> int
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace-dir", metavar="DIR",
-        help="where the trace goes; one directory for one job with all its restarts (default: ./restart-trace)",
+        help="directory of the trace; one per job, for all its restarts (default: ./restart-trace)",
     )  # fmt: skip
     for kind in FUNCTION_VARIABLES:
         parser.add_argument(
             f"--{kind}-function", metavar="MODULE:NAME", action="append", default=[], type=_function,
-            help=f"a function that {kind}s a checkpoint without DeepSpeed's {kind}_checkpoint, such as "
-            f"mypackage.trainer:Trainer.{kind}; may be given more than once",
+            help=f"a function that {kind}s checkpoints other than by DeepSpeed's {kind}_checkpoint, such as "
+            f"mypackage.trainer:Trainer.{kind}; may be repeated",
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Samples while operations run, from a thread of its own: what the bus, the links and the host did over a save."""
+"""Takes samples at intervals on a separate thread, such as traffic of bus and links during a save."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from restart_trace.clock import now_ns
 class Sampler:
     """Calls `write("sample", time_ns=..., values=...)` at once and then every `interval_s` seconds, until `stop`.
 
-    A sample that takes longer than the interval delays the next one; none is made up for.
+    A sample that takes longer than the interval delays the next one; missed samples are not taken later.
     """
 
     def __init__(self, write: Callable[..., Any], probe: Callable[[], Mapping[str, float]], interval_s: float) -> None:
@@ -24,7 +24,7 @@ class Sampler:
         self._thread.start()
 
     def stop(self) -> None:
-        """Take no more samples. One that is being taken is waited for, a second at the most."""
+        """Take no more samples. Waits for a sample in progress, at most a second."""
         self._stopped.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(1.0)

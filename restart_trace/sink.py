@@ -1,6 +1,6 @@
-"""Where records go: one JSONL file per process, or nowhere.
+"""Destinations of records: one JSONL file per process, or none.
 
-Each record is one write(2), so what a killed process wrote stays readable.
+Each record is one write(2), so the file of a killed process stays readable.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class NullSink:
 
 
 class JsonlSink:
-    """Append-only record file of this process: a process that it forks writes nothing to it.
+    """Append-only record file of this process. A forked child writes nothing to it.
 
-    A record is handed to the kernel as soon as it is made: SIGKILL loses none that was written (a power cut
-    may, since nothing is fsynced: the trace must not add an fsync to what it measures).
+    A record is passed to the kernel as soon as it is made, so SIGKILL loses no record. A power failure may, since the
+    trace must not add an fsync to what it measures.
 
-    Raises OSError if the file exists already or the directory cannot be written.
+    Raises OSError if the file already exists or the directory cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,16 +40,16 @@ class JsonlSink:
         self._fd = os.open(path, flags, 0o644)
         self._pid = os.getpid()
         self._lock = threading.RLock()  # a signal handler of the program may write while this thread does
-        self._told = False
+        self._reported = False
 
     def write(self, record: dict[str, Any]) -> bool:
         """Append one record; False if it could not be written.
 
-        A full disk is not allowed to end the training that is traced: the failed save is reported by the
-        checkpointing code, and the instrument loses records, says so once, and goes on.
+        A full disk must not end the traced training: the checkpointing code reports the failed save, and the instrument
+        logs once that records are lost, and continues.
         """
-        if os.getpid() != self._pid:  # asked before the lock, which may have been held at the fork
-            self._tell(f"process {os.getpid()} was forked by the one that the file belongs to, {self._pid}")
+        if os.getpid() != self._pid:  # checked before the lock is taken, which may have been held at the fork
+            self._report(f"process {os.getpid()} was forked from process {self._pid}, to which the file belongs")
             return False
         line = (json.dumps(record, separators=(",", ":"), default=str) + "\n").encode()
         with self._lock:
@@ -57,17 +57,17 @@ class JsonlSink:
                 written = os.write(self._fd, line)
                 if written == len(line):
                     return True
-                # A part of a line would swallow the next record, or stand before the one that is written again.
+                # A partial line would merge with the next record, or with this one when it is written again.
                 os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
             except OSError as exc:
-                self._tell(str(exc))
+                self._report(str(exc))
                 return False
-            self._tell(f"only {written} of {len(line)} bytes could be written")
+            self._report(f"only {written} of {len(line)} bytes could be written")
             return False
 
-    def _tell(self, reason: str) -> None:
-        if not self._told:
-            self._told = True
+    def _report(self, reason: str) -> None:
+        if not self._reported:
+            self._reported = True
             logger.error("%s: trace records are being lost: %s", self.path, reason)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The start of a process as one operation: from its start in the OS to the end of its first optimizer step.
+"""The start-up of a process as one operation: from its start by the OS to the end of its first optimizer step.
 
     startup = Startup(recorder, trace_dir, rank, cycle)
     with startup.phase("imports"):
@@ -6,8 +6,8 @@
     ...
     startup.iteration_done(step, start_ns, end_ns)   # after every iteration
 
-The first iteration ends the operation. In a relaunched run `caught_up` is recorded when the iteration that
-the run had reached before it failed is passed again.
+The first iteration ends the operation. In a relaunched run `caught_up` is recorded when the run again passes the
+iteration that it had reached before the failure.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ _TAIL_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Preload:
-    """What a launcher did for the ranks that it then forked: monotonic times, ns."""
+    """Times at which a launcher imported modules for the ranks that it then forked: monotonic, ns."""
 
-    started_ns: int  # the launcher's process
-    imports_ns: int  # it began to import
-    done_ns: int  # and was done
+    started_ns: int  # start of the launcher's process
+    imports_ns: int  # begin of its imports
+    done_ns: int  # end of its imports
 
     def to_text(self) -> str:
-        """Value of RESTART_TRACE_PRELOAD, by which a rank is told."""
+        """Value of RESTART_TRACE_PRELOAD, by which the ranks get these times."""
         return f"{self.started_ns}:{self.imports_ns}:{self.done_ns}"
 
 
 def preload_of(env: Mapping[str, str]) -> Preload | None:
-    """What RESTART_TRACE_PRELOAD tells this rank; None if nothing was imported for its start, or it was not forked."""
+    """The times in RESTART_TRACE_PRELOAD; None if nothing was imported for this start, or the rank was not forked."""
     text = env.get(PRELOAD_VARIABLE)
     return Preload(*map(int, text.split(":"))) if text else None
 
 
 class Interruptions:
-    """Phases that interrupt another one: what each took in all, in ns, by phase and detail. They are not nested."""
+    """Total time, ns, of phases that interrupt another one, by phase and detail. They are not nested."""
 
     def __init__(self) -> None:
         self.taken_ns: dict[tuple[str, str | None], int] = {}
 
     @contextmanager
     def phase(self, name: str, detail: str | None = None) -> Iterator[None]:
-        """The body is this phase."""
+        """Measure the body as this phase."""
         since = clock.now_ns()
         try:
             yield
@@ -62,15 +62,15 @@ class Interruptions:
             self.add(name, detail, clock.now_ns() - since)
 
     def add(self, name: str, detail: str | None, took_ns: int) -> None:
-        """This phase took `took_ns` of the time that has just passed."""
+        """Add `took_ns` to the time of this phase."""
         self.taken_ns[name, detail] = self.taken_ns.get((name, detail), 0) + took_ns
 
 
 class Startup:
-    """Start-up phases of one process. `entered_ns` is when its main function was entered (monotonic, ns).
+    """Start-up phases of one process. `entered_ns`: when its main function was entered (monotonic, ns).
 
-    A process that was forked for its first start by a launcher which had to import everything begins, as if it had
-    done that itself, with the launcher's start: `preload` says when that was.
+    `preload`: if a launcher did the imports for this start and then forked the process, the start-up begins with the
+    start of the launcher, as if the process had done the imports itself.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class Startup:
         released_ns: int | None = None,
         contiguous: bool = False,
     ) -> None:
-        """`opened_ns`: where `process_start` ends, if that was before now. `released_ns`: of a process that was set up
-        ahead of a failure, when it was told to go on: its start begins there. `contiguous`: as of Recorder.begin, of
-        the phases from there to the end of the first iteration.
+        """`opened_ns`: end of `process_start`, if in the past. `released_ns`: for a standby process, the time at which
+        it was released, where its start-up begins. `contiguous`: as in Recorder.begin, for the phases up to the
+        end of the first iteration.
         """
         self._recorder = recorder
         started = clock.process_start_ns() if released_ns is None else released_ns
@@ -107,7 +107,7 @@ class Startup:
 
     @property
     def operation(self) -> Operation | None:
-        """The start-up as an operation; None once the first iteration has ended it."""
+        """The operation of the start-up; None once the first iteration has ended it."""
         return self._operation
 
     def phase(self, name: str, detail: str | None = None) -> AbstractContextManager[SpanHandle]:
@@ -116,10 +116,10 @@ class Startup:
 
     @contextmanager
     def phase_around(self, name: str, depends_on: str = under_way.OWN_WORK) -> Iterator[Interruptions]:
-        """Measure one phase that others interrupt again and again. `depends_on`: as of restart_trace.under_way.
+        """Measure one phase that others interrupt repeatedly. `depends_on`: as in restart_trace.under_way.
 
-        The body runs the interruptions within what it is given. All of these phases get a span over the whole window,
-        each with the duration that is its own.
+        The body measures the interruptions with the object that it gets. Each phase is recorded as a span over the
+        whole window, with its own duration.
         """
         inner = Interruptions()
         number = under_way.begin(depends_on, "startup", name)
@@ -141,8 +141,9 @@ class Startup:
 
     @contextmanager
     def phase_beside_operation(self, name: str) -> Iterator[None]:
-        """Measure what the body does before and after an operation of its own, such as a load: one phase in two spans,
-        or in one if no operation begins and ends there.
+        """Measure the body except an operation within it, such as a load: one phase in two spans.
+
+        If no operation begins and ends in the body, it is one span.
         """
         begin = self._op.opened_ns()
         try:
@@ -156,7 +157,7 @@ class Startup:
             self._op.add(name, None, begin, end)
 
     def iteration_done(self, step: int, loop_start_ns: int, end_ns: int) -> None:
-        """Tell that iteration `step` ended at `end_ns`; the training loop was entered at `loop_start_ns`."""
+        """Called when iteration `step` ended at `end_ns`; the training loop was entered at `loop_start_ns`."""
         if self._operation is not None:
             begin_ns = min(loop_start_ns, self._op.until_ns()) if self._contiguous else loop_start_ns
             self._op.add("first_step", None, begin_ns, end_ns)
@@ -169,9 +170,9 @@ class Startup:
 
 
 def reached_iteration(trace_dir: Path, rank: int, cycle: int) -> int | None:
-    """Last iteration that earlier cycles of this run finished; None if none did.
+    """Last iteration that earlier cycles of this run finished; None if there is none.
 
-    Read from the end of this rank's own files, else of rank 0's (the layout may have changed).
+    Read from the end of this rank's files or, if it has none because the layout changed, of rank 0's.
     """
     for previous in range(cycle - 1, -1, -1):
         for candidate in (rank, 0):
@@ -185,7 +186,7 @@ def reached_iteration(trace_dir: Path, rank: int, cycle: int) -> int | None:
 
 
 def _last_iteration(path: Path) -> int | None:
-    """Step of the last whole iteration record. The spans of a large save may lie between it and the end."""
+    """Step of the last complete iteration record. The spans of a large save may follow it in the file."""
     size = path.stat().st_size
     tail = _TAIL_BYTES
     while True:

@@ -1,6 +1,6 @@
-"""Strict JSON: what json.loads lets pass though it means two things, or nothing, is refused.
+"""Strict JSON: refuses ambiguous or meaningless input that json.loads accepts.
 
-For files that another program, or damage, may have written: configurations, manifests, owners of directories.
+For files that another program may have written or that may be damaged: configurations, manifests, directory owners.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _SHOWN = 60  # characters of a key or number in a message
 
 
 class StrictJsonError(ValueError):
-    """What was read is no JSON in the strict sense; the message says why, without naming the file."""
+    """The input is not strict JSON; the message says why, without the name of the file."""
 
 
 def parse_json(content: str | bytes) -> Any:
-    """The value that `content` says.
+    """The value of a JSON text.
 
-    Raises StrictJsonError if it is not UTF-8, not JSON, nested deeper than Python goes, or holds an object with a key
-    twice, NaN, Infinity or a number that no float can be.
+    Raises StrictJsonError if it is not UTF-8, not JSON, nested too deeply for Python, or contains a duplicate key, NaN,
+    Infinity or a number that is too large for a float.
     """
     try:
         text = content if isinstance(content, str) else content.decode()
@@ -39,7 +39,7 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def read_json(path: str | os.PathLike[str], limit: int) -> Any:
-    """As `parse_json`, of the regular file at `path`. Raises as `read_regular`, too."""
+    """As `parse_json`, for the regular file at `path`. Also raises as `read_regular` does."""
     return parse_json(read_regular(path, limit))
 
 
@@ -53,13 +53,13 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(text: str) -> NoReturn:
-    raise StrictJsonError(f"{text} is no JSON number")
+    raise StrictJsonError(f"{text} is not a JSON number")
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise StrictJsonError(f"{_shown(text)} is more than a number can be")
+        raise StrictJsonError(f"{_shown(text)} is too large for a number")
     return value
 
 

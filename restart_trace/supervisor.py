@@ -1,4 +1,4 @@
-"""Failure records, written by whoever kills and relaunches the job, into the job's own trace directory."""
+"""Failure records. The process that kills and relaunches a job writes them into the job's trace directory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from restart_trace.sink import JsonlSink
 
 
 class SupervisorTrace:
-    """Writes what a supervisor did to a run and saw of it."""
+    """Writes the failure records of a supervisor."""
 
     def __init__(self, trace_dir: Path, sink: JsonlSink, instrument: str) -> None:
         self._instrument = instrument
@@ -34,10 +34,10 @@ class SupervisorTrace:
         iteration: int | None = None,
         at_ns: int | None = None,
     ) -> None:
-        """Record that `phase` (injected, detected, stopped or relaunched) happens now, or was seen at `at_ns`.
+        """Record that `phase` (injected, detected, stopped or relaunched) happens now, or happened at `at_ns`.
 
-        `cycle` is the launch that failed, `at_ns` on the monotonic clock. The run id is read from the trace
-        directory, so the run must have started; raises ValueError if it has not.
+        `cycle`: the launch that failed. `at_ns`: monotonic, ns. The run id is read from the trace directory; raises
+        ValueError if no run has started there.
         """
         if self._recorder is None:
             self._recorder = Recorder(self._sink, self._process_record(cycle))
@@ -46,7 +46,7 @@ class SupervisorTrace:
     def _process_record(self, cycle: int) -> dict[str, Any]:
         newest = cycles.newest_cycle(self._trace_dir)
         if newest is None:
-            raise ValueError(f"{self._trace_dir}: no run has been traced here yet, so none can have failed")
+            raise ValueError(f"{self._trace_dir}: no run has been traced here, so no failure can be recorded")
         no_place = {"rank": -1, "tp": -1, "pp": -1, "dp": -1}
         launched = {"role": "supervisor", "instrument": self._instrument, "world_size": 0}
         launched["layout"] = {"tp": 0, "pp": 0, "dp": 0}

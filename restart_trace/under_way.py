@@ -1,10 +1,10 @@
-"""What the threads of this process are in the middle of, for a watcher that must say what a wait is for.
+"""The work that the threads of this process have in progress, so that a watcher can report what a wait is for.
 
     with UnderWay(RANKS, "a training step"):
         ...
 
-An entry costs two changes of a dict and no system call; the words are joined when somebody asks. Every span and every
-operation of a recorder is an entry, whether it is recorded or not.
+An entry costs two changes of a dict and no system call; its words are joined only when they are read. Every span and
+every operation of a recorder is an entry, even if the recorder records nothing.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import NamedTuple
 
 from restart_trace.clock import now_ns
 
-# What something that is under way depends on
-OWN_WORK = "own work"  # nobody else: it may take as long as it takes
-RANKS = "ranks"  # the other ranks
-STORAGE = "storage"  # one call of the file system
-READING = "reading"  # all that a rank reads in a load
+# What the work in progress depends on
+OWN_WORK = "own work"  # only on this process: it may take any time
+RANKS = "ranks"  # on the other ranks
+STORAGE = "storage"  # on one call of the file system
+READING = "reading"  # on all reads of a rank in a load
 
-_entries: dict[int, Entry] = {}  # by number, so in the order in which they began
+_entries: dict[int, Entry] = {}  # by number, that is, in the order in which they began
 _numbers = itertools.count()
 
 
 class Entry(NamedTuple):  # made for each block of a file: a frozen dataclass costs three times as much
-    """Something under way. `words`: what it is; of a call of the file system also the file, or its descriptor."""
+    """Work in progress. `words` describe it; for a call of the file system they include the file or its descriptor."""
 
     depends_on: str
     words: tuple[str | int | None, ...]
     since_ns: int
-    thread: int  # as threading.get_ident() says; 0: of no thread, as an operation that several work for
+    thread: int  # threading.get_ident(); 0: of no single thread, such as an operation on which several threads work
 
     @property
     def seconds(self) -> float:
@@ -41,7 +41,7 @@ class Entry(NamedTuple):  # made for each block of a file: a frozen dataclass co
 
     @property
     def text(self) -> str:
-        """The words as one phrase; a descriptor as the name of its file."""
+        """The words as one phrase, with a descriptor replaced by the name of its file."""
         return " ".join(_file_of(word) if isinstance(word, int) else word for word in self.words if word is not None)
 
 
@@ -53,19 +53,22 @@ def _file_of(fd: int) -> str:
 
 
 def begin(depends_on: str, *words: str | int | None, thread: int | None = None) -> int:
-    """Note that something begins; the number is for `end`, which any thread may call. `thread`: 0 for no thread."""
+    """Note that work begins. Returns a number for `end`, which any thread may call.
+
+    `thread`: 0 for no single thread.
+    """
     number = next(_numbers)
     _entries[number] = Entry(depends_on, words, now_ns(), threading.get_ident() if thread is None else thread)
     return number
 
 
 def end(number: int) -> None:
-    """Note that it is over; once is enough."""
+    """Note that the work is done; further calls have no effect."""
     _entries.pop(number, None)
 
 
 class UnderWay:  # a generator would cost twice as much
-    """Context manager: the body depends on `depends_on`, and `words` say what it is."""
+    """Context manager: notes the body as work in progress, described by `words`."""
 
     __slots__ = ("_depends_on", "_number", "_words")
 
@@ -80,5 +83,5 @@ class UnderWay:  # a generator would cost twice as much
 
 
 def entries() -> Mapping[int, Entry]:
-    """Everything under way now, in the order in which it began."""
-    return _entries.copy()  # atomic, as other threads go on
+    """All work in progress, in the order in which it began."""
+    return _entries.copy()  # atomic, since other threads change it

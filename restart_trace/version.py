@@ -1,3 +1,3 @@
-"""The version of the project: the one place that says it. setup.py and the scripts read it as text."""
+"""The version of the project, defined here only. setup.py and the scripts read this file as text."""
 
 __version__ = "0.1.0"

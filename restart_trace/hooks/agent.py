@@ -1,4 +1,4 @@
-"""torchrun's agent, in the process that launches the ranks of a node: when it saw them fail, and relaunched them."""
+"""Hooks of torchrun's agent, in the process that launches the ranks of a node: records failures and relaunches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from restart_trace.supervisor import SupervisorTrace, open_supervisor_trace
 
 
 class Agent:
-    """Of one torchrun. It records nothing, and makes no file, unless ranks that left a trace fail."""
+    """The agent of one torchrun. Records nothing and makes no file unless traced ranks fail."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -31,11 +31,11 @@ class Agent:
         self._failed = None
         self._started_wall_ns = time.time_ns()
         yield
-        versions()  # looks at installed packages, and is kept: the relaunch is not to wait for it
+        versions()  # reads the installed packages now and caches them, so that a relaunch does not wait for that
 
     @contextmanager
     def monitor(self, call: Call) -> Iterator[None]:
-        """Around _monitor_workers, which looks at them a few times a second."""
+        """Around _monitor_workers, which checks the ranks several times a second."""
         yield
         if call.result.state.name in ("FAILED", "UNHEALTHY") and self._failed is None:
             self._failed = self._cycle()
@@ -48,7 +48,7 @@ class Agent:
         self._record("stopped")
 
     def _cycle(self) -> int | None:
-        """The cycle that was claimed since the ranks were started; None if they failed before that."""
+        """The cycle claimed since the ranks were started; None if they failed before claiming one."""
         directory = self._session.trace_dir
         newest = newest_cycle(directory) if directory.is_dir() else None
         if newest is None or int(newest[1].get("wall_ns", 0)) < self._started_wall_ns:

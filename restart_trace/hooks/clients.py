@@ -1,4 +1,4 @@
-"""Saves and loads of libraries above DeepSpeed: they are longer than DeepSpeed's part of them."""
+"""Hooks of libraries that call DeepSpeed: their saves and loads include DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def hook_accelerate(session: Session, module: ModuleType) -> None:
 
 
 def hook_transformers(session: Session, module: ModuleType) -> None:
-    """Hook transformers.trainer. It loads by DeepSpeed's load_checkpoint, and small files besides."""
+    """Hook transformers.trainer. It loads by DeepSpeed's load_checkpoint, apart from small files."""
     wrap(module.Trainer, "_save_checkpoint", _around(session, "save"))
 
 
 def hook_function(session: Session, kind: str, name: str, module: ModuleType) -> None:
-    """Hook a function that saves or loads, as `kind` says: `name` in `module`, such as "Trainer.save".
+    """Hook the function `name` of `module`, such as "Trainer.save". `kind`: "save" or "load".
 
-    Raises AttributeError if there is none, and TypeError if it does its work after the call.
+    Raises AttributeError if there is no such function, and TypeError if it does its work after the call.
     """
     *path, last = name.split(".")
     owner: object = module
@@ -34,13 +34,13 @@ def hook_function(session: Session, kind: str, name: str, module: ModuleType) ->
     function = getattr(owner, last)
     if any(kind_of(function) for kind_of in (isgeneratorfunction, iscoroutinefunction, isasyncgenfunction)):
         raise TypeError(f"{module.__name__}:{name} is a generator or a coroutine: name a function that calls it")
-    if isinstance(owner, type):  # one that it inherits is hooked where it is defined
+    if isinstance(owner, type):  # an inherited method is hooked in the class that defines it
         owner = next(one for one in owner.__mro__ if last in vars(one))
     wrap(owner, last, _around(session, kind))
 
 
 def hook_models(session: Session, module: ModuleType) -> None:
-    """Hook transformers.modeling_utils: a model that begins with weights from files."""
+    """Hook transformers.modeling_utils: a model that is built with weights from files."""
 
     @contextmanager
     def model_build(call: Call) -> Iterator[None]:
@@ -51,7 +51,7 @@ def hook_models(session: Session, module: ModuleType) -> None:
 
 
 def hook_safetensors(session: Session, module: ModuleType) -> None:
-    """Hook safetensors.torch, by which they write weights: each file by one call."""
+    """Hook safetensors.torch, by which these libraries write weights, one call for each file."""
 
     @contextmanager
     def around(call: Call) -> Iterator[None]:
@@ -67,7 +67,7 @@ def hook_safetensors(session: Session, module: ModuleType) -> None:
 
 
 def _around(session: Session, kind: str) -> Around:
-    """One operation around all that the library saves or loads; its own part is one that is not looked into."""
+    """One operation around the library's save or load. The library's own part is one opaque `engine_call`."""
 
     @contextmanager
     def around(call: Call) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Where a rank stands: from DeepSpeed's grid or device mesh, the program's mpu, its expert groups, or torch's FSDP."""
+"""Coordinates of a rank: from DeepSpeed's grid or device mesh, the program's mpu, expert groups, or torch's FSDP."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from restart_trace.schema import AXES
 
-# axis -> the names that a grid, a device mesh or an mpu has for it, the better known first
+# axis -> its names in a grid, a device mesh or an mpu, the most common first
 _NAMES = {
     "tp": ("tensor_model_parallel", "model_parallel", "slice_parallel", "tensor_parallel", "tp"),
     "pp": ("pipeline_model_parallel", "pipe_parallel", "pp"),
@@ -22,7 +22,7 @@ _Coordinate = tuple[int, int]  # coordinate, size
 def coordinates_of(engine: Any, groups: Any) -> dict[str, Any] | None:
     """Fields of the coordinates record of DeepSpeed's `engine`; `groups`: deepspeed.utils.groups.
 
-    None if it has no grid, device mesh, mpu and experts: then all that is known of a rank is its number.
+    None if it has no grid, device mesh, mpu or experts: then only the rank's number is known.
     """
     mesh = getattr(engine, "mesh_device", None)
     source = getattr(engine, "grid", None) or getattr(engine, "mpu", None)
@@ -44,8 +44,8 @@ def coordinates_of(engine: Any, groups: Any) -> dict[str, Any] | None:
 def coordinates_in_mesh(mesh: Any, dims: Any, rank: int, world_size: int) -> dict[str, Any] | None:
     """Fields of the coordinates record of a rank whose module torch's fully_shard shards over `mesh`.
 
-    `dims`: which dimensions of the mesh shard and replicate, a DataParallelMeshDims; None: the last one shards, and the
-    first of two replicates. None if that does not tell where every rank of the job stands.
+    `dims`: a DataParallelMeshDims, which says which dimensions of the mesh shard and replicate; None: the last one
+    shards, and the first of two replicates. Returns None if the mesh does not determine the coordinates of all ranks.
     """
     if mesh is None:  # over all ranks
         return _fields({"fsdp": (rank, world_size)})
@@ -58,16 +58,16 @@ def coordinates_in_mesh(mesh: Any, dims: Any, rank: int, world_size: int) -> dic
     found: dict[str, _Coordinate] = {"fsdp": _in_dimension(mesh, sharded[0])}
     if replicated:
         found["dp"] = _in_dimension(mesh, replicated[0])
-    whole = mesh._get_root_mesh()  # of which this one may be a slice
+    root = mesh._get_root_mesh()  # `mesh` may be a slice of it
     for axis in ("tp", "pp", "cp"):
-        place = _in_mesh(whole, _NAMES[axis])
+        place = _in_mesh(root, _NAMES[axis])
         if place is not None:
             found[axis] = place
     return _fields(found) if math.prod(size for _, size in found.values()) >= world_size else None
 
 
 def coordinates_in_groups(strategy: str, group: Any, replicas: Any, world_size: int) -> dict[str, Any] | None:
-    """The same of a rank of FullyShardedDataParallel: the name of its strategy, its process group, that of replicas."""
+    """As `coordinates_in_mesh`, for FullyShardedDataParallel: its strategy's name, process group, group of replicas."""
     place = group.rank(), group.size()
     found = {"dp": place} if strategy == "NO_SHARD" else {"fsdp": place}
     if strategy.startswith(("HYBRID", "_HYBRID")):
@@ -83,7 +83,7 @@ def _fields(found: dict[str, _Coordinate]) -> dict[str, Any]:
 
 
 def _in_mesh(mesh: Any, names: tuple[str, ...]) -> _Coordinate | None:
-    """(coordinate, size) in a torch.distributed.DeviceMesh; None without a dimension of these names."""
+    """(coordinate, size) in a torch.distributed.DeviceMesh; None if no dimension has one of these names."""
     if mesh is None:
         return None
     for dimension, name in enumerate(mesh.mesh_dim_names or ()):
@@ -97,12 +97,12 @@ def _in_dimension(mesh: Any, dimension: int) -> _Coordinate:
 
 
 def _by_functions(source: Any, names: tuple[str, ...]) -> _Coordinate | None:
-    """(coordinate, size) by the first name that a grid or an mpu knows; None if it knows none."""
+    """(coordinate, size) by the first of these names that a grid or an mpu has; None if it has none."""
     of_sequence = getattr(source, "get_sequence_parallel_rank", None)
     for name in names:
         size = getattr(source, f"get_{name}_world_size", None)
         rank = getattr(source, f"get_{name}_rank", None)
-        if rank is of_sequence and name != "sequence_parallel":  # DeepSpeed's mpu for sequences has it by both names
+        if rank is of_sequence and name != "sequence_parallel":  # DeepSpeed's mpu for sequences has both names
             continue
         if size is not None and rank is not None:
             return int(rank()), int(size())
@@ -110,6 +110,6 @@ def _by_functions(source: Any, names: tuple[str, ...]) -> _Coordinate | None:
 
 
 def _data_parallel(engine: Any, groups: Any, sequence_size: int) -> _Coordinate:
-    """(coordinate, size) where nobody tells: ranks that share a sequence are neighbours in DeepSpeed's mpu for that."""
+    """(coordinate, size) if no object has them: DeepSpeed's mpu for sequences puts ranks of a sequence side by side."""
     rank, size = groups._get_sequence_data_parallel_rank(), groups._get_sequence_data_parallel_world_size()
     return int(rank) // sequence_size, int(size) // sequence_size

@@ -1,4 +1,4 @@
-"""DeepSpeed: its start, its saves and loads, and every checkpoint engine that it may use."""
+"""Hooks of DeepSpeed: its start-up, its saves and loads, and every checkpoint engine that it may use."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from restart_trace.hooks.running import Running
 from restart_trace.hooks.session import Session
 from restart_trace.recorder import given
 
-# What DeepSpeedEngine.save_checkpoint is made of, besides its checkpoint engine: the state, gathered and copied.
+# The parts of DeepSpeedEngine.save_checkpoint outside of its checkpoint engine: they gather and copy the state.
 _COLLECTING = (
     "_create_checkpoint_file", "_create_zero_checkpoint_files", "_save_checkpoint", "_save_moe_checkpoint",
     "_save_zero_checkpoint",
 )  # fmt: skip
-# And load_checkpoint: it puts what was read into model and optimizer, and gathers, within single calls.
+# The parts of load_checkpoint: each applies what was read to model and optimizer, and gathers, within one call.
 _RESTORING = ("_load_checkpoint", "_load_zero_checkpoint")
 _TORCH_ENGINE = "TorchCheckpointEngine"
 
@@ -29,7 +29,7 @@ class DeepSpeedHooks:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._uncommitted: Running | None = None  # a decoupled engine's save that was not committed yet
+        self._uncommitted: Running | None = None  # a decoupled engine's save that is not committed yet
 
     @contextmanager
     def initialize(self, call: Call) -> Iterator[None]:
@@ -65,7 +65,7 @@ class DeepSpeedHooks:
 
     @contextmanager
     def load(self, call: Call) -> Iterator[None]:
-        """Around load_checkpoint. Which tag and step it was is known in the end."""
+        """Around load_checkpoint. Tag and step are known at its end."""
         arguments = call.arguments()
         with self._operation("load", arguments["self"], arguments["load_dir"]) as running:
             yield
@@ -76,7 +76,7 @@ class DeepSpeedHooks:
 
     @contextmanager
     def _operation(self, kind: str, engine: Any, directory: Any) -> Iterator[Running | None]:
-        """A save or load of its own, or the part of one that a library above DeepSpeed has begun."""
+        """A new save or load, or DeepSpeed's part of one that a library has begun."""
         checkpoint_engine = type(engine.checkpoint_engine)
         for one in checkpoint_engine.__mro__:
             self._hook_checkpoint_engine(one)
@@ -87,13 +87,13 @@ class DeepSpeedHooks:
             yield None
             return
         running.operation.label(engine=checkpoint_engine.__name__)
-        whole = nullcontext() if begun is None else self._session.until_end(begun)
-        with whole, running.within_deepspeed(str(directory)):
+        operation = nullcontext() if begun is None else self._session.until_end(begun)
+        with operation, running.within_deepspeed(str(directory)):
             yield running
 
     @contextmanager
     def commit_decoupled(self, call: Call) -> Iterator[None]:
-        """Around _commit_decoupled_checkpoint: it waits for the helper process before the optimizer's step."""
+        """Around _commit_decoupled_checkpoint, which waits for the helper process before the optimizer's step."""
         running, self._uncommitted = self._uncommitted, None
         if running is None or not self._session.resume(running):
             yield
@@ -103,7 +103,7 @@ class DeepSpeedHooks:
             yield
 
     def phase(self, name: str) -> Around:
-        """Around a function that is one phase, but for the phases within it."""
+        """Around a function that is one phase, except for the phases within it."""
 
         @contextmanager
         def around(call: Call) -> Iterator[None]:
@@ -111,7 +111,7 @@ class DeepSpeedHooks:
             if running is None or running.opaque:
                 yield
                 return
-            if running.kind == "load":  # what it does between its parts belongs to this one call, too
+            if running.kind == "load":  # the time between the parts of this call belongs to it, too
                 running.between(name)
             with running.phase(name):
                 yield
@@ -130,7 +130,7 @@ class DeepSpeedHooks:
 
     @contextmanager
     def commit(self, call: Call) -> Iterator[None]:
-        """Around an engine's commit. Then DeepSpeed publishes the checkpoint, before the last barrier."""
+        """Around an engine's commit. After it DeepSpeed publishes the checkpoint, before the last barrier."""
         running = self._session.running()
         if running is None or running.opaque:
             yield
@@ -142,7 +142,7 @@ class DeepSpeedHooks:
             running.between("commit", "publish")
 
     def _hook_checkpoint_engine(self, engine: type) -> None:
-        """Hook what a class of checkpoint engines defines itself. torch's own calls torch.save: it is looked into."""
+        """Hook the methods that a class of checkpoint engines defines. torch's calls torch.save, which is hooked."""
         if engine.__name__ != _TORCH_ENGINE:
             for name in ("create", "save", "load"):
                 wrap(engine, name, self.engine_call)
@@ -167,7 +167,7 @@ def hook(session: Session, deepspeed: ModuleType) -> None:
 
 
 def _runtime(engine: Any) -> dict[str, Any]:
-    """Fields of the runtime record: what DeepSpeed has built."""
+    """Fields of the runtime record, which describe what DeepSpeed has built."""
     import torch.distributed as dist
 
     optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)

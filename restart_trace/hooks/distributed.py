@@ -1,4 +1,4 @@
-"""torch.distributed: the rendezvous and new groups of a start-up, barriers of saves and loads, shards of FSDP."""
+"""Hooks of torch.distributed: rendezvous and new groups of a start-up, barriers of saves and loads, FSDP's shards."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def hook(session: Session, dist: ModuleType) -> None:
         time_name_lookup(session)
         with session.startup_phase("rendezvous"):
             yield
-        if dist.is_initialized():  # a program that got its rank from elsewhere than the environment
+        if dist.is_initialized():  # for a program whose rank is not in the environment
             session.open(dist.get_rank(), dist.get_world_size())
 
     @contextmanager
     def communicators(call: Call) -> Iterator[None]:
-        # Which axis of a layout a part of the ranks lies along is not known here, or not yet.
+        # Along which axis of the layout a group lies is not known here, or not yet.
         ranks = call.arguments()["ranks"]
         over_all = ranks is None or len(ranks) == dist.get_world_size()
         with session.startup_phase("communicators", "world" if over_all else "other"):
@@ -44,7 +44,7 @@ def hook(session: Session, dist: ModuleType) -> None:
 
 
 def hook_fsdp(session: Session, fsdp: ModuleType) -> None:
-    """Hook torch.distributed.fsdp: it knows where a rank stands. Modules are sharded from the inside out."""
+    """Hook torch.distributed.fsdp, which knows the coordinates of a rank. Modules are sharded from the inside out."""
     import torch.distributed as dist
 
     @contextmanager
@@ -69,7 +69,7 @@ def hook_fsdp(session: Session, fsdp: ModuleType) -> None:
 
 
 def hook_deepspeed(session: Session, module: ModuleType) -> None:
-    """Hook deepspeed.comm.torch: its backend builds an operator besides the process group."""
+    """Hook deepspeed.comm.torch: its backend builds an operator in addition to the process group."""
 
     @contextmanager
     def rendezvous(call: Call) -> Iterator[None]:

@@ -1,7 +1,7 @@
-"""Wrappers around other people's functions that cannot change what those do.
+"""Wrappers around library functions that cannot change what these functions do.
 
-A hook is a context manager around one call. What it raises is its own fault: it is switched off, that is said once,
-and the call goes on. What the call raises, or a signal while it runs, passes through.
+A hook is a context manager around one call. If the hook raises, it is switched off, which is logged once, and the call
+continues. Exceptions of the call itself, and of signals while it runs, are passed on.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 class CallError(Exception):
-    """The call does not fit its function: that itself is going to say so."""
+    """The arguments do not fit the function, which will raise an error itself."""
 
 
-_installed: list[tuple[Any, str, Any, Any]] = []  # owner, name, what it had, what it has
+_installed: list[tuple[Any, str, Any, Any]] = []  # owner, name, original, replacement
 
 Around = Callable[["Call"], AbstractContextManager[Any]]
 
@@ -37,7 +37,7 @@ class Call:
         self._signature = signature
 
     def arguments(self) -> dict[str, Any]:
-        """Name -> value of every argument, defaults included. Raises CallError if the call does not fit."""
+        """Name -> value of every argument, including defaults. Raises CallError if the arguments do not fit."""
         try:
             bound = self._signature().bind(*self.args, **self.kwargs)
         except TypeError as exc:
@@ -47,7 +47,7 @@ class Call:
 
 
 class Hook:
-    """One hooked function: on until its context manager raises."""
+    """The hook of one function, active until its context manager raises."""
 
     def __init__(self, name: str, around: Around) -> None:
         self.name = name
@@ -55,7 +55,7 @@ class Hook:
         self._around = around
 
     def enter(self, call: Call) -> AbstractContextManager[Any] | None:
-        """Run what is before the call; None if that failed."""
+        """Run the part of the hook before the call; None if it failed."""
         args, kwargs = call.args, call.kwargs
         try:
             manager = self._around(call)
@@ -69,7 +69,7 @@ class Hook:
             return None
 
     def leave(self, manager: AbstractContextManager[Any] | None, error: BaseException | None) -> None:
-        """Run what is after the call, which raised `error` if that is not None."""
+        """Run the part of the hook after the call. `error`: the exception that the call raised, if any."""
         if manager is None:
             return
         try:
@@ -82,17 +82,17 @@ class Hook:
         if self.off:
             return
         self.off = True
-        with suppress(Exception):  # of what the program has added to logging
+        with suppress(Exception):  # of handlers that the program has added to logging
             logger.error(
-                "the hook around %s is switched off, and the program goes on without it: %s: %s",
+                "the hook around %s is switched off, and the program continues without it: %s: %s",
                 self.name, type(exc).__name__, exc, exc_info=logger.isEnabledFor(logging.DEBUG),
             )  # fmt: skip
 
 
 def wrap(owner: Any, name: str, around: Around) -> None:
-    """Put `around` about the function `name` of a module or class. Nothing happens if it has none, or it is wrapped.
+    """Wrap the function `name` of a module or class in `around`.
 
-    The caller says what is lost where a version of a library has no such function: here nothing is.
+    Does nothing if there is no such function, as in some versions of a library, or it is already wrapped.
     """
     found = vars(owner).get(name)
     kind = type(found) if isinstance(found, (classmethod, staticmethod)) else None
@@ -123,6 +123,6 @@ def wrap(owner: Any, name: str, around: Around) -> None:
 
 
 def put(hooks: bool) -> None:
-    """Give every hooked function back what it was, or its hook again: to measure what hooks cost."""
+    """Put the hooks of all hooked functions in place, or the original functions: to measure what hooks cost."""
     for owner, name, original, replacement in _installed:
         setattr(owner, name, replacement if hooks else original)

@@ -1,7 +1,7 @@
-"""Modules as the program imports them: how long that takes, and what is to be done once one is there.
+"""Watches the program's imports: measures their time, and runs actions once a module is imported.
 
-A finder in front of the others answers no import itself. It has the loader of a module that is watched, or that the
-program imports at top level, tell when it has executed the module.
+A finder in front of the other finders resolves no import itself. It wraps the loader of a module that is watched, or
+that the program imports at top level, so that it learns when the module has been executed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 class ImportWatcher:
-    """A finder of sys.meta_path. `watched`: name of a module -> what are called with it once it is imported.
+    """A finder for sys.meta_path. `watched`: name of a module -> functions that are called with it once it is imported.
 
-    `began` is called with the name of a module of `announced` before it is imported; `imported` with the times (ns) of
-    an import that no other import caused.
+    `began` is called before a module of `announced` is imported; `imported` with begin and end (ns) of each import that
+    no other import caused.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ImportWatcher:
         if not first and name not in self._watched and name not in self._announced:
             return None
         start_ns = now_ns()
-        self._looking = True  # what is imported meanwhile is not the program's import
+        self._looking = True  # imports until then are not the program's
         try:
             if name in self._announced:
                 self._guarded(self._began)
@@ -64,18 +64,18 @@ class ImportWatcher:
         return spec
 
     def imported_already(self, module: ModuleType) -> None:
-        """Do what is to be done with a module once it is imported."""
+        """Run the actions for a module that was imported before."""
         for action in self._watched.get(module.__name__, ()):
             self._guarded(partial(action, module))
 
     def _watch(self, loader: Any, name: str, start_ns: int, first: bool) -> None:
-        """Have this one loader, which is of this one module, tell when it is done."""
-        if isinstance(loader, type):  # built-in and frozen modules share theirs, and take no time
+        """Wrap the loader of one module, so that its end is noticed."""
+        if isinstance(loader, type):  # built-in and frozen modules share a loader, and take no time
             return
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            vars(loader).pop("exec_module", None)  # the class's own again
+            vars(loader).pop("exec_module", None)  # restores the method of the class
             if first:
                 self._outermost = name
             try:
@@ -93,13 +93,13 @@ class ImportWatcher:
         try:
             action()
         except Exception as exc:
-            logger.error("restart_trace: %s: %s; nothing of that is traced", type(exc).__name__, exc)
+            logger.error("restart_trace: %s: %s; the module is not traced", type(exc).__name__, exc)
 
 
 def _find_among_others(
     watcher: ImportWatcher, name: str, path: Sequence[str] | None, target: ModuleType | None
 ) -> importlib.machinery.ModuleSpec | None:
-    """What the finders behind `watcher` find."""
+    """The spec that the other finders return."""
     for finder in sys.meta_path:
         if finder is watcher or not hasattr(finder, "find_spec"):
             continue

@@ -1,4 +1,4 @@
-"""Puts the hooks in: into modules that are imported already, and into the others as they come."""
+"""Installs the hooks: into modules that are already imported, and into others when they are imported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _hook_deepspeed(session: Session, deepspeed: ModuleType) -> None:
     steps.hook(session, deepspeed)
 
 
-# Modules and what puts the hooks into them. torch imports torch.distributed, and deepspeed its engines.
+# Module -> function that installs its hooks. torch imports torch.distributed, and deepspeed its engines.
 _HOOKED: dict[str, Callable[[Session, ModuleType], None]] = {
     "torch": serialization.hook,
     "torch.distributed": distributed.hook,
@@ -42,12 +42,12 @@ logger = logging.getLogger(__name__)
 def install(
     trace_dir: str | os.PathLike[str] | None = None, *, saves: Sequence[str] = (), loads: Sequence[str] = ()
 ) -> None:
-    """Trace this process if it is, or becomes, a rank. Call it before torch is imported: what is over is not seen.
+    """Trace this process if it is, or becomes, a rank. Call it before torch is imported; earlier events are not traced.
 
-    `trace_dir`: where the trace goes; by default RESTART_TRACE_HOOKS_DIR, or else `restart-trace` in the working
-    directory. `saves` and `loads` name further functions that save or load a checkpoint, as "mypackage.module:Class.f";
-    by default those of RESTART_TRACE_HOOKS_SAVES and RESTART_TRACE_HOOKS_LOADS. A second call changes nothing.
-    Raises ValueError for a name that is not so.
+    `trace_dir`: directory of the trace; by default RESTART_TRACE_HOOKS_DIR, or else `restart-trace` in the working
+    directory. `saves` and `loads`: further functions that save or load a checkpoint, as "mypackage.module:Class.f"; by
+    default those of RESTART_TRACE_HOOKS_SAVES and RESTART_TRACE_HOOKS_LOADS. A second call has no effect.
+    Raises ValueError for an invalid name.
     """
     global _session
     if _session is not None:
@@ -61,7 +61,7 @@ def install(
         for function in given or os.environ.get(FUNCTION_VARIABLES[kind], "").split():
             module, _, name = check_function(function).partition(":")
             watched.setdefault(module, []).append(partial(clients.hook_function, session, kind, name))
-            atexit.register(_tell_unless_imported, session, module, function)
+            atexit.register(_report_unless_imported, session, module, function)
     watcher = ImportWatcher(watched, frozenset({"torch"}), session.open_if_rank, session.imported)
     sys.meta_path.insert(0, watcher)  # type: ignore[arg-type]
     for name in watched:
@@ -70,7 +70,7 @@ def install(
             watcher.imported_already(sys.modules[name])
 
 
-def _tell_unless_imported(session: Session, module: str, function: str) -> None:
-    """At the end of a rank: a function that was asked for and never seen is not left out silently."""
+def _report_unless_imported(session: Session, module: str, function: str) -> None:
+    """At the end of a rank: log that a requested function was not traced since its module was never imported."""
     if session.recorder is not None and module not in sys.modules:
         logger.error("restart_trace: %s was not traced: no module %s was imported", function, module)

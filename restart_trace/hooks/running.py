@@ -1,4 +1,4 @@
-"""The save or load that is under way: a timeline that knows the checkpoint's directory and counts its files."""
+"""The save or load in progress: a timeline that knows the checkpoint's directory and counts its files."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from restart_trace.recorder import Operation
 
 
 class Running(Timeline):
-    """A "save" or a "load", as `kind` says."""
+    """A save or load in progress. `kind`: "save" or "load"."""
 
     def __init__(self, operation: Operation, kind: str) -> None:
         super().__init__(operation)
         self.kind = kind
-        self.opaque = False  # within a call that is not looked into
-        self.unfinished = False  # a helper process writes on: a later commit will end it
+        self.opaque = False  # within a call whose inner phases are not known
+        self.unfinished = False  # a helper process still writes: a later commit will end the operation
         self._directory: str | None = None
         self._between = Piece("discover" if kind == "load" else "engine_call")
 
     @contextmanager
     def within_deepspeed(self, directory: str) -> Iterator[None]:
-        """The body is DeepSpeed's part, of checkpoints in `directory`.
+        """The body is DeepSpeed's part, for checkpoints in `directory`.
 
         Time between its known parts is `discover` in a load and `engine_call` in a save, until `between` is called.
         """
@@ -36,24 +36,24 @@ class Running(Timeline):
         self.change(self._between, phase, detail)
 
     def name_of(self, path: str | os.PathLike[str]) -> str:
-        """A file's name relative to its tag's directory, or to that of the checkpoints if it is there."""
+        """A file's name relative to the directory of its tag, or to the directory of the checkpoints if it is there."""
         if self._directory is None:
             return os.path.basename(path)
         relative = os.path.relpath(path, self._directory)
         return relative.partition(os.sep)[2] or relative
 
     def count(self, num_bytes: int) -> None:
-        """One more file of so many bytes."""
+        """Count one more file, of `num_bytes` bytes."""
         self.operation.bytes = (self.operation.bytes or 0) + num_bytes
         self.operation.num_files = (self.operation.num_files or 0) + 1
 
     @contextmanager
     def engine_call(self, path: str | os.PathLike[str] | None = None) -> Iterator[None]:
-        """The body is a call that cannot be looked into; it writes or reads the file `path`, if that is given.
+        """The body is a call whose inner phases are not known. If `path` is given, the call writes or reads that file.
 
-        Its bytes are what the file has when the call returns.
+        Its bytes are the size of the file when the call returns.
         """
-        if self.opaque:  # such a call within another
+        if self.opaque:  # an opaque call within another
             yield
             return
         self.opaque = True

@@ -1,7 +1,7 @@
-"""torch.save and torch.load within a save or load: the objects apart from the storage.
+"""Hooks of torch.save and torch.load within a save or load, which separate serialization from storage.
 
-Of a save, `write` is the time in which torch's archive is given a record, and `serialize` the rest. In torch's zip
-format the checksum (CRC32) of each record is computed by the very call that writes it: it counts as `write`. Of a load,
+In a save, `write` is the time in torch's calls that add a record to the archive, and `serialize` the rest. In torch's
+zip format the call that writes a record also computes its checksum (CRC32), so that counts as `write`. In a load,
 `read` is the time in read(2), and `deserialize` the rest.
 """
 
@@ -17,11 +17,11 @@ from restart_trace.clock import now_ns
 from restart_trace.hooks.guard import Call, wrap
 from restart_trace.hooks.session import Session
 
-_ZIP = b"PK\x03\x04"  # what torch's present format begins with
+_ZIP = b"PK\x03\x04"  # first bytes of torch's current format
 
 
 class _Watch:
-    """Nanoseconds and bytes of one kind of call."""
+    """Total nanoseconds and bytes of one kind of call."""
 
     def __init__(self) -> None:
         self.total_ns = 0
@@ -29,7 +29,7 @@ class _Watch:
 
 
 class _TimedArchive:
-    """torch's archive writer with its own methods timed: they compute checksums and write."""
+    """torch's archive writer with timed methods, which compute checksums and write."""
 
     def __init__(self, archive: Any, watch: _Watch) -> None:
         self._archive = archive
@@ -53,7 +53,7 @@ class _TimedArchive:
 
 
 class _TimedFile(io.FileIO):
-    """An unbuffered file whose reads are timed. io.BufferedReader makes of it what open() would have returned."""
+    """An unbuffered file with timed reads. Wrapped in io.BufferedReader it is like the result of open()."""
 
     def __init__(self, path: str | os.PathLike[str], watch: _Watch) -> None:
         super().__init__(os.fspath(path), "rb")
@@ -77,7 +77,7 @@ class _TimedFile(io.FileIO):
 
 
 class Serialization:
-    """What torch.save and torch.load do within the save or load that is under way."""
+    """Hooks of torch.save and torch.load, active within a save or load."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -92,7 +92,7 @@ class Serialization:
             yield
             return
         archive = call.arguments()["_use_new_zipfile_serialization"]
-        if not archive:  # the format before torch 1.6 is written by one call
+        if not archive:  # the format before torch 1.6, written by one call
             with running.engine_call(path):
                 yield
             return
@@ -155,7 +155,7 @@ class Serialization:
 
 
 def _is_mapped(mmap: bool | None) -> bool:
-    """Whether torch.load maps a file, which it opens itself: by its argument `mmap`, or else by torch's setting."""
+    """Whether torch.load maps the file, which it then opens itself: by its argument `mmap`, or by torch's setting."""
     if mmap is not None:
         return mmap
     from torch.utils.serialization import config
@@ -164,7 +164,7 @@ def _is_mapped(mmap: bool | None) -> bool:
 
 
 def _is_archive(path: str | os.PathLike[str]) -> bool:
-    """Whether torch.load reads this file record by record; False too if torch is to say what is wrong with it."""
+    """Whether torch.load reads this file record by record; also False if it cannot be read, which torch will report."""
     try:
         with open(path, "rb") as file:
             return file.read(len(_ZIP)) == _ZIP

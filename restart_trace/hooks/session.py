@@ -1,7 +1,7 @@
-"""The trace of this process: opened once it is known to be a rank, and what it is doing now.
+"""The trace of this process, opened once it is known to be a rank, and the operations in progress.
 
-A process is a rank if it has RANK in its environment when it imports torch, or joins a process group later. The
-processes that a rank starts inherit RANK, so a rank marks its environment: they leave it alone, and are not traced.
+A process is a rank if it has RANK in its environment when it imports torch, or joins a process group later. A rank
+marks its environment, so that the processes it starts, which inherit RANK, are not traced as ranks.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from restart_trace.schema import RANK_FILE_PATTERN
 from restart_trace.sink import JsonlSink
 from restart_trace.startup import Startup
 
-DIRECTORY_VARIABLE = "RESTART_TRACE_HOOKS_DIR"  # what is traced into; unset: nothing is
+DIRECTORY_VARIABLE = "RESTART_TRACE_HOOKS_DIR"  # directory of the trace; unset: nothing is traced
 # Functions besides DeepSpeed's that save or load a checkpoint, separated by blanks.
 FUNCTION_VARIABLES = {"save": "RESTART_TRACE_HOOKS_SAVES", "load": "RESTART_TRACE_HOOKS_LOADS"}
-_RANK_PID_VARIABLE = "RESTART_TRACE_HOOKS_PID"  # of the rank that this process is, or descends from
-_SHORT_IMPORT_NS = 100_000  # is not worth a record
-# Programs whose own process is no rank, whatever its environment says.
+_RANK_PID_VARIABLE = "RESTART_TRACE_HOOKS_PID"  # pid of the rank that this process is or descends from
+_SHORT_IMPORT_NS = 100_000  # shorter imports are not recorded
+# Programs that run in a process which is not a rank, even if its environment has RANK.
 _LAUNCHERS = {
     "torchrun", "torch.distributed.run", "torch.distributed.launch", "deepspeed", "deepspeed.launcher.runner",
     "deepspeed.launcher.launch", "accelerate", "accelerate.commands.launch",
@@ -40,36 +40,36 @@ _FLAGS_WITH_VALUE = {"-X", "-W", "--check-hash-based-pycs"}  # of the interprete
 
 
 class Session:
-    """What the hooks share. Only the thread that installed them is traced: the one that trains."""
+    """State that the hooks share. Only the thread that installed them is traced, which is the one that trains."""
 
     def __init__(self, trace_dir: Path, installed_ns: int) -> None:
         self.trace_dir = trace_dir
         self.recorder: Recorder | None = None  # once this process is known to be a rank
         self.startup: Startup | None = None
-        self._starting: Timeline | None = None  # of the start-up
-        self._running: Running | None = None  # of the save or load that is under way
+        self._starting: Timeline | None = None  # timeline of the start-up
+        self._running: Running | None = None  # the save or load in progress
         self._installed_ns = installed_ns
-        self._imports: list[tuple[int, int]] = []  # before there was a recorder
+        self._imports: list[tuple[int, int]] = []  # imports before there was a recorder
         self._recorded: dict[str, Mapping[str, Any]] = {}  # type -> fields of the last such record
         self._thread = threading.get_ident()
         os.register_at_fork(after_in_child=self._forked)
 
     def open_if_rank(self) -> None:
         """Open the trace if the environment says that this process is a rank."""
-        if program_of(sys.orig_argv) in _LAUNCHERS:  # which a scheduler may give the RANK of its node
+        if program_of(sys.orig_argv) in _LAUNCHERS:  # a scheduler may set RANK to the number of the node
             return
         rank, world_size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
         if rank.isdigit() and world_size.isdigit():
             self.open(int(rank), int(world_size))
 
     def open(self, rank: int, world_size: int) -> None:
-        """Open the trace of this rank, unless it is open, or a rank started this process.
+        """Open the trace of this rank, unless it is open already or a rank started this process.
 
         Raises OSError if the trace directory cannot be written.
         """
         if self.recorder is not None or os.environ.setdefault(_RANK_PID_VARIABLE, _pid()) != _pid():
             return
-        # Until DeepSpeed's grid or an mpu tells more, every rank is a data-parallel one.
+        # Until DeepSpeed's grid or an mpu is known, all ranks count as data-parallel.
         identity = RankIdentity(rank, world_size, 0, (0, 0, rank), (1, 1, world_size))
         run_id, cycle = cycles.claim_cycle(self.trace_dir, cycles.launch_key(os.environ), rank)
         sink = JsonlSink(self.trace_dir / RANK_FILE_PATTERN.format(rank=rank, cycle=cycle))
@@ -84,7 +84,10 @@ class Session:
         atexit.register(self.recorder.close)
 
     def imported(self, start_ns: int, end_ns: int) -> None:
-        """The program imported a module, with everything that this imports. A load counts what it imports itself."""
+        """Record an import by the program, including the imports that it caused.
+
+        Imports within a load belong to that.
+        """
         if end_ns - start_ns < _SHORT_IMPORT_NS:
             return
         if self.recorder is None:
@@ -95,21 +98,21 @@ class Session:
             starting.interrupted("imports", start_ns, end_ns)
 
     def record_coordinates(self, place: Mapping[str, Any] | None) -> None:
-        """Record where this rank stands, if that is known: fields of the coordinates record. The last one counts."""
+        """Record the coordinates of this rank, if they are known, as a coordinates record. The last record counts."""
         if place is not None:
             self._record("coordinates", place)
 
     def record_runtime(self, found: Mapping[str, Any]) -> None:
-        """Record what runs: fields of the runtime record, of which the last one counts; those told before stay."""
+        """Add fields to the runtime record, and write it again. The last record counts."""
         self._record("runtime", {**self._recorded.get("runtime", {}), **found})
 
     def record_directory(self, kind: str, directory: str, engine_used: str) -> None:
-        """Record where checkpoints are saved to or loaded from, as `kind` says, when that is first seen.
+        """Record the directory of checkpoints for `kind` ("save" or "load") when it is first used.
 
-        Directories beside each other count as one: some trainers give each checkpoint a directory of its own.
+        Directories with the same parent count as one, since some trainers use a new directory for each checkpoint.
         """
-        told = self._recorded.get("runtime", {}).get(f"{kind}_dir")
-        if told is None or os.path.dirname(told) != os.path.dirname(directory):
+        recorded = self._recorded.get("runtime", {}).get(f"{kind}_dir")
+        if recorded is None or os.path.dirname(recorded) != os.path.dirname(directory):
             self.record_runtime({"engine_used": engine_used} | storage_fields(kind, directory))
 
     def _record(self, record_type: str, fields: Mapping[str, Any]) -> None:
@@ -118,28 +121,28 @@ class Session:
             self.recorder.write(record_type, **fields)
 
     def startup_phase(self, name: str, detail: str | None = None) -> AbstractContextManager[Any]:
-        """The body is this phase of the start-up, but for phases within it; nothing once the start-up is over."""
+        """The body is this phase of the start-up, except for phases within it. No effect once the start-up is over."""
         starting = self._start_up()
         return nullcontext() if starting is None else starting.phase(name, detail)
 
     def running(self) -> Running | None:
-        """The save or load that is under way on this thread."""
+        """The save or load in progress on this thread."""
         return self._running if self._is_mine() else None
 
     def phase(self, phase: str, detail: str | None = None) -> AbstractContextManager[Any]:
-        """The body is this phase of the save or load that is under way on this thread, if one is."""
+        """The body is this phase of the save or load in progress on this thread, if there is one."""
         running = self.running()
         return nullcontext() if running is None else running.phase(phase, detail)
 
     def begin(self, kind: str) -> Running | None:
-        """Begin a save or load on this thread; None if nothing is traced, or it is a part of one that is under way."""
+        """Begin a save or load on this thread; None if nothing is traced, or it is a part of one in progress."""
         if self.recorder is None or self._running is not None or not self._is_mine():
             return None
         self._running = Running(self.recorder.begin(kind), kind)
         return self._running
 
     def resume(self, running: Running) -> bool:
-        """Go on with a save that this thread left open; False if another operation is under way."""
+        """Continue a save that this thread left open; False if another operation is in progress."""
         if self._running is not None or not self._is_mine():
             return False
         self._running = running
@@ -148,7 +151,7 @@ class Session:
 
     @contextmanager
     def until_end(self, running: Running) -> Iterator[None]:
-        """The body is what is left of the save or load, unless it sets `running.unfinished`."""
+        """The body is the rest of the save or load, which then ends unless the body sets `running.unfinished`."""
         error: str | None = None
         try:
             yield
@@ -161,20 +164,20 @@ class Session:
                 running.operation.end(error)
 
     def iteration(self, step: int, first_ns: int, start_ns: int, end_ns: int) -> None:
-        """Iteration `step` ran from start_ns to end_ns; training began at first_ns."""
+        """Record iteration `step`, which ran from start_ns to end_ns; training began at first_ns."""
         if self.recorder is not None and self.startup is not None:
             self.recorder.iteration(step, start_ns, end_ns)
             self.startup.iteration_done(step, first_ns, end_ns)
 
     def _start_up(self) -> Timeline | None:
-        under_way = self.startup is not None and self.startup.operation is not None and self._is_mine()
-        return self._starting if under_way else None
+        in_progress = self.startup is not None and self.startup.operation is not None and self._is_mine()
+        return self._starting if in_progress else None
 
     def _is_mine(self) -> bool:
         return threading.get_ident() == self._thread
 
     def _forked(self) -> None:
-        """In a process that this one forked: a rank of its own, if a launcher did that, else nothing is recorded."""
+        """In a forked child: it becomes a rank itself if a launcher forked it; otherwise nothing is recorded."""
         if self.recorder is not None or "RANK" in os.environ:
             os.environ.setdefault(_RANK_PID_VARIABLE, "0")
         self.recorder = self.startup = self._starting = self._running = None
@@ -183,9 +186,9 @@ class Session:
 
 
 def check_function(name: str) -> str:
-    """A function's name as it was given: "package.module:f" or "package.module:Class.f".
+    """Check the name of a function, "package.module:f" or "package.module:Class.f", and return it.
 
-    Raises ValueError if it is not that, or names a function of the script itself, which no import tells of.
+    Raises ValueError if it has another form, or names a function of the script itself, which is not imported.
     """
     module, _, function = name.partition(":")
     if not all(part.isidentifier() for part in [*module.split("."), *function.split(".")]):
@@ -196,7 +199,7 @@ def check_function(name: str) -> str:
 
 
 def program_of(command: Sequence[str]) -> str:
-    """Name of what an interpreter with this command line runs: a module, or a script without its directory."""
+    """The program that an interpreter with this command line runs: a module, or a script without its directory."""
     words = iter(command[1:])
     for word in words:
         if word in _FLAGS_WITH_VALUE:

@@ -1,4 +1,4 @@
-"""Steps of DeepSpeed's engines: when training begins, and when each iteration is over."""
+"""Hooks of the steps of DeepSpeed's engines: when training begins, and when each iteration ends."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from restart_trace.hooks.session import Session
 
 
 class Steps:
-    """Of one process. An iteration lasts from its first forward pass to the end of the optimizer's step."""
+    """The iterations of one process. Each lasts from its first forward pass to the end of the optimizer's step."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._first_ns = 0  # training began
-        self._begun_ns = 0  # the iteration began; 0 between two
+        self._first_ns = 0  # begin of training
+        self._begun_ns = 0  # begin of the current iteration; 0 between two
 
     @contextmanager
     def forward(self, call: Call) -> Iterator[None]:
@@ -28,7 +28,7 @@ class Steps:
 
     @contextmanager
     def step(self, call: Call) -> Iterator[None]:
-        """Around what may update the weights: most calls do not, if gradients are accumulated."""
+        """Around a call that may update the weights; with gradient accumulation most calls do not."""
         engine = call.args[0]
         before = engine.global_steps
         yield
@@ -38,7 +38,7 @@ class Steps:
 
     @contextmanager
     def train_batch(self, call: Call) -> Iterator[None]:
-        """Around a whole iteration of a PipelineEngine."""
+        """Around one iteration of a PipelineEngine."""
         self._begin()
         with self.step(call):
             yield

@@ -1,6 +1,6 @@
-"""One thread within one operation: it is in one phase at a time, the innermost that is open.
+"""One thread within one operation: at any time it is in one phase, the innermost open one.
 
-A phase that an inner one interrupts is recorded in pieces, so that no moment counts twice.
+A phase that an inner one interrupts is recorded in pieces, so that no time counts twice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from restart_trace.recorder import Operation
 
 @dataclass
 class Piece:
-    """An open phase. Its bytes go with its last piece."""
+    """An open phase. Its bytes are recorded with its last piece."""
 
     phase: str
     detail: str | None = None
@@ -33,9 +33,9 @@ class Timeline:
 
     @contextmanager
     def phase(self, phase: str, detail: str | None = None, file: str | None = None) -> Iterator[Piece]:
-        """The body is this phase, but for the phases within it."""
+        """The body is this phase, except for the phases within it."""
         piece = Piece(phase, detail, file)
-        if self._open and self._open[-1] == piece:  # a part of the same
+        if self._open and self._open[-1] == piece:  # a part of the same phase
             yield self._open[-1]
             return
         with self.within(piece):
@@ -43,7 +43,7 @@ class Timeline:
 
     @contextmanager
     def within(self, piece: Piece) -> Iterator[None]:
-        """The body is `piece`, which may become another phase, but for the phases within it."""
+        """As `phase`, for a piece that may become another phase by `change`."""
         self._cut()
         self._open.append(piece)
         error: str | None = None
@@ -57,15 +57,15 @@ class Timeline:
             self._open.pop()
 
     def change(self, piece: Piece, phase: str, detail: str | None = None) -> None:
-        """What is open as `piece` is another phase from here on."""
+        """Let the open `piece` be another phase from now on."""
         if (piece.phase, piece.detail) != (phase, detail):
-            if self._open[-1] is piece:  # else its time is cut already
+            if self._open[-1] is piece:  # otherwise its time was recorded when the inner phase began
                 self._cut()
             piece.phase, piece.detail = phase, detail
 
     @contextmanager
     def apart(self) -> Iterator[int]:
-        """The body records its own spans, shares of one window; yields the begin of that, ns."""
+        """The body records its own spans, which share one window. Yields the begin of the window, ns."""
         self._cut()
         try:
             yield self._since_ns
@@ -73,19 +73,19 @@ class Timeline:
             self._since_ns = now_ns()
 
     def interrupted(self, phase: str, start_ns: int, end_ns: int) -> None:
-        """What is open was interrupted by `phase`, which has just ended."""
-        start_ns = max(start_ns, self._since_ns)  # phases within it have been recorded
+        """Record `phase`, which has just ended, as an interruption of the open phase."""
+        start_ns = max(start_ns, self._since_ns)  # phases within it are already recorded
         if end_ns > start_ns:
             self._cut(at_ns=start_ns)
             self.operation.add(phase, None, start_ns, end_ns)
             self._since_ns = end_ns
 
     def skip(self) -> None:
-        """The time since the last phase was not this operation's."""
+        """Leave out the time since the last phase, which was not part of this operation."""
         self._since_ns = now_ns()
 
     def _cut(self, last: Piece | None = None, error: str | None = None, at_ns: int | None = None) -> None:
-        """Record the time since the last cut as a piece of the innermost phase, the last one if that is `last`."""
+        """Record the time since the last cut as a piece of the innermost phase; its last piece if it is `last`."""
         now = at_ns or now_ns()
         innermost = self._open[-1] if self._open else None
         if innermost is not None:

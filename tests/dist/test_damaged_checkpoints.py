@@ -176,10 +176,10 @@ def test_hostile_files_are_passed_over_and_training_saves_on(launcher: Launcher,
     assert loaded_steps(launcher) == [4, 4]
     for told in (
         f"rank 1: {tag[5]}: cannot be read (TypeError: ",
-        f"{save / 'latest'}: names no checkpoint: is a directory and no regular file",
+        f"{save / 'latest'}: names no checkpoint: is a directory, not a regular file",
         f"{tag[9] / 'manifest.json'}: cannot be used: step: must be a whole number",
         f"{tag[8] / 'manifest.json'}: cannot be used: it is nested too deeply",
-        f"{tag[7] / 'manifest.json'}: cannot be used: is a FIFO and no regular file",
+        f"{tag[7] / 'manifest.json'}: cannot be used: is a FIFO, not a regular file",
         f"rank 1: {pickled}: ",
     ):
         assert told in run.log(0), told

@@ -1,6 +1,6 @@
-"""Python imports this at its start because `restart-trace run` put its directory on PYTHONPATH: it installs the hooks.
+"""Installs the hooks. Python imports it at its start, since `restart-trace run` put its directory on PYTHONPATH.
 
-Then it gives way to the sitecustomize that would have been imported without it.
+Afterwards it imports the sitecustomize that Python would have imported otherwise.
 """
 
 import importlib.util
@@ -11,7 +11,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def _install() -> None:
-    """Import this very copy of restart_trace, which the program's environment need not have."""
+    """Import this copy of restart_trace, which need not be installed in the program's environment."""
     package = os.path.dirname(os.path.dirname(_HERE))
     if "restart_trace" not in sys.modules:
         spec = importlib.util.spec_from_file_location(
@@ -26,8 +26,8 @@ def _install() -> None:
     restart_trace.hooks.install()
 
 
-def _go_on() -> None:
-    """Import the program's own sitecustomize, if it has one."""
+def _import_next() -> None:
+    """Import the program's own sitecustomize, if there is one."""
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]
     ours = sys.modules.pop("sitecustomize", None)
     try:
@@ -44,4 +44,4 @@ if os.environ.get("RESTART_TRACE_HOOKS_DIR"):
         _install()
     except Exception as error:
         sys.stderr.write(f"restart_trace: nothing is traced: {type(error).__name__}: {error}\n")
-_go_on()
+_import_next()

@@ -506,7 +506,7 @@ def test_a_trace_that_cannot_be_written_stops_no_program(tmp_path: Path) -> None
     """
     done = python(code, tmp_path, RANK="0", WORLD_SIZE="1")
     assert (done.returncode, done.stdout) == (0, "done\n")
-    assert done.stderr.count("nothing of that is traced") == 1
+    assert done.stderr.count("the module is not traced") == 1
 
 
 # ---------------------------------------------------------------- in front of a command

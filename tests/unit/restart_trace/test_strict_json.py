@@ -24,10 +24,10 @@ def test_values(content: str | bytes) -> None:
         ('{"a": {"b": 1, "c": 2, "b": 1}}', "key 'b' is given twice in one object"),
         (r'{"\u001b[2J": 1, "\u001b[2J": 1}', r"key '\x1b[2J' is given twice in one object"),
         ('{"' + "k" * 999 + '": 1, "' + "k" * 999 + '": 1}', "kkk... is given twice in one object"),
-        ("[NaN]", "NaN is no JSON number"),
-        ("-Infinity", "-Infinity is no JSON number"),
-        ("1e999", "1e999 is more than a number can be"),
-        ("-" + "9" * 500 + ".0", "999... is more than a number can be"),
+        ("[NaN]", "NaN is not a JSON number"),
+        ("-Infinity", "-Infinity is not a JSON number"),
+        ("1e999", "1e999 is too large for a number"),
+        ("-" + "9" * 500 + ".0", "999... is too large for a number"),
         ("[" * 100_000, "it is nested too deeply"),
         (b'{"a": "\xff"}', "it is not UTF-8 at byte 7"),
         ("{'a': 1}", "Expecting property name"),
@@ -47,7 +47,7 @@ def test_only_regular_files_of_a_limited_size(tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     path.write_text("[1]")
     assert read_json(path, 3) == [1]
-    with pytest.raises(ValueError, match="has 3 bytes, and 2 are the most"):
+    with pytest.raises(ValueError, match="has 3 bytes; the limit is 2"):
         read_json(path, 2)
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(NotRegularFileError, match="is a FIFO"):

@@ -240,7 +240,7 @@ def test_manifest_with_a_key_twice(tmp_path: Path) -> None:
 @pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
 def test_manifest_with_a_number_that_is_none(tmp_path: Path, constant: str) -> None:
     text = manifest_of(2).to_json().replace('"step": 2', f'"step": {constant}')
-    assert reason_for(tmp_path, text) == f"{constant} is no JSON number"
+    assert reason_for(tmp_path, text) == f"{constant} is not a JSON number"
 
 
 def test_manifest_of_before_has_no_origin_and_is_read(tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_file_that_is_a_link(tmp_path: Path) -> None:
     path = tmp_path / "global_step3" / FILE
     assert problems == [
         f"global_step4: {tmp_path / 'global_step4' / FILE} is missing",
-        f"global_step3: {path} is a link that leads out of the checkpoint and no regular file",
+        f"global_step3: {path} is a link that leads out of the checkpoint, not a regular file",
     ]
 
 

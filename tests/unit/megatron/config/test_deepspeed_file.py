@@ -190,9 +190,9 @@ HOSTILE = [
     (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "not JSON (it is nested too deeply)"),
     (b"[" * 600 + b"]" * 600, "holds a JSON list"),
     (b'{"zero_optimization": {"stage": 1, "stage": 1}}', "key 'stage' is given twice in one object"),
-    (b'{"gradient_clipping": NaN}', "NaN is no JSON number"),
-    (b'{"gradient_clipping": -Infinity}', "-Infinity is no JSON number"),
-    (b'{"gradient_clipping": 1e999}', "1e999 is more than a number can be"),
+    (b'{"gradient_clipping": NaN}', "NaN is not a JSON number"),
+    (b'{"gradient_clipping": -Infinity}', "-Infinity is not a JSON number"),
+    (b'{"gradient_clipping": 1e999}', "1e999 is too large for a number"),
     (b'{"train_batch_size": ' + b"9" * 5000 + b"}", "not JSON (Exceeds the limit"),
     (b'{"train_batch_size": ' + b"9" * 400 + b"}", "a number of more than 19 digits; it must be less than 2^63"),
     (b'{"gradient_clipping": 1.0}\xff', "not UTF-8 at byte 26"),
@@ -200,7 +200,7 @@ HOSTILE = [
     (b'{\n  # a comment\n  "gradient_clipping": 1.0\n}', "the other liberties of Hjson"),
     (b'{"gradient_clipping": 1.0,}', "not JSON"),
     (b"", "not JSON"),
-    (b"{}" + b" " * (1 << 20), "has 1048578 bytes, and 1048576 are the most"),
+    (b"{}" + b" " * (1 << 20), "has 1048578 bytes; the limit is 1048576"),
     (b'{"bf16": {}, "bfloat16": {}}', "two names of one section"),
 ]
 

@@ -106,7 +106,7 @@ def test_the_recorder_waits_for_no_file_of_an_earlier_cycle(tmp_path: Path, kind
 @pytest.mark.parametrize("content", ["{}", "[", "[]", '{"run_id": 1, "launch_key": "x"}', "null"])
 def test_a_damaged_claim_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "cycle_000.json").write_text(content)
-    with pytest.raises(OSError, match="is no claim of a cycle; remove it"):
+    with pytest.raises(OSError, match="is not a cycle file; remove it"):
         newest_cycle(tmp_path)
 
 
